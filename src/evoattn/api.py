@@ -1,0 +1,279 @@
+"""The public call: validate, bring to canonical axes, run the operator, give back the user's layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from evoattn import ops
+from evoattn.canonical import Canonical, canonicalise
+from evoattn.dispatch import AUTO_ORDER, BACKENDS, backend_module, refusals
+from evoattn.layouts import to_canonical, to_user
+from evoattn.numerics import row_shift
+from evoattn.problem import Problem, describe
+from evoattn.tuning import Config
+from evoattn.validation import check_arguments, compute_dtype, key_axes
+
+__all__ = ["BackendStatus", "Explanation", "backends", "evoformer_attention", "explain"]
+
+Layout = Literal["bnlhd", "bnhld"]
+
+
+@overload
+def evoformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = ...,
+    mask_bias: Tensor | None = ...,
+    pair_bias: Tensor | None = ...,
+    scale: float | None = ...,
+    layout: Layout = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    deterministic: bool | None = ...,
+    config: Config | None = ...,
+) -> Tensor: ...
+@overload
+def evoformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = ...,
+    mask_bias: Tensor | None = ...,
+    pair_bias: Tensor | None = ...,
+    scale: float | None = ...,
+    layout: Layout = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+    deterministic: bool | None = ...,
+    config: Config | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def evoformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    mask_bias: Tensor | None = None,
+    pair_bias: Tensor | None = None,
+    scale: float | None = None,
+    layout: Layout = "bnlhd",
+    return_lse: bool = False,
+    backend: str = "auto",
+    deterministic: bool | None = None,
+    config: Config | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over the last sequence axis of a batch of rows, with biases that are never expanded in memory.
+
+        S[b,n,h,q,k] = scale * sum_d Q[b,n,q,h,d] K[b,n,k,h,d] + mask_bias[b,n,k] + pair_bias[b,h,q,k]
+        O[b,n,q,h,c] = sum_k softmax_k(S)[b,n,h,q,k] V[b,n,k,h,c]
+
+    Sizes: `N` rows (MSA sequences, or the fixed index of a triangle), `H` heads, `Lq` queries, `Lk` keys, `D` query and key
+    channels, `C` value channels, `*` any number of batch axes, also none. Any length from 0 up, any strides.
+
+    Args:
+        q: queries, `[*, N, Lq, H, D]` ("bnlhd") or `[*, N, H, Lq, D]` ("bnhld"); float16, bfloat16, float32 or float64.
+        k: keys, `[*, N, Lk, H, D]` or `[*, N, H, Lk, D]`, of q's dtype. H may be 1: one head shared by all.
+        v: values, `[*, N, Lk, H, C]` or `[*, N, H, Lk, C]`, of q's dtype. H may be 1.
+        mask: bool, `[*, N, Lk]` or `[*, N, 1, 1, Lk]` or anything that broadcasts to them; True = attend.
+        mask_bias: additive, any float dtype, of the same shapes as mask.
+        pair_bias: additive, any float dtype, any shape that broadcasts to `[*, N, H, Lq, Lk]`. Leave an axis along which
+            it does not vary at size 1: it is then neither read nor differentiated more than once.
+        scale: factor on Q K^T; None is `D ** -0.5`.
+        layout: the order of axes in q, k, v and in the output.
+        return_lse: also return the logsumexp of the scores. Gradients flow through it.
+        backend: "auto", or a name from `backends()`.
+        deterministic: whether results, gradients too, must be bit-equal from run to run; None follows
+            `torch.are_deterministic_algorithms_enabled()`.
+        config: tile sizes, for experiments; None lets the backend choose.
+
+    Returns:
+        O in q's dtype and layout with C channels; with `return_lse`, also the LSE, `[*, N, H, Lq]`, float32 (float64 for
+        float64). A query whose keys are all masked by `mask` or by -inf has O = 0, LSE = -inf and gradient 0.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: shapes, devices or options do not fit, or the named backend cannot run the problem.
+
+    Example:
+        >>> import torch
+        >>> from evoattn import evoformer_attention
+        >>> q, k, v = (torch.randn(1, 8, 16, 4, 32) for _ in range(3))      # [B, N, L, H, D]
+        >>> evoformer_attention(q, k, v, pair_bias=torch.randn(1, 1, 4, 16, 16)).shape
+        torch.Size([1, 8, 16, 4, 32])
+
+    Source: Jumper et al. 2021 (supplementary algorithms 7, 13, 14); DeepSpeed4Science's evoformer attention.
+    """
+    check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
+    canonical = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
+    o, lse = ops.forward(
+        canonical.q,
+        canonical.k,
+        canonical.v,
+        canonical.mask,
+        canonical.mask_bias,
+        canonical.pair_bias,
+        None if scale is None else float(scale),
+        layout,
+        _deterministic(deterministic),
+        backend,
+        "" if config is None else config.to_text(),
+    )
+    o = to_user(canonical.restore(o), layout)
+    if not return_lse:
+        return o
+    if canonical.mask_bias is not None:
+        lse = lse + row_shift(canonical.mask, canonical.mask_bias, lse.dtype)[:, :, None, None]
+    return o, canonical.restore(lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a call would run and why; `print` it.
+
+    Args:
+        problem: the call in canonical axes.
+        backend: the backend that would run it, or None if every one asked refuses.
+        config: the tile config that this backend would use.
+        refused: for each backend that was asked and does not take it, all its reasons.
+        copies: which arguments would be copied because their leading axes cannot be viewed in canonical order.
+    """
+
+    problem: Problem
+    backend: str | None
+    config: Config | None
+    refused: dict[str, list[str]]
+    copies: list[str]
+
+    def __str__(self) -> str:
+        lines = [f"problem  {self.problem}", f"backend  {self.backend or 'none takes it'}"]
+        if self.config is not None:
+            lines.append("config   " + ", ".join(f"{name}={value}" for name, value in self.config.given().items()))
+        lines += [f"copied   {name}: its leading axes cannot be merged as a view" for name in self.copies]
+        lines += [f"refused  {name}: {reason}" for name, reasons in self.refused.items() for reason in reasons]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    mask_bias: Tensor | None = None,
+    pair_bias: Tensor | None = None,
+    scale: float | None = None,
+    layout: Layout = "bnlhd",
+    return_lse: bool = False,
+    backend: str = "auto",
+    deterministic: bool | None = None,
+    config: Config | None = None,
+) -> Explanation:
+    """Which backend and tile config `evoformer_attention` would run with these arguments, and why each other one refused.
+
+    Runs nothing. Takes the arguments of `evoformer_attention` and raises what it raises for bad ones, except that a named
+    backend which refuses is reported and not raised.
+
+    Returns:
+        An `Explanation`.
+
+    Example:
+        >>> import torch
+        >>> from evoattn import explain
+        >>> q = torch.randn(1, 8, 16, 4, 32)
+        >>> explain(q, q, q, backend="tiled").backend
+        'tiled'
+    """
+    check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
+    given = {"q": q, "k": k, "v": v}
+    canonical = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
+    dtype = compute_dtype(q)
+    problem = dataclasses.replace(
+        describe(
+            canonical.q,
+            canonical.k,
+            canonical.v,
+            canonical.mask,
+            canonical.mask_bias,
+            canonical.pair_bias,
+            needs=tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, mask_bias, pair_bias)),  # type: ignore[arg-type]
+            deterministic=_deterministic(deterministic),
+        ),
+        dtype=dtype,
+    )
+    settings = config or Config()
+    asked = AUTO_ORDER if backend == "auto" else (backend,)
+    reasons = {name: refusals(name, problem, settings) for name in asked}
+    chosen = next((name for name in asked if not reasons[name]), None)
+    return Explanation(
+        problem=problem,
+        backend=chosen,
+        config=None if chosen is None else backend_module(chosen).resolve(problem, settings),
+        refused={name: why for name, why in reasons.items() if why},
+        copies=[
+            name
+            for name, x in given.items()
+            if x.numel()
+            and x.untyped_storage() is not getattr(canonical, name).untyped_storage()
+            and x.data_ptr() != getattr(canonical, name).data_ptr()
+        ],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendStatus:
+    """One backend on this machine.
+
+    Args:
+        name: what `backend=` takes.
+        available: whether it can run here.
+        reason: why not; empty when available.
+    """
+
+    name: str
+    available: bool
+    reason: str
+
+
+def backends() -> list[BackendStatus]:
+    """Every backend with whether it can run on this machine and, if not, why and what to do.
+
+    Example:
+        >>> from evoattn import backends
+        >>> [status.name for status in backends() if status.available][-2:]
+        ['tiled', 'reference']
+    """
+    statuses = []
+    for name in BACKENDS:
+        reason = backend_module(name).availability()
+        statuses.append(BackendStatus(name, reason is None, reason or ""))
+    return statuses
+
+
+def _canonical(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    layout: str,
+) -> Canonical:
+    return canonicalise(
+        to_canonical(q, layout),
+        to_canonical(k, layout),
+        to_canonical(v, layout),
+        key_axes(mask, q.ndim),
+        key_axes(mask_bias, q.ndim),
+        pair_bias,
+    )
+
+
+def _deterministic(deterministic: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

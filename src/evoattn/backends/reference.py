@@ -1,0 +1,131 @@
+"""The specification in code: dense, a page long, any dtype, every equation written out. It holds all b*n*h*q*k scores.
+
+    S = scale * q k^T + mask_bias + pair_bias       P = exp(S - LSE)       LSE = log sum_k exp(S)       o = P v
+
+    delta = sum_c o do - dLSE      dP = do v^T      dS = P * (dP - delta)
+    dv = P^T do      dq = scale dS k      dk = scale dS^T q      dpair_bias = sum_n dS      dmask_bias = sum_hq dS
+
+Source: Jumper et al. 2021, supplementary algorithms 7, 8, 13, 14; Dao et al. 2022 for the backward from O and LSE.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evoattn.layouts import arranged
+from evoattn.numerics import accumulate_dtype, row_bias
+from evoattn.problem import Problem
+from evoattn.tuning import Config
+
+__all__ = ["NAME", "attention", "availability", "backward", "forward", "resolve", "unsupported"]
+
+NAME = "reference"
+
+
+def availability() -> str | None:
+    """Runs wherever torch runs."""
+    return None
+
+
+def unsupported(problem: Problem, config: Config) -> list[str]:
+    """The reference takes every problem, but has no tiles to configure."""
+    return [f"{name}={value} in config: the dense reference has no tiles" for name, value in config.given().items()]
+
+
+def resolve(problem: Problem, config: Config) -> Config:
+    """Nothing to choose."""
+    return config
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, pair_bias: Tensor | None, scale: float) -> Tensor:
+    acc = accumulate_dtype(q.dtype)
+    s = torch.matmul(q.to(acc) * scale, k.to(acc).transpose(-1, -2))  # [b,n,h,q,k]
+    if pair_bias is not None:
+        s = s + pair_bias.to(acc).unsqueeze(1)
+    if bias is not None:
+        s = s + bias[:, :, None, None, :]
+    return s
+
+
+def _probabilities(s: Tensor) -> tuple[Tensor, Tensor]:
+    """P and LSE; a row without a single attended key has P = 0 and LSE = -inf, and every gradient 0."""
+    if s.shape[-1] == 0:
+        return s, s.new_full(s.shape[:-1], -torch.inf)
+    m = s.detach().amax(-1, keepdim=True)
+    e = torch.exp(s - torch.where(m == -torch.inf, 0, m))  # [b,n,h,q,k]
+    total = e.sum(-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, 1, total)
+    lse = torch.where(empty, -torch.inf, m + total.log())
+    return e / total, lse.squeeze(-1)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    mask_bias: Tensor | None = None,
+    pair_bias: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """O and LSE of canonical tensors, in the compute dtype, differentiable by plain autograd."""
+    bias = row_bias(mask, mask_bias, accumulate_dtype(q.dtype))
+    p, lse = _probabilities(_scores(q, k, bias, pair_bias, scale))
+    return torch.matmul(p, v.to(p.dtype)), lse
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    scale: float,
+    layout: str,
+    config: Config,
+) -> tuple[Tensor, Tensor]:
+    """See `evoattn.backends`."""
+    o, lse = attention(q, k, v, mask, mask_bias, pair_bias, scale=scale)
+    return arranged(o, layout, q.dtype), lse
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    layout: str,
+    needs: tuple[bool, ...],
+    deterministic: bool,
+    config: Config,
+) -> tuple[Tensor | None, ...]:
+    """See `evoattn.backends`; the equations at the top of this file, in their order."""
+    acc = accumulate_dtype(q.dtype)
+    q_, k_, v_, o_ = (x.to(acc) for x in (q, k, v, o))
+    do_ = torch.zeros_like(o_) if do is None else do.to(acc)
+    s = _scores(q, k, row_bias(mask, mask_bias, acc), pair_bias, scale)
+    p = torch.exp(s - torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1))  # [b,n,h,q,k]
+    delta = (o_ * do_).sum(-1, keepdim=True)  # [b,n,h,q,1]
+    if dlse is not None:
+        delta = delta - dlse.unsqueeze(-1)
+    ds = p * (torch.matmul(do_, v_.transpose(-1, -2)) - delta)  # [b,n,h,q,k]
+    return (
+        arranged(scale * torch.matmul(ds, k_), layout, q.dtype) if needs[0] else None,
+        arranged(scale * torch.matmul(ds.transpose(-1, -2), q_), layout, k.dtype) if needs[1] else None,
+        arranged(torch.matmul(p.transpose(-1, -2), do_), layout, v.dtype) if needs[2] else None,
+        ds.sum((2, 3)).sum_to_size(mask_bias.shape).to(mask_bias.dtype) if needs[3] and mask_bias is not None else None,
+        ds.sum(1).sum_to_size(pair_bias.shape).to(pair_bias.dtype) if needs[4] and pair_bias is not None else None,
+    )

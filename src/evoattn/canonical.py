@@ -1,0 +1,128 @@
+"""Any number of leading axes -> the canonical axes `[b,n,h,l,d]`, and back, as views wherever strides allow.
+
+The pair bias decides which leading axes are batch and which are rows: an axis along which it varies goes to b, one along
+which it is broadcast goes to n. So no broadcast axis of a pair bias is ever expanded, whatever the user's shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["Canonical", "canonicalise"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Canonical:
+    """Canonical tensors (axes in `evoattn.backends`) and the way between them and the leading axes that they came from.
+
+    Args:
+        q, k, v, mask, mask_bias, pair_bias: canonical.
+        lead: sizes of the leading axes as the user has them.
+        batch, rows: which of them make up b, and which n.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    mask_bias: Tensor | None
+    pair_bias: Tensor | None
+    lead: tuple[int, ...]
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def fold(self, x: Tensor) -> Tensor:
+        """`[*lead, ...]` -> `[b,n,...]`."""
+        return _fold(x, self.batch, self.rows)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """`[b|1,n|1,...]` -> `[*lead, ...]`, with ones for every axis of a group that was 1."""
+        sizes: list[int] = []
+        for group, size in ((self.batch, x.shape[0]), (self.rows, x.shape[1])):
+            full = [self.lead[axis] for axis in group]
+            sizes += full if size == math.prod(full) else [1] * len(full)
+        x = x.reshape(*sizes, *x.shape[2:])
+        order = self.batch + self.rows
+        if order == tuple(range(len(order))):
+            return x
+        inverse = sorted(range(len(order)), key=lambda axis: order[axis])
+        return x.permute(*inverse, *range(len(inverse), x.ndim))
+
+
+def canonicalise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    narrow: bool = True,
+) -> Canonical:
+    """Bring valid tensors to canonical axes.
+
+    Args:
+        q, k, v: `[*lead, h, l, d]` with at least one leading axis; k and v may have a single head.
+        mask, mask_bias: `[*, k]` that broadcasts to `[*lead, k]`.
+        pair_bias: any shape that broadcasts to `[*lead, h, q, k]`.
+        narrow: whether an expanded (stride 0) axis of the pair bias may be taken as broadcast.
+    """
+    lead = tuple(q.shape[:-3])
+    batch = tuple(range(len(lead) - 1))
+    if pair_bias is not None:
+        pair_bias = _with_axes(pair_bias, q.ndim)
+        # Where a gradient must come back in the expanded shape, the axis stays.
+        if narrow and not (pair_bias.requires_grad and torch.is_grad_enabled()):
+            pair_bias = _narrow_expanded(pair_bias)
+        batch = tuple(axis for axis in range(len(lead)) if pair_bias.shape[axis] != 1) or batch
+    rows = tuple(axis for axis in range(len(lead)) if axis not in batch)
+    heads = q.shape[-3]
+    return Canonical(
+        q=_fold(q, batch, rows),
+        k=_fold(_with_heads(k, heads), batch, rows),
+        v=_fold(_with_heads(v, heads), batch, rows),
+        mask=None if mask is None else _fold_keys(mask, lead, batch, rows, k.shape[-2]),
+        mask_bias=None if mask_bias is None else _fold_keys(mask_bias, lead, batch, rows, k.shape[-2]),
+        pair_bias=None if pair_bias is None else _fold(pair_bias, batch, rows).squeeze(1),
+        lead=lead,
+        batch=batch,
+        rows=rows,
+    )
+
+
+def _with_axes(x: Tensor, ndim: int) -> Tensor:
+    return x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) if x.ndim < ndim else x
+
+
+def _with_heads(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[-3] == heads else x.expand(*x.shape[:-3], heads, *x.shape[-2:])
+
+
+def _narrow_expanded(x: Tensor) -> Tensor:
+    for axis in range(x.ndim):
+        if x.shape[axis] > 1 and x.stride(axis) == 0:
+            x = x.narrow(axis, 0, 1)
+    return x
+
+
+def _fold(x: Tensor, batch: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
+    count = len(batch) + len(rows)
+    sizes = tuple(x.shape)
+    if batch + rows != tuple(range(count)):
+        x = x.permute(*batch, *rows, *range(count, x.ndim))
+    return x.reshape(math.prod([sizes[axis] for axis in batch]), math.prod([sizes[axis] for axis in rows]), *sizes[count:])
+
+
+def _fold_keys(x: Tensor, lead: tuple[int, ...], batch: tuple[int, ...], rows: tuple[int, ...], keys: int) -> Tensor:
+    """`[*, k]` -> `[b|1,n|1,k]`: a group of axes is expanded only if the bias varies along one of them."""
+    x = _with_axes(x, len(lead) + 1)
+    sizes = list(x.shape)
+    for group in (batch, rows):
+        if [axis for axis in group if sizes[axis] != 1]:
+            for axis in group:
+                sizes[axis] = lead[axis]
+    return _fold(x.expand(*sizes[:-1], keys), batch, rows)

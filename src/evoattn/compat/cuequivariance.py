@@ -1,0 +1,150 @@
+"""cuEquivariance's `triangle_attention`, by the same name and with the same arguments.
+
+    from evoattn.compat.cuequivariance import triangle_attention
+
+Beyond the original: any length, any number of channels, a bias of any shape that broadcasts and of any float dtype (it is read
+as it is, never converted), float32 and float64 forward and backward, CPU as well as GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from evoattn.api import evoformer_attention
+
+__all__ = ["triangle_attention"]
+
+_MASKED = -1e9
+"""The logit of a masked key in cuEquivariance's definition."""
+
+_BLOCK_SCORES = 1 << 24
+"""Scores held at a time while the maximum is taken."""
+
+
+@overload
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = ...,
+    scale: float | None = ...,
+    return_aux: Literal[False] = ...,
+    kv_lengths: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = ...,
+    scale: float | None = ...,
+    *,
+    return_aux: Literal[True],
+    kv_lengths: Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: bool = False,
+    kv_lengths: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Triangle attention as cuEquivariance calls it: the logits of masked keys are replaced by -1e9.
+
+    Args:
+        q: `[B, N, H, Q, D]`, or `[N, H, Q, D]` for B = 1.
+        k: `[B, N, H, K, D]`, or `[N, H, K, D]`.
+        v: `[B, N, H, K, C]`, or `[N, H, K, C]`.
+        bias: `[B, 1, H, Q, K]`, or `[1, H, Q, K]`, or anything that broadcasts; any float dtype.
+        mask: `[B, N, 1, 1, K]`, or `[N, 1, 1, K]`; True = keep. Other dtypes are converted to bool. A row with no key to keep
+            has equal logits, so its output is the mean of v.
+        scale: factor on q k; None is `D ** -0.5`.
+        return_aux: also return the logsumexp and the maximum of the logits, which carry no gradient.
+        kv_lengths: int32 `[B, N, 1, 1, 1]`: row n attends its first `kv_lengths[b, n]` keys, longer than K counts as K.
+            A row of length 0 has output 0. Not together with mask.
+
+    Returns:
+        `[B, N, H, Q, C]` in q's dtype, 5-D also for 4-D input; with `return_aux`, also logsumexp and maximum,
+        `[B, N, H, Q]`, float32.
+
+    Raises:
+        TypeError, ValueError: as `evoattn.evoformer_attention`; also for both mask and kv_lengths, or lengths of another
+            shape or dtype.
+
+    Example:
+        >>> import torch
+        >>> q = torch.randn(1, 6, 4, 6, 32)
+        >>> triangle_attention(q, q, q, torch.randn(1, 1, 4, 6, 6), mask=torch.ones(1, 6, 1, 1, 6, dtype=torch.bool)).shape
+        torch.Size([1, 6, 4, 6, 32])
+    """
+    if mask is not None and kv_lengths is not None:
+        raise ValueError("mask and kv_lengths exclude each other: give one of them")
+    q, k, v, bias = (_five_axes(x) for x in (q, k, v, bias))
+    if kv_lengths is not None:
+        mask = _prefix_mask(kv_lengths, q, k)
+    elif isinstance(mask, Tensor):
+        mask = _five_axes(mask).to(torch.bool)
+    o, lse = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld", return_lse=True)
+    if not return_aux:
+        return o if mask is None or kv_lengths is not None else _mean_where_empty(o, v, mask)
+    lse = lse.detach()
+    largest = _largest_logit(q, k, bias, mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    if mask is None:
+        return o, lse.float(), largest
+    attended = mask.any(-1).squeeze(-1).unsqueeze(2)  # [b,n|1,1,1] against [b,n,h,q]
+    if kv_lengths is not None:
+        return o, torch.where(attended, lse, 0).float(), torch.where(attended, largest, 0)
+    empty_lse = _MASKED + math.log(max(1, k.shape[-2]))
+    return _mean_where_empty(o, v, mask), torch.where(attended, lse, empty_lse).float(), torch.where(attended, largest, _MASKED)
+
+
+def _five_axes(x: Tensor) -> Tensor:
+    while isinstance(x, Tensor) and x.ndim < 5:
+        x = x.unsqueeze(0)
+    return x
+
+
+def _prefix_mask(kv_lengths: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    expected = (q.shape[0], q.shape[1], 1, 1, 1)
+    if kv_lengths.dtype != torch.int32:
+        raise TypeError(f"kv_lengths must be int32, got {str(kv_lengths.dtype).removeprefix('torch.')}")
+    if tuple(kv_lengths.shape) != expected:
+        raise ValueError(f"kv_lengths must be [B, N, 1, 1, 1] = {list(expected)}, got shape {list(kv_lengths.shape)}")
+    return torch.arange(k.shape[-2], device=k.device) < kv_lengths
+
+
+def _mean_where_empty(o: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """A row without a key to keep has every logit at -1e9, so it weighs all keys alike."""
+    if v.shape[-2] == 0:
+        return o
+    mean = v.mean(-2, keepdim=True).to(o.dtype)  # [b,n,h,1,c]
+    return torch.where(mask.any(-1, keepdim=True), o, mean)
+
+
+@torch.no_grad()
+def _largest_logit(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The maximum over keys `[b,n,h,q]` in float32, a few rows at a time."""
+    b, n, h, lq, _ = q.shape
+    lk = k.shape[-2]
+    largest = torch.zeros((b, n, h, lq), dtype=torch.float32, device=q.device)
+    if lk == 0:
+        return largest
+    rows = max(1, _BLOCK_SCORES // max(1, b * h * lq * lk))
+    bias = bias.expand(b, -1, h, lq, lk)
+    for start in range(0, n, rows):
+        part = slice(start, start + rows)
+        s = torch.matmul(q[:, part].float() * scale, k[:, part].float().transpose(-1, -2))  # [b,n,h,q,k]
+        s += bias if bias.shape[1] == 1 else bias[:, part]
+        if mask is not None:
+            s.masked_fill_(~(mask if mask.shape[1] == 1 else mask[:, part]), _MASKED)
+        largest[:, part] = s.amax(-1)
+    return largest

@@ -1,0 +1,49 @@
+"""DeepSpeed's `DS4Sci_EvoformerAttention`, by the same name and with the same arguments.
+
+    from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
+
+Beyond the original: any length from 0 up (not only above 16), any number of channels (not only up to 64), any dtype that
+evoattn takes, biases of any shape that broadcasts, any leading axes, CPU as well as GPU, and the caller's list is left as it
+was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from evoattn.api import evoformer_attention
+
+__all__ = ["DS4Sci_EvoformerAttention"]
+
+
+def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:  # noqa: N802, N803
+    """Evoformer attention as DeepSpeed4Science calls it.
+
+    Args:
+        Q: `[B, N, Lq, H, D]`, already projected; it is scaled by `D ** -0.5` here.
+        K: `[B, N, Lk, H, D]`.
+        V: `[B, N, Lk, H, C]`.
+        biases: at most two, either may be None: first `[B, N, 1, 1, Lk]`, added for each key; second
+            `[B, 1, H, Lq, Lk]`, added for each pair. Anything that broadcasts to these is welcome. Gradients
+            flow to both.
+
+    Returns:
+        `[B, N, Lq, H, C]` in Q's dtype.
+
+    Raises:
+        TypeError, ValueError: as `evoattn.evoformer_attention`; also if there are more than two biases.
+
+    Example:
+        >>> import torch
+        >>> q = torch.randn(1, 8, 12, 4, 32)
+        >>> DS4Sci_EvoformerAttention(q, q, q, [None, torch.randn(1, 1, 4, 12, 12)]).shape
+        torch.Size([1, 8, 12, 4, 32])
+    """
+    if isinstance(biases, Tensor):
+        raise TypeError("biases must be a list of at most two tensors, got a tensor; write [mask_bias, pair_bias]")
+    if len(biases) > 2:
+        raise ValueError(f"biases must have at most two entries, [mask_bias, pair_bias], got {len(biases)}")
+    mask_bias, pair_bias = (*biases, None, None)[:2]
+    return evoformer_attention(Q, K, V, mask_bias=mask_bias, pair_bias=pair_bias)

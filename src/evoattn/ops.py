@@ -1,0 +1,236 @@
+"""The operators `evoattn::forward` and `evoattn::backward`: schemas, fake functions, autograd, autocast, vmap.
+
+The only place that registers anything with torch. The backend is chosen when an operator runs, on real tensors, so that
+torch.compile and torch.export see one opaque operator and no guard on what the choice looks at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn import layouts
+from evoattn.canonical import canonicalise
+from evoattn.dispatch import select
+from evoattn.numerics import accumulate_dtype
+from evoattn.problem import describe
+from evoattn.tuning import Config
+
+__all__ = ["backward", "forward"]
+
+_LIB = torch.library.Library("evoattn", "DEF")
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_bias, Tensor? pair_bias"
+_OPTIONS = "float? scale, str layout, bool deterministic, str backend, str config"
+_LIB.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor o, Tensor lse)")
+_LIB.define(
+    f"backward(Tensor? do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, bool[5] needs, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask_bias, Tensor dpair_bias)"
+)
+
+forward = torch.ops.evoattn.forward.default
+"""Canonical tensors -> (o, lse); see `evoattn.backends` for the axes and `evoattn.numerics` for what lse is measured from."""
+
+backward = torch.ops.evoattn.backward.default
+"""The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements."""
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1]) ** -0.5 if scale is None else scale
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float | None,
+    layout: str,
+    deterministic: bool,
+    backend: str,
+    config: str,
+) -> tuple[Tensor, Tensor]:
+    problem = describe(q, k, v, mask, mask_bias, pair_bias, deterministic=deterministic)
+    settings = Config.from_text(config)
+    chosen = select(problem, backend, settings)
+    return chosen.forward(q, k, v, mask, mask_bias, pair_bias, scale=_scale(q, scale), layout=layout, config=settings)
+
+
+def _backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    needs: list[bool],
+    scale: float | None,
+    layout: str,
+    deterministic: bool,
+    backend: str,
+    config: str,
+) -> tuple[Tensor, ...]:
+    wanted = tuple(needs)
+    problem = describe(q, k, v, mask, mask_bias, pair_bias, needs=wanted, deterministic=deterministic)  # type: ignore[arg-type]
+    settings = Config.from_text(config)
+    gradients = select(problem, backend, settings).backward(
+        do,
+        dlse,
+        q,
+        k,
+        v,
+        mask,
+        mask_bias,
+        pair_bias,
+        o,
+        lse,
+        scale=_scale(q, scale),
+        layout=layout,
+        needs=wanted,
+        deterministic=deterministic,
+        config=settings,
+    )
+    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _fake_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float | None,
+    layout: str,
+    deterministic: bool,
+    backend: str,
+    config: str,
+) -> tuple[Tensor, Tensor]:
+    o = layouts.empty((*q.shape[:-1], v.shape[-1]), layout, q)
+    return o, q.new_empty(q.shape[:-1], dtype=accumulate_dtype(q.dtype))
+
+
+def _fake_backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    needs: list[bool],
+    scale: float | None,
+    layout: str,
+    deterministic: bool,
+    backend: str,
+    config: str,
+) -> tuple[Tensor, ...]:
+    gradients = [
+        layouts.empty(x.shape, layout, x) if need else q.new_empty(0) for x, need in zip((q, k, v), needs, strict=False)
+    ]
+    for bias, need in zip((mask_bias, pair_bias), needs[3:], strict=True):
+        gradients.append(bias.new_empty(bias.shape) if need and bias is not None else q.new_empty(0))
+    return tuple(gradients)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, mask_bias, pair_bias, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, mask, mask_bias, pair_bias, *output)
+
+
+def _autograd(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, mask, mask_bias, pair_bias, o, lse = ctx.saved_tensors
+    of_q, of_k, of_v, _, of_mask_bias, of_pair_bias, *_ = ctx.needs_input_grad
+    needs = [of_q, of_k, of_v, of_mask_bias, of_pair_bias]
+    nothing: list[None] = [None] * len(ctx.options)
+    if do is None and dlse is None:
+        return (None,) * 6 + tuple(nothing)
+    gradients = backward(do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, needs, *ctx.options)
+    dq, dk, dv, dmask_bias, dpair_bias = (g if need else None for g, need in zip(gradients, needs, strict=True))
+    return (dq, dk, dv, None, dmask_bias, dpair_bias, *nothing)
+
+
+def _no_second_derivative(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+    raise RuntimeError(
+        "evoformer_attention has no second derivative: its backward recomputes scores in tiles and keeps none. "
+        "For double backward write the attention densely in torch."
+    )
+
+
+def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """The mapped axis becomes one more leading axis; a bias that is not mapped is broadcast along it."""
+    q, k, v, mask, mask_bias, pair_bias = _mapped(info.batch_size, in_dims, arguments[:6], expanded=3)
+    folded = canonicalise(q, k, v, mask, mask_bias, None if pair_bias is None else pair_bias.unsqueeze(2))
+    o, lse = forward(folded.q, folded.k, folded.v, folded.mask, folded.mask_bias, folded.pair_bias, *arguments[6:])
+    return (folded.restore(o), folded.restore(lse)), (0, 0)
+
+
+def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """As forward, but with every bias expanded along the mapped axis: each sample has gradients of its own."""
+    do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse = _mapped(info.batch_size, in_dims, arguments[:10], expanded=10)
+    needs = arguments[10]
+    pair = None if pair_bias is None else pair_bias.unsqueeze(2)
+    folded = canonicalise(q, k, v, mask, mask_bias, pair, narrow=False)
+    do, dlse, o, lse = (None if x is None else folded.fold(x) for x in (do, dlse, o, lse))
+    inputs = (folded.q, folded.k, folded.v, folded.mask, folded.mask_bias, folded.pair_bias)
+    gradients = list(backward(do, dlse, *inputs, o, lse, *arguments[10:]))
+    for i, x in enumerate((q, k, v, mask_bias, pair)):
+        if not needs[i]:
+            gradients[i] = gradients[i].expand(info.batch_size, 0)
+            continue
+        gradient = gradients[i].unsqueeze(1) if i == 4 else gradients[i]
+        gradients[i] = folded.restore(gradient).sum_to_size(x.shape)  # type: ignore[union-attr]
+    if needs[4]:
+        gradients[4] = gradients[4].squeeze(2)
+    return tuple(gradients), (0,) * 5
+
+
+def _mapped(
+    size: int, in_dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...], *, expanded: int
+) -> tuple[Any, ...]:
+    """Each tensor with the mapped axis first, of size 1 where it is not mapped, or expanded for the first few."""
+    moved: list[Tensor | None] = []
+    for i, (x, axis) in enumerate(zip(tensors, in_dims, strict=False)):
+        if x is not None:
+            x = x.unsqueeze(0) if axis is None else x.movedim(axis, 0)
+            x = x.expand(size, *x.shape[1:]) if i < expanded else x
+        moved.append(x)
+    return tuple(moved)
+
+
+def _autocast(device_type: str, key: str) -> None:
+    """Under autocast q, k and v take its dtype, as torch's own attention does. Biases keep theirs: every backend reads any
+    float dtype, and a mask bias of -1e9 does not fit in float16."""
+
+    def cast_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device_type)
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            o, lse = forward(*(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)), *rest)
+        return o, lse
+
+    _LIB.impl("forward", cast_forward, key)
+
+
+_LIB.impl("forward", _forward, "CompositeExplicitAutograd")
+_LIB.impl("backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("evoattn::forward", _fake_forward, lib=_LIB)
+torch.library.register_fake("evoattn::backward", _fake_backward, lib=_LIB)
+torch.library.register_autograd("evoattn::forward", _autograd, setup_context=_setup_context, lib=_LIB)
+torch.library.register_autograd("evoattn::backward", _no_second_derivative, lib=_LIB)
+torch.library.register_vmap("evoattn::forward", _vmap_forward, lib=_LIB)
+torch.library.register_vmap("evoattn::backward", _vmap_backward, lib=_LIB)
+for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+    _autocast(_device_type, _key)

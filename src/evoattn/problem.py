@@ -1,0 +1,102 @@
+"""Problem: a frozen description of one attention call. It holds sizes and dtypes, never a tensor.
+
+Backends look at nothing else to say whether, and with which tiles, they can run a call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+__all__ = ["GRADIENTS", "Problem", "describe"]
+
+GRADIENTS = ("q", "k", "v", "mask_bias", "pair_bias")
+"""The inputs that can have a gradient, in the order of every `needs` tuple."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes, dtypes and wishes of one call in the canonical axes `[b, n, h, l, d]`.
+
+    Args:
+        device: a torch device type, "cpu" or "cuda" (which also names AMD's ROCm devices).
+        capability: (major, minor) compute capability of a CUDA device; None elsewhere.
+        dtype: dtype of q, k, v and of the output.
+        b, n, h: batch, rows, heads.
+        lq, lk: number of queries and of keys.
+        d, c: query/key channels and value channels.
+        mask: whether a bool mask is given.
+        mask_bias: dtype of the key-wise bias, or None.
+        pair_bias: dtype of the pair bias, or None.
+        needs: which of `GRADIENTS` the call must be able to deliver.
+        deterministic: whether results must be bit-equal from run to run.
+    """
+
+    device: str
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    b: int
+    n: int
+    h: int
+    lq: int
+    lk: int
+    d: int
+    c: int
+    mask: bool = False
+    mask_bias: torch.dtype | None = None
+    pair_bias: torch.dtype | None = None
+    needs: tuple[bool, bool, bool, bool, bool] = (False,) * 5
+    deterministic: bool = False
+
+    @property
+    def scores(self) -> int:
+        """How many scores the softmax is taken over: b * n * h * lq * lk."""
+        return self.b * self.n * self.h * self.lq * self.lk
+
+    def __str__(self) -> str:
+        biases = [
+            name
+            for name, given in (
+                ("mask", self.mask),
+                (f"mask_bias {self.mask_bias}", self.mask_bias is not None),
+                (f"pair_bias {self.pair_bias}", self.pair_bias is not None),
+            )
+            if given
+        ]
+        sizes = f"b={self.b} n={self.n} h={self.h} lq={self.lq} lk={self.lk} d={self.d} c={self.c}"
+        return f"{self.dtype} on {self.device}, {sizes}, {', '.join(biases) or 'no bias'}".replace("torch.", "")
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    needs: tuple[bool, bool, bool, bool, bool] = (False,) * 5,
+    deterministic: bool = False,
+) -> Problem:
+    """The Problem of canonical tensors: q [b,n,h,q,d], k [b,n,h,k,d], v [b,n,h,k,c]."""
+    b, n, h, lq, d = q.shape
+    on_cuda = q.device.type == "cuda" and torch.version.hip is None
+    return Problem(
+        device=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if on_cuda else None,
+        dtype=q.dtype,
+        b=b,
+        n=n,
+        h=h,
+        lq=lq,
+        lk=k.shape[-2],
+        d=d,
+        c=v.shape[-1],
+        mask=mask is not None,
+        mask_bias=None if mask_bias is None else mask_bias.dtype,
+        pair_bias=None if pair_bias is None else pair_bias.dtype,
+        needs=needs,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,231 @@
+"""Cases: plain descriptions of a call, and the random inputs made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from evoattn.layouts import to_canonical
+from evoattn.workloads import Workload
+
+__all__ = ["AWKWARD", "Case", "Inputs", "from_workload"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of one call, and random cotangents for its outputs."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    mask_bias: Tensor | None
+    pair_bias: Tensor | None
+    do: Tensor
+    dlse: Tensor | None
+
+    @property
+    def differentiable(self) -> dict[str, Tensor]:
+        """The inputs that have a gradient in this case, by name."""
+        given = {"q": self.q, "k": self.k, "v": self.v, "mask_bias": self.mask_bias, "pair_bias": self.pair_bias}
+        return {name: x for name, x in given.items() if x is not None and name in self.case.gradients}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call in words.
+
+    Args:
+        name: for test ids.
+        lead: batch axes before the rows.
+        n, h, lq, lk, d, c: sizes; c = None is d.
+        dtype: of q, k, v.
+        layout: of q, k, v.
+        mask: keys kept at random, the first half kept, every third row without a key, or no mask.
+        mask_bias: random finite values, -1e9 at random keys, -1e9 at all keys of every third row, -inf at random keys, or none.
+        pair_bias: axes that the bias varies along, a 1 where it is broadcast, such as "b1hqk"; or none.
+        pair_fill: put -inf into the pair bias at random and in one whole query row.
+        bias_dtype: of both biases; None is dtype.
+        strides: contiguous, heads and lengths swapped in memory, every second element of a wider tensor, or a pair bias
+            whose heads lie innermost as a permuted linear gives it.
+        cotangent: random, or one number expanded with stride 0 as `.sum()` gives it.
+        scale: None for the default.
+        spread: factor on q; large values give an LSE far from 0.
+        lse_gradient: whether a gradient flows through the LSE too.
+        gradients: the inputs to differentiate by.
+    """
+
+    name: str
+    lead: tuple[int, ...] = (1,)
+    n: int = 3
+    h: int = 2
+    lq: int = 20
+    lk: int = 20
+    d: int = 8
+    c: int | None = None
+    dtype: torch.dtype = torch.float32
+    layout: Literal["bnlhd", "bnhld"] = "bnlhd"
+    mask: Literal["random", "padding", "empty_rows"] | None = None
+    mask_bias: Literal["finite", "minus_1e9", "minus_1e9_rows", "minus_inf"] | None = None
+    pair_bias: str | None = None
+    pair_fill: bool = False
+    bias_dtype: torch.dtype | None = None
+    strides: Literal["contiguous", "transposed", "sliced", "permuted_pair"] = "contiguous"
+    cotangent: Literal["random", "expanded"] = "random"
+    scale: float | None = None
+    spread: float = 1.0
+    lse_gradient: bool = False
+    gradients: tuple[str, ...] = ("q", "k", "v", "mask_bias", "pair_bias")
+    kv_heads: int | None = None
+
+    def make(self, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
+        """Fresh random inputs; the same seed gives the same numbers on every device."""
+        rng = torch.Generator().manual_seed(seed)
+        c = self.d if self.c is None else self.c
+        bias_dtype = self.bias_dtype or self.dtype
+        kv_heads = self.kv_heads or self.h
+
+        def normal(*sizes: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(sizes, generator=rng, dtype=torch.float64).to(dtype).to(device)
+
+        def activation(length: int, heads: int, channels: int) -> Tensor:
+            stored = (heads, length) if (self.layout == "bnhld") != (self.strides == "transposed") else (length, heads)
+            step = 2 if self.strides == "sliced" else 1
+            x = normal(*self.lead, self.n, *stored, channels * step)[..., ::step]
+            return x.transpose(-2, -3) if self.strides == "transposed" else x
+
+        q = activation(self.lq, self.h, self.d)
+        q = q * self.spread if self.spread != 1 else q
+        k, v = activation(self.lk, kv_heads, self.d), activation(self.lk, kv_heads, c)
+        o_shape = to_canonical(q, self.layout).shape[:-1]
+        if self.cotangent == "expanded":
+            do = normal(1).expand(*q.shape[:-1], c)
+        else:
+            do = normal(*q.shape[:-1], c)
+        return Inputs(
+            case=self,
+            q=q,
+            k=k,
+            v=v,
+            mask=self._mask(rng, device),
+            mask_bias=self._mask_bias(rng, bias_dtype, device),
+            pair_bias=self._pair_bias(rng, bias_dtype, device),
+            do=do,
+            dlse=normal(*o_shape, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
+            if self.lse_gradient
+            else None,
+        )
+
+    def _keys(self, rng: torch.Generator) -> Tensor:
+        keep = torch.rand((*self.lead, self.n, self.lk), generator=rng) > 0.3
+        if self.lk:
+            keep[..., 0] = True
+        return keep
+
+    def _mask(self, rng: torch.Generator, device: torch.device | str) -> Tensor | None:
+        if self.mask is None:
+            return None
+        keep = self._keys(rng)
+        if self.mask == "padding":
+            keep[...] = torch.arange(self.lk) < (self.lk + 1) // 2
+        if self.mask == "empty_rows":
+            keep[..., ::3, :] = False
+        return keep.to(device)
+
+    def _mask_bias(self, rng: torch.Generator, dtype: torch.dtype, device: torch.device | str) -> Tensor | None:
+        if self.mask_bias is None:
+            return None
+        bias = torch.randn((*self.lead, self.n, self.lk), generator=rng)
+        low = -torch.inf if self.mask_bias == "minus_inf" else -1e9 if dtype != torch.float16 else -6e4
+        if self.mask_bias != "finite":
+            bias = bias * 0
+            bias[~self._keys(rng)] = low
+        if self.mask_bias == "minus_1e9_rows":
+            bias[..., ::3, :] = low
+        return bias.to(dtype)[..., :, None, None, :].to(device)
+
+    def _pair_bias(self, rng: torch.Generator, dtype: torch.dtype, device: torch.device | str) -> Tensor | None:
+        if self.pair_bias is None:
+            return None
+        sizes = {"n": (self.n,), "h": (self.h,), "q": (self.lq,), "k": (self.lk,), "1": (1,), "b": self.lead}
+        shape = tuple(size for axis in self.pair_bias for size in sizes[axis])
+        bias = torch.randn(shape, generator=rng)
+        if self.pair_fill:
+            bias[torch.rand(shape, generator=rng) < 0.2] = -torch.inf
+            bias[..., -1, :] = -torch.inf
+        bias = bias.to(dtype).to(device)
+        if self.strides == "permuted_pair":
+            bias = bias.movedim(-3, -1).contiguous().movedim(-1, -3)
+        return bias
+
+
+def from_workload(workload: Workload, dtype: torch.dtype) -> Case:
+    """A workload as a case: the key mask as a bool mask, and the pair bias in q's dtype."""
+    return Case(
+        name=workload.name,
+        lead=(workload.b,),
+        n=workload.n,
+        h=workload.h,
+        lq=workload.lq,
+        lk=workload.lk,
+        d=workload.d,
+        dtype=dtype,
+        mask="random" if workload.key_mask else None,
+        pair_bias="b1hqk" if workload.pair_bias else None,
+    )
+
+
+_BOTH = {"mask_bias": "finite", "pair_bias": "b1hqk"}
+
+AWKWARD: tuple[Case, ...] = (
+    *(Case(f"length_{size}", n=2, lq=size, lk=size, **_BOTH) for size in (1, 15, 16, 17, 100, 127, 129)),  # type: ignore[arg-type]
+    Case("length_397", n=1, h=1, lq=397, lk=397, **_BOTH),  # type: ignore[arg-type]
+    Case("length_192_mask", n=2, h=1, lq=192, lk=192, mask="random", pair_bias="b1hqk"),
+    Case("no_bias", lq=33, lk=33),
+    Case("mask_bias_alone", mask_bias="finite"),
+    Case("pair_bias_alone", pair_bias="b1hqk"),
+    Case("padding", n=4, lq=70, lk=70, mask="padding", pair_bias="b1hqk"),
+    Case("mask_and_both_biases", mask="random", **_BOTH),  # type: ignore[arg-type]
+    Case("no_queries", lq=0, **_BOTH),  # type: ignore[arg-type]
+    Case("no_keys", lk=0, **_BOTH),  # type: ignore[arg-type]
+    Case("no_rows", n=0, **_BOTH),  # type: ignore[arg-type]
+    Case("one_query", lq=1, lk=40, **_BOTH),  # type: ignore[arg-type]
+    Case("more_queries", lq=50, lk=19, **_BOTH),  # type: ignore[arg-type]
+    Case("more_keys", lq=19, lk=50, **_BOTH),  # type: ignore[arg-type]
+    Case("wider_values", c=24, **_BOTH),  # type: ignore[arg-type]
+    Case("narrower_values", d=24, c=8, **_BOTH),  # type: ignore[arg-type]
+    *(Case(f"channels_{d}", d=d, **_BOTH) for d in (1, 5, 16, 24, 32, 48, 64, 80, 128, 256)),  # type: ignore[arg-type]
+    Case("rows_without_keys", n=4, mask="empty_rows", pair_bias="b1hqk", lse_gradient=True),
+    Case("rows_of_minus_1e9", n=4, mask_bias="minus_1e9_rows", pair_bias="b1hqk", lse_gradient=True),
+    Case("mask_bias_minus_1e9", mask_bias="minus_1e9", pair_bias="b1hqk"),
+    Case("mask_bias_minus_inf", mask_bias="minus_inf", pair_bias="b1hqk"),
+    Case("pair_bias_minus_inf", pair_bias="b1hqk", pair_fill=True, lse_gradient=True),
+    Case("lse_far_from_zero", spread=60.0, **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
+    Case("lse_gradient", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
+    Case("wide_bias", bias_dtype=torch.float32, **_BOTH),  # type: ignore[arg-type]
+    Case("expanded_cotangent", cotangent="expanded", **_BOTH),  # type: ignore[arg-type]
+    Case("transposed", strides="transposed", **_BOTH),  # type: ignore[arg-type]
+    Case("sliced", strides="sliced", **_BOTH),  # type: ignore[arg-type]
+    Case("permuted_pair", strides="permuted_pair", **_BOTH),  # type: ignore[arg-type]
+    Case("heads_first", layout="bnhld", **_BOTH),  # type: ignore[arg-type]
+    Case("heads_first_transposed", layout="bnhld", strides="transposed", **_BOTH),  # type: ignore[arg-type]
+    Case("batch_2", lead=(2,), **_BOTH),  # type: ignore[arg-type]
+    Case("batch_2_pair_bias_of_1", lead=(2,), mask_bias="finite", pair_bias="11hqk"),
+    Case("no_batch_axis", lead=(), mask_bias="finite", pair_bias="1hqk"),
+    Case("two_batch_axes", lead=(2, 3), mask_bias="finite", pair_bias="b1hqk"),
+    Case("pair_bias_of_each_row", lead=(2,), mask_bias="finite", pair_bias="bnhqk"),
+    Case("pair_bias_of_rows_alone", lead=(2,), mask_bias="finite", pair_bias="1nhqk"),
+    Case("pair_bias_without_heads", mask_bias="finite", pair_bias="b11qk"),
+    Case("pair_bias_of_keys", mask_bias="finite", pair_bias="b1h1k"),
+    Case("pair_bias_of_queries", mask_bias="finite", pair_bias="b1hq1", lse_gradient=True),
+    Case("pair_bias_short", mask_bias="finite", pair_bias="hqk"),
+    Case("one_key_head", kv_heads=1, h=4, **_BOTH),  # type: ignore[arg-type]
+    Case("own_scale", scale=0.37, **_BOTH),  # type: ignore[arg-type]
+    Case("negative_scale", scale=-0.5, **_BOTH),  # type: ignore[arg-type]
+    *(Case(f"only_{name}", gradients=(name,), **_BOTH) for name in ("q", "k", "v", "mask_bias", "pair_bias")),  # type: ignore[arg-type]
+)
+"""What broke other kernels: every backend must take these, in every dtype that it takes."""

@@ -1,0 +1,165 @@
+"""What `evoformer_attention` accepts.
+
+Every check runs before any work and names the argument, what came and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from evoattn.dispatch import BACKENDS
+from evoattn.layouts import LAYOUTS
+from evoattn.tuning import Config
+
+__all__ = ["check_arguments", "compute_dtype", "key_axes"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AXES = {
+    "bnlhd": ("[*, N, Lq, H, D]", "[*, N, Lk, H, D]", "[*, N, Lk, H, C]"),
+    "bnhld": ("[*, N, H, Lq, D]", "[*, N, H, Lk, D]", "[*, N, H, Lk, C]"),
+}
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that an input is computed in: autocast's where it is on, but for float64, which autocast leaves alone."""
+    device = x.device.type
+    if x.dtype != torch.float64 and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def key_axes(x: Tensor | None, ndim: int) -> Tensor | None:
+    """A mask or mask bias as `[*, Lk]`: `[*, N, 1, 1, Lk]` loses its two unit axes. `ndim` is q's number of axes."""
+    return x.squeeze(-2).squeeze(-2) if x is not None and x.ndim > max(2, ndim - 2) else x
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float | None,
+    layout: str,
+    backend: str,
+    return_lse: bool,
+    deterministic: bool | None,
+    config: Config | None,
+) -> None:
+    """Raise TypeError or ValueError for the first argument that does not fit."""
+    _check_options(scale, layout, backend, return_lse, deterministic, config)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x)
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {_text(x.dtype)}")
+    for name, x in (("k", k), ("v", v)):
+        if compute_dtype(x) != compute_dtype(q):
+            raise TypeError(f"{name} must have the dtype of q, {_text(q.dtype)}, got {_text(x.dtype)}")
+    _check_qkv(q, k, v, layout)
+    head_axis, length_axis = (-2, -3) if layout == "bnlhd" else (-3, -2)
+    lead = tuple(q.shape[:-3])
+    lk = k.shape[length_axis]
+    for name, bias in (("mask", mask), ("mask_bias", mask_bias), ("pair_bias", pair_bias)):
+        if bias is None:
+            continue
+        _check_tensor(name, bias)
+        _check_bias_dtype(name, bias)
+        if bias.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {bias.device}")
+        if name != "pair_bias":
+            _check_keys(name, bias, q.ndim, (*lead, lk))
+    if pair_bias is not None:
+        _check_broadcast("pair_bias", pair_bias, (*lead, q.shape[head_axis], q.shape[length_axis], lk), "[*, N, H, Lq, Lk]")
+
+
+def _check_options(
+    scale: float | None, layout: str, backend: str, return_lse: bool, deterministic: bool | None, config: Config | None
+) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config must be an evoattn.Config or None, got {type(config).__name__}")
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
+    if scale is not None:
+        if isinstance(scale, (bool, Tensor)) or not isinstance(scale, Real):
+            raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def _check_bias_dtype(name: str, x: Tensor) -> None:
+    if name == "mask":
+        if x.dtype != torch.bool:
+            raise TypeError(f"mask must be bool (True = attend), got {_text(x.dtype)}; an additive mask goes to mask_bias")
+    elif not x.dtype.is_floating_point:
+        hint = "; a bool mask goes to mask" if x.dtype == torch.bool else ""
+        raise TypeError(f"{name} must have a float dtype, got {_text(x.dtype)}{hint}")
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    q_axes, k_axes, v_axes = _AXES[layout]
+    if q.ndim < 4:
+        raise ValueError(f"q must have at least 4 axes, {q_axes} in layout {layout!r}, got shape {_shape(q)}")
+    heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
+    for name, x, axes in (("k", k, k_axes), ("v", v, v_axes)):
+        if x.ndim != q.ndim or x.shape[:-3] != q.shape[:-3]:
+            raise ValueError(f"{name} must be {axes} with the leading axes of q, {_shape(q)}, got shape {_shape(x)}")
+        if x.shape[heads] != q.shape[heads] and x.shape[heads] != 1:
+            raise ValueError(f"{name} must be {axes} with the {q.shape[heads]} heads of q, or 1, got shape {_shape(x)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have the {q.shape[-1]} channels of q, {k_axes}, got shape {_shape(k)}")
+    if v.shape[length] != k.shape[length]:
+        raise ValueError(f"v must have the {k.shape[length]} keys of k, {v_axes}, got shape {_shape(v)}")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name} must have at least one channel, got shape {_shape(x)}")
+
+
+def _check_keys(name: str, x: Tensor, ndim: int, expected: tuple[int, ...]) -> None:
+    if x.ndim == 0:
+        raise ValueError(f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk], got a scalar")
+    if x.ndim > max(2, ndim - 2):
+        if x.ndim > ndim or x.ndim < 3 or x.shape[-2] != 1 or x.shape[-3] != 1:
+            raise ValueError(
+                f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk] and so broadcast to {_sizes(expected)}, got shape {_shape(x)};"
+                " a bias that varies over heads or queries goes to pair_bias"
+            )
+        x = x.squeeze(-2).squeeze(-2)
+    _check_broadcast(name, x, expected, "[*, N, Lk]")
+
+
+def _check_broadcast(name: str, x: Tensor, expected: tuple[int, ...], axes: str) -> None:
+    fits = x.ndim <= len(expected) and all(
+        size == 1 or size == wanted for size, wanted in zip(reversed(x.shape), reversed(expected), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must broadcast to {axes} = {_sizes(expected)}, got shape {_shape(x)}")
+
+
+def _shape(x: Tensor) -> str:
+    return _sizes(tuple(x.shape))
+
+
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return "[" + ", ".join(str(size) for size in sizes) + "]"
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,22 @@
+"""Fixtures and settings that several test files share."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, so an element that a backend forgets to write is seen."""
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,246 @@
+"""The public call: strides, gradients only where asked, layouts, explain, backends, determinism, memory."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import evoattn
+from evoattn import ops, testing
+from evoattn.canonical import canonicalise
+
+
+def make(**changes: object) -> testing.Inputs:
+    return testing.Case("api", **{"mask_bias": "finite", "pair_bias": "b1hqk", **changes}).make(seed=7)  # type: ignore[arg-type]
+
+
+def call(inputs: testing.Inputs, **options: object) -> Tensor:
+    return evoattn.evoformer_attention(
+        inputs.q, inputs.k, inputs.v, mask=inputs.mask, mask_bias=inputs.mask_bias, pair_bias=inputs.pair_bias, **options
+    )  # type: ignore[call-overload]
+
+
+sizes = st.integers(0, 9)
+channels = st.integers(1, 12)
+axis_patterns = st.sampled_from([None, "b1hqk", "bnhqk", "1hqk", "nhqk", "hqk", "qk", "b11qk", "b1h1k", "b1hq1", "11qk", "k"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lead=st.lists(st.integers(1, 3), max_size=2).map(tuple),
+    n=st.integers(1, 4),
+    h=st.integers(1, 3),
+    lq=sizes,
+    lk=sizes,
+    d=channels,
+    c=channels,
+    layout=st.sampled_from(["bnlhd", "bnhld"]),
+    strides=st.sampled_from(["contiguous", "transposed", "sliced"]),
+    mask=st.sampled_from([None, "random", "padding", "empty_rows"]),
+    mask_bias=st.sampled_from([None, "finite", "minus_1e9", "minus_inf", "minus_1e9_rows"]),
+    pair_bias=axis_patterns,
+    blocks=st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1024, 4096, None])),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_stride(blocks: tuple[int, int, int | None], seed: int, **fields: object) -> None:
+    """Shapes, strides, broadcasting and tiles drawn at random, forward and all gradients, in float64.
+
+    Absolute beside relative: the gradient of a handful of numbers may cancel to nearly nothing.
+    """
+    inputs = testing.Case("hypothesis", lse_gradient=True, dtype=torch.float64, **fields).make(seed=seed)  # type: ignore[arg-type]
+    config = evoattn.Config(block_q=blocks[0], block_k=blocks[1], score_bytes=blocks[2])
+    expected = testing.oracle(inputs).values
+    for results in (testing.run(inputs, "tiled", config=config), testing.run(inputs, "reference")):
+        for name, value in results.values.items():
+            torch.testing.assert_close(
+                value, expected[name], rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+@pytest.mark.parametrize("strides", ["contiguous", "transposed", "sliced"])
+def test_the_output_is_contiguous_and_the_arguments_are_views(layout: str, strides: str) -> None:
+    inputs = make(layout=layout, strides=strides, lead=(2,))
+    assert call(inputs, layout=layout).is_contiguous()
+    assert evoattn.explain(inputs.q, inputs.k, inputs.v, layout=layout).copies == []
+
+
+@pytest.mark.parametrize("pattern", ["b1hqk", "11hqk", "1nhqk", "bnhqk", "b11qk", "b1h1k", "hqk"])
+def test_canonical_tensors_are_views(pattern: str) -> None:
+    """No argument is copied on its way to a backend, whatever the pair bias varies along."""
+    inputs = make(lead=(2,), pair_bias=pattern, layout="bnhld")
+    assert inputs.mask_bias is not None and inputs.pair_bias is not None
+    c = canonicalise(inputs.q, inputs.k, inputs.v, None, inputs.mask_bias[..., 0, 0, :], inputs.pair_bias)
+    for name in ("q", "k", "v", "pair_bias"):
+        assert getattr(c, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr(), name
+
+
+def test_an_expanded_pair_bias_is_not_materialised() -> None:
+    """A stride-0 axis is taken as broadcast when no gradient is wanted, and read in place when one is."""
+    inputs = make(lead=(2,), n=5, pair_bias="11hqk")
+    assert inputs.pair_bias is not None
+    expanded = inputs.pair_bias.expand(2, 5, *inputs.pair_bias.shape[2:])
+    wide = dataclasses.replace(inputs, pair_bias=expanded)
+    torch.testing.assert_close(call(wide), call(inputs))
+    c = canonicalise(*(x.transpose(2, 3) for x in (inputs.q, inputs.k, inputs.v)), None, None, expanded)
+    assert c.pair_bias is not None and c.pair_bias.numel() == inputs.pair_bias.numel()
+    leaf = inputs.pair_bias.clone().requires_grad_()
+    (through_expand,) = torch.autograd.grad(
+        call(dataclasses.replace(inputs, pair_bias=leaf.expand(expanded.shape))), leaf, inputs.do
+    )
+    (direct,) = torch.autograd.grad(call(dataclasses.replace(inputs, pair_bias=leaf)), leaf, inputs.do)
+    torch.testing.assert_close(through_expand, direct)
+
+
+@pytest.mark.parametrize("asked", [("q",), ("k", "v"), ("pair_bias",), ("mask_bias",), ("q", "pair_bias")])
+def test_only_the_gradients_asked_for_are_computed(asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[bool]] = []
+    real = ops.backward
+
+    def spy(*arguments: object) -> object:
+        seen.append(arguments[10])  # type: ignore[arg-type]
+        return real(*arguments)
+
+    monkeypatch.setattr(ops, "backward", spy)
+    inputs = make()
+    leaves = {name: x.requires_grad_(name in asked) for name, x in inputs.differentiable.items()}
+    call(inputs).backward(inputs.do)
+    assert seen == [[name in asked for name in ("q", "k", "v", "mask_bias", "pair_bias")]]
+    assert {name for name, x in leaves.items() if x.grad is not None} == set(asked)
+
+
+def test_no_gradient_no_graph() -> None:
+    inputs = make()
+    assert not call(inputs).requires_grad
+    inputs.q.requires_grad_()
+    with torch.no_grad():
+        assert not call(inputs).requires_grad
+    with torch.inference_mode():
+        assert not call(inputs).requires_grad
+    assert call(inputs).requires_grad
+
+
+def test_gradient_through_the_lse_alone() -> None:
+    inputs = make(lse_gradient=True)
+    q = inputs.q.double().requires_grad_()
+    arguments = (inputs.k.double(), inputs.v.double())
+    _, lse = evoattn.evoformer_attention(q, *arguments, mask_bias=inputs.mask_bias, return_lse=True)
+    assert inputs.dlse is not None and inputs.mask_bias is not None
+    (ours,) = torch.autograd.grad(lse, q, inputs.dlse.double())
+    s = torch.einsum("bnqhd,bnkhd->bnhqk", q, arguments[0]) * q.shape[-1] ** -0.5 + inputs.mask_bias.double()
+    (theirs,) = torch.autograd.grad(s.logsumexp(-1), q, inputs.dlse.double())
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_gradcheck(backend: str) -> None:
+    """Finite differences, the one judge that knows no formula."""
+    inputs = make(dtype=torch.float64, n=2, lq=3, lk=4, d=3, c=2)
+    leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor) -> tuple[Tensor, Tensor]:
+        return evoattn.evoformer_attention(
+            q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, return_lse=True, backend=backend, config=None
+        )
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_against_torch_attention() -> None:
+    """The oracle itself is checked here: torch's own attention, in float64, with the biases summed."""
+    inputs = make(dtype=torch.float64, layout="bnhld")
+    assert inputs.mask_bias is not None and inputs.pair_bias is not None
+    bias = inputs.mask_bias + inputs.pair_bias
+    theirs = torch.nn.functional.scaled_dot_product_attention(inputs.q[0], inputs.k[0], inputs.v[0], attn_mask=bias[0])
+    torch.testing.assert_close(call(inputs, layout="bnhld")[0], theirs)
+    torch.testing.assert_close(testing.oracle(inputs).values["o"][0], theirs)
+
+
+def test_a_row_of_padding_is_the_ordinary_softmax() -> None:
+    """mask_bias = -1e9 at every key changes nothing: not the output, not one gradient; the LSE moves by -1e9."""
+    plain = make(mask_bias=None, n=2)
+    padded = dataclasses.replace(plain, mask_bias=torch.full((1, 2, 1, 1, 20), -1e9))
+    ours, theirs = testing.run(padded, "tiled").values, testing.run(plain, "tiled").values
+    for name in ("o", "dq", "dk", "dv", "dpair_bias"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours["lse"].double(), theirs["lse"].double() - 1e9, rtol=1e-7, atol=0)
+
+
+def test_a_row_without_keys_is_zero_and_has_no_gradient() -> None:
+    inputs = make(mask="empty_rows", mask_bias=None, n=4)
+    results = testing.run(inputs, "tiled").values
+    for name in ("o", "dq", "dk", "dv"):
+        assert (results[name][:, ::3] == 0).all(), name
+    assert (results["lse"][:, ::3] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_two_deterministic_runs_are_bit_equal(backend: str) -> None:
+    inputs = make(lq=130, lk=150, n=6)
+    first, second = (testing.run(inputs, backend, deterministic=True).values for _ in range(2))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_deterministic_follows_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make()
+
+    def asked(**options: object) -> bool:
+        return evoattn.explain(inputs.q, inputs.k, inputs.v, **options).problem.deterministic  # type: ignore[arg-type]
+
+    assert (asked(), asked(deterministic=True)) == (False, True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert (asked(), asked(deterministic=False)) == (True, False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_explain() -> None:
+    inputs = make(dtype=torch.bfloat16)
+    inputs.q.requires_grad_()
+    told = evoattn.explain(inputs.q, inputs.k, inputs.v, mask_bias=inputs.mask_bias, pair_bias=inputs.pair_bias)
+    assert told.backend == "tiled" and told.config is not None and told.config.block_k == 20
+    assert told.problem.needs == (True, False, False, False, False)
+    text = str(told)
+    assert "bfloat16 on cpu, b=1 n=3 h=2 lq=20 lk=20 d=8 c=8, mask_bias bfloat16, pair_bias bfloat16" in text
+    assert "backend  tiled" in text and "block_q=20" in text
+    with torch.autocast("cpu", torch.bfloat16):
+        assert evoattn.explain(*(x.float() for x in (inputs.q, inputs.k, inputs.v))).problem.dtype == torch.bfloat16
+
+
+def test_explain_names_a_copy() -> None:
+    """Two leading axes that lie apart in memory cannot be merged as a view."""
+    q = torch.randn(3, 2, 4, 5, 2, 8).transpose(0, 1)
+    assert evoattn.explain(q, q.contiguous(), q.contiguous()).copies == ["q"]
+
+
+def test_backends() -> None:
+    status = {backend.name: backend for backend in evoattn.backends()}
+    assert status["tiled"].available and status["reference"].available
+    assert all(backend.available != bool(backend.reason) for backend in status.values())
+
+
+def test_the_function_backends_and_the_package_of_that_name_live_together() -> None:
+    from evoattn.backends import tiled
+
+    assert callable(evoattn.backends) and tiled.NAME == "tiled"
+
+
+def test_scores_in_flight_are_bounded() -> None:
+    """Never n*l*l: forward and backward of a problem whose scores take 151 MB allocate a small part of that."""
+    inputs = testing.Case("memory", n=64, h=4, lq=384, lk=384, mask_bias="finite", pair_bias="b1hqk").make()
+    scores = 64 * 4 * 384 * 384 * 4
+    for leaf in inputs.differentiable.values():
+        leaf.requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call(inputs, backend="tiled").backward(inputs.do)
+    current = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    outputs = sum(x.numel() * 4 for x in (inputs.q, inputs.k, inputs.v, inputs.do)) + 4 * 384 * 384 * 4
+    assert outputs < peak < outputs + 24 * 2**20 < scores / 3

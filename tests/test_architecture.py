@@ -1,0 +1,137 @@
+"""Imports point one way, `import evoattn` needs torch alone, and starts nothing."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import evoattn
+
+PACKAGE = pathlib.Path(evoattn.__file__).parent
+
+# Each room and the rooms that it may import. What is not listed may not be imported.
+ARROWS: dict[str, set[str]] = {
+    "_version": set(),
+    "layouts": set(),
+    "numerics": set(),
+    "canonical": set(),
+    "workloads": set(),
+    "problem": set(),
+    "tuning": {"problem"},
+    "backends": {"problem", "tuning", "layouts", "numerics"},
+    "dispatch": {"problem", "tuning", "backends"},
+    "ops": {"dispatch", "problem", "tuning", "layouts", "numerics", "canonical"},
+    "validation": {"dispatch", "layouts", "tuning"},
+    "api": {"ops", "canonical", "dispatch", "layouts", "numerics", "problem", "tuning", "validation"},
+    "compat": {"api"},
+    "testing": {"api", "layouts", "tuning", "workloads"},
+    "__init__": {"_version", "api", "tuning"},
+    "cli": {"__init__", "api", "backends", "dispatch", "testing", "tuning", "workloads", "_version"},
+    "__main__": {"cli"},
+}
+
+
+def room(path: pathlib.Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """Full names of the evoattn modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively; the rooms are named in full"
+            module = node.module or ""
+            names |= {module} | ({f"{module}.{alias.name}" for alias in node.names} if module == "evoattn" else set())
+    return {name for name in names if name.split(".")[0] == "evoattn"}
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_follow_the_arrows(path: pathlib.Path) -> None:
+    here = room(path)
+    assert here in ARROWS, f"the room {here} is not in the picture: say what it may import"
+    for name in imported(path):
+        target = name.split(".")[1] if "." in name else "__init__"
+        public = target not in ARROWS  # `from evoattn import evoformer_attention` is the package's face
+        there = "__init__" if public else target
+        assert there == here or there in ARROWS[here] or (name == "evoattn" and here != "__init__"), (
+            f"{here} may not import {name}"
+        )
+
+
+OF_BACKENDS = [path for path in FILES if room(path) == "backends" and path != PACKAGE / "backends" / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", OF_BACKENDS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_backend_imports_another(path: pathlib.Path) -> None:
+    own = path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+    for name in imported(path):
+        pieces = name.split(".")
+        assert pieces[1:2] != ["backends"] or pieces[2:3] == [own], f"{path.name} imports {name}"
+
+
+def fresh(code: str) -> str:
+    """What a fresh Python process prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {blocked!r}:
+            raise ModuleNotFoundError(name + ' is blocked', name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_import_and_use_without_any_extra() -> None:
+    blocked = BLOCKER.format(blocked={"triton", "rich", "matplotlib", "numpy", "hypothesis", "pytest"})
+    code = "import torch, evoattn; q = torch.randn(1, 2, 5, 2, 8); print(evoattn.evoformer_attention(q, q, q).shape[2])"
+    assert fresh(blocked + code) == "5"
+
+
+def test_import_pulls_in_torch_alone() -> None:
+    code = (
+        "import torch, sys; before = set(sys.modules); import evoattn;"
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    added = set(ast.literal_eval(fresh(code)))
+    assert added <= {"evoattn"} | set(sys.stdlib_module_names), added
+
+
+def test_import_starts_no_cuda_and_writes_nothing(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import os, builtins, torch\n"
+        "real = builtins.open\n"
+        "def guarded(file, mode='r', *a, **k):\n"
+        "    assert not set(mode) & set('wax+'), file\n"
+        "    return real(file, mode, *a, **k)\n"
+        "builtins.open = guarded\n"
+        "import evoattn\n"
+        "print(torch.cuda.is_initialized(), sorted(os.listdir('.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.strip() == "False []", done.stderr
+
+
+def test_the_public_names() -> None:
+    assert sorted(evoattn.__all__) == [
+        "BackendStatus",
+        "Config",
+        "Explanation",
+        "__version__",
+        "backends",
+        "evoformer_attention",
+        "explain",
+    ]
+    assert (PACKAGE / "py.typed").exists()

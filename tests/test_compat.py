@@ -1,0 +1,192 @@
+"""The drop-ins: the contracts of DeepSpeed and cuEquivariance, against float64."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from evoattn import testing
+from evoattn.compat.cuequivariance import triangle_attention
+from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
+from evoattn.testing.cases import Inputs
+from evoattn.testing.oracle import Results, low_precision
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def some_rows(inputs: Inputs, part: slice) -> Inputs:
+    cut = {name: getattr(inputs, name)[:, part] for name in ("q", "k", "v", "mask_bias", "do")}
+    return dataclasses.replace(inputs, case=dataclasses.replace(inputs.case, n=cut["q"].shape[1]), **cut)
+
+
+def by_rows(function, inputs: Inputs, rows: int) -> Results:
+    """A dense computation of few rows n at a time: full-size problems would need many gigabytes in float64."""
+    parts = [function(some_rows(inputs, slice(start, start + rows))).values for start in range(0, inputs.case.n, rows)]
+    joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "dpair_bias"}
+    joined["dpair_bias"] = torch.stack([part["dpair_bias"].double() for part in parts]).sum(0)
+    return Results(joined)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 256, 256, 4, 32), (1, 512, 256, 8, 8)], ids=str)
+def test_deepspeeds_published_test(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The sizes, mask and bias of DeepSpeed's own unit test.
+
+    Theirs compares two low-precision results within 0.01 or 0.05, absolute; here every value is within a small multiple of
+    what dense low precision loses against float64.
+    """
+    _, n, length, h, d = shape
+    case = testing.Case("published", n=n, h=h, lq=length, lk=length, d=d, dtype=dtype, mask_bias="minus_1e9", pair_bias="b1hqk")
+    inputs = dataclasses.replace(case, gradients=("q", "k", "v", "pair_bias")).make(seed=0)
+    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in ("q", "k", "v", "pair_bias")}
+    o = DS4Sci_EvoformerAttention(leaves["q"], leaves["k"], leaves["v"], [inputs.mask_bias, leaves["pair_bias"]])
+    o.backward(inputs.do)
+    ours = Results({"o": o.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}})
+    expected = by_rows(testing.oracle, inputs, 32)
+    head = some_rows(inputs, slice(0, 16))
+    lost = testing.errors(low_precision(head), testing.oracle(head))
+    for name, error in testing.errors(ours, expected).items():
+        ceiling = {torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+        assert error <= min(2 * lost[name], ceiling), f"{name}: {error:.1e}, dense low precision {lost[name]:.1e}"
+
+
+def qkv(length: int, d: int, dtype: torch.dtype = torch.float32, n: int = 3, h: int = 2) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(length * d)
+    return [torch.randn(1, n, length, h, d, generator=rng).to(dtype) for _ in range(3)]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> Tensor:
+    q, k, v = (x.double().transpose(2, 3) for x in (q, k, v))
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    for bias in biases:
+        s = s if bias is None else s + bias.double()
+    return (s.softmax(-1) @ v).transpose(2, 3)
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17])
+@pytest.mark.parametrize("d", [8, 96])
+def test_deepspeed_without_its_limits(length: int, d: int) -> None:
+    """L <= 16 and D > 64, backward included."""
+    q, k, v = (x.requires_grad_() for x in qkv(length, d))
+    bias = torch.randn(1, 1, 2, length, length)
+    o = DS4Sci_EvoformerAttention(q, k, v, [None, bias])
+    torch.testing.assert_close(o.double(), dense(q, k, v, bias), rtol=1e-5, atol=1e-5)
+    cotangent = torch.randn_like(o)
+    ours = torch.autograd.grad(o, (q, k, v), cotangent)
+    theirs = torch.autograd.grad(dense(q, k, v, bias), (q, k, v), cotangent.double())
+    for value, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_deepspeed_biases_in_every_form() -> None:
+    q, k, v = qkv(9, 8)
+    mask_bias, pair_bias = torch.randn(1, 3, 1, 1, 9), torch.randn(1, 1, 2, 9, 9)
+    for biases in ([], [None], [None, None], [mask_bias], [mask_bias, None], [None, pair_bias], [mask_bias, pair_bias]):
+        before = list(biases)
+        o = DS4Sci_EvoformerAttention(q, k, v, biases)
+        torch.testing.assert_close(o.double(), dense(q, k, v, *biases), rtol=1e-5, atol=1e-5)
+        assert len(biases) == len(before) and all(a is b for a, b in zip(biases, before, strict=True)), (
+            "the caller's list changed"
+        )
+    o = DS4Sci_EvoformerAttention(q, k, v, (mask_bias[:, :1], pair_bias[:, :, :1]))
+    torch.testing.assert_close(o.double(), dense(q, k, v, mask_bias[:, :1], pair_bias[:, :, :1]), rtol=1e-5, atol=1e-5)
+
+
+def test_deepspeed_refuses_clearly() -> None:
+    q, k, v = qkv(9, 8)
+    with pytest.raises(ValueError, match="at most two entries.*got 3"):
+        DS4Sci_EvoformerAttention(q, k, v, [None, None, None])
+    with pytest.raises(TypeError, match="biases must be a list"):
+        DS4Sci_EvoformerAttention(q, k, v, torch.zeros(2, 1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mask_bias must be"):
+        DS4Sci_EvoformerAttention(q, k, v, [torch.zeros(1, 1, 2, 9, 9)])
+    assert list(inspect.signature(DS4Sci_EvoformerAttention).parameters) == ["Q", "K", "V", "biases"]
+
+
+def cue_inputs(seed: int = 0, lq: int = 7, lk: int = 9, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    sizes = [(2, 3, 4, lq, 8), (2, 3, 4, lk, 8), (2, 3, 4, lk, 8), (2, 1, 4, lq, lk)]
+    return [torch.randn(size, generator=rng).to(dtype) for size in sizes]
+
+
+def cue_dense(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition in cuEquivariance's documentation, in float64."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    s = q.double() @ k.double().transpose(-1, -2) * scale + bias.double()
+    s = s if mask is None else torch.where(mask, s, -1e9)
+    return s.softmax(-1) @ v.double(), s.logsumexp(-1), s.amax(-1)
+
+
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuequivariance_definition(dtype: torch.dtype, masked: bool, scale: float | None) -> None:
+    q, k, v, _ = (x.requires_grad_() for x in cue_inputs(dtype=dtype))
+    bias = cue_inputs(1)[3].requires_grad_()  # float32 beside bfloat16, as their users pass it
+    mask = torch.rand(2, 3, 1, 1, 9) > 0.3
+    mask[0, 1] = False  # a row with nothing to keep: equal logits, the mean of v
+    mask = mask if masked else None
+    o, lse, largest = triangle_attention(q, k, v, bias, mask, scale, return_aux=True)
+    expected = cue_dense(q, k, v, bias, mask, scale)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(o.double(), expected[0], **tolerance)
+    for value, wanted in zip((lse, largest), expected[1:], strict=True):
+        assert value.dtype == torch.float32 and value.shape == (2, 3, 4, 7) and not value.requires_grad
+        torch.testing.assert_close(value.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    cotangent = torch.randn_like(o)
+    ours = torch.autograd.grad(o, (q, k, v, bias), cotangent)
+    theirs = torch.autograd.grad(expected[0], (q, k, v, bias), cotangent.double())
+    for value, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(value.double(), wanted.double(), **{key: 2 * x for key, x in tolerance.items()})
+
+
+def test_cuequivariance_kv_lengths() -> None:
+    q, k, v, bias = cue_inputs()
+    lengths = torch.tensor([[9, 4, 0], [1, 100, 5]], dtype=torch.int32).reshape(2, 3, 1, 1, 1)
+    mask = torch.arange(9) < lengths
+    o, lse, largest = triangle_attention(q, k, v, bias, kv_lengths=lengths, return_aux=True)
+    empty = (lengths == 0).reshape(2, 3, 1, 1)
+    expected = cue_dense(q, k, v, bias, mask)
+    torch.testing.assert_close(o.double(), torch.where(empty.unsqueeze(-1), 0, expected[0]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), torch.where(empty, 0, expected[1]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(largest.double(), torch.where(empty, 0, expected[2]), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="exclude each other"):
+        triangle_attention(q, k, v, bias, mask, kv_lengths=lengths)
+    with pytest.raises(TypeError, match="kv_lengths must be int32, got int64"):
+        triangle_attention(q, k, v, bias, kv_lengths=lengths.long())
+    with pytest.raises(ValueError, match=r"kv_lengths must be \[B, N, 1, 1, 1\]"):
+        triangle_attention(q, k, v, bias, kv_lengths=lengths[:1])
+
+
+def test_cuequivariance_four_axes_int_masks_and_shared_bias() -> None:
+    q, k, v, bias = (x[:1] for x in cue_inputs())
+    mask = torch.rand(3, 1, 1, 9) > 0.3
+    mask[..., 0] = True
+    five = triangle_attention(q, k, v, bias, mask[None])
+    torch.testing.assert_close(triangle_attention(q[0], k[0], v[0], bias[0], mask), five)
+    torch.testing.assert_close(triangle_attention(q, k, v, bias, mask[None].int()), five)  # type: ignore[arg-type]
+    q, k, v, bias = cue_inputs()
+    torch.testing.assert_close(
+        triangle_attention(q, k, v, bias[:1, :, :1]), triangle_attention(q, k, v, bias[:1, :, :1].expand(2, 1, 4, 7, 9))
+    )
+    names = ["q", "k", "v", "bias", "mask", "scale", "return_aux", "kv_lengths"]
+    assert list(inspect.signature(triangle_attention).parameters) == names
+
+
+@pytest.mark.parametrize(("lq", "lk"), [(0, 5), (5, 0), (1, 1)])
+def test_cuequivariance_tiny(lq: int, lk: int) -> None:
+    q, k, v, bias = cue_inputs(lq=lq, lk=lk)
+    o, lse, largest = triangle_attention(q, k, v, bias, torch.ones(2, 3, 1, 1, lk, dtype=torch.bool), return_aux=True)
+    assert o.shape == q.shape and lse.shape == largest.shape == q.shape[:-1] and not o.isnan().any()
+
+
+def test_the_largest_logit_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = cue_inputs()
+    _, _, whole = triangle_attention(*arguments, return_aux=True)
+    monkeypatch.setattr("evoattn.compat.cuequivariance._BLOCK_SCORES", 1)
+    _, _, blocks = triangle_attention(*arguments, return_aux=True)
+    torch.testing.assert_close(blocks, whole)

@@ -1,0 +1,221 @@
+"""The operators as torch sees them: opcheck, compile, export, autocast, vmap, meta tensors."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn import ops, testing
+from evoattn.canonical import canonicalise
+
+OPTIONS = (None, "bnlhd", False, "tiled", "")
+
+
+def canonical(requires_grad: bool = True, **changes: object) -> list[Tensor | None]:
+    settings = {
+        "mask": "random",
+        "mask_bias": "finite",
+        "pair_bias": "b1hqk",
+        "layout": "bnhld",
+        "lq": 6,
+        "lk": 7,
+        "d": 4,
+        **changes,
+    }
+    inputs = testing.Case("op", **settings).make(seed=5)  # type: ignore[arg-type]
+    mask_bias = None if inputs.mask_bias is None else inputs.mask_bias.squeeze(-2).squeeze(-2)
+    c = canonicalise(inputs.q, inputs.k, inputs.v, inputs.mask, mask_bias, inputs.pair_bias)
+    tensors = [c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias]
+    return [x if x is None or x.dtype == torch.bool else x.detach().clone().requires_grad_(requires_grad) for x in tensors]
+
+
+@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+@pytest.mark.parametrize("biases", [{}, {"mask": None, "mask_bias": None}, {"pair_bias": None, "dtype": torch.bfloat16}])
+def test_opcheck_forward(biases: dict, layout: str) -> None:
+    torch.library.opcheck(ops.forward, (*canonical(**biases), None, layout, False, "tiled", ""))
+
+
+def test_opcheck_backward() -> None:
+    tensors = canonical(requires_grad=False)
+    o, lse = ops.forward(*tensors, *OPTIONS)
+    for needs in ([True] * 5, [False, True, False, False, True]):
+        torch.library.opcheck(ops.backward, (torch.randn_like(o), torch.randn_like(lse), *tensors, o, lse, needs, *OPTIONS))
+
+
+def test_fake_strides_are_real_strides() -> None:
+    """A wrong stride in a fake function shows only when compiled code reads the output, so all four are compared here."""
+    for layout in ("bnlhd", "bnhld"):
+        for backend in ("tiled", "reference"):
+            tensors = canonical(requires_grad=False)
+            options = (None, layout, False, backend, "")
+            real = [*ops.forward(*tensors, *options)]
+            real += ops.backward(torch.ones_like(real[0]), None, *tensors, *real, [True] * 5, *options)
+            meta = [None if x is None else x.to("meta") for x in tensors]
+            fake = [*ops.forward(*meta, *options)]
+            fake += ops.backward(fake[0], None, *meta, *fake, [True] * 5, *options)
+            for a, b in zip(real, fake, strict=True):
+                assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor) -> Tensor:
+    return evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
+
+
+def leaves(length: int, seed: int = 0) -> list[Tensor]:
+    inputs = testing.Case("compile", n=2, lq=length, lk=length, mask_bias="finite", pair_bias="b1hqk").make(seed=seed)
+    return [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.mask_bias, inputs.pair_bias) if x is not None]
+
+
+def step(function: Callable[..., Tensor], length: int) -> list[Tensor]:
+    arguments = leaves(length)
+    output = function(*arguments)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    return [output.detach(), *torch.autograd.grad(output, arguments, cotangent)]
+
+
+def test_compile_fullgraph_without_recompiling() -> None:
+    """Forward and backward as one graph each, and one compilation for every length."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list) -> Callable:
+        graphs.append(copy.deepcopy(graph))
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled = torch.compile(
+        attend, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend)
+    )
+    for length in (16, 21, 40):
+        for value, expected in zip(step(compiled, length), step(attend, length), strict=True):
+            torch.testing.assert_close(value, expected)
+    assert len(graphs) == 2, f"{len(graphs)} graphs for three lengths: a length was compiled again"
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if "evoattn" in str(node.target)]
+    assert targets == ["evoattn.forward.default", "evoattn.backward.default"]
+
+
+def test_compile_with_inductor_marks_lengths_dynamic_by_itself() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True)
+    for length in (16, 24):
+        for value, expected in zip(step(compiled, length), step(attend, length), strict=True):
+            torch.testing.assert_close(value, expected)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for value, expected in zip(step(compiled, 33), step(attend, 33), strict=True):
+            torch.testing.assert_close(value, expected)
+
+
+def test_export_keeps_the_operator() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *arguments: Tensor) -> Tensor:
+            return attend(*arguments)
+
+    arguments = tuple(x.detach() for x in leaves(12))
+    exported = torch.export.export(Module(), arguments)
+    assert any(node.target is ops.forward for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(*arguments), attend(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_as_torch_attention_does(dtype: torch.dtype) -> None:
+    q, k, v, mask_bias, pair_bias = leaves(16)
+    with torch.autocast("cpu", dtype):
+        ours = attend(q, k, v.detach().to(dtype), mask_bias, pair_bias)
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(2, 3).flatten(0, 1) for x in (q, k, v)), attn_mask=(mask_bias + pair_bias)[0]
+        )
+    assert ours.dtype == theirs.dtype == dtype
+    torch.testing.assert_close(ours[0].transpose(1, 2), theirs, rtol=0.02, atol=0.02)
+    gradients = torch.autograd.grad(ours, (q, k, mask_bias, pair_bias), torch.randn_like(ours))
+    assert [g.dtype for g in gradients] == [torch.float32] * 4
+
+
+def test_autocast_leaves_float64_and_biases_alone() -> None:
+    x = [leaf.detach().double() for leaf in leaves(8)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(*x).dtype == torch.float64
+    q, k, v, mask_bias, pair_bias = (leaf.detach() for leaf in leaves(8))
+    mask_bias[..., 3] = -1e9  # float16 cannot hold it: cast, it would be -inf
+    mask_bias[:, 0] = -1e9
+    with torch.autocast("cpu", torch.float16):
+        _, lse = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, return_lse=True)
+    assert lse.isfinite().all()
+
+
+def test_export_and_compile_need_no_guard_on_the_backend() -> None:
+    """An unknown problem is refused when it runs, with the backend's own message, also under compile."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q: evoattn.evoformer_attention(q, q, q, backend="tiled", config=evoattn.Config(num_warps=4)), backend="eager"
+    )
+    with pytest.raises(ValueError, match="num_warps=4"):
+        compiled(torch.randn(1, 2, 8, 2, 4))
+
+
+IN_DIMS = {
+    "all": (0, 0, 0, 0, 0),
+    "pair_shared": (0, 0, 0, 0, None),
+    "q_alone": (1, None, None, None, None),
+    "bias_alone": (None, None, None, 0, 2),
+}
+
+
+@pytest.mark.parametrize("in_dims", IN_DIMS.values(), ids=IN_DIMS)
+@pytest.mark.parametrize("lead", [(1,), (2,)])
+def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...], lead: tuple[int, ...]) -> None:
+    inputs = testing.Case("vmap", lead=lead, n=2, lq=5, lk=6, d=4, mask_bias="finite", pair_bias="b1hqk")
+    made = [inputs.make(seed) for seed in range(3)]
+    names = ("q", "k", "v", "mask_bias", "pair_bias")
+    stacked = []
+    for name, axis in zip(names, in_dims, strict=True):
+        values = [getattr(m, name) for m in made]
+        stacked.append(values[0] if axis is None else torch.stack(values, axis))
+    each = [[x if axis is None else x.select(axis, i) for x, axis in zip(stacked, in_dims, strict=True)] for i in range(3)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns when it falls back to a loop of its own
+        output = torch.func.vmap(attend, in_dims)(*stacked)
+    torch.testing.assert_close(output, torch.stack([attend(*x) for x in each]))
+
+
+@pytest.mark.parametrize("in_dims", IN_DIMS.values(), ids=IN_DIMS)
+@pytest.mark.parametrize("lead", [(1,), (2,)])
+def test_vmap_of_backward_gives_each_sample_its_gradients(in_dims: tuple[int | None, ...], lead: tuple[int, ...]) -> None:
+    made = [canonical(False, lead=lead, layout="bnhld", mask_bias="finite", n=2) for _ in range(3)]
+    axes = (*in_dims[:3], None, *in_dims[3:])
+    mapped = [x[0] if axis is None else torch.stack(x, axis) for x, axis in zip(zip(*made, strict=True), axes, strict=True)]  # type: ignore[arg-type]
+    mask = made[0][3]
+
+    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+        o, lse = ops.forward(*tensors, *OPTIONS)
+        return ops.backward(torch.cos(o), torch.sin(lse), *tensors, o, lse, [True] * 5, *OPTIONS)
+
+    assert mask is not None
+    together = torch.func.vmap(gradients, axes)(*mapped)
+    looped = [
+        gradients(*(x if axis is None else x.select(axis, i) for x, axis in zip(mapped, axes, strict=True))) for i in range(3)
+    ]
+    for value, expected in zip(together, zip(*looped, strict=True), strict=True):
+        torch.testing.assert_close(value, torch.stack(expected))
+
+
+def test_batched_cotangents() -> None:
+    arguments = leaves(8)
+    output = attend(*arguments)
+    cotangents = torch.randn(3, *output.shape)
+    together = torch.autograd.grad(output, arguments, cotangents, is_grads_batched=True, retain_graph=True)
+    looped = [torch.autograd.grad(output, arguments, cotangent, retain_graph=True) for cotangent in cotangents]
+    for value, expected in zip(together, zip(*looped, strict=True), strict=True):
+        torch.testing.assert_close(value, torch.stack(expected))
+
+
+def test_second_derivatives_say_that_there_are_none() -> None:
+    q, k, v, mask_bias, pair_bias = leaves(8)
+    (dq,) = torch.autograd.grad(attend(q, k, v, mask_bias, pair_bias).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(dq.sum(), q)

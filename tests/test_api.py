@@ -93,6 +93,11 @@ def test_an_expanded_pair_bias_is_not_materialised() -> None:
     )
     (direct,) = torch.autograd.grad(call(dataclasses.replace(inputs, pair_bias=leaf)), leaf, inputs.do)
     torch.testing.assert_close(through_expand, direct)
+    middle = leaf.expand(expanded.shape)
+    (each,) = torch.autograd.grad(call(dataclasses.replace(inputs, pair_bias=middle)), middle, inputs.do)
+    assert each.shape == middle.shape
+    torch.testing.assert_close(each.sum_to_size(leaf.shape), direct)
+    assert (each != 0).all(), "every expanded element has a gradient of its own"
 
 
 @pytest.mark.parametrize("asked", [("q",), ("k", "v"), ("pair_bias",), ("mask_bias",), ("q", "pair_bias")])

@@ -55,10 +55,8 @@ def _probabilities(s: Tensor) -> tuple[Tensor, Tensor]:
     m = s.detach().amax(-1, keepdim=True)
     e = torch.exp(s - torch.where(m == -torch.inf, 0, m))  # [b,n,h,q,k]
     total = e.sum(-1, keepdim=True)
-    empty = total == 0
-    total = torch.where(empty, 1, total)
-    lse = torch.where(empty, -torch.inf, m + total.log())
-    return e / total, lse.squeeze(-1)
+    total = torch.where(total == 0, 1, total)
+    return e / total, (m + total.log()).squeeze(-1)
 
 
 def attention(

@@ -46,7 +46,7 @@ class Case:
         dtype: of q, k, v.
         layout: of q, k, v.
         mask: keys kept at random, the first half kept, every third row without a key, or no mask.
-        mask_bias: random finite values, -1e9 at random keys, -1e9 at all keys of every third row, -inf at random keys, or none.
+        mask_bias: random finite values; -1e9 or -inf at random keys; the same, and at all keys of every third row; or none.
         pair_bias: axes that the bias varies along, a 1 where it is broadcast, such as "b1hqk"; or none.
         pair_fill: put -inf into the pair bias at random and in one whole query row.
         bias_dtype: of both biases; None is dtype.
@@ -70,7 +70,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     layout: Literal["bnlhd", "bnhld"] = "bnlhd"
     mask: Literal["random", "padding", "empty_rows"] | None = None
-    mask_bias: Literal["finite", "minus_1e9", "minus_1e9_rows", "minus_inf"] | None = None
+    mask_bias: Literal["finite", "minus_1e9", "minus_1e9_rows", "minus_inf", "minus_inf_rows"] | None = None
     pair_bias: str | None = None
     pair_fill: bool = False
     bias_dtype: torch.dtype | None = None
@@ -140,11 +140,11 @@ class Case:
         if self.mask_bias is None:
             return None
         bias = torch.randn((*self.lead, self.n, self.lk), generator=rng)
-        low = -torch.inf if self.mask_bias == "minus_inf" else -1e9 if dtype != torch.float16 else -6e4
+        low = -torch.inf if "inf" in self.mask_bias else -1e9 if dtype != torch.float16 else -6e4
         if self.mask_bias != "finite":
             bias = bias * 0
             bias[~self._keys(rng)] = low
-        if self.mask_bias == "minus_1e9_rows":
+        if self.mask_bias.endswith("rows"):
             bias[..., ::3, :] = low
         return bias.to(dtype)[..., :, None, None, :].to(device)
 
@@ -200,6 +200,8 @@ AWKWARD: tuple[Case, ...] = (
     Case("narrower_values", d=24, c=8, **_BOTH),  # type: ignore[arg-type]
     *(Case(f"channels_{d}", d=d, **_BOTH) for d in (1, 5, 16, 24, 32, 48, 64, 80, 128, 256)),  # type: ignore[arg-type]
     Case("rows_without_keys", n=4, mask="empty_rows", pair_bias="b1hqk", lse_gradient=True),
+    Case("rows_without_keys_and_bias", n=4, mask="empty_rows", **_BOTH),  # type: ignore[arg-type]
+    Case("rows_of_minus_inf", n=4, mask_bias="minus_inf_rows", pair_bias="b1hqk", lse_gradient=True),
     Case("rows_of_minus_1e9", n=4, mask_bias="minus_1e9_rows", pair_bias="b1hqk", lse_gradient=True),
     Case("mask_bias_minus_1e9", mask_bias="minus_1e9", pair_bias="b1hqk"),
     Case("mask_bias_minus_inf", mask_bias="minus_inf", pair_bias="b1hqk"),

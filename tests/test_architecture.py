@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "validation": {"dispatch", "layouts", "tuning"},
     "api": {"ops", "canonical", "dispatch", "layouts", "numerics", "problem", "tuning", "validation"},
     "compat": {"api"},
-    "testing": {"api", "layouts", "tuning", "workloads"},
+    "testing": {"api", "layouts", "numerics", "tuning", "workloads"},
     "__init__": {"_version", "api", "tuning"},
     "cli": {"__init__", "api", "backends", "dispatch", "testing", "tuning", "workloads", "_version"},
     "__main__": {"cli"},

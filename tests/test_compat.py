@@ -98,8 +98,9 @@ def test_deepspeed_refuses_clearly() -> None:
     q, k, v = qkv(9, 8)
     with pytest.raises(ValueError, match="at most two entries.*got 3"):
         DS4Sci_EvoformerAttention(q, k, v, [None, None, None])
-    with pytest.raises(TypeError, match="biases must be a list"):
-        DS4Sci_EvoformerAttention(q, k, v, torch.zeros(2, 1, 1))  # type: ignore[arg-type]
+    for biases in (torch.zeros(2, 1, 1), None):
+        with pytest.raises(TypeError, match="biases must be a list"):
+            DS4Sci_EvoformerAttention(q, k, v, biases)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mask_bias must be"):
         DS4Sci_EvoformerAttention(q, k, v, [torch.zeros(1, 1, 2, 9, 9)])
     assert list(inspect.signature(DS4Sci_EvoformerAttention).parameters) == ["Q", "K", "V", "biases"]

@@ -1,6 +1,7 @@
 """The operators as torch sees them: opcheck, compile, export, autocast, vmap, meta tensors."""
 
 import copy
+import shutil
 import warnings
 from collections.abc import Callable
 
@@ -101,7 +102,8 @@ def test_compile_fullgraph_without_recompiling() -> None:
 
 def test_compile_with_inductor_marks_lengths_dynamic_by_itself() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True)
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if compiler else "aot_eager")
     for length in (16, 24):
         for value, expected in zip(step(compiled, length), step(attend, length), strict=True):
             torch.testing.assert_close(value, expected)
@@ -212,6 +214,18 @@ def test_batched_cotangents() -> None:
     looped = [torch.autograd.grad(output, arguments, cotangent, retain_graph=True) for cotangent in cotangents]
     for value, expected in zip(together, zip(*looped, strict=True), strict=True):
         torch.testing.assert_close(value, torch.stack(expected))
+
+
+def test_forward_mode_says_that_there_is_none() -> None:
+    """torch would return a tangent of zero."""
+    arguments = tuple(x.detach() for x in leaves(8))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(attend, arguments, tuple(torch.ones_like(x) for x in arguments))
+    with torch.autograd.forward_ad.dual_level():
+        pair_bias = torch.autograd.forward_ad.make_dual(arguments[4], torch.ones_like(arguments[4]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            attend(*arguments[:4], pair_bias)
+        assert attend(*arguments).isfinite().all()
 
 
 def test_second_derivatives_say_that_there_are_none() -> None:

@@ -10,6 +10,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from evoattn.dispatch import BACKENDS
 from evoattn.layouts import LAYOUTS
@@ -52,6 +53,8 @@ def check_arguments(
     config: Config | None,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that does not fit."""
+    if not torch.compiler.is_compiling():
+        _check_no_tangent(q, k, v, mask_bias, pair_bias)
     _check_options(scale, layout, backend, return_lse, deterministic, config)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
@@ -95,6 +98,15 @@ def _check_options(
             raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
         if not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
+
+
+def _check_no_tangent(*tensors: Tensor | None) -> None:
+    """torch gives registered operators a tangent of zero, silently; a wrong derivative is worse than none."""
+    for x in tensors:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                "evoformer_attention has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode"
+            )
 
 
 def _check_tensor(name: str, x: object) -> None:

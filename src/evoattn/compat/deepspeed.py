@@ -41,8 +41,8 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         >>> DS4Sci_EvoformerAttention(q, q, q, [None, torch.randn(1, 1, 4, 12, 12)]).shape
         torch.Size([1, 8, 12, 4, 32])
     """
-    if isinstance(biases, Tensor):
-        raise TypeError("biases must be a list of at most two tensors, got a tensor; write [mask_bias, pair_bias]")
+    if not isinstance(biases, (list, tuple)):
+        raise TypeError(f"biases must be a list of at most two tensors, [mask_bias, pair_bias], got {type(biases).__name__}")
     if len(biases) > 2:
         raise ValueError(f"biases must have at most two entries, [mask_bias, pair_bias], got {len(biases)}")
     mask_bias, pair_bias = (*biases, None, None)[:2]

@@ -1,0 +1,351 @@
+"""The command line: the demo end to end, the doctor on a healthy and on a broken machine, help, version, refusals."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import evoattn
+from evoattn import cli
+from evoattn.backends import tiled
+from evoattn.cli import demo, doctor, evoformer, machine, measure, sweep, terminal
+from evoattn.cli.evoformer import attentions, embed, first_rows
+
+FAMILY = """\
+>query
+MQIFVKTLTGKTITLEVEPS
+>second
+MQIFVKTLTGKTiaITLEVEAS
+>third
+MLI-VKTLTGK-ITLDVE--
+>fourth
+----VRTLDGRTQTLEVEPS
+"""
+NAMES = ("MSA row + pair bias", "MSA column", "triangle, start node", "triangle, end node")
+FLOAT32_ERROR = 2e-5
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Path:
+    path = tmp_path / "family.a3m"
+    path.write_text(FAMILY)
+    return path
+
+
+def table_rows(text: str, name: str) -> dict[str, list[float]]:
+    """The numbers of an attention's rows in the demo's table, by implementation."""
+    found = re.findall(rf"^\s*{re.escape(name)} +(evoattn|dense) +(.*)$", text, re.MULTILINE)
+    return {by: [float(number) for number in numbers.split()] for by, numbers in found}
+
+
+def test_demo(family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "picture.png"
+    arguments = ["demo", str(family), "--quick", "--max-length", "40", "--device", "cpu", "--output", str(picture)]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "family.a3m: 4 sequences x 20 columns; query query" in printed.out
+    for name in NAMES:
+        rows = table_rows(printed.out, name)
+        assert set(rows) == {"evoattn", "dense"}, name
+        for forward, backward, peak, output_error, gradient_error in rows.values():
+            assert 0 < forward < 1e5
+            assert 0 < backward < 1e5
+            assert 0.05 < peak < 1e3
+            assert 0 < output_error < FLOAT32_ERROR
+            assert 0 < gradient_error < FLOAT32_ERROR
+    assert re.search(r"^ *32 +[\d.]+ +[\d.]+ +[\d.]+ x +[\d.]+ +[\d.]+ +\d+ %$", printed.out, re.MULTILINE)
+    assert re.search(r"^ *40 ", printed.out, re.MULTILINE)
+    assert "over all rows." in printed.out
+    assert printed.out.rstrip().endswith(f"picture    {picture}")
+    assert re.search(r"^\[1/\d+\] MSA row \+ pair bias, evoattn$", printed.err, re.MULTILINE)
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert data.endswith(b"IEND\xaeB`\x82")
+    width, height = struct.unpack(">II", data[16:24])
+    assert (width, height) == (1600, 800)
+    assert len(data) > 20_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["family.a3m", "picture.png"]
+
+
+def test_demo_fails_on_wrong_numbers(
+    family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward that is off by a part in a thousand gives exit status 1 and is named."""
+    right = tiled.backward
+
+    def wrong(*arguments: object, **options: object) -> tuple[torch.Tensor | None, ...]:
+        dq, dk, *others = right(*arguments, **options)  # type: ignore[arg-type]
+        return dq, dk * 1.001, *others
+
+    monkeypatch.setattr(tiled, "backward", wrong)
+    arguments = ["demo", str(family), "--quick", "--max-length", "16", "--device", "cpu", "--output", str(tmp_path / "a.png")]
+    assert cli.main(arguments) == 1
+    assert re.search(r"BEYOND ITS BUDGET  MSA column: dk: relative error 1\.0e-03, allowed", capsys.readouterr().out)
+
+
+def test_demo_has_an_alignment_of_its_own() -> None:
+    with demo._default_alignment(None) as path:
+        alignment = demo.read_alignment(path)
+    assert alignment.rows[0].startswith("MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG")
+    assert len(alignment.rows) > 50
+
+
+REFUSED = {
+    "missing file": (["nothing.a3m"], r"'nothing\.a3m': there is no such file; expected"),
+    "missing directory": (["family.a3m", "--output", "no/where.png"], r"--output 'no/where\.png': there is no directory 'no'"),
+    "output is a directory": (["family.a3m", "--output", "."], r"--output '\.': is a directory"),
+    "output is no png": (["family.a3m", "--output", "a.pdf"], r"--output 'a\.pdf': expected a name that ends in \.png"),
+    "length": (["family.a3m", "--max-length", "0"], r"--max-length: expected a whole number from 16 up, got '0'"),
+    "seed": (["family.a3m", "--seed", "x"], r"--seed: expected a whole number from 0 up, got 'x'"),
+    "dtype": (["family.a3m", "--dtype", "int8"], r"--dtype: invalid choice: 'int8'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_demo_refuses_in_one_line(
+    arguments: list[str],
+    message: str,
+    family: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(family.parent)
+    assert cli.main(["demo", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(rf"evoattn demo: error: .*{message}.*\n", printed.err)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_demo_without_a_gpu(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", str(family), "--device", "cuda"]) == 2
+    assert "torch finds no GPU here" in capsys.readouterr().err
+
+
+def test_demo_without_the_extra(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["demo", str(family)]) == 2
+    expected = "evoattn demo: error: needs rich and matplotlib, which are not installed: pip install 'evoattn[cli]'\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_interrupt(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_four_attentions", interrupt)
+    assert cli.main(["demo", str(family)]) == 130
+    assert capsys.readouterr().err.endswith("evoattn demo: interrupted\n")
+
+
+def test_sweep_stops_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    size = sweep.Size(sequences=1, columns=16, lengths=(16, 24), repeats=1, seconds=0.1, patience=None)
+    steps: list[str] = []
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 100 << 20)
+    growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert list(growth.costs["evoattn"]) == [16, 24]
+    assert list(growth.costs["dense"]) == [16, 24]
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 6_000_000)
+    growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert list(growth.costs["dense"]) == [16]
+    assert re.fullmatch(r"at L = 24: it would take about 0\.0 GiB of the 0\.0 GiB that are free", growth.stopped["dense"])
+    monkeypatch.setitem(sweep._PATIENCE, "evoattn", 0.0)
+    growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert list(growth.costs["evoattn"]) == [16]
+    assert "s a pass" in growth.stopped["evoattn"]
+
+
+def test_sweep_tiles_and_cuts() -> None:
+    assert sweep.tiled("MKV", 7) == "MKVMKVM"
+    assert sweep.tiled("MKV", 2) == "MK"
+
+
+def test_peak_memory_is_what_was_held() -> None:
+    """On the CPU: two tensors live at a time out of three, 3 MiB at the most; what lived before does not count."""
+    before = torch.empty(10 << 20, dtype=torch.uint8)
+
+    def call() -> None:
+        a = torch.empty(1 << 20, dtype=torch.uint8)
+        b = torch.empty(2 << 20, dtype=torch.uint8)
+        del a
+        c = torch.empty(512 << 10, dtype=torch.uint8)
+        del b, c
+
+    assert measure.peak_bytes(call, torch.device("cpu")) == 3 << 20
+    assert measure.peak_bytes(lambda: before.zero_(), torch.device("cpu")) == 0
+
+
+def test_peak_memory_of_dense_is_its_scores() -> None:
+    inputs = attentions(embed(("MQIFVKTLTGKTITLEVEPS" * 3,), 0, torch.device("cpu")), torch.float32)[2]
+    peak = measure.cost(measure.dense, inputs, repeats=1, seconds=0.0).peak
+    scores = 4 * 60 * 4 * 60 * 60
+    assert 2 * scores < peak < measure.dense_bytes(inputs) + 8 * inputs.q.nbytes
+
+
+def test_measuring_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    measure.peak_bytes(lambda: torch.empty(1), torch.device("cpu"))
+    assert capfd.readouterr().err == ""
+
+
+def test_the_attentions_are_those_of_an_evoformer() -> None:
+    """Shapes, masks from gaps, the transposed pair at the ending node, the permuted pair bias; the same numbers each time."""
+    rows = ("MKVLA", "M-VL-", "MKX--")
+    cpu = torch.device("cpu")
+    embedding = embed(rows, 3, cpu)
+    row, column, start, end = attentions(embedding, torch.float32)
+    gaps = torch.tensor([[letter != "-" for letter in line] for line in rows])
+    assert [inputs.case.name for inputs in (row, column, start, end)] == list(NAMES)
+    assert row.q.shape == (3, 5, 8, 32)
+    assert row.pair_bias is not None and row.pair_bias.shape == (8, 5, 5) and row.pair_bias.stride(0) == 1
+    assert row.mask is not None and torch.equal(row.mask, gaps)
+    assert column.q.shape == (5, 3, 8, 32) and column.pair_bias is None
+    assert column.mask is not None and torch.equal(column.mask, gaps.T)
+    assert start.q.shape == end.q.shape == (5, 5, 4, 32)
+    assert start.mask is not None and bool(start.mask.all())
+    relative = embedding.z - embedding.z.transpose(0, 1)
+    assert relative.abs().amax() > 0.1, "the pair representation is not symmetric, so the two triangles differ"
+    again = attentions(embed(rows, 3, cpu), torch.float32)
+    assert all(torch.equal(a.q, b.q) and torch.equal(a.do, b.do) for a, b in zip(again, (row, column, start, end), strict=True))
+    other = attentions(embed(rows, 4, cpu), torch.float32)
+    assert not torch.equal(other[0].q, row.q)
+
+
+def test_the_ending_node_runs_on_the_transposed_pair() -> None:
+    """With the weights of the starting node, the ending node's q is that of the transposed pair representation."""
+    embedding = embed(("MKVLA",), 0, torch.device("cpu"))
+    start = evoformer._triangle("same", embedding, embedding.z, torch.float32, 7)
+    end = evoformer._triangle("same", embedding, embedding.z.transpose(0, 1), torch.float32, 7)
+    torch.testing.assert_close(end.q, start.q.transpose(0, 1))
+    assert end.pair_bias is not None and start.pair_bias is not None
+    torch.testing.assert_close(end.pair_bias, start.pair_bias.transpose(1, 2))
+
+
+def test_errors_over_a_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where float64 has no room for all rows, both run on the same first rows, and their number is reported."""
+    inputs = attentions(embed(("MKVLA", "M-VL-", "MKX--"), 0, torch.device("cpu")), torch.float32)[0]
+    monkeypatch.setattr(measure, "_ORACLE_SCORES", 2 * 8 * 5 * 5)
+    found = measure.accuracy(inputs)
+    assert found.rows == 2
+    assert found.beyond == []
+    assert max(*found.output.values(), *found.gradients.values()) < FLOAT32_ERROR
+    assert first_rows(inputs, 2).q.shape[0] == 2
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("versions", f"evoattn   {evoattn.__version__}", f"torch     {torch.__version__}", "devices", "backends"):
+        assert expected in text
+    for status in evoattn.backends():
+        assert re.search(rf"^  {status.name} +(available|not available: .+)$", text, re.MULTILINE)
+    assert re.search(rf"^  tiled +cpu +float32 +{len(doctor._CASES)} held$", text, re.MULTILINE)
+    assert text.endswith("the self-check held\n")
+
+
+def test_doctor_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_CASES", doctor._CASES[:2])
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["devices"][0]["device"] == "cpu"
+    assert {status["name"] for status in report["backends"]} == {status.name for status in evoattn.backends()}
+    assert report["auto"]["cpu"]["float64"]["backend"] == "tiled"
+    held = {(check["backend"], check["dtype"]): check["held"] for check in report["checks"] if check["device"] == "cpu"}
+    for backend in ("tiled", "reference"):
+        for dtype in ("float32", "bfloat16", "float16", "float64"):
+            assert held[backend, dtype] == list(doctor._CASES)
+
+
+def broken_numbers(*arguments: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = _right_forward(*arguments, **options)  # type: ignore[arg-type]
+    return o * 1.01, lse
+
+
+def broken_call(*_: object, **__: object) -> None:
+    raise RuntimeError("the kernel\nfell over")
+
+
+_right_forward = tiled.forward
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [(broken_numbers, r"o: relative error 1\.00e-02, allowed"), (broken_call, r"RuntimeError: the kernel fell over")],
+)
+def test_doctor_finds_a_broken_backend(
+    broken: object, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiled, "forward", broken)
+    monkeypatch.setattr(doctor, "_CASES", doctor._CASES[:2])
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert re.search(rf"^    FAILED  case mask_and_both_biases: .*{message}", text, re.MULTILINE)
+    assert re.search(r"^  tiled +cpu +float32 +.*2 FAILED$", text, re.MULTILINE)
+    assert re.search(r"^  reference +cpu +float32 +2 held$", text, re.MULTILINE)
+    assert "THE SELF-CHECK DID NOT HOLD" in text
+    assert cli.main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert any(check["failed"] for check in report["checks"] if check["backend"] == "tiled")
+
+
+def test_doctor_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of time, every backend, device and dtype has still had its first case, and the rest is listed as not run."""
+    monkeypatch.setattr(doctor, "_SECONDS", 0.0)
+    report = doctor.examine()
+    assert report["ok"] is True
+    for check in report["checks"]:
+        assert len(check["held"]) + len(check["refused"]) == 1
+        assert check["not_run"] == list(doctor._CASES[1:])
+
+
+def test_doctor_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(doctor, "_CASES", doctor._CASES[:1])
+    assert cli.main(["doctor"]) == 0
+    assert "the self-check held" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], ("evoattn doctor", "evoattn demo", "exit status")),
+        (["demo", "--help"], ("A3M", "examples:", "exit status", "--max-length", "triangle, start node")),
+        (["doctor", "--help"], ("--json", "examples:", "exit status")),
+    ],
+)
+def test_help(arguments: list[str], expected: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    for piece in expected:
+        assert piece in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"evoattn {evoattn.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"]])
+def test_bad_command_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"evoattn.*: error: .*\n", printed.err)
+
+
+def test_as_a_module() -> None:
+    """In a fresh process: a refusal without a traceback; no plotting library is imported by the command line alone."""
+    refused = subprocess.run([sys.executable, "-m", "evoattn", "demo", "."], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr == "evoattn demo: error: '.': is a directory; expected an A3M or aligned FASTA file\n"
+    code = "import sys, evoattn.cli; sys.exit(any(name in sys.modules for name in ('rich', 'matplotlib', 'triton')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,8 +3,9 @@
 
 Prints the ratios that the project holds itself to: forward at least 1.3x faster than scaled_dot_product_attention (its mask
 summed and expanded at each call) and 3x faster than dense; forward and backward with the pair-bias gradient at least 1.6x
-and 1.8x; peak extra memory of forward and backward at N = L = 384 at most 40% of dense. Rounds are interleaved and medians
-taken; results are compared with float64 before anything is timed. Exit status 1 if a ratio falls short.
+and 1.8x; peak extra memory of forward and backward at N = L = 384 at most 40% of dense, all in float32. Rounds are
+interleaved and medians taken; results are compared with float64 before anything is timed. Exit status 1 if a ratio falls
+short.
 """
 
 from __future__ import annotations
@@ -136,8 +137,10 @@ def main() -> int:
         ("forward + backward, dense / evoattn", both["dense"] / both["evoattn"], 1.8),
         ("peak memory, dense / evoattn", memory["dense"] / memory["evoattn"], 1 / 0.4),
     ]
+    judged = dtype == torch.float32
     for title, ratio, least in goals:
-        print(f"{title:>40} {ratio:6.2f}x   at least {least:.1f}x   {'holds' if ratio >= least else 'FALLS SHORT'}")
+        verdict = f"   at least {least:.1f}x   {'holds' if ratio >= least else 'FALLS SHORT'}" if judged else ""
+        print(f"{title:>40} {ratio:6.2f}x{verdict}")
     if options.json:
         numbers = {
             "forward_ms": forward,
@@ -147,7 +150,7 @@ def main() -> int:
         }
         about = {"torch": torch.__version__, "threads": options.threads, "dtype": options.dtype, "evoattn": evoattn.__version__}
         options.json.write_text(json.dumps({**about, **numbers}, indent=2) + "\n")
-    return 0 if all(ratio >= least for _, ratio, least in goals) else 1
+    return 0 if not judged or all(ratio >= least for _, ratio, least in goals) else 1
 
 
 if __name__ == "__main__":

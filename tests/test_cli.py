@@ -1,5 +1,6 @@
 """The command line: the demo end to end, the doctor on a healthy and on a broken machine, help, version, refusals."""
 
+import dataclasses
 import json
 import re
 import struct
@@ -13,7 +14,7 @@ import torch
 import evoattn
 from evoattn import cli
 from evoattn.backends import tiled
-from evoattn.cli import demo, doctor, evoformer, machine, measure, sweep, terminal
+from evoattn.cli import demo, doctor, evoformer, machine, measure, plot, sweep, terminal
 from evoattn.cli.evoformer import attentions, embed, first_rows
 
 FAMILY = """\
@@ -151,6 +152,8 @@ def test_sweep_stops_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
     assert list(growth.costs["evoattn"]) == [16, 24]
     assert list(growth.costs["dense"]) == [16, 24]
+    hurried = sweep.run("MKV", dataclasses.replace(size, patience=1e-9), 0, cpu, torch.float32, steps.append)
+    assert hurried.stopped["dense"] == "at L = 16: the time of the demo is over; --max-length gives it more"
     monkeypatch.setattr(machine, "free_bytes", lambda device: 6_000_000)
     growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
     assert list(growth.costs["dense"]) == [16]
@@ -159,6 +162,22 @@ def test_sweep_stops_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
     assert list(growth.costs["evoattn"]) == [16]
     assert "s a pass" in growth.stopped["evoattn"]
+
+
+def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_text("the one from before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plot.os, "replace", full)
+    cost = measure.Cost(forward=0.1, backward=0.2, peak=1 << 20)
+    growth = sweep.Growth((16, 32), {"evoattn": {16: cost, 32: cost}, "dense": {16: cost}}, {"dense": "at L = 32: why"})
+    with pytest.raises(terminal.RefusedError, match=r"a\.png': cannot be written: No space left on device"):
+        plot.draw(growth, torch.float32, "a machine", picture)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert picture.read_text() == "the one from before"
 
 
 def test_sweep_tiles_and_cuts() -> None:
@@ -208,12 +227,17 @@ def test_the_attentions_are_those_of_an_evoformer() -> None:
     assert column.mask is not None and torch.equal(column.mask, gaps.T)
     assert start.q.shape == end.q.shape == (5, 5, 4, 32)
     assert start.mask is not None and bool(start.mask.all())
-    relative = embedding.z - embedding.z.transpose(0, 1)
-    assert relative.abs().amax() > 0.1, "the pair representation is not symmetric, so the two triangles differ"
     again = attentions(embed(rows, 3, cpu), torch.float32)
     assert all(torch.equal(a.q, b.q) and torch.equal(a.do, b.do) for a, b in zip(again, (row, column, start, end), strict=True))
-    other = attentions(embed(rows, 4, cpu), torch.float32)
-    assert not torch.equal(other[0].q, row.q)
+    for other in (embed(rows, 4, cpu), dataclasses.replace(embedding, seed=4)):
+        assert not torch.equal(attentions(other, torch.float32)[0].q, row.q)
+
+
+def test_the_pair_representation_knows_how_far_apart_residues_are() -> None:
+    z = embed(("AAAA",), 0, torch.device("cpu")).z
+    assert torch.equal(z[0, 1], z[2, 3])
+    assert not torch.allclose(z[0, 1], z[0, 2])
+    assert not torch.allclose(z[0, 1], z[1, 0])
 
 
 def test_the_ending_node_runs_on_the_transposed_pair() -> None:
@@ -222,6 +246,9 @@ def test_the_ending_node_runs_on_the_transposed_pair() -> None:
     start = evoformer._triangle("same", embedding, embedding.z, torch.float32, 7)
     end = evoformer._triangle("same", embedding, embedding.z.transpose(0, 1), torch.float32, 7)
     torch.testing.assert_close(end.q, start.q.transpose(0, 1))
+    ending = attentions(embedding, torch.float32)[3]
+    expected = evoformer._triangle("end", embedding, embedding.z.transpose(0, 1), torch.float32, embedding.seed + 4)
+    assert torch.equal(ending.q, expected.q)
     assert end.pair_bias is not None and start.pair_bias is not None
     torch.testing.assert_close(end.pair_bias, start.pair_bias.transpose(1, 2))
 

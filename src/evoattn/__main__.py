@@ -1,0 +1,7 @@
+"""`python -m evoattn` is the command `evoattn`."""
+
+import sys
+
+from evoattn.cli import main
+
+sys.exit(main())

@@ -1,0 +1,68 @@
+"""The command line: `evoattn demo` and `evoattn doctor`. Exit status 0 is good, 1 a check that did not hold, 2 bad input."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+from evoattn._version import __version__
+from evoattn.cli import demo, doctor
+from evoattn.cli.terminal import RefusedError
+
+__all__ = ["main"]
+
+_ABOUT = """\
+Evoformer attention, the attention of the AlphaFold family: exact and memory-efficient.
+
+  evoattn doctor    what is installed, what runs where, and whether its numbers are right
+  evoattn demo      the four attentions of an Evoformer block on a real alignment, next to dense PyTorch
+"""
+
+_EPILOG = """\
+`evoattn COMMAND --help` explains a command. In Python: `from evoattn import evoformer_attention`.
+
+exit status: 0 all is well; 1 numbers were wrong; 2 bad options, bad input or a missing extra; 130 interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="evoattn", description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"evoattn {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (demo, doctor):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Args:
+        argv: the arguments after the command's name; None takes them from `sys.argv`.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except RefusedError as refused:
+        print(f"evoattn {arguments.command}: error: {refused}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"evoattn {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has all it wanted; nothing may be flushed to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status

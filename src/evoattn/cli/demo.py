@@ -1,0 +1,286 @@
+"""`evoattn demo`: the four attentions of an Evoformer block on an alignment, by evoattn and by dense PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.resources
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import evoattn
+from evoattn.cli import machine, measure, plot, sweep
+from evoattn.cli.alignment import Alignment, read_alignment
+from evoattn.cli.evoformer import attentions, embed
+from evoattn.cli.measure import IMPLEMENTATIONS, Accuracy, Cost
+from evoattn.cli.sweep import Growth, Size
+from evoattn.cli.terminal import RefusedError, Step, need_extra, progress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+__all__ = ["add_parser"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_EXAMPLE = "ubiquitin.a3m"
+
+_ABOUT = """\
+Runs the four attentions of an Evoformer block on an alignment, forward and backward, once with evoattn and
+once dense (all scores in memory, plain PyTorch), with random weights of a fixed seed:
+
+  MSA row + pair bias     8 heads x 32   a sequence attends over its residues; gaps are masked keys
+  MSA column              8 heads x 32   a residue attends over the sequences; gaps are masked keys
+  triangle, start node    4 heads x 32   pair (i, j) attends over pairs (i, k), with a bias from pair (j, k)
+  triangle, end node      4 heads x 32   the same on the transposed pair representation
+
+It prints the time, the peak memory and the error against float64 of each, then measures triangle attention at
+growing lengths, cut from or tiled out of the alignment, and draws time and memory against length as a PNG.
+"""
+
+_EPILOG = """\
+examples:
+  evoattn demo                                 the ubiquitin family, which comes with evoattn; under a minute on two cores
+  evoattn demo family.a3m --output family.png  an alignment of yours, such as a search against a sequence database gives
+  evoattn demo family.fasta.gz --quick         a few seconds
+  evoattn demo --dtype bfloat16 --device cuda --max-length 2048
+
+reading the table:
+  forward, backward   milliseconds, the median of a few runs
+  peak memory         tensors held at the most during forward and backward, beyond q, k, v and the biases
+  error               |value - float64| / |float64| of the output, and of the worst gradient of q, k, v and pair bias
+
+exit status: 0 evoattn's errors are within their budget; 1 they are not; 2 bad options, a bad file or a missing extra
+"""
+
+
+_LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_QUICK = Size(sequences=32, columns=64, lengths=(32, 48, 64, 96), repeats=5, seconds=0.4, patience=10.0)
+
+
+def _size(device: torch.device, quick: bool, max_length: int | None) -> Size:
+    """On the CPU a crop of AlphaFold's initial training at the most, on the GPU one of its fine-tuning."""
+    on_gpu = device.type == "cuda"
+    size = Size(
+        sequences=512 if on_gpu else 128,
+        columns=384 if on_gpu else 256,
+        lengths=tuple(length for length in _LENGTHS if length <= (1024 if on_gpu else 384)),
+        repeats=9,
+        seconds=1.0,
+        patience=35.0,
+    )
+    if quick:
+        size = _QUICK
+    if max_length is not None:
+        known = size.lengths if quick else _LENGTHS
+        lengths = {length for length in known if length < max_length} | {max_length}
+        size = dataclasses.replace(size, lengths=tuple(sorted(lengths)), columns=min(size.columns, max_length), patience=None)
+    return size
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `demo` to the command line."""
+    parser = commands.add_parser(
+        "demo",
+        help="the attentions of an Evoformer block on a real alignment, next to dense PyTorch",
+        description=_ABOUT,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "alignment",
+        nargs="?",
+        type=Path,
+        metavar="ALIGNMENT",
+        help="A3M (lower case = insertions, dropped) or aligned FASTA; '-' and '.' are gaps; gzip is welcome; "
+        "default: 75 domains of the ubiquitin family",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("evoattn-demo.png"), metavar="PNG", help="the picture (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto, the default, is the GPU where there is one"
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on the CPU, bfloat16 on a GPU")
+    parser.add_argument(
+        "--max-length",
+        type=_WholeNumber(16),
+        metavar="L",
+        help="the longest length measured, however long it takes, and the most columns used (at least 16; default: 384 on "
+        "the CPU, 1024 on a GPU, or what half a minute allows)",
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes: a look in a few seconds, not a measurement")
+    parser.add_argument("--seed", type=_WholeNumber(0), default=0, metavar="S", help="of the random weights (default: 0)")
+    parser.set_defaults(run=run)
+
+
+class _WholeNumber:
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = self.least - 1
+        if not self.least <= value < 1 << 31:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {self.least} up, got {text!r}")
+        return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; everything that can be refused is, before any work."""
+    need_extra("rich", "matplotlib")
+    output = plot.check_output(arguments.output)
+    device = machine.pick(arguments.device)
+    dtype = DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    with _default_alignment(arguments.alignment) as path:
+        alignment = read_alignment(path)
+    size = _size(device, arguments.quick, arguments.max_length)
+    rows = tuple(row[: size.columns] for row in alignment.rows[: size.sequences])
+
+    steps = len(IMPLEMENTATIONS) * (4 + len(size.lengths)) + 4
+    with progress(steps) as step:
+        results = _four_attentions(rows, size, arguments.seed, device, dtype, step)
+        growth = sweep.run(alignment.rows[0], size, arguments.seed, device, dtype, step)
+    title = f"{machine.name(device)}; evoattn {evoattn.__version__}, PyTorch {torch.__version__}"
+    plot.draw(growth, dtype, title, output)
+    _print_report(alignment, rows, results, growth, device, dtype, output)
+    return 1 if any(result.accuracy.beyond for result in results) else 0
+
+
+@contextlib.contextmanager
+def _default_alignment(given: Path | None) -> Iterator[Path]:
+    """The file given, else the one that ships in the installed package, else the one of the source tree."""
+    if given is not None:
+        yield given
+        return
+    packaged = importlib.resources.files("evoattn.cli").joinpath(_EXAMPLE)
+    if packaged.is_file():
+        with importlib.resources.as_file(packaged) as path:
+            yield path
+        return
+    in_source_tree = Path(__file__).parents[3] / "examples" / _EXAMPLE
+    if not in_source_tree.is_file():
+        raise RefusedError(
+            f"the alignment that comes with evoattn, {_EXAMPLE}, is not installed; expected ALIGNMENT to be given"
+        )
+    yield in_source_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One attention measured: its cost by implementation, or why there is none."""
+
+    name: str
+    rows: int
+    backend: str
+    costs: dict[str, Cost | str]
+    accuracy: Accuracy
+
+
+def _four_attentions(
+    rows: tuple[str, ...], size: Size, seed: int, device: torch.device, dtype: torch.dtype, step: Step
+) -> list[Result]:
+    results = []
+    for inputs in attentions(embed(rows, seed, device), dtype):
+        costs: dict[str, Cost | str] = {}
+        for name, attention in IMPLEMENTATIONS.items():
+            step(f"{inputs.case.name}, {name}")
+            needed = measure.dense_bytes(inputs)
+            if name == "dense" and needed > sweep.SHARE_OF_MEMORY * machine.free_bytes(device):
+                costs[name] = f"needs {needed / 2**30:.1f} GiB"
+            else:
+                costs[name] = measure.cost(attention, inputs, repeats=size.repeats, seconds=size.seconds)
+        step(f"{inputs.case.name}, against float64")
+        chosen = evoattn.explain(inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias).backend
+        results.append(Result(inputs.case.name, inputs.q.shape[0], chosen or "none", costs, measure.accuracy(inputs)))
+    return results
+
+
+def _print_report(
+    alignment: Alignment,
+    rows: tuple[str, ...],
+    results: list[Result],
+    growth: Growth,
+    device: torch.device,
+    dtype: torch.dtype,
+    output: Path,
+) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, emoji=False, width=100)
+
+    def say(text: RenderableType) -> None:
+        console.print(text, soft_wrap=isinstance(text, str))
+
+    used = f"{len(rows)} sequences x {len(rows[0])} columns"
+    if (len(rows), len(rows[0])) != (len(alignment.rows), alignment.length):
+        used += f" (of {len(alignment.rows)} x {alignment.length})"
+    if alignment.left_out:
+        used += f"; {alignment.left_out} without a residue left out"
+    say(f"alignment  {alignment.name}: {used}; query {alignment.query}")
+    say(f"device     {machine.name(device)}; PyTorch {torch.__version__}; evoattn {evoattn.__version__}")
+    say(f"backend    {', '.join(sorted({result.backend for result in results}))}")
+    say(f"\nThe four attentions of an Evoformer block, {str(dtype).removeprefix('torch.')}\n")
+    say(_cost_table(results))
+    parts = [f"{result.name}: the first {result.accuracy.rows} of {result.rows} rows" for result in results]
+    whole = all(result.accuracy.rows == result.rows for result in results)
+    say("\nErrors: |value - float64| / |float64| over " + ("all rows." if whole else "; ".join(parts) + "."))
+    for result in results:
+        for failure in result.accuracy.beyond:
+            say(f"BEYOND ITS BUDGET  {failure}")
+    say("\nTriangle attention of L x L pairs, forward + backward, against length L\n")
+    say(_growth_table(growth))
+    for name, why in growth.stopped.items():
+        say(f"{name} was not run {why}")
+    say(f"\npicture    {os.fspath(output)}")
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _cost_table(results: list[Result]) -> Table:
+    table = _table("attention", "by", "forward\nms", "backward\nms", "peak\nMiB", "output\nerror", "gradient\nerror")
+    table.columns[1].justify = "left"
+    for result in results:
+        for name, cost in result.costs.items():
+            cells = ("-", "-", cost) if isinstance(cost, str) else _cells(cost)
+            errors = (f"{result.accuracy.output[name]:.1e}", f"{result.accuracy.gradients[name]:.1e}")
+            table.add_row(result.name, name, *cells, *errors, style=None if name == "evoattn" else "dim")
+    return table
+
+
+def _cells(cost: Cost) -> tuple[str, str, str]:
+    return f"{cost.forward * 1e3:.1f}", f"{cost.backward * 1e3:.1f}", f"{cost.peak / 2**20:.1f}"
+
+
+def _growth_table(growth: Growth) -> Table:
+    table = _table("length", "evoattn\nms", "dense\nms", "speed-up", "evoattn\npeak MiB", "dense\npeak MiB", "memory of\ndense")
+    for length in growth.lengths:
+        ours, dense = (growth.costs[name].get(length) for name in ("evoattn", "dense"))
+        table.add_row(
+            str(length),
+            f"{ours.seconds * 1e3:.1f}" if ours else "-",
+            f"{dense.seconds * 1e3:.1f}" if dense else "-",
+            f"{dense.seconds / ours.seconds:.1f} x" if ours and dense else "",
+            f"{ours.peak / 2**20:.1f}" if ours else "-",
+            f"{dense.peak / 2**20:.1f}" if dense else "-",
+            f"{100 * ours.peak / dense.peak:.0f} %" if ours and dense else "",
+        )
+    return table

@@ -1,0 +1,233 @@
+"""`evoattn doctor`: what is installed, which backend runs where, and whether the numbers are right."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import time
+from typing import Any
+
+import torch
+
+import evoattn
+from evoattn import testing
+from evoattn.cli import machine
+
+__all__ = ["Check", "add_parser", "examine"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_CASES = (
+    "mask_and_both_biases",
+    "rows_without_keys",
+    "permuted_pair",
+    "length_129",
+    "lse_far_from_zero",
+    "heads_first_transposed",
+    "mask_bias_minus_inf",
+    "batch_2_pair_bias_of_1",
+    "expanded_cotangent",
+    "wider_values",
+    "channels_24",
+    "one_query",
+    "no_keys",
+)
+"""Of `evoattn.testing.AWKWARD`, the telling ones first: a slow backend may not get to the last."""
+
+_SECONDS = 8.0
+"""All checks together, the oracle's time included."""
+
+_ABOUT = """\
+Shows the versions of what evoattn runs on, the devices, every backend with the reason where it cannot run, and
+which backend `auto` takes for each dtype. Then checks every available backend on each device, in about ten seconds
+at most: output, LSE and all gradients of awkward calls, against float64.
+"""
+
+_EPILOG = """\
+examples:
+  evoattn doctor
+  evoattn doctor --json > report.json      one JSON object, to keep or to attach to a report of a problem
+
+exit status: 0 the self-check held; 1 it did not; 2 bad options
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the command line."""
+    parser = commands.add_parser(
+        "doctor",
+        help="versions, devices, backends, and a self-check of the numbers",
+        description=_ABOUT,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    report = examine()
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    return 0 if report["ok"] else 1
+
+
+@dataclasses.dataclass
+class Check:
+    """What the self-check found for one backend on one device in one dtype; cases by name."""
+
+    backend: str
+    device: str
+    dtype: str
+    held: list[str] = dataclasses.field(default_factory=list)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_run: list[str] = dataclasses.field(default_factory=list)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor reports, in types that JSON has."""
+    statuses = [dataclasses.asdict(status) for status in evoattn.backends()]
+    checks = _self_check([status["name"] for status in statuses if status["available"]])
+    return {
+        "versions": _versions(),
+        "devices": [_device(device) for device in machine.devices()],
+        "backends": statuses,
+        "auto": {str(device): {_short(dtype): _auto(device, dtype) for dtype in _DTYPES} for device in machine.devices()},
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "ok": any(check.held for check in checks) and not any(check.failed for check in checks),
+    }
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "evoattn": evoattn.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "triton": _triton(),
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+    }
+
+
+def _triton() -> str | None:
+    """The version without importing it; distributions of several names hold the package."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    for distribution in importlib.metadata.packages_distributions().get("triton", []):
+        return f"{importlib.metadata.version(distribution)} ({distribution})"
+    return "unknown"
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"device": str(device), "name": machine.name(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+    return found
+
+
+def _auto(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What `auto` takes for a small training step of triangle attention."""
+    q = torch.empty(1, 64, 64, 4, 32, device=device, dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 64, 64, device=device, dtype=torch.bool)
+    pair_bias = torch.empty(1, 1, 4, 64, 64, device=device, dtype=dtype, requires_grad=True)
+    explanation = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
+    return {"backend": explanation.backend, "refused": explanation.refused}
+
+
+def _self_check(available: list[str]) -> list[Check]:
+    """Every case of every backend, device and dtype, the most telling cases of all first, until the time is up.
+
+    The first case of each is run whatever the time.
+    """
+    by_name = {case.name: case for case in testing.AWKWARD}
+    grid = [
+        (Check(backend, str(device), _short(dtype)), device, dtype)
+        for backend in available
+        for device in machine.devices()
+        for dtype in _DTYPES
+    ]
+    end = time.perf_counter() + _SECONDS
+    for number, name in enumerate(_CASES):
+        for check, device, dtype in grid:
+            if number and time.perf_counter() > end:
+                check.not_run.append(name)
+            else:
+                _run_case(check, dataclasses.replace(by_name[name], dtype=dtype), device)
+    return [check for check, _, _ in grid]
+
+
+def _run_case(check: Check, case: testing.Case, device: torch.device) -> None:
+    try:
+        inputs = case.make(device=device)
+        refused = _refusals(inputs, check.backend)
+        if refused:
+            check.refused[case.name] = "; ".join(refused)
+            return
+        testing.check(testing.run(inputs, check.backend), inputs)
+        check.held.append(case.name)
+    except Exception as error:  # whatever a broken backend raises is a finding, and the other checks go on
+        text = " ".join(str(error).split()) or "no message"
+        check.failed[case.name] = text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+
+
+def _refusals(inputs: testing.Inputs, backend: str) -> list[str]:
+    """Why the backend does not take a call; a refusal is a stated limit and not a failure."""
+    differentiable = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask_bias": inputs.mask_bias, "pair_bias": inputs.pair_bias}
+    explanation = evoattn.explain(
+        **{**given, **differentiable},  # type: ignore[arg-type]
+        mask=inputs.mask,
+        scale=inputs.case.scale,
+        layout=inputs.case.layout,
+        return_lse=True,
+        backend=backend,
+    )
+    return explanation.refused.get(backend, [])
+
+
+def _print(report: dict[str, Any]) -> None:
+    print("versions")
+    for name, version in report["versions"].items():
+        print(f"  {name:<9} {version or '-'}")
+    print("\ndevices")
+    for device in report["devices"]:
+        gpu = f", compute capability {device['capability']}, {device['memory_gib']} GiB" if "capability" in device else ""
+        print(f"  {device['device']:<9} {device['name']}{gpu}")
+    print("\nbackends")
+    for status in report["backends"]:
+        print(f"  {status['name']:<9} {'available' if status['available'] else 'not available: ' + status['reason']}")
+    print("\nbackend that auto takes")
+    for device, by_dtype in report["auto"].items():
+        print(f"  {device:<9} " + ", ".join(f"{dtype} {auto['backend'] or 'none'}" for dtype, auto in by_dtype.items()))
+        for dtype, auto in by_dtype.items():
+            for backend, reasons in auto["refused"].items():
+                print(f"  {'':<9} {backend} does not take {dtype}: {'; '.join(reasons)}")
+    print("\nself-check against float64: output, LSE and gradients")
+    for check in report["checks"]:
+        _print_check(check)
+    print("\nthe self-check held" if report["ok"] else "\nTHE SELF-CHECK DID NOT HOLD: do not trust the numbers of what failed")
+
+
+def _print_check(check: dict[str, Any]) -> None:
+    counts = {"held": check["held"], "FAILED": check["failed"], "refused": check["refused"], "not run": check["not_run"]}
+    summary = ", ".join(f"{len(cases)} {what}" for what, cases in counts.items() if cases)
+    print(f"  {check['backend']:<9} {check['device']:<7} {check['dtype']:<8} {summary}")
+    for name, message in check["failed"].items():
+        print(f"    FAILED  {message if message.startswith('case ') else f'case {name}: {message}'}")
+    for reason in dict.fromkeys(check["refused"].values()):
+        print(f"    refused {reason}")

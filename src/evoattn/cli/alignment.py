@@ -140,7 +140,7 @@ def _parse(text: str, name: str) -> Alignment:
             raise _UnfitError(f"{record} has no sequence; expected one after its header")
         row = "".join(letter for letter in sequence if not letter.islower())
         if not row:
-            raise _UnfitError(f"{record} is all lower case, which means insertions in A3M; expected aligned columns in upper case")
+            raise _UnfitError(f"{record} is all lower case, an A3M insertion; expected aligned columns in upper case")
         if aligned and len(row) != len(aligned[0]):
             raise _UnfitError(f"{record} has {len(row)} aligned columns; expected {len(aligned[0])}, as in record 1")
         aligned.append(row)

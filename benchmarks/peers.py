@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ def _cuequivariance(inputs: Inputs) -> Prepared:
     )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
-        out: Any = triangle_attention(q, k, v, bias if pair_bias is None else pair_bias, mask)
+        out: Tensor = triangle_attention(q, k, v, bias if pair_bias is None else pair_bias, mask)
         return out
 
     to_library, from_library = _heads_inside(inputs)
@@ -138,7 +138,7 @@ def _trifast(inputs: Inputs) -> Prepared:
     masked = torch.zeros(b, n, lq, dtype=torch.bool, device=inputs.q.device) if inputs.mask is None else ~inputs.mask
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
-        out: Any = triangle_attention(q, k, v, pair_bias, masked)
+        out: Tensor = triangle_attention(q, k, v, pair_bias, masked)
         return out
 
     def to_library(x: Tensor) -> Tensor:

@@ -1,0 +1,133 @@
+"""The Triton backend: one portable set of kernels for NVIDIA GPUs from Ampere on and AMD's CDNA.
+
+Importing this package does not import Triton: the kernels are imported when a call reaches them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from evoattn.problem import Problem
+from evoattn.tuning.config import Config
+
+__all__ = ["NAME", "availability", "backward", "forward", "resolve", "unsupported"]
+
+NAME = "triton"
+
+_MAX_CHANNELS = 256
+_OLDEST_CAPABILITY = (8, 0)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SMALLEST_TILE = 16
+_LARGEST_TILE = {"block_q": 256, "block_k": 128}
+
+
+def availability() -> str | None:
+    """None where Triton kernels can run, else why not and what to do about it."""
+    if not _installed():
+        return "Triton is not installed: pip install triton (or triton-rocm for AMD)"
+    if _interprets() or torch.cuda.is_available():
+        return None
+    return "no GPU that torch can use; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly, for tests"
+
+
+def unsupported(problem: Problem, config: Config) -> list[str]:
+    """Every reason why this backend does not take the problem; empty when it does."""
+    reasons = []
+    if problem.device != "cuda" and not _interprets():
+        reasons.append(f"needs tensors on a GPU, got device {problem.device}")
+    if problem.capability is not None and problem.capability < _OLDEST_CAPABILITY:
+        major, minor = problem.capability
+        reasons.append(f"needs compute capability 8.0 or newer (Ampere), this card has {major}.{minor}")
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"takes float16, bfloat16 and float32, got {problem.dtype}")
+    reasons += [
+        f"takes 1 to {_MAX_CHANNELS} {name} channels, got {channels}"
+        for name, channels in (("query/key", problem.d), ("value", problem.c))
+        if not 1 <= channels <= _MAX_CHANNELS
+    ]
+    for name, largest in _LARGEST_TILE.items():
+        size = getattr(config, name)
+        if size is not None and (size & (size - 1) or not _SMALLEST_TILE <= size <= largest):
+            reasons.append(f"config.{name} must be a power of two from {_SMALLEST_TILE} to {largest}, got {size}")
+    return reasons
+
+
+def resolve(problem: Problem, config: Config) -> Config:
+    """The forward's tiles for this problem on the current device: the table's choice under what `config` sets."""
+    from evoattn.backends.triton.launch import shared_memory_limit
+    from evoattn.tuning.heuristics import forward_tiles
+
+    cuda = problem.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(problem.device)
+    tiles = forward_tiles(problem, config, shared_memory_limit(device))
+    return Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    scale: float,
+    layout: str,
+    config: Config,
+) -> tuple[Tensor, Tensor]:
+    """o [b,n,h,q,c] and lse [b,n,h,q] of canonical tensors; see `evoattn.backends.triton.fwd`."""
+    from evoattn.backends.triton.fwd import run_forward
+
+    with _device_of(q):
+        return run_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    layout: str,
+    needs: tuple[bool, bool, bool, bool, bool],
+    deterministic: bool,
+    config: Config,
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dmask_bias, dpair_bias, None where `needs` is False; see `evoattn.backends.triton.bwd`."""
+    from evoattn.backends.triton.bwd import run_backward
+
+    with _device_of(q):
+        return run_backward(
+            do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse,
+            scale=scale, layout=layout, needs=needs, deterministic=deterministic, config=config,
+        )  # fmt: skip
+
+
+def _device_of(tensor: Tensor) -> torch.cuda.device:
+    """Triton launches on the current device: make it the tensor's own (a device of -1 changes nothing, for CPU tensors)."""
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ModuleNotFoundError:  # an import hook that blocks it
+        return False
+
+
+@functools.cache
+def _interprets() -> bool:
+    """Whether Triton runs its kernels on the CPU; Triton too reads this once, when a kernel is defined."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

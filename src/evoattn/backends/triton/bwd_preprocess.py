@@ -1,0 +1,281 @@
+"""What the backward makes once a call and its kernels read often: row statistics, packed pair bias, spans of live rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from evoattn.backends.triton import launch
+from evoattn.backends.triton.prepare import RowBias
+from evoattn.backends.triton.primitives import LOG2E, decode, load_tile, wide
+
+__all__ = ["PAD", "pack_pair_bias", "row_spans", "row_statistics", "statistics"]
+
+PAD = 16
+"""Padded lengths are multiples of this. Kernels take them, and strides over them, in units of it, so that rows load wide."""
+
+_STATISTICS_ROWS = 64
+_PACK_TILE = 64
+_ROWS_AT_ONCE = 256
+_WARPS_AT_ONCE = 16
+
+
+@triton.jit
+def row_statistics(p_lse, p_dlse, b_o, b_do, o_in, left, stride_dlse, HAS_DLSE: tl.constexpr):
+    """lse [q] in log2 units, +inf for a row that attends to nothing and past the end, and delta [q] = sum_c o do - dlse.
+
+    p_lse and p_dlse point at the first query; an empty row's delta is 0: whatever dlse comes in there, nothing may go out.
+    """
+    b_lse = tl.load(p_lse + o_in, mask=o_in < left, other=float("-inf"))  # [q]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [q]
+    if HAS_DLSE:
+        b_delta -= tl.load(p_dlse + o_in.to(tl.int64) * stride_dlse, mask=o_in < left, other=0.0)
+    b_empty = b_lse == float("-inf")
+    return tl.where(b_empty, float("inf"), b_lse * LOG2E), tl.where(b_empty, 0.0, b_delta)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_ob",
+        "stride_on",
+        "stride_oh",
+        "stride_ol",
+        "stride_dob",
+        "stride_don",
+        "stride_doh",
+        "stride_dol",
+        "stride_dlse_b",
+        "stride_dlse_n",
+        "stride_dlse_h",
+        "stride_dlse_q",
+        "n_rows",
+        "heads",
+        "lq",
+        "padded_q",
+        "half",
+        "blocks",
+    ]
+)
+def statistics_kernel(
+    p_o,
+    p_do,
+    p_lse,
+    p_dlse,
+    p_stats,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    stride_ol,
+    stride_oc,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_dol,
+    stride_doc,
+    stride_dlse_b,
+    stride_dlse_n,
+    stride_dlse_h,
+    stride_dlse_q,
+    n_rows,
+    heads,
+    lq,
+    padded_q,
+    half,
+    blocks,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PAD: tl.constexpr,
+    GRAIN: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One program owns BLOCK_Q queries of one (b, n, h).
+
+    It reads o and do once and loops over nothing.
+    It writes lse in log2 units (+inf for a row that attends to nothing, and past the end) and delta, once each.
+    """
+    # Heads run fastest: in the layout bnlhd they are neighbours in memory.
+    h, block, n, b = decode(tl.program_id(0), heads, blocks, n_rows)
+    b = b.to(tl.int64)
+    n = n.to(tl.int64)
+    h = h.to(tl.int64)
+    row = (b * n_rows + n) * heads + h
+    o_in = tl.arange(0, BLOCK_Q)
+    o_q = wide(o_in, WIDE)
+    o_c = wide(tl.arange(0, BLOCK_C), WIDE)
+    start = (block * BLOCK_Q).to(tl.int64)
+    left = lq - block * BLOCK_Q
+    p_o += (b * stride_ob + n * stride_on + h * stride_oh + start * stride_ol) * GRAIN
+    p_do += (b * stride_dob + n * stride_don + h * stride_doh + start * stride_dol) * GRAIN
+    b_o = load_tile(p_o, o_q, o_c, stride_ol * GRAIN, stride_oc, left, C, True, C != BLOCK_C)  # [q,c]
+    b_do = load_tile(p_do, o_q, o_c, stride_dol * GRAIN, stride_doc, left, C, True, C != BLOCK_C)  # [q,c]
+    p_dlse += b * stride_dlse_b + n * stride_dlse_n + h * stride_dlse_h + start * stride_dlse_q
+    b_lse, b_delta = row_statistics(p_lse + row * lq + start, p_dlse, b_o, b_do, o_in, left, stride_dlse_q, HAS_DLSE)
+    p_stats += row * (padded_q * PAD) + start
+    inside = o_in < padded_q * PAD - block * BLOCK_Q
+    tl.store(p_stats + o_in, b_lse, mask=inside)
+    tl.store(p_stats + half * PAD + o_in, b_delta, mask=inside)
+
+
+def statistics(stats: Tensor, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+    """Fill `stats` [2, b, n, h, padded_q]: lse in log2 units and delta, with values that yield P = 0 past the end."""
+    b, n, h, lq, c = o.shape
+    padded_q = stats.shape[-1]
+    grain = launch.grain(o, do)
+    blocks = -(-padded_q // _STATISTICS_ROWS)
+    statistics_kernel[(blocks * n * h * b,)](
+        o,
+        do,
+        lse,
+        lse if dlse is None else dlse,
+        stats,
+        *launch.units(o, 5, grain),
+        *launch.units(do, 5, grain),
+        *launch.strides(dlse, 4),
+        n,
+        h,
+        lq,
+        padded_q // PAD,
+        b * n * h * padded_q // PAD,
+        blocks,
+        PAD=PAD,
+        C=c,
+        BLOCK_C=launch.head_block(c),
+        BLOCK_Q=_STATISTICS_ROWS,
+        GRAIN=grain,
+        HAS_DLSE=dlse is not None,
+        WIDE=launch.is_wide(o, do),
+        num_warps=4,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["stride_b", "stride_h", "stride_q", "heads", "lq", "lk", "units_q", "units_k", "blocks_q", "blocks_k"]
+)
+def pack_kernel(
+    p_pair,
+    p_packed,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    heads,
+    lq,
+    lk,
+    units_q,
+    units_k,
+    blocks_q,
+    blocks_k,
+    BLOCK: tl.constexpr,
+    GRAIN: tl.constexpr,
+    PAD: tl.constexpr,
+    EVEN: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+):
+    """One program owns a BLOCK x BLOCK tile of one (b, h) of the pair bias.
+
+    It loops over nothing.
+    It writes the tile once, transposed or not, with zeros past the ends.
+    """
+    block_q, block_k, h, b = decode(tl.program_id(0), blocks_q, blocks_k, heads)
+    o_q = (block_q * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    o_k = (block_k * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    padded_q = units_q.to(tl.int64) * PAD
+    padded_k = units_k.to(tl.int64) * PAD
+    p_tile = p_pair + (b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h) * GRAIN
+    p_tile += o_q[:, None] * stride_q * GRAIN + o_k[None, :] * stride_k
+    p_packed += (b * heads + h).to(tl.int64) * padded_q * padded_k
+    if TRANSPOSE:
+        p_packed += o_k[None, :] * padded_q + o_q[:, None]
+    else:
+        p_packed += o_q[:, None] * padded_k + o_k[None, :]
+    if EVEN:
+        tl.store(p_packed, tl.load(p_tile))
+    else:
+        b_pair = tl.load(p_tile, mask=(o_q[:, None] < lq) & (o_k[None, :] < lk), other=0.0)  # [q,k]
+        tl.store(p_packed, b_pair, mask=(o_q[:, None] < padded_q) & (o_k[None, :] < padded_k))
+
+
+def pack_pair_bias(
+    pair_bias: Tensor, padded_q: int, padded_k: int, *, transpose: bool, storage: Tensor | None = None
+) -> Tensor:
+    """A copy of a full pair bias [b,h,q,k] whose tiles load wide and unmasked: zeros up to padded_q and padded_k.
+
+    Args:
+        pair_bias: any strides.
+        padded_q, padded_k: sizes of the last two axes of the result, multiples of PAD.
+        transpose: lay it out in memory as [b,h,k,q]; the axes of the result stay [b,h,q,k].
+        storage: flat memory of the same dtype to write into, at least as large as the result.
+    """
+    b, h, lq, lk = pair_bias.shape
+    if storage is None:
+        storage = torch.empty(b * h * padded_q * padded_k, dtype=pair_bias.dtype, device=pair_bias.device)
+    shape = (b, h, padded_k, padded_q) if transpose else (b, h, padded_q, padded_k)
+    packed = storage[: b * h * padded_q * padded_k].view(shape)
+    blocks_q, blocks_k = -(-padded_q // _PACK_TILE), -(-padded_k // _PACK_TILE)
+    grain = launch.grain(pair_bias)
+    pack_kernel[(blocks_q * blocks_k * h * b,)](
+        pair_bias,
+        packed,
+        *launch.units(pair_bias, 4, grain),
+        h,
+        lq,
+        lk,
+        padded_q // PAD,
+        padded_k // PAD,
+        blocks_q,
+        blocks_k,
+        BLOCK=_PACK_TILE,
+        GRAIN=grain,
+        PAD=PAD,
+        EVEN=(padded_q, padded_k) == (lq, lk) and lq % _PACK_TILE == 0 and lk % _PACK_TILE == 0,
+        TRANSPOSE=transpose,
+        num_warps=4,
+    )
+    return packed.transpose(2, 3) if transpose else packed
+
+
+@triton.jit(do_not_specialize=["stride_row_b", "stride_row_n", "n_rows", "tiles"])
+def row_spans_kernel(p_row, p_spans, stride_row_b, stride_row_n, n_rows, tiles, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns one key tile of one b.
+
+    It loops over the rows n, BLOCK_N at a time.
+    It writes the first row that has a live key in the tile, and the last plus one.
+    """
+    pid = tl.program_id(0)
+    o_in = tl.arange(0, BLOCK_N)
+    p_tile = p_row + (pid // tiles).to(tl.int64) * stride_row_b + (pid % tiles) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    b_first = tl.full([BLOCK_N], 2147483647, tl.int32)
+    b_end = tl.zeros([BLOCK_N], tl.int32)
+    for first in tl.range(0, n_rows, BLOCK_N):
+        o_n = first + o_in
+        p_here = p_tile + o_n.to(tl.int64)[:, None] * stride_row_n
+        b_row = tl.load(p_here, mask=o_n[:, None] < n_rows, other=float("-inf"))  # [n,k]
+        b_live = tl.max((b_row != float("-inf")).to(tl.int32), 1) != 0  # [n]
+        b_first = tl.where(b_live, tl.minimum(b_first, o_n), b_first)
+        b_end = tl.where(b_live, o_n + 1, b_end)
+    # A tile without a live row spans 0 to 0. Were it 2**31 - 1 to 0, a pipelined loop would count past 2**31 before it looks.
+    end = tl.max(b_end, 0)
+    tl.store(p_spans + 2 * pid, tl.minimum(tl.min(b_first, 0), end))
+    tl.store(p_spans + 2 * pid + 1, end)
+
+
+def row_spans(rows: RowBias, b: int, n: int, block_k: int) -> Tensor:
+    """int32 `[b, tiles, 2]`: for each key tile, the first row n with a live key in it, and the last plus one."""
+    tiles = rows.bias.shape[-1] // block_k
+    spans = torch.empty(b, tiles, 2, dtype=torch.int32, device=rows.bias.device)
+    row_spans_kernel[(b * tiles,)](
+        rows.bias,
+        spans,
+        rows.stride_b,
+        rows.stride_n,
+        n,
+        tiles,
+        BLOCK_K=block_k,
+        BLOCK_N=_ROWS_AT_ONCE,
+        num_warps=_WARPS_AT_ONCE,
+    )
+    return spans

@@ -1,0 +1,310 @@
+"""The forward pass: o and lse of every query."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from evoattn.backends.triton import launch
+from evoattn.backends.triton.prepare import copy_pair_bias, copy_strides, loads_wide, needs_copy, prepare_rows
+from evoattn.backends.triton.primitives import (
+    FLOOR,
+    LOG2E,
+    decode,
+    finish,
+    load_pair_bias,
+    load_row_bias,
+    load_tile,
+    online_softmax,
+    scores,
+    store_tile,
+    wide,
+)
+from evoattn.problem import Problem
+from evoattn.tuning.config import Config
+from evoattn.tuning.heuristics import forward_registers, forward_tiles
+
+__all__ = ["forward_kernel", "run_forward"]
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _step(
+    b_q, b_acc, b_max, b_sum, p_k, p_v, p_row, p_pair, pair_b, pair_h, pair_q, o_pair_q, first_k, unit,
+    stride_k, stride_kd, stride_v, stride_vc, stride_pair_q, stride_pair_k, lk,
+    D: tl.constexpr, C: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_PAIR: tl.constexpr, HAS_ROW: tl.constexpr, TAIL: tl.constexpr, TENSOR_MAP: tl.constexpr, FOLD: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Fold the tile of keys that starts at first_k into (b_acc, b_max, b_sum); TAIL: it may reach past lk."""
+    o_in = tl.arange(0, BLOCK_K)
+    o_k = wide(o_in, WIDE)
+    o_d = wide(tl.arange(0, BLOCK_D), WIDE)
+    o_c = wide(tl.arange(0, BLOCK_C), WIDE)
+    start = tl.cast(first_k, tl.int64) if WIDE else first_k
+    left = lk - first_k
+    b_k = load_tile(p_k + start * stride_k, o_k, o_d, stride_k, stride_kd, left, D, TAIL, D != BLOCK_D)  # [k,d]
+    b_v = load_tile(p_v + start * stride_v, o_k, o_c, stride_v, stride_vc, left, C, TAIL, C != BLOCK_C)  # [k,c]
+    b_pair = 0.0
+    b_row = 0.0
+    if HAS_PAIR and TENSOR_MAP:
+        b_pair = p_pair.load([pair_b, pair_h, pair_q, first_k]).reshape([BLOCK_Q, BLOCK_K])  # [q,k], 0 outside
+    elif HAS_PAIR:
+        p_tile = p_pair + start * stride_pair_k
+        b_pair = load_pair_bias(p_tile, o_pair_q, o_k, stride_pair_q, stride_pair_k, 0, left, False, TAIL)  # [q,k]
+    if HAS_ROW:
+        b_row = load_row_bias(p_row + first_k, o_in)  # [k]
+    b_s = scores(b_q, b_k, b_pair, b_row, unit, FOLD, HAS_PAIR, HAS_ROW, PRECISION, ROW_FOLDED=True)  # [q,k]
+    if TAIL and not HAS_ROW:
+        b_s = tl.where((o_in < left)[None, :], b_s, float("-inf"))
+    factor = unit if FOLD else 1.0
+    b_p, b_acc, b_max, b_sum = online_softmax(b_s, b_acc, b_max, b_sum, factor)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)  # [q,c]
+    return b_acc, b_max, b_sum
+
+
+# Everything that a new length or a new batch changes is left unspecialised, so nothing is compiled again for it.
+@triton.jit(
+    do_not_specialize=[
+        "stride_qb", "stride_qn", "stride_qh", "stride_ql", "stride_kb", "stride_kn", "stride_kh", "stride_kl",
+        "stride_vb", "stride_vn", "stride_vh", "stride_vl", "stride_pair_b", "stride_pair_h", "stride_pair_q",
+        "stride_row_b", "stride_row_n", "stride_runs_b", "stride_runs_n", "n_rows", "heads", "lq", "lk", "first_q", "blocks",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    p_q, p_k, p_v, p_row, p_runs, p_pair, p_o, p_lse, scale,
+    stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
+    stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
+    stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
+    stride_pair_b, stride_pair_h, stride_pair_q, stride_pair_k,
+    stride_row_b, stride_row_n, stride_runs_b, stride_runs_n,
+    n_rows, heads, lq, lk, first_q, blocks,
+    D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GRAIN: tl.constexpr, GRAIN_PAIR: tl.constexpr,
+    HAS_PAIR: tl.constexpr, HAS_ROW: tl.constexpr, EVEN_K: tl.constexpr, HEADS_INSIDE: tl.constexpr, TENSOR_MAP: tl.constexpr,
+    FOLD: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_Q queries of one (b, n, h).
+
+    It loops over the live key tiles of its row, run by run, with the online softmax; a ragged last tile comes after the loop.
+    It writes o and lse once.
+    """
+    block, n, h, b = decode(tl.program_id(0), blocks, n_rows, heads)
+    start_q = first_q + block * BLOCK_Q
+    left_q = lq - start_q
+    pair_b = tl.where(stride_pair_b == 0, 0, b)
+    pair_h = tl.where(stride_pair_h == 0, 0, h)
+    b = b.to(tl.int64)
+    n = n.to(tl.int64)
+    h = h.to(tl.int64)
+    o_in = tl.arange(0, BLOCK_Q)
+    o_q = wide(o_in, WIDE)
+    o_d = wide(tl.arange(0, BLOCK_D), WIDE)
+    unit = scale * LOG2E
+
+    p_q += (b * stride_qb + n * stride_qn + h * stride_qh + start_q.to(tl.int64) * stride_ql) * GRAIN
+    p_k += (b * stride_kb + n * stride_kn + h * stride_kh) * GRAIN
+    p_v += (b * stride_vb + n * stride_vn + h * stride_vh) * GRAIN
+    p_row += b * stride_row_b + n * stride_row_n
+    p_runs += b * stride_runs_b + n * stride_runs_n
+    if not TENSOR_MAP:
+        p_pair += (b * stride_pair_b + h * stride_pair_h + start_q.to(tl.int64) * stride_pair_q) * GRAIN_PAIR
+    # Rows past the end read the last row's bias: nothing of them is stored, and no mask slows the loop down.
+    o_pair_q = tl.minimum(o_q, left_q - 1)
+
+    b_q = load_tile(p_q, o_q, o_d, stride_ql * GRAIN, stride_qd, left_q, D, True, D != BLOCK_D)  # [q,d]
+    b_acc = tl.zeros([BLOCK_Q, BLOCK_C], tl.float32)  # [q,c]
+    b_max = tl.full([BLOCK_Q], FLOOR, tl.float32)
+    b_sum = tl.zeros([BLOCK_Q], tl.float32)
+
+    whole = lk // BLOCK_K
+    runs = 1
+    end = tl.cdiv(lk, BLOCK_K)
+    if HAS_ROW:
+        runs = tl.load(p_runs)
+        end = 0
+    for run in tl.range(0, runs, num_stages=1):
+        begin = 0
+        stop = whole
+        if HAS_ROW:
+            begin = tl.load(p_runs + 1 + 2 * run)
+            end = tl.load(p_runs + 2 + 2 * run)
+            stop = tl.minimum(end, whole)
+        for tile in tl.range(begin, stop, num_stages=STAGES):
+            b_acc, b_max, b_sum = _step(
+                b_q, b_acc, b_max, b_sum, p_k, p_v, p_row, p_pair, pair_b, pair_h, start_q, o_pair_q, tile * BLOCK_K, unit,
+                stride_kl * GRAIN, stride_kd, stride_vl * GRAIN, stride_vc, stride_pair_q * GRAIN_PAIR, stride_pair_k, lk,
+                D, C, BLOCK_Q, BLOCK_D, BLOCK_C, BLOCK_K, HAS_PAIR, HAS_ROW, False, TENSOR_MAP, FOLD, PRECISION, WIDE,
+            )  # fmt: skip
+    if not EVEN_K:  # noqa: SIM102 (this one is resolved when the kernel is compiled, the next one when it runs)
+        if end > whole:
+            b_acc, b_max, b_sum = _step(
+                b_q, b_acc, b_max, b_sum, p_k, p_v, p_row, p_pair, pair_b, pair_h, start_q, o_pair_q, whole * BLOCK_K, unit,
+                stride_kl * GRAIN, stride_kd, stride_vl * GRAIN, stride_vc, stride_pair_q * GRAIN_PAIR, stride_pair_k, lk,
+                D, C, BLOCK_Q, BLOCK_D, BLOCK_C, BLOCK_K, HAS_PAIR, HAS_ROW, True, TENSOR_MAP, FOLD, PRECISION, WIDE,
+            )  # fmt: skip
+
+    b_o, b_lse = finish(b_acc, b_max, b_sum)
+    row = (b * n_rows + n) * heads + h
+    tl.store(p_lse + row * lq + start_q + o_in, b_lse, mask=o_in < left_q)
+    stride_o = C
+    first = row * lq + start_q
+    if HEADS_INSIDE:
+        stride_o = C * heads
+        first = ((b * n_rows + n) * lq + start_q) * heads + h
+    store_tile(p_o + first * C, b_o, o_in, tl.arange(0, BLOCK_C), stride_o, 1, left_q, C, True, C != BLOCK_C)
+
+
+class _Strided(NamedTuple):
+    """What a launch depends on in a tensor. A plain tuple, because it is hashed on every call."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool  # whether its first element lies on a multiple of 16 bytes
+
+
+def _strided(tensor: Tensor) -> _Strided:
+    return _Strided(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """One launch of the kernel: `programs` of them, from query `first_q` in `blocks` blocks, with these constants."""
+
+    programs: int
+    first_q: int
+    blocks: int
+    constants: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Everything that does not change from call to call with the same sizes and strides.
+
+    Args:
+        copy_pair: whether the pair bias is first copied to rows that load wide.
+        pair_map: strides of the descriptor through which the pair bias is loaded, or None where pointers load it.
+        strides: of q, k, v and the pair bias, as the kernel takes them.
+    """
+
+    block_k: int
+    copy_pair: bool
+    pair_map: list[int] | None
+    strides: tuple[int, ...]
+    launches: tuple[_Launch, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    q: _Strided, k: _Strided, v: _Strided, pair: _Strided | None, has_row: bool, fold: bool, layout: str, config: Config,
+    precision: str, capability: tuple[int, int] | None, shared_limit: int,
+) -> _Plan:  # fmt: skip
+    """Tiles, strides and constants of a call; kept, because working them out took 50 us of a call's 118."""
+    b, n, h, lq, d = q.shape
+    lk, c = v.shape[-2:]
+    copy_pair = pair is not None and needs_copy(pair, n)
+    if pair is not None and copy_pair:
+        pair = pair._replace(stride=copy_strides(pair.shape), aligned=True)
+    problem = Problem(
+        device="", capability=capability, dtype=q.dtype, b=b, n=n, h=h, lq=lq, lk=lk, d=d, c=c,
+        mask=has_row, pair_bias=None if pair is None else pair.dtype,
+    )  # fmt: skip
+    tiles = forward_tiles(problem, config, shared_limit)
+    grain, grain_pair = launch.grain(q, k, v), launch.grain(pair)
+    maps = (
+        capability is not None
+        and capability[0] == 9
+        and pair is not None
+        and loads_wide(pair)
+        and pair.shape[-2:] == (lq, lk)
+        and pair.stride[-2] > 0
+    )
+    constants = {
+        "D": d,
+        "C": c,
+        "BLOCK_D": launch.head_block(d),
+        "BLOCK_C": launch.head_block(c),
+        "BLOCK_K": tiles.block_k,
+        "STAGES": tiles.num_stages,
+        "GRAIN": grain,
+        "GRAIN_PAIR": grain_pair,
+        "HAS_PAIR": pair is not None,
+        "HAS_ROW": has_row,
+        "EVEN_K": lk % tiles.block_k == 0,
+        "HEADS_INSIDE": layout == "bnlhd",
+        "TENSOR_MAP": maps,
+        "FOLD": fold,
+        "PRECISION": precision,
+        "WIDE": launch.is_wide(q, k, v, pair),
+        "num_stages": tiles.num_stages,
+    }
+    registers = forward_registers(problem, tiles)
+    if registers is not None:
+        constants["maxnreg"] = registers
+    launches = []
+    for first_q, rows, block_q in launch.split(lq, tiles.block_q):
+        blocks = -(-rows // block_q)
+        variant = {**constants, "BLOCK_Q": block_q, "num_warps": tiles.warps(block_q)}
+        launches.append(_Launch(blocks * n * h * b, first_q, blocks, variant))
+    strides = [launch.units(x, 5, grain) for x in (q, k, v)]
+    return _Plan(
+        block_k=tiles.block_k,
+        copy_pair=copy_pair,
+        pair_map=launch.tensor_map_strides(pair) if pair is not None and maps else None,
+        strides=sum((*strides, launch.units(pair, 4, grain_pair)), ()),
+        launches=tuple(launches),
+    )
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    scale: float,
+    layout: str,
+    config: Config,
+) -> tuple[Tensor, Tensor]:
+    """o [b,n,h,q,c] with memory in the order of `layout`, and lse [b,n,h,q], of canonical tensors that the backend takes."""
+    b, n, h, lq, _ = q.shape
+    lk, c = v.shape[-2:]
+    o = q.new_empty(b, n, lq, h, c).transpose(2, 3) if layout == "bnlhd" else q.new_empty(b, n, h, lq, c)
+    lse = torch.empty(b, n, h, lq, dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    if lk == 0:
+        return o.zero_(), lse.fill_(float("-inf"))
+    fold = launch.folds(scale)
+    plan = _plan(
+        _strided(q), _strided(k), _strided(v), None if pair_bias is None else _strided(pair_bias),
+        mask is not None or mask_bias is not None, fold, layout, config, launch.split_precision(q.dtype, max(q.shape[-1], c)),
+        launch.capability(q.device), launch.shared_memory_limit(q.device),
+    )  # fmt: skip
+    p_pair: Any = q  # stands in for what is not given: never read
+    if pair_bias is not None:
+        p_pair = copy_pair_bias(pair_bias) if plan.copy_pair else pair_bias
+    row_bias = prepare_rows(mask, mask_bias, plan.block_k, unit=scale * _LOG2E if fold else 1.0)
+    p_row, p_runs, row_strides = (
+        (lse, lse, (0, 0, 0, 0)) if row_bias is None else (row_bias.bias, row_bias.runs, row_bias.strides)
+    )
+    for one in plan.launches:
+        p_tile = p_pair
+        if plan.pair_map is not None:
+            p_tile = launch.tensor_map(p_pair, plan.pair_map, [1, 1, one.constants["BLOCK_Q"], plan.block_k])
+        forward_kernel[(one.programs,)](
+            q, k, v, p_row, p_runs, p_tile, o, lse, scale, *plan.strides, *row_strides,
+            n, h, lq, lk, one.first_q, one.blocks, **one.constants,
+        )  # fmt: skip
+    return o, lse

@@ -1,0 +1,250 @@
+"""What is made once a call and read by every kernel: the row bias with its live tiles, and rows of pair bias that load wide."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from evoattn.backends.triton.launch import TensorLike, layout_of
+
+__all__ = [
+    "PADDING",
+    "RowBias",
+    "aligned_pair_bias",
+    "copy_pair_bias",
+    "copy_strides",
+    "loads_wide",
+    "needs_copy",
+    "prepare_rows",
+]
+
+PADDING = 128
+"""row_bias is padded with -inf to a multiple of this, the widest key tile, so that no kernel masks its loads."""
+
+_LOG2E = 1.4426950408889634
+_CHUNK = 512
+_ALIGNMENT = 16
+"""Elements that rows of a copied pair bias start on a multiple of."""
+
+_ROWS_WORTH_A_COPY = 4
+"""A copy moves each bias element twice; a kernel that cannot load it wide pays more than that on every row n."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBias:
+    """Mask and mask_bias of one call as the kernels read them.
+
+    Args:
+        bias: float32 [b|1, n|1, padded], in log2 units over `unit`, measured from each row's largest entry, -inf where a key is
+            off or past the end.
+        runs: int32 [b|1, n|1, 1 + 2 * runs]: how many runs of live tiles, then (first tile, last tile + 1) of each.
+            A tile of `block_k` keys is live when any of them is above -inf.
+        block_k: keys of a tile in `runs`.
+        stride_b, stride_n: strides of `bias`, 0 along a broadcast axis.
+        runs_stride_b, runs_stride_n: likewise of `runs`.
+    """
+
+    bias: Tensor
+    runs: Tensor
+    block_k: int
+    stride_b: int
+    stride_n: int
+    runs_stride_b: int
+    runs_stride_n: int
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """stride_b, stride_n, runs_stride_b, runs_stride_n, in the order in which kernels take them."""
+        return self.stride_b, self.stride_n, self.runs_stride_b, self.runs_stride_n
+
+
+@triton.jit
+def _row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """mask_bias where the mask allows, else -inf; -inf outside [0, lk). Natural units, not shifted."""
+    inside = (o_k >= 0) & (o_k < lk)
+    b_row = tl.where(inside, 0.0, float("-inf"))
+    if HAS_BIAS:
+        b_row += tl.load(p_bias + o_k.to(tl.int64) * stride_bias, mask=inside, other=0.0).to(tl.float32)
+    if HAS_MASK:
+        b_mask = tl.load(p_mask + o_k.to(tl.int64) * stride_mask, mask=inside, other=0)
+        b_row = tl.where(b_mask != 0, b_row, float("-inf"))
+    return b_row
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_mask_b",
+        "stride_mask_n",
+        "stride_mask",
+        "stride_bias_b",
+        "stride_bias_n",
+        "stride_bias",
+        "n_rows",
+        "lk",
+        "padded",
+        "runs_width",
+    ]
+)
+def rows_kernel(
+    p_mask,
+    p_bias,
+    p_out,
+    p_runs,
+    stride_mask_b,
+    stride_mask_n,
+    stride_mask,
+    stride_bias_b,
+    stride_bias_n,
+    stride_bias,
+    n_rows,
+    lk,
+    padded,
+    runs_width,
+    factor,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """One program owns one row (b, n) of keys.
+
+    It loops over chunks of keys twice: for the largest entry (only with a mask_bias), then to write.
+    It writes the row bias once, padding included, and the runs of live tiles as it meets their two ends.
+    """
+    pid = tl.program_id(0)
+    b = (pid // n_rows).to(tl.int64)
+    n = (pid % n_rows).to(tl.int64)
+    p_mask += b * stride_mask_b + n * stride_mask_n
+    p_bias += b * stride_bias_b + n * stride_bias_n
+    p_out += pid.to(tl.int64) * padded
+    p_runs += pid.to(tl.int64) * runs_width
+    o_tile = tl.arange(0, TILES)
+    o_in = o_tile[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [tile,k]
+
+    shift = 0.0
+    if HAS_BIAS:
+        b_top = tl.full([TILES, BLOCK_K], float("-inf"), tl.float32)  # [tile,k]
+        for first in tl.range(0, lk, TILES * BLOCK_K):
+            b_top = tl.maximum(b_top, _row_tile(p_mask, p_bias, first + o_in, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS))
+        top = tl.max(tl.max(b_top, 1), 0)
+        shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+
+    begun = 0
+    ended = 0
+    # One tile past the last, which is dead, closes a run that reaches the end.
+    for first in tl.range(0, padded + BLOCK_K, TILES * BLOCK_K):
+        o_k = first + o_in
+        b_row = _row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)  # [tile,k]
+        tl.store(p_out + o_k, (b_row - shift) * factor, mask=o_k < padded)
+        b_before = _row_tile(p_mask, p_bias, o_k - BLOCK_K, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)
+        # NaN counts as live: it has to reach the output.
+        b_live = tl.max((b_row != float("-inf")).to(tl.int32), 1)  # [tile]
+        b_lived = tl.max((b_before != float("-inf")).to(tl.int32), 1)
+        b_begins = b_live * (1 - b_lived)
+        b_ends = b_lived * (1 - b_live)
+        o_begin = begun + tl.cumsum(b_begins, 0) - 1
+        o_end = ended + tl.cumsum(b_ends, 0) - 1
+        b_number = first // BLOCK_K + o_tile
+        tl.store(p_runs + 1 + 2 * o_begin, b_number, mask=b_begins != 0)
+        tl.store(p_runs + 2 + 2 * o_end, b_number, mask=b_ends != 0)
+        begun += tl.sum(b_begins, 0)
+        ended += tl.sum(b_ends, 0)
+    tl.store(p_runs, begun)
+
+
+def prepare_rows(mask: Tensor | None, mask_bias: Tensor | None, block_k: int, unit: float = 1.0) -> RowBias | None:
+    """Join mask and mask_bias, both [b|1,n|1,k] with any strides, into a RowBias; None if neither is given.
+
+    Args:
+        mask: True = attend.
+        mask_bias: additive, any float dtype.
+        block_k: keys of a tile, for the runs of live tiles.
+        unit: what the bias is divided by, in log2 units: the unit of scores that a kernel's accumulator holds.
+    """
+    given = [tensor for tensor in (mask, mask_bias) if tensor is not None]
+    if not given:
+        return None
+    lk = given[0].shape[-1]
+    b, n = (max(tensor.shape[axis] for tensor in given) for axis in (0, 1))
+    padded = -(-lk // PADDING) * PADDING
+    width = 1 + 2 * (padded // block_k // 2 + 1)
+    device = given[0].device
+    bias = torch.empty(b, n, padded, dtype=torch.float32, device=device)
+    runs = torch.empty(b, n, width, dtype=torch.int32, device=device)
+    flags = None if mask is None else mask.view(torch.uint8)
+    rows_kernel[(b * n,)](
+        bias if flags is None else flags,
+        bias if mask_bias is None else mask_bias,
+        bias,
+        runs,
+        *_broadcast_strides(flags),
+        *_broadcast_strides(mask_bias),
+        n,
+        lk,
+        padded,
+        width,
+        _LOG2E / unit,
+        HAS_MASK=flags is not None,
+        HAS_BIAS=mask_bias is not None,
+        BLOCK_K=block_k,
+        TILES=_CHUNK // block_k,
+    )
+    return RowBias(
+        bias=bias,
+        runs=runs,
+        block_k=block_k,
+        stride_b=padded * n if b > 1 else 0,
+        stride_n=padded if n > 1 else 0,
+        runs_stride_b=width * n if b > 1 else 0,
+        runs_stride_n=width if n > 1 else 0,
+    )
+
+
+def _broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """Strides of a [b|1,n|1,k] tensor with 0 along axes of size 1; zeros when it is not given."""
+    if tensor is None:
+        return (0, 0, 0)
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def aligned_pair_bias(pair_bias: Tensor | None, n: int) -> Tensor | None:
+    """pair_bias [b|1,h|1,q|1,k|1] as it is, or a copy whose rows can be loaded 16 bytes at a time; see `needs_copy`."""
+    if pair_bias is None or not needs_copy(pair_bias, n):
+        return pair_bias
+    return copy_pair_bias(pair_bias)
+
+
+def needs_copy(pair_bias: TensorLike, n: int) -> bool:
+    """Whether copying a pair bias first is cheaper than loading it as it lies.
+
+    An odd length or a permuted bias would be loaded element by element, on every row n.
+    """
+    return n >= _ROWS_WORTH_A_COPY and pair_bias.shape[-1] > 1 and not loads_wide(pair_bias)
+
+
+def copy_pair_bias(pair_bias: Tensor) -> Tensor:
+    """The same values, with rows that start on multiples of 16 elements and run with stride 1."""
+    *outer, lk = pair_bias.shape
+    room = copy_strides(pair_bias.shape)[-2]
+    copy = torch.empty(*outer, room, dtype=pair_bias.dtype, device=pair_bias.device)[..., :lk]
+    return copy.copy_(pair_bias)
+
+
+def copy_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Strides of what `copy_pair_bias` returns for this shape."""
+    _, h, lq, lk = shape
+    room = -(-lk // _ALIGNMENT) * _ALIGNMENT
+    return h * lq * room, lq * room, room, 1
+
+
+def loads_wide(pair_bias: TensorLike) -> bool:
+    """Whether rows of pair_bias start 16-byte aligned and run with stride 1."""
+    per_load = 16 // pair_bias.dtype.itemsize
+    shape, (*outer, inner) = layout_of(pair_bias)
+    aligned = all(stride % per_load == 0 for stride, size in zip(outer, shape[:-1], strict=True) if size > 1)
+    starts = pair_bias.data_ptr() % 16 == 0 if isinstance(pair_bias, Tensor) else pair_bias.aligned
+    return inner == 1 and aligned and starts

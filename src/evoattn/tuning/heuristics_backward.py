@@ -1,0 +1,272 @@
+"""Which tiles the Triton backward uses: pure functions of a Problem, the user's Config and the card's shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from evoattn.problem import Problem
+from evoattn.tuning.config import Config
+
+__all__ = ["BackwardTiles", "Tiles", "backward_shared_bytes", "backward_tiles"]
+
+_MIN_TILE = 16
+
+_WARPGROUP_ROWS = 64
+_WORTH_A_TILE = 0.08
+"""Share of padded queries from which two tiles of 64 beat one of 128, which is 5% faster when it is full."""
+
+_FEW_KEYS = 1 << 17
+"""Keys in all rows and heads below which one-warp programs leave an H200 idle: .065 ms instead of .027 at 16 heads of 768."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """One kernel's tile; every field is set.
+
+    Args:
+        block_q, block_k, num_warps, num_stages: as in Config.
+        rows: rows n of one program (of the dQ kernel; 1 elsewhere).
+        max_registers: most registers a thread on NVIDIA cards, so that one more program fits; 0: as the compiler likes.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    rows: int = 1
+    max_registers: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiles:
+    """Tiles of the three kernels: dQ, dK with dV, and the pair-bias gradient in a fixed order."""
+
+    dq: Tiles
+    dkdv: Tiles
+    pair: Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A line of a table.
+
+    Args:
+        most: channels that it serves.
+        dq, dq_alone: with and without the pair-bias gradient.
+        dkdv, dkdv_few: with many programs on each processor, and with few.
+        pair: the pair-bias gradient in a fixed order.
+    """
+
+    most: int
+    dq: Tiles
+    dq_alone: Tiles
+    dkdv: Tiles
+    dkdv_few: Tiles
+    pair: Tiles
+
+
+_HOPPER: tuple[_Line, ...] = (
+    _Line(
+        most=16,
+        dq=Tiles(64, 32, 4, 3, rows=2, max_registers=168),
+        dq_alone=Tiles(128, 32, 4, 3, max_registers=128),
+        dkdv=Tiles(32, 32, 1, 3),
+        dkdv_few=Tiles(128, 64, 4, 2),
+        pair=Tiles(64, 64, 4, 3, max_registers=168),
+    ),
+    _Line(
+        most=32,
+        # .268 ms at tri384; .305 without the limit of registers (2 programs a processor, not 3), .34 with one row.
+        dq=Tiles(64, 32, 4, 3, rows=2, max_registers=168),
+        # .195 ms at tri384, .50 at the MSA column; 64 queries .211.
+        dq_alone=Tiles(128, 32, 4, 3, max_registers=128),
+        # One warp never waits for another: .248 ms at tri384, where 4 warps with wgmma take .263 at best. (32, 32) takes .250,
+        # and .713 for .660 at the MSA column; masked channels or queries make (64, 32) spill.
+        dkdv=Tiles(64, 32, 1, 3),
+        dkdv_few=Tiles(128, 64, 4, 2),
+        # .199 ms at tri384 in 4 splits; .214 without the limit.
+        pair=Tiles(64, 64, 4, 3, max_registers=168),
+    ),
+    _Line(
+        most=64,
+        dq=Tiles(64, 32, 4, 3, rows=2),
+        dq_alone=Tiles(64, 32, 4, 3),
+        # .678 ms at the diffusion shape; (32, 64) with 4 warps .683, and it spills.
+        dkdv=Tiles(32, 128, 8, 3, max_registers=128),
+        dkdv_few=Tiles(32, 64, 4, 2),
+        pair=Tiles(64, 64, 4, 3),
+    ),
+    _Line(
+        most=128,
+        dq=Tiles(64, 32, 4, 2),
+        dq_alone=Tiles(64, 32, 4, 2),
+        dkdv=Tiles(32, 64, 4, 2),
+        dkdv_few=Tiles(32, 64, 4, 2),
+        pair=Tiles(64, 64, 8, 2),
+    ),
+    _Line(
+        most=256,
+        dq=Tiles(64, 32, 8, 1),
+        dq_alone=Tiles(64, 32, 8, 1),
+        dkdv=Tiles(32, 32, 8, 1),
+        dkdv_few=Tiles(32, 32, 8, 1),
+        pair=Tiles(64, 64, 8, 1),
+    ),
+)
+"""16-bit inputs on compute capability 9.x, measured on an H200 (bfloat16)."""
+
+_HALF: tuple[_Line, ...] = (
+    _Line(
+        most=32,
+        dq=Tiles(64, 32, 4, 2, rows=2),
+        dq_alone=Tiles(64, 32, 4, 2),
+        dkdv=Tiles(32, 64, 4, 2),
+        dkdv_few=Tiles(32, 64, 4, 2),
+        pair=Tiles(64, 64, 8, 2),
+    ),
+    _Line(
+        most=64,
+        dq=Tiles(64, 32, 4, 2),
+        dq_alone=Tiles(64, 32, 4, 2),
+        dkdv=Tiles(32, 64, 4, 2),
+        dkdv_few=Tiles(32, 64, 4, 2),
+        pair=Tiles(64, 64, 8, 2),
+    ),
+    _Line(
+        most=128,
+        dq=Tiles(64, 32, 4, 2),
+        dq_alone=Tiles(64, 32, 4, 2),
+        dkdv=Tiles(32, 64, 4, 2),
+        dkdv_few=Tiles(32, 64, 4, 2),
+        pair=Tiles(64, 64, 8, 2),
+    ),
+    _Line(
+        most=256,
+        dq=Tiles(64, 32, 8, 1),
+        dq_alone=Tiles(64, 32, 8, 1),
+        dkdv=Tiles(32, 32, 8, 1),
+        dkdv_few=Tiles(32, 32, 8, 1),
+        pair=Tiles(64, 64, 8, 1),
+    ),
+)
+"""16-bit inputs elsewhere: compiled, not measured. No limits of registers, and no warp that works alone: there they spill."""
+
+_FLOAT: tuple[_Line, ...] = (
+    _Line(
+        most=32,
+        # Three TF32 products a matmul: 1.5 ms at tri384, where exact products take 4.7. Two rows take 1.3 and spill.
+        dq=Tiles(64, 32, 4, 2),
+        dq_alone=Tiles(64, 32, 4, 2),
+        dkdv=Tiles(32, 64, 4, 2),
+        dkdv_few=Tiles(32, 64, 4, 2),
+        pair=Tiles(32, 64, 4, 2),
+    ),
+    _Line(
+        most=64,
+        dq=Tiles(32, 32, 4, 2),
+        dq_alone=Tiles(32, 32, 4, 2),
+        dkdv=Tiles(32, 32, 4, 2),
+        dkdv_few=Tiles(32, 32, 4, 2),
+        pair=Tiles(32, 32, 4, 2),
+    ),
+    _Line(
+        most=128,
+        dq=Tiles(16, 32, 4, 1),
+        dq_alone=Tiles(16, 32, 4, 1),
+        dkdv=Tiles(32, 16, 4, 1),
+        dkdv_few=Tiles(32, 16, 4, 1),
+        pair=Tiles(16, 32, 4, 1),
+    ),
+    _Line(
+        most=256,
+        dq=Tiles(16, 16, 4, 1),
+        dq_alone=Tiles(16, 16, 4, 1),
+        dkdv=Tiles(16, 16, 4, 1),
+        dkdv_few=Tiles(16, 16, 4, 1),
+        pair=Tiles(16, 16, 4, 1),
+    ),
+)
+"""float32 inputs."""
+
+
+@functools.lru_cache(maxsize=256)
+def backward_tiles(problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None) -> BackwardTiles:
+    """The tiles that the backward would run: the table's, fitted to the sizes and to shared memory, under what `config` sets.
+
+    Args:
+        problem: the call.
+        config: what the user set; a field given there holds for all three kernels.
+        shared_limit: bytes of shared memory that one program may use.
+        capability: compute capability of an NVIDIA card; None elsewhere.
+    """
+    channels = _power_of_two(max(problem.d, problem.c))
+    half = _HOPPER if capability is not None and capability[0] == 9 else _HALF
+    table = _FLOAT if problem.dtype == torch.float32 else half
+    line = next(line for line in table if channels <= line.most)
+    sums_pair = problem.pair_bias is not None and problem.needs[4] and not problem.deterministic
+    dq = line.dq if sums_pair else line.dq_alone
+    if problem.n == 1:
+        dq = dataclasses.replace(dq, rows=1)
+    saved = _padding(problem.lq, dq.block_q) - _padding(problem.lq, _WARPGROUP_ROWS)
+    if dq.block_q > _WARPGROUP_ROWS and saved > _WORTH_A_TILE:
+        dq = dataclasses.replace(dq, block_q=_WARPGROUP_ROWS)
+    dkdv = line.dkdv
+    if problem.b * problem.n * problem.h * problem.lk < _FEW_KEYS:
+        dkdv = line.dkdv_few
+    elif dkdv.num_warps == 1 and (problem.lq % dkdv.block_q or not problem.d == problem.c == channels):
+        dkdv = dataclasses.replace(dkdv, block_q=32)
+    given = {name: value for name, value in config.given().items() if name != "score_bytes"}
+
+    def fitted(tile: Tiles) -> Tiles:
+        tile = dataclasses.replace(
+            tile,
+            block_q=min(tile.block_q, _power_of_two(problem.lq)),
+            block_k=min(tile.block_k, _power_of_two(problem.lk)),
+        )
+        if given:
+            tile = dataclasses.replace(tile, max_registers=0, **given)
+        while backward_shared_bytes(problem, tile) > shared_limit:
+            smaller = _smaller(tile, given)
+            if smaller is None:
+                break
+            tile = smaller
+        return tile
+
+    return BackwardTiles(dq=fitted(dq), dkdv=fitted(dkdv), pair=fitted(line.pair))
+
+
+def backward_shared_bytes(problem: Problem, tiles: Tiles) -> int:
+    """Shared memory of the hungriest of the three kernels with these tiles: staged inputs of every row, and what stays."""
+    element = problem.dtype.itemsize
+    channels = _power_of_two(problem.d) + _power_of_two(problem.c)
+    area = tiles.block_q * tiles.block_k
+    pair = 0 if problem.pair_bias is None else area * problem.pair_bias.itemsize
+    streamed = max(tiles.block_q, tiles.block_k) * channels * element + 4 * (tiles.block_k + 2 * tiles.block_q)
+    stays = max(tiles.block_q, tiles.block_k) * channels * element
+    exchange = area * (4 if problem.pair_bias is not None else element)
+    return tiles.num_stages * (tiles.rows * streamed + pair) + tiles.rows * stays + exchange
+
+
+def _smaller(tiles: Tiles, given: dict[str, int]) -> Tiles | None:
+    """The next smaller tiles: fewer stages, then one row, then fewer keys, then fewer queries; never what the user set."""
+    if tiles.num_stages > 1 and "num_stages" not in given:
+        return dataclasses.replace(tiles, num_stages=tiles.num_stages - 1)
+    if tiles.rows > 1:
+        return dataclasses.replace(tiles, rows=1)
+    for name in ("block_k", "block_q"):
+        size = getattr(tiles, name)
+        if size > _MIN_TILE and name not in given:
+            return dataclasses.replace(tiles, **{name: size // 2})
+    return None
+
+
+def _padding(length: int, block: int) -> float:
+    """What a whole number of blocks computes beyond `length`, as a share of it."""
+    return -length % block / max(length, 1)
+
+
+def _power_of_two(size: int) -> int:
+    return max(_MIN_TILE, 1 << (max(size, 1) - 1).bit_length())

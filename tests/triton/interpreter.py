@@ -1,0 +1,71 @@
+"""Makes bfloat16 right in Triton's interpreter, which keeps it as raw uint16 bits and computes with those.
+
+Import this before any kernel is defined. Seen on Triton 3.6 to 3.9: matmuls, arithmetic, negation and comparisons of bfloat16
+are silently wrong, so every such operation is taken through float32; conversions to bfloat16 cut digits off where a GPU rounds
+to nearest even, which doubles the error of a kernel, so they round here too.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+__all__ = ["patch"]
+
+_COMPARED = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
+
+
+def _widen(handle: Any) -> Any:
+    """The handle itself, or a float32 copy of a bfloat16 one."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    bits = handle.data.astype(np.uint32) << np.uint32(16)
+    return TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """float32 values as bfloat16 bits, rounded to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def patch() -> None:
+    """Route matmuls, binary and unary operations on bfloat16 through float32. Harmless when called again."""
+    if getattr(InterpreterBuilder, "bfloat16_is_right", False):
+        return
+    dot, binary, unary = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
+    cast = InterpreterBuilder.cast_impl
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, _widen(a), _widen(b), *rest)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return binary(self, lhs, rhs, op)
+        values = op(_widen(lhs).data, _widen(rhs).data)
+        if op in _COMPARED:
+            return TensorHandle(values, tl.int1)
+        return TensorHandle(_narrow(values), tl.bfloat16)
+
+    def unary_op(self: Any, arg: Any, op: Any) -> Any:
+        if arg.dtype.scalar != tl.bfloat16:
+            return unary(self, arg, op)
+        return TensorHandle(_narrow(op(_widen(arg).data)), tl.bfloat16)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return TensorHandle(_narrow(src.data), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.binary_op = binary_op
+    InterpreterBuilder.unary_op = unary_op
+    InterpreterBuilder.bfloat16_is_right = True

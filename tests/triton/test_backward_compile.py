@@ -1,0 +1,111 @@
+"""Every built-in config of the backward, compiled for every supported GPU without one: registers, spills, shared memory.
+
+`python tests/triton/test_backward_compile.py` prints what there is.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
+
+from evoattn.backends.triton.bwd import run_backward
+from evoattn.tuning import Config
+
+FEW_SPILLS = 32
+"""Bytes of a thread's stack that a limit of registers may cost: it makes dQ 13% faster at tri384 on an H200."""
+
+KERNELS = ("statistics_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One call whose kernels are compiled; sizes matter only by what the launcher makes of them."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    d: int = 32
+    length: int = 384
+    mask: bool = True
+    pair_bias: torch.dtype | None = torch.bfloat16
+    deterministic: bool = False
+    n: int = 384
+
+    def compile(self, arch: str) -> list[Report]:
+        """The reports of the kernels that the launcher starts for this call."""
+        shape = (1, self.n, self.length, 4, self.d)
+        q, k, v, o, do = (torch.empty(shape, dtype=self.dtype, device="meta").transpose(2, 3) for _ in range(5))
+        mask = torch.empty(1, self.n, self.length, dtype=torch.bool, device="meta") if self.mask else None
+        pair = None
+        if self.pair_bias is not None:
+            pair = torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias, device="meta")
+        lse = torch.empty(1, self.n, 4, self.length, device="meta")
+        with target(arch) as compiled:
+            run_backward(
+                do,
+                None,
+                q,
+                k,
+                v,
+                mask,
+                None,
+                pair,
+                o,
+                lse,
+                scale=self.d**-0.5,
+                layout="bnlhd",
+                needs=(True, True, True, False, pair is not None),
+                deterministic=self.deterministic,
+                config=Config(),
+            )
+        return [report(kernel) for kernel in compiled if kernel.metadata.name in KERNELS]
+
+
+CASES = (
+    Compiled("d16", d=16),
+    Compiled("d32"),
+    Compiled("d32_in_order", deterministic=True),
+    Compiled("d32_ragged", length=397),
+    Compiled("d32_mask", pair_bias=None),
+    Compiled("d32_float16_wide_bias", dtype=torch.float16, pair_bias=torch.float32),
+    Compiled("d48", d=48),
+    Compiled("d64", d=64),
+    Compiled("d64_in_order", d=64, deterministic=True),
+    Compiled("d128", d=128),
+    Compiled("d256", d=256),
+    Compiled("single", n=1, d=24, mask=False),
+    Compiled("d32_float32", dtype=torch.float32, pair_bias=torch.float32),
+    Compiled("d128_float32", dtype=torch.float32, pair_bias=torch.float32, d=128),
+)
+
+
+ELSEWHERE = ("d32", "d32_in_order", "d64", "d128", "d256", "d32_float32")
+"""Cases that between them use every line of the tables for other cards than Hopper's."""
+
+PAIRS = [(case, arch) for arch in ("sm_90", "sm_80", "gfx942") for case in CASES if arch == "sm_90" or case.name in ELSEWHERE]
+
+
+@pytest.mark.parametrize(("case", "arch"), PAIRS, ids=[f"{case.name}-{arch}" for case, arch in PAIRS])
+def test_fits(case: Compiled, arch: str) -> None:
+    """Within the card's shared memory, and next to nothing spilled."""
+    reports = case.compile(arch)
+    assert {"dq_kernel", "dkdv_kernel"} <= {r.name for r in reports}
+    assert [r for r in reports if r.shared > SHARED_LIMITS[arch] or r.spills > FEW_SPILLS] == []
+
+
+if __name__ == "__main__":
+    for arch in sys.argv[1:] or TARGETS:
+        for case in CASES:
+            for r in case.compile(arch):
+                bad = "" if r.spills <= FEW_SPILLS and r.shared <= SHARED_LIMITS[arch] else " BAD"
+                print(
+                    f"{arch:7} {case.name:22} {r.name:20} registers {r.registers:4} spills {r.spills:5} shared {r.shared:7} "
+                    f"loop {r.loop:5} threads {r.threads}{bad}",
+                    flush=True,
+                )

@@ -1,0 +1,174 @@
+"""The backward on the CPU, in Triton's interpreter, against float64 autograd of the dense reference.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, so these tests need a process of their own: run from the ordinary suite,
+this file starts itself once more with the variable set.
+"""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+HERE = pathlib.Path(__file__)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_in_the_interpreter() -> None:
+        """All tests below, in a process where Triton interprets."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
+        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+else:
+    sys.path.insert(0, str(HERE.parent))
+    import interpreter
+
+    interpreter.patch()
+
+    from evoattn import testing
+    from evoattn.backends.triton import bwd, launch
+    from evoattn.tuning import Config
+    from evoattn.tuning.heuristics_backward import BackwardTiles, Tiles
+
+    pytestmark = [
+        pytest.mark.usefixtures("poisoned"),
+        pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+    ]
+
+    SMALL = Tiles(block_q=16, block_k=16, num_warps=4, num_stages=2)
+    PAIRED = dataclasses.replace(SMALL, rows=2)
+    ALL_TILES = {
+        "small": BackwardTiles(dq=SMALL, dkdv=SMALL, pair=SMALL),
+        "two_rows_together": BackwardTiles(dq=PAIRED, dkdv=SMALL, pair=SMALL),
+        "three_rows_together": BackwardTiles(dq=dataclasses.replace(SMALL, rows=3), dkdv=SMALL, pair=SMALL),
+        # Sizes that differ: what one kernel leaves past the end must be what another reads there.
+        "unequal": BackwardTiles(
+            dq=dataclasses.replace(PAIRED, block_k=32),
+            dkdv=dataclasses.replace(SMALL, block_q=64, num_warps=1),
+            pair=dataclasses.replace(SMALL, block_q=32, block_k=64),
+        ),
+    }
+
+    def use(monkeypatch: pytest.MonkeyPatch, tiles: BackwardTiles) -> None:
+        monkeypatch.setattr(bwd, "backward_tiles", lambda *_: tiles)
+
+    def check(inputs: testing.Inputs, *, deterministic: bool = False, config: Config | None = None) -> None:
+        testing.check(testing.run(inputs, "triton", deterministic=deterministic, config=config), inputs)
+
+    # The longest take half a minute here; the GPU suite has them all.
+    AWKWARD = [case for case in testing.AWKWARD if case.lq * case.lk <= 101 * 101]
+
+    @pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
+    def test_awkward_case(case: testing.Case) -> None:
+        """Every second one with sums in a fixed order; broadcast biases have both below."""
+        check(case.make(seed=1), deterministic=AWKWARD.index(case) % 2 == 1)
+
+    LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+    @pytest.mark.parametrize("case", LOW[::7], ids=lambda case: case.name)
+    def test_low_precision(case: testing.Case, dtype: torch.dtype) -> None:
+        check(dataclasses.replace(case, dtype=dtype).make(seed=2))
+
+    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    @pytest.mark.parametrize("tiles", ALL_TILES.values(), ids=ALL_TILES)
+    @pytest.mark.parametrize("mask", ["random", None])
+    def test_many_tiles(monkeypatch: pytest.MonkeyPatch, mask: str | None, tiles: BackwardTiles, deterministic: bool) -> None:
+        """Several tiles of queries and of keys, ragged ends, an odd number of rows that share tiles of bias."""
+        use(monkeypatch, tiles)
+        bias = "finite" if mask else None
+        case = testing.Case("tiles", n=5, h=1, lq=41, lk=71, d=12, mask=mask, mask_bias=bias, pair_bias="b1hqk")  # type: ignore[arg-type]
+        check(case.make(seed=3), deterministic=deterministic)
+
+    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    @pytest.mark.parametrize("pair_bias", ["111qk", "b11qk", "11hqk", "b1h1k", "b1hq1", "b1h11", "11111"])
+    def test_broadcast_bias(monkeypatch: pytest.MonkeyPatch, pair_bias: str, deterministic: bool) -> None:
+        """Every shape that the pair bias can have, with several tiles along each axis that it broadcasts."""
+        use(monkeypatch, ALL_TILES["two_rows_together"])
+        case = testing.Case("shape", lead=(2,), n=3, lq=37, lk=35, mask="random", pair_bias=pair_bias, lse_gradient=True)
+        check(case.make(seed=4), deterministic=deterministic)
+
+    def test_nothing_is_read_past_a_pair_bias_of_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lengths that divide by 64 under tiles of 128, in the middle of memory that is NaN all around."""
+        wide_tiles = dataclasses.replace(SMALL, block_q=128, block_k=32)
+        use(monkeypatch, BackwardTiles(dq=SMALL, dkdv=wide_tiles, pair=SMALL))
+        inputs = testing.Case("even", n=4, h=1, lq=64, lk=64, mask="random", pair_bias="b1hqk").make(seed=4)
+        assert inputs.pair_bias is not None
+        surrounded = torch.full((1, 1, 3, 64, 64), torch.nan)
+        surrounded[:, :, 1] = inputs.pair_bias[:, :, 0]
+        check(dataclasses.replace(inputs, pair_bias=surrounded[:, :, 1:2]))
+
+    @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1)], ids=str)
+    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    def test_broadcast_mask_bias(shape: tuple[int, int], deterministic: bool) -> None:
+        inputs = testing.Case("rows", lead=(2,), n=3, mask="random", mask_bias="finite", pair_bias="b1hqk").make(seed=5)
+        assert inputs.mask_bias is not None
+        kept = inputs.mask_bias[: shape[0], : shape[1]]
+        check(dataclasses.replace(inputs, mask_bias=kept), deterministic=deterministic)
+
+    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    def test_one_row(deterministic: bool) -> None:
+        """Nothing to sum over: the pair-bias gradient is stored straight away, and where keys are off it is 0."""
+        for mask in (None, "padding"):
+            case = testing.Case("one", n=1, lq=33, lk=70, d=24, mask=mask, pair_bias="b1hqk")  # type: ignore[arg-type]
+            check(case.make(seed=6), deterministic=deterministic)
+
+    @pytest.mark.parametrize(
+        "needs", [(0, 1, 1, 0, 0), (0, 0, 0, 1, 0), (0, 1, 0, 0, 1), (0, 0, 0, 0, 1), (1, 0, 0, 1, 0)], ids=str
+    )
+    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    def test_some_gradients(needs: tuple[int, ...], deterministic: bool) -> None:
+        """Only what is asked for is computed, whichever kernels that leaves out."""
+        names = ("q", "k", "v", "mask_bias", "pair_bias")
+        case = testing.Case(
+            "some",
+            n=4,
+            mask_bias="finite",
+            pair_bias="b1hqk",
+            gradients=tuple(name for name, need in zip(names, needs, strict=True) if need),
+        )
+        check(case.make(seed=7), deterministic=deterministic)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_nothing_outside_is_read_into_the_result(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+        """q, k, v, both biases and the cotangent are views of larger tensors that hold NaN all around."""
+        use(monkeypatch, ALL_TILES["unequal"])
+        inputs = testing.Case("nan", n=5, lq=21, lk=37, d=12, dtype=dtype, mask_bias="finite", pair_bias="b1hqk").make(seed=8)
+
+        def surrounded(x: torch.Tensor) -> torch.Tensor:
+            room = torch.full([size + 3 for size in x.shape], torch.nan, dtype=x.dtype)
+            return room[tuple(slice(1, 1 + size) for size in x.shape)].copy_(x)
+
+        views = {name: surrounded(getattr(inputs, name)) for name in ("q", "k", "v", "mask_bias", "pair_bias", "do")}
+        for deterministic in (False, True):
+            check(dataclasses.replace(inputs, **views), deterministic=deterministic)
+
+    def test_two_runs_are_equal() -> None:
+        case = testing.Case("twice", lead=(2,), n=5, lq=40, lk=40, mask="random", mask_bias="finite", pair_bias="11hqk")
+        inputs = case.make(seed=9)
+        first, second = (testing.run(inputs, "triton", deterministic=True).values for _ in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+    def test_dead_tiles_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Keys and queries that a mask switches off may hold anything: their tiles are never read."""
+        use(monkeypatch, ALL_TILES["small"])
+        inputs = testing.Case("dead", n=3, lq=32, lk=64, d=16, pair_bias="b1hqk").make(seed=10)
+        mask = torch.arange(64).expand(1, 3, 64) < 32
+        poisoned = {name: getattr(inputs, name).clone() for name in ("k", "v")}
+        clean = dataclasses.replace(inputs, mask=mask)
+        expected = testing.run(clean, "triton").values
+        for x in poisoned.values():
+            x[:, :, 32:] = torch.nan
+        got = testing.run(dataclasses.replace(clean, **poisoned), "triton").values
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+    def test_long_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+        """64-bit offsets inside tiles give what 32-bit ones give."""
+        monkeypatch.setattr(launch, "is_wide", lambda *_: True)
+        check(testing.Case("wide", lq=33, lk=40, mask="random", mask_bias="finite", pair_bias="b1hqk").make(seed=11))

@@ -1,0 +1,152 @@
+"""The forward on the CPU, in Triton's interpreter, against the dense float64 oracle.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, so these tests need a process of their own: run from the ordinary suite,
+this file starts itself once more with the variable set.
+"""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+HERE = pathlib.Path(__file__)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_in_the_interpreter() -> None:
+        """All tests below, in a process where Triton interprets."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
+        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+else:
+    sys.path.insert(0, str(HERE.parent))
+    import interpreter
+
+    interpreter.patch()
+
+    from evoattn import numerics, testing
+    from evoattn.backends import triton as backend
+    from evoattn.backends.triton import launch
+    from evoattn.backends.triton.prepare import prepare_rows
+    from evoattn.canonical import Canonical, canonicalise
+    from evoattn.layouts import to_canonical, to_user
+    from evoattn.problem import describe
+    from evoattn.tuning import Config
+    from evoattn.validation import key_axes
+
+    pytestmark = [
+        pytest.mark.usefixtures("poisoned"),
+        pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+    ]
+
+    def canonical(inputs: testing.Inputs) -> Canonical:
+        q, k, v = (to_canonical(x, inputs.case.layout) for x in (inputs.q, inputs.k, inputs.v))
+        return canonicalise(q, k, v, key_axes(inputs.mask, q.ndim), key_axes(inputs.mask_bias, q.ndim), inputs.pair_bias)
+
+    def forward(inputs: testing.Inputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
+        """o and lse with the user's shapes, straight from the backend."""
+        c = canonical(inputs)
+        config = config or Config()
+        assert backend.unsupported(describe(c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias), config) == []
+        scale = inputs.case.scale if inputs.case.scale is not None else inputs.case.d**-0.5
+        o, lse = backend.forward(
+            c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias, scale=scale, layout=inputs.case.layout, config=config
+        )
+        if c.mask_bias is not None:
+            lse = lse + numerics.row_shift(c.mask, c.mask_bias, torch.float32)[:, :, None, None]
+        return to_user(c.restore(o), inputs.case.layout), c.restore(lse)
+
+    def check(inputs: testing.Inputs, config: Config | None = None) -> None:
+        """Hold o and lse to the suite's budget; the gradients stand in from the oracle."""
+        o, lse = forward(inputs, config)
+        values = testing.oracle(inputs).values
+        values = {name: x.to(getattr(inputs, name[1:]).dtype) for name, x in values.items() if name not in ("o", "lse")}
+        testing.check(testing.Results({"o": o, "lse": lse, **values}), inputs)
+
+    @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
+    def test_awkward_case(case: testing.Case) -> None:
+        check(case.make(seed=1))
+
+    LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
+
+    @pytest.mark.parametrize("case", LOW, ids=lambda case: case.name)
+    def test_low_precision(case: testing.Case) -> None:
+        """bfloat16 and, for every third case, float16: the kernels have no code of its own for it."""
+        check(dataclasses.replace(case, dtype=torch.bfloat16).make(seed=2))
+        if LOW.index(case) % 3 == 0:
+            check(dataclasses.replace(case, dtype=torch.float16).make(seed=2))
+
+    TILES = (Config(block_q=16, block_k=16), Config(block_q=32, block_k=16), Config(block_q=16, block_k=64))
+
+    @pytest.mark.parametrize("config", TILES, ids=Config.to_text)
+    @pytest.mark.parametrize("mask", ["random", "padding", "empty_rows", None])
+    def test_many_tiles(mask: str | None, config: Config) -> None:
+        """Several query blocks, several key tiles, a ragged last tile with and without a mask."""
+        case = testing.Case(
+            "tiles", n=4, lq=41, lk=87, d=16, mask=mask, mask_bias="finite" if mask else None, pair_bias="b1hqk"
+        )  # type: ignore[arg-type]
+        check(case.make(seed=3), config)
+
+    def test_holes_in_the_mask() -> None:
+        """Key tiles that are off in the middle of a row: first, last, alternating and all."""
+        inputs = testing.Case("holes", n=5, h=1, lq=17, lk=87, d=16, mask="random", pair_bias="b1hqk").make(seed=4)
+        tiles = torch.tensor(
+            [[0, 1, 1, 0, 1, 0], [1, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0]]
+        )
+        inputs.mask[0] &= tiles.bool().repeat_interleave(16, 1)[:, :87]  # type: ignore[index]
+        check(inputs, Config(block_q=16, block_k=16))
+
+    @pytest.mark.parametrize("length", [1, 16, 87, 128, 129, 600])
+    def test_runs_of_live_tiles(length: int) -> None:
+        generator = torch.Generator().manual_seed(length)
+        mask = torch.rand(2, 3, length, generator=generator) < 0.04
+        rows = prepare_rows(mask, None, 16)
+        assert rows is not None
+        padded = torch.nn.functional.pad(mask, (0, rows.bias.shape[-1] - length))
+        assert torch.equal(rows.bias, torch.where(padded, 0.0, -torch.inf))
+        for b, n in [(b, n) for b in range(2) for n in range(3)]:
+            count, *ends = rows.runs[b, n].tolist()
+            runs = list(zip(ends[: 2 * count : 2], ends[1 : 2 * count : 2], strict=True))
+            live = padded[b, n].reshape(-1, 16).any(-1).tolist()
+            assert [tile for first, last in runs for tile in range(first, last)] == [i for i, on in enumerate(live) if on]
+            assert all(before[1] < after[0] for before, after in itertools.pairwise(runs))
+
+    def test_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
+        """The way in which Hopper loads the pair bias: batch and head broadcast, ragged ends, a copied odd length."""
+        monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+        for pair_bias, length in (("b1hqk", 32), ("11hqk", 45), ("b11qk", 72)):
+            case = testing.Case("map", lead=(2,), n=4, lq=length, lk=length, mask="random", pair_bias=pair_bias)
+            check(case.make(seed=5), Config(block_q=32, block_k=16))
+
+    def test_nothing_outside_is_read_into_the_result() -> None:
+        """q, k, v and the pair bias are views of larger tensors that hold NaN all around."""
+        inputs = testing.Case("nan", n=2, lq=21, lk=37, d=12, pair_bias="b1hqk").make(seed=6)
+
+        def surrounded(x: Tensor) -> Tensor:
+            room = torch.full([size + 3 for size in x.shape], torch.nan)
+            view = room[tuple(slice(1, 1 + size) for size in x.shape)]
+            return view.copy_(x)
+
+        views = {name: surrounded(getattr(inputs, name)) for name in ("q", "k", "v", "pair_bias")}
+        check(dataclasses.replace(inputs, **views), Config(block_q=16, block_k=16))
+
+    def test_bfloat16_is_right_in_the_interpreter() -> None:
+        """Without the patch the error is 100%, with it about what rounding gives."""
+        inputs = testing.Case("bf16", dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=8)
+        o, _ = forward(inputs)
+        assert testing.relative_error(o, testing.oracle(inputs).values["o"]) < 3e-3
+
+    def test_split_covers_every_row_once() -> None:
+        for length in range(1, 300):
+            pieces = list(launch.split(length, 128))
+            assert [row for first, rows, _ in pieces for row in range(first, first + rows)] == list(range(length))
+            assert all(rows % block == 0 or rows == pieces[-1][1] for _, rows, block in pieces)

@@ -41,6 +41,8 @@ class Canonical:
 
     def restore(self, x: Tensor) -> Tensor:
         """`[b|1,n|1,...]` -> `[*lead, ...]`, with ones for every axis of a group that was 1."""
+        if self.batch == (0,) and self.rows == (1,):
+            return x
         sizes: list[int] = []
         for group, size in ((self.batch, x.shape[0]), (self.rows, x.shape[1])):
             full = [self.lead[axis] for axis in group]
@@ -110,6 +112,8 @@ def _narrow_expanded(x: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor, batch: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
+    if batch == (0,) and rows == (1,):  # already so: the common case costs no view
+        return x
     count = len(batch) + len(rows)
     sizes = tuple(x.shape)
     if batch + rows != tuple(range(count)):
@@ -125,4 +129,5 @@ def _fold_keys(x: Tensor, lead: tuple[int, ...], batch: tuple[int, ...], rows: t
         if [axis for axis in group if sizes[axis] != 1]:
             for axis in group:
                 sizes[axis] = lead[axis]
-    return _fold(x.expand(*sizes[:-1], keys), batch, rows)
+    x = x if sizes == list(x.shape) and sizes[-1] == keys else x.expand(*sizes[:-1], keys)
+    return _fold(x, batch, rows)

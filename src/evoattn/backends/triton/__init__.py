@@ -26,6 +26,7 @@ _SMALLEST_TILE = 16
 _LARGEST_TILE = {"block_q": 256, "block_k": 128}
 
 
+@functools.cache
 def availability() -> str | None:
     """None where Triton kernels can run, else why not and what to do about it."""
     if not _installed():

@@ -285,7 +285,8 @@ def _dq(call: _Call, pair: _Pair, dq: Tensor | None) -> None:
     bias, sums = pair.by_query, pair.sums
     blocks, groups = -(-problem.lq // tiles.block_q), -(-problem.n // tiles.rows)
     of_bias, of_sums = _layout(bias), _layout(sums)
-    dq_kernel[(blocks * groups * problem.h * problem.b,)](
+    dq_kernel(
+        blocks * groups * problem.h * problem.b,
         *call.inputs(),
         call.o,
         call.lse,
@@ -344,7 +345,8 @@ def _dkdv(
     seen = bias.transpose(2, 3) if bias is not None and transposed else bias
     of_bias = _layout(seen)
     blocks = -(-problem.lk // tiles.block_k)
-    dkdv_kernel[(blocks * problem.n * problem.h * problem.b,)](
+    dkdv_kernel(
+        blocks * problem.n * problem.h * problem.b,
         *call.inputs(),
         call.stats if call.rows is None else call.rows.bias,
         call.q if bias is None else bias,
@@ -392,7 +394,8 @@ def _pair_in_order(call: _Call, pair: _Pair) -> Tensor:
     partial = call.stats.new_empty(problem.b, splits, problem.h, size_q, size_k)
     spans = None if call.rows is None else row_spans(call.rows, problem.b, problem.n, tiles.block_k)
     of_bias = _layout(bias)
-    pair_gradient_kernel[(programs * splits,)](
+    pair_gradient_kernel(
+        programs * splits,
         *call.inputs(),
         call.stats if call.rows is None else call.rows.bias,
         call.stats if spans is None else spans,

@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.bwd_dq import score_gradient
+from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.primitives import LOG2E, decode, load_pair_bias, load_row_bias, load_tile, wide
 
 __all__ = ["pair_gradient_kernel"]
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "stride_qb", "stride_qn", "stride_qh", "stride_ql",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.primitives import LOG2E, decode, load_pair_bias, load_row_bias, load_tile, store_tile, wide
 
 __all__ = ["MASK_ADD", "MASK_NONE", "MASK_STORE", "dkdv_kernel"]
@@ -45,6 +46,7 @@ def transposed_scores(
     return b_s
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "stride_qb", "stride_qn", "stride_qh", "stride_ql",

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.bwd_preprocess import row_statistics
+from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.primitives import (
     LOG2E,
     load_pair_bias,
@@ -57,6 +58,7 @@ def _add_pair_gradient(
         tl.atomic_add(p_dpair + o_k, tl.sum(b_ds, 0), sem="relaxed")
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "stride_qb", "stride_qn", "stride_qh", "stride_ql",

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from evoattn.backends.triton import launch
+from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.prepare import RowBias
 from evoattn.backends.triton.primitives import LOG2E, decode, load_tile, wide
 
@@ -36,6 +37,7 @@ def row_statistics(p_lse, p_dlse, b_o, b_do, o_in, left, stride_dlse, HAS_DLSE: 
     return tl.where(b_empty, float("inf"), b_lse * LOG2E), tl.where(b_empty, 0.0, b_delta)
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "stride_ob",
@@ -126,7 +128,8 @@ def statistics(stats: Tensor, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor |
     padded_q = stats.shape[-1]
     grain = launch.grain(o, do)
     blocks = -(-padded_q // _STATISTICS_ROWS)
-    statistics_kernel[(blocks * n * h * b,)](
+    statistics_kernel(
+        blocks * n * h * b,
         o,
         do,
         lse,
@@ -152,6 +155,7 @@ def statistics(stats: Tensor, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor |
     )
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["stride_b", "stride_h", "stride_q", "heads", "lq", "lk", "units_q", "units_k", "blocks_q", "blocks_k"]
 )
@@ -217,7 +221,8 @@ def pack_pair_bias(
     packed = storage[: b * h * padded_q * padded_k].view(shape)
     blocks_q, blocks_k = -(-padded_q // _PACK_TILE), -(-padded_k // _PACK_TILE)
     grain = launch.grain(pair_bias)
-    pack_kernel[(blocks_q * blocks_k * h * b,)](
+    pack_kernel(
+        blocks_q * blocks_k * h * b,
         pair_bias,
         packed,
         *launch.units(pair_bias, 4, grain),
@@ -238,6 +243,7 @@ def pack_pair_bias(
     return packed.transpose(2, 3) if transpose else packed
 
 
+@Kernel
 @triton.jit(do_not_specialize=["stride_row_b", "stride_row_n", "n_rows", "tiles"])
 def row_spans_kernel(p_row, p_spans, stride_row_b, stride_row_n, n_rows, tiles, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program owns one key tile of one b.
@@ -267,7 +273,8 @@ def row_spans(rows: RowBias, b: int, n: int, block_k: int) -> Tensor:
     """int32 `[b, tiles, 2]`: for each key tile, the first row n with a live key in it, and the last plus one."""
     tiles = rows.bias.shape[-1] // block_k
     spans = torch.empty(b, tiles, 2, dtype=torch.int32, device=rows.bias.device)
-    row_spans_kernel[(b * tiles,)](
+    row_spans_kernel(
+        b * tiles,
         rows.bias,
         spans,
         rows.stride_b,

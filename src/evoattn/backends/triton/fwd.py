@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from evoattn.backends.triton import launch
+from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.prepare import copy_pair_bias, copy_strides, loads_wide, needs_copy, prepare_rows
 from evoattn.backends.triton.primitives import (
     FLOOR,
@@ -72,6 +73,7 @@ def _step(
 
 
 # Everything that a new length or a new batch changes is left unspecialised, so nothing is compiled again for it.
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "stride_qb", "stride_qn", "stride_qh", "stride_ql", "stride_kb", "stride_kn", "stride_kh", "stride_kl",
@@ -303,7 +305,8 @@ def run_forward(
         p_tile = p_pair
         if plan.pair_map is not None:
             p_tile = launch.tensor_map(p_pair, plan.pair_map, [1, 1, one.constants["BLOCK_Q"], plan.block_k])
-        forward_kernel[(one.programs,)](
+        forward_kernel(
+            one.programs,
             q, k, v, p_row, p_runs, p_tile, o, lse, scale, *plan.strides, *row_strides,
             n, h, lq, lk, one.first_q, one.blocks, **one.constants,
         )  # fmt: skip

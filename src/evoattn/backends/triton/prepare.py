@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.backends.triton.launch import TensorLike, layout_of
+from evoattn.backends.triton.launch import Kernel, TensorLike, layout_of
 
 __all__ = [
     "PADDING",
@@ -75,6 +75,7 @@ def _row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: tl.co
     return b_row
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "stride_mask_b",
@@ -176,7 +177,8 @@ def prepare_rows(mask: Tensor | None, mask_bias: Tensor | None, block_k: int, un
     bias = torch.empty(b, n, padded, dtype=torch.float32, device=device)
     runs = torch.empty(b, n, width, dtype=torch.int32, device=device)
     flags = None if mask is None else mask.view(torch.uint8)
-    rows_kernel[(b * n,)](
+    rows_kernel(
+        b * n,
         bias if flags is None else flags,
         bias if mask_bias is None else mask_bias,
         bias,

@@ -9,9 +9,8 @@ pair_gradient_kernel    the pair-bias gradient in a fixed order, where results m
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
 from evoattn.backends.triton.bwd_dkdv import MASK_ADD, MASK_NONE, MASK_STORE, dkdv_kernel
 from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, PAIR_STORE, dq_kernel
 from evoattn.backends.triton.bwd_preprocess import PAD, pack_pair_bias, row_spans, statistics
+from evoattn.backends.triton.launch import Layout, layout_for
 from evoattn.backends.triton.prepare import RowBias, loads_wide, prepare_rows
 from evoattn.layouts import empty
 from evoattn.problem import Problem, describe
@@ -47,35 +47,6 @@ _MOST_SPLITS = 4
 """Shares of the rows n, each with a float32 pair-bias gradient of its own: what they cost in memory stays small."""
 
 
-class _Strided(NamedTuple):
-    """Shape and stride of a tensor: what `launch` looks at."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class _Layout(NamedTuple):
-    """How kernels walk through some tensors: strides of all in units of `grain`, and whether offsets are long."""
-
-    grain: int
-    strides: tuple[int, ...]
-    wide: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout_of(tensors: tuple[_Strided, ...]) -> _Layout:
-    grain = launch.grain(*tensors)
-    strides = tuple(stride for tensor in tensors for stride in launch.units(tensor, len(tensor.shape), grain))
-    return _Layout(grain, strides, launch.is_wide(*tensors))
-
-
-def _layout(*tensors: Tensor | None) -> _Layout:
-    """The layout of the tensors (kept: working it out takes 30 us of a call); that of no tensor where one is not given."""
-    if any(tensor is None for tensor in tensors):
-        return _Layout(1, (0, 0, 0, 0), False)
-    return _layout_of(tuple(_Strided(tuple(x.shape), x.stride()) for x in tensors if x is not None))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """What every kernel of one backward call reads. `layout` is that of q, k, v, do and o."""
@@ -93,7 +64,7 @@ class _Call:
     rows: RowBias | None
     scale: float
     heads_inside: bool
-    layout: _Layout
+    layout: Layout
 
     def inputs(self) -> tuple[Tensor, ...]:
         """q, k, v, do, statistics: the first pointers of every kernel."""
@@ -107,7 +78,7 @@ class _Call:
         """Padded queries, and what lies between an lse and its delta, in units of PAD."""
         return self.stats.shape[-1] // PAD, self.stats.numel() // (2 * PAD)
 
-    def constants(self, tiles: Tiles, *more: _Layout) -> dict[str, object]:
+    def constants(self, tiles: Tiles, *more: Layout) -> dict[str, object]:
         """Compile-time constants and launch options of all kernels; `more`: tensors besides, whose offsets may be long."""
         problem = self.problem
         return {
@@ -179,7 +150,7 @@ def run_backward(
         rows=_rows(problem, tiles, mask, mask_bias, scale, q.device),
         scale=scale,
         heads_inside=layout == "bnlhd",
-        layout=_layout(q, k, v, do, o),
+        layout=layout_for(q, k, v, do, o),
     )
     pair = _Pair(call, pair_bias, need=biases[1] is not None, deterministic=deterministic)
     _dq(call, pair, dq)
@@ -284,7 +255,7 @@ def _dq(call: _Call, pair: _Pair, dq: Tensor | None) -> None:
         return
     bias, sums = pair.by_query, pair.sums
     blocks, groups = -(-problem.lq // tiles.block_q), -(-problem.n // tiles.rows)
-    of_bias, of_sums = _layout(bias), _layout(sums)
+    of_bias, of_sums = layout_for(bias), layout_for(sums)
     dq_kernel(
         blocks * groups * problem.h * problem.b,
         *call.inputs(),
@@ -343,7 +314,7 @@ def _dkdv(
     bias = pair.by_key
     transposed = bias is not None and bias.stride(-1) != 1 and bias.stride(-2) == 1
     seen = bias.transpose(2, 3) if bias is not None and transposed else bias
-    of_bias = _layout(seen)
+    of_bias = layout_for(seen)
     blocks = -(-problem.lk // tiles.block_k)
     dkdv_kernel(
         blocks * problem.n * problem.h * problem.b,
@@ -393,7 +364,7 @@ def _pair_in_order(call: _Call, pair: _Pair) -> Tensor:
     size_k = _round_up(blocks_k * tiles.block_k if pair.full_k else blocks_k, PAD)
     partial = call.stats.new_empty(problem.b, splits, problem.h, size_q, size_k)
     spans = None if call.rows is None else row_spans(call.rows, problem.b, problem.n, tiles.block_k)
-    of_bias = _layout(bias)
+    of_bias = layout_for(bias)
     pair_gradient_kernel(
         programs * splits,
         *call.inputs(),
@@ -420,7 +391,7 @@ def _pair_in_order(call: _Call, pair: _Pair) -> Tensor:
         MASK_PAIR=pair.masked(bias),
         FULL_Q=pair.full_q,
         FULL_K=pair.full_k,
-        **call.constants(tiles, of_bias, _layout(partial[0])),
+        **call.constants(tiles, of_bias, layout_for(partial[0])),
     )
     used = partial[..., : problem.lq if pair.full_q else blocks_q, : problem.lk if pair.full_k else blocks_k]
     sizes = (given.shape[0], 1, *given.shape[1:])

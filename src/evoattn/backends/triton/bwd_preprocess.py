@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.launch import Kernel
+from evoattn.backends.triton.launch import Kernel, layout_for
 from evoattn.backends.triton.prepare import RowBias
 from evoattn.backends.triton.primitives import LOG2E, decode, load_tile, wide
 
@@ -126,7 +126,7 @@ def statistics(stats: Tensor, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor |
     """Fill `stats` [2, b, n, h, padded_q]: lse in log2 units and delta, with values that yield P = 0 past the end."""
     b, n, h, lq, c = o.shape
     padded_q = stats.shape[-1]
-    grain = launch.grain(o, do)
+    layout = layout_for(o, do)
     blocks = -(-padded_q // _STATISTICS_ROWS)
     statistics_kernel(
         blocks * n * h * b,
@@ -135,8 +135,7 @@ def statistics(stats: Tensor, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor |
         lse,
         lse if dlse is None else dlse,
         stats,
-        *launch.units(o, 5, grain),
-        *launch.units(do, 5, grain),
+        *layout.strides,
         *launch.strides(dlse, 4),
         n,
         h,
@@ -148,9 +147,9 @@ def statistics(stats: Tensor, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor |
         C=c,
         BLOCK_C=launch.head_block(c),
         BLOCK_Q=_STATISTICS_ROWS,
-        GRAIN=grain,
+        GRAIN=layout.grain,
         HAS_DLSE=dlse is not None,
-        WIDE=launch.is_wide(o, do),
+        WIDE=layout.wide,
         num_warps=4,
     )
 
@@ -220,12 +219,12 @@ def pack_pair_bias(
     shape = (b, h, padded_k, padded_q) if transpose else (b, h, padded_q, padded_k)
     packed = storage[: b * h * padded_q * padded_k].view(shape)
     blocks_q, blocks_k = -(-padded_q // _PACK_TILE), -(-padded_k // _PACK_TILE)
-    grain = launch.grain(pair_bias)
+    layout = layout_for(pair_bias)
     pack_kernel(
         blocks_q * blocks_k * h * b,
         pair_bias,
         packed,
-        *launch.units(pair_bias, 4, grain),
+        *layout.strides,
         h,
         lq,
         lk,
@@ -234,7 +233,7 @@ def pack_pair_bias(
         blocks_q,
         blocks_k,
         BLOCK=_PACK_TILE,
-        GRAIN=grain,
+        GRAIN=layout.grain,
         PAD=PAD,
         EVEN=(padded_q, padded_k) == (lq, lk) and lq % _PACK_TILE == 0 and lk % _PACK_TILE == 0,
         TRANSPOSE=transpose,

@@ -211,11 +211,14 @@ def _print(report: dict[str, Any]) -> None:
     print("\nbackends")
     for status in report["backends"]:
         print(f"  {status['name']:<9} {'available' if status['available'] else 'not available: ' + status['reason']}")
+    unavailable = {status["name"] for status in report["backends"] if not status["available"]}
     print("\nbackend that auto takes")
     for device, by_dtype in report["auto"].items():
         print(f"  {device:<9} " + ", ".join(f"{dtype} {auto['backend'] or 'none'}" for dtype, auto in by_dtype.items()))
         for dtype, auto in by_dtype.items():
             for backend, reasons in auto["refused"].items():
+                if backend in unavailable:  # its reason stands above
+                    continue
                 print(f"  {'':<9} {backend} does not take {dtype}: {'; '.join(reasons)}")
     print("\nself-check against float64: output, LSE and gradients")
     for check in report["checks"]:

@@ -35,9 +35,14 @@ def main() -> None:
     for path in parser.parse_args().results:
         report = json.loads(path.read_text())
         machine = report["machine"]
-        print(
-            f"\n{report['dtype']}, {machine['device']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}\n"
-        )
+        about = [
+            report["dtype"],
+            machine["device"],
+            f"torch {machine['torch']}",
+            f"commit {machine['commit']}",
+            machine["date"],
+        ]
+        print("\n" + ", ".join(about) + "\n")
         print(table(report))
 
 

@@ -142,7 +142,7 @@ class Explanation:
         backend: the backend that would run it, or None if every one asked refuses.
         config: the tile config that this backend would use.
         refused: for each backend that was asked and does not take it, all its reasons.
-        copies: which arguments would be copied because their leading axes cannot be viewed in canonical order.
+        copies: what would be copied because of how the arguments lie in memory, each with the reason.
     """
 
     problem: Problem
@@ -155,7 +155,7 @@ class Explanation:
         lines = [f"problem  {self.problem}", f"backend  {self.backend or 'none takes it'}"]
         if self.config is not None:
             lines.append("config   " + ", ".join(f"{name}={value}" for name, value in self.config.given().items()))
-        lines += [f"copied   {name}: its leading axes cannot be merged as a view" for name in self.copies]
+        lines += [f"copied   {what}" for what in self.copies]
         lines += [f"refused  {name}: {reason}" for name, reasons in self.refused.items() for reason in reasons]
         return "\n".join(lines)
 
@@ -191,7 +191,6 @@ def explain(
         'tiled'
     """
     check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
-    given = {"q": q, "k": k, "v": v}
     canonical = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
     dtype = compute_dtype(q)
     problem = dataclasses.replace(
@@ -211,18 +210,19 @@ def explain(
     asked = AUTO_ORDER if backend == "auto" else (backend,)
     reasons = {name: refusals(name, problem, settings) for name in asked}
     chosen = next((name for name in asked if not reasons[name]), None)
+    copies = [
+        f"{name}: its leading axes cannot be merged as a view"
+        for name, x in (("q", q), ("k", k), ("v", v))
+        if x.numel() and x.data_ptr() != getattr(canonical, name).data_ptr()
+    ]
+    if chosen is not None:
+        copies += backend_module(chosen).copies(canonical.pair_bias, problem.n)
     return Explanation(
         problem=problem,
         backend=chosen,
         config=None if chosen is None else backend_module(chosen).resolve(problem, settings),
         refused={name: why for name, why in reasons.items() if why},
-        copies=[
-            name
-            for name, x in given.items()
-            if x.numel()
-            and x.untyped_storage() is not getattr(canonical, name).untyped_storage()
-            and x.data_ptr() != getattr(canonical, name).data_ptr()
-        ],
+        copies=copies,
     )
 
 

@@ -33,7 +33,7 @@ else:
 
     interpreter.patch()
 
-    from evoattn import numerics, testing
+    from evoattn import explain, numerics, testing
     from evoattn.backends import triton as backend
     from evoattn.backends.triton import launch
     from evoattn.backends.triton.prepare import prepare_rows
@@ -126,6 +126,20 @@ else:
         for pair_bias, length in (("b1hqk", 32), ("11hqk", 45), ("b11qk", 72)):
             case = testing.Case("map", lead=(2,), n=4, lq=length, lk=length, mask="random", pair_bias=pair_bias)
             check(case.make(seed=5), Config(block_q=32, block_k=16))
+
+    def test_explain_tells_the_copy_of_a_pair_bias() -> None:
+        """An odd length and a permuted linear are laid out anew; a whole bias, and one that few rows share, are not."""
+        told = {}
+        for name, changes in {
+            "whole": {"lq": 32, "lk": 32},
+            "odd": {"lq": 33, "lk": 33},
+            "permuted": {"lq": 32, "lk": 32, "strides": "permuted_pair"},
+            "one_row": {"lq": 33, "lk": 33, "n": 1},
+        }.items():
+            inputs = testing.Case(name, **{"n": 8, "pair_bias": "b1hqk", **changes}).make()  # type: ignore[arg-type]
+            explained = explain(inputs.q, inputs.k, inputs.v, pair_bias=inputs.pair_bias, backend="triton")
+            told[name] = [what.split(":")[0] for what in explained.copies]
+        assert told == {"whole": [], "odd": ["pair_bias"], "permuted": ["pair_bias"], "one_row": []}
 
     def test_nothing_outside_is_read_into_the_result() -> None:
         """q, k, v and the pair bias are views of larger tensors that hold NaN all around."""

@@ -33,6 +33,9 @@ class Backend(Protocol):
     def resolve(self, problem: Problem, config: Config) -> Config:
         """The tile config that it would run a problem with."""
 
+    def copies(self, pair_bias: Tensor | None, n: int) -> list[str]:
+        """What it copies once a call because of how the tensors lie in memory, in words; `n` is the number of rows."""
+
     def forward(
         self,
         q: Tensor,

@@ -28,7 +28,7 @@ from evoattn.numerics import accumulate_dtype, row_bias
 from evoattn.problem import Problem, describe
 from evoattn.tuning import Config, TiledPlan, tiled_plan
 
-__all__ = ["NAME", "availability", "backward", "forward", "resolve", "unsupported"]
+__all__ = ["NAME", "availability", "backward", "copies", "forward", "resolve", "unsupported"]
 
 NAME = "tiled"
 
@@ -52,6 +52,11 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 def resolve(problem: Problem, config: Config) -> Config:
     """The block sizes that fit the score budget."""
     return tiled_plan(problem, config).config
+
+
+def copies(pair_bias: Tensor | None, n: int) -> list[str]:
+    """Reads every tensor as it lies."""
+    return []
 
 
 def forward(

@@ -15,7 +15,7 @@ from torch import Tensor
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
-__all__ = ["NAME", "availability", "backward", "forward", "resolve", "unsupported"]
+__all__ = ["NAME", "availability", "backward", "copies", "forward", "resolve", "unsupported"]
 
 NAME = "triton"
 
@@ -67,6 +67,15 @@ def resolve(problem: Problem, config: Config) -> Config:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(problem.device)
     tiles = forward_tiles(problem, config, shared_memory_limit(device))
     return Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+def copies(pair_bias: Tensor | None, n: int) -> list[str]:
+    """The pair bias, where its rows do not load 16 bytes at a time and enough rows n share the copy."""
+    from evoattn.backends.triton.prepare import needs_copy
+
+    if pair_bias is None or not needs_copy(pair_bias, n):
+        return []
+    return ["pair_bias: its rows are not 16-byte aligned with stride 1, so it is laid out anew once a call"]
 
 
 def forward(

@@ -75,7 +75,7 @@ def _figure(growth: Growth, dtype: torch.dtype, machine: str) -> Figure:
 
     figure = Figure(figsize=(10, 5), facecolor="white")
     FigureCanvasAgg(figure)
-    figure.subplots_adjust(left=0.088, right=0.985, top=0.815, bottom=0.165, wspace=0.24)
+    figure.subplots_adjust(left=0.088, right=0.985, top=0.815, bottom=0.165, wspace=0.27)
     sizes = f"{TRIANGLE_HEADS} heads x {CHANNELS} channels, {str(dtype).removeprefix('torch.')}"
     figure.text(0.012, 0.945, f"Triangle attention, forward + backward: {sizes}", fontsize=13, fontweight="bold", color=_INK)
     figure.text(0.012, 0.892, machine, fontsize=9, color=_GREY)
@@ -107,7 +107,6 @@ def _panel(axes: Axes, growth: Growth, label: str, value: Callable[[Cost], float
     axes.set_xlim(growth.lengths[0] / 1.12, growth.lengths[-1] * 1.12)
     axes.set_xlabel("length L (residues; L rows of L x L scores)")
     axes.set_ylabel(label)
-    axes.yaxis.set_label_coords(-0.127, 0.5)
     axes.xaxis.set_major_locator(FixedLocator(_spread(growth.lengths)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:.0f}"))

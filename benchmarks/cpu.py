@@ -24,6 +24,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
+from evoattn.cli.measure import peak_bytes
 from evoattn.testing.cases import Inputs
 
 Step = Callable[[], object]
@@ -94,18 +95,6 @@ def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def peak_bytes(run: Step) -> int:
-    """The most memory held above what stood before, from the allocator's own events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    current = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            peak = max(peak, current)
-    return peak
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -120,7 +109,7 @@ def main() -> int:
     forward = medians({name: step(name, inputs, backward=False) for name in IMPLEMENTATIONS}, options.rounds)
     both = medians({name: step(name, inputs, backward=True) for name in IMPLEMENTATIONS}, options.rounds)
     large = problem(384, 384, dtype)
-    memory = {name: peak_bytes(step(name, large, backward=True)) for name in ("evoattn", "dense")}
+    memory = {name: peak_bytes(step(name, large, backward=True), torch.device("cpu")) for name in ("evoattn", "dense")}
 
     print(
         f"torch {torch.__version__}, {options.threads} threads, {platform.machine()}, {options.dtype},"

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
+from evoattn.cli.measure import peak_bytes
 from evoattn.testing import Inputs
 from evoattn.workloads import WORKLOADS, workload
 
@@ -73,13 +74,8 @@ class Runner:
             values["dpair_bias"] = gradients[3].reshape(expected["dpair_bias"].shape)
         return {name: testing.relative_error(value, expected[name]) for name, value in values.items()}
 
-    def peak_bytes(self) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.backward_of(self.forward())()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated() - before)
+    def both(self) -> tuple[Tensor, ...]:
+        return self.backward_of(self.forward())()
 
 
 def measure(name: str, dtype: torch.dtype, peers: list[str], rounds: int) -> dict[str, Any]:
@@ -100,7 +96,7 @@ def measure(name: str, dtype: torch.dtype, peers: list[str], rounds: int) -> dic
             results[peer] = {
                 "errors": errors,
                 "first_call_s": round(time.perf_counter() - start, 2),
-                "peak_bytes": runner.peak_bytes(),
+                "peak_bytes": peak_bytes(runner.both, inputs.q.device),
             }
             worst = max(errors.values())
             if not worst <= WRONG[dtype]:

@@ -11,6 +11,7 @@ from torch import Tensor
 import evoattn
 from evoattn import ops, testing
 from evoattn.canonical import canonicalise
+from evoattn.cli.measure import peak_bytes
 
 
 def make(**changes: object) -> testing.Inputs:
@@ -240,12 +241,6 @@ def test_scores_in_flight_are_bounded() -> None:
     scores = 64 * 4 * 384 * 384 * 4
     for leaf in inputs.differentiable.values():
         leaf.requires_grad_()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call(inputs, backend="tiled").backward(inputs.do)
-    current = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            peak = max(peak, current)
+    peak = peak_bytes(lambda: call(inputs, backend="tiled").backward(inputs.do), torch.device("cpu"))
     outputs = sum(x.numel() * 4 for x in (inputs.q, inputs.k, inputs.v, inputs.do)) + 4 * 384 * 384 * 4
     assert outputs < peak < outputs + 24 * 2**20 < scores / 3

@@ -42,7 +42,7 @@ def _shift(bias: Tensor) -> Tensor:
 
 def row_shift(mask: Tensor | None, mask_bias: Tensor, dtype: torch.dtype) -> Tensor:
     """The constant that each row's scores are measured from, `[b|1, n|1]`; no gradient flows through it."""
-    bias = _masked_bias(None if mask is None else mask, mask_bias.detach(), dtype)
+    bias = _masked_bias(mask, mask_bias.detach(), dtype)
     return _shift(bias)  # type: ignore[arg-type]
 
 

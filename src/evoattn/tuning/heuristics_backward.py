@@ -55,17 +55,17 @@ class _Line:
 
     Args:
         most: channels that it serves.
-        dq, dq_alone: with and without the pair-bias gradient.
-        dkdv, dkdv_few: with many programs on each processor, and with few.
+        dq, dq_alone: with and without the pair-bias gradient; None where they are the same.
+        dkdv, dkdv_few: with many programs on each processor, and with few; None likewise.
         pair: the pair-bias gradient in a fixed order.
     """
 
     most: int
     dq: Tiles
-    dq_alone: Tiles
     dkdv: Tiles
-    dkdv_few: Tiles
     pair: Tiles
+    dq_alone: Tiles | None = None
+    dkdv_few: Tiles | None = None
 
 
 _HOPPER: tuple[_Line, ...] = (
@@ -102,17 +102,13 @@ _HOPPER: tuple[_Line, ...] = (
     _Line(
         most=128,
         dq=Tiles(64, 32, 4, 2),
-        dq_alone=Tiles(64, 32, 4, 2),
         dkdv=Tiles(32, 64, 4, 2),
-        dkdv_few=Tiles(32, 64, 4, 2),
         pair=Tiles(64, 64, 8, 2),
     ),
     _Line(
         most=256,
         dq=Tiles(64, 32, 8, 1),
-        dq_alone=Tiles(64, 32, 8, 1),
         dkdv=Tiles(32, 32, 8, 1),
-        dkdv_few=Tiles(32, 32, 8, 1),
         pair=Tiles(64, 64, 8, 1),
     ),
 )
@@ -124,31 +120,18 @@ _HALF: tuple[_Line, ...] = (
         dq=Tiles(64, 32, 4, 2, rows=2),
         dq_alone=Tiles(64, 32, 4, 2),
         dkdv=Tiles(32, 64, 4, 2),
-        dkdv_few=Tiles(32, 64, 4, 2),
-        pair=Tiles(64, 64, 8, 2),
-    ),
-    _Line(
-        most=64,
-        dq=Tiles(64, 32, 4, 2),
-        dq_alone=Tiles(64, 32, 4, 2),
-        dkdv=Tiles(32, 64, 4, 2),
-        dkdv_few=Tiles(32, 64, 4, 2),
         pair=Tiles(64, 64, 8, 2),
     ),
     _Line(
         most=128,
         dq=Tiles(64, 32, 4, 2),
-        dq_alone=Tiles(64, 32, 4, 2),
         dkdv=Tiles(32, 64, 4, 2),
-        dkdv_few=Tiles(32, 64, 4, 2),
         pair=Tiles(64, 64, 8, 2),
     ),
     _Line(
         most=256,
         dq=Tiles(64, 32, 8, 1),
-        dq_alone=Tiles(64, 32, 8, 1),
         dkdv=Tiles(32, 32, 8, 1),
-        dkdv_few=Tiles(32, 32, 8, 1),
         pair=Tiles(64, 64, 8, 1),
     ),
 )
@@ -159,33 +142,25 @@ _FLOAT: tuple[_Line, ...] = (
         most=32,
         # Three TF32 products a matmul: 1.5 ms at tri384, where exact products take 4.7. Two rows take 1.3 and spill.
         dq=Tiles(64, 32, 4, 2),
-        dq_alone=Tiles(64, 32, 4, 2),
         dkdv=Tiles(32, 64, 4, 2),
-        dkdv_few=Tiles(32, 64, 4, 2),
         pair=Tiles(32, 64, 4, 2),
     ),
     _Line(
         most=64,
         dq=Tiles(32, 32, 4, 2),
-        dq_alone=Tiles(32, 32, 4, 2),
         dkdv=Tiles(32, 32, 4, 2),
-        dkdv_few=Tiles(32, 32, 4, 2),
         pair=Tiles(32, 32, 4, 2),
     ),
     _Line(
         most=128,
         dq=Tiles(16, 32, 4, 1),
-        dq_alone=Tiles(16, 32, 4, 1),
         dkdv=Tiles(32, 16, 4, 1),
-        dkdv_few=Tiles(32, 16, 4, 1),
         pair=Tiles(16, 32, 4, 1),
     ),
     _Line(
         most=256,
         dq=Tiles(16, 16, 4, 1),
-        dq_alone=Tiles(16, 16, 4, 1),
         dkdv=Tiles(16, 16, 4, 1),
-        dkdv_few=Tiles(16, 16, 4, 1),
         pair=Tiles(16, 16, 4, 1),
     ),
 )
@@ -207,7 +182,7 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
     table = _FLOAT if problem.dtype == torch.float32 else half
     line = next(line for line in table if channels <= line.most)
     sums_pair = problem.pair_bias is not None and problem.needs[4] and not problem.deterministic
-    dq = line.dq if sums_pair else line.dq_alone
+    dq = line.dq if sums_pair else line.dq_alone or line.dq
     if problem.n == 1:
         dq = dataclasses.replace(dq, rows=1)
     saved = _padding(problem.lq, dq.block_q) - _padding(problem.lq, _WARPGROUP_ROWS)
@@ -215,7 +190,7 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
         dq = dataclasses.replace(dq, block_q=_WARPGROUP_ROWS)
     dkdv = line.dkdv
     if problem.b * problem.n * problem.h * problem.lk < _FEW_KEYS:
-        dkdv = line.dkdv_few
+        dkdv = line.dkdv_few or dkdv
     elif dkdv.num_warps == 1 and (problem.lq % dkdv.block_q or not problem.d == problem.c == channels):
         dkdv = dataclasses.replace(dkdv, block_q=32)
     given = {name: value for name, value in config.given().items() if name != "score_bytes"}

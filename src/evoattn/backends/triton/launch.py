@@ -202,7 +202,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 class Kernel:
     """A jitted kernel that remembers what was compiled for calls that look alike.
 
-    Triton's own look-up of a launch with 45 arguments takes 60 us on the host; this one takes 15. Calls look alike when every
+    Triton's own look-up of a launch with 45 arguments is most of what a small call costs the host. Calls look alike when every
     whole number is the same and every tensor has the same dtype and lies on a multiple of 16 bytes or does not: all that
     Triton's compiler may look at.
 

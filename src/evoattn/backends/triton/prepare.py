@@ -14,7 +14,6 @@ from evoattn.backends.triton.launch import Kernel, TensorLike, layout_of
 __all__ = [
     "PADDING",
     "RowBias",
-    "aligned_pair_bias",
     "copy_pair_bias",
     "copy_strides",
     "loads_wide",
@@ -211,13 +210,6 @@ def _broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
     if tensor is None:
         return (0, 0, 0)
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def aligned_pair_bias(pair_bias: Tensor | None, n: int) -> Tensor | None:
-    """pair_bias [b|1,h|1,q|1,k|1] as it is, or a copy whose rows can be loaded 16 bytes at a time; see `needs_copy`."""
-    if pair_bias is None or not needs_copy(pair_bias, n):
-        return pair_bias
-    return copy_pair_bias(pair_bias)
 
 
 def needs_copy(pair_bias: TensorLike, n: int) -> bool:

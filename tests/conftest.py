@@ -7,6 +7,8 @@ import hypothesis
 import pytest
 import torch
 
+from evoattn import eager
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
@@ -20,3 +22,10 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """A test that changes what calls are planned from leaves no plan behind."""
+    yield
+    eager.forget()

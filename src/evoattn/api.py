@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from evoattn import ops
+from evoattn import eager, ops
 from evoattn.canonical import Canonical, canonicalise
 from evoattn.dispatch import AUTO_ORDER, BACKENDS, backend_module, refusals
 from evoattn.layouts import to_canonical, to_user
@@ -110,27 +110,26 @@ def evoformer_attention(
 
     Source: Jumper et al. 2021 (supplementary algorithms 7, 13, 14); DeepSpeed4Science's evoformer attention.
     """
-    check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
-    canonical = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
-    o, lse = ops.forward(
-        canonical.q,
-        canonical.k,
-        canonical.v,
-        canonical.mask,
-        canonical.mask_bias,
-        canonical.pair_bias,
-        None if scale is None else float(scale),
-        layout,
-        _deterministic(deterministic),
-        backend,
-        "" if config is None else config.to_text(),
-    )
-    o = to_user(canonical.restore(o), layout)
+    tensors = (q, k, v, mask, mask_bias, pair_bias)
+    call = eager.find(tensors, scale, layout, return_lse, deterministic, _deterministic(deterministic), backend, config)
+    if call is None or not call.direct:
+        check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
+        c = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
+        settings = "" if config is None else config.to_text()
+        options = (None if scale is None else float(scale), layout, _deterministic(deterministic), backend, settings)
+        if call is not None:
+            call.fill(tensors, c, options)
+    if call is not None and call.direct:
+        o, lse = call(*tensors)
+    else:
+        o, lse = ops.forward(c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias, *options)
+        o, lse = to_user(c.restore(o), layout), c.restore(lse)
     if not return_lse:
         return o
-    if canonical.mask_bias is not None:
-        lse = lse + row_shift(canonical.mask, canonical.mask_bias, lse.dtype)[:, :, None, None]
-    return o, canonical.restore(lse)
+    bias = key_axes(mask_bias, q.ndim)
+    if bias is not None:
+        lse = lse + row_shift(key_axes(mask, q.ndim), bias, lse.dtype)[..., None, None]
+    return o, lse
 
 
 @dataclasses.dataclass(frozen=True)

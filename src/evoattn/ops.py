@@ -6,19 +6,23 @@ torch.compile and torch.export see one opaque operator and no guard on what the 
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from evoattn import layouts
+from evoattn.backends import Backend
 from evoattn.canonical import canonicalise
 from evoattn.dispatch import select
 from evoattn.numerics import accumulate_dtype
 from evoattn.problem import describe
 from evoattn.tuning import Config
 
-__all__ = ["backward", "forward"]
+__all__ = ["Choice", "backward", "choose_backward", "choose_forward", "forget", "forward", "settings"]
 
 _LIB = torch.library.Library("evoattn", "DEF")
 
@@ -35,6 +39,104 @@ forward = torch.ops.evoattn.forward.default
 
 backward = torch.ops.evoattn.backward.default
 """The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements."""
+
+
+@dataclasses.dataclass
+class Choice:
+    """Who runs one pass of calls that look alike. Empty until the first of them.
+
+    Args:
+        backend: the one that takes the problem.
+        config: as the backend takes it.
+        run: what the backend planned, if it plans.
+    """
+
+    backend: Backend | None = None
+    config: Config = dataclasses.field(default_factory=Config)
+    run: Callable[..., Any] | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(*alike: Any) -> Choice:
+    """One choice for all calls whose tensors lie in memory alike and whose options are the same."""
+    return Choice()
+
+
+def forget() -> None:
+    """Choose and plan anew from the next call on, because something other than a call's arguments has changed."""
+    _kept.cache_clear()
+
+
+def _look(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All that a backend may look at in a tensor when it plans."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+
+
+def settings(dtype: torch.dtype) -> str:
+    """All that a backend may look at in torch's settings when it plans, besides determinism, which is an argument."""
+    return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else ""
+
+
+def choose_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float | None,
+    layout: str,
+    deterministic: bool,
+    backend: str,
+    config: str,
+) -> Choice:
+    """Who runs `forward`; raises ValueError if nobody does."""
+    tensors = (q, k, v, mask, mask_bias, pair_bias)
+    looks = [_look(x) for x in tensors]
+    choice = _kept(*looks, scale, layout, deterministic, backend, config, settings(q.dtype))
+    if choice.backend is None:
+        choice.config = Config.from_text(config)
+        chosen = select(describe(*tensors, deterministic=deterministic), backend, choice.config)
+        plan = getattr(chosen, "plan_forward", None)
+        if plan is not None:
+            choice.run = plan(*tensors, scale=_scale(q, scale), layout=layout, config=choice.config)
+        choice.backend = chosen
+    return choice
+
+
+def choose_backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    needs: tuple[bool, ...],
+    scale: float | None,
+    layout: str,
+    deterministic: bool,
+    backend: str,
+    config: str,
+) -> Choice:
+    """Who runs `backward`; raises ValueError if nobody does."""
+    inputs = (q, k, v, mask, mask_bias, pair_bias)
+    tensors = (do, dlse, *inputs, o, lse)
+    looks = [_look(x) for x in tensors]
+    choice = _kept(*looks, needs, scale, layout, deterministic, backend, config, settings(q.dtype))
+    if choice.backend is None:
+        choice.config = Config.from_text(config)
+        problem = describe(*inputs, needs=needs, deterministic=deterministic)  # type: ignore[arg-type]
+        chosen = select(problem, backend, choice.config)
+        plan = getattr(chosen, "plan_backward", None)
+        if plan is not None:
+            wishes: dict[str, Any] = {"needs": needs, "deterministic": deterministic, "config": choice.config}
+            choice.run = plan(*tensors, scale=_scale(q, scale), layout=layout, **wishes)
+        choice.backend = chosen
+    return choice
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -54,10 +156,13 @@ def _forward(
     backend: str,
     config: str,
 ) -> tuple[Tensor, Tensor]:
-    problem = describe(q, k, v, mask, mask_bias, pair_bias, deterministic=deterministic)
-    settings = Config.from_text(config)
-    chosen = select(problem, backend, settings)
-    return chosen.forward(q, k, v, mask, mask_bias, pair_bias, scale=_scale(q, scale), layout=layout, config=settings)
+    tensors = (q, k, v, mask, mask_bias, pair_bias)
+    choice = choose_forward(*tensors, scale, layout, deterministic, backend, config)
+    if choice.run is None:
+        return cast(Backend, choice.backend).forward(*tensors, scale=_scale(q, scale), layout=layout, config=choice.config)
+    o, lse = _fake_forward(*tensors, scale, layout, deterministic, backend, config)
+    choice.run(*tensors, o, lse)
+    return o, lse
 
 
 def _backward(
@@ -78,26 +183,22 @@ def _backward(
     backend: str,
     config: str,
 ) -> tuple[Tensor, ...]:
+    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
     wanted = tuple(needs)
-    problem = describe(q, k, v, mask, mask_bias, pair_bias, needs=wanted, deterministic=deterministic)  # type: ignore[arg-type]
-    settings = Config.from_text(config)
-    gradients = select(problem, backend, settings).backward(
-        do,
-        dlse,
-        q,
-        k,
-        v,
-        mask,
-        mask_bias,
-        pair_bias,
-        o,
-        lse,
-        scale=_scale(q, scale),
-        layout=layout,
-        needs=wanted,
-        deterministic=deterministic,
-        config=settings,
-    )
+    choice = choose_backward(*tensors, wanted, scale, layout, deterministic, backend, config)
+    gradients: tuple[Tensor | None, ...]
+    if choice.run is None:
+        gradients = cast(Backend, choice.backend).backward(
+            *tensors,
+            scale=_scale(q, scale),
+            layout=layout,
+            needs=wanted,
+            deterministic=deterministic,
+            config=choice.config,
+        )
+    else:
+        of_qkv = [layouts.empty(x.shape, layout, x) if need else None for x, need in zip((q, k, v), wanted, strict=False)]
+        gradients = (*of_qkv, *choice.run(*tensors, *of_qkv))
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

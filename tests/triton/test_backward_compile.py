@@ -15,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
-from evoattn.backends.triton.bwd import run_backward
+from evoattn.backends import triton as backend
 from evoattn.tuning import Config
 
 FEW_SPILLS = 32
@@ -47,7 +47,7 @@ class Compiled:
             pair = torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias, device="meta")
         lse = torch.empty(1, self.n, 4, self.length, device="meta")
         with target(arch) as compiled:
-            run_backward(
+            backend.backward(
                 do,
                 None,
                 q,

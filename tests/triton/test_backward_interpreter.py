@@ -31,7 +31,7 @@ else:
 
     interpreter.patch()
 
-    from evoattn import testing
+    from evoattn import eager, testing
     from evoattn.backends.triton import bwd, launch
     from evoattn.tuning import Config
     from evoattn.tuning.heuristics_backward import BackwardTiles, Tiles
@@ -57,6 +57,7 @@ else:
 
     def use(monkeypatch: pytest.MonkeyPatch, tiles: BackwardTiles) -> None:
         monkeypatch.setattr(bwd, "backward_tiles", lambda *_: tiles)
+        eager.forget()
 
     def check(inputs: testing.Inputs, *, deterministic: bool = False, config: Config | None = None) -> None:
         testing.check(testing.run(inputs, "triton", deterministic=deterministic, config=config), inputs)

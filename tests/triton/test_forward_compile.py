@@ -18,8 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import triton
 from ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
+from evoattn.backends import triton as backend
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.fwd import run_forward
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics import forward_shared_bytes, forward_tiles
@@ -50,7 +50,7 @@ class Compiled:
         mask = torch.ones(1, self.n, self.length, dtype=torch.bool) if self.mask else None
         pair = None if self.pair_bias is None else torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias)
         with target(arch) as compiled:
-            run_forward(q, k, v, mask, None, pair, scale=self.d**-0.5, layout="bnlhd", config=Config())
+            backend.forward(q, k, v, mask, None, pair, scale=self.d**-0.5, layout="bnlhd", config=Config())
         return next(report(kernel) for kernel in compiled if kernel.metadata.name == "forward_kernel")
 
 

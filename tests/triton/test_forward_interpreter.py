@@ -36,7 +36,7 @@ else:
     from evoattn import explain, numerics, testing
     from evoattn.backends import triton as backend
     from evoattn.backends.triton import launch
-    from evoattn.backends.triton.prepare import prepare_rows
+    from evoattn.backends.triton.prepare import plan_rows
     from evoattn.canonical import Canonical, canonicalise
     from evoattn.layouts import to_canonical, to_user
     from evoattn.problem import describe
@@ -109,12 +109,11 @@ else:
     def test_runs_of_live_tiles(length: int) -> None:
         generator = torch.Generator().manual_seed(length)
         mask = torch.rand(2, 3, length, generator=generator) < 0.04
-        rows = prepare_rows(mask, None, 16)
-        assert rows is not None
-        padded = torch.nn.functional.pad(mask, (0, rows.bias.shape[-1] - length))
-        assert torch.equal(rows.bias, torch.where(padded, 0.0, -torch.inf))
+        bias, runs_of = plan_rows(mask, None, length, mask.device, 16)(mask, None)
+        padded = torch.nn.functional.pad(mask, (0, bias.shape[-1] - length))
+        assert torch.equal(bias, torch.where(padded, 0.0, -torch.inf))
         for b, n in [(b, n) for b in range(2) for n in range(3)]:
-            count, *ends = rows.runs[b, n].tolist()
+            count, *ends = runs_of[b, n].tolist()
             runs = list(zip(ends[: 2 * count : 2], ends[1 : 2 * count : 2], strict=True))
             live = padded[b, n].reshape(-1, 16).any(-1).tolist()
             assert [tile for first, last in runs for tile in range(first, last)] == [i for i, on in enumerate(live) if on]

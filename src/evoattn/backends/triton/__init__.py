@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from evoattn.layouts import empty
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
-__all__ = ["NAME", "availability", "backward", "copies", "forward", "resolve", "unsupported"]
+__all__ = ["NAME", "availability", "backward", "copies", "forward", "plan_backward", "plan_forward", "resolve", "unsupported"]
 
 NAME = "triton"
 
@@ -71,9 +74,10 @@ def resolve(problem: Problem, config: Config) -> Config:
 
 def copies(pair_bias: Tensor | None, n: int) -> list[str]:
     """The pair bias, where its rows do not load 16 bytes at a time and enough rows n share the copy."""
+    from evoattn.backends.triton.launch import strided
     from evoattn.backends.triton.prepare import needs_copy
 
-    if pair_bias is None or not needs_copy(pair_bias, n):
+    if pair_bias is None or not needs_copy(strided(pair_bias), n):
         return []
     return ["pair_bias: its rows are not 16-byte aligned with stride 1, so it is laid out anew once a call"]
 
@@ -91,10 +95,32 @@ def forward(
     config: Config,
 ) -> tuple[Tensor, Tensor]:
     """o [b,n,h,q,c] and lse [b,n,h,q] of canonical tensors; see `evoattn.backends.triton.fwd`."""
-    from evoattn.backends.triton.fwd import run_forward
+    tensors = (q, k, v, mask, mask_bias, pair_bias)
+    o = empty((*q.shape[:-1], v.shape[-1]), layout, q)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    plan_forward(*tensors, scale=scale, layout=layout, config=config)(*tensors, o, lse)
+    return o, lse
+
+
+def plan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    scale: float,
+    layout: str,
+    config: Config,
+) -> Callable[..., None]:
+    """What computes `forward` for all tensors that lie in memory like these: it takes them, and o and lse to write."""
+    from evoattn.backends.triton import fwd
 
     with _device_of(q):
-        return run_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
+        return _on_device_of(
+            q, fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
+        )
 
 
 def backward(
@@ -116,18 +142,62 @@ def backward(
     config: Config,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dmask_bias, dpair_bias, None where `needs` is False; see `evoattn.backends.triton.bwd`."""
-    from evoattn.backends.triton.bwd import run_backward
+    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
+    run = plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic, config=config)
+    gradients = [empty(x.shape, layout, x) if need else None for x, need in zip((q, k, v), needs, strict=False)]
+    return (*gradients, *run(*tensors, *gradients))
+
+
+def plan_backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    layout: str,
+    needs: tuple[bool, bool, bool, bool, bool],
+    deterministic: bool,
+    config: Config,
+) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+    """What computes `backward` for all tensors that lie in memory like these.
+
+    It takes them, and dq, dk and dv to write, and returns dmask_bias and dpair_bias.
+    """
+    from evoattn.backends.triton import bwd
 
     with _device_of(q):
-        return run_backward(
+        plan = bwd.plan_backward(
             do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse,
             scale=scale, layout=layout, needs=needs, deterministic=deterministic, config=config,
         )  # fmt: skip
+    return _on_device_of(q, plan)
 
 
 def _device_of(tensor: Tensor) -> torch.cuda.device:
     """Triton launches on the current device: make it the tensor's own (a device of -1 changes nothing, for CPU tensors)."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+def _on_device_of(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on the tensor's device; where that is the current one already, asking is all it costs."""
+    if not tensor.is_cuda:
+        return run
+    index = tensor.device.index
+
+    def on_device(*tensors: Tensor | None) -> Any:
+        if torch.cuda.current_device() == index:
+            return run(*tensors)
+        with torch.cuda.device(index):
+            return run(*tensors)
+
+    return on_device
 
 
 def _installed() -> bool:

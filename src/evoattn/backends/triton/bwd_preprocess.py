@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.launch import Kernel, layout_for
+from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, layout_for
 from evoattn.backends.triton.prepare import RowBias
 from evoattn.backends.triton.primitives import LOG2E, decode, load_tile, wide
 
-__all__ = ["PAD", "pack_pair_bias", "row_spans", "row_statistics", "statistics"]
+__all__ = ["PAD", "plan_pack", "plan_row_spans", "plan_statistics", "row_statistics"]
 
 PAD = 16
 """Padded lengths are multiples of this. Kernels take them, and strides over them, in units of it, so that rows load wide."""
@@ -122,19 +121,17 @@ def statistics_kernel(
     tl.store(p_stats + half * PAD + o_in, b_delta, mask=inside)
 
 
-def statistics(stats: Tensor, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-    """Fill `stats` [2, b, n, h, padded_q]: lse in log2 units and delta, with values that yield P = 0 past the end."""
+def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None) -> Launch:
+    """Of (o, do, lse, dlse or lse, stats): fills `stats` [2, b, n, h, padded_q] with lse in log2 units and delta.
+
+    Past the end are values that yield P = 0.
+    """
     b, n, h, lq, c = o.shape
     padded_q = stats.shape[-1]
     layout = layout_for(o, do)
     blocks = -(-padded_q // _STATISTICS_ROWS)
-    statistics_kernel(
+    return statistics_kernel.plan(
         blocks * n * h * b,
-        o,
-        do,
-        lse,
-        lse if dlse is None else dlse,
-        stats,
         *layout.strides,
         *launch.strides(dlse, 4),
         n,
@@ -202,28 +199,24 @@ def pack_kernel(
         tl.store(p_packed, b_pair, mask=(o_q[:, None] < padded_q) & (o_k[None, :] < padded_k))
 
 
-def pack_pair_bias(
-    pair_bias: Tensor, padded_q: int, padded_k: int, *, transpose: bool, storage: Tensor | None = None
-) -> Tensor:
+def plan_pack(pair_bias: Strided, padded_q: int, padded_k: int, *, transpose: bool) -> tuple[Strided, Launch]:
     """A copy of a full pair bias [b,h,q,k] whose tiles load wide and unmasked: zeros up to padded_q and padded_k.
 
     Args:
         pair_bias: any strides.
         padded_q, padded_k: sizes of the last two axes of the result, multiples of PAD.
         transpose: lay it out in memory as [b,h,k,q]; the axes of the result stay [b,h,q,k].
-        storage: flat memory of the same dtype to write into, at least as large as the result.
+
+    Returns:
+        The copy, and the launch of (pair_bias, copy) that fills it.
     """
     b, h, lq, lk = pair_bias.shape
-    if storage is None:
-        storage = torch.empty(b * h * padded_q * padded_k, dtype=pair_bias.dtype, device=pair_bias.device)
-    shape = (b, h, padded_k, padded_q) if transpose else (b, h, padded_q, padded_k)
-    packed = storage[: b * h * padded_q * padded_k].view(shape)
+    area = padded_q * padded_k
+    stride = (h * area, area, 1, padded_q) if transpose else (h * area, area, padded_k, 1)
     blocks_q, blocks_k = -(-padded_q // _PACK_TILE), -(-padded_k // _PACK_TILE)
     layout = layout_for(pair_bias)
-    pack_kernel(
+    fill = pack_kernel.plan(
         blocks_q * blocks_k * h * b,
-        pair_bias,
-        packed,
         *layout.strides,
         h,
         lq,
@@ -239,7 +232,7 @@ def pack_pair_bias(
         TRANSPOSE=transpose,
         num_warps=4,
     )
-    return packed.transpose(2, 3) if transpose else packed
+    return Strided((b, h, padded_q, padded_k), stride, pair_bias.dtype), fill
 
 
 @Kernel
@@ -268,20 +261,19 @@ def row_spans_kernel(p_row, p_spans, stride_row_b, stride_row_n, n_rows, tiles, 
     tl.store(p_spans + 2 * pid + 1, end)
 
 
-def row_spans(rows: RowBias, b: int, n: int, block_k: int) -> Tensor:
-    """int32 `[b, tiles, 2]`: for each key tile, the first row n with a live key in it, and the last plus one."""
+def plan_row_spans(rows: RowBias, b: int, n: int, block_k: int) -> tuple[Strided, Launch]:
+    """int32 `[b, tiles, 2]`, and the launch of (row bias, spans) that fills it.
+
+    For each key tile it has the first row n with a live key in it, and the last plus one.
+    """
     tiles = rows.bias.shape[-1] // block_k
-    spans = torch.empty(b, tiles, 2, dtype=torch.int32, device=rows.bias.device)
-    row_spans_kernel(
+    fill = row_spans_kernel.plan(
         b * tiles,
-        rows.bias,
-        spans,
-        rows.stride_b,
-        rows.stride_n,
+        *rows.strides[:2],
         n,
         tiles,
         BLOCK_K=block_k,
         BLOCK_N=_ROWS_AT_ONCE,
         num_warps=_WARPS_AT_ONCE,
     )
-    return spans
+    return contiguous((b, tiles, 2), torch.int32), fill

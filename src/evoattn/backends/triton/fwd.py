@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.launch import Kernel
-from evoattn.backends.triton.prepare import copy_pair_bias, copy_strides, loads_wide, needs_copy, prepare_rows
+from evoattn.backends.triton.launch import Kernel, Launch, Strided, strided
+from evoattn.backends.triton.prepare import RowBias, copied, loads_wide, needs_copy, plan_rows
 from evoattn.backends.triton.primitives import (
     FLOOR,
     LOG2E,
@@ -27,13 +25,16 @@ from evoattn.backends.triton.primitives import (
     store_tile,
     wide,
 )
-from evoattn.problem import Problem
+from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
-from evoattn.tuning.heuristics import forward_registers, forward_tiles
+from evoattn.tuning.heuristics import ForwardTiles, forward_registers, forward_tiles
 
-__all__ = ["forward_kernel", "run_forward"]
+__all__ = ["forward_kernel", "plan_forward"]
 
 _LOG2E = 1.4426950408889634
+
+_PAIR_ARGUMENT = 5
+"""Where p_pair stands among the kernel's arguments."""
 
 
 @triton.jit
@@ -165,66 +166,103 @@ def forward_kernel(
     store_tile(p_o + first * C, b_o, o_in, tl.arange(0, BLOCK_C), stride_o, 1, left_q, C, True, C != BLOCK_C)
 
 
-class _Strided(NamedTuple):
-    """What a launch depends on in a tensor. A plain tuple, because it is hashed on every call."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    aligned: bool  # whether its first element lies on a multiple of 16 bytes
-
-
-def _strided(tensor: Tensor) -> _Strided:
-    return _Strided(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Launch:
-    """One launch of the kernel: `programs` of them, from query `first_q` in `blocks` blocks, with these constants."""
-
-    programs: int
-    first_q: int
-    blocks: int
-    constants: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Everything that does not change from call to call with the same sizes and strides.
+class Forward:
+    """The launches of a call. Call it with the tensors, and with o and lse to write.
 
     Args:
-        copy_pair: whether the pair bias is first copied to rows that load wide.
-        pair_map: strides of the descriptor through which the pair bias is loaded, or None where pointers load it.
-        strides: of q, k, v and the pair bias, as the kernel takes them.
+        rows: makes the row bias, where there is a mask or a mask bias.
+        pair: the pair bias as it is given.
+        copy_pair: with rows that load wide, where it is copied to such rows first.
+        launches: of the kernel.
     """
 
-    block_k: int
-    copy_pair: bool
-    pair_map: list[int] | None
-    strides: tuple[int, ...]
-    launches: tuple[_Launch, ...]
+    rows: RowBias | None
+    pair: Strided | None
+    copy_pair: Strided | None
+    launches: tuple[Launch, ...]
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        mask_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        row = runs = lse  # stands in for what is not given: never read
+        if self.rows is not None:
+            row, runs = self.rows(mask, mask_bias)
+        p_pair = q
+        if pair_bias is not None:
+            p_pair = pair_bias
+            if self.copy_pair is not None and self.pair is not None:
+                p_pair = launch.empty(self.copy_pair, q.device)
+                p_pair.copy_(pair_bias.as_strided(self.pair.shape, self.pair.stride))
+        for start in self.launches:
+            start(q, k, v, row, runs, p_pair, o, lse)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    q: _Strided, k: _Strided, v: _Strided, pair: _Strided | None, has_row: bool, fold: bool, layout: str, config: Config,
-    precision: str, capability: tuple[int, int] | None, shared_limit: int,
-) -> _Plan:  # fmt: skip
-    """Tiles, strides and constants of a call; kept, because working them out took 50 us of a call's 118."""
-    b, n, h, lq, d = q.shape
-    lk, c = v.shape[-2:]
-    copy_pair = pair is not None and needs_copy(pair, n)
-    if pair is not None and copy_pair:
-        pair = pair._replace(stride=copy_strides(pair.shape), aligned=True)
-    problem = Problem(
-        device="", capability=capability, dtype=q.dtype, b=b, n=n, h=h, lq=lq, lk=lk, d=d, c=c,
-        mask=has_row, pair_bias=None if pair is None else pair.dtype,
-    )  # fmt: skip
-    tiles = forward_tiles(problem, config, shared_limit)
-    grain, grain_pair = launch.grain(q, k, v), launch.grain(pair)
+def plan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    scale: float,
+    layout: str,
+    config: Config,
+) -> Callable[..., None]:
+    """What computes o [b,n,h,q,c], contiguous in `layout`, and lse [b,n,h,q] of tensors that lie in memory like these."""
+    n, lk = q.shape[1], k.shape[-2]
+    if q.shape[:-1].numel() == 0:
+        return _nothing
+    if lk == 0:
+        return _no_keys
+    pair = None if pair_bias is None else strided(pair_bias)
+    copy_pair = copied(pair) if pair is not None and needs_copy(pair, n) else None
+    fold = launch.folds(scale)
+    problem = dataclasses.replace(
+        describe(q, k, v, mask, mask_bias, pair_bias), capability=launch.capability(q.device), needs=(False,) * 5
+    )
+    tiles = forward_tiles(problem, config, launch.shared_memory_limit(q.device))
+    rows = None
+    if mask is not None or mask_bias is not None:
+        rows = plan_rows(mask, mask_bias, lk, q.device, tiles.block_k, unit=scale * _LOG2E if fold else 1.0)
+    launches = _launches(
+        problem,
+        tiles,
+        (strided(q), strided(k), strided(v)),
+        copy_pair or pair,
+        rows,
+        scale,
+        fold,
+        heads_inside=layout == "bnlhd",
+    )
+    return Forward(rows, pair, copy_pair, launches)
+
+
+def _launches(
+    problem: Problem,
+    tiles: ForwardTiles,
+    qkv: tuple[Strided, Strided, Strided],
+    pair: Strided | None,
+    rows: RowBias | None,
+    scale: float,
+    fold: bool,
+    *,
+    heads_inside: bool,
+) -> tuple[Launch, ...]:
+    b, n, h, lq, lk, d, c = problem.b, problem.n, problem.h, problem.lq, problem.lk, problem.d, problem.c
+    grain, grain_pair = launch.grain(*qkv), launch.grain(pair)
     maps = (
-        capability is not None
-        and capability[0] == 9
+        problem.capability is not None
+        and problem.capability[0] == 9
         and pair is not None
         and loads_wide(pair)
         and pair.shape[-2:] == (lq, lk)
@@ -240,74 +278,40 @@ def _plan(
         "GRAIN": grain,
         "GRAIN_PAIR": grain_pair,
         "HAS_PAIR": pair is not None,
-        "HAS_ROW": has_row,
+        "HAS_ROW": rows is not None,
         "EVEN_K": lk % tiles.block_k == 0,
-        "HEADS_INSIDE": layout == "bnlhd",
+        "HEADS_INSIDE": heads_inside,
         "TENSOR_MAP": maps,
         "FOLD": fold,
-        "PRECISION": precision,
-        "WIDE": launch.is_wide(q, k, v, pair),
+        "PRECISION": launch.split_precision(problem.dtype, max(d, c)),
+        "WIDE": launch.is_wide(*qkv, pair),
         "num_stages": tiles.num_stages,
     }
     registers = forward_registers(problem, tiles)
     if registers is not None:
         constants["maxnreg"] = registers
+    strides = sum((launch.units(x, 5, grain) for x in qkv), ()) + launch.units(pair, 4, grain_pair)
+    row_strides = (0, 0, 0, 0) if rows is None else rows.strides
     launches = []
-    for first_q, rows, block_q in launch.split(lq, tiles.block_q):
-        blocks = -(-rows // block_q)
-        variant = {**constants, "BLOCK_Q": block_q, "num_warps": tiles.warps(block_q)}
-        launches.append(_Launch(blocks * n * h * b, first_q, blocks, variant))
-    strides = [launch.units(x, 5, grain) for x in (q, k, v)]
-    return _Plan(
-        block_k=tiles.block_k,
-        copy_pair=copy_pair,
-        pair_map=launch.tensor_map_strides(pair) if pair is not None and maps else None,
-        strides=sum((*strides, launch.units(pair, 4, grain_pair)), ()),
-        launches=tuple(launches),
-    )
-
-
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> tuple[Tensor, Tensor]:
-    """o [b,n,h,q,c] with memory in the order of `layout`, and lse [b,n,h,q], of canonical tensors that the backend takes."""
-    b, n, h, lq, _ = q.shape
-    lk, c = v.shape[-2:]
-    o = q.new_empty(b, n, lq, h, c).transpose(2, 3) if layout == "bnlhd" else q.new_empty(b, n, h, lq, c)
-    lse = torch.empty(b, n, h, lq, dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    if lk == 0:
-        return o.zero_(), lse.fill_(float("-inf"))
-    fold = launch.folds(scale)
-    plan = _plan(
-        _strided(q), _strided(k), _strided(v), None if pair_bias is None else _strided(pair_bias),
-        mask is not None or mask_bias is not None, fold, layout, config, launch.split_precision(q.dtype, max(q.shape[-1], c)),
-        launch.capability(q.device), launch.shared_memory_limit(q.device),
-    )  # fmt: skip
-    p_pair: Any = q  # stands in for what is not given: never read
-    if pair_bias is not None:
-        p_pair = copy_pair_bias(pair_bias) if plan.copy_pair else pair_bias
-    row_bias = prepare_rows(mask, mask_bias, plan.block_k, unit=scale * _LOG2E if fold else 1.0)
-    p_row, p_runs, row_strides = (
-        (lse, lse, (0, 0, 0, 0)) if row_bias is None else (row_bias.bias, row_bias.runs, row_bias.strides)
-    )
-    for one in plan.launches:
-        p_tile = p_pair
-        if plan.pair_map is not None:
-            p_tile = launch.tensor_map(p_pair, plan.pair_map, [1, 1, one.constants["BLOCK_Q"], plan.block_k])
-        forward_kernel(
-            one.programs,
-            q, k, v, p_row, p_runs, p_tile, o, lse, scale, *plan.strides, *row_strides,
-            n, h, lq, lk, one.first_q, one.blocks, **one.constants,
+    for first_q, queries, block_q in launch.split(lq, tiles.block_q):
+        blocks = -(-queries // block_q)
+        through_map = None
+        if pair is not None and maps:
+            through_map = (_PAIR_ARGUMENT, launch.tensor_map(pair, (1, 1, block_q, tiles.block_k)))
+        start = forward_kernel.plan(
+            blocks * n * h * b, scale, *strides, *row_strides, n, h, lq, lk, first_q, blocks,
+            **constants, BLOCK_Q=block_q, num_warps=tiles.warps(block_q), through_map=through_map,
         )  # fmt: skip
-    return o, lse
+        launches.append(start)
+    return tuple(launches)
+
+
+def _nothing(*tensors: Tensor | None) -> None:
+    """No query: nothing to write."""
+
+
+def _no_keys(*tensors: Tensor) -> None:
+    """Queries that attend to nothing, for want of keys."""
+    *_, o, lse = tensors
+    o.zero_()
+    lse.fill_(float("-inf"))

@@ -1,4 +1,4 @@
-"""What a launcher needs to know about tensors and the device: strides, dtypes, matmul precision, shared memory."""
+"""What a plan needs to know about tensors and the device (strides, precision, shared memory), and launches that repeat."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from torch import Tensor
 
 __all__ = [
     "Kernel",
+    "Launch",
     "Layout",
-    "TensorLike",
+    "Strided",
     "capability",
+    "contiguous",
+    "describe_map",
+    "empty",
     "folds",
     "grain",
     "head_block",
     "is_wide",
+    "keeps_compiled",
     "layout_for",
-    "layout_of",
     "on_amd",
     "precision",
     "shared_memory_limit",
     "split",
     "split_precision",
+    "strided",
     "strides",
     "tensor_map",
-    "tensor_map_strides",
     "units",
 ]
-
-TensorLike = Any
-"""A Tensor, or a record of one with `shape` and `stride` as tuples."""
 
 _FOLDABLE_SCALE = 1e-3
 """Below this, bias / scale could leave float32's range for a bias that is itself in range."""
@@ -44,8 +45,33 @@ _MAX_TILE_ROWS = 256
 
 _NO_DEVICE_LIMIT = 1 << 30
 
-_MOST_KEPT = 4096
-"""Launches that a kernel remembers before it forgets them all."""
+
+class Strided(NamedTuple):
+    """What a launch depends on in a tensor that is there, or will be when it is launched."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool = True  # whether its first element lies on a multiple of 16 bytes
+
+
+def strided(tensor: Tensor) -> Strided:
+    """The record of a tensor."""
+    return Strided(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Strided:
+    """The record of a tensor that a plan makes when it runs."""
+    stride, steps = 1, []
+    for size in reversed(shape):
+        steps.append(stride)
+        stride *= size
+    return Strided(shape, tuple(reversed(steps)), dtype)
+
+
+def empty(like: Strided, device: torch.device) -> Tensor:
+    """Memory for a record. torch.empty takes 1.9 us of the host, this 1.1."""
+    return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
 
 
 def on_amd() -> bool:
@@ -83,12 +109,7 @@ def folds(scale: float) -> bool:
     return scale >= _FOLDABLE_SCALE and math.isfinite(scale)
 
 
-def layout_of(tensor: TensorLike) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, stride) of a tensor, or of anything that remembers them as plain tuples."""
-    return tuple(tensor.shape), tensor.stride() if callable(tensor.stride) else tensor.stride
-
-
-def grain(*tensors: TensorLike | None) -> int:
+def grain(*tensors: Strided | None) -> int:
     """The largest power of two up to 16 that divides every stride of the tensors but their innermost one.
 
     Kernels take strides in units of it, as a constant: so a row of 24 channels still loads 16 bytes at a time, and the only
@@ -97,33 +118,31 @@ def grain(*tensors: TensorLike | None) -> int:
     common = _MAX_GRAIN
     for tensor in tensors:
         if tensor is not None:
-            shape, stride = layout_of(tensor)
-            for size, step in zip(shape[:-1], stride[:-1], strict=True):
+            for size, step in zip(tensor.shape[:-1], tensor.stride[:-1], strict=True):
                 common = math.gcd(common, step if size > 1 else 0)
     return common
 
 
-def strides(tensor: TensorLike | None, axes: int) -> tuple[int, ...]:
+def strides(tensor: Strided | None, axes: int) -> tuple[int, ...]:
     """Strides with 0 along axes of size 1, which are thereby broadcast; zeros for a tensor that is not given."""
     if tensor is None:
         return (0,) * axes
-    return tuple(0 if size == 1 else step for size, step in zip(*layout_of(tensor), strict=True))
+    return tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride, strict=True))
 
 
-def units(tensor: TensorLike | None, axes: int, grain: int) -> tuple[int, ...]:
+def units(tensor: Strided | None, axes: int, grain: int) -> tuple[int, ...]:
     """`strides`, all but the innermost in units of `grain`."""
     *outer, inner = strides(tensor, axes)
     return (*(step // grain for step in outer), inner)
 
 
-def is_wide(*tensors: TensorLike | None) -> bool:
+def is_wide(*tensors: Strided | None) -> bool:
     """Whether offsets inside one (b, n, h) can pass 2**31 elements, so that loops over keys must count in 64 bits."""
     return any(_extent(tensor) >= 1 << 31 for tensor in tensors if tensor is not None)
 
 
-def _extent(tensor: TensorLike) -> int:
-    shape, stride = layout_of(tensor)
-    return sum((size + _MAX_TILE_ROWS) * step for size, step in zip(shape[-2:], stride[-2:], strict=True))
+def _extent(tensor: Strided) -> int:
+    return sum((size + _MAX_TILE_ROWS) * step for size, step in zip(tensor.shape[-2:], tensor.stride[-2:], strict=True))
 
 
 class Layout(NamedTuple):
@@ -134,36 +153,34 @@ class Layout(NamedTuple):
     wide: bool
 
 
-class _Strided(NamedTuple):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+def layout_for(*tensors: Strided | None) -> Layout:
+    """The layout of the tensors; that of no tensor where one is not given."""
+    if None in tensors:
+        return Layout(1, (0, 0, 0, 0), False)
+    common = grain(*tensors)
+    each = (units(tensor, len(tensor.shape), common) for tensor in tensors if tensor is not None)
+    return Layout(common, sum(each, ()), is_wide(*tensors))
 
 
-@functools.lru_cache(maxsize=4096)
-def _layout_of(*tensors: tuple[tuple[int, ...], tuple[int, ...]]) -> Layout:
-    strided = [_Strided(*tensor) for tensor in tensors]
-    common = grain(*strided)
-    return Layout(common, sum((units(tensor, len(tensor.shape), common) for tensor in strided), ()), is_wide(*strided))
+def tensor_map(tensor: Strided, block: tuple[int, ...]) -> dict[str, list[int]]:
+    """What `describe_map` needs, to let a kernel load `block`-sized tiles of the tensor, 0 outside it.
 
-
-def layout_for(*tensors: Tensor | None) -> Layout:
-    """The layout of the tensors (kept: working it out takes 30 us of a call); that of no tensor where one is not given."""
-    known = [(tuple(x.shape), x.stride()) for x in tensors if x is not None]
-    return _layout_of(*known) if len(known) == len(tensors) else Layout(1, (0, 0, 0, 0), False)
-
-
-def tensor_map_strides(tensor: TensorLike) -> list[int]:
-    """Strides as the copy engine wants them: those along axes of size 1 are multiples of 16 elements too."""
-    return [
-        _MAX_GRAIN if size == 1 and axis < 3 else step for axis, (size, step) in enumerate(zip(*layout_of(tensor), strict=True))
+    The copy engine wants strides along axes of size 1 to be multiples of 16 elements too.
+    """
+    steps = [
+        _MAX_GRAIN if size == 1 and axis < 3 else step
+        for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride, strict=True))
     ]
+    return {"shape": list(tensor.shape), "strides": steps, "block_shape": list(block)}
 
 
-def tensor_map(tensor: Tensor, strides: list[int], block: list[int]) -> Any:
-    """A descriptor through which a kernel loads `block`-sized tiles of the tensor, 0 outside it."""
+def describe_map(tensor: Tensor, fields: dict[str, list[int]]) -> Any:
+    """A tensor descriptor. Its constructor only checks what the plan has seen to, and takes 3 us of the host."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(tensor, list(tensor.shape), strides, block)
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields, base=tensor)
+    return descriptor
 
 
 def split(length: int, block: int) -> Iterator[tuple[int, int, int]]:
@@ -200,42 +217,89 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 class Kernel:
-    """A jitted kernel that remembers what was compiled for calls that look alike.
-
-    Triton's own look-up of a launch with 45 arguments is most of what a small call costs the host. Calls look alike when every
-    whole number is the same and every tensor has the same dtype and lies on a multiple of 16 bytes or does not: all that
-    Triton's compiler may look at.
+    """A jitted kernel whose launches are planned once and then repeated.
 
     Args:
-        jitted: a `triton.jit` function whose compile-time constants come after all its other parameters.
+        jitted: a `triton.jit` function that takes tensors, then numbers, then compile-time constants.
     """
 
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
-        self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._constants = tuple(p.name for p in getattr(jitted, "params", ()) if p.is_constexpr)
+        self.constants = tuple(p.name for p in getattr(jitted, "params", ()) if p.is_constexpr)
 
-    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
-        """Launch `programs` programs on the current stream of the first argument's device, which is the current one."""
-        first = arguments[0]
-        if not first.is_cuda or on_amd():
-            self.jitted[(programs,)](*arguments, **constants)
+    def plan(
+        self, programs: int, *numbers: float, through_map: tuple[int, dict[str, list[int]]] | None = None, **constants: Any
+    ) -> Launch:
+        """A launch of `programs` programs that lacks nothing but the tensors.
+
+        through_map: which of them goes through a tensor map, and what that map is (see `tensor_map`).
+        """
+        return Launch(self, programs, numbers, constants, through_map)
+
+
+class Launch:
+    """One launch, for tensors that always have the same dtypes and alignment, on one device.
+
+    The first goes through Triton's own look-up, which takes most of a small call with 45 arguments. What that found is launched
+    directly from then on: with addresses in place of tensors, which also spares the driver's look at every pointer.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        programs: int,
+        numbers: tuple[float, ...],
+        constants: dict[str, Any],
+        through_map: tuple[int, dict[str, list[int]]] | None,
+    ) -> None:
+        self.kernel = kernel
+        self.programs = programs
+        self.numbers = numbers
+        self.constants = constants
+        self.through_map = through_map
+        self._compiled: Any = None
+        self._fixed: tuple[Any, ...] = ()
+        self._device = -1
+        self._stream: Any = None
+        self._hooks: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch on the current stream of the tensors' device, which is the current one."""
+        compiled = self._compiled
+        if compiled is None:
+            self._first(tensors)
             return
-        looks = [argument if argument.__class__ is int else _look(argument) for argument in arguments]
-        key = (first.device.index, *looks, *constants.values())
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[(programs, 1, 1)](*arguments, *[constants[name] for name in self._constants])
+        arguments = self._mapped(tensors, [*map(Tensor.data_ptr, tensors)])
+        if self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
+            compiled[(self.programs, 1, 1)](*arguments, *self._fixed)
             return
-        if len(self._compiled) >= _MOST_KEPT:
-            self._compiled.clear()
-        self._compiled[key] = self.jitted[(programs,)](*arguments, **constants)
+        stream = self._stream(self._device)
+        compiled.run(
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *self._fixed
+        )
+
+    def _mapped(self, tensors: tuple[Tensor, ...], arguments: list[Any]) -> list[Any]:
+        """The arguments, with a descriptor in the place of the tensor that goes through a map."""
+        if self.through_map is not None:
+            which, fields = self.through_map
+            arguments[which] = describe_map(tensors[which], fields)
+        return arguments
+
+    def _first(self, tensors: tuple[Tensor, ...]) -> None:
+        arguments = self._mapped(tensors, list(tensors))
+        compiled = self.kernel.jitted[(self.programs,)](*arguments, *self.numbers, **self.constants)
+        if not keeps_compiled(tensors[0]):
+            return
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._fixed = (*self.numbers, *[self.constants[name] for name in self.kernel.constants])
+        self._device = tensors[0].device.index
+        self._stream = driver.active.get_current_stream
+        self._hooks = knobs.runtime
+        self._compiled = compiled
 
 
-def _look(argument: Any) -> Any:
-    """What a compiler may look at in an argument that is no whole number."""
-    if argument.__class__ is float:
-        return float
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return argument.base.dtype, tuple(argument.block_shape)  # a tensor descriptor
+def keeps_compiled(tensor: Tensor) -> bool:
+    """Whether a launch for this tensor can be repeated directly; AMD's compiler also looks at how large tensors are."""
+    return tensor.is_cuda and not on_amd()

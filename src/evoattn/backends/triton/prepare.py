@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.backends.triton.launch import Kernel, TensorLike, layout_of
+from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, empty, strided, strides
 
 __all__ = [
     "PADDING",
     "RowBias",
-    "copy_pair_bias",
-    "copy_strides",
+    "copied",
     "loads_wide",
     "needs_copy",
-    "prepare_rows",
+    "plan_rows",
 ]
 
 PADDING = 128
@@ -35,30 +34,28 @@ _ROWS_WORTH_A_COPY = 4
 
 @dataclasses.dataclass(frozen=True)
 class RowBias:
-    """Mask and mask_bias of one call as the kernels read them.
+    """How mask and mask_bias of a call become what the kernels read. Call it with both tensors, or None, for bias and runs.
 
     Args:
         bias: float32 [b|1, n|1, padded], in log2 units over `unit`, measured from each row's largest entry, -inf where a key is
             off or past the end.
         runs: int32 [b|1, n|1, 1 + 2 * runs]: how many runs of live tiles, then (first tile, last tile + 1) of each.
             A tile of `block_k` keys is live when any of them is above -inf.
-        block_k: keys of a tile in `runs`.
-        stride_b, stride_n: strides of `bias`, 0 along a broadcast axis.
-        runs_stride_b, runs_stride_n: likewise of `runs`.
+        strides: of bias and then of runs over b and n, 0 along a broadcast axis, in the order in which kernels take them.
+        device: where both are made.
+        launch: fills them.
     """
 
-    bias: Tensor
-    runs: Tensor
-    block_k: int
-    stride_b: int
-    stride_n: int
-    runs_stride_b: int
-    runs_stride_n: int
+    bias: Strided
+    runs: Strided
+    strides: tuple[int, ...]
+    device: torch.device
+    launch: Launch
 
-    @property
-    def strides(self) -> tuple[int, int, int, int]:
-        """stride_b, stride_n, runs_stride_b, runs_stride_n, in the order in which kernels take them."""
-        return self.stride_b, self.stride_n, self.runs_stride_b, self.runs_stride_n
+    def __call__(self, mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias, runs = empty(self.bias, self.device), empty(self.runs, self.device)
+        self.launch(bias if mask is None else mask, bias if mask_bias is None else mask_bias, bias, runs)
+        return bias, runs
 
 
 @triton.jit
@@ -156,63 +153,41 @@ def rows_kernel(
     tl.store(p_runs, begun)
 
 
-def prepare_rows(mask: Tensor | None, mask_bias: Tensor | None, block_k: int, unit: float = 1.0) -> RowBias | None:
-    """Join mask and mask_bias, both [b|1,n|1,k] with any strides, into a RowBias; None if neither is given.
+def plan_rows(
+    mask: Tensor | None, mask_bias: Tensor | None, lk: int, device: torch.device, block_k: int, unit: float = 1.0
+) -> RowBias:
+    """Join mask and mask_bias, both [b|1,n|1,k] with any strides; without either, what is -inf past the last of lk keys.
 
     Args:
         mask: True = attend.
         mask_bias: additive, any float dtype.
+        lk: keys.
+        device: where the kernels run.
         block_k: keys of a tile, for the runs of live tiles.
         unit: what the bias is divided by, in log2 units: the unit of scores that a kernel's accumulator holds.
     """
-    given = [tensor for tensor in (mask, mask_bias) if tensor is not None]
-    if not given:
-        return None
-    lk = given[0].shape[-1]
-    b, n = (max(tensor.shape[axis] for tensor in given) for axis in (0, 1))
+    b, n = (max([1, *(x.shape[axis] for x in (mask, mask_bias) if x is not None)]) for axis in (0, 1))
     padded = -(-lk // PADDING) * PADDING
-    width = 1 + 2 * (padded // block_k // 2 + 1)
-    device = given[0].device
-    bias = torch.empty(b, n, padded, dtype=torch.float32, device=device)
-    runs = torch.empty(b, n, width, dtype=torch.int32, device=device)
-    flags = None if mask is None else mask.view(torch.uint8)
-    rows_kernel(
+    bias = contiguous((b, n, padded), torch.float32)
+    runs = contiguous((b, n, 1 + 2 * (padded // block_k // 2 + 1)), torch.int32)
+    launch = rows_kernel.plan(
         b * n,
-        bias if flags is None else flags,
-        bias if mask_bias is None else mask_bias,
-        bias,
-        runs,
-        *_broadcast_strides(flags),
-        *_broadcast_strides(mask_bias),
+        *strides(None if mask is None else strided(mask), 3),
+        *strides(None if mask_bias is None else strided(mask_bias), 3),
         n,
         lk,
         padded,
-        width,
+        runs.shape[2],
         _LOG2E / unit,
-        HAS_MASK=flags is not None,
+        HAS_MASK=mask is not None,
         HAS_BIAS=mask_bias is not None,
         BLOCK_K=block_k,
         TILES=_CHUNK // block_k,
     )
-    return RowBias(
-        bias=bias,
-        runs=runs,
-        block_k=block_k,
-        stride_b=padded * n if b > 1 else 0,
-        stride_n=padded if n > 1 else 0,
-        runs_stride_b=width * n if b > 1 else 0,
-        runs_stride_n=width if n > 1 else 0,
-    )
+    return RowBias(bias, runs, strides(bias, 3)[:2] + strides(runs, 3)[:2], device, launch)
 
 
-def _broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """Strides of a [b|1,n|1,k] tensor with 0 along axes of size 1; zeros when it is not given."""
-    if tensor is None:
-        return (0, 0, 0)
-    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def needs_copy(pair_bias: TensorLike, n: int) -> bool:
+def needs_copy(pair_bias: Strided, n: int) -> bool:
     """Whether copying a pair bias first is cheaper than loading it as it lies.
 
     An odd length or a permuted bias would be loaded element by element, on every row n.
@@ -220,25 +195,16 @@ def needs_copy(pair_bias: TensorLike, n: int) -> bool:
     return n >= _ROWS_WORTH_A_COPY and pair_bias.shape[-1] > 1 and not loads_wide(pair_bias)
 
 
-def copy_pair_bias(pair_bias: Tensor) -> Tensor:
+def copied(pair_bias: Strided) -> Strided:
     """The same values, with rows that start on multiples of 16 elements and run with stride 1."""
-    *outer, lk = pair_bias.shape
-    room = copy_strides(pair_bias.shape)[-2]
-    copy = torch.empty(*outer, room, dtype=pair_bias.dtype, device=pair_bias.device)[..., :lk]
-    return copy.copy_(pair_bias)
-
-
-def copy_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Strides of what `copy_pair_bias` returns for this shape."""
-    _, h, lq, lk = shape
+    _, h, lq, lk = pair_bias.shape
     room = -(-lk // _ALIGNMENT) * _ALIGNMENT
-    return h * lq * room, lq * room, room, 1
+    return Strided(pair_bias.shape, (h * lq * room, lq * room, room, 1), pair_bias.dtype)
 
 
-def loads_wide(pair_bias: TensorLike) -> bool:
+def loads_wide(pair_bias: Strided) -> bool:
     """Whether rows of pair_bias start 16-byte aligned and run with stride 1."""
     per_load = 16 // pair_bias.dtype.itemsize
-    shape, (*outer, inner) = layout_of(pair_bias)
-    aligned = all(stride % per_load == 0 for stride, size in zip(outer, shape[:-1], strict=True) if size > 1)
-    starts = pair_bias.data_ptr() % 16 == 0 if isinstance(pair_bias, Tensor) else pair_bias.aligned
-    return inner == 1 and aligned and starts
+    *outer, inner = pair_bias.stride
+    aligned = all(step % per_load == 0 for step, size in zip(outer, pair_bias.shape[:-1], strict=True) if size > 1)
+    return inner == 1 and aligned and pair_bias.aligned

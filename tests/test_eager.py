@@ -1,0 +1,417 @@
+"""The short way of an eager call: taken when nothing special is going on, left for the operators when anything is."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import evoattn
+from evoattn import eager, ops, testing
+from evoattn.backends import reference
+
+
+class Planner:
+    """Gives the reference backend plans, which read memory as it was planned whatever the shapes of what comes; counts runs."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.backwards = 0
+
+    @staticmethod
+    def views(planned: tuple[Tensor | None, ...]) -> Callable[..., list[Any]]:
+        looks = [None if x is None else (x.shape, x.stride()) for x in planned]
+
+        def views(tensors: Any) -> list[Any]:
+            assert not any(x is not None and x.is_neg() for x in tensors), "memory holds the opposite sign"
+            return [x if look is None else x.as_strided(*look) for x, look in zip(tensors, looks, strict=True)]
+
+        return views
+
+    def plan_forward(self, *tensors: Tensor | None, scale: float, layout: str, config: evoattn.Config) -> Callable[..., None]:
+        view = self.views(tensors)
+
+        @torch.no_grad()
+        def run(*tensors: Any) -> None:
+            self.forwards += 1
+            *inputs, o, lse = tensors
+            made = reference.forward(*view(inputs), scale=scale, layout=layout, config=config)
+            for out, value in zip((o, lse), made, strict=True):
+                out.as_strided(value.shape, value.stride()).copy_(value)
+
+        return run
+
+    def plan_backward(self, *tensors: Tensor | None, **options: Any) -> Callable[..., tuple[Tensor | None, ...]]:
+        view = self.views(tensors)
+
+        @torch.no_grad()
+        def run(*tensors: Any) -> tuple[Tensor | None, ...]:
+            self.backwards += 1
+            made = reference.backward(*view(tensors[:10]), **options)
+            for out, value in zip(tensors[10:], made, strict=False):
+                if out is not None:
+                    out.as_strided(value.shape, value.stride()).copy_(value)
+            return made[3:]
+
+        return run
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
+    planner = Planner()
+    monkeypatch.setattr(reference, "plan_forward", planner.plan_forward, raising=False)
+    monkeypatch.setattr(reference, "plan_backward", planner.plan_backward, raising=False)
+    eager.forget()
+    return planner
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that are called by name, as they are called."""
+    called: list[str] = []
+
+    def spy(name: str) -> Callable[..., Any]:
+        operator = getattr(ops, name)
+
+        def call(*arguments: Any) -> Any:
+            called.append(name)
+            return operator(*arguments)
+
+        return call
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(ops, name, spy(name))
+    return called
+
+
+def attend(*tensors: Tensor | None, **options: Any) -> Tensor:
+    q, k, v, mask_bias, pair_bias = tensors
+    return evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, backend="reference", **options)  # type: ignore
+
+
+def leaves(dtype: torch.dtype = torch.float32, **changes: Any) -> list[Tensor]:
+    settings = {"n": 2, "lq": 5, "lk": 6, "d": 4, "mask_bias": "finite", "pair_bias": "b1hqk", "dtype": dtype, **changes}
+    inputs = testing.Case("eager", **settings).make(seed=3)
+    return [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.mask_bias, inputs.pair_bias) if x is not None]
+
+
+def step(arguments: list[Tensor], **options: Any) -> list[Tensor]:
+    output = attend(*arguments, **options)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, arguments, cotangent)]
+
+
+@pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
+def test_awkward_case(case: testing.Case, planner: Planner) -> None:
+    """Both ways give what the oracle gives, twice: when the call is worked out, and when it is known."""
+    inputs = case.make(seed=1)
+    for _ in range(2):
+        testing.check(testing.run(inputs, "reference"), inputs)
+
+
+@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+@pytest.mark.parametrize("lead", [(), (1,), (2,), (2, 3)])
+@pytest.mark.parametrize("pair_bias", ["11hqk", "b1hqk", None])
+def test_plain_calls_go_straight_to_the_plan(
+    planner: Planner, operators: list[str], lead: tuple[int, ...], layout: str, pair_bias: str | None
+) -> None:
+    if not lead and pair_bias:
+        pair_bias = pair_bias[1:]
+    inputs = testing.Case("plain", lead=lead, layout=layout, mask="random", pair_bias=pair_bias).make(seed=2)  # type: ignore
+    testing.check(testing.run(inputs, "reference"), inputs)
+    assert operators == []
+    assert (planner.forwards, planner.backwards) == (1, 1)
+
+
+def test_the_same_graph_of_autograd(planner: Planner, operators: list[str]) -> None:
+    """Only what requires a gradient is recorded, and nothing is where gradients are off."""
+    tensors = leaves()
+    assert not attend(*(x.detach() for x in tensors)).requires_grad
+    with torch.no_grad():
+        assert not attend(*tensors).requires_grad
+    assert attend(*tensors).requires_grad
+    with torch.inference_mode():
+        assert attend(*tensors).is_inference()
+    q, k, v, mask_bias, pair_bias = (x.detach() for x in tensors)
+    output = attend(q, k, v, mask_bias, pair_bias.requires_grad_())
+    (gradient,) = torch.autograd.grad(output.sum(), pair_bias)
+    assert gradient.shape == pair_bias.shape
+    assert operators == []
+
+
+def test_an_expanded_bias_has_its_gradient_in_the_expanded_shape(planner: Planner, operators: list[str]) -> None:
+    *rest, pair_bias = leaves(lead=(2,), pair_bias="11hqk")
+    expected = step([*rest, pair_bias])
+    expanded = pair_bias.detach().expand(2, -1, -1, -1, -1).requires_grad_()
+    assert expanded.stride(0) == 0
+    found = step([*rest, expanded])
+    assert found[-1].shape == expanded.shape
+    torch.testing.assert_close(found[-1].sum(0, keepdim=True), expected[-1])
+    assert operators == []
+
+
+def test_an_input_changed_before_the_backward_is_noticed(planner: Planner) -> None:
+    tensors = leaves()
+    output = attend(*tensors)
+    with torch.no_grad():
+        tensors[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def negated(x: Tensor) -> Tensor:
+    """The same values, as torch keeps them when it has put off to change their sign."""
+    lazy = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert lazy.is_neg()
+    return lazy
+
+
+def in_a_function_mode(tensors: list[Tensor]) -> None:
+    with Functions():
+        attend(*tensors)
+
+
+def traced(tensors: list[Tensor]) -> None:
+    torch.jit.trace(lambda *x: attend(*x), tuple(tensors), check_trace=False)
+
+
+SPECIAL: dict[str, Callable[[list[Tensor]], object]] = {
+    "vmap": lambda x: torch.func.vmap(attend)(*(torch.stack([y, y]) for y in x)),
+    "function mode": in_a_function_mode,
+    "subclass": lambda x: attend(x[0].as_subclass(Subclass), *x[1:]),
+    "subclass bias": lambda x: attend(*x[:4], x[4].as_subclass(Subclass)),
+    "traceable subclass": lambda x: attend(*(TwoTensor(y, y.clone()) for y in x)),
+    "negative": lambda x: attend(negated(x[0]), *x[1:]),
+    "trace": traced,
+    "one head": lambda x: attend(x[0], x[1][..., :1, :].clone().requires_grad_(), *x[2:]),
+    "shared mask bias": lambda x: attend(*x[:3], x[3][..., :1].clone().requires_grad_(), x[4]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("special", SPECIAL)
+def test_special_calls_take_the_operator(planner: Planner, operators: list[str], special: str) -> None:
+    """Also right after plain ones that look the same."""
+    tensors = [x.detach() for x in leaves()]
+    attend(*tensors)
+    assert operators == []
+    SPECIAL[special](tensors)
+    assert "forward" in operators
+    operators.clear()
+    attend(*tensors)
+    assert operators == []
+
+
+def test_a_dispatch_mode_sees_the_operators(planner: Planner) -> None:
+    seen = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    tensors = leaves()
+    output = attend(*tensors)  # recorded before the mode is on: its backward has to be seen all the same
+    with Sees():
+        attend(*tensors)
+        output.sum().backward()
+    assert {ops.forward, ops.backward} <= set(seen)
+
+
+def test_negative_tensors_have_their_sign(planner: Planner) -> None:
+    """torch puts off to negate; memory holds the opposite sign. Cotangents come like that too."""
+    tensors = [x.detach() for x in leaves()]
+    torch.testing.assert_close(attend(negated(tensors[0]), *tensors[1:]), attend(*tensors))
+    arguments = leaves()
+    output = attend(*arguments)
+    cotangent = torch.randn_like(output)
+    expected = torch.autograd.grad(output, arguments, cotangent, retain_graph=True)
+    for value, other in zip(torch.autograd.grad(output, arguments, negated(cotangent)), expected, strict=True):
+        torch.testing.assert_close(value, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_autocast(planner: Planner, operators: list[str], dtype: torch.dtype) -> None:
+    """What autocast would cast takes the operator; what it leaves alone need not."""
+    tensors = [x.detach() for x in leaves(dtype)]
+    attend(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = attend(*tensors)
+        assert o.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
+        assert ("forward" in operators) == (dtype == torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            assert attend(*tensors).dtype == dtype
+
+
+def test_batched_cotangents_and_second_derivatives(planner: Planner, operators: list[str]) -> None:
+    arguments = leaves()
+    output = attend(*arguments)
+    cotangents = torch.randn(3, *output.shape)
+    together = torch.autograd.grad(output, arguments, cotangents, is_grads_batched=True, retain_graph=True)
+    assert operators == ["backward"]
+    looped = [torch.autograd.grad(output, arguments, cotangent, retain_graph=True) for cotangent in cotangents]
+    for value, expected in zip(together, zip(*looped, strict=True), strict=True):
+        torch.testing.assert_close(value, torch.stack(expected))
+    first = torch.autograd.grad(output.sum(), arguments, create_graph=True)  # a cotangent that needs no gradient itself
+    for gradient in first:
+        assert gradient.requires_grad
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(gradient.sum(), arguments[0], retain_graph=True)
+    for value, other in zip(first, torch.autograd.grad(output.sum(), arguments), strict=True):
+        torch.testing.assert_close(value, other)
+
+
+def test_forward_mode_is_refused(planner: Planner) -> None:
+    tensors = [x.detach() for x in leaves()]
+    attend(*tensors)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            attend(dual, *tensors[1:])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(planner: Planner, reentrant: bool) -> None:
+    arguments = leaves()
+    expected = step(arguments)[1:]
+    output = checkpoint(attend, *arguments, use_reentrant=reentrant)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    output.backward(cotangent)
+    for x, other in zip(arguments, expected, strict=True):
+        torch.testing.assert_close(x.grad, other)
+    assert planner.backwards == 2
+
+
+def test_saved_tensor_hooks_may_change_the_strides(planner: Planner) -> None:
+    """What comes back may lie elsewhere in memory, and otherwise."""
+    arguments = leaves(strides="transposed")
+    expected = step(arguments)
+    packed = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x)
+        return x.detach().clone(memory_format=torch.contiguous_format)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)):
+        for value, other in zip(step(arguments), expected, strict=True):
+            torch.testing.assert_close(value, other)
+    assert packed
+
+
+def test_validation_is_not_skipped_for_what_looks_alike(planner: Planner) -> None:
+    """1 equals True, and has its hash."""
+    tensors = leaves()
+    attend(*tensors, deterministic=True, scale=1.0, return_lse=False)
+    for wrong, message in (
+        ({"deterministic": 1}, "deterministic must be"),
+        ({"scale": True}, "scale must be"),
+        ({"return_lse": 0}, "return_lse must be"),
+        ({"layout": ["bnlhd"]}, "layout must be"),
+        ({"config": {}}, "config must be"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            attend(*tensors, **{"deterministic": True, "scale": 1.0, **wrong})
+    with pytest.raises(TypeError, match="k must have the dtype of q"):
+        attend(tensors[0], tensors[1].double(), *tensors[2:])
+    with pytest.raises(ValueError, match="cannot run this problem"):
+        attend(*tensors, config=evoattn.Config(block_q=16))
+
+
+def test_settings_are_part_of_a_call(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Determinism and the precision of float32 products are looked at on every call."""
+    tensors = [x.detach() for x in leaves()]
+    found = {}
+    for name in ("", "deterministic", "tf32"):
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        precision = torch.backends.cuda.matmul.fp32_precision
+        try:
+            torch.use_deterministic_algorithms(name == "deterministic", warn_only=True)
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
+            attend(*tensors)
+            inputs = (*tensors[:3], None, *tensors[3:])
+            asked = torch.are_deterministic_algorithms_enabled()
+            found[name] = eager.find(inputs, None, "bnlhd", False, None, asked, "reference", None)
+        finally:
+            torch.use_deterministic_algorithms(deterministic)
+            torch.backends.cuda.matmul.fp32_precision = precision
+    assert all(call is not None and call.direct for call in found.values())
+    assert len({id(call) for call in found.values()}) == 3
+
+
+def test_alignment_is_part_of_a_call(planner: Planner) -> None:
+    """Kernels load 16 bytes at a time where tensors start on a multiple of them."""
+    q, k, v, mask_bias, pair_bias = (x.detach() for x in leaves())
+    moved = torch.empty(pair_bias.numel() + 1)[1:].view(pair_bias.shape).copy_(pair_bias)
+    calls = [
+        eager.find((q, k, v, None, mask_bias, bias), None, "bnlhd", False, None, False, "reference", None)
+        for bias in (pair_bias, moved, pair_bias.clone())
+    ]
+    assert calls[0] is calls[2] is not calls[1]
+
+
+def test_a_kept_call_holds_no_tensor(planner: Planner) -> None:
+    tensors = leaves()
+    step(tensors)
+    dead = [weakref.ref(x) for x in tensors]
+    del tensors
+    gc.collect()
+    assert [x() for x in dead] == [None] * len(dead)
+
+
+def test_without_the_private_names_the_operator_is_called(
+    planner: Planner, operators: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "_PRIVATE", (*eager._PRIVATE, "_renamed_in_another_torch"))
+    eager._states.cache_clear()
+    try:
+        arguments = leaves()
+        step(arguments)
+        assert operators == ["forward", "backward"]
+    finally:
+        monkeypatch.undo()
+        eager._states.cache_clear()
+
+
+def test_compiled_code_sees_one_operator(planner: Planner) -> None:
+    """After eager calls that look the same, and with a module's parameters."""
+    torch._dynamo.reset()
+    arguments = leaves()
+    expected = step(arguments)
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list) -> Callable:
+        graphs.append(copy.deepcopy(graph))
+        return graph.forward
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(*arguments), expected[0])
+    assert ops.forward in {node.target for node in graphs[0].graph.nodes}
+
+
+def test_a_backward_under_compiled_autograd(planner: Planner) -> None:
+    torch._dynamo.reset()
+    arguments = leaves()
+    expected = step(arguments)
+    output = attend(*arguments)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        output.backward(cotangent)
+    for x, other in zip(arguments, expected[1:], strict=True):
+        torch.testing.assert_close(x.grad, other)

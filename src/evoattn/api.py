@@ -139,7 +139,8 @@ class Explanation:
     Args:
         problem: the call in canonical axes.
         backend: the backend that would run it, or None if every one asked refuses.
-        config: the tile config that this backend would use.
+        config: the tile config that this backend would use, of the forward where the backward has its own.
+        backward: the tiles of each kernel of the backward that gradients need, where the backend has some of its own.
         refused: for each backend that was asked and does not take it, all its reasons.
         copies: what would be copied because of how the arguments lie in memory, each with the reason.
     """
@@ -149,14 +150,20 @@ class Explanation:
     config: Config | None
     refused: dict[str, list[str]]
     copies: list[str]
+    backward: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"problem  {self.problem}", f"backend  {self.backend or 'none takes it'}"]
         if self.config is not None:
-            lines.append("config   " + ", ".join(f"{name}={value}" for name, value in self.config.given().items()))
+            lines.append(f"config   {_settings(self.config.given())}")
+        lines += [f"backward {kernel}: {_settings(tiles)}" for kernel, tiles in self.backward.items()]
         lines += [f"copied   {what}" for what in self.copies]
         lines += [f"refused  {name}: {reason}" for name, reasons in self.refused.items() for reason in reasons]
         return "\n".join(lines)
+
+
+def _settings(values: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def explain(
@@ -214,14 +221,18 @@ def explain(
         for name, x in (("q", q), ("k", k), ("v", v))
         if x.numel() and x.data_ptr() != getattr(canonical, name).data_ptr()
     ]
+    backward: dict[str, dict[str, int]] = {}
     if chosen is not None:
         copies += backend_module(chosen).copies(canonical.pair_bias, problem.n)
+        resolve_backward = getattr(backend_module(chosen), "resolve_backward", None)
+        backward = resolve_backward(problem, settings) if resolve_backward is not None else {}
     return Explanation(
         problem=problem,
         backend=chosen,
         config=None if chosen is None else backend_module(chosen).resolve(problem, settings),
         refused={name: why for name, why in reasons.items() if why},
         copies=copies,
+        backward=backward,
     )
 
 

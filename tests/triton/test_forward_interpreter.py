@@ -140,6 +140,24 @@ else:
             told[name] = [what.split(":")[0] for what in explained.copies]
         assert told == {"whole": [], "odd": ["pair_bias"], "permuted": ["pair_bias"], "one_row": []}
 
+    def test_explain_tells_the_tiles_of_the_backward() -> None:
+        """Of the kernels that would run: none without a gradient, and the one in a fixed order where that is asked for."""
+        inputs = testing.Case("told", n=4, lq=33, lk=40, pair_bias="b1hqk").make()
+        q, k, v, pair_bias = inputs.q, inputs.k, inputs.v, inputs.pair_bias
+        wanted = {(): [], (k,): ["dkdv"], (q, k, v, pair_bias): ["dq", "dkdv"], (pair_bias,): ["dq"]}
+        for leaves, kernels in wanted.items():
+            for x in (q, k, v, pair_bias):
+                x.requires_grad_(any(x is leaf for leaf in leaves))
+            options = {"backend": "triton", "deterministic": False, "config": Config(block_q=16)}
+            told = explain(q, k, v, pair_bias=pair_bias, **options)  # type: ignore[arg-type]
+            assert list(told.backward) == kernels
+            assert all(tiles["block_q"] == 16 for tiles in told.backward.values())
+            lines = [line for line in str(told).splitlines() if line.startswith("backward ")]
+            assert [line.split(": ")[0] for line in lines] == [f"backward {kernel}" for kernel in kernels]
+            assert all("block_q=16, block_k=" in line for line in lines)
+        told = explain(q, k, v, pair_bias=pair_bias, backend="triton", deterministic=True)
+        assert list(told.backward) == ["dpair_bias"]
+
     def test_nothing_outside_is_read_into_the_result() -> None:
         """q, k, v and the pair bias are views of larger tensors that hold NaN all around."""
         inputs = testing.Case("nan", n=2, lq=21, lk=37, d=12, pair_bias="b1hqk").make(seed=6)

@@ -8,6 +8,7 @@ pair_bias `[b|1,h|1,q|1,k|1]`, o like q with c channels, lse `[b,n,h,q]` measure
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Plans"]
 
 
 class Backend(Protocol):
@@ -74,3 +75,55 @@ class Backend(Protocol):
 
         dq, dk and dv are contiguous in the user's layout, dmask_bias and dpair_bias in their canonical shapes.
         """
+
+
+class Plans(Protocol):
+    """What a backend module may have besides: each name is used where it is there.
+
+    A plan serves all tensors that lie in memory like those it was made for: same dtype, device, strides of the canonical axes,
+    and a start on a multiple of 16 bytes or not. It may be called with them in other shapes, so it has to go by addresses and
+    by what it was planned with. It holds no tensor, and looks at nothing that can change but its arguments and torch's
+    precision of float32 products. In return nothing but the plan is run on an eager call (see `evoattn.eager`).
+    """
+
+    def plan_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        mask_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        *,
+        scale: float,
+        layout: str,
+        config: Config,
+    ) -> Callable[..., None]:
+        """`forward` as a function of (q, k, v, mask, mask_bias, pair_bias, o, lse), the last two of which it writes."""
+
+    def plan_backward(
+        self,
+        do: Tensor | None,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        mask_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+        layout: str,
+        needs: tuple[bool, ...],
+        deterministic: bool,
+        config: Config,
+    ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+        """`backward` as a function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, dq, dk, dv).
+
+        It writes dq, dk and dv where they are given, and returns dmask_bias and dpair_bias.
+        """
+
+    def resolve_backward(self, problem: Problem, config: Config) -> dict[str, dict[str, int]]:
+        """The tiles of every kernel of the backward that a problem needs, by the kernel's name."""

@@ -39,6 +39,11 @@ class Tiles:
     rows: int = 1
     max_registers: int = 0
 
+    def given(self) -> dict[str, int]:
+        """The fields that say something, by name."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value != {"rows": 1, "max_registers": 0}.get(name)}
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTiles:

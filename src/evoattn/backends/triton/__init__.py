@@ -18,7 +18,18 @@ from evoattn.layouts import empty
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
-__all__ = ["NAME", "availability", "backward", "copies", "forward", "plan_backward", "plan_forward", "resolve", "unsupported"]
+__all__ = [
+    "NAME",
+    "availability",
+    "backward",
+    "copies",
+    "forward",
+    "plan_backward",
+    "plan_forward",
+    "resolve",
+    "resolve_backward",
+    "unsupported",
+]
 
 NAME = "triton"
 
@@ -66,10 +77,24 @@ def resolve(problem: Problem, config: Config) -> Config:
     from evoattn.backends.triton.launch import shared_memory_limit
     from evoattn.tuning.heuristics import forward_tiles
 
-    cuda = problem.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(problem.device)
-    tiles = forward_tiles(problem, config, shared_memory_limit(device))
+    tiles = forward_tiles(problem, config, shared_memory_limit(_device_for(problem)))
     return Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
+    """The tiles of the backward's kernels: those of its gradients that are wanted."""
+    from evoattn.backends.triton.launch import capability, shared_memory_limit
+    from evoattn.tuning.heuristics_backward import backward_tiles
+
+    device = _device_for(problem)
+    tiles = backward_tiles(problem, config, shared_memory_limit(device), capability(device))
+    of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
+    wanted = {
+        "dq": (of_q or (of_pair_bias and not problem.deterministic), tiles.dq),
+        "dkdv": (of_k or of_v or of_mask_bias, tiles.dkdv),
+        "dpair_bias": (of_pair_bias and problem.deterministic, tiles.pair),
+    }
+    return {name: tile.given() for name, (runs, tile) in wanted.items() if runs}
 
 
 def copies(pair_bias: Tensor | None, n: int) -> list[str]:
@@ -183,6 +208,11 @@ def plan_backward(
 def _device_of(tensor: Tensor) -> torch.cuda.device:
     """Triton launches on the current device: make it the tensor's own (a device of -1 changes nothing, for CPU tensors)."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+def _device_for(problem: Problem) -> torch.device:
+    """The device that a problem would run on: the current one of its type."""
+    return torch.device("cuda", torch.cuda.current_device()) if problem.device == "cuda" else torch.device(problem.device)
 
 
 def _on_device_of(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,10 @@ from evoattn.tuning import Config
 FEW_SPILLS = 32
 """Bytes of a thread's stack that a limit of registers may cost: it makes dQ 13% faster at tri384 on an H200."""
 
+FLOAT_SPILLS = 64
+"""Likewise with three TF32 products a matmul: 8 loads in a loop of 1,081 instructions; tiles that spill nothing take 50% more
+instructions a score."""
+
 KERNELS = ("statistics_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
 
 
@@ -36,6 +40,7 @@ class Compiled:
     pair_bias: torch.dtype | None = torch.bfloat16
     deterministic: bool = False
     n: int = 384
+    spills: int = FEW_SPILLS
 
     def compile(self, arch: str) -> list[Report]:
         """The reports of the kernels that the launcher starts for this call."""
@@ -80,15 +85,30 @@ CASES = (
     Compiled("d128", d=128),
     Compiled("d256", d=256),
     Compiled("single", n=1, d=24, mask=False),
-    Compiled("d32_float32", dtype=torch.float32, pair_bias=torch.float32),
+    Compiled("d32_float32", dtype=torch.float32, pair_bias=torch.float32, spills=FLOAT_SPILLS),
+    Compiled("d64_float32", dtype=torch.float32, pair_bias=torch.float32, d=64, spills=FLOAT_SPILLS),
     Compiled("d128_float32", dtype=torch.float32, pair_bias=torch.float32, d=128),
+    Compiled("d256_float32", dtype=torch.float32, pair_bias=torch.float32, d=256),
 )
 
 
-ELSEWHERE = ("d32", "d32_in_order", "d64", "d128", "d256", "d32_float32")
-"""Cases that between them use every line of the tables for other cards than Hopper's."""
+LINES = ("d32", "d32_in_order", "d128", "d256", "d32_float32", "d128_float32")
+"""Cases that between them use the lines of the tables for other cards than Hopper's; `__main__` compiles all cases."""
 
-PAIRS = [(case, arch) for arch in ("sm_90", "sm_80", "gfx942") for case in CASES if arch == "sm_90" or case.name in ELSEWHERE]
+TYPICAL = ("d32", "d128", "d32_float32", "d128_float32")
+
+CHECKED = {
+    "sm_90": tuple(case.name for case in CASES),
+    "sm_80": LINES,
+    "sm_86": (*TYPICAL[:3], "d256_float32"),
+    "sm_89": TYPICAL[:3],
+    "sm_100": TYPICAL,
+    "sm_120": TYPICAL,
+    "gfx90a": TYPICAL[:3],
+    "gfx942": LINES,
+}
+
+PAIRS = [(case, arch) for arch, names in CHECKED.items() for case in CASES if case.name in names]
 
 
 @pytest.mark.parametrize(("case", "arch"), PAIRS, ids=[f"{case.name}-{arch}" for case, arch in PAIRS])
@@ -96,14 +116,14 @@ def test_fits(case: Compiled, arch: str) -> None:
     """Within the card's shared memory, and next to nothing spilled."""
     reports = case.compile(arch)
     assert {"dq_kernel", "dkdv_kernel"} <= {r.name for r in reports}
-    assert [r for r in reports if r.shared > SHARED_LIMITS[arch] or r.spills > FEW_SPILLS] == []
+    assert [r for r in reports if r.shared > SHARED_LIMITS[arch] or r.spills > case.spills] == []
 
 
 if __name__ == "__main__":
     for arch in sys.argv[1:] or TARGETS:
         for case in CASES:
             for r in case.compile(arch):
-                bad = "" if r.spills <= FEW_SPILLS and r.shared <= SHARED_LIMITS[arch] else " BAD"
+                bad = "" if r.spills <= case.spills and r.shared <= SHARED_LIMITS[arch] else " BAD"
                 print(
                     f"{arch:7} {case.name:22} {r.name:20} registers {r.registers:4} spills {r.spills:5} shared {r.shared:7} "
                     f"loop {r.loop:5} threads {r.threads}{bad}",

@@ -1,5 +1,6 @@
 """Launches that are planned once and repeated, and how many kernels a new length compiles. Nothing here runs on a GPU."""
 
+import collections
 import contextlib
 import dataclasses
 import pathlib
@@ -18,8 +19,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from evoattn.backends import triton as backend
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.launch import Kernel, strided
+from evoattn.backends.triton.launch import Kernel, Launch, strided
+from evoattn.tuning import Config
 
 
 class Compiled:
@@ -117,3 +120,76 @@ def test_a_tensor_map_is_what_its_constructor_would_make(stub: None) -> None:
         assert given.base is pair
         for field in dataclasses.fields(checked):
             assert field.name == "base" or getattr(given, field.name) == getattr(checked, field.name)
+
+
+def plan_training_step(length: int, n: int, mask: bool) -> None:
+    """Plan forward and backward of a triangle attention with a pair bias; the tensors are of no device."""
+    shape = (1, n, length, 4, 32)
+    q, k, v, o, do = (torch.empty(shape, dtype=torch.bfloat16, device="meta").transpose(2, 3) for _ in range(5))
+    allowed = torch.empty(1, n, length, dtype=torch.bool, device="meta") if mask else None
+    pair = torch.empty(1, 4, length, length, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, n, 4, length, device="meta")
+    common: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "config": Config()}
+    backend.plan_forward(q, k, v, allowed, None, pair, **common)
+    needs = (True, True, True, False, True)
+    backend.plan_backward(do, None, q, k, v, allowed, None, pair, o, lse, needs=needs, deterministic=False, **common)
+
+
+class Counter:
+    """Collects what Triton would compile: one kernel for each set of constants and of what it looks at in whole numbers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+        self.variants: dict[str, set[Any]] = collections.defaultdict(set)
+        plan = Kernel.plan
+
+        def counted(kernel: Kernel, programs: int, *numbers: float, **constants: Any) -> Launch:
+            params = [p for p in kernel.jitted.params if not p.is_constexpr][-len(numbers) :]
+            looks = tuple(self.look(p, x) for p, x in zip(params, numbers, strict=True))
+            through_map = constants.get("through_map")
+            seen = {**constants, "through_map": None if through_map is None else through_map[1]["block_shape"]}
+            self.variants[kernel.jitted.fn.__name__].add((looks, repr(sorted(seen.items()))))
+            return plan(kernel, programs, *numbers, **constants)
+
+        monkeypatch.setattr(Kernel, "plan", counted)
+        monkeypatch.setattr(launch, "capability", lambda device: capability)
+        monkeypatch.setattr(launch, "shared_memory_limit", lambda device: 232_448)
+
+    @staticmethod
+    def look(param: Any, number: float) -> Any:
+        if isinstance(number, float):
+            return float
+        long = not -(2**31) <= number < 2**31
+        return long if param.do_not_specialize else (long, number == 1, number % 16 == 0)
+
+    def counts(self) -> dict[str, int]:
+        return {name.removesuffix("_kernel"): len(variants) for name, variants in self.variants.items()}
+
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.mark.parametrize(("capability", "mask", "lengths", "counts"), [
+    (HOPPER, True, range(1, 301), {"forward": 12, "dq": 7, "dkdv": 9, "rows": 2, "pack": 13, "statistics": 1}),
+    (AMPERE, True, range(1, 301), {"forward": 14, "dq": 7, "dkdv": 7, "rows": 3, "pack": 13, "statistics": 1}),
+    (HOPPER, False, range(1, 301), {"forward": 12, "dq": 8, "dkdv": 9, "rows": 2, "pack": 13, "statistics": 1}),
+])  # fmt: skip
+def test_three_hundred_lengths(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mask: bool, lengths: range, counts: dict[str, int]
+) -> None:
+    """docs/performance.md gives these numbers."""
+    counter = Counter(monkeypatch, capability)
+    for length in lengths:
+        plan_training_step(length, 64, mask)
+    assert counter.counts() == counts
+
+
+def test_a_length_past_384_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once every remainder by 128 has been seen, with tiles that are all as large as they get."""
+    counter = Counter(monkeypatch, HOPPER)
+    for length in range(129, 385):
+        plan_training_step(length, 512, True)
+    before = counter.counts()
+    assert before == {"forward": 7, "dq": 3, "dkdv": 3, "rows": 1, "pack": 11, "statistics": 1}
+    for length in (*range(385, 700, 3), 768, 1024, 1031, 2048):
+        plan_training_step(length, 512, True)
+    assert counter.counts() == before

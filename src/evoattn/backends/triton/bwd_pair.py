@@ -19,6 +19,7 @@ from evoattn.backends.triton.bwd_plan import Call, round_up
 from evoattn.backends.triton.bwd_preprocess import PAD, plan_pack, plan_row_spans
 from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, layout_for
 from evoattn.backends.triton.prepare import loads_wide
+from evoattn.tuning.heuristics_backward import Tiles
 
 __all__ = ["Pair", "PairTensors", "plan_pair"]
 
@@ -50,6 +51,7 @@ class Pair:
 
     Args:
         device: where everything is made.
+        lq, lk: queries and keys.
         bias: as given, [b|1,h|1,q|1,k|1]; None without one, and then all that follows says nothing.
         result: its gradient, if that is wanted.
         mode: what the dQ kernel does about that gradient.
@@ -62,6 +64,8 @@ class Pair:
     """
 
     device: torch.device
+    lq: int
+    lk: int
     bias: Strided | None = None
     result: Strided | None = None
     mode: int = PAIR_NONE
@@ -84,9 +88,11 @@ class Pair:
         """The bias as the kernel reads it that owns keys."""
         return self.by_query if self.transposed is None else self.transposed[0]
 
-    def masked(self, view: Strided | None) -> bool:
-        """Whether loads of this view must be masked: a copy is padded to whole tiles, an original is not."""
-        return view is self.bias
+    def masked(self, view: Strided | None, tile: Tiles) -> bool:
+        """Whether loads of this view must be masked: an original that is no whole number of tiles. A copy is padded to one."""
+        if view is None or view is not self.bias:
+            return False
+        return bool(self.lq % tile.block_q or self.lk % tile.block_k)
 
     def begin(self, bias: Tensor | None) -> PairTensors:
         """Make the copies, and the memory of the gradient."""
@@ -153,13 +159,13 @@ class InOrder:
 
 def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bool) -> Pair:
     """Which copies of the pair bias pay, and where its gradient is summed."""
-    if bias is None:
-        return Pair(call.device)
     problem, tile = call.problem, call.tiles.dq
+    if bias is None:
+        return Pair(call.device, problem.lq, problem.lk)
     full_q, full_k = bias.shape[2] == problem.lq, bias.shape[3] == problem.lk
     alone = full_q and full_k and bias.shape[:2] == (problem.b, problem.h) and problem.n == 1
     result = contiguous(bias.shape, bias.dtype) if need else None
-    pair = Pair(call.device, bias, result, full_q=full_q, full_k=full_k)
+    pair = Pair(call.device, problem.lq, problem.lk, bias, result, full_q=full_q, full_k=full_k)
     if full_q and full_k and problem.n >= _ROWS_WORTH_A_COPY:
         pair = _with_copies(call, pair, bias, reuse=need and not alone)
     if not need:
@@ -222,7 +228,7 @@ def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
         size_q // PAD,
         size_k // PAD,
         GRAIN_PAIR=of_bias.grain,
-        MASK_PAIR=pair.masked(bias),
+        MASK_PAIR=pair.masked(bias, tiles),
         FULL_Q=pair.full_q,
         FULL_K=pair.full_k,
         **call.constants(tiles, of_bias, layout_for(contiguous(partial.shape[1:], torch.float32))),

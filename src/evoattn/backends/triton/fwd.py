@@ -259,7 +259,7 @@ def _launches(
     heads_inside: bool,
 ) -> tuple[Launch, ...]:
     b, n, h, lq, lk, d, c = problem.b, problem.n, problem.h, problem.lq, problem.lk, problem.d, problem.c
-    grain, grain_pair = launch.grain(*qkv), launch.grain(pair)
+    grain = launch.grain(*qkv)
     maps = (
         problem.capability is not None
         and problem.capability[0] == 9
@@ -268,6 +268,7 @@ def _launches(
         and pair.shape[-2:] == (lq, lk)
         and pair.stride[-2] > 0
     )
+    grain_pair = 1 if maps else launch.grain(pair)  # a map needs none: one variant less for every length
     constants = {
         "D": d,
         "C": c,

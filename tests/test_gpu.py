@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import evoattn
-from evoattn import testing
+from evoattn import ops, testing
 from evoattn.workloads import WORKLOADS
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -108,6 +108,32 @@ def example(**changes: object) -> testing.Inputs:
         "pair_bias": "b1hqk",
     }
     return testing.Case("gpu", **{**settings, **changes}).make(seed=6, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_plain_step_takes_the_short_way(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Forward and backward go straight to the plan, also on the threads that run a backward, and repeat their launches."""
+
+    def unexpected(*arguments: object) -> None:
+        raise AssertionError("an operator was called")
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(ops, name, unexpected)
+    inputs = example(dtype=dtype)
+    leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
+    results = []
+    for _ in range(3):
+        o = evoattn.evoformer_attention(
+            inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, deterministic=True
+        )
+        results.append((o, *torch.autograd.grad(o, leaves, inputs.do)))
+        with torch.no_grad():
+            again = evoattn.evoformer_attention(
+                inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, deterministic=True
+            )
+        assert torch.equal(o, again)
+    for later in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], later, strict=True))
 
 
 def test_a_side_stream() -> None:

@@ -158,23 +158,38 @@ def _state() -> tuple[int, int]:
 @functools.cache
 def _states() -> dict[tuple[int, int], bool]:
     """States in which an operator would only compute, and whether autocast is on: those of a thread that was just started."""
+    if not all(hasattr(torch._C, name) for name in _PRIVATE):
+        return {}
     states: dict[tuple[int, int], bool] = {}
 
     def look() -> None:
         for inference in (False, True):
             with torch.inference_mode(inference):
-                for device in (None, "cpu", "cuda"):
-                    if device is not None:
-                        torch.set_autocast_enabled(device, True)
-                    states[_state()] = device is not None
-                    if device is not None:
-                        torch.set_autocast_enabled(device, False)
+                states[_state()] = False
+                for device in ("cpu", "cuda"):
+                    torch.set_autocast_enabled(device, True)
+                    states[_state()] = True
+                    torch.set_autocast_enabled(device, False)
+        _LookInBackward.apply(torch.zeros((), requires_grad=True), states).backward()  # type: ignore[no-untyped-call]
 
-    if all(hasattr(torch._C, name) for name in _PRIVATE):
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
     return states
+
+
+class _LookInBackward(torch.autograd.Function):
+    """torch 2.11 tells the dispatcher more while it runs a backward: to leave out what serves named tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, states: dict[tuple[int, int], bool]) -> Tensor:
+        ctx.states = states
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        ctx.states[_state()] = False
+        return dx, None
 
 
 def _ordinary(tensors: tuple[Tensor | None, ...]) -> bool:

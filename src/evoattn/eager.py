@@ -4,7 +4,7 @@ A call goes this way when the operators of `evoattn.ops` would do nothing but co
 lie in memory as canonical ones do, and torch is neither compiling nor tracing nor transforming. Then its result is theirs. What
 has been checked and worked out is kept for calls that look alike. Everything else goes through the operators.
 
-On two cores of an AMD EPYC a call with both biases, kernels not counted, takes 25 us this way and 74 through the operator.
+On two cores of an AMD EPYC a call with both biases, kernels not counted, takes 16 us this way and 56 through the operator.
 """
 
 from __future__ import annotations

@@ -200,6 +200,7 @@ SPECIAL: dict[str, Callable[[list[Tensor]], object]] = {
     "traceable subclass": lambda x: attend(*(TwoTensor(y, y.clone()) for y in x)),
     "negative": lambda x: attend(negated(x[0]), *x[1:]),
     "trace": traced,
+    "meta": lambda x: attend(*(y.to("meta") for y in x)),
     "one head": lambda x: attend(x[0], x[1][..., :1, :].clone().requires_grad_(), *x[2:]),
     "shared mask bias": lambda x: attend(*x[:3], x[3][..., :1].clone().requires_grad_(), x[4]),
 }
@@ -276,6 +277,20 @@ def test_batched_cotangents_and_second_derivatives(planner: Planner, operators: 
             torch.autograd.grad(gradient.sum(), arguments[0], retain_graph=True)
     for value, other in zip(first, torch.autograd.grad(output.sum(), arguments), strict=True):
         torch.testing.assert_close(value, other)
+
+
+def test_a_symbolic_zero_as_cotangent(planner: Planner, operators: list[str]) -> None:
+    arguments = leaves()
+    output = attend(*arguments)
+    zero = torch._efficientzerotensor(output.shape, dtype=output.dtype)
+    assert all(not x.any() for x in torch.autograd.grad(output, arguments, zero))
+    assert operators == ["backward"]
+
+
+def test_a_tensor_without_strides_is_left_to_validation(planner: Planner) -> None:
+    q, *rest = (x.detach() for x in leaves())
+    with pytest.raises(TypeError, match="q must be a dense tensor"):
+        attend(q.to_sparse(), *rest)
 
 
 def test_forward_mode_is_refused(planner: Planner) -> None:

@@ -12,6 +12,11 @@ K = torch.zeros(2, 3, 6, 4, 8)
 
 BAD = [
     ({"q": [1.0]}, TypeError, r"q must be a torch.Tensor, got list"),
+    (
+        {"q": torch.zeros(1, 2, 5, 2, 8).to_sparse()},
+        TypeError,
+        r"q must be a dense tensor with strides, got one of layout sparse_coo",
+    ),
     ({"mask": [True]}, TypeError, r"mask must be a torch.Tensor, got list"),
     ({"q": Q.int()}, TypeError, r"q must be float16, bfloat16, float32 or float64, got int32"),
     ({"v": K.bool()}, TypeError, r"v must be float16, bfloat16, float32 or float64, got bool"),

@@ -139,14 +139,17 @@ def find(tensors: tuple[Any, ...], scale: Any, *options: Any) -> Call | None:
 def _looks(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a call may depend on in its tensors; None where one of them is no ordinary tensor."""
     looks: list[Any] = []
-    for x in tensors:
-        if x is None:
-            looks.append(None)
-        elif x.__class__ in _ORDINARY:
-            keys = torch._C._dispatch_keys(x).raw_repr()
-            looks.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % 16 == 0, keys))
-        else:
-            return None
+    try:
+        for x in tensors:
+            if x is None:
+                looks.append(None)
+            elif x.__class__ in _ORDINARY:
+                keys = torch._C._dispatch_keys(x).raw_repr()
+                looks.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % 16 == 0, keys))
+            else:
+                return None
+    except RuntimeError:  # sparse, nested, dead after a transform: without strides, or without memory
+        return None
     return tuple(looks)
 
 
@@ -195,6 +198,8 @@ class _LookInBackward(torch.autograd.Function):
 def _ordinary(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether the dispatcher sees in each what it sees in a new tensor: no lazy negation, no wrapper, no symbolic zero."""
     device = next(x.device for x in tensors if x is not None)
+    if device.type == "meta":
+        return False
     plain = []
     for inference in (False, True):
         with torch.inference_mode(inference):

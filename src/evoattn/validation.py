@@ -112,6 +112,8 @@ def _check_no_tangent(*tensors: Tensor | None) -> None:
 def _check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor with strides, got one of layout {str(x.layout).removeprefix('torch.')}")
 
 
 def _check_bias_dtype(name: str, x: Tensor) -> None:

@@ -28,7 +28,8 @@ ARROWS: dict[str, set[str]] = {
     "compat": {"api"},
     "testing": {"api", "layouts", "numerics", "tuning", "workloads"},
     "__init__": {"_version", "api", "tuning"},
-    "cli": {"__init__", "api", "backends", "dispatch", "testing", "tuning", "workloads", "_version"},
+    "bench": {"__init__", "_version", "api", "dispatch", "testing", "tuning", "workloads"},
+    "cli": {"__init__", "api", "bench", "backends", "dispatch", "testing", "tuning", "workloads", "_version"},
     "__main__": {"cli"},
 }
 

@@ -11,9 +11,6 @@ import torch
 
 __all__ = ["Clock", "CudaClock", "WallClock", "clock_for"]
 
-_HOST_CALLS = 7
-
-
 class Clock(Protocol):
     """How calls are timed; tests bring their own."""
 
@@ -23,8 +20,9 @@ class Clock(Protocol):
     def calls(self, call: Callable[[int], object], count: int) -> float:
         """Seconds that `count` calls, call(0), call(1), ..., take one after the other."""
 
-    def host_s(self, call: Callable[[int], object]) -> float | None:
-        """Seconds until a call returns to Python while the device still works; None where calls return when all is done."""
+    def host_s(self, call: Callable[[int], object], count: int) -> float | None:
+        """Seconds until a call returns to Python while the device still works, the median of `count`; None where calls return
+        when all is done."""
 
     def now(self) -> float:
         """Seconds of the wall clock."""
@@ -41,7 +39,7 @@ class WallClock:
             call(number)
         return time.perf_counter() - start
 
-    def host_s(self, call: Callable[[int], object]) -> float | None:
+    def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         return None
 
     def now(self) -> float:
@@ -69,10 +67,10 @@ class CudaClock:
             last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
 
-    def host_s(self, call: Callable[[int], object]) -> float | None:
+    def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         """One call at a time into an empty queue, so that the queue never fills, whatever the size of the problem."""
         found = []
-        for number in range(_HOST_CALLS):
+        for number in range(count):
             torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             call(number)

@@ -32,6 +32,7 @@ _FIRST_SHARE = 0.2
 """Of the budget: what the very first compilation of a peer may take, whatever its problem's share is."""
 
 _LONGEST_CALL_S = 4.0
+_HOST_CALLS = 7
 
 
 class Progress(Protocol):
@@ -112,6 +113,22 @@ def run(
         record.finished = "interrupted"
     record.seconds = round(clock.now() - start, 1)
     return record
+
+
+@dataclasses.dataclass
+class _Row:
+    """A contender's pass, to be timed `count` calls at a time."""
+
+    result: Result
+    runner: Runner
+    name: str
+    call: Callable[[int], object]
+    count: int = 1
+
+    def seconds(self, clock: Clock) -> float:
+        """Of one call, in the mean of `count`."""
+        self.runner.prepare(self.name, self.count)
+        return clock.calls(self.call, self.count) / self.count
 
 
 class _Course:
@@ -246,7 +263,7 @@ class _Course:
 
     def _time(self, problem: Problem, inputs: Inputs, runners: list[tuple[Result, Runner]], end: float | None) -> None:
         """Interleaved rounds; at least two, and as many as asked for while the problem's share of the budget lasts."""
-        rows: list[tuple[Result, str, Callable[[int], object], int]] = []
+        rows: list[_Row] = []
         copies = copies_for(inputs)
         for result, runner in runners:
             self._say(problem, f"{result.name}, warm-up")
@@ -259,37 +276,40 @@ class _Course:
             if number >= 2 and end is not None and self.clock.now() > end:
                 break
             self._say(problem, f"round {number + 1} of {self.plan.rounds}")
-            for result, name, call, count in rows:
+            for row in rows:
+                result, name = row.result, row.name
                 if result.status == "failed":
                     continue
                 try:
-                    seconds = self.clock.calls(call, count) / count
+                    seconds = row.seconds(self.clock)
                 except Exception as error:  # such as memory that the others have filled since the warm-up
                     result.status, result.reason, result.times = _status(error), f"{name}: {_one_line(error)}", {}
                     continue
                 samples.setdefault((result.name, name), []).append(1e3 * seconds)
                 result.times[name] = Timing.of(samples[result.name, name])
 
-    def _warm(self, result: Result, runner: Runner, copies: int) -> list[tuple[Result, str, Callable[[int], object], int]]:
+    def _warm(self, result: Result, runner: Runner, copies: int) -> list[_Row]:
         """Every pass once or twice, to know how often it fits a round; and its host time."""
         possible = ("forward",) if result.status == "partial" else self.plan.passes
         runner.rotate(1 if runner.peer.score_copies else copies)  # scores alone are larger than the cache
-        if "backward" in possible:
-            runner.keep_outputs()
         rows = []
         for name, call in runner.passes().items():
             if name not in possible:
                 continue
-            self.clock.calls(call, 1)
-            seconds = self.clock.calls(call, 1)
+            row = _Row(result, runner, name, call)
+            row.seconds(self.clock)
+            seconds = row.seconds(self.clock)
             if seconds > _LONGEST_CALL_S:
                 result.reason = f"{result.reason + '; ' if result.reason else ''}{name}: {seconds:.0f} s a call, not repeated"
                 result.status = "partial"
                 continue
-            host = self.clock.host_s(call)
+            calls = min(_HOST_CALLS, runner.most_calls)
+            runner.prepare(name, calls)
+            host = self.clock.host_s(call, calls)
             if host is not None:
                 result.host_us[name] = round(1e6 * host, 1)
-            rows.append((result, name, call, max(1, min(200, round(self.clock.target_s / max(seconds, 1e-7))))))
+            row.count = max(1, min(runner.most_calls, round(self.clock.target_s / max(seconds, 1e-7))))
+            rows.append(row)
         return rows
 
 

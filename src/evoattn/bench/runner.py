@@ -61,14 +61,26 @@ class Runner:
         """As in training: what the backward needs is kept."""
         return self.prepared.attend(*self.sets[number % len(self.sets)])
 
-    def keep_outputs(self) -> None:
-        """Run every forward once and keep its graph, for `backward`."""
-        self.outputs = [self.forward(number) for number in range(len(self.sets))]
+    @property
+    def most_calls(self) -> int:
+        """Of one pass in a row: a compiled graph gives its memory away in its backward, so every call needs one of its own."""
+        if not self.peer.compiles:
+            return 200
+        return 2 if self.peer.score_copies else 8
+
+    def prepare(self, name: str, calls: int) -> None:
+        """Before `calls` calls of a pass: the graphs that the backward runs on, where they are not there yet."""
+        if name == "backward" and (self.peer.compiles or not self.outputs):
+            self.outputs.clear()
+            self.outputs += [self.forward(number) for number in range(calls if self.peer.compiles else len(self.sets))]
 
     def backward(self, number: int) -> tuple[Tensor, ...]:
-        """Of the outputs kept, again and again."""
-        o = self.outputs[number % len(self.outputs)]
-        return torch.autograd.grad(o, self._leaves(number), self.do, retain_graph=True)
+        """Of outputs that `prepare` made: of each once where that is compiled, else again and again."""
+        if not self.peer.compiles:
+            o = self.outputs[number % len(self.outputs)]
+            return torch.autograd.grad(o, self._leaves(number), self.do, retain_graph=True)
+        o, self.outputs[number] = self.outputs[number], self.do
+        return torch.autograd.grad(o, self._leaves(number), self.do)
 
     def both(self, number: int) -> tuple[Tensor, ...]:
         """A training step's share: forward and backward."""

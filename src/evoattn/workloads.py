@@ -108,7 +108,7 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def workload(name: str) -> Workload:
-    """The workload of a name, or one of the list at another length: "tri500", "msa_row200".
+    """The workload of a name, one of the list at another length, or with fewer rows: "tri500", "msa_row200n64".
 
     Raises:
         ValueError: there is none; the message lists the names.
@@ -116,6 +116,9 @@ def workload(name: str) -> Workload:
     for candidate in WORKLOADS:
         if candidate.name == name:
             return candidate
+    fewer = re.fullmatch(r"(.*\D\d*)n([1-9]\d{0,5})", name)
+    if fewer and any(candidate.family == fewer[1].rstrip("0123456789") for candidate in WORKLOADS):
+        return workload(fewer[1]).with_rows(int(fewer[2]))
     found = re.fullmatch(r"(\D+)([1-9]\d{0,5})", name)
     for candidate in WORKLOADS:
         if found and candidate.family == found[1]:

@@ -33,7 +33,13 @@ def results(record: Record) -> dict[str, Result]:
 
 def test_what_is_wrong_gets_no_time_and_what_fails_says_why(fakes: dict[str, Peer], clock: FakeClock) -> None:
     found = results(measured(a_plan(peers=tuple(fakes)), clock))
-    assert {name for name, result in found.items() if result.times} == {"evoattn", "right", "forward_only", "wrong_backward", "compiles"}
+    assert {name for name, result in found.items() if result.times} == {
+        "evoattn",
+        "right",
+        "forward_only",
+        "wrong_backward",
+        "compiles",
+    }
     assert found["evoattn"].status == found["right"].status == "ok"
     assert found["evoattn"].backend == "tiled"
     assert set(found["right"].times) == {"forward", "backward", "both"}
@@ -203,7 +209,10 @@ def test_workloads_at_other_lengths() -> None:
     assert workload("tri384").with_rows(10).name == "tri384n10"
     assert workload("single768").with_rows(5) is workload("single768")
     assert testing.from_workload(workload("msa_global"), torch.float32).kv_heads == 1
-    for wrong in ("tri0", "tri", "nonsense5", "tri1234567"):
+    rows = workload("msa_row128n64")
+    assert (rows.name, rows.n, rows.lq) == ("msa_row128n64", 64, 128)
+    assert workload("msa_columnn9").n == 9
+    for wrong in ("tri0", "tri", "nonsense5", "tri1234567", "nonsense5n3", "n5", "trin5"):
         with pytest.raises(ValueError, match="no workload"):
             workload(wrong)
     with pytest.raises(ValueError, match="must be 1 or more, got 0"):

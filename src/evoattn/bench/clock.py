@@ -11,6 +11,7 @@ import torch
 
 __all__ = ["Clock", "CudaClock", "WallClock", "clock_for"]
 
+
 class Clock(Protocol):
     """How calls are timed; tests bring their own."""
 

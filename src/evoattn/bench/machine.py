@@ -6,13 +6,13 @@ import datetime
 import importlib.metadata
 import os
 import platform
-import re
 import subprocess
 from pathlib import Path
 
 import torch
 
 from evoattn import __version__
+from evoattn.tuning.user import driver_version
 
 __all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "version_of"]
 
@@ -90,13 +90,7 @@ def version_of(distribution: str) -> str | None:
 
 def driver() -> str | None:
     """The version of NVIDIA's driver, where there is one."""
-    try:
-        found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-        if found:
-            return found[1]
-    except OSError:
-        pass
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return driver_version() or _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def _output(*command: str) -> str | None:

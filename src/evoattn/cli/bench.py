@@ -15,9 +15,9 @@ from evoattn.bench.run import Plan, plan_settings, run
 from evoattn.cli.machine import pick
 from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress
 from evoattn.dispatch import BACKENDS
-from evoattn.workloads import WORKLOADS
+from evoattn.workloads import WORKLOADS, Workload
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "among", "names_in", "workloads_of"]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -185,24 +185,32 @@ def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], No
 
 
 def _plan(arguments: argparse.Namespace, default: choice.Defaults) -> Plan:
-    lengths = _list(arguments.lengths)
-    try:
-        workloads = choice.chosen(_list(arguments.workloads), None if lengths is None else _lengths(lengths), default.workloads)
-    except ValueError as error:
-        raise RefusedError(f"--workloads: {error}") from None
     explicit = arguments.workloads is not None and not arguments.quick
     return Plan(
-        workloads=workloads,
-        dtypes=_among("--dtypes", _list(arguments.dtypes), _DTYPES, default.dtypes),
-        passes=_among("--passes", _list(arguments.passes), PASSES, PASSES),
-        backends=_among("--backends", _list(arguments.backends), ("auto", *BACKENDS), ("auto", *BACKENDS)),
-        peers=_among("--peers", _list(arguments.peers), tuple(PEERS), default.peers),
+        workloads=workloads_of(arguments, default.workloads),
+        dtypes=among("--dtypes", names_in(arguments.dtypes), _DTYPES, default.dtypes),
+        passes=among("--passes", names_in(arguments.passes), PASSES, PASSES),
+        backends=among("--backends", names_in(arguments.backends), ("auto", *BACKENDS), ("auto", *BACKENDS)),
+        peers=among("--peers", names_in(arguments.peers), tuple(PEERS), default.peers),
         rounds=arguments.rounds or default.rounds,
         budget_s=arguments.budget or (None if explicit else default.budget_s),
     )
 
 
-def _list(values: list[str] | None) -> list[str] | None:
+def workloads_of(arguments: argparse.Namespace, default: tuple[Workload, ...]) -> tuple[Workload, ...]:
+    """What --workloads and --lengths ask for.
+
+    Raises:
+        RefusedError: there is no such workload, or no such length.
+    """
+    lengths = names_in(arguments.lengths)
+    try:
+        return choice.chosen(names_in(arguments.workloads), None if lengths is None else _lengths(lengths), default)
+    except ValueError as error:
+        raise RefusedError(f"--workloads: {error}") from None
+
+
+def names_in(values: list[str] | None) -> list[str] | None:
     """Names given with spaces or commas between them."""
     return None if values is None else [name for value in values for name in value.split(",") if name]
 
@@ -214,7 +222,12 @@ def _lengths(texts: list[str]) -> list[int]:
         raise RefusedError(f"--lengths: {error}") from None
 
 
-def _among(option: str, names: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+def among(option: str, names: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+    """The names given, all of them known, or the default.
+
+    Raises:
+        RefusedError: one is not known, or none is left.
+    """
     if names is None:
         return default
     for name in names:

@@ -23,7 +23,8 @@ def need_extra(*packages: str) -> None:
     """Refuse, naming what to install, unless all these packages are there."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise RefusedError(f"needs {' and '.join(missing)}, which are not installed: pip install 'evoattn[cli]'")
+        verb = "is" if len(missing) == 1 else "are"
+        raise RefusedError(f"needs {' and '.join(missing)}, which {verb} not installed: pip install 'evoattn[cli]'")
 
 
 class WholeNumber:

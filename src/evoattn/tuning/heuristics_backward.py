@@ -8,6 +8,7 @@ import functools
 import torch
 
 from evoattn.problem import Problem
+from evoattn.tuning import user
 from evoattn.tuning.config import Config
 
 __all__ = ["BackwardTiles", "Tiles", "backward_shared_bytes", "backward_tiles"]
@@ -177,6 +178,7 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
         shared_limit: bytes of shared memory that one program may use.
         capability: compute capability of an NVIDIA card; None elsewhere.
     """
+    config = user.preferred("triton", "backward", problem, config)
     channels = _power_of_two(max(problem.d, problem.c))
     half = _HOPPER if capability is not None and capability[0] == 9 else _HALF
     table = _FLOAT if problem.dtype == torch.float32 else half

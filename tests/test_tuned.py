@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import evoattn
+from evoattn.dispatch import AUTO_ORDER
 from evoattn.problem import Problem
 from evoattn.tuning import Config, tiled_plan, user
 from evoattn.tuning.heuristics import forward_tiles
@@ -211,3 +212,10 @@ def test_explain_says_that_a_find_is_used() -> None:
     given = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias, config=Config(score_bytes=1 << 19))
     assert given.tuned == () and given.config is not None and given.config.score_bytes == 1 << 19
     torch.testing.assert_close(evoattn.evoformer_attention(q, q, q, mask=mask, pair_bias=pair_bias), expected)
+
+
+@pytest.mark.parametrize("backend", AUTO_ORDER)
+def test_every_backend_of_auto_asks_for_finds(backend: str) -> None:
+    """`evoattn tune` saves for whatever `auto` takes: a backend that never looks would make that a lie."""
+    sources = "".join(path.read_text() for path in Path(user.__file__).parent.glob("*.py"))
+    assert f'user.preferred("{backend}", ' in sources

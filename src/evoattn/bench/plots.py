@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from evoattn.bench import table
 from evoattn.bench.peers import PEERS
-from evoattn.bench.record import Problem, Record, Result
+from evoattn.bench.record import Problem, Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["against_length", "rates", "save", "write_png"]
+__all__ = ["STYLE", "against_length", "rates", "save", "write_png"]
 
 _OURS = "#0072B2"
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C6BB1", "#66A61E", "#A6761D")
@@ -22,7 +22,7 @@ _BOUND = "#9AA0A6"
 _MARKERS = "osD^vPX*"
 _INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
 _TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
-_RC: Any = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
+STYLE: Any = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
 
 
 def _style(names: list[str]) -> dict[str, tuple[str, str]]:
@@ -78,7 +78,7 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
     thickness = 0.8 / max(len(names), 1)
     for axes, name in zip(panels, passes, strict=False):
         for place, contender in enumerate(names):
-            found = [(at, _rate(p, p.result(contender), name)) for at, p in enumerate(problems)]
+            found = [(at, table.rate(p, p.result(contender), name)) for at, p in enumerate(problems)]
             bars = [(at - 0.4 + (place + 0.5) * thickness, rate) for at, rate in found if rate is not None]
             axes.bar(
                 [x for x, _ in bars], [y for _, y in bars], thickness, color=styles[contender][0], label=table.title(contender)
@@ -100,11 +100,6 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
 def _what(quantity: str, problems: list[Problem]) -> str:
     dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
     return f"{quantity} of Evoformer attention, {dtypes}"
-
-
-def _rate(problem: Problem, result: Result | None, name: str) -> float | None:
-    time = result.times.get(name) if result else None
-    return None if time is None else problem.workload.scores / time.median_ms / 1e6
 
 
 def against_length(record: Record, problems: list[Problem], family: str = "tri") -> Figure:
@@ -162,7 +157,7 @@ def save(figure: Figure, path: Path, metadata: dict[str, str] | None = None) -> 
 
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with matplotlib.rc_context(_RC):
+        with matplotlib.rc_context(STYLE):
             figure.savefig(unfinished, format="png", dpi=130, metadata=metadata)
         os.replace(unfinished, path)
     finally:
@@ -183,7 +178,7 @@ def write_png(record: Record, path: Path) -> None:
     from matplotlib.image import imread
 
     problems = [p for p in record.problems if p.dtype == record.problems[0].dtype]
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(STYLE):
         figures = [rates(record, problems)]
         lengths = {p.workload.length for p in problems if p.workload.family == "tri"}
         if len(lengths) > 1:

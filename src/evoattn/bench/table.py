@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import PASSES, Problem, Record, Result
 
-__all__ = ["aligned", "as_csv", "as_text", "headline", "markdown", "problem_table", "share", "title", "worst_error"]
+__all__ = ["aligned", "as_csv", "as_text", "headline", "markdown", "problem_table", "rate", "share", "title", "worst_error"]
 
 _ERRORS = ("o", "dq", "dk", "dv", "dpair_bias")
 
@@ -36,6 +36,12 @@ _VERSIONS = (("torch", "torch"), ("triton", "Triton"), ("driver", "driver"), ("e
 def worst_error(result: Result) -> float | None:
     """The largest relative error of output and gradients."""
     return max(result.errors.values(), default=None)
+
+
+def rate(problem: Problem, result: Result | None, name: str) -> float | None:
+    """Billions of scores a second."""
+    time = result.times.get(name) if result else None
+    return None if time is None else problem.workload.scores / time.median_ms / 1e6
 
 
 def share(problem: Problem, result: Result, ceiling: float | None, amount: int | None, name: str = "forward") -> float | None:
@@ -67,13 +73,12 @@ def problem_table(problem: Problem, passes: Iterable[str] = PASSES) -> list[list
     host = [f"host {name} µs" for name in passes] if on_gpu else []
     rows = [["", *(f"{name} ms" for name in passes), "10⁹ scores/s", *host, "first call s", "peak MiB", "worst error", ""]]
     for result in problem.results:
-        forward = result.times.get("forward")
-        rate = None if forward is None else problem.workload.scores / forward.median_ms / 1e6
+        speed = rate(problem, result, "forward")
         if result.times or result.errors:
             peak = None if result.peak_bytes is None else result.peak_bytes / 2**20
             cells = [
                 *(_time(result, name) for name in passes),
-                _number(rate, ",.3g" if rate is not None and rate < 100 else ",.0f"),
+                _number(speed, ",.3g" if speed is not None and speed < 100 else ",.0f"),
                 *(_number(result.host_us.get(name), ",.0f") for name in passes if on_gpu),
                 _number(result.first_call_s, ".2f"),
                 _number(peak, ",.1f"),

@@ -55,9 +55,11 @@ def parts(results: Path) -> list[Part]:
 
 
 def digest(part: Part) -> str:
-    """Of a part's results and of the code that draws them."""
-    sources = [part.source, *(Path(module.__file__ or "") for module in (plots, table))]
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources) + part.dtype.encode()).hexdigest()
+    """Of a part's results, of the code that draws them, and of the words that it takes from elsewhere."""
+    names = dict.fromkeys(result.name for problem in part.problems for result in problem.results)
+    words = [part.dtype, table.headline(part.record), *map(table.title, names)]
+    pieces = [part.source.read_bytes(), Path(plots.__file__).read_bytes(), *(word.encode() for word in words)]
+    return hashlib.sha256(b"\0".join(pieces)).hexdigest()
 
 
 def pictures(part: Part) -> dict[Path, Callable[[], object]]:
@@ -107,7 +109,9 @@ def times_table(problems: list[Problem], *, bold: bool = True) -> str:
 
 def own_table(part: Part) -> str:
     """What else is known of evoattn: rates, shares of the ceilings, host time, memory, error."""
-    rows = [["workload", "backend", "10⁹ scores/s", "share of exp2", "share of copy", "host µs", "first call s", "MiB", "error"]]
+    rows = [
+        ["workload", "backend", "10⁹ scores/s", "share of exp2", "share of copy", "host µs", "first call s", "MiB", "error"]
+    ]
     for problem in part.problems:
         result = problem.result("evoattn")
         if result is None:
@@ -189,7 +193,10 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         names = " / ".join({"both": "forward + backward"}.get(word, word) for word in _passes(part.problems))
         timed = [problem for problem in part.problems if any(result.times for result in problem.results)]
         shown = [problem for wanted in IN_README for problem in timed if problem.workload.name == wanted] or timed
-        lines = [f"{part.record.machine['device']}, {part.dtype}, {names} in ms, every result checked against float64 first:", ""]
+        lines = [
+            f"{part.record.machine['device']}, {part.dtype}, {names} in ms, every result checked against float64 first:",
+            "",
+        ]
         lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in pictures(part)]
         blocks[name] = "\n".join([*lines, times_table(shown)])
     return blocks

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The ratios that the project holds itself to on a CPU, measured by `evoattn bench`'s own parts; exit status 1 if one falls short.
+"""The ratios that the project holds itself to on a CPU, measured with `evoattn bench`'s parts; status 1 if one falls short.
 
 Forward at least 1.3x faster than scaled_dot_product_attention (its mask summed and expanded at each call) and 3x faster than
 dense; forward and backward with the pair-bias gradient at least 1.6x and 1.8x; peak extra memory of forward and backward at

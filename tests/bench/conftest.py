@@ -15,12 +15,12 @@ from evoattn.workloads import workload
 
 
 class FakeClock:
-    """Every call takes a second of its own time, or what `of` says; now() moves with it and by `tick` a look."""
+    """Every call takes a second of its own time, of a `slow` peer 100; now() moves with it and by `tick` a look."""
 
     target_s = 1.0
 
-    def __init__(self, tick: float = 0.0, host: float | None = None) -> None:
-        self.time, self.tick, self.host = 0.0, tick, host
+    def __init__(self, tick: float = 0.0, host: float | None = None, slow: str = "") -> None:
+        self.time, self.tick, self.host, self.slow = 0.0, tick, host, slow
         self.order: list[str] = []
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
@@ -28,8 +28,9 @@ class FakeClock:
             call(number)
         owner = getattr(call, "__self__", None)
         self.order.append(f"{owner.peer.name}.{call.__name__}" if owner else "?")
-        self.time += count
-        return float(count)
+        seconds = 100.0 if owner and owner.peer.name == self.slow else 1.0
+        self.time += count * seconds
+        return count * seconds
 
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         for number in range(count):

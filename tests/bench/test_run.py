@@ -99,7 +99,8 @@ def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Peer], clock: FakeClock) -> 
     assert [(r.status, r.reason) for r in second.results] == [("left out", "interrupted before it was timed")] * 2
 
 
-def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer]) -> None:
+def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_LONGEST_SHARE", 1.0)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17"), workload("tri18")), peers=("right",), budget_s=30.0)
     record = measured(plan, FakeClock(tick=1.0))
     assert record.finished == "out of time"
@@ -117,6 +118,17 @@ def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Peer]
     assert found["compiles"].status == "left out"
     assert found["compiles"].reason.startswith("compiles for about 500 s, and this problem has ")
     assert found["right"].times
+
+
+def test_what_takes_too_long_is_left_out(fakes: dict[str, Peer]) -> None:
+    found = results(measured(a_plan(peers=("right", "compiles")), FakeClock(slow="right")))
+    assert (found["right"].status, found["right"].reason) == (
+        "left out",
+        "a forward takes 100.0 s, too long for this problem's share of time",
+    )
+    assert found["compiles"].times
+    found = results(measured(a_plan(peers=("right",), budget_s=10.0), FakeClock()))
+    assert found["right"].reason.startswith("a forward takes 1.0 s"), "a twentieth of the problem's share is half a second"
 
 
 def test_a_backend_that_auto_takes_is_measured_once(clock: FakeClock) -> None:

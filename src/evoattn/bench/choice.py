@@ -13,7 +13,7 @@ _CPU = (
     workload("tri128"),
     workload("msa_row128").with_rows(128),
     workload("tri97"),
-    workload("msa_column64").with_rows(64),
+    workload("msa_column32"),
     workload("tri64"),
     workload("diffusion128").with_rows(8),
     workload("single256"),

@@ -32,6 +32,9 @@ _FIRST_SHARE = 0.2
 """Of the budget: what the very first compilation of a peer may take, whatever its problem's share is."""
 
 _LONGEST_CALL_S = 4.0
+_LONGEST_SHARE = 0.05
+"""A call that takes longer is not repeated: seconds, and the share of the problem's time."""
+
 _HOST_CALLS = 7
 
 
@@ -137,6 +140,7 @@ class _Course:
         self.end = None if plan.budget_s is None else clock.now() + plan.budget_s
         self.compiled_s: dict[str, float] = {}
         self.number = 0
+        self.longest_s = _LONGEST_CALL_S
         self.cut = False
         self.current: Problem | None = None
 
@@ -145,6 +149,8 @@ class _Course:
         self.number += 1
         now, total = self.clock.now(), len(self.plan.problems)
         share = None if self.end is None else (self.end - now) / (total - self.number + 1)
+        if share is not None:
+            self.longest_s = min(_LONGEST_CALL_S, share * _LONGEST_SHARE)
         self.current = problem = Problem(workload, dtype_name, None)
         if share is not None and share <= 0:
             self.cut = True
@@ -217,6 +223,14 @@ class _Course:
         wrong = correctness.worst(result.errors, dtype)
         if wrong:
             result.status, result.reason = "wrong", wrong
+            return None
+        seconds = self.clock.calls(runner.forward, 1)
+        if seconds > self.longest_s:
+            self.cut = self.cut or self.end is not None
+            result.status, result.reason = (
+                "left out",
+                f"a forward takes {seconds:.1f} s, too long for this problem's share of time",
+            )
             return None
         if set(self.plan.passes) == {"forward"}:
             result.first_call_s = self._first_call(peer, start)
@@ -299,8 +313,8 @@ class _Course:
             row = _Row(result, runner, name, call)
             row.seconds(self.clock)
             seconds = row.seconds(self.clock)
-            if seconds > _LONGEST_CALL_S:
-                result.reason = f"{result.reason + '; ' if result.reason else ''}{name}: {seconds:.0f} s a call, not repeated"
+            if seconds > self.longest_s * (1 if name == "forward" else 4):
+                result.reason = f"{result.reason + '; ' if result.reason else ''}{name}: {seconds:.1f} s a call, not repeated"
                 result.status = "partial"
                 continue
             calls = min(_HOST_CALLS, runner.most_calls)

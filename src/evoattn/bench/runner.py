@@ -14,6 +14,9 @@ from evoattn.testing import Inputs
 __all__ = ["Runner", "copies_for"]
 
 _MOST_COPIES = 24
+_MOST_GRAPHS = 4 << 30
+"""Bytes that the scores of kept graphs may take together."""
+
 _CACHES = {"cpu": 32 << 20, "cuda": 64 << 20}
 """Second-level cache of the device (third-level of a CPU core's share), where torch does not tell."""
 
@@ -38,6 +41,7 @@ class Runner:
     def __init__(self, peer: Peer, inputs: Inputs) -> None:
         self.peer = peer
         self.prepared = peer.prepare(inputs)
+        self.scores = inputs.case.h * inputs.k.shape[2] * inputs.do[..., 0, 0].numel()
         self.do = self.prepared.to_library(inputs.do)
         self.sets: list[tuple[Tensor | None, ...]] = []
         self.outputs: list[Tensor] = []
@@ -66,7 +70,8 @@ class Runner:
         """Of one pass in a row: a compiled graph gives its memory away in its backward, so every call needs one of its own."""
         if not self.peer.compiles:
             return 200
-        return 2 if self.peer.score_copies else 8
+        graph = int(self.peer.score_copies * self.scores * self.do.element_size())
+        return max(2, min(32, _MOST_GRAPHS // max(1, graph)))
 
     def prepare(self, name: str, calls: int) -> None:
         """Before `calls` calls of a pass: the graphs that the backward runs on, where they are not there yet."""

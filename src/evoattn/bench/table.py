@@ -142,9 +142,10 @@ def _said_once(record: Record) -> dict[tuple[str, str], str]:
     for problem in record.problems:
         for result in problem.results:
             timed = bool(result.times or result.errors)
-            seen.setdefault(result.name, set()).add(("", "") if timed else (result.status, result.reason))
+            if result.status != "left out":
+                seen.setdefault(result.name, set()).add(("", "") if timed else (result.status, result.reason))
     alone = {name: found.pop() for name, found in seen.items() if len(found) == 1}
-    return {(name, why): status for name, (status, why) in alone.items() if status in ("absent", "refused")}
+    return {(name, why): status for name, (status, why) in alone.items() if why and status in ("absent", "refused", "failed")}
 
 
 def markdown(rows: list[list[str]]) -> str:

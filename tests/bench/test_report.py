@@ -119,6 +119,7 @@ def test_it_shows_the_record(page: browser.Page) -> None:
     assert page.ask("document.querySelectorAll('#speedups rect').length") == 4
     assert page.ask("document.querySelectorAll('#length-time path').length") == 4
     assert page.ask("document.querySelector('#reasons td.words').textContent") == EVIL
+    assert page.ask("document.querySelector('#detail tbody tr:last-child td').textContent") == f"failed: {EVIL}"
     assert page.ask("window.broken === undefined")
     expected = 64 * 4 * 64 * 64 / 1.05e-3 / 4e12
     assert page.ask("document.querySelector('#ceilings td').textContent") == f"{100 * expected:.2g}%"

@@ -69,6 +69,7 @@ def _plain(axes: Axes) -> None:
 
 def rates(record: Record, problems: list[Problem]) -> Figure:
     """Scores a second of every contender by workload, a panel a pass, with the ceiling of the device's exponentials."""
+    problems = [problem for problem in problems if any(result.times for result in problem.results)]
     passes = _passes(problems, ("forward", "backward")) or _passes(problems, ("both",))
     names = [name for name in _names(problems) if any((r := p.result(name)) and r.times for p in problems)]
     styles = _style(names)

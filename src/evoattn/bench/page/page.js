@@ -20,8 +20,11 @@ const title = (name) => data.titles[name] || name;
 const isOurs = (name) => name === "evoattn" || name.startsWith("evoattn/");
 const isBound = (name) => data.bounds.includes(name);
 const others = names.filter((name) => name !== "evoattn");
-const colour = (name) => (name === "evoattn" ? "var(--ours)" : COLOURS[others.indexOf(name) % COLOURS.length]);
-const dash = (name) => (name === "evoattn" ? "" : DASHES[others.indexOf(name) % DASHES.length]);
+const drawn = others.filter((name) => !isBound(name) &&
+  problems.some((problem) => problem.results.some((found) => found.name === name && (found.times || found.peak_bytes))));
+const place = (name) => Math.max(0, drawn.indexOf(name));
+const colour = (name) => (name === "evoattn" ? "var(--ours)" : isBound(name) ? "var(--even)" : COLOURS[place(name) % COLOURS.length]);
+const dash = (name) => (name === "evoattn" ? "" : isBound(name) ? "1 3" : DASHES[place(name) % DASHES.length]);
 const result = (problem, name) => problem.results.find((found) => found.name === name);
 const time = (found, pass) => (found && found.times && found.times[pass] ? found.times[pass].median_ms : null);
 const passes = ["forward", "backward", "both"].filter((pass) =>
@@ -67,12 +70,13 @@ function table(node, columns, rows, caption) {
       order.sort((a, b) => compare(get(a), get(b), sorted.down));
     }
     body.replaceChildren(...order.map((row) => make("tr", { class: row.ours ? "ours" : "" }, ...columns.map((column, index) => {
+      if (row.instead && index) return index > 1 ? "" : make("td", { class: "words", colspan: columns.length - 1 }, row.instead);
       const value = column.get(row);
       const text = column.show ? column.show(value, row) : number(value);
       if (index === 0) return make("th", { scope: "row" }, text);
       const kind = column.words ? "words" : value === null ? "none" : column.best && column.best(value, row) ? "best" : "";
       return make("td", kind ? { class: kind } : {}, text);
-    }))));
+    }).filter((cell) => cell !== ""))));
   }
   fill();
   node.replaceChildren(make("caption", { class: "skip" }, caption), make("thead", {}, make("tr", {}, ...heads)), body);
@@ -191,7 +195,7 @@ function overview() {
     { title: "speed-up", get: speedup, show: (value) => (value === null ? "–" : `${value.toFixed(2)}x`) },
     ...present.map((name) => ({ title: `${title(name)}, ms`, get: (problem) => time(result(problem, name), state.pass),
       best: (value, problem) => !isBound(name) && value === least(present.filter((other) => !isBound(other)).map((other) => time(result(problem, other), state.pass))) }))];
-  table($("times"), columns, shown(), "Times of all workloads");
+  table($("times"), columns, shown().filter((problem) => present.some((name) => time(result(problem, name), state.pass) !== null)), "Times of all workloads");
 }
 
 function reason(found) {
@@ -217,7 +221,9 @@ function one() {
     return { name: title(found.name), value: time(found, state.pass), text: `${number(time(found, state.pass))} ms`, colour: colour(found.name),
       ...(samples.length ? { low: Math.min(...samples), high: Math.max(...samples) } : {}) };
   }), { unit: " ms", label: `Milliseconds of ${PASS_TITLES[state.pass]} at ${w.name}; the table has the numbers` }));
-  const rows = problem.results.map((found) => ({ ...found, ours: found.name === "evoattn" }));
+  const timeless = (found) => !found.times && !found.errors;
+  const rows = problem.results.map((found) => ({ ...found, ours: found.name === "evoattn", instead: timeless(found) ? reason(found) : "" }));
+  rows.sort((a, b) => timeless(a) - timeless(b));
   const fair = rows.filter((row) => !isBound(row.name));
   const best = (get) => (value, row) => !isBound(row.name) && value === least(fair.map(get));
   const peak = (row) => (row.peak_bytes ? row.peak_bytes / 2 ** 20 : null);
@@ -272,7 +278,7 @@ function limits() {
     { title: "exp2, backward", get: share("evoattn", "backward", scores, exp2), show: percent },
     { title: "bandwidth, forward", get: share("evoattn", "forward", (problem) => problem.bytes, copy), show: percent }];
   $("ceilings").parentNode.hidden = !exp2 && !copy;
-  table($("ceilings"), columns, shown(), "Share of the ceilings that evoattn reaches");
+  table($("ceilings"), columns, shown().filter((problem) => (result(problem, "evoattn") || {}).times), "Share of the ceilings that evoattn reaches");
 }
 
 function reasons() {

@@ -29,7 +29,8 @@ def page(record: Record) -> str:
         "TITLE": html.escape(f"evoattn bench: {record.machine.get('device', 'results')}"),
         "HEADLINE": html.escape(headline),
         "STYLE": _part("page.css"),
-        "SCRIPT": _part("page.js"),
+        "DRAW": _part("draw.js"),
+        "SHOW": _part("show.js"),
         "DATA": _embedded(data),
     }
     text = _part("page.html")

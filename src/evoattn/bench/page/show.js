@@ -141,7 +141,8 @@ function one() {
       show: exponent,
     })),
   ].filter((column) => has(column.get));
-  columns.push({ title: "notes", get: (row) => reason(row) || null, show: (text) => text || "", words: true });
+  if (rows.some((row) => row.instead || reason(row)))
+    columns.push({ title: "notes", get: (row) => reason(row) || null, show: (text) => text || "", words: true });
   table($("detail"), columns, rows, `All that was measured at ${w.name}`);
 }
 
@@ -309,7 +310,9 @@ function start() {
     {
       interrupted: "The run was interrupted: what was measured until then is here.",
       "out of time": "The run's budget ended before all was measured: what is missing says so.",
-    }[data.finished] || "";
+    }[data.finished] ||
+    (data.settings || {}).note ||
+    "";
   const dtypes = unique(problems.map((problem) => problem.dtype));
   radios(
     "dtype",

@@ -51,7 +51,7 @@ def defaults(device_type: str, quick: bool) -> Defaults:
         peers = tuple(name for name in PEERS if name not in _COMPILED)
         return Defaults(_QUICK[device_type], dtypes, peers, rounds=3, budget_s=30.0)
     workloads = _CPU if on_cpu else WORKLOADS
-    return Defaults(workloads, dtypes, tuple(PEERS), rounds=7, budget_s=240.0 if on_cpu else 300.0)
+    return Defaults(workloads, dtypes, tuple(PEERS), rounds=7, budget_s=300.0)
 
 
 def chosen(names: list[str] | None, lengths: list[int] | None, default: tuple[Workload, ...]) -> tuple[Workload, ...]:

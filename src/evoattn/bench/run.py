@@ -225,6 +225,8 @@ class _Course:
             result.status, result.reason = "wrong", wrong
             return None
         seconds = self.clock.calls(runner.forward, 1)
+        if seconds > self.longest_s:  # once more: a machine that had something else to do takes long too
+            seconds = min(seconds, self.clock.calls(runner.forward, 1))
         if seconds > self.longest_s:
             self.cut = self.cut or self.end is not None
             result.status, result.reason = (
@@ -311,8 +313,7 @@ class _Course:
             if name not in possible:
                 continue
             row = _Row(result, runner, name, call)
-            row.seconds(self.clock)
-            seconds = row.seconds(self.clock)
+            seconds = min(row.seconds(self.clock) for _ in range(2))
             if seconds > self.longest_s * (1 if name == "forward" else 4):
                 result.reason = f"{result.reason + '; ' if result.reason else ''}{name}: {seconds:.1f} s a call, not repeated"
                 result.status = "partial"

@@ -65,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what.add_argument("--quick", action="store_true", help="few and small problems, nothing that compiles for long")
     what.add_argument("--list", action="store_true", help="print the workloads and end")
     how = parser.add_argument_group("how long")
-    how.add_argument("--budget", type=WholeNumber(1), metavar="S", help="seconds in all (default: 240 CPU, 300 GPU, 30 quick)")
+    how.add_argument("--budget", type=WholeNumber(1), metavar="S", help="seconds in all (default: 300; quick: 30)")
     how.add_argument("--rounds", type=WholeNumber(2), metavar="R", help="interleaved rounds of timing (default: 7; quick: 3)")
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", type=Path, metavar="FILE", help="all that was measured, after every problem")

@@ -133,6 +133,7 @@ def open_page(path: Path, profile: Path) -> Iterator[Page]:
         [browser, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
         preexec_fn=connect,
         close_fds=False,
+        env={**os.environ, "TMPDIR": str(profile.parent)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

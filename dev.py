@@ -5,7 +5,9 @@
     python3 dev.py test    the tests
     python3 dev.py check   lint, format and types
     python3 dev.py docs    build the documentation
-    python3 dev.py bench   speed and memory of the CPU backend against torch
+    python3 dev.py bench   speed, memory and error next to every peer that is installed
+    python3 dev.py figures the pictures and tables of the pages, from the committed results
+    python3 dev.py goals   the ratios that the project holds itself to on a CPU
     python3 dev.py setup   only make the environment
 
 The first call makes .venv and installs the package and its tools there; EVOATTN_TORCH names another torch to install than
@@ -37,7 +39,9 @@ COMMANDS: dict[str, list[list[str]]] = {
     "check": [["ruff", "check", *CODE], ["ruff", "format", "--check", *CODE], ["mypy"]],
     "format": [["ruff", "check", "--fix", *CODE], ["ruff", "format", *CODE]],
     "docs": [["sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "build/docs"]],
-    "bench": [["python", "benchmarks/cpu.py"]],
+    "bench": [["evoattn", "bench"]],
+    "figures": [["python", "benchmarks/figures.py"]],
+    "goals": [["python", "benchmarks/goals.py"]],
 }
 
 

@@ -14,6 +14,12 @@ if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
 
+@pytest.fixture(autouse=True)
+def no_table_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the developer's own `evoattn tune` found changes no test."""
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """torch.empty gives NaN, so an element that a backend forgets to write is seen."""

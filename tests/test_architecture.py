@@ -19,7 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "canonical": set(),
     "workloads": set(),
     "problem": set(),
-    "tuning": {"problem"},
+    "tuning": {"_version", "problem"},
     "backends": {"problem", "tuning", "layouts", "numerics"},
     "dispatch": {"problem", "tuning", "backends"},
     "ops": {"backends", "dispatch", "problem", "tuning", "layouts", "numerics", "canonical"},
@@ -29,7 +29,8 @@ ARROWS: dict[str, set[str]] = {
     "compat": {"api"},
     "testing": {"api", "layouts", "numerics", "tuning", "workloads"},
     "__init__": {"_version", "api", "tuning"},
-    "cli": {"__init__", "api", "backends", "dispatch", "testing", "tuning", "workloads", "_version"},
+    "bench": {"__init__", "_version", "api", "dispatch", "problem", "testing", "tuning", "workloads"},
+    "cli": {"__init__", "api", "bench", "backends", "dispatch", "testing", "tuning", "workloads", "_version"},
     "__main__": {"cli"},
 }
 

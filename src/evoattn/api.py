@@ -14,7 +14,7 @@ from evoattn.dispatch import AUTO_ORDER, BACKENDS, backend_module, refusals
 from evoattn.layouts import to_canonical, to_user
 from evoattn.numerics import row_shift
 from evoattn.problem import Problem, describe
-from evoattn.tuning import Config
+from evoattn.tuning import Config, tuned_directions
 from evoattn.validation import check_arguments, compute_dtype, key_axes
 
 __all__ = ["BackendStatus", "Explanation", "backends", "evoformer_attention", "explain"]
@@ -143,6 +143,7 @@ class Explanation:
         backward: the tiles of each kernel of the backward that gradients need, where the backend has some of its own.
         refused: for each backend that was asked and does not take it, all its reasons.
         copies: what would be copied because of how the arguments lie in memory, each with the reason.
+        tuned: for which directions, "forward", "backward" or "both", `evoattn tune` found the config on this machine.
     """
 
     problem: Problem
@@ -151,12 +152,14 @@ class Explanation:
     refused: dict[str, list[str]]
     copies: list[str]
     backward: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    tuned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"problem  {self.problem}", f"backend  {self.backend or 'none takes it'}"]
         if self.config is not None:
             lines.append(f"config   {_settings(self.config.given())}")
         lines += [f"backward {kernel}: {_settings(tiles)}" for kernel, tiles in self.backward.items()]
+        lines += [f"tuned    {direction}: found by evoattn tune on this machine" for direction in self.tuned]
         lines += [f"copied   {what}" for what in self.copies]
         lines += [f"refused  {name}: {reason}" for name, reasons in self.refused.items() for reason in reasons]
         return "\n".join(lines)
@@ -233,6 +236,7 @@ def explain(
         refused={name: why for name, why in reasons.items() if why},
         copies=copies,
         backward=backward,
+        tuned=() if chosen is None or settings != Config() else tuned_directions(chosen, problem),
     )
 
 

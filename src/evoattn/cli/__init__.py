@@ -1,4 +1,4 @@
-"""The command line: `evoattn demo` and `evoattn doctor`. Exit status 0 is good, 1 a check that did not hold, 2 bad input."""
+"""The command line: demo, doctor, bench and tune. Exit status 0 is good, 1 a check that did not hold, 2 bad input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from evoattn._version import __version__
-from evoattn.cli import demo, doctor
+from evoattn.cli import bench, demo, doctor, tune
 from evoattn.cli.terminal import RefusedError
 
 __all__ = ["main"]
@@ -18,12 +18,15 @@ Evoformer attention, the attention of the AlphaFold family: exact and memory-eff
 
   evoattn doctor    what is installed, what runs where, and whether its numbers are right
   evoattn demo      the four attentions of an Evoformer block on a real alignment, next to dense PyTorch
+  evoattn bench     speed, memory and error next to every peer that is installed, as a table and as a page
+  evoattn tune      better tile sizes for this machine and your shapes: a luxury, not a need
 """
 
 _EPILOG = """\
 `evoattn COMMAND --help` explains a command. In Python: `from evoattn import evoformer_attention`.
 
-exit status: 0 all is well; 1 numbers were wrong; 2 bad options, bad input or a missing extra; 130 interrupted
+exit status: 0 all is well; 1 numbers were wrong, or slower than before; 2 bad options, bad input or a missing
+extra; 130 interrupted
 """
 
 
@@ -38,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="evoattn", description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"evoattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (demo, doctor):
+    for command in (demo, doctor, bench, tune):
         command.add_parser(commands)
     return parser
 

@@ -19,7 +19,7 @@ from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import attentions, embed
 from evoattn.cli.measure import IMPLEMENTATIONS, Accuracy, Cost
 from evoattn.cli.sweep import Growth, Size
-from evoattn.cli.terminal import RefusedError, Step, need_extra, progress
+from evoattn.cli.terminal import RefusedError, Step, WholeNumber, check_output, need_extra, progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -110,34 +110,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on the CPU, bfloat16 on a GPU")
     parser.add_argument(
         "--max-length",
-        type=_WholeNumber(16),
+        type=WholeNumber(16),
         metavar="L",
         help="the longest length measured, however long it takes, and the most columns used (at least 16; default: 384 on "
         "the CPU, 1024 on a GPU, or what half a minute allows)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: a look in a few seconds, not a measurement")
-    parser.add_argument("--seed", type=_WholeNumber(0), default=0, metavar="S", help="of the random weights (default: 0)")
+    parser.add_argument("--seed", type=WholeNumber(0), default=0, metavar="S", help="of the random weights (default: 0)")
     parser.set_defaults(run=run)
-
-
-class _WholeNumber:
-    def __init__(self, least: int) -> None:
-        self.least = least
-
-    def __call__(self, text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = self.least - 1
-        if not self.least <= value < 1 << 31:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {self.least} up, got {text!r}")
-        return value
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
     need_extra("rich", "matplotlib")
-    output = plot.check_output(arguments.output)
+    output = check_output(arguments.output, "--output", ".png")
     device = machine.pick(arguments.device)
     dtype = DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     with _default_alignment(arguments.alignment) as path:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evoattn import evoformer_attention, testing
+from evoattn.bench.memory import peak_bytes
 from evoattn.cli import machine
 from evoattn.cli.evoformer import first_rows
 from evoattn.testing import Inputs
@@ -117,59 +112,6 @@ def cost(attention: Attention, inputs: Inputs, *, repeats: int, seconds: float) 
         times.append(once())
     forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
     return Cost(forward, backward, peak)
-
-
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes of tensors that a call holds at the most, beyond what was held before.
-
-    On the GPU from torch's allocator statistics, on the CPU from every allocation and release that the profiler saw.
-    """
-    if device.type == "cuda":
-        machine.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        machine.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with _no_native_chatter():
-        profiler.start()
-    try:
-        call()
-    finally:
-        with _no_native_chatter():
-            profiler.stop()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    held = most = 0
-    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: float(event["ts"])):
-        held += event["args"]["Bytes"]
-        most = max(most, held)
-    return most
-
-
-@contextlib.contextmanager
-def _no_native_chatter() -> Iterator[None]:
-    """Send file descriptor 2 nowhere for a moment.
-
-    torch 2.13's profiler writes a trace line there at start and at stop, below Python, that no setting silences.
-    """
-    sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:  # the program was started without a stderr
-        yield
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 @dataclasses.dataclass(frozen=True)

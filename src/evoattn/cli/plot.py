@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["check_output", "draw"]
+__all__ = ["draw"]
 
 _STYLES = {"evoattn": ("#0072B2", "o", "-"), "dense": ("#D55E00", "s", "--")}
 """Colour, marker and line: Okabe and Ito's blue and vermilion, told apart without colour too."""
@@ -26,24 +26,6 @@ _STYLES = {"evoattn": ("#0072B2", "o", "-"), "dense": ("#D55E00", "s", "--")}
 _LABELS = {"evoattn": "evoattn", "dense": "dense PyTorch"}
 _INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
 _TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "color": _INK}
-
-
-def check_output(output: Path) -> Path:
-    """The path, if a picture can be written there.
-
-    Raises:
-        RefusedError: its directory does not exist or is not writable, it is a directory, or its name does not end in .png.
-    """
-    shown = repr(str(output))
-    if output.is_dir():
-        raise RefusedError(f"--output {shown}: is a directory; expected the name of a PNG file")
-    if output.suffix.lower() != ".png":
-        raise RefusedError(f"--output {shown}: expected a name that ends in .png")
-    if not output.parent.is_dir():
-        raise RefusedError(f"--output {shown}: there is no directory {str(output.parent)!r}; expected one that exists")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise RefusedError(f"--output {shown}: the directory {str(output.parent)!r} is not writable")
-    return output
 
 
 def draw(growth: Growth, dtype: torch.dtype, machine: str, output: Path) -> None:

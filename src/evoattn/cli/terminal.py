@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
+import os
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
-__all__ = ["RefusedError", "Step", "need_extra", "progress"]
+__all__ = ["RefusedError", "Step", "WholeNumber", "check_output", "need_extra", "problem_progress", "progress"]
 
 
 class RefusedError(Exception):
@@ -19,7 +23,43 @@ def need_extra(*packages: str) -> None:
     """Refuse, naming what to install, unless all these packages are there."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise RefusedError(f"needs {' and '.join(missing)}, which are not installed: pip install 'evoattn[cli]'")
+        verb = "is" if len(missing) == 1 else "are"
+        raise RefusedError(f"needs {' and '.join(missing)}, which {verb} not installed: pip install 'evoattn[cli]'")
+
+
+class WholeNumber:
+    """Turns an option's text into a whole number from `least` up."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = self.least - 1
+        if not self.least <= value < 1 << 31:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {self.least} up, got {text!r}")
+        return value
+
+
+def check_output(output: Path, option: str, *suffixes: str) -> Path:
+    """The path, if a file can be written there.
+
+    Raises:
+        RefusedError: its directory does not exist or is not writable, it is a directory, or its name does not end as it should.
+    """
+    shown = repr(str(output))
+    kind = suffixes[0].removeprefix(".").upper()
+    if output.is_dir():
+        raise RefusedError(f"{option} {shown}: is a directory; expected the name of a {kind} file")
+    if output.suffix.lower() not in suffixes:
+        raise RefusedError(f"{option} {shown}: expected a name that ends in {' or '.join(suffixes)}")
+    if not output.parent.is_dir():
+        raise RefusedError(f"{option} {shown}: there is no directory {str(output.parent)!r}; expected one that exists")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise RefusedError(f"{option} {shown}: the directory {str(output.parent)!r} is not writable")
+    return output
 
 
 class Step(Protocol):
@@ -63,5 +103,53 @@ def progress(total: int) -> Iterator[Step]:
             nonlocal begun
             bar.update(task, advance=1 if begun else 0, description=what)
             begun = True
+
+        yield advance
+
+
+class ProblemStep(Protocol):
+    """Called before each step of a run over problems, numbered from 1."""
+
+    def __call__(self, problem: int, problems: int, what: str) -> None: ...
+
+
+@contextlib.contextmanager
+def problem_progress(budget_s: float | None) -> Iterator[ProblemStep]:
+    """A bar over problems on stderr with what is being measured and the time left; without a terminal, a line a problem.
+
+    Args:
+        budget_s: after which the run ends whatever is left, or None.
+    """
+    start = time.perf_counter()
+    shown = 0
+
+    def left(problem: int, problems: int) -> str:
+        passed = time.perf_counter() - start
+        if problem <= 1 and budget_s is None:
+            return ""
+        rest = float("inf") if problem <= 1 else passed / (problem - 1) * (problems - problem + 1)
+        if budget_s is not None:
+            rest = min(rest, budget_s - passed)
+        return f"{max(0, round(rest)) // 60}:{max(0, round(rest)) % 60:02d} left"
+
+    def line(problem: int, problems: int, what: str) -> None:
+        nonlocal shown
+        if problem != shown:
+            shown = problem
+            print(f"[{problem}/{problems}] {what.partition(':')[0]}  {left(problem, problems)}", file=sys.stderr, flush=True)
+
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield line
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def advance(problem: int, problems: int, what: str) -> None:
+            bar.update(task, total=problems, completed=problem - 1, description=f"{left(problem, problems):>10}  {what}")
 
         yield advance

@@ -176,6 +176,7 @@ def from_workload(workload: Workload, dtype: torch.dtype) -> Case:
         dtype=dtype,
         mask="random" if workload.key_mask else None,
         pair_bias="b1hqk" if workload.pair_bias else None,
+        kv_heads=workload.kv_heads,
     )
 
 

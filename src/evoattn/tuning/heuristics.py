@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from evoattn.problem import Problem
+from evoattn.tuning import user
 from evoattn.tuning.config import Config
 
 __all__ = ["ForwardTiles", "forward_registers", "forward_shared_bytes", "forward_tiles"]
@@ -72,6 +73,7 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
         config: what the user set; a field given there is kept as it is.
         shared_limit: bytes of shared memory that one program may use.
     """
+    config = user.preferred("triton", "forward", problem, config)
     table = _FLOAT_TILES if problem.dtype == torch.float32 else _HALF_TILES
     channels = _power_of_two(max(problem.d, problem.c))
     family = {9: _HOPPER, 10: _BLACKWELL}.get(problem.capability[0], _OTHER) if problem.capability else _OTHER

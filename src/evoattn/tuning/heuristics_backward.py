@@ -8,6 +8,7 @@ import functools
 import torch
 
 from evoattn.problem import Problem
+from evoattn.tuning import user
 from evoattn.tuning.config import Config
 
 __all__ = ["BackwardTiles", "Tiles", "backward_shared_bytes", "backward_tiles"]
@@ -198,6 +199,7 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
         shared_limit: bytes of shared memory that one program may use.
         capability: compute capability of an NVIDIA card; None elsewhere.
     """
+    config = user.preferred("triton", "backward", problem, config)
     channels = _power_of_two(max(problem.d, problem.c))
     line = next(line for line in _table(problem.dtype, capability) if channels <= line.most)
     sums_pair = problem.pair_bias is not None and problem.needs[4] and not problem.deterministic

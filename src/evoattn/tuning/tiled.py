@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from evoattn.problem import Problem
+from evoattn.tuning import user
 from evoattn.tuning.config import Config
 
 __all__ = ["TiledPlan", "tiled_plan"]
@@ -38,6 +39,7 @@ class TiledPlan:
 
 def tiled_plan(problem: Problem, config: Config) -> TiledPlan:
     """Whole rows while they fit the budget, several at a time if they are short; then heads, queries and last keys are cut."""
+    config = user.preferred("tiled", "both", problem, config)
     default = _CPU_SCORE_BYTES if problem.device == "cpu" else _DEVICE_SCORE_BYTES
     score_bytes = config.score_bytes or default
     itemsize = 8 if problem.dtype.itemsize == 8 else 4

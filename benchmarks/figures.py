@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+"""Everything that pages show of the committed results, made from them alone: `python benchmarks/figures.py`.
+
+Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png, and the parts of README.md between
+`<!-- figures: begin NAME -->` and `<!-- figures: end NAME -->`. With --check it writes nothing, and ends with status 1 and a
+line for each file that is not what the results make it. A picture carries a digest of the results and of the code that drew
+it, so that another release of matplotlib is no drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from evoattn.bench import plots, table
+from evoattn.bench.record import Problem, Record, read
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = Path("docs/benchmarks.md")
+README = Path("README.md")
+FIGURES = Path("docs/figures")
+KEY = "evoattn-source"
+IN_README = ("tri384", "tri397", "tri1024", "msa_row", "extra_msa_row", "diffusion768", "single768")
+
+
+class Part(NamedTuple):
+    """The problems of one dtype in one record."""
+
+    source: Path
+    record: Record
+    dtype: str
+    problems: list[Problem]
+
+    @property
+    def name(self) -> str:
+        """For files and headings: "h200-bfloat16" of "h200-bfloat16.json" and of "h200.json" alike."""
+        stem = self.source.stem
+        return stem if self.dtype in stem else f"{stem}-{self.dtype}"
+
+
+def parts(results: Path) -> list[Part]:
+    """Every dtype of every record, GPUs first, the dtype that models train in first."""
+    found = []
+    for path in sorted(results.glob("*.json"), key=lambda path: (path.name.startswith("cpu"), path.name)):
+        record = read(path)
+        for dtype in dict.fromkeys(problem.dtype for problem in record.problems):
+            found.append(Part(path, record, dtype, [p for p in record.problems if p.dtype == dtype]))
+    return found
+
+
+def digest(part: Part) -> str:
+    """Of a part's results, of the code that draws them, and of the words that it takes from elsewhere."""
+    names = dict.fromkeys(result.name for problem in part.problems for result in problem.results)
+    words = [part.dtype, table.headline(part.record), *map(table.title, names)]
+    pieces = [part.source.read_bytes(), Path(plots.__file__).read_bytes(), *(word.encode() for word in words)]
+    return hashlib.sha256(b"\0".join(pieces)).hexdigest()
+
+
+def pictures(part: Part) -> dict[Path, Callable[[], object]]:
+    """Files and what draws them; with two lengths of triangle attention or more, their growth too."""
+    timed = [problem for problem in part.problems if any(result.times for result in problem.results)]
+    found: dict[Path, Callable[[], object]] = {}
+    if len(timed) > 1:
+        found[FIGURES / f"bench-{part.name}-speed.png"] = lambda: plots.rates(part.record, timed)
+    if len({problem.workload.length for problem in timed if problem.workload.family == "tri"}) > 2:
+        found[FIGURES / f"bench-{part.name}-length.png"] = lambda: plots.against_length(part.record, timed)
+    return found
+
+
+def _alt(path: Path) -> str:
+    """What a picture shows, for who does not see it; the numbers are in the table below it."""
+    return "Scores a second by workload" if path.stem.endswith("speed") else "Time and peak memory against length"
+
+
+def _passes(problems: list[Problem]) -> tuple[str, ...]:
+    measured = {name for problem in problems for result in problem.results for name in result.times}
+    return ("forward", "backward") if "backward" in measured else ("forward", "both")
+
+
+def _cell(problem: Problem, name: str, passes: tuple[str, ...], *, bold: bool = False) -> str:
+    """Times of the passes, or a dash; the fastest of all that solve the problem in bold."""
+    result = problem.result(name)
+    if result is None or not result.times:
+        return "-"
+    words = []
+    for wanted in passes:
+        time = result.times.get(wanted)
+        text = "-" if time is None else f"{time.median_ms:.3f}"
+        fair = [r.times[wanted].median_ms for r in problem.results if wanted in r.times and r.name != "flash_unbiased"]
+        fastest = bold and time is not None and len(fair) > 1 and time.median_ms == min(fair)
+        words.append(f"**{text}**" if fastest else text)
+    return " / ".join(words)
+
+
+def times_table(problems: list[Problem], *, bold: bool = True) -> str:
+    """A row a workload, a column a contender that has any time."""
+    passes = _passes(problems)
+    names = list(dict.fromkeys(r.name for problem in problems for r in problem.results if r.times))
+    rows = [["workload", *map(table.title, names)]]
+    rows += [[problem.workload.name, *(_cell(problem, name, passes, bold=bold) for name in names)] for problem in problems]
+    return table.markdown(rows)
+
+
+def own_table(part: Part) -> str:
+    """What else is known of evoattn: rates, shares of the ceilings, host time, memory, error."""
+    rows = [
+        ["workload", "backend", "10⁹ scores/s", "share of exp2", "share of copy", "host µs", "first call s", "MiB", "error"]
+    ]
+    for problem in part.problems:
+        result = problem.result("evoattn")
+        if result is None:
+            continue
+        rates = [table.rate(problem, result, name) for name in _passes(part.problems)]
+        exp2 = table.share(problem, result, part.record.ceilings.exp2_per_s, problem.workload.scores)
+        copied = table.share(problem, result, part.record.ceilings.copy_bytes_per_s, problem.bytes)
+        error = table.worst_error(result)
+        rows.append(
+            [
+                problem.workload.name,
+                result.backend or "-",
+                " / ".join("-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates),
+                *("-" if value is None else f"{100 * value:.0f}%" for value in (exp2, copied)),
+                " / ".join(f"{result.host_us[name]:.0f}" for name in ("forward", "backward") if name in result.host_us) or "-",
+                "-" if result.first_call_s is None else f"{result.first_call_s:.2f}",
+                "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:,.1f}",
+                "-" if error is None else f"{error:.1e}",
+            ]
+        )
+    kept = [0, *(column for column in range(1, len(rows[0])) if any(row[column] != "-" for row in rows[1:]))]
+    return table.markdown([[row[column] for column in kept] for row in rows])
+
+
+def reasons(problems: list[Problem]) -> list[str]:
+    """One line for each reason why there is no time."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for problem in problems:
+        for result in problem.results:
+            if result.status != "ok":
+                found.setdefault((result.name, result.status, result.reason), []).append(problem.workload.name)
+    every = len(problems)
+    return [
+        f"- {table.title(name)}, {'all' if len(where) == every else ', '.join(where)}: {status}: `{reason.replace('`', '')}`"
+        for (name, status, reason), where in found.items()
+    ]
+
+
+def section(part: Part) -> list[str]:
+    """One part of the page."""
+    names = " / ".join({"both": "forward + backward"}.get(name, name) for name in _passes(part.problems))
+    lines = [f"## {part.record.machine['device']}, {part.dtype}", "", f"{table.headline(part.record)}. `{part.source.name}`."]
+    if part.record.settings.get("note"):
+        lines += [f"*{part.record.settings['note']}*"]
+    ceilings = part.record.ceilings
+    if ceilings.exp2_per_s or ceilings.copy_bytes_per_s:
+        exp2, copied = (ceilings.exp2_per_s or 0) / 1e9, (ceilings.copy_bytes_per_s or 0) / 1e9
+        lines += [f"Ceilings, measured in the same run: {exp2:,.1f} x 10⁹ exp2/s, {copied:,.1f} GB/s copied ({ceilings.how})."]
+    for path in pictures(part):
+        lines += ["", f"![{_alt(path)}](figures/{path.name})"]
+    lines += ["", f"{names}, ms; the fastest that solves the problem in bold, a dash where there is no time:", ""]
+    lines += [times_table(part.problems), "", "evoattn:", "", own_table(part), ""]
+    why = reasons(part.problems)
+    return [*lines, *(["No time, and why:", "", *why, ""] if why else [])]
+
+
+def page(found: Iterable[Part]) -> str:
+    """docs/benchmarks.md."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `python3 dev.py figures` from the files in `benchmarks/results/`, which `evoattn bench --json` wrote;",
+        "a test holds this page to them.",
+        "How it is measured: [the command](cli.md#evoattn-bench). What the numbers taught: [performance](performance.md).",
+        "",
+    ]
+    for part in found:
+        lines += section(part)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def readme_blocks(found: list[Part]) -> dict[str, str]:
+    """The parts of README.md, by name."""
+    blocks = {}
+    for name, of_cpu in (("gpu", False), ("cpu", True)):
+        part = next((part for part in found if (part.record.machine.get("kind") == "cpu") == of_cpu), None)
+        if part is None:
+            continue
+        names = " / ".join({"both": "forward + backward"}.get(word, word) for word in _passes(part.problems))
+        timed = [problem for problem in part.problems if any(result.times for result in problem.results)]
+        shown = [problem for wanted in IN_README for problem in timed if problem.workload.name == wanted] or timed
+        lines = [
+            f"{part.record.machine['device']}, {part.dtype}, {names} in ms, every result checked against float64 first:",
+            "",
+        ]
+        lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in pictures(part)]
+        blocks[name] = "\n".join([*lines, times_table(shown)])
+    return blocks
+
+
+def with_blocks(text: str, blocks: dict[str, str]) -> str:
+    """A page with its marked parts replaced.
+
+    Raises:
+        ValueError: a part is not marked in the page.
+    """
+    for name, block in blocks.items():
+        marked = re.compile(rf"(<!-- figures: begin {name} -->\n).*?(<!-- figures: end {name} -->)", re.DOTALL)
+        if not marked.search(text):
+            raise ValueError(f"no part {name!r} is marked; expected <!-- figures: begin {name} --> and its end")
+        text = marked.sub(lambda match, block=block: f"{match[1]}{block}\n{match[2]}", text)  # type: ignore[misc]
+    return text
+
+
+def drift(root: Path, results: Path) -> list[str]:
+    """One line for each file that is not what the results make it."""
+    found = parts(results)
+    lines = []
+    texts = {PAGE: page(found), README: with_blocks((root / README).read_text(encoding="utf-8"), readme_blocks(found))}
+    for path, text in texts.items():
+        if not (root / path).exists() or (root / path).read_text(encoding="utf-8") != text:
+            lines.append(f"{path} is not what the results make it")
+    expected = {path: digest(part) for part in found for path in pictures(part)}
+    for path, sum_ in expected.items():
+        if not (root / path).exists() or sum_.encode() not in (root / path).read_bytes():
+            lines.append(f"{path} was not drawn from these results by this code")
+    present = {FIGURES / path.name for path in (root / FIGURES).glob("bench-*.png")}
+    lines += [f"{path} has no results any more" for path in sorted(present - set(expected))]
+    return [f"{line}: run python3 dev.py figures" for line in lines]
+
+
+def draw(root: Path, results: Path) -> list[Path]:
+    """Write every page and picture."""
+    import matplotlib
+
+    found = parts(results)
+    expected = {path: (part, make) for part in found for path, make in pictures(part).items()}
+    for stale in (root / FIGURES).glob("bench-*.png"):
+        if FIGURES / stale.name not in expected:
+            stale.unlink()
+    with matplotlib.rc_context(plots.STYLE):
+        for path, (part, make) in expected.items():
+            plots.save(make(), root / path, {KEY: digest(part), "Software": ""})  # type: ignore[arg-type]
+    (root / PAGE).write_text(page(found), encoding="utf-8")
+    readme = root / README
+    readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), readme_blocks(found)), encoding="utf-8")
+    return [PAGE, README, *expected]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if anything has drifted")
+    if parser.parse_args().check:
+        lines = drift(ROOT, RESULTS)
+        print("\n".join(lines) or "nothing has drifted")
+        return 1 if lines else 0
+    print("\n".join(str(path) for path in draw(ROOT, RESULTS)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

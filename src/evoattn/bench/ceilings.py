@@ -1,0 +1,62 @@
+"""What the device reaches at the most, measured in the same run: exponentials a second, and bytes a second of a copy."""
+
+from __future__ import annotations
+
+import torch
+
+from evoattn.bench.clock import Clock
+from evoattn.bench.record import Ceilings
+
+__all__ = ["measure"]
+
+_COPIED = {"cpu": 256 << 20, "cuda": 1 << 30}
+"""Bytes of the tensor that is copied: many times any cache."""
+
+_CACHED_NUMBERS = 1 << 18
+"""A mebibyte of float32: exponentials on the CPU are taken within the second-level cache, as a tiled kernel takes them."""
+
+_PROGRAMS_A_PROCESSOR = 16
+_ROUNDS_OF_EXP2 = 4096
+_BEST_OF = 3
+
+
+def measure(device: torch.device, clock: Clock) -> Ceilings:
+    """Both ceilings of a device; a reason in place of a number that cannot be had."""
+    copied = _copy(device, clock)
+    if device.type == "cpu":
+        exp2, how = _cpu_exp2(clock), "torch.exp2 within the second-level cache"
+    else:
+        try:
+            exp2, how = _gpu_exp2(device, clock), "exp2 in registers, in a kernel that does nothing else"
+        except Exception as error:  # the ceiling is a service: without it the benchmark is still one
+            return Ceilings(None, copied, f"exp2 not measured: {type(error).__name__}: {error}"[:200])
+    return Ceilings(exp2, copied, f"{how}; a copy of {_COPIED[device.type] >> 20} MiB")
+
+
+def _best(clock: Clock, call: object, count: int = 1) -> float:
+    """Seconds of the fastest of a few runs, after one to warm up: a ceiling is a maximum."""
+    assert callable(call)
+    clock.calls(call, 1)
+    return min(clock.calls(call, count) / count for _ in range(_BEST_OF))
+
+
+def _copy(device: torch.device, clock: Clock) -> float:
+    source = torch.zeros(_COPIED[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best(clock, lambda _: target.copy_(source), 3)
+
+
+def _cpu_exp2(clock: Clock) -> float:
+    x = torch.linspace(-4, 0, _CACHED_NUMBERS)
+    out = torch.empty_like(x)
+    return x.numel() / _best(clock, lambda _: torch.exp2(x, out=out), 200)
+
+
+def _gpu_exp2(device: torch.device, clock: Clock) -> float:
+    from evoattn.bench.exp2_kernel import BLOCK, exp2_kernel
+
+    programs = _PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    out = torch.empty(programs * BLOCK, device=device)
+    with torch.cuda.device(device):
+        seconds = _best(clock, lambda _: exp2_kernel[(programs,)](out, _ROUNDS_OF_EXP2, SIZE=BLOCK, num_warps=4), 3)
+    return programs * BLOCK * _ROUNDS_OF_EXP2 / seconds

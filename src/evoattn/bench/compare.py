@@ -1,0 +1,133 @@
+"""Two records of the same problems: what became faster or slower beyond the noise of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+
+from evoattn.bench import table
+from evoattn.bench.record import PASSES, Problem, Record, Result
+
+__all__ = ["Change", "Comparison", "as_text", "compare"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One contender's pass on one problem, before and after.
+
+    Args:
+        problem: the workload's name and the dtype.
+        name: the contender.
+        what: the pass, "peak memory", or "result" where a time was lost or won.
+        before, after: milliseconds or bytes; None where there is none.
+        beyond_noise: whether the ranges in which another run is expected do not meet.
+        note: in words, where there is more to say.
+    """
+
+    problem: str
+    name: str
+    what: str
+    before: float | None
+    after: float | None
+    beyond_noise: bool
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """After over before: above 1 is slower, or more memory."""
+        return self.after / self.before if self.before and self.after else None
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is evoattn that changed."""
+        return self.name.startswith("evoattn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All changes of two records.
+
+    Args:
+        pairs: how many problems both have.
+        changes: of every contender, pass and memory that both measured, noise included.
+        threshold: the share by which evoattn may become slower, or need more memory.
+    """
+
+    pairs: int
+    changes: list[Change]
+    threshold: float
+
+    @property
+    def regressions(self) -> list[Change]:
+        """What of evoattn is worse: beyond noise, and by more than the threshold; or a time that is lost."""
+        worse = [change for change in self.changes if change.ours and change.beyond_noise]
+        return [change for change in worse if change.after is None or (change.ratio or 0) > 1 + self.threshold]
+
+
+def compare(before: Record, after: Record, threshold: float) -> Comparison:
+    """Every contender on every problem of the same sizes and dtype in both."""
+    changes: list[Change] = []
+    pairs = list(_pairs(before, after))
+    for old, new in pairs:
+        for result in old.results:
+            other = new.result(result.name)
+            if other is not None and other.status not in ("left out", "absent"):
+                changes += _changes(f"{old.workload.name}, {old.dtype}", result, other)
+    return Comparison(len(pairs), changes, threshold)
+
+
+def _pairs(before: Record, after: Record) -> Iterator[tuple[Problem, Problem]]:
+    def key(problem: Problem) -> tuple[object, ...]:
+        return (*dataclasses.astuple(dataclasses.replace(problem.workload, name="", where="")), problem.dtype)
+
+    by_key = {key(problem): problem for problem in after.problems}
+    return ((problem, by_key[key(problem)]) for problem in before.problems if key(problem) in by_key)
+
+
+def _changes(problem: str, before: Result, after: Result) -> Iterator[Change]:
+    for name in PASSES:
+        old, new = before.times.get(name), after.times.get(name)
+        if old is not None and new is not None:
+            (low, high), (new_low, new_high) = old.range_ms, new.range_ms
+            yield Change(problem, before.name, name, old.median_ms, new.median_ms, new_low > high or new_high < low)
+        elif old is not None and (after.reason or not after.times):
+            yield Change(problem, before.name, name, old.median_ms, None, True, f"{after.status}: {after.reason}")
+    if before.peak_bytes and after.peak_bytes:
+        differ = before.peak_bytes != after.peak_bytes
+        yield Change(problem, before.name, "peak memory", before.peak_bytes, after.peak_bytes, differ)
+
+
+def _row(change: Change) -> list[str]:
+    scale, unit = (2**20, "MiB") if change.what == "peak memory" else (1, "ms")
+    before = "-" if change.before is None else f"{change.before / scale:.4g} {unit}"
+    after = "-" if change.after is None else f"{change.after / scale:.4g} {unit}"
+    ratio = "lost" if change.ratio is None else f"{100 * (change.ratio - 1):+.1f}%"
+    return [f"{change.problem}, {table.title(change.name)}", change.what, before, after, ratio, change.note]
+
+
+def as_text(found: Comparison, before: Record, after: Record) -> str:
+    """For a terminal: what changed, ours first, the largest first; then how the peers moved, which is the machine's part."""
+    lines = [f"before  {table.headline(before)}", f"after   {table.headline(after)}"]
+    differing = [key for key in ("device", "driver", "torch", "triton") if before.machine.get(key) != after.machine.get(key)]
+    if differing:
+        lines.append(f"NOTE    not the same {', '.join(differing)}: that may be all the difference")
+    beyond = [change for change in found.changes if change.beyond_noise and abs((change.ratio or 9) - 1) >= 0.01]
+    for title, ours in (("evoattn", True), ("peers", False)):
+        rows = [change for change in beyond if change.ours == ours]
+        rows.sort(key=lambda change: -(change.ratio or float("inf")))
+        lines.append(f"\n{title}: {len(rows)} of {sum(c.ours == ours for c in found.changes)} changed beyond noise and 1%")
+        if rows:
+            lines.append(table.aligned([["", "", "before", "after", "change", ""], *map(_row, rows)]))
+    moved = [change.ratio for change in found.changes if not change.ours and change.what in PASSES and change.ratio]
+    if moved:
+        lines.append(
+            f"\nthe peers' times moved by {100 * (statistics.median(moved) - 1):+.1f}% in the median: the machine's part"
+        )
+    worse = found.regressions
+    lines.append(
+        f"\nREGRESSION: {len(worse)} of evoattn's are worse by more than {100 * found.threshold:g}%"
+        if worse
+        else f"\nno regression above {100 * found.threshold:g}% in {found.pairs} problems"
+    )
+    return "\n".join(lines)

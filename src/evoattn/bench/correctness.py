@@ -1,0 +1,103 @@
+"""Correctness first: the inputs of a workload, the float64 truth about them, and what counts as wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from evoattn import testing
+from evoattn.testing import Inputs
+from evoattn.workloads import Workload
+
+__all__ = ["WRONG", "first_part", "first_rows", "inputs_of", "io_bytes", "truth", "without_biases", "worst"]
+
+WRONG = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
+"""Relative errors above these are wrong results, not rounding. That of float32 lets TF32 pass: its error is in the table."""
+
+_SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
+"""Scores of the truth at a time: it holds about eight float64 tensors of them."""
+
+_KEPT = 0.7
+"""Share of the keys that the random mask keeps."""
+
+
+def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:
+    """Random inputs, made on the device: on one CPU core those of N = L = 2048 would take half a minute."""
+    rng = torch.Generator(device=device).manual_seed(seed)
+    w = workload
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=rng, dtype=torch.float32, device=device).to(dtype)
+
+    mask = None
+    if w.key_mask:
+        mask = torch.rand((w.b, w.n, w.lk), generator=rng, device=device) < _KEPT
+        mask[..., 0] = True
+    kv_heads = w.kv_heads or w.h
+    return Inputs(
+        case=testing.from_workload(w, dtype),
+        q=normal(w.b, w.n, w.lq, w.h, w.d),
+        k=normal(w.b, w.n, w.lk, kv_heads, w.d),
+        v=normal(w.b, w.n, w.lk, kv_heads, w.d),
+        mask=mask,
+        mask_bias=None,
+        pair_bias=normal(w.b, 1, w.h, w.lq, w.lk) if w.pair_bias else None,
+        do=normal(w.b, w.n, w.lq, w.h, w.d),
+        dlse=None,
+    )
+
+
+def io_bytes(inputs: Inputs) -> int:
+    """Bytes of the inputs and the output, each once: the least a forward can move."""
+    given = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.pair_bias)
+    return sum(x.nbytes for x in given if x is not None) + inputs.do.nbytes
+
+
+def without_biases(inputs: Inputs) -> Inputs:
+    """The problem that plain attention solves, as a bound."""
+    return dataclasses.replace(inputs, mask=None, pair_bias=None)
+
+
+def first_rows(inputs: Inputs, rows: slice) -> Inputs:
+    """The same attention on some of its rows n."""
+    cut = {name: getattr(inputs, name)[:, rows] for name in ("q", "k", "v", "do")}
+    return dataclasses.replace(inputs, mask=None if inputs.mask is None else inputs.mask[:, rows], **cut)
+
+
+def _parts(inputs: Inputs) -> Iterator[slice]:
+    b, n, lq, h, _ = inputs.q.shape
+    rows = max(1, _SCORES[inputs.q.device.type] // max(1, b * h * lq * inputs.k.shape[2]))
+    for start in range(0, n, rows):
+        yield slice(start, min(n, start + rows))
+
+
+def first_part(inputs: Inputs) -> Inputs:
+    """As many rows as the truth takes at a time: without a pair bias the others have nothing to do with them."""
+    return first_rows(inputs, next(_parts(inputs)))
+
+
+def truth(inputs: Inputs) -> dict[str, Tensor]:
+    """o and all gradients in float64: the dense oracle of `evoattn.testing`, some rows n at a time."""
+    of_rows: dict[str, list[Tensor]] = {name: [] for name in ("o", "dq", "dk", "dv")}
+    of_pair: Tensor | None = None
+    for rows in _parts(inputs):
+        found = testing.oracle(first_rows(inputs, rows)).values
+        for name, parts in of_rows.items():
+            parts.append(found[name])
+        if "dpair_bias" in found:
+            of_pair = found["dpair_bias"] if of_pair is None else of_pair + found["dpair_bias"]
+    values = {name: torch.cat(parts, 1) for name, parts in of_rows.items()}
+    return values if of_pair is None else {**values, "dpair_bias": of_pair}
+
+
+def worst(errors: dict[str, float], dtype: torch.dtype) -> str | None:
+    """What is wrong, or None: the value with the largest error, if that is above what the dtype explains."""
+    if not errors:
+        return "nothing of it was verified"
+    name = max(errors, key=lambda key: errors[key])
+    if errors[name] <= WRONG[dtype]:
+        return None
+    return f"{name} is wrong: relative error {errors[name]:.1e} against float64, at most {WRONG[dtype]:.0e} is rounding"

@@ -1,0 +1,132 @@
+"""What this machine is and has: devices, names, versions, free memory."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from evoattn import __version__
+from evoattn.tuning.user import driver_version
+
+__all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "version_of"]
+
+_PEERS = ("cuequivariance-ops-torch-cu13", "cuequivariance-ops-torch-cu12", "trifast", "deepspeed")
+
+
+def devices() -> list[torch.device]:
+    """The CPU, then every GPU that torch can use (AMD's too, which torch also calls cuda)."""
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+
+
+def name(device: torch.device) -> str:
+    """The name of a processor, such as a title wants it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return " ".join(value.split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a run may take: free on the GPU; on the CPU available, and within the control group where there is one."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    found = [room for room in (_linux_available(), _control_group_room()) if room is not None]
+    if found:
+        return min(found)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
+def _linux_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _control_group_room() -> int | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        return None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution, without importing anything."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver, where there is one."""
+    return driver_version() or _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (done.stdout.strip().splitlines() or [""])[0] or None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that this package runs from; "-dirty" says that files differ from it."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "pyproject.toml").is_file():
+        return None
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*")
+
+
+def facts(device: torch.device, commit: str | None = None) -> dict[str, str | None]:
+    """Device, driver, versions, commit and date, for a record; None where that is not known or not there.
+
+    Args:
+        device: where the benchmark runs.
+        commit: what to record where git cannot tell.
+    """
+    on_gpu = device.type == "cuda"
+    return {
+        "device": name(device),
+        "kind": "gpu" if on_gpu else "cpu",
+        "driver": driver() if on_gpu else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "evoattn": __version__,
+        **{package: version for package in _PEERS if (version := version_of(package))},
+        "commit": commit or _commit(),
+        "date": datetime.date.today().isoformat(),
+    }

@@ -1,0 +1,275 @@
+"""What people use today, one small adapter each: the same problem in the layout and the dtypes that each likes best.
+
+An adapter takes the inputs of a case and returns a function of (q, k, v, pair_bias), which carry gradients, and those four
+tensors, in its own layout and already laid out so: only what a model would have to do at each call is timed. It raises
+ImportError where the library is absent, RefusesError where it does not take the problem; the table shows the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn.testing import Inputs
+
+__all__ = ["PEERS", "Peer", "Prepared", "RefusesError", "backend_peer"]
+
+
+class RefusesError(Exception):
+    """A library does not take this problem, by its own contract."""
+
+
+class Prepared(NamedTuple):
+    """An attention ready to run.
+
+    Args:
+        attend: (q, k, v, pair_bias) -> o, in the library's layout.
+        tensors: q, k, v and pair_bias (or None) in that layout.
+        to_library: how a tensor of the case's layout `[b,n,l,h,d]` becomes one of the library's.
+        from_library: the inverse.
+    """
+
+    attend: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+    to_library: Callable[[Tensor], Tensor]
+    from_library: Callable[[Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A contender.
+
+    Args:
+        name: what command lines and records call it.
+        title: what tables and pictures call it.
+        prepare: its adapter.
+        score_copies: how many tensors of all scores forward and backward hold, in q's dtype; 0 where it holds none.
+        compiles: whether the first call of every problem compiles for seconds.
+        biased: False for a bound that leaves the biases out.
+    """
+
+    name: str
+    title: str
+    prepare: Callable[[Inputs], Prepared]
+    score_copies: float = 0
+    compiles: bool = False
+    biased: bool = True
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def backend_peer(backend: str, name: str) -> Peer:
+    """evoattn itself, by the name of a backend or "auto"."""
+    title = "evoattn" if backend == "auto" else f"evoattn, {backend}"
+    return Peer(name, title, functools.partial(_evoattn, backend=backend), score_copies=10 if backend == "reference" else 0)
+
+
+def _evoattn(inputs: Inputs, backend: str) -> Prepared:
+    q, k, v, mask, pair_bias = inputs.q, inputs.k, inputs.v, inputs.mask, inputs.pair_bias
+    refused = evoattn.explain(q, k, v, mask=mask, pair_bias=pair_bias, backend=backend)
+    if refused.backend is None:
+        raise RefusesError("; ".join(reason for reasons in refused.refused.values() for reason in reasons))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        return evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias, backend=backend)
+
+    return Prepared(attend, (q, k, v, pair_bias), _same, _same)
+
+
+def _rows_first(inputs: Inputs) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """`[b,n,l,h,d]` <-> contiguous `[b*n,h,l,d]`."""
+    b, n = inputs.q.shape[:2]
+    return (
+        lambda x: x.flatten(0, 1).transpose(1, 2).contiguous(),
+        lambda x: x.transpose(1, 2).unflatten(0, (b, n)),
+    )
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """`[b,n,l,h,d]` -> contiguous `[b,n,h,l,d]`."""
+    return x.transpose(2, 3).contiguous()
+
+
+def _heads_outside(x: Tensor) -> Tensor:
+    """`[b,n,h,l,d]` -> `[b,n,l,h,d]`."""
+    return x.transpose(2, 3)
+
+
+def _all_heads(x: Tensor, like: Tensor) -> Tensor:
+    """Keys or values `[...,h|1,l,d]` with as many heads as q `[...,h,l,d]`, as a view."""
+    return x if x.shape[-3] == like.shape[-3] else x.expand(*x.shape[:-3], like.shape[-3], *x.shape[-2:])
+
+
+def _key_bias(inputs: Inputs, masked: float = -torch.inf) -> Tensor | None:
+    """The mask as an additive bias `[b,n,k]` in q's dtype."""
+    return None if inputs.mask is None else torch.where(inputs.mask, 0.0, masked).to(inputs.q.dtype)
+
+
+def _dense(inputs: Inputs, compiled: bool) -> Prepared:
+    """As models write it in plain torch: all scores in memory; the additions are in place where eager torch allows it."""
+    key_bias = _key_bias(inputs)
+    scale = inputs.q.shape[-1] ** -0.5
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        s = torch.matmul(q * scale, k.transpose(-1, -2))  # [b,n,h,q,k]
+        if key_bias is not None:
+            s += key_bias[:, :, None, None, :]
+        if pair_bias is not None:
+            s += pair_bias
+        return torch.matmul(torch.softmax(s, -1), v)
+
+    run = _compile(attend) if compiled else attend
+    tensors = (*map(_heads_inside, (inputs.q, inputs.k, inputs.v)), inputs.pair_bias)
+    return Prepared(run, tensors, _heads_inside, _heads_outside)
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for these very sizes."""
+    return torch.compile(function, dynamic=False)
+
+
+def _flex(inputs: Inputs) -> Prepared:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    n = inputs.q.shape[1]
+    mask_bias = _key_bias(inputs)
+    key_bias = None if mask_bias is None else mask_bias.flatten(0, 1)
+    compiled = _compile(flex_attention)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        pair = None if pair_bias is None else pair_bias[:, 0]
+
+        def score_mod(score: Tensor, row: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if pair is not None:
+                score = score + pair[row // n, h, i, j]
+            return score if key_bias is None else score + key_bias[row, j]
+
+        out: Tensor = compiled(q, _all_heads(k, q), _all_heads(v, q), score_mod=score_mod)
+        return out
+
+    to_library, from_library = _rows_first(inputs)
+    return Prepared(attend, (*map(to_library, (inputs.q, inputs.k, inputs.v)), inputs.pair_bias), to_library, from_library)
+
+
+def _sdpa(inputs: Inputs) -> Prepared:
+    """The biases are summed and expanded at each call, since the pair bias is another one in each block of a model."""
+    mask_bias = _key_bias(inputs)
+    key_bias = None if mask_bias is None else mask_bias.flatten(0, 1)[:, None, None, :]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        rows, h, lq, _ = q.shape
+        bias = key_bias
+        if pair_bias is not None:
+            expanded = pair_bias.expand(-1, rows // pair_bias.shape[0], -1, -1, -1).flatten(0, 1)
+            bias = expanded if bias is None else bias + expanded
+        if bias is not None:
+            bias = bias.expand(rows, h, lq, -1)
+        return torch.nn.functional.scaled_dot_product_attention(q, _all_heads(k, q), _all_heads(v, q), attn_mask=bias)
+
+    to_library, from_library = _rows_first(inputs)
+    return Prepared(attend, (*map(to_library, (inputs.q, inputs.k, inputs.v)), inputs.pair_bias), to_library, from_library)
+
+
+def _flash(inputs: Inputs) -> Prepared:
+    """torch's FlashAttention without any bias: another, easier problem, as a bound."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    b, n = inputs.q.shape[:2]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out: Tensor = torch.nn.functional.scaled_dot_product_attention(q, _all_heads(k, q), _all_heads(v, q))
+        return out
+
+    def to_library(x: Tensor) -> Tensor:
+        return x.flatten(0, 1).transpose(1, 2)
+
+    def from_library(x: Tensor) -> Tensor:
+        unfolded: Tensor = x.transpose(1, 2).unflatten(0, (b, n))
+        return unfolded
+
+    return Prepared(attend, (*map(to_library, (inputs.q, inputs.k, inputs.v)), None), to_library, from_library)
+
+
+def _cuequivariance(inputs: Inputs) -> Prepared:
+    from cuequivariance_ops_torch.triangle_attention import triangle_attention
+
+    b, _, lq, h, _ = inputs.q.shape
+    mask = None if inputs.mask is None else inputs.mask[:, :, None, None, :]
+    bias = (
+        torch.zeros(b, 1, h, lq, inputs.k.shape[2], device=inputs.q.device)
+        if inputs.pair_bias is None
+        else inputs.pair_bias.float()
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        k, v = (_all_heads(x, q).contiguous() for x in (k, v))
+        out: Tensor = triangle_attention(q, k, v, bias if pair_bias is None else pair_bias, mask)
+        return out
+
+    pair = None if inputs.pair_bias is None else bias
+    return Prepared(attend, (*map(_heads_inside, (inputs.q, inputs.k, inputs.v)), pair), _heads_inside, _heads_outside)
+
+
+def _trifast(inputs: Inputs) -> Prepared:
+    from trifast import triangle_attention
+
+    b, n, lq = inputs.q.shape[:3]
+    if inputs.pair_bias is None or n != lq or inputs.k.shape[2] != lq:
+        raise RefusesError("takes triangles alone: a pair bias and N = L")
+    masked = torch.zeros(b, n, lq, dtype=torch.bool, device=inputs.q.device) if inputs.mask is None else ~inputs.mask
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        out: Tensor = triangle_attention(q, k, v, pair_bias, masked)
+        return out
+
+    def to_library(x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2, 4).contiguous()
+
+    def from_library(x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1, 4)
+
+    tensors = (*map(to_library, (inputs.q, inputs.k, inputs.v)), inputs.pair_bias[:, 0].contiguous())
+    return Prepared(attend, tensors, to_library, from_library)
+
+
+def _deepspeed(inputs: Inputs) -> Prepared:
+    from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
+
+    if inputs.q.dtype not in (torch.float16, torch.bfloat16):
+        raise RefusesError("takes float16 and bfloat16 alone")
+    mask_bias = _key_bias(inputs, -6e4 if inputs.q.dtype == torch.float16 else -1e9)
+    key_bias = None if mask_bias is None else mask_bias[:, :, None, None, :]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        k, v = (x if x.shape[3] == q.shape[3] else x.expand(-1, -1, -1, q.shape[3], -1).contiguous() for x in (k, v))
+        out: Tensor = DS4Sci_EvoformerAttention(q, k, v, [key_bias, pair_bias])
+        return out
+
+    return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), _same, _same)
+
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer("flex", "FlexAttention, compiled", _flex, compiles=True),
+        Peer("cuequivariance", "cuEquivariance", _cuequivariance),
+        Peer("trifast", "TriFast", _trifast),
+        Peer("deepspeed", "DeepSpeed", _deepspeed),
+        Peer("sdpa", "SDPA, bias expanded", _sdpa, score_copies=3),
+        Peer("dense", "dense torch", functools.partial(_dense, compiled=False), score_copies=4),
+        Peer(
+            "dense_compiled", "dense torch, compiled", functools.partial(_dense, compiled=True), score_copies=4, compiles=True
+        ),
+        Peer("flash_unbiased", "FlashAttention, no bias", _flash, biased=False),
+    )
+}
+"""In the order in which they run: the closest first, so that a short budget has seen them."""

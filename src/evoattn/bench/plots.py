@@ -1,0 +1,204 @@
+"""Pictures of a record, by matplotlib: scores a second by workload, time and memory against length."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evoattn.bench import table
+from evoattn.bench.peers import PEERS
+from evoattn.bench.record import Problem, Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["STYLE", "against_length", "rates", "save", "write_png"]
+
+_OURS = "#0072B2"
+_COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C6BB1", "#66A61E", "#A6761D")
+_BOUND = "#9AA0A6"
+_MARKERS = "osD^vPX*"
+_INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
+_TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+STYLE: Any = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
+
+
+def _style(names: list[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of every contender; a bound is grey."""
+    styles: dict[str, tuple[str, str]] = {}
+    rest = 0
+    for name in names:
+        if name == "evoattn":
+            styles[name] = (_OURS, "o")
+        elif name in PEERS and not PEERS[name].biased:
+            styles[name] = (_BOUND, "x")
+        else:
+            styles[name] = (_COLOURS[rest % len(_COLOURS)], _MARKERS[1 + rest % (len(_MARKERS) - 1)])
+            rest += 1
+    return styles
+
+
+def _names(problems: list[Problem]) -> list[str]:
+    """Every contender with a time or a peak, in the order in which they ran."""
+    found = dict.fromkeys(r.name for problem in problems for r in problem.results if r.times or r.peak_bytes)
+    return list(found)
+
+
+def _passes(problems: list[Problem], wished: tuple[str, ...]) -> list[str]:
+    return [name for name in wished if any(name in r.times for problem in problems for r in problem.results)]
+
+
+def _figure(width: float, height: float, title: str, about: str) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}\n", fontsize=13, fontweight="bold", color=_INK, x=0.01, ha="left")
+    figure.text(0.01, 1 - 0.5 / height, about, fontsize=8.5, color=_GREY)
+    return figure
+
+
+def _plain(axes: Axes) -> None:
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", color=_FAINT, labelcolor=_INK)
+
+
+def rates(record: Record, problems: list[Problem]) -> Figure:
+    """Scores a second of every contender by workload, a panel a pass, with the ceiling of the device's exponentials."""
+    problems = [problem for problem in problems if any(result.times for result in problem.results)]
+    passes = _passes(problems, ("forward", "backward")) or _passes(problems, ("both",))
+    names = [name for name in _names(problems) if any((r := p.result(name)) and r.times for p in problems)]
+    styles = _style(names)
+    height = 1.6 + max(len(passes), 1) * 2.7
+    figure = _figure(max(8.0, 1.5 + 0.95 * len(problems)), height, _what("Speed", problems), table.headline(record))
+    panels: Any = figure.subplots(max(len(passes), 1), 1, squeeze=False)[:, 0]
+    thickness = 0.8 / max(len(names), 1)
+    for axes, name in zip(panels, passes, strict=False):
+        for place, contender in enumerate(names):
+            found = [(at, table.rate(p, p.result(contender), name)) for at, p in enumerate(problems)]
+            bars = [(at - 0.4 + (place + 0.5) * thickness, rate) for at, rate in found if rate is not None]
+            axes.bar(
+                [x for x, _ in bars], [y for _, y in bars], thickness, color=styles[contender][0], label=table.title(contender)
+            )
+        ceiling = record.ceilings.exp2_per_s
+        if ceiling is not None and name != "both" and axes.get_ylim()[1] > 0.2 * ceiling / 1e9:
+            axes.axhline(ceiling / 1e9, color=_INK, linewidth=1, linestyle="--", label="the device's exp2, measured")
+        axes.set_ylabel(f"{_TITLES[name]}\n10⁹ scores/s")
+        axes.set_xticks(range(len(problems)), [p.workload.name for p in problems], rotation=20, ha="right")
+        axes.grid(True, axis="y", color=_FAINT, linewidth=0.7)
+        axes.set_xlim(-0.6, len(problems) - 0.4)
+        _plain(axes)
+    if passes:
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
+    return figure
+
+
+def _what(quantity: str, problems: list[Problem]) -> str:
+    dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
+    return f"{quantity} of Evoformer attention, {dtypes}"
+
+
+def against_length(record: Record, problems: list[Problem], family: str = "tri") -> Figure:
+    """Time and peak memory of one family's attention against its length, both logarithmic."""
+    of = sorted((p for p in problems if p.workload.family == family), key=lambda p: p.workload.length)
+    passes = _passes(of, ("both",)) or _passes(of, ("forward", "backward"))
+    figure = _figure(5.0 * (len(passes) + 1), 4.9, _what("Time and memory", problems), table.headline(record))
+    panels: Any = figure.subplots(1, len(passes) + 1, squeeze=False)[0]
+    styles = _style(_names(of))
+    for axes, name in zip(panels, passes, strict=False):
+        _lines(
+            axes, of, styles, f"{_TITLES[name]}, ms", lambda r, name=name: r.times[name].median_ms if name in r.times else None
+        )  # type: ignore[misc]
+    memory = "peak memory beyond the inputs, MiB"
+    _lines(panels[-1], of, styles, memory, lambda r: None if r.peak_bytes is None else r.peak_bytes / 2**20)
+    handles, labels = panels[-1].get_legend_handles_labels()
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
+    return figure
+
+
+def _lines(axes: Axes, problems: list[Problem], styles: dict[str, tuple[str, str]], label: str, value: Any) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    for name, (colour, marker) in styles.items():
+        found = [(p.workload.length, value(result)) for p in problems if (result := p.result(name)) is not None]
+        points = [(length, y) for length, y in found if y]
+        width = 2.5 if name == "evoattn" else 1.5
+        line = "-" if name == "evoattn" else "--"
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        axes.plot(xs, ys, line, color=colour, marker=marker, markersize=5, linewidth=width, label=table.title(name))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    lengths = sorted({problem.workload.length for problem in problems})
+    kept = [length for i, length in enumerate(lengths) if i + 1 == len(lengths) or lengths[i + 1] / length > 1.12]
+    axes.xaxis.set_major_locator(FixedLocator(kept))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:.0f}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("length")
+    axes.set_ylabel(label)
+    axes.grid(True, color=_FAINT, linewidth=0.7)
+    _plain(axes)
+
+
+def save(figure: Figure, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a figure as PNG, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import matplotlib
+
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with matplotlib.rc_context(STYLE):
+            figure.savefig(unfinished, format="png", dpi=130, metadata=metadata)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_png(record: Record, path: Path) -> None:
+    """The plots of a record's first dtype in one file: speed above, growth with length below where there is more than one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import io
+
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
+
+    problems = [p for p in record.problems if p.dtype == record.problems[0].dtype]
+    with matplotlib.rc_context(STYLE):
+        figures = [rates(record, problems)]
+        lengths = {p.workload.length for p in problems if p.workload.family == "tri"}
+        if len(lengths) > 1:
+            figures.append(against_length(record, problems))
+        pictures = []
+        for figure in figures:
+            held = io.BytesIO()
+            figure.savefig(held, format="png", dpi=130)
+            held.seek(0)
+            pictures.append(imread(held, format="png"))
+        if len(pictures) == 1:
+            save(figures[0], path)
+            return
+        width = max(picture.shape[1] for picture in pictures)
+        height = sum(picture.shape[0] for picture in pictures)
+        page = Figure(figsize=(width / 130, height / 130), facecolor="white")
+        FigureCanvasAgg(page)
+        top = height
+        for picture in pictures:
+            top -= picture.shape[0]
+            page.figimage(picture, 0, top)
+        save(page, path)

@@ -1,0 +1,222 @@
+"""What was measured, as data: the form in which every result is kept, compared and drawn. JSON, versioned."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from evoattn.workloads import Workload
+
+__all__ = ["PASSES", "SCHEMA", "Ceilings", "Problem", "Record", "Result", "Timing", "read", "write", "write_text"]
+
+SCHEMA = 1
+"""Raised when a reader of the old form would misread the new one."""
+
+PASSES = ("forward", "backward", "both")
+
+_KEPT_DIGITS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one pass.
+
+    Args:
+        median_ms: of the rounds.
+        spread_ms: the slowest round less the fastest; None where it is not known.
+        samples_ms: every round, in order; empty in records that did not keep them.
+    """
+
+    median_ms: float
+    spread_ms: float | None = None
+    samples_ms: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, samples_ms: list[float]) -> Timing:
+        """The timing of these rounds, at least one."""
+        kept = tuple(float(f"{sample:.{_KEPT_DIGITS}g}") for sample in samples_ms)
+        return cls(statistics.median(kept), float(f"{max(kept) - min(kept):.{_KEPT_DIGITS}g}"), kept)
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        """Where another run on the same machine is expected: the middle half of five rounds or more, else all of them.
+
+        Without samples, the spread to both sides: it covers wherever the rounds lay.
+        """
+        if len(self.samples_ms) >= 5:
+            low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
+            return low, high
+        if self.samples_ms:
+            return min(self.samples_ms), max(self.samples_ms)
+        spread = self.spread_ms or 0.0
+        return self.median_ms - spread, self.median_ms + spread
+
+
+@dataclasses.dataclass
+class Result:
+    """One contender on one problem.
+
+    Args:
+        name: "evoattn" for what `auto` takes, "evoattn/NAME" for a named backend, else the peer's name.
+        status: "ok"; "partial" where a pass has no time; "absent", "refused", "failed", "wrong" or "left out" where none has.
+        reason: why there is no time, in the words of whoever refused or failed.
+        backend: the backend of evoattn that ran.
+        errors: relative errors against float64 of o, dq, dk, dv, dpair_bias, as far as they were verified.
+        first_call_s: the first forward and backward, compilation included; Triton may find kernels in its cache on disk.
+        peak_bytes: held at the most beyond the inputs, over forward and backward.
+        host_us: host time of a call by pass; empty on the CPU, where the call is the work.
+        times: by pass.
+    """
+
+    name: str
+    status: str = "ok"
+    reason: str = ""
+    backend: str = ""
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    first_call_s: float | None = None
+    peak_bytes: int | None = None
+    host_us: dict[str, float] = dataclasses.field(default_factory=dict)
+    times: dict[str, Timing] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Problem:
+    """One workload in one dtype, and every contender's result.
+
+    Args:
+        workload: its sizes.
+        dtype: of q, k, v and the biases.
+        bytes: of inputs and output, read or written once: the least a forward can move; None where it is not known.
+        results: in the order in which they ran.
+    """
+
+    workload: Workload
+    dtype: str
+    bytes: int | None
+    results: list[Result] = dataclasses.field(default_factory=list)
+
+    def result(self, name: str) -> Result | None:
+        """The result of a contender."""
+        return next((result for result in self.results if result.name == name), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches at the most, measured in the same run; None with a reason where it was not measured.
+
+    Args:
+        exp2_per_s: exponentials a second, nothing else being done.
+        copy_bytes_per_s: bytes read and written a second by a copy.
+        how: how they were measured, or why not.
+    """
+
+    exp2_per_s: float | None = None
+    copy_bytes_per_s: float | None = None
+    how: str = ""
+
+
+@dataclasses.dataclass
+class Record:
+    """One run of the benchmark.
+
+    Args:
+        machine: device, driver, versions, commit, date; see `machine.facts`.
+        settings: what was asked for, in words that JSON has.
+        ceilings: of the device.
+        problems: in the order in which they were measured.
+        finished: "complete", "out of time" or "interrupted".
+        seconds: wall clock of the run; None where it is not known.
+    """
+
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    ceilings: Ceilings = dataclasses.field(default_factory=Ceilings)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    finished: str = "complete"
+    seconds: float | None = None
+
+    def to_json(self) -> str:
+        """One JSON object that `read` takes."""
+        data = dataclasses.asdict(self)
+        return json.dumps({"schema": SCHEMA, **_plain(data)}, indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Without what JSON lacks: an infinite error (of NaN) becomes the text "inf"; what is empty is left out of results."""
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items() if x not in (None, "", {}, ()) or key == "where"}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return str(value)
+    return value
+
+
+def write(record: Record, path: Path) -> None:
+    """Write a record, whole or not at all."""
+    write_text(record.to_json(), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+
+
+def read(path: Path) -> Record:
+    """Read what `write` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a record of a schema that this version reads; the message says why.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(data, dict) or "schema" not in data:
+        raise ValueError('has no "schema"; expected a file that evoattn bench --json wrote')
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"has schema {data['schema']!r}; this version of evoattn reads {SCHEMA}")
+    try:
+        return Record(
+            machine=dict(data["machine"]),
+            settings=dict(data.get("settings", {})),
+            ceilings=Ceilings(**data.get("ceilings", {})),
+            problems=[_problem(problem) for problem in data.get("problems", [])],
+            finished=str(data["finished"]),
+            seconds=data.get("seconds"),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"is damaged: {type(error).__name__}: {error}") from None
+
+
+def _problem(data: dict[str, Any]) -> Problem:
+    sizes = dict(data["workload"])
+    sizes["length_axes"] = tuple(sizes.get("length_axes", ("lq", "lk")))
+    results = [_result(result) for result in data.get("results", [])]
+    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), results)
+
+
+def _result(data: dict[str, Any]) -> Result:
+    fields = dict(data)
+    fields["errors"] = {name: float(error) for name, error in fields.get("errors", {}).items()}
+    fields["times"] = {
+        name: Timing(float(time["median_ms"]), time.get("spread_ms"), tuple(map(float, time.get("samples_ms", ()))))
+        for name, time in fields.get("times", {}).items()
+    }
+    return Result(**fields)

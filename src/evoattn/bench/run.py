@@ -1,0 +1,366 @@
+"""The benchmark's course: every contender on every problem, verified first, timed in interleaved rounds, within a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn.bench import correctness, machine
+from evoattn.bench.clock import Clock
+from evoattn.bench.memory import peak_bytes
+from evoattn.bench.peers import PEERS, Peer, RefusesError, backend_peer
+from evoattn.bench.record import Problem, Record, Result, Timing
+from evoattn.bench.runner import Runner, copies_for
+from evoattn.testing import Inputs
+from evoattn.workloads import Workload
+
+__all__ = ["Plan", "Progress", "contenders", "plan_settings", "run"]
+
+SHARE_OF_MEMORY = 0.6
+"""What would hold more of the free memory than this is not begun."""
+
+_COMPILES_S = {"cpu": 30.0, "cuda": 4.0}
+"""What a peer that compiles is thought to take for its first problem, until it has shown it."""
+
+_FIRST_SHARE = 0.2
+"""Of the budget: what the very first compilation of a peer may take, whatever its problem's share is."""
+
+_LONGEST_CALL_S = 4.0
+_LONGEST_SHARE = 0.05
+"""A call that takes longer is not repeated: seconds, and the share of the problem's time."""
+
+_HOST_CALLS = 7
+
+
+class Progress(Protocol):
+    """Told before each step what is about to be done."""
+
+    def __call__(self, problem: int, problems: int, what: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Args:
+        workloads, dtypes: every one of the first in every one of the second; dtypes by torch's names.
+        passes: of "forward", "backward", "both".
+        backends: names of evoattn's backends; "auto" is what a plain call takes.
+        peers: names of `PEERS`.
+        rounds: of the timing.
+        budget_s: seconds for all of it, or None for as long as it takes.
+    """
+
+    workloads: tuple[Workload, ...]
+    dtypes: tuple[str, ...]
+    passes: tuple[str, ...]
+    backends: tuple[str, ...]
+    peers: tuple[str, ...]
+    rounds: int = 7
+    budget_s: float | None = None
+
+    @property
+    def problems(self) -> list[tuple[Workload, str]]:
+        """Workload and dtype, the most telling first: a later dtype comes to a workload later, so a cut takes some of each."""
+        turns = [
+            (number * (place + 1) + place, place, workload, dtype)
+            for number, workload in enumerate(self.workloads)
+            for place, dtype in enumerate(self.dtypes)
+        ]
+        return [(workload, dtype) for _, _, workload, dtype in sorted(turns, key=lambda turn: turn[:2])]
+
+
+def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Peer, str]]:
+    """What runs on a problem, each with the backend that it is; a backend that `auto` takes is not measured twice."""
+    q, k, v, pair_bias = (
+        None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
+    )
+    taken = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias).backend or "none"  # type: ignore[arg-type]
+    found = [(backend_peer("auto", "evoattn"), taken)] if "auto" in plan.backends else []
+    for backend in plan.backends:
+        if backend != "auto" and not (found and backend == taken):
+            found.append((backend_peer(backend, f"evoattn/{backend}"), backend))
+    return [*found, *((PEERS[name], "") for name in plan.peers)]
+
+
+def run(
+    plan: Plan,
+    record: Record,
+    device: torch.device,
+    clock: Clock,
+    progress: Progress,
+    after_problem: Callable[[Record], None] = lambda record: None,
+) -> Record:
+    """Measure a plan into a record, and return it.
+
+    Ctrl-C ends the run and keeps what is done: `record.finished` is then "interrupted". Where the budget ends, every problem
+    that was not begun stands in the record with the reason.
+    """
+    course = _Course(plan, device, clock, progress)
+    start = clock.now()
+    try:
+        for workload, dtype in plan.problems:
+            record.problems.append(course.problem(workload, dtype))
+            record.seconds = round(clock.now() - start, 1)
+            after_problem(record)
+        record.finished = "out of time" if course.cut else "complete"
+    except KeyboardInterrupt:
+        if course.current is not None:
+            record.problems.append(_as_far_as_it_came(course.current))
+        record.finished = "interrupted"
+    record.seconds = round(clock.now() - start, 1)
+    return record
+
+
+@dataclasses.dataclass
+class _Row:
+    """A contender's pass, to be timed `count` calls at a time."""
+
+    result: Result
+    runner: Runner
+    name: str
+    call: Callable[[int], object]
+    count: int = 1
+
+    def seconds(self, clock: Clock) -> float:
+        """Of one call, in the mean of `count`."""
+        self.runner.prepare(self.name, self.count)
+        return clock.calls(self.call, self.count) / self.count
+
+
+class _Course:
+    def __init__(self, plan: Plan, device: torch.device, clock: Clock, progress: Progress) -> None:
+        self.plan, self.device, self.clock, self.progress = plan, device, clock, progress
+        self.end = None if plan.budget_s is None else clock.now() + plan.budget_s
+        self.compiled_s: dict[str, float] = {}
+        self.number = 0
+        self.longest_s = _LONGEST_CALL_S
+        self.cut = False
+        self.current: Problem | None = None
+
+    def problem(self, workload: Workload, dtype_name: str) -> Problem:
+        """One problem, within its share of what is left of the budget."""
+        self.number += 1
+        now, total = self.clock.now(), len(self.plan.problems)
+        share = None if self.end is None else (self.end - now) / (total - self.number + 1)
+        if share is not None:
+            self.longest_s = min(_LONGEST_CALL_S, share * _LONGEST_SHARE)
+        self.current = problem = Problem(workload, dtype_name, None)
+        if share is not None and share <= 0:
+            self.cut = True
+            names = [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in self.plan.backends), *self.plan.peers]
+            reason = f"the budget of {self.plan.budget_s:g} s was over"
+            problem.results = [Result(name, "left out", reason) for name in names]
+            self.current = None
+            return problem
+        try:
+            self._measure(problem, None if share is None else now + share)
+        except torch.OutOfMemoryError:
+            problem.results = [Result("evoattn", "left out", "the inputs and their float64 truth do not fit into memory")]
+        self.current = None
+        return problem
+
+    def _say(self, problem: Problem, what: str) -> None:
+        self.progress(self.number, len(self.plan.problems), f"{problem.workload.name}, {problem.dtype}: {what}")
+
+    def _measure(self, problem: Problem, end: float | None) -> None:
+        if any(PEERS[name].compiles for name in self.plan.peers):
+            torch._dynamo.reset()
+        self._say(problem, "float64 truth")
+        inputs = correctness.inputs_of(problem.workload, getattr(torch, problem.dtype), self.device)
+        problem.bytes = correctness.io_bytes(inputs)
+        expected = correctness.truth(inputs)
+        runners: list[tuple[Result, Runner]] = []
+        for peer, backend in contenders(self.plan, inputs):
+            self._say(problem, peer.name)
+            result = Result(peer.name, backend=backend)
+            problem.results.append(result)
+            runner = self._verified(peer, inputs, expected, result, end)
+            if runner is not None:
+                runners.append((result, runner))
+        del expected
+        self._release()
+        self._time(problem, inputs, runners, end)
+        runners.clear()
+        self._release()
+
+    def _release(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _verified(
+        self, peer: Peer, inputs: Inputs, expected: dict[str, Tensor], result: Result, end: float | None
+    ) -> Runner | None:
+        """A runner whose output, at least, is right; the result says what else is not."""
+        reason = self._not_begun(peer, inputs, end)
+        if reason:
+            result.status, result.reason = "left out", reason
+            return None
+        try:
+            if not peer.biased:
+                inputs = correctness.without_biases(inputs)
+                expected = correctness.truth(correctness.first_part(inputs))
+            runner = self._first_calls(peer, inputs, expected, result)
+        except Exception as error:  # whatever a peer raises is its reason, and the run goes on
+            result.status, result.reason = _status(error), _one_line(error)
+            runner = None
+        if runner is None:
+            self._release()
+        return runner
+
+    def _first_calls(self, peer: Peer, inputs: Inputs, expected: dict[str, Tensor], result: Result) -> Runner | None:
+        start = self.clock.now()
+        runner = Runner(peer, inputs)
+        dtype = inputs.q.dtype
+        result.errors = runner.forward_error(expected)
+        wrong = correctness.worst(result.errors, dtype)
+        if wrong:
+            result.status, result.reason = "wrong", wrong
+            return None
+        seconds = self.clock.calls(runner.forward, 1)
+        if seconds > self.longest_s:  # once more: a machine that had something else to do takes long too
+            seconds = min(seconds, self.clock.calls(runner.forward, 1))
+        if seconds > self.longest_s:
+            self.cut = self.cut or self.end is not None
+            result.status, result.reason = (
+                "left out",
+                f"a forward takes {seconds:.1f} s, too long for this problem's share of time",
+            )
+            return None
+        if set(self.plan.passes) == {"forward"}:
+            result.first_call_s = self._first_call(peer, start)
+            result.peak_bytes = peak_bytes(lambda: runner.forward(0), self.device)
+            return runner
+        try:
+            gradients = runner.gradient_errors(expected)
+            wrong = correctness.worst(gradients, dtype)
+            result.errors |= gradients
+        except Exception as error:
+            wrong = _one_line(error)
+        if wrong:
+            result.status, result.reason = ("partial" if "forward" in self.plan.passes else "wrong"), f"backward: {wrong}"
+        result.first_call_s = self._first_call(peer, start)
+        result.peak_bytes = None if wrong else peak_bytes(lambda: runner.both(0), self.device)
+        return runner if result.status != "wrong" else None
+
+    def _first_call(self, peer: Peer, start: float) -> float:
+        seconds = self.clock.now() - start
+        if peer.compiles:
+            self.compiled_s[peer.name] = seconds
+        return round(seconds, 3)
+
+    def _not_begun(self, peer: Peer, inputs: Inputs, end: float | None) -> str | None:
+        scores = inputs.case.h * inputs.k.shape[2] * inputs.do[..., 0, 0].numel()
+        needed = int(peer.score_copies * scores * inputs.q.element_size())
+        free = machine.free_bytes(self.device)
+        if needed > SHARE_OF_MEMORY * free:
+            return f"would hold about {needed / 2**30:.1f} GiB of scores; {free / 2**30:.1f} GiB are free"
+        if end is None or self.end is None or self.plan.budget_s is None:
+            return None
+        now = self.clock.now()
+        if now > self.end:
+            self.cut = True
+            return f"the budget of {self.plan.budget_s:g} s was over"
+        takes = self.compiled_s.get(peer.name, _COMPILES_S[self.device.type]) if peer.compiles else 0.0
+        allowed = max(end - now, 0.0)
+        if peer.compiles and peer.name not in self.compiled_s:
+            allowed = min(self.end - now, max(allowed, _FIRST_SHARE * self.plan.budget_s))
+        if takes > allowed:
+            self.cut = True
+            return f"compiles for about {takes:.0f} s, and this problem has {allowed:.0f} s of the budget left"
+        return None
+
+    def _time(self, problem: Problem, inputs: Inputs, runners: list[tuple[Result, Runner]], end: float | None) -> None:
+        """Interleaved rounds; at least two, and as many as asked for while the problem's share of the budget lasts."""
+        rows: list[_Row] = []
+        copies = copies_for(inputs)
+        for result, runner in runners:
+            self._say(problem, f"{result.name}, warm-up")
+            try:
+                rows += self._warm(result, runner, copies)
+            except Exception as error:
+                result.status, result.reason = _status(error), _one_line(error)
+        samples: dict[tuple[str, str], list[float]] = {}
+        for number in range(self.plan.rounds):
+            if number >= 2 and end is not None and self.clock.now() > end:
+                break
+            self._say(problem, f"round {number + 1} of {self.plan.rounds}")
+            for row in rows:
+                result, name = row.result, row.name
+                if result.status == "failed":
+                    continue
+                try:
+                    seconds = row.seconds(self.clock)
+                except Exception as error:  # such as memory that the others have filled since the warm-up
+                    result.status, result.reason, result.times = _status(error), f"{name}: {_one_line(error)}", {}
+                    continue
+                samples.setdefault((result.name, name), []).append(1e3 * seconds)
+                result.times[name] = Timing.of(samples[result.name, name])
+
+    def _warm(self, result: Result, runner: Runner, copies: int) -> list[_Row]:
+        """Every pass once or twice, to know how often it fits a round; and its host time."""
+        possible = ("forward",) if result.status == "partial" else self.plan.passes
+        runner.rotate(1 if runner.peer.score_copies else copies)  # scores alone are larger than the cache
+        rows = []
+        for name, call in runner.passes().items():
+            if name not in possible:
+                continue
+            row = _Row(result, runner, name, call)
+            seconds = min(row.seconds(self.clock) for _ in range(2))
+            if seconds > self.longest_s * (1 if name == "forward" else 4):
+                result.reason = f"{result.reason + '; ' if result.reason else ''}{name}: {seconds:.1f} s a call, not repeated"
+                result.status = "partial"
+                continue
+            calls = min(_HOST_CALLS, runner.most_calls)
+            runner.prepare(name, calls)
+            host = self.clock.host_s(call, calls)
+            if host is not None:
+                result.host_us[name] = round(1e6 * host, 1)
+            row.count = max(1, min(runner.most_calls, round(self.clock.target_s / max(seconds, 1e-7))))
+            rows.append(row)
+        return rows
+
+
+def _as_far_as_it_came(problem: Problem) -> Problem:
+    """An interrupted problem: whoever has no time yet says why."""
+    for result in problem.results:
+        if result.status in ("ok", "partial") and not result.times:
+            result.status, result.reason = "left out", "interrupted before it was timed"
+    return problem
+
+
+def _status(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "absent"
+    return "refused" if isinstance(error, RefusesError) else "failed"
+
+
+def _one_line(error: BaseException) -> str:
+    """The first line of a message, short enough for a table."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{(error.name or 'it').split('.')[0]} is not installed"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, RefusesError) else line or repr(error)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def plan_settings(plan: Plan) -> dict[str, object]:
+    """A plan in words that JSON has."""
+    return {
+        "workloads": [workload.name for workload in plan.workloads],
+        "dtypes": list(plan.dtypes),
+        "passes": list(plan.passes),
+        "backends": list(plan.backends),
+        "peers": list(plan.peers),
+        "rounds": plan.rounds,
+        "budget_s": plan.budget_s,
+    }

@@ -1,0 +1,227 @@
+"""The search of `evoattn tune`: better tiles among the neighbours of the best so far. None is kept unverified."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn.bench import correctness
+from evoattn.bench.clock import Clock
+from evoattn.bench.peers import Peer, Prepared
+from evoattn.bench.record import Timing
+from evoattn.bench.runner import Runner, copies_for
+from evoattn.problem import Problem
+from evoattn.testing import Inputs
+from evoattn.tuning import Config, user
+from evoattn.workloads import Workload
+
+__all__ = ["Found", "neighbours", "tune"]
+
+_WORTH_A_STEP = 0.01
+_WORTH_KEEPING = 0.03
+"""A gain below this is not kept, even beyond the noise: the built-in choice stands for all lengths, a find for a few."""
+
+_ROUNDS = 3
+_LAST_ROUNDS = 9
+_FACTORS = {"num_warps": (1, 16), "block_q": (16, 256), "block_k": (16, 128), "score_bytes": (1 << 18, 1 << 28)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found for one direction of one problem.
+
+    Args:
+        workload, dtype, backend, direction: of what.
+        key: of the user's table.
+        config: better than the built-in choice, or None.
+        before_ms, after_ms: the built-in choice and the best found, measured in turn.
+        tried, failed: configs that ran, and those that did not, or were wrong.
+        cut: whether the time was over before every neighbour had been tried.
+    """
+
+    workload: str
+    dtype: str
+    backend: str
+    direction: str
+    key: str
+    config: Config | None
+    before_ms: float
+    after_ms: float
+    tried: int
+    failed: int
+    cut: bool
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast."""
+        return self.before_ms / self.after_ms
+
+    def entry(self) -> dict[str, object]:
+        """For the user's table."""
+        config = {} if self.config is None else self.config.given()
+        numbers = {"before_ms": round(self.before_ms, 5), "after_ms": round(self.after_ms, 5)}
+        return {"config": config, "workload": self.workload, **numbers}
+
+
+def neighbours(config: Config) -> Iterator[Config]:
+    """Configs one step away: half or twice one field, or one pipeline stage more or less."""
+    given = config.given()
+    fields = ["score_bytes"] if "score_bytes" in given else [name for name in given if name != "num_stages"]
+    for name in fields:
+        least, most = _FACTORS[name]
+        for value in (given[name] * 2, given[name] // 2):
+            if least <= value <= most:
+                yield Config(**{**_kept(given), name: value})
+    for stages in (given.get("num_stages", 0) + 1, given.get("num_stages", 0) - 1):
+        if "num_stages" in given and 1 <= stages <= 5:
+            yield Config(**{**_kept(given), "num_stages": stages})
+
+
+def _kept(given: dict[str, int]) -> dict[str, int]:
+    """Of a plan in plain torch the budget alone: its block sizes follow from it."""
+    return {} if "score_bytes" in given else given
+
+
+def tune(
+    workload: Workload, dtype: str, device: torch.device, clock: Clock, end: float, say: Callable[[str], None]
+) -> Iterator[Found]:
+    """Search every direction of a workload until the clock says `end`; the user's table is left out of it.
+
+    Args:
+        workload, dtype, device: the problem.
+        clock: what measures.
+        end: when to stop, on the clock's own now().
+        say: told what is being tried.
+    """
+    with user.ignored():
+        inputs = correctness.inputs_of(workload, getattr(torch, dtype), device)
+        expected = correctness.truth(inputs)
+        q, k, v, pair_bias = (
+            None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
+        )
+        chosen = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)  # type: ignore[arg-type]
+        if chosen.backend is None or chosen.config is None:
+            return
+    directions = ("both",) if chosen.config.score_bytes else ("forward", "backward")
+    now = clock.now()
+    for place, direction in enumerate(directions):
+        until = now + (end - now) * (place + 1) / len(directions)
+        with user.ignored():
+            climb = _Climb(inputs, expected, chosen.backend, direction, clock, until, say)
+            found = climb.run(chosen.config, workload.name, dtype, chosen.problem)
+        yield found
+
+
+class _Climb:
+    """A walk from the built-in choice to better ones, for one direction."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        expected: dict[str, Tensor],
+        backend: str,
+        direction: str,
+        clock: Clock,
+        end: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.inputs, self.expected, self.backend, self.direction = inputs, expected, backend, direction
+        self.clock, self.end, self.say = clock, end, say
+        self.copies = copies_for(inputs)
+        self.tried = self.failed = 0
+        self.cut = False
+
+    def run(self, start: Config, workload: str, dtype: str, problem: Problem) -> Found:
+        """Steps while one is better; then the best and the built-in choice in turn, which decides."""
+        if start.score_bytes:
+            start = Config(score_bytes=start.score_bytes)
+        builtin = self._runner(None)
+        built_in_ms = best_ms = self._ms(builtin, _ROUNDS)
+        best: Config | None = None
+        seen = {start}
+        candidates = [start] if self.direction == "backward" else []  # its three kernels have tiles of their own: one for all?
+        candidates += neighbours(start)
+        while candidates:
+            found = [
+                (ms, config) for config in candidates if config not in seen or config == start if (ms := self._try(config))
+            ]
+            seen.update(candidates)
+            ms, config = min(found, key=lambda pair: pair[0], default=(best_ms, start))
+            if ms >= best_ms * (1 - _WORTH_A_STEP):
+                break
+            best, best_ms = config, ms
+            candidates = [config for config in neighbours(best) if config not in seen]
+        after = before = Timing(built_in_ms)
+        if best is not None:
+            before, after = self._in_turn(builtin, self._runner(best))
+            if after.range_ms[1] >= before.range_ms[0] or before.median_ms / after.median_ms < 1 + _WORTH_KEEPING:
+                best = None
+        return Found(
+            workload,
+            dtype,
+            self.backend,
+            self.direction,
+            user.key(self.backend, self.direction, problem),
+            best,
+            before.median_ms,
+            after.median_ms,
+            self.tried,
+            self.failed,
+            self.cut,
+        )
+
+    def _runner(self, config: Config | None) -> Runner:
+        runner = Runner(Peer("evoattn", "evoattn", functools.partial(_prepare, self.backend, config)), self.inputs)
+        runner.rotate(self.copies)
+        return runner
+
+    def _try(self, config: Config) -> float | None:
+        """Milliseconds of a config; None where it does not run, is wrong, or there is no time left."""
+        if self.clock.now() > self.end:
+            self.cut = True
+            return None
+        self.say(", ".join(f"{name}={value}" for name, value in config.given().items()))
+        self.tried += 1
+        try:
+            runner = self._runner(config)
+            errors = runner.forward_error(self.expected)
+            if self.direction != "forward":
+                errors |= runner.gradient_errors(self.expected)
+            if correctness.worst(errors, self.inputs.q.dtype):
+                raise ArithmeticError("wrong")
+            return self._ms(runner, _ROUNDS)
+        except Exception:  # too much shared memory, a refusal, a wrong result: this config is none
+            self.failed += 1
+            return None
+
+    def _samples(self, runner: Runner, count: int) -> float:
+        runner.prepare(self.direction, count)
+        return 1e3 * self.clock.calls(runner.passes()[self.direction], count) / count
+
+    def _count(self, runner: Runner) -> int:
+        once = max(self._samples(runner, 1), 1e-4)
+        return max(1, min(200, round(1e3 * self.clock.target_s / once)))
+
+    def _ms(self, runner: Runner, rounds: int) -> float:
+        self._samples(runner, 1)
+        count = self._count(runner)
+        return statistics.median(self._samples(runner, count) for _ in range(rounds))
+
+    def _in_turn(self, one: Runner, other: Runner) -> tuple[Timing, Timing]:
+        count = min(self._count(one), self._count(other))
+        rounds = [(self._samples(one, count), self._samples(other, count)) for _ in range(_LAST_ROUNDS)]
+        before, after = zip(*rounds, strict=True)
+        return Timing.of(list(before)), Timing.of(list(after))
+
+
+def _prepare(backend: str, config: Config | None, inputs: Inputs) -> Prepared:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        return evoattn.evoformer_attention(q, k, v, mask=inputs.mask, pair_bias=pair_bias, backend=backend, config=config)
+
+    return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), lambda x: x, lambda x: x)

@@ -1,0 +1,180 @@
+"""A record as text: aligned columns for a terminal, Markdown for pages, CSV for spreadsheets."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Iterable
+
+from evoattn.bench.peers import PEERS
+from evoattn.bench.record import PASSES, Problem, Record, Result
+
+__all__ = ["aligned", "as_csv", "as_text", "headline", "markdown", "problem_table", "rate", "share", "title", "worst_error"]
+
+_ERRORS = ("o", "dq", "dk", "dv", "dpair_bias")
+
+
+def title(name: str) -> str:
+    """What a contender is called in tables."""
+    if name in PEERS:
+        return PEERS[name].title
+    return name.replace("evoattn/", "evoattn, ")
+
+
+def headline(record: Record) -> str:
+    """Device, versions, commit and date, in one line."""
+    m = record.machine
+    parts = [str(m.get("device", "unknown device"))]
+    parts += [f"{word} {m[key]}" for key, word in _VERSIONS if m.get(key)]
+    return ", ".join([*parts, *([str(m["date"])] if m.get("date") else [])])
+
+
+_VERSIONS = (("torch", "torch"), ("triton", "Triton"), ("driver", "driver"), ("evoattn", "evoattn"), ("commit", "commit"))
+
+
+def worst_error(result: Result) -> float | None:
+    """The largest relative error of output and gradients."""
+    return max(result.errors.values(), default=None)
+
+
+def rate(problem: Problem, result: Result | None, name: str) -> float | None:
+    """Billions of scores a second."""
+    time = result.times.get(name) if result else None
+    return None if time is None else problem.workload.scores / time.median_ms / 1e6
+
+
+def share(problem: Problem, result: Result, ceiling: float | None, amount: int | None, name: str = "forward") -> float | None:
+    """How much of a ceiling a pass reaches: amount (scores or bytes) a second over the ceiling."""
+    time = result.times.get(name)
+    if time is None or ceiling is None or amount is None:
+        return None
+    return amount / (time.median_ms / 1e3) / ceiling
+
+
+def _number(value: float | None, digits: str = ".3f") -> str:
+    return "-" if value is None else format(value, digits)
+
+
+def _time(result: Result, name: str) -> str:
+    time = result.times.get(name)
+    if time is None:
+        return "-"
+    digits = 3 if time.median_ms < 100 else 1
+    if time.spread_ms is None:
+        return f"{time.median_ms:.{digits}f}"
+    return f"{time.median_ms:.{digits}f} ±{50 * time.spread_ms / time.median_ms:.0f}%"
+
+
+def problem_table(problem: Problem, passes: Iterable[str] = PASSES) -> list[list[str]]:
+    """Rows of cells, the head first: one row a contender; without a time, the reason fills the last cell."""
+    passes = [name for name in passes if any(name in result.times for result in problem.results)]
+    on_gpu = any(result.host_us for result in problem.results)
+    host = [f"host {name} µs" for name in passes] if on_gpu else []
+    rows = [["", *(f"{name} ms" for name in passes), "10⁹ scores/s", *host, "first call s", "peak MiB", "worst error", ""]]
+    for result in problem.results:
+        speed = rate(problem, result, "forward")
+        if result.times or result.errors:
+            peak = None if result.peak_bytes is None else result.peak_bytes / 2**20
+            cells = [
+                *(_time(result, name) for name in passes),
+                _number(speed, ",.3g" if speed is not None and speed < 100 else ",.0f"),
+                *(_number(result.host_us.get(name), ",.0f") for name in passes if on_gpu),
+                _number(result.first_call_s, ".2f"),
+                _number(peak, ",.1f"),
+                _number(worst_error(result), ".1e"),
+            ]
+        else:
+            cells = ["-"] * (len(rows[0]) - 2)
+        reason = f"{result.status}: {result.reason}" if result.reason else ""
+        note = f"backend {result.backend}" if result.name == "evoattn" and result.backend else ""
+        rows.append([title(result.name), *cells, "; ".join(filter(None, (note, reason)))])
+    return rows
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Columns aligned with spaces: numbers to the right, the first and the last column to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    last = len(widths) - 1
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column in (0, last) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def describe(problem: Problem) -> str:
+    """A workload's sizes and biases, in one line."""
+    w = problem.workload
+    heads = f"H {w.h}" + (f" ({w.kv_heads} of keys)" if w.kv_heads else "")
+    lengths = f"L {w.lq}" if w.lq == w.lk else f"Lq {w.lq}, Lk {w.lk}"
+    biases = " and ".join(name for name, has in (("mask", w.key_mask), ("pair bias", w.pair_bias)) if has) or "no bias"
+    batch = f"B {w.b}, " if w.b > 1 else ""
+    return f"{w.name}, {problem.dtype}: {w.where}; {batch}N {w.n}, {lengths}, {heads}, D {w.d}, {biases}"
+
+
+def as_text(record: Record) -> str:
+    """The whole record for a terminal."""
+    parts = [headline(record)]
+    if record.ceilings.exp2_per_s or record.ceilings.copy_bytes_per_s:
+        exp2 = _number(record.ceilings.exp2_per_s and record.ceilings.exp2_per_s / 1e9, ",.1f")
+        copied = _number(record.ceilings.copy_bytes_per_s and record.ceilings.copy_bytes_per_s / 1e9, ",.1f")
+        parts[0] += f"\nceilings: {exp2} x 10⁹ exp2/s, {copied} GB/s copied ({record.ceilings.how})"
+    everywhere = _said_once(record)
+    for problem in record.problems:
+        kept = [result for result in problem.results if (result.name, result.reason) not in everywhere]
+        reasons = {f"{result.status}: {result.reason}" for result in kept}
+        if kept and len(reasons) == 1 and not any(result.times or result.errors for result in kept):
+            parts.append(f"{describe(problem)}\n{reasons.pop()}")
+        else:
+            parts.append(f"{describe(problem)}\n{aligned(problem_table(dataclasses.replace(problem, results=kept)))}")
+    if everywhere:
+        parts.append("\n".join(f"{title(name)}: {status}: {why}" for (name, why), status in everywhere.items()))
+    return "\n\n".join(parts)
+
+
+def _said_once(record: Record) -> dict[tuple[str, str], str]:
+    """Who has no time on any problem, always for the same reason: said once, below all tables. Name and reason to status."""
+    seen: dict[str, set[tuple[str, str]]] = {}
+    for problem in record.problems:
+        for result in problem.results:
+            timed = bool(result.times or result.errors)
+            if result.status != "left out":
+                seen.setdefault(result.name, set()).add(("", "") if timed else (result.status, result.reason))
+    alone = {name: found.pop() for name, found in seen.items() if len(found) == 1}
+    return {(name, why): status for name, (status, why) in alone.items() if why and status in ("absent", "refused", "failed")}
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A Markdown table of rows of cells, the head first."""
+    safe = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [safe[0], ["---"] * len(safe[0]), *safe[1:]])
+
+
+def as_csv(record: Record) -> str:
+    """One line a contender, problem and pass; a contender without a time has one line with its reason."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    sizes = ("name", "b", "n", "h", "kv_heads", "lq", "lk", "d", "key_mask", "pair_bias")
+    columns = ("median_ms", "spread_ms", "rounds", "host_us", "first_call_s", "peak_bytes")
+    errors = [f"error_{name}" for name in _ERRORS]
+    writer.writerow(["workload", *sizes[1:], "dtype", "scores", "by", "backend", "status", "pass", *columns, *errors, "reason"])
+    for problem in record.problems:
+        workload = [getattr(problem.workload, name) for name in sizes]
+        for result in problem.results:
+            for name in result.times or [""]:
+                time = result.times.get(name)
+                numbers = [None] * 3 if time is None else [time.median_ms, time.spread_ms, len(time.samples_ms) or None]
+                writer.writerow(
+                    [
+                        *(*workload, problem.dtype, problem.workload.scores),
+                        *(result.name, result.backend, result.status, name),
+                        *(*numbers, result.host_us.get(name), result.first_call_s, result.peak_bytes),
+                        *(result.errors.get(error) for error in _ERRORS),
+                        result.reason,
+                    ]
+                )
+    return text.getvalue()

@@ -1,0 +1,238 @@
+"""`evoattn bench`: evoattn and its peers on the attentions of the AlphaFold family, as a table, a page, pictures, data."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from evoattn.bench import ceilings, choice, compare, machine, plots, report, table
+from evoattn.bench.clock import clock_for
+from evoattn.bench.peers import PEERS
+from evoattn.bench.record import PASSES, Record, read, write, write_text
+from evoattn.bench.run import Plan, plan_settings, run
+from evoattn.cli.machine import pick
+from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress
+from evoattn.dispatch import BACKENDS
+from evoattn.workloads import WORKLOADS, Workload
+
+__all__ = ["add_parser", "among", "names_in", "workloads_of"]
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+_ABOUT = """\
+Measures attention as the AlphaFold family runs it, forward and backward: evoattn's backends and every peer that is
+installed (FlexAttention, cuEquivariance, TriFast, DeepSpeed, SDPA, dense torch, the same compiled), and FlashAttention
+without a bias as a bound. All run in one process on the same inputs, in interleaved rounds, over more inputs than the
+cache holds. Outputs and gradients are compared with float64 first: what is wrong gets no time.
+"""
+
+_EPILOG = """\
+examples:
+  evoattn bench                                      what fits this machine and a few minutes
+  evoattn bench --quick                              half a minute: a look, not a measurement
+  evoattn bench --html report.html                   one page with tables and charts, to open in any browser
+  evoattn bench --workloads tri384 msa_row tri500 --dtypes bfloat16 float16 --json mine.json
+  evoattn bench --lengths 100 200 397 --peers dense  triangle attention at these lengths, next to dense torch alone
+  evoattn bench --from mine.json --html report.html  a page of what was measured before
+  evoattn bench --compare before.json after.json     what became faster or slower beyond the noise of both
+
+exit status: 0 all is well; 1 evoattn was wrong, or slower than before by more than the threshold; 2 bad options or
+files, or a missing extra; 130 interrupted, with what was measured until then shown and written
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench` to the command line."""
+    parser = commands.add_parser(
+        "bench",
+        help="speed, memory and error next to every peer that is installed",
+        description=_ABOUT,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--workloads", nargs="+", metavar="NAME", help="from the list of `evoattn bench --list`, or tri500")
+    what.add_argument("--lengths", nargs="+", metavar="L", help="every workload named, or triangle attention, at these lengths")
+    what.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="bfloat16 (default on a GPU), float16, float32 (on the CPU)")
+    what.add_argument("--passes", nargs="+", metavar="PASS", help="forward, backward, both (default: all three)")
+    what.add_argument(
+        "--backends", nargs="+", metavar="NAME", help="of evoattn: auto and any of `evoattn doctor` (default: all)"
+    )
+    what.add_argument("--peers", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)} (default: all; none: --peers alone)")
+    what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
+    what.add_argument("--quick", action="store_true", help="few and small problems, nothing that compiles for long")
+    what.add_argument("--list", action="store_true", help="print the workloads and end")
+    how = parser.add_argument_group("how long")
+    how.add_argument("--budget", type=WholeNumber(1), metavar="S", help="seconds in all (default: 300; quick: 30)")
+    how.add_argument("--rounds", type=WholeNumber(2), metavar="R", help="interleaved rounds of timing (default: 7; quick: 3)")
+    out = parser.add_argument_group("what is written")
+    out.add_argument("--json", type=Path, metavar="FILE", help="all that was measured, after every problem")
+    out.add_argument("--csv", type=Path, metavar="FILE", help="the same for a spreadsheet")
+    out.add_argument("--html", type=Path, metavar="FILE", help="one page that needs nothing else")
+    out.add_argument("--png", type=Path, metavar="FILE", help="the plots alone (needs matplotlib)")
+    out.add_argument("--commit", metavar="TEXT", help="what to record as the commit where git cannot tell")
+    old = parser.add_argument_group("what was measured before")
+    old.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, show and write this record")
+    old.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="what changed beyond noise")
+    old.add_argument("--threshold", type=_percent, default=5.0, metavar="PERCENT", help="of --compare (default: 5)")
+    parser.set_defaults(run=run_command)
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a percentage from 0 up, got {text!r}")
+    return value
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the command; everything that can be refused is, before any work."""
+    if arguments.list:
+        print("\n".join(f"{w.name:<16} {w.where}" for w in WORKLOADS))
+        return 0
+    if arguments.compare:
+        before, after = (_read(path, "--compare") for path in arguments.compare)
+        return _compare(before, after, arguments.threshold)
+    outputs = _outputs(arguments)
+    if arguments.source:
+        record = _read(arguments.source, "--from")
+    else:
+        record = _measure(arguments, lambda record: outputs["json"](record) if "json" in outputs else None)
+    for output in outputs.values():  # before the table: whoever reads that may stop early
+        output(record)
+    print(table.as_text(record))
+    return _status(record)
+
+
+def _status(record: Record) -> int:
+    wrong = [
+        f"{problem.workload.name}, {problem.dtype}, {table.title(result.name)}: {result.reason}"
+        for problem in record.problems
+        for result in problem.results
+        if result.name.startswith("evoattn") and "is wrong" in result.reason
+    ]
+    for line in wrong:
+        print(f"evoattn bench: WRONG: {line}", file=sys.stderr)
+    if record.finished == "interrupted":
+        print("evoattn bench: interrupted: what was measured until then is above, and in the files", file=sys.stderr)
+        return 130
+    if record.finished == "out of time":
+        print(
+            "evoattn bench: the budget ended before all was measured; --budget gives more, the table says what", file=sys.stderr
+        )
+    return 1 if wrong else 0
+
+
+def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], None]]:
+    """What to do with a record for every file asked for."""
+    writers: dict[str, tuple[Callable[[Record, Path], None], tuple[str, ...]]] = {
+        "json": (write, (".json",)),
+        "csv": (lambda record, path: write_text(table.as_csv(record), path), (".csv",)),
+        "html": (lambda record, path: write_text(report.page(record), path), (".html", ".htm")),
+        "png": (plots.write_png, (".png",)),
+    }
+    found: dict[str, Callable[[Record], None]] = {}
+    for kind, (writer, suffixes) in writers.items():
+        path = getattr(arguments, kind)
+        if path is not None:
+            found[kind] = _checked(writer, check_output(path, f"--{kind}", *suffixes), kind)
+    if "png" in found:
+        need_extra("matplotlib")
+    return found
+
+
+def _checked(writer: Callable[[Record, Path], None], path: Path, kind: str) -> Callable[[Record], None]:
+    def output(record: Record) -> None:
+        try:
+            writer(record, path)
+        except OSError as error:
+            raise RefusedError(f"--{kind} {str(path)!r}: cannot be written: {error.strerror or error}") from None
+
+    return output
+
+
+def _read(path: Path, option: str) -> Record:
+    try:
+        return read(path)
+    except OSError as error:
+        raise RefusedError(f"{option} {str(path)!r}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise RefusedError(f"{option} {str(path)!r}: {error}") from None
+
+
+def _compare(before: Record, after: Record, threshold: float) -> int:
+    found = compare.compare(before, after, threshold / 100)
+    if not found.pairs:
+        raise RefusedError("--compare: the two records have no problem of the same sizes and dtype in common")
+    print(compare.as_text(found, before, after))
+    return 1 if found.regressions else 0
+
+
+def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], None]) -> Record:
+    device = pick(arguments.device)
+    plan = _plan(arguments, choice.defaults(device.type, arguments.quick))
+    clock = clock_for(device)
+    record = Record(machine.facts(device, arguments.commit), {**plan_settings(plan), "quick": arguments.quick})
+    print(f"ceilings of {machine.name(device)}", file=sys.stderr, flush=True)
+    record.ceilings = ceilings.measure(device, clock)
+    with problem_progress(plan.budget_s) as progress:
+        return run(plan, record, device, clock, progress, after_problem)
+
+
+def _plan(arguments: argparse.Namespace, default: choice.Defaults) -> Plan:
+    explicit = arguments.workloads is not None and not arguments.quick
+    return Plan(
+        workloads=workloads_of(arguments, default.workloads),
+        dtypes=among("--dtypes", names_in(arguments.dtypes), _DTYPES, default.dtypes),
+        passes=among("--passes", names_in(arguments.passes), PASSES, PASSES),
+        backends=among("--backends", names_in(arguments.backends), ("auto", *BACKENDS), ("auto", *BACKENDS)),
+        peers=among("--peers", names_in(arguments.peers), tuple(PEERS), default.peers),
+        rounds=arguments.rounds or default.rounds,
+        budget_s=arguments.budget or (None if explicit else default.budget_s),
+    )
+
+
+def workloads_of(arguments: argparse.Namespace, default: tuple[Workload, ...]) -> tuple[Workload, ...]:
+    """What --workloads and --lengths ask for.
+
+    Raises:
+        RefusedError: there is no such workload, or no such length.
+    """
+    lengths = names_in(arguments.lengths)
+    try:
+        return choice.chosen(names_in(arguments.workloads), None if lengths is None else _lengths(lengths), default)
+    except ValueError as error:
+        raise RefusedError(f"--workloads: {error}") from None
+
+
+def names_in(values: list[str] | None) -> list[str] | None:
+    """Names given with spaces or commas between them."""
+    return None if values is None else [name for value in values for name in value.split(",") if name]
+
+
+def _lengths(texts: list[str]) -> list[int]:
+    try:
+        return [WholeNumber(1)(text) for text in texts]
+    except argparse.ArgumentTypeError as error:
+        raise RefusedError(f"--lengths: {error}") from None
+
+
+def among(option: str, names: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+    """The names given, all of them known, or the default.
+
+    Raises:
+        RefusedError: one is not known, or none is left.
+    """
+    if names is None:
+        return default
+    for name in names:
+        if name not in known:
+            raise RefusedError(f"{option}: there is no {name!r}; expected any of {', '.join(known)}")
+    if not names and option != "--peers":
+        raise RefusedError(f"{option}: expected any of {', '.join(known)}")
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,151 @@
+"""`evoattn tune`: better tiles for this card and these shapes, kept where later calls find them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from evoattn.bench import choice, machine, search, table
+from evoattn.bench.clock import clock_for
+from evoattn.bench.search import Found
+from evoattn.cli.bench import among, names_in, workloads_of
+from evoattn.cli.machine import pick
+from evoattn.cli.terminal import RefusedError, WholeNumber, problem_progress
+from evoattn.tuning import user
+from evoattn.workloads import Workload, workload
+
+__all__ = ["add_parser"]
+
+_ABOUT = """\
+Tries tile sizes around the built-in choice on this machine, and keeps what is faster beyond the noise and by 3% or
+more in a table of yours, which later calls of any program read once and use for problems of about the same size.
+The built-in choice is good without it. Every config is compared with float64 before it is timed.
+"""
+
+_EPILOG = """\
+examples:
+  evoattn tune                                     usual shapes, a few minutes
+  evoattn tune --workloads tri500 msa_row --dtypes bfloat16
+  evoattn tune --show                              what is in the table
+  evoattn tune --clear                             remove it
+
+The table is a file a device, in EVOATTN_CACHE_DIR or the user's cache. It is good for the driver, the Triton and the
+evoattn that it was made with; otherwise it is ignored, with a warning. `explain()` tells where a call uses it.
+
+exit status: 0 all is well; 2 bad options; 130 interrupted, with what was found until then kept
+"""
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_GPU = ("tri384", "tri256", "msa_row", "msa_column", "tri768", "diffusion768", "single768", "tri397")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `tune` to the command line."""
+    parser = commands.add_parser(
+        "tune",
+        help="better tile sizes for this machine and your shapes: a luxury",
+        description=_ABOUT,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="as in evoattn bench, such as tri500")
+    parser.add_argument("--lengths", nargs="+", metavar="L", help="every workload named, or triangle attention, at these")
+    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="default: bfloat16 on a GPU, float32 on the CPU")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU if there is one")
+    parser.add_argument("--budget", type=WholeNumber(1), default=300, metavar="S", help="seconds in all (default: 300)")
+    parser.add_argument("--show", action="store_true", help="print the table and measure nothing")
+    parser.add_argument("--clear", action="store_true", help="remove the table and measure nothing")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    device = pick(arguments.device)
+    on_cpu = device.type == "cpu"
+    if user.path(on_cpu) is None:
+        raise RefusedError("EVOATTN_CACHE_DIR is empty, which means no table; expected a folder, or the variable unset")
+    if arguments.clear:
+        removed = user.clear(on_cpu)
+        print(f"removed {removed}" if removed else f"there was none at {user.path(on_cpu)}")
+        return 0
+    if arguments.show:
+        _show(on_cpu)
+        return 0
+    default = choice.defaults("cpu", quick=False).workloads[:4] if on_cpu else tuple(workload(name) for name in _GPU)
+    workloads = workloads_of(arguments, default)
+    dtypes = among("--dtypes", names_in(arguments.dtypes), _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
+    found, interrupted = _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget)
+    _print(found, device)
+    if interrupted:
+        print("evoattn tune: interrupted: what was found until then is kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s: int) -> tuple[list[Found], bool]:
+    """Each problem within its share of the time left; what is found is written at once."""
+    clock = clock_for(device)
+    end = clock.now() + budget_s
+    found: list[Found] = []
+    try:
+        with problem_progress(budget_s) as progress:
+            for number, (wanted, dtype) in enumerate(problems, start=1):
+                until = clock.now() + (end - clock.now()) / (len(problems) - number + 1)
+                what = f"{wanted.name}, {dtype}"
+
+                def say(config: str, number: int = number, what: str = what) -> None:
+                    progress(number, len(problems), f"{what}: {config}")
+
+                say("built-in choice")
+                for one in search.tune(wanted, dtype, device, clock, until, say):
+                    found.append(one)
+                    _keep(one, device)
+    except KeyboardInterrupt:
+        return found, True
+    return found, False
+
+
+def _keep(found: Found, device: torch.device) -> None:
+    if found.config is None:
+        return
+    try:
+        user.save({found.key: found.entry()}, device.type == "cpu")
+    except OSError as error:
+        raise RefusedError(f"{user.path(device.type == 'cpu')}: cannot be written: {error.strerror or error}") from None
+
+
+def _print(found: list[Found], device: torch.device) -> None:
+    print(f"{machine.name(device)}\n")
+    rows = [["", "backend", "pass", "built-in ms", "tuned ms", "gain", "tried", ""]]
+    for one in found:
+        kept = "nothing better by 3%" if one.config is None else _words(one.config.given())
+        notes = [kept, *(["time was over"] if one.cut else [])]
+        gain = "" if one.config is None else f"{one.gain:.2f}x"
+        after = "" if one.config is None else f"{one.after_ms:.3f}"
+        rows.append(
+            [
+                *(f"{one.workload}, {one.dtype}", one.backend, one.direction),
+                *(f"{one.before_ms:.3f}", after, gain, str(one.tried), "; ".join(notes)),
+            ]
+        )
+    print(table.aligned(rows) if found else "nothing was searched to its end")
+    if any(one.config for one in found):
+        print(f"\nkept in {user.path(device.type == 'cpu')}; evoattn tune --clear removes it")
+
+
+def _words(given: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in given.items())
+
+
+def _show(on_cpu: bool) -> None:
+    entries = user.entries(on_cpu)
+    if not entries:
+        print(f"nothing in {user.path(on_cpu)}: the built-in tables choose")
+        return
+    rows = [["problems like", "measured at", "built-in ms", "tuned ms", "config"]]
+    for name, entry in entries.items():
+        numbers = [str(entry.get(key, "-")) for key in ("workload", "before_ms", "after_ms")]
+        rows.append([name, *numbers, _words(entry["config"])])
+    print(f"{user.path(on_cpu)}\n\n{table.aligned(rows)}")

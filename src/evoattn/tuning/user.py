@@ -1,0 +1,254 @@
+"""The user's own table: what `evoattn tune` found on this machine. One file a device, read once, when tiles are first chosen.
+
+A file is good for the driver, the Triton and the evoattn that it was measured with. Any other, and one that is damaged, is
+ignored with one warning: the built-in tables then choose, as they do where there is no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from evoattn._version import __version__
+from evoattn.problem import Problem
+from evoattn.tuning.config import Config
+
+__all__ = [
+    "DIRECTIONS",
+    "clear",
+    "driver_version",
+    "entries",
+    "forget",
+    "ignored",
+    "key",
+    "machine",
+    "path",
+    "preferred",
+    "save",
+    "tuned",
+    "tuned_directions",
+]
+
+VARIABLE = "EVOATTN_CACHE_DIR"
+"""Names the folder of the files; empty, there is no table."""
+
+DIRECTIONS = ("forward", "backward", "both")
+"""What an entry is for; "both" where one plan serves forward and backward."""
+
+_FORMAT = 1
+_NOTHING_SET = Config()
+_LONGEST_TOLD_APART = 2048
+_ROWS_TOLD_APART = 4
+
+
+def tuned(backend: str, direction: str, problem: Problem) -> Config | None:
+    """What was found for problems like this one, if anything was.
+
+    Args:
+        backend: the backend's name.
+        direction: one of `DIRECTIONS`.
+        problem: the call.
+    """
+    folder = os.environ.get(VARIABLE)
+    if folder == "":
+        return None
+    table = _table(folder, problem.device == "cpu")
+    return table.get(key(backend, direction, problem)) if table else None
+
+
+def preferred(backend: str, direction: str, problem: Problem, config: Config) -> Config:
+    """What the user set for a call, else what was tuned for problems like it, else nothing."""
+    return config if config != _NOTHING_SET else tuned(backend, direction, problem) or config
+
+
+def tuned_directions(backend: str, problem: Problem) -> tuple[str, ...]:
+    """For which directions something was found for problems like this one."""
+    return tuple(direction for direction in DIRECTIONS if tuned(backend, direction, problem))
+
+
+def key(backend: str, direction: str, problem: Problem) -> str:
+    """Problems that share their tiles: the same channels, dtypes and biases; lengths and rows of about the same size."""
+    p = problem
+    row = p.mask or p.mask_bias is not None
+    parts = [
+        backend,
+        direction,
+        str(p.dtype),
+        f"d{p.d}",
+        f"c{p.c}",
+        f"q{min(_power(p.lq), _LONGEST_TOLD_APART)}",
+        f"k{min(_power(p.lk), _LONGEST_TOLD_APART)}",
+        f"rows{(max(p.b * p.n * p.h, 1).bit_length() + _ROWS_TOLD_APART - 1) // _ROWS_TOLD_APART}",
+        "ragged" if p.lk % 16 else "even",
+        "row" if row else "-",
+        "-" if p.pair_bias is None else str(p.pair_bias),
+    ]
+    if direction == "backward":
+        parts += ["dpair" if p.pair_bias is not None and p.needs[4] else "-", "fixed" if p.deterministic else "any"]
+    return "/".join(parts).replace("torch.", "")
+
+
+def _power(length: int) -> int:
+    return 1 << (max(length, 16) - 1).bit_length()
+
+
+def path(on_cpu: bool) -> Path | None:
+    """The file of this machine's device; None without a device, or where the user wants no file."""
+    folder = os.environ.get(VARIABLE)
+    device = _device(on_cpu)
+    if folder == "" or device is None:
+        return None
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return (Path(folder) if folder else _default_folder()) / f"tuned-{name}.json"
+
+
+def _default_folder() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "evoattn"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "evoattn"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evoattn"
+
+
+def machine(on_cpu: bool) -> dict[str, str | None]:
+    """What a table is good for."""
+    return {
+        "device": _device(on_cpu),
+        "driver": None if on_cpu else driver_version(),
+        "triton": None if on_cpu else _installed("triton"),
+        "evoattn": __version__,
+    }
+
+
+@functools.cache
+def _device(on_cpu: bool) -> str | None:
+    """The name of the processor, or of the current GPU; None where torch has no GPU, as when kernels are only compiled."""
+    if on_cpu:
+        return f"cpu {_processor()}"
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return os.uname().machine if hasattr(os, "uname") else "processor"
+
+
+def driver_version() -> str | None:
+    """NVIDIA's driver, as the kernel module tells it; None where there is none."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found[1] if found else None
+    return None
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _table(folder: str | None, on_cpu: bool) -> dict[str, Config]:
+    """Configs by key; empty where there is no file or it is not this machine's. `folder` is here as what the cache goes by."""
+    return {name: Config(**entry["config"]) for name, entry in entries(on_cpu).items()}
+
+
+def entries(on_cpu: bool) -> dict[str, dict[str, Any]]:
+    """All that the file says, by key; empty with one warning where it is damaged, or made by another machine or version."""
+    file = path(on_cpu)
+    if file is None or not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] != _FORMAT:
+            raise ValueError(f"format {found['format']!r}, expected {_FORMAT}")
+        made_by = dict(found["machine"])
+        table = {str(name): dict(entry) for name, entry in found["entries"].items()}
+        for entry in table.values():
+            if not Config(**entry["config"]).given():
+                raise ValueError("an entry without a config")
+    except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _warn(file, f"is damaged ({type(error).__name__}: {error})")
+        return {}
+    here = machine(on_cpu)
+    differing = [f"{name} {made_by.get(name)}, this is {value}" for name, value in here.items() if made_by.get(name) != value]
+    if differing:
+        _warn(file, f"was made with {'; '.join(differing)}")
+        return {}
+    return table
+
+
+def _warn(file: Path, why: str) -> None:
+    warnings.warn(f"{file} {why}: ignored. `evoattn tune` makes a new one, `evoattn tune --clear` removes it.", stacklevel=2)
+
+
+def save(found: dict[str, dict[str, Any]], on_cpu: bool) -> Path:
+    """Add entries to the file, whole or not at all; later calls of this process see them.
+
+    Args:
+        found: by key, each with a "config" and whatever else is worth telling.
+        on_cpu: for which device.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: there is no place for a file: EVOATTN_CACHE_DIR is empty.
+    """
+    file = path(on_cpu)
+    if file is None:
+        raise ValueError(f"{VARIABLE} is empty, which means no table; expected a folder, or the variable unset")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is damaged or foreign is replaced
+        table = {**entries(on_cpu), **found}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": _FORMAT, "machine": machine(on_cpu), "entries": table}, indent=1) + "\n"
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    forget()
+    return file
+
+
+def clear(on_cpu: bool) -> Path | None:
+    """Remove the file; the path, or None where there was none."""
+    file = path(on_cpu)
+    if file is None or not file.exists():
+        return None
+    file.unlink()
+    forget()
+    return file
+
+
+def forget() -> None:
+    """Read the file again at the next look."""
+    _table.cache_clear()
+
+
+@contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """No table meanwhile, in every thread: the built-in tables choose."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = ""
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before

@@ -1,0 +1,121 @@
+"""What the tests of the benchmark share: a clock that tells what it is told, peers made of plain torch."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from evoattn.bench import peers
+from evoattn.bench.peers import PEERS, Peer, Prepared
+from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
+from evoattn.bench.run import Plan
+from evoattn.testing import Inputs
+from evoattn.workloads import workload
+
+
+class FakeClock:
+    """Every call takes a second of its own time, of a `slow` peer 100; now() moves with it and by `tick` a look."""
+
+    target_s = 1.0
+
+    def __init__(self, tick: float = 0.0, host: float | None = None, slow: str = "") -> None:
+        self.time, self.tick, self.host, self.slow = 0.0, tick, host, slow
+        self.order: list[str] = []
+
+    def calls(self, call: Callable[[int], object], count: int) -> float:
+        for number in range(count):
+            call(number)
+        owner = getattr(call, "__self__", None)
+        self.order.append(f"{owner.peer.name}.{call.__name__}" if owner else "?")
+        seconds = 100.0 if owner and owner.peer.name == self.slow else 1.0
+        self.time += count * seconds
+        return count * seconds
+
+    def host_s(self, call: Callable[[int], object], count: int) -> float | None:
+        for number in range(count):
+            call(number)
+        return self.host
+
+    def now(self) -> float:
+        self.time += self.tick
+        return self.time
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def dense_with(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Prepared]:
+    """Dense torch whose output goes through `change`."""
+
+    def prepare(inputs: Inputs) -> Prepared:
+        right = peers._dense(inputs, compiled=False)
+        return right._replace(attend=lambda *tensors: change(right.attend(*tensors)))
+
+    return prepare
+
+
+def refuse(inputs: Inputs) -> Prepared:
+    raise peers.RefusesError("takes <b>nothing</b> & nobody")
+
+
+def absent(inputs: Inputs) -> Prepared:
+    import no_such_library_at_all  # noqa: F401
+
+    raise AssertionError
+
+
+def explode(o: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the kernel\nfell over")
+
+
+class OnlyForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, o: torch.Tensor) -> torch.Tensor:
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx: object, do: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no backward here")
+
+
+FAKES = (
+    Peer("right", "right", dense_with(lambda o: o * 1)),
+    Peer("wrong", "wrong", dense_with(lambda o: o * 1.01)),
+    Peer("nan", "nan", dense_with(lambda o: o * float("nan"))),
+    Peer("wrong_backward", "wrong backward", dense_with(lambda o: o * 1.01 + o.detach() * -0.01)),
+    Peer("refuses", "refuses", refuse),
+    Peer("absent", "absent", absent),
+    Peer("explodes", "explodes", dense_with(explode)),
+    Peer("forward_only", "forward only", dense_with(OnlyForward.apply)),  # type: ignore[arg-type]
+    Peer("huge", "huge", dense_with(lambda o: o), score_copies=1e12),
+    Peer("compiles", "compiles", dense_with(lambda o: o * 1), compiles=True),
+)
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Peer]]:
+    """The fake peers, in place of the real ones."""
+    before = dict(PEERS)
+    PEERS.clear()
+    PEERS.update({peer.name: peer for peer in FAKES})
+    yield PEERS
+    PEERS.clear()
+    PEERS.update(before)
+
+
+def a_plan(**changes: object) -> Plan:
+    plan = Plan((workload("tri16"),), ("float32",), ("forward", "backward", "both"), ("auto",), (), rounds=3)
+    return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def a_record(**times: list[float]) -> Record:
+    """A record of one problem, with forward times by contender."""
+    results = [
+        Result(name, errors={"o": 1e-7}, peak_bytes=1 << 20, times={"forward": Timing.of(samples)})
+        for name, samples in times.items()
+    ]
+    problem = Problem(workload("tri16"), "float32", 1000, results)
+    return Record({"device": "a machine", "torch": "2"}, {"rounds": 3}, Ceilings(4e9, 2e10, "by hand"), [problem], seconds=1.5)

@@ -1,0 +1,191 @@
+"""`evoattn bench` end to end: the table, every file it writes, exit statuses, refusals in one line."""
+
+import csv
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from evoattn import cli
+from evoattn.backends import tiled
+from evoattn.bench import ceilings, plots
+from evoattn.bench import record as records
+from evoattn.bench.record import Ceilings
+from evoattn.bench.run import Plan
+from evoattn.cli import bench, terminal
+
+from .conftest import a_record
+
+SMALL = [
+    "bench",
+    "--device",
+    "cpu",
+    "--workloads",
+    "tri16,single24",
+    "--peers",
+    "dense",
+    "--rounds",
+    "2",
+    "--passes",
+    "both",
+    "forward",
+]
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "_COPIED", {"cpu": 1 << 20})
+    monkeypatch.setattr(ceilings, "_CACHED_NUMBERS", 1 << 10)
+
+
+def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {kind: tmp_path / f"a.{kind}" for kind in ("json", "csv", "html", "png")}
+    options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
+    assert cli.main([*SMALL, *options, "--commit", "abc123"]) == 0
+    printed = capsys.readouterr()
+    assert "tri16, float32: triangle attention; N 16, L 16, H 4, D 32, mask and pair bias" in printed.out
+    assert re.search(r"^dense torch +[\d.]+ ±\d+% +[\d.]+ ±\d+% ", printed.out, re.MULTILINE)
+    assert re.search(r"^evoattn +[\d.]+ .* backend tiled$", printed.out, re.MULTILINE)
+    assert re.search(r"^\[2/2\] single24, float32 +\d+:\d\d left$", printed.err, re.MULTILINE)
+    record = records.read(files["json"])
+    assert record.finished == "complete"
+    assert record.machine["commit"] == "abc123"
+    assert record.machine["torch"] == torch.__version__
+    assert record.settings["rounds"] == 2
+    assert record.ceilings.copy_bytes_per_s and record.ceilings.exp2_per_s
+    assert [problem.workload.name for problem in record.problems] == ["tri16", "single24"]
+    for problem in record.problems:
+        ours = problem.result("evoattn")
+        assert ours is not None and ours.status == "ok" and set(ours.times) == {"forward", "both"}
+        assert len(ours.times["forward"].samples_ms) == 2
+        assert ours.peak_bytes and ours.first_call_s is not None and problem.bytes
+    with files["csv"].open(newline="") as file:
+        assert {row["by"] for row in csv.DictReader(file)} >= {"evoattn", "evoattn/reference", "dense"}
+    assert "tri16" in files["html"].read_text()
+    picture = files["png"].read_bytes()
+    assert picture.startswith(b"\x89PNG") and picture.endswith(b"IEND\xaeB`\x82")
+    width, height = struct.unpack(">II", picture[16:24])
+    assert width > 900 and height > 300
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "a.html", "a.json", "a.png"]
+
+
+def test_from_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.write(a_record(evoattn=[1.0], dense=[2.0]), tmp_path / "a.json")
+    assert cli.main(["bench", "--from", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]) == 0
+    assert "a machine, torch 2" in capsys.readouterr().out
+    assert "a machine" in (tmp_path / "a.html").read_text()
+
+
+def test_the_picture_with_growth_is_higher(tmp_path: Path) -> None:
+    one, three = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[1.0], dense=[2.0])
+    three.problems = [
+        type(p)(p.workload.at(length), p.dtype, p.bytes, p.results) for p in one.problems for length in (16, 32, 64)
+    ]
+    sizes = []
+    for record in (one, three):
+        plots.write_png(record, tmp_path / "a.png")
+        sizes.append(struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24])[1])
+    assert sizes[1] > sizes[0] + 300
+
+
+def test_wrong_numbers_are_exit_status_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tiled.forward
+    monkeypatch.setattr(tiled, "forward", lambda *a, **o: (right(*a, **o)[0] * 1.01, right(*a, **o)[1]))
+    assert cli.main(SMALL) == 1
+    printed = capsys.readouterr()
+    assert "evoattn bench: WRONG: tri16, float32, evoattn: o is wrong: relative error 1.0e-02" in printed.err
+    assert re.search(r"^dense torch +[\d.]+ ", printed.out, re.MULTILINE), "the others still have their times"
+
+
+def test_ctrl_c_shows_and_writes_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = bench.write
+
+    def write_then_stop(record: records.Record, path: Path) -> None:
+        after(record, path)
+        if record.finished == "complete":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "write", write_then_stop)
+    path = tmp_path / "a.json"
+    assert cli.main([*SMALL, "--json", str(path)]) == 130
+    printed = capsys.readouterr()
+    assert "interrupted: what was measured until then is above, and in the files" in printed.err
+    assert "tri16, float32" in printed.out and "single24" not in printed.out
+    record = records.read(path)
+    assert record.finished == "interrupted" and len(record.problems) == 1
+
+
+def test_a_budget_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "Plan", lambda **options: Plan(**{**options, "budget_s": 1e-6}))
+    assert cli.main(SMALL) == 0
+    printed = capsys.readouterr()
+    assert "the budget ended before all was measured" in printed.err
+    assert "left out: the budget of 1e-06 s was over" in printed.out
+
+
+REFUSED = {
+    "workload": (["--workloads", "nonsense"], r"--workloads: no workload 'nonsense'; expected one of tri384, .*such as tri500"),
+    "length": (["--lengths", "0"], r"--lengths: expected a whole number from 1 up, got '0'"),
+    "dtype": (["--dtypes", "int8"], r"--dtypes: there is no 'int8'; expected any of bfloat16, float16, float32, float64"),
+    "pass": (["--passes", "sideways"], r"--passes: there is no 'sideways'; expected any of forward, backward, both"),
+    "backend": (["--backends", "cuda"], r"--backends: there is no 'cuda'; expected any of auto, .*reference"),
+    "peer": (["--peers", "xformers"], r"--peers: there is no 'xformers'; expected any of flex, "),
+    "empty": (["--dtypes", ","], r"--dtypes: expected any of"),
+    "budget": (["--budget", "soon"], r"--budget: expected a whole number from 1 up, got 'soon'"),
+    "threshold": (["--threshold", "-1"], r"--threshold: expected a percentage from 0 up, got '-1'"),
+    "json": (["--json", "a.txt"], r"--json 'a\.txt': expected a name that ends in \.json"),
+    "html": (["--html", "no/a.html"], r"--html 'no/a\.html': there is no directory 'no'; expected one that exists"),
+    "csv": (["--csv", "."], r"--csv '\.': is a directory; expected the name of a CSV file"),
+    "from": (["--from", "none.json"], r"--from 'none\.json': cannot be read: No such file or directory"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(rf"evoattn bench: error: .*{message}.*\n", printed.err)
+
+
+def test_png_needs_its_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "--png", str(tmp_path / "a.png")]) == 2
+    assert "needs matplotlib, which is not installed: pip install 'evoattn[cli]'" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench, "write", full)
+    assert cli.main([*SMALL, "--json", str(tmp_path / "a.json")]) == 2
+    assert "a.json': cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--list"]) == 0
+    assert re.search(r"^tri397 +triangle attention, a length that divides by nothing$", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    for piece in ("--quick", "--budget", "--compare", "examples:", "exit status"):
+        assert piece in text
+
+
+def test_ceilings_of_a_cpu() -> None:
+    from evoattn.bench.clock import WallClock
+
+    found = ceilings.measure(torch.device("cpu"), WallClock())
+    assert found.exp2_per_s and 1e6 < found.exp2_per_s < 1e13
+    assert found.copy_bytes_per_s and 1e7 < found.copy_bytes_per_s < 1e13
+    assert Ceilings(**json.loads(json.dumps(found.__dict__))) == found

@@ -1,0 +1,94 @@
+"""What the pages show of the results is what the committed results make, and drift is seen."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from evoattn.bench import record as records
+
+from .conftest import a_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    """benchmarks/figures.py, which is a script."""
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["figures"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_have_not_drifted_from_the_committed_results(figures: ModuleType) -> None:
+    assert figures.drift(ROOT, ROOT / "benchmarks" / "results") == []
+
+
+@pytest.fixture
+def copy(figures: ModuleType, tmp_path: Path) -> Path:
+    """A small checkout: a README, one GPU's and one CPU's results, all drawn."""
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (tmp_path / "docs" / "figures").mkdir(parents=True)
+    text = "a\n<!-- figures: begin gpu -->\nold\n<!-- figures: end gpu -->\nb\n"
+    (tmp_path / "README.md").write_text(text + text.replace("gpu", "cpu"))
+    gpu, cpu = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[10.0], dense=[20.0])
+    gpu.problems = [
+        type(p)(p.workload.at(length), p.dtype, p.bytes, p.results) for p in gpu.problems for length in (16, 32, 64)
+    ]
+    cpu.machine["kind"] = "cpu"
+    records.write(gpu, results / "card.json")
+    records.write(cpu, results / "cpu-x.json")
+    figures.draw(tmp_path, results)
+    return tmp_path
+
+
+def drift(figures: ModuleType, copy: Path) -> str:
+    return "\n".join(figures.drift(copy, copy / "benchmarks" / "results"))
+
+
+def test_drawing_makes_every_page(figures: ModuleType, copy: Path) -> None:
+    assert drift(figures, copy) == ""
+    page = (copy / "docs" / "benchmarks.md").read_text()
+    assert "| tri32 | **1.000** / - | 2.000 / - |" in page
+    assert "![Scores a second by workload](figures/bench-card-float32-speed.png)" in page
+    readme = (copy / "README.md").read_text()
+    assert readme.startswith("a\n<!-- figures: begin gpu -->\na machine, float32, forward / forward + backward in ms")
+    assert "| tri16 | **10.000** / - | 20.000 / - |\n<!-- figures: end cpu -->\nb\n" in readme and "old" not in readme
+    assert sorted(path.name for path in (copy / "docs" / "figures").iterdir()) == [
+        "bench-card-float32-length.png",
+        "bench-card-float32-speed.png",
+    ]
+
+
+def test_a_changed_result_is_drift(figures: ModuleType, copy: Path) -> None:
+    path = copy / "benchmarks" / "results" / "card.json"
+    path.write_text(path.read_text().replace('"median_ms": 2.0', '"median_ms": 1.5'))
+    found = drift(figures, copy)
+    for name in ("docs/benchmarks.md is not", "README.md is not", "bench-card-float32-speed.png was not drawn"):
+        assert name in found
+
+
+def test_an_edited_page_or_another_picture_is_drift(figures: ModuleType, copy: Path) -> None:
+    page = copy / "docs" / "benchmarks.md"
+    page.write_text(page.read_text().replace("1.000", "0.900"))
+    assert drift(figures, copy).startswith("docs/benchmarks.md is not what the results make it")
+    figures.draw(copy, copy / "benchmarks" / "results")
+    folder = copy / "docs" / "figures"
+    shutil.copy(folder / "bench-card-float32-speed.png", folder / "bench-old-float32-speed.png")
+    assert "bench-old-float32-speed.png has no results any more" in drift(figures, copy)
+    (folder / "bench-card-float32-length.png").write_bytes(b"another picture")
+    assert "bench-card-float32-length.png was not drawn from these results" in drift(figures, copy)
+    figures.draw(copy, copy / "benchmarks" / "results")
+    assert drift(figures, copy) == ""
+
+
+def test_a_page_without_its_marks(figures: ModuleType) -> None:
+    with pytest.raises(ValueError, match="no part 'gpu' is marked"):
+        figures.with_blocks("nothing", {"gpu": "x"})

@@ -1,0 +1,60 @@
+"""The benchmark and the tuner where they matter: on a GPU. `python -m pytest -m gpu tests/bench`"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from evoattn import cli
+from evoattn.bench import ceilings
+from evoattn.bench import record as records
+from evoattn.bench.clock import CudaClock
+from evoattn.tuning import user
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the other tests here run on a CPU"),
+]
+
+
+def test_the_clock_tells_the_device_and_the_host_apart() -> None:
+    """A product that takes milliseconds returns to the host at once, and ten of them take ten times as long."""
+    clock = CudaClock(torch.device("cuda"))
+    x = torch.randn(8192, 8192, device="cuda")
+    clock.calls(lambda _: x @ x, 2)
+    one, ten = clock.calls(lambda _: x @ x, 1), clock.calls(lambda _: x @ x, 10)
+    assert 7 < ten / one < 13
+    host = clock.host_s(lambda _: x @ x, 5)
+    assert host is not None and host < one / 5
+
+
+def test_ceilings() -> None:
+    device = torch.device("cuda")
+    found = ceilings.measure(device, CudaClock(device))
+    assert found.exp2_per_s is not None, found.how
+    assert 1e11 < found.exp2_per_s < 1e14
+    assert found.copy_bytes_per_s is not None and 1e11 < found.copy_bytes_per_s < 1e14
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    arguments = ["bench", "--workloads", "tri128", "single256", "--dtypes", "bfloat16,float16,float32", "--rounds", "2"]
+    peers = ["--peers", "flex", "dense", "sdpa", "flash_unbiased"]
+    assert cli.main([*arguments, *peers, "--json", str(path), "--html", str(tmp_path / "a.html")]) == 0
+    record = records.read(path)
+    assert len(record.problems) == 6
+    for problem in record.problems:
+        ours = problem.result("evoattn")
+        assert ours is not None and ours.status == "ok", ours
+        assert set(ours.times) == set(ours.host_us) == {"forward", "backward", "both"}
+        assert ours.peak_bytes
+        dense = problem.result("dense")
+        assert dense is not None and dense.status == "ok", dense
+
+
+def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path))
+    user.forget()
+    assert cli.main(["tune", "--workloads", "tri128", "--budget", "60"]) == 0
+    assert "tri128, bfloat16" in capsys.readouterr().out
+    user.forget()

@@ -1,0 +1,145 @@
+"""Records: a round trip loses nothing, what is no record is refused with the reason, tables and CSV say what is in it."""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from evoattn.bench import record as records
+from evoattn.bench import table
+from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
+from evoattn.workloads import WORKLOADS, workload
+
+from .conftest import a_record
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def full_record() -> Record:
+    record = a_record(evoattn=[1.0, 1.1, 0.9], dense=[3.0, 3.3, 3.1])
+    record.problems += [Problem(w, "bfloat16", None, [Result("dense", "failed", "out of memory")]) for w in WORKLOADS]
+    record.problems[0].results[0].backend = "triton"
+    record.problems[0].results[0].host_us = {"forward": 30.5}
+    record.problems[0].results[0].errors["dq"] = float("inf")
+    return record
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    record = full_record()
+    path = tmp_path / "a.json"
+    records.write(record, path)
+    assert records.read(path) == record
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert json.loads(path.read_text())["schema"] == records.SCHEMA
+
+
+def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        records.write(a_record(evoattn=[1.0]), path)
+    assert path.read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", 'has no "schema"; expected a file that evoattn bench --json wrote'),
+        ('{"schema": 99}', "has schema 99; this version of evoattn reads 1"),
+        ('{"schema": 1}', "is damaged: KeyError: 'machine'"),
+        (
+            '{"schema": 1, "machine": {}, "finished": "complete", "problems": [{"workload": {"nam": 1}}]}',
+            "is damaged: TypeError",
+        ),
+        ('{"schema": 1, "machine": {}, "finished": "complete", "problems": 5}', "is damaged: TypeError"),
+        (b"\xff\xfe\x00", "is not JSON"),
+    ],
+)
+def test_what_is_no_record(text: str | bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message):
+        records.read(path)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_committed_results_are_records(path: Path) -> None:
+    record = records.read(path)
+    assert record.machine["device"]
+    for problem in record.problems:
+        assert problem.result("evoattn") is not None
+        for result in problem.results:
+            assert result.times or result.reason, (
+                f"{path.name}: {problem.workload.name}: {result.name} has neither time nor reason"
+            )
+
+
+def test_timing() -> None:
+    timing = Timing.of([3.0, 1.0, 2.0])
+    assert (timing.median_ms, timing.spread_ms, timing.range_ms) == (2.0, 2.0, (1.0, 3.0))
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]).range_ms == (2.0, 4.0), "an outlier does not widen what is expected"
+    assert Timing(2.0, 0.5).range_ms == (1.5, 2.5)
+    assert Timing(2.0).range_ms == (2.0, 2.0)
+    assert Timing.of([0.123456789]).samples_ms == (0.12346,)
+
+
+def test_the_table() -> None:
+    record = full_record()
+    record.problems = record.problems[:1]
+    record.problems[0].results += [
+        Result("flex", "refused", "wants L divisible by 128"),
+        Result("sdpa", "wrong", "o is wrong", errors={"o": 0.5}),
+    ]
+    text = table.as_text(record)
+    assert "a machine, torch 2" in text
+    assert "ceilings: 4.0 x 10⁹ exp2/s, 20.0 GB/s copied (by hand)" in text
+    assert "tri16, float32: triangle attention; N 16, L 16, H 4, D 32, mask and pair bias" in text
+    line = next(line for line in text.splitlines() if line.startswith("evoattn "))
+    assert line.split() == ["evoattn", "1.000", "±10%", "0.0164", "30", "-", "1.0", "inf", "backend", "triton"]
+    assert "wrong: o is wrong" in next(line for line in text.splitlines() if line.startswith("SDPA"))
+    assert text.endswith("FlexAttention, compiled: refused: wants L divisible by 128"), "said once, below"
+
+
+def test_a_problem_that_nobody_was_measured_on_is_one_line() -> None:
+    left = [Result(name, "left out", "the budget of 3 s was over") for name in ("evoattn", "dense")]
+    record = Record({"device": "x"}, {}, Ceilings(), [Problem(workload("tri16"), "float32", None, left)])
+    assert table.as_text(record).splitlines()[-1] == "left out: the budget of 3 s was over"
+
+
+def test_csv() -> None:
+    rows = list(csv.DictReader(io.StringIO(table.as_csv(full_record()))))
+    assert len(rows) == 2 + len(WORKLOADS)
+    first = rows[0]
+    assert (first["workload"], first["by"], first["pass"], first["median_ms"], first["rounds"]) == (
+        "tri16",
+        "evoattn",
+        "forward",
+        "1.0",
+        "3",
+    )
+    assert first["host_us"] == "30.5" and first["error_o"] == "1e-07" and first["error_dpair_bias"] == ""
+    assert rows[-1]["reason"] == "out of memory" and rows[-1]["pass"] == ""
+
+
+def test_markdown_escapes() -> None:
+    text = table.markdown([["a", "b"], ["x|y", "<script>"]])
+    assert text == "| a | b |\n| --- | --- |\n| x\\|y | &lt;script> |"
+
+
+def test_share_of_a_ceiling() -> None:
+    problem = dataclasses.replace(a_record(evoattn=[1.0]).problems[0])
+    result = problem.results[0]
+    assert table.share(problem, result, 4e9, problem.workload.scores) == pytest.approx(16 * 16 * 16 * 4 / 1e-3 / 4e9)
+    assert table.share(problem, result, None, 1) is None
+    assert table.share(problem, result, 4e9, 1, "backward") is None

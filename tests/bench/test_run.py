@@ -1,0 +1,231 @@
+"""The benchmark's course: what is wrong gets no time, what fails shows why, Ctrl-C and the budget keep what is done."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from evoattn import testing
+from evoattn.bench import choice, correctness, run
+from evoattn.bench.peers import PEERS, Peer
+from evoattn.bench.record import Record, Result
+from evoattn.bench.runner import Runner, copies_for
+from evoattn.workloads import WORKLOADS, workload
+
+from .conftest import FakeClock, a_plan
+
+CPU = torch.device("cpu")
+
+
+def silent(problem: int, problems: int, what: str) -> None:
+    """Progress that nobody looks at."""
+
+
+def measured(plan: run.Plan, clock: FakeClock, progress: object = silent) -> Record:
+    return run.run(plan, Record({}, {}), CPU, clock, progress)  # type: ignore[arg-type]
+
+
+def results(record: Record) -> dict[str, Result]:
+    (problem,) = record.problems
+    return {result.name: result for result in problem.results}
+
+
+def test_what_is_wrong_gets_no_time_and_what_fails_says_why(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    found = results(measured(a_plan(peers=tuple(fakes)), clock))
+    assert {name for name, result in found.items() if result.times} == {
+        "evoattn",
+        "right",
+        "forward_only",
+        "wrong_backward",
+        "compiles",
+    }
+    assert found["evoattn"].status == found["right"].status == "ok"
+    assert found["evoattn"].backend == "tiled"
+    assert set(found["right"].times) == {"forward", "backward", "both"}
+    assert set(found["right"].errors) == {"o", "dq", "dk", "dv", "dpair_bias"}
+    assert max(found["right"].errors.values()) < 1e-5
+    assert found["wrong"].status == "wrong"
+    assert "o is wrong: relative error 1.0e-02 against float64" in found["wrong"].reason
+    assert found["nan"].status == "wrong" and found["nan"].errors["o"] == math.inf
+    for name in ("forward_only", "wrong_backward"):
+        assert found[name].status == "partial" and set(found[name].times) == {"forward"}, name
+        assert found[name].peak_bytes is None
+    assert found["forward_only"].reason == "backward: NotImplementedError: no backward here"
+    assert "is wrong: relative error 1.0e-02" in found["wrong_backward"].reason
+    assert (found["refuses"].status, found["refuses"].reason) == ("refused", "takes <b>nothing</b> & nobody")
+    assert (found["absent"].status, found["absent"].reason) == ("absent", "no_such_library_at_all is not installed")
+    assert (found["explodes"].status, found["explodes"].reason) == ("failed", "RuntimeError: the kernel")
+    assert found["huge"].status == "left out" and "GiB are free" in found["huge"].reason
+
+
+def test_without_a_forward_wished_a_wrong_backward_has_no_time(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    found = results(measured(a_plan(peers=("wrong_backward",), passes=("both",)), clock))
+    assert found["wrong_backward"].status == "wrong" and not found["wrong_backward"].times
+
+
+def test_forward_alone_asks_for_no_gradient(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    found = results(measured(a_plan(peers=("forward_only",), passes=("forward",)), clock))
+    assert found["forward_only"].status == "ok"
+    assert set(found["forward_only"].errors) == {"o"}
+
+
+def test_rounds_are_interleaved(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    record = measured(a_plan(peers=("right",), passes=("forward",), rounds=3), clock)
+    assert clock.order[-6:] == ["evoattn.forward", "right.forward"] * 3
+    times = results(record)["right"].times["forward"]
+    assert len(times.samples_ms) == 3
+    assert times.median_ms == 1000.0
+
+
+def test_host_time_where_the_clock_has_one(fakes: dict[str, Peer]) -> None:
+    found = results(measured(a_plan(peers=("compiles",)), FakeClock(host=25e-6)))
+    assert found["compiles"].host_us == {"forward": 25.0, "backward": 25.0, "both": 25.0}
+
+
+def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("right",))
+
+    def stop(problem: int, problems: int, what: str) -> None:
+        if problem == 2 and what.endswith("round 1 of 3"):
+            raise KeyboardInterrupt
+
+    kept: list[int] = []
+    record = run.run(plan, Record({}, {}), CPU, clock, stop, lambda record: kept.append(len(record.problems)))
+    assert record.finished == "interrupted"
+    assert kept == [1]
+    first, second = record.problems
+    assert all(result.times for result in first.results)
+    assert [(r.status, r.reason) for r in second.results] == [("left out", "interrupted before it was timed")] * 2
+
+
+def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_LONGEST_SHARE", 1.0)
+    plan = a_plan(workloads=(workload("tri16"), workload("tri17"), workload("tri18")), peers=("right",), budget_s=30.0)
+    record = measured(plan, FakeClock(tick=1.0))
+    assert record.finished == "out of time"
+    assert record.problems[0].result("right").times  # type: ignore[union-attr]
+    last = record.problems[-1]
+    assert [result.name for result in last.results] == ["evoattn", "right"]
+    assert {result.reason for result in last.results} == {"the budget of 30 s was over"}
+
+
+def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run._COMPILES_S, "cpu", 500.0)
+    found = results(measured(a_plan(peers=("compiles", "right"), budget_s=900.0), FakeClock(tick=0.01)))
+    assert found["compiles"].times, "the first one may take what the budget has"
+    found = results(measured(a_plan(peers=("compiles", "right"), budget_s=400.0), FakeClock(tick=0.01)))
+    assert found["compiles"].status == "left out"
+    assert found["compiles"].reason.startswith("compiles for about 500 s, and this problem has ")
+    assert found["right"].times
+
+
+def test_what_takes_too_long_is_left_out(fakes: dict[str, Peer]) -> None:
+    found = results(measured(a_plan(peers=("right", "compiles")), FakeClock(slow="right")))
+    assert (found["right"].status, found["right"].reason) == (
+        "left out",
+        "a forward takes 100.0 s, too long for this problem's share of time",
+    )
+    assert found["compiles"].times
+    found = results(measured(a_plan(peers=("right",), budget_s=10.0), FakeClock()))
+    assert found["right"].reason.startswith("a forward takes 1.0 s"), "a twentieth of the problem's share is half a second"
+
+
+def test_a_backend_that_auto_takes_is_measured_once(clock: FakeClock) -> None:
+    found = results(measured(a_plan(backends=("auto", "tiled", "reference", "triton"), passes=("forward",)), clock))
+    assert list(found) == ["evoattn", "evoattn/reference", "evoattn/triton"]
+    assert found["evoattn/triton"].status == "refused"
+    assert found["evoattn/reference"].times
+
+
+def test_a_bound_is_checked_against_its_own_truth(clock: FakeClock) -> None:
+    """FlashAttention without a bias is right about its own, easier problem, and about all rows that the truth has."""
+    found = results(measured(a_plan(peers=("flash_unbiased",)), clock))
+    assert found["flash_unbiased"].status == "ok", found["flash_unbiased"].reason
+    assert "dpair_bias" not in found["flash_unbiased"].errors
+
+
+@pytest.mark.parametrize("name", ["dense", "sdpa", "flash_unbiased"])
+@pytest.mark.parametrize("case", WORKLOADS, ids=lambda case: case.name)
+def test_every_peer_of_plain_torch_takes_every_workload(name: str, case: object) -> None:
+    small = case.shrunk()  # type: ignore[attr-defined]
+    inputs = correctness.inputs_of(small, torch.float32, CPU)
+    if not PEERS[name].biased:
+        inputs = correctness.without_biases(inputs)
+    runner, expected = Runner(PEERS[name], inputs), correctness.truth(inputs)
+    errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
+    assert max(errors.values()) < 2e-6, errors
+
+
+def test_the_truth_in_parts_is_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = correctness.inputs_of(workload("template8"), torch.float32, CPU)
+    expected = testing.oracle(inputs).values
+    monkeypatch.setitem(correctness._SCORES, "cpu", 3 * 4 * 4 * 8 * 8)
+    found = correctness.truth(inputs)
+    assert set(found) == {"o", "dq", "dk", "dv", "dpair_bias"}
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_that_gives_its_memory_away_is_used_once(fakes: dict[str, Peer]) -> None:
+    inputs = correctness.inputs_of(workload("tri16"), torch.float32, CPU)
+    runner = Runner(fakes["compiles"], inputs)
+    runner.prepare("backward", 2)
+    runner.backward(0)
+    with pytest.raises(RuntimeError):
+        runner.backward(0)
+    again = Runner(fakes["right"], inputs)
+    again.prepare("backward", 1)
+    assert torch.equal(again.backward(0)[0], again.backward(5)[0])
+
+
+def test_copies_of_the_inputs_do_not_fit_the_cache() -> None:
+    small = correctness.inputs_of(workload("tri64"), torch.float32, CPU)
+    copies = copies_for(small)
+    one = sum(x.nbytes for x in (small.q, small.k, small.v, small.pair_bias) if x is not None)
+    assert copies * one >= 64 << 20 > (copies - 1) * one
+    assert copies_for(correctness.inputs_of(workload("tri8"), torch.float32, CPU)) == 24
+    runner = Runner(PEERS["dense"], small)
+    runner.rotate(3)
+    assert len({tensors[0].data_ptr() for tensors in runner.sets if tensors[0] is not None}) == 3
+
+
+def test_problems_come_with_the_most_telling_first() -> None:
+    plan = a_plan(workloads=tuple(workload(name) for name in ("tri1", "tri2", "tri3")), dtypes=("bfloat16", "float16"))
+    order = [(w.name, dtype) for w, dtype in plan.problems]
+    assert len(order) == len(set(order)) == 6
+    assert order[0] == ("tri1", "bfloat16")
+    assert order.index(("tri2", "bfloat16")) < order.index(("tri2", "float16"))
+    assert order.index(("tri1", "float16")) < order.index(("tri3", "bfloat16"))
+
+
+def test_choosing_workloads() -> None:
+    default = choice.defaults("cpu", quick=False)
+    assert choice.chosen(None, None, default.workloads) == default.workloads
+    assert [w.name for w in choice.chosen(None, [100, 397], default.workloads)] == ["tri100", "tri397"]
+    picked = choice.chosen(["msa_row", "tri384", "tri500"], [64], default.workloads)
+    assert [(w.name, w.n, w.lq) for w in picked] == [("msa_row64", 512, 64), ("tri64", 64, 64)]
+    with pytest.raises(ValueError, match="no workload 'nonsense'; expected one of tri384, "):
+        choice.chosen(["nonsense"], None, default.workloads)
+    for device in ("cpu", "cuda"):
+        for quick in (False, True):
+            found = choice.defaults(device, quick)
+            assert len({w.name for w in found.workloads}) == len(found.workloads)
+            assert not quick or not any(PEERS[name].compiles for name in found.peers)
+
+
+def test_workloads_at_other_lengths() -> None:
+    assert workload("tri500") == dataclasses.replace(workload("tri384"), name="tri500", n=500, lq=500, lk=500)
+    column = workload("msa_column100")
+    assert (column.n, column.lq, column.length, column.family) == (100, 512, 100, "msa_column")
+    assert workload("tri384").with_rows(10).name == "tri384n10"
+    assert workload("single768").with_rows(5) is workload("single768")
+    assert testing.from_workload(workload("msa_global"), torch.float32).kv_heads == 1
+    rows = workload("msa_row128n64")
+    assert (rows.name, rows.n, rows.lq) == ("msa_row128n64", 64, 128)
+    assert workload("msa_columnn9").n == 9
+    for wrong in ("tri0", "tri", "nonsense5", "tri1234567", "nonsense5n3", "n5", "trin5"):
+        with pytest.raises(ValueError, match="no workload"):
+            workload(wrong)
+    with pytest.raises(ValueError, match="must be 1 or more, got 0"):
+        workload("tri384").at(0)

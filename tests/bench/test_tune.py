@@ -1,0 +1,188 @@
+"""`evoattn tune`: it climbs to what is faster, keeps nothing wrong and nothing within noise, and shows and clears its table."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from evoattn import cli
+from evoattn.backends import tiled
+from evoattn.bench import search
+from evoattn.bench.search import Found
+from evoattn.cli import tune
+from evoattn.tuning import Config, user
+from evoattn.workloads import workload
+
+from .conftest import FakeClock
+
+CPU = torch.device("cpu")
+
+
+class ClockOfTiles(FakeClock):
+    """A call takes as long as `cost` says of the score budget that its plan had."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float], tick: float = 0.0) -> None:
+        super().__init__(tick)
+        self.budget, self.cost = 0, cost
+        plan = tiled.tiled_plan
+
+        def watched(problem: object, config: Config) -> object:
+            found = plan(problem, config)  # type: ignore[arg-type]
+            self.budget = found.score_bytes
+            return found
+
+        monkeypatch.setattr(tiled, "tiled_plan", watched)
+
+    def calls(self, call: Callable[[int], object], count: int) -> float:
+        super().calls(call, count)
+        return count * self.cost(self.budget)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_table_of_the_user: None) -> Iterator[Path]:
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
+    user.forget()
+    yield tmp_path / "cache"
+    user.forget()
+
+
+def searched(clock: FakeClock, end: float = 1e9) -> Found:
+    (found,) = search.tune(workload("tri16"), "float32", CPU, clock, end, lambda what: None)
+    return found
+
+
+def test_it_climbs_to_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best is three steps away from the 4 MiB of the built-in choice, and every step is better."""
+    best = 1 << 19
+    found = searched(ClockOfTiles(monkeypatch, lambda budget: 1 + abs(budget - best) / (1 << 20)))
+    assert found.config == Config(score_bytes=best)
+    assert (found.backend, found.direction) == ("tiled", "both")
+    assert found.gain == pytest.approx(4.5)
+    assert found.tried == 5 and found.failed == 0 and not found.cut
+
+
+def test_nothing_is_kept_that_is_not_clearly_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched(ClockOfTiles(monkeypatch, lambda budget: 1.0 if budget == 4 << 20 else 0.98)).config is None
+    number = iter(range(10**6))
+    noisy = ClockOfTiles(monkeypatch, lambda budget: (1.0 if budget == 4 << 20 else 0.9) * (1 + next(number) % 3))
+    assert searched(noisy).config is None
+
+
+def test_what_is_wrong_or_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ClockOfTiles(monkeypatch, lambda budget: budget / (1 << 22))
+    right = tiled.forward
+
+    def broken(*arguments: object, config: Config, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = right(*arguments, config=config, **options)  # type: ignore[arg-type]
+        if config.score_bytes == 1 << 20:
+            raise RuntimeError("too much shared memory")
+        return (o * 1.01 if config.score_bytes == 2 << 20 else o), lse
+
+    monkeypatch.setattr(tiled, "forward", broken)
+    found = searched(clock)
+    assert found.config is None
+    assert found.failed == 1
+
+
+def test_the_time_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = searched(ClockOfTiles(monkeypatch, lambda budget: 1.0, tick=1.0), end=1.0)
+    assert found.cut and found.tried == 0 and found.config is None
+
+
+def test_an_older_find_does_not_start_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = searched(ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20)))
+    assert first.config == Config(score_bytes=1 << 18)
+    user.save({first.key: first.entry()}, on_cpu=True)
+    again = searched(ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20)))
+    assert again.before_ms == first.before_ms, "the built-in choice is what a gain is measured from"
+
+
+def test_neighbours() -> None:
+    steps = list(search.neighbours(Config(block_q=16, block_k=128, num_warps=4, num_stages=1)))
+    assert Config(block_q=32, block_k=128, num_warps=4, num_stages=1) in steps
+    assert Config(block_q=16, block_k=128, num_warps=4, num_stages=2) in steps
+    assert {step.block_q for step in steps} == {16, 32} and {step.block_k for step in steps} == {64, 128}
+    assert {step.num_warps for step in steps} == {2, 4, 8} and {step.num_stages for step in steps} == {1, 2}
+    assert len(steps) == 5
+    plan = list(search.neighbours(Config(block_q=64, block_k=64, score_bytes=1 << 22)))
+    assert plan == [Config(score_bytes=1 << 23), Config(score_bytes=1 << 21)]
+
+
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
+    monkeypatch.setattr(tune, "clock_for", lambda device: clock)
+    monkeypatch.setattr(user, "_device", lambda on_cpu: "cpu Some Processor")
+    arguments = ["tune", "--device", "cpu", "--workloads", "tri16", "--budget", "1000"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert re.search(
+        r"^tri16, float32 +tiled +both +5000\.000 +1250\.000 +4\.00x +\d+ +score_bytes=262144$", printed.out, re.MULTILINE
+    )
+    assert f"kept in {folder / 'tuned-cpu-some-processor.json'}" in printed.out
+    assert "[1/1] tri16, float32" in printed.err
+    assert cli.main(["tune", "--device", "cpu", "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^tiled/both/float32/\S+ +tri16 +5000\.0 +1250\.0 +score_bytes=262144$", shown, re.MULTILINE)
+    assert cli.main(["tune", "--device", "cpu", "--clear"]) == 0
+    assert "removed " in capsys.readouterr().out
+    assert cli.main(["tune", "--device", "cpu", "--clear"]) == 0
+    assert "there was none at " in capsys.readouterr().out
+    assert cli.main(["tune", "--device", "cpu", "--show"]) == 0
+    assert "the built-in tables choose" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_what_was_found(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
+    monkeypatch.setattr(tune, "clock_for", lambda device: clock)
+    real = search.tune
+
+    def stop_at_the_second(wanted: object, *rest: object) -> Iterator[Found]:
+        if getattr(wanted, "name", "") == "tri17":
+            raise KeyboardInterrupt
+        return real(wanted, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search, "tune", stop_at_the_second)
+    assert cli.main(["tune", "--device", "cpu", "--workloads", "tri16", "tri17", "--budget", "1000"]) == 130
+    printed = capsys.readouterr()
+    assert "score_bytes=262144" in printed.out
+    assert "interrupted: what was found until then is kept" in printed.err
+    assert len(user.entries(on_cpu=True)) == 1
+
+
+REFUSED = {
+    "workload": (["--workloads", "nonsense"], "--workloads: no workload 'nonsense'"),
+    "dtype": (["--dtypes", "float64"], "--dtypes: there is no 'float64'; expected any of bfloat16, float16, float32"),
+    "budget": (["--budget", "0"], "--budget: expected a whole number from 1 up, got '0'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_place_for_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
+    assert cli.main(["tune", "--device", "cpu", "--show"]) == 2
+    assert "EVOATTN_CACHE_DIR is empty, which means no table" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
+    monkeypatch.setattr(tune, "clock_for", lambda device: clock)
+    assert cli.main(["tune", "--device", "cpu", "--workloads", "tri16"]) == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--help"]) == 0
+    text = capsys.readouterr().out
+    for piece in ("--show", "--clear", "EVOATTN_CACHE_DIR", "examples:", "exit status"):
+        assert piece in text

@@ -1,0 +1,221 @@
+"""The user's table of tiles: who wins, what it is good for, and that a bad file costs a warning and nothing else."""
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import evoattn
+from evoattn.dispatch import AUTO_ORDER
+from evoattn.problem import Problem
+from evoattn.tuning import Config, tiled_plan, user
+from evoattn.tuning.heuristics import forward_tiles
+from evoattn.tuning.heuristics_backward import backward_tiles
+
+ON_CPU = Problem("cpu", None, torch.float32, b=1, n=64, h=4, lq=64, lk=64, d=32, c=32, mask=True, pair_bias=torch.float32)
+ON_GPU = dataclasses.replace(ON_CPU, device="cuda", capability=(9, 0), dtype=torch.bfloat16, lq=384, lk=384, n=384)
+SHARED = 232448
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_table_of_the_user: None) -> Iterator[Path]:
+    """An empty folder for tables, and a GPU by name."""
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(user, "_device", lambda on_cpu: "cpu Some Processor" if on_cpu else "NVIDIA Some GPU")
+    user.forget()
+    backward_tiles.cache_clear()
+    yield tmp_path / "cache"
+    user.forget()
+    backward_tiles.cache_clear()
+
+
+def save(problem: Problem, backend: str, direction: str, **config: int) -> Path:
+    return user.save({user.key(backend, direction, problem): {"config": config}}, problem.device == "cpu")
+
+
+def test_without_a_file_the_built_in_tables_choose(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert user.tuned("tiled", "both", ON_CPU) is None
+        assert user.preferred("tiled", "both", ON_CPU, Config()) == Config()
+    assert not folder.exists(), "looking writes nothing"
+
+
+def test_a_find_is_used_where_the_user_sets_nothing() -> None:
+    before = tiled_plan(ON_CPU, Config())
+    save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 20 != before.score_bytes
+    assert tiled_plan(ON_CPU, Config(score_bytes=1 << 21)).score_bytes == 1 << 21, "what the user sets stands"
+    with user.ignored():
+        assert tiled_plan(ON_CPU, Config()) == before
+    assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 20
+
+
+def test_the_triton_tables_look_too() -> None:
+    save(ON_GPU, "triton", "forward", block_q=64, block_k=64, num_warps=8, num_stages=2)
+    save(ON_GPU, "triton", "backward", block_q=32, block_k=64, num_warps=4, num_stages=2)
+    forward = forward_tiles(ON_GPU, Config(), SHARED)
+    assert dataclasses.astuple(forward) == (64, 64, 8, 2)
+    assert forward_tiles(ON_GPU, Config(block_q=32), SHARED).num_warps != 8, "a config of the user's replaces all of it"
+    backward = backward_tiles(ON_GPU, Config(), SHARED, (9, 0))
+    assert {(tiles.block_q, tiles.block_k) for tiles in (backward.dq, backward.dkdv, backward.pair)} == {(32, 64)}
+    other = dataclasses.replace(ON_GPU, d=64, c=64)
+    assert dataclasses.astuple(forward_tiles(other, Config(), SHARED)) != (64, 64, 8, 2)
+
+
+def test_the_forward_finds_what_was_saved_for_the_described_call() -> None:
+    """The Triton forward plans from a Problem without device, and with any row bias as a mask."""
+    save(ON_GPU, "triton", "forward", block_q=16)
+    planned = dataclasses.replace(ON_GPU, device="", mask=False, mask_bias=torch.float32)
+    assert user.tuned("triton", "forward", planned) == Config(block_q=16)
+
+
+SAME = {"length": {"lq": 400, "lk": 400}, "rows": {"n": 500}, "gradients of q": {"needs": (True, True, True, False, False)}}
+OTHER = {
+    "length": {"lq": 513, "lk": 513},
+    "channels": {"d": 16},
+    "value channels": {"c": 16},
+    "dtype": {"dtype": torch.float16},
+    "no pair bias": {"pair_bias": None},
+    "no mask": {"mask": False},
+    "one row": {"n": 1},
+    "ragged": {"lk": 397},
+}
+
+
+@pytest.mark.parametrize("change", SAME.values(), ids=SAME)
+def test_problems_that_share_a_find(change: dict[str, object]) -> None:
+    assert user.key("triton", "forward", ON_GPU) == user.key("triton", "forward", dataclasses.replace(ON_GPU, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", OTHER.values(), ids=OTHER)
+def test_problems_that_do_not(change: dict[str, object]) -> None:
+    assert user.key("triton", "forward", ON_GPU) != user.key("triton", "forward", dataclasses.replace(ON_GPU, **change))  # type: ignore[arg-type]
+
+
+def test_a_backward_is_told_apart_by_its_sums() -> None:
+    keys = {
+        user.key("triton", "backward", dataclasses.replace(ON_GPU, needs=(True,) * 4 + (pair,), deterministic=fixed))  # type: ignore[arg-type]
+        for pair in (False, True)
+        for fixed in (False, True)
+    }
+    assert len(keys) == 4
+
+
+DAMAGED = {
+    "empty": "",
+    "no json": "{",
+    "no object": "[]",
+    "another format": '{"format": 99, "machine": {}, "entries": {}}',
+    "no entries": '{"format": 1, "machine": {}}',
+    "an entry without a config": '{"format": 1, "machine": {}, "entries": {"a": {}}}',
+    "a config of nothing": '{"format": 1, "machine": {}, "entries": {"a": {"config": {}}}}',
+    "a config that is none": '{"format": 1, "machine": {}, "entries": {"a": {"config": {"block_q": "many"}}}}',
+    "a field nobody knows": '{"format": 1, "machine": {}, "entries": {"a": {"config": {"colour": 1}}}}',
+    "no text": b"\xff\xfe\x00\x01",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_ignored_with_one_warning(content: str | bytes, folder: Path) -> None:
+    before = tiled_plan(ON_CPU, Config())
+    path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    user.forget()
+    with pytest.warns(UserWarning, match=r"tuned-cpu-some-processor\.json is damaged .*: ignored") as seen:
+        plans = [tiled_plan(ON_CPU, Config()) for _ in range(3)]
+    assert len(seen) == 1
+    assert plans == [before] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(ON_CPU, "tiled", "both", score_bytes=1 << 20)  # replaces it
+        assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("field", ["device", "driver", "triton", "evoattn"])
+def test_a_foreign_file_is_ignored_with_one_warning(field: str) -> None:
+    path = save(ON_GPU, "triton", "forward", block_q=16)
+    data = json.loads(path.read_text())
+    data["machine"][field] = "another"
+    path.write_text(json.dumps(data))
+    user.forget()
+    with pytest.warns(UserWarning, match=f"was made with {field} another, this is .*: ignored") as seen:
+        found = [user.tuned("triton", "forward", ON_GPU) for _ in range(3)]
+    assert len(seen) == 1
+    assert found == [None] * 3
+
+
+def test_saving_adds_and_is_whole_or_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    longer = dataclasses.replace(ON_CPU, lq=512, lk=512)
+    save(longer, "tiled", "both", score_bytes=1 << 21)
+    assert user.tuned("tiled", "both", ON_CPU) == Config(score_bytes=1 << 20)
+    assert user.tuned("tiled", "both", longer) == Config(score_bytes=1 << 21)
+    before = path.read_text()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(ON_CPU, "tiled", "both", score_bytes=1 << 22)
+    assert path.read_text() == before
+    assert [file.name for file in folder.iterdir()] == [path.name]
+
+
+def test_clear(folder: Path) -> None:
+    path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    assert user.clear(on_cpu=True) == path
+    assert user.tuned("tiled", "both", ON_CPU) is None
+    assert user.clear(on_cpu=True) is None
+
+
+def test_an_empty_variable_means_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
+    assert user.tuned("tiled", "both", ON_CPU) is None
+    assert user.path(on_cpu=True) is None
+    with pytest.raises(ValueError, match="EVOATTN_CACHE_DIR is empty"):
+        save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+
+
+def test_without_a_gpu_there_is_no_table_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(ON_GPU, "triton", "forward", block_q=16)
+    monkeypatch.setattr(user, "_device", lambda on_cpu: None)
+    user.forget()
+    assert user.tuned("triton", "forward", ON_GPU) is None
+
+
+def test_the_folder_follows_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("EVOATTN_CACHE_DIR")
+    monkeypatch.setattr(user.sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user.path(on_cpu=True) == tmp_path / "evoattn" / "tuned-cpu-some-processor.json"
+
+
+def test_explain_says_that_a_find_is_used() -> None:
+    q = torch.randn(1, 64, 64, 4, 32)
+    mask, pair_bias = torch.ones(1, 64, 64, dtype=torch.bool), torch.randn(1, 1, 4, 64, 64)
+    plain = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
+    assert plain.tuned == () and "tuned" not in str(plain)
+    expected = evoattn.evoformer_attention(q, q, q, mask=mask, pair_bias=pair_bias)
+    save(plain.problem, "tiled", "both", score_bytes=1 << 18)
+    found = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
+    assert found.tuned == ("both",)
+    assert found.config is not None and found.config.score_bytes == 1 << 18
+    assert "tuned    both: found by evoattn tune on this machine" in str(found)
+    given = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias, config=Config(score_bytes=1 << 19))
+    assert given.tuned == () and given.config is not None and given.config.score_bytes == 1 << 19
+    torch.testing.assert_close(evoattn.evoformer_attention(q, q, q, mask=mask, pair_bias=pair_bias), expected)
+
+
+@pytest.mark.parametrize("backend", AUTO_ORDER)
+def test_every_backend_of_auto_asks_for_finds(backend: str) -> None:
+    """`evoattn tune` saves for whatever `auto` takes: a backend that never looks would make that a lie."""
+    sources = "".join(path.read_text() for path in Path(user.__file__).parent.glob("*.py"))
+    assert f'user.preferred("{backend}", ' in sources

@@ -16,8 +16,8 @@ if os.environ.get("CI"):
 
 @pytest.fixture(autouse=True)
 def no_table_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the developer's own `evoattn tune` found changes no test."""
-    monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
+    """What the developer's own `evoattn tune` found changes no test; EVOATTN_TEST_CACHE_DIR may keep compiled kernels."""
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", os.environ.get("EVOATTN_TEST_CACHE_DIR", ""))
 
 
 @pytest.fixture

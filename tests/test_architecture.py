@@ -14,13 +14,14 @@ PACKAGE = pathlib.Path(evoattn.__file__).parent
 # Each room and the rooms that it may import. What is not listed may not be imported.
 ARROWS: dict[str, set[str]] = {
     "_version": set(),
+    "cache": set(),
     "layouts": set(),
     "numerics": set(),
     "canonical": set(),
     "workloads": set(),
     "problem": set(),
-    "tuning": {"_version", "problem"},
-    "backends": {"problem", "tuning", "layouts", "numerics"},
+    "tuning": {"cache", "_version", "problem"},
+    "backends": {"cache", "problem", "tuning", "layouts", "numerics"},
     "dispatch": {"problem", "tuning", "backends"},
     "ops": {"backends", "dispatch", "problem", "tuning", "layouts", "numerics", "canonical"},
     "validation": {"dispatch", "layouts", "tuning"},

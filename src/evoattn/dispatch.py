@@ -11,7 +11,7 @@ from evoattn.tuning import Config
 
 __all__ = ["AUTO_ORDER", "BACKENDS", "backend_module", "refusals", "select"]
 
-AUTO_ORDER = ("triton", "tiled")
+AUTO_ORDER = ("hopper", "triton", "tiled")
 """`auto` takes the first of these that has no reason to refuse."""
 
 BACKENDS = (*AUTO_ORDER, "reference")

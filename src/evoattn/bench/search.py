@@ -16,6 +16,7 @@ from evoattn.bench.clock import Clock
 from evoattn.bench.peers import Peer, Prepared
 from evoattn.bench.record import Timing
 from evoattn.bench.runner import Runner, copies_for
+from evoattn.dispatch import AUTO_ORDER, refusals
 from evoattn.problem import Problem
 from evoattn.testing import Inputs
 from evoattn.tuning import Config, user
@@ -105,15 +106,19 @@ def tune(
         q, k, v, pair_bias = (
             None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
         )
-        chosen = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)  # type: ignore[arg-type]
-        if chosen.backend is None or chosen.config is None:
+        # The first of auto's that takes the problem and has tiles to choose: one with fixed tiles refuses even its own.
+        for name in AUTO_ORDER:
+            chosen = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias, backend=name)  # type: ignore[arg-type]
+            if chosen.config is not None and not refusals(name, chosen.problem, chosen.config):
+                break
+        else:
             return
     directions = ("both",) if chosen.config.score_bytes else ("forward", "backward")
     now = clock.now()
     for place, direction in enumerate(directions):
         until = now + (end - now) * (place + 1) / len(directions)
         with user.ignored():
-            climb = _Climb(inputs, expected, chosen.backend, direction, clock, until, say)
+            climb = _Climb(inputs, expected, name, direction, clock, until, say)
             found = climb.run(chosen.config, workload.name, dtype, chosen.problem)
         yield found
 

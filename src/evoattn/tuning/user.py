@@ -12,13 +12,13 @@ import importlib.metadata
 import json
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from evoattn._version import __version__
+from evoattn.cache import VARIABLE, folder
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
@@ -38,9 +38,6 @@ __all__ = [
     "tuned_directions",
 ]
 
-VARIABLE = "EVOATTN_CACHE_DIR"
-"""Names the folder of the files; empty, there is no table."""
-
 DIRECTIONS = ("forward", "backward", "both")
 """What an entry is for; "both" where one plan serves forward and backward."""
 
@@ -58,10 +55,10 @@ def tuned(backend: str, direction: str, problem: Problem) -> Config | None:
         direction: one of `DIRECTIONS`.
         problem: the call.
     """
-    folder = os.environ.get(VARIABLE)
-    if folder == "":
+    named = os.environ.get(VARIABLE)
+    if named == "":
         return None
-    table = _table(folder, problem.device == "cpu")
+    table = _table(named, problem.device == "cpu")
     return table.get(key(backend, direction, problem)) if table else None
 
 
@@ -103,20 +100,11 @@ def _power(length: int) -> int:
 
 def path(on_cpu: bool) -> Path | None:
     """The file of this machine's device; None without a device, or where the user wants no file."""
-    folder = os.environ.get(VARIABLE)
-    device = _device(on_cpu)
-    if folder == "" or device is None:
+    kept, device = folder(), _device(on_cpu)
+    if kept is None or device is None:
         return None
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return (Path(folder) if folder else _default_folder()) / f"tuned-{name}.json"
-
-
-def _default_folder() -> Path:
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "evoattn"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "evoattn"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evoattn"
+    return kept / f"tuned-{name}.json"
 
 
 def machine(on_cpu: bool) -> dict[str, str | None]:

@@ -1,0 +1,159 @@
+"""The Hopper backend: kernels for compute capability 9.0 (H100, H200, GH200) in NVIDIA's CuTe DSL.
+
+Importing this package imports no CuTe DSL: the kernels are imported when a call reaches them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn import layouts
+from evoattn.problem import Problem
+from evoattn.tuning.config import Config
+
+__all__ = ["NAME", "availability", "backward", "copies", "forward", "plan_forward", "resolve", "unsupported"]
+
+NAME = "hopper"
+
+_CAPABILITY = (9, 0)
+_CHANNELS = (8, 16, 24, 32, 48, 64)
+_DTYPES = (torch.float16, torch.bfloat16)
+_RESIDENT_KEYS = 512
+_BIASES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@functools.cache
+def availability() -> str | None:
+    """None where the kernels can run, else why not and what to do about it."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "no NVIDIA GPU that torch can use"
+    if all(torch.cuda.get_device_capability(index) != _CAPABILITY for index in range(torch.cuda.device_count())):
+        return "no GPU of compute capability 9.0 (H100, H200, GH200)"
+    if not _installed():
+        return "CuTe DSL is not installed: pip install 'evoattn[hopper]'"
+    return None
+
+
+def unsupported(problem: Problem, config: Config) -> list[str]:
+    """Every reason why this backend does not take the problem; empty when it does."""
+    reasons = []
+    if problem.device != "cuda":
+        reasons.append(f"needs tensors on a GPU, got device {problem.device}")
+    if problem.capability is not None and problem.capability != _CAPABILITY:
+        reasons.append("needs compute capability 9.0 (Hopper), this card has {}.{}".format(*problem.capability))
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"takes float16 and bfloat16, got {problem.dtype}")
+    if problem.d != problem.c or problem.d not in _CHANNELS:
+        reasons.append(
+            f"takes as many value as query channels, {', '.join(map(str, _CHANNELS))}; got {problem.d} and {problem.c}"
+        )
+    if problem.pair_bias not in (None, problem.dtype):
+        reasons.append(f"takes a pair_bias of q's dtype, got {problem.pair_bias}")
+    if problem.mask_bias not in (None, *_BIASES):
+        reasons.append(f"takes a mask_bias in float16, bfloat16 or float32, got {problem.mask_bias}")
+    if not problem.scores:
+        reasons.append("takes no empty tensors")
+    if any(problem.needs):
+        reasons.append("has no backward yet")
+    if config.given():
+        reasons.append("its tiles are fixed: it takes no config")
+    return reasons
+
+
+def resolve(problem: Problem, config: Config) -> Config:
+    """The tiles, which are the same for every problem."""
+    return Config(block_q=128, block_k=64)
+
+
+def copies(pair_bias: Tensor | None, n: int) -> list[str]:
+    """A pair bias of more keys than stay in shared memory."""
+    if pair_bias is None or pair_bias.shape[-1] <= _RESIDENT_KEYS:
+        return []
+    return [f"pair_bias: with more than {_RESIDENT_KEYS} keys it is laid out anew once a call, to be streamed"]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    scale: float,
+    layout: str,
+    config: Config,
+) -> tuple[Tensor, Tensor]:
+    """o [b,n,h,q,c] and lse [b,n,h,q] of canonical tensors; see `evoattn.backends.hopper.fwd`."""
+    run = plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
+    o = layouts.empty(q.shape, layout, q)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    run(q, k, v, mask, mask_bias, pair_bias, o, lse)
+    return o, lse
+
+
+def plan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    *,
+    scale: float,
+    layout: str,
+    config: Config,
+) -> Callable[..., None]:
+    """`forward` as a function of its tensors, o and lse; see `evoattn.backends.Plans`."""
+    from evoattn.backends.hopper import fwd
+
+    run = fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout)
+    return _on_device_of(q, run)
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    layout: str,
+    needs: tuple[bool, bool, bool, bool, bool],
+    deterministic: bool,
+    config: Config,
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dmask_bias, dpair_bias, None where `needs` is False."""
+    raise NotImplementedError
+
+
+def _on_device_of(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the tensor's device as the current one."""
+    index = tensor.device.index
+
+    def on_device(*arguments: Any) -> Any:
+        if torch.cuda.current_device() == index:
+            return run(*arguments)
+        with torch.cuda.device(index):
+            return run(*arguments)
+
+    return on_device
+
+
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia_cutlass_dsl") is not None
+    except ModuleNotFoundError:  # an import hook that blocks it
+        return False

@@ -1,0 +1,110 @@
+"""The forward pass on a Hopper GPU: what a call launches, worked out once for calls that look alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn import layouts
+from evoattn.backends.hopper.fwd_kernel import CHAIN, HALVES, KEYS, ROWS, Forward
+from evoattn.backends.hopper.launch import compiled, types
+from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows
+from evoattn.backends.hopper.primitives import padded
+
+__all__ = ["foldable", "loads_wide", "plan_forward", "row_plan"]
+
+_SCALES = (2.0**-12, 2.0**12)
+
+
+def plan_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None,
+    *, scale: float, layout: str,
+) -> Callable[..., None]:  # fmt: skip
+    """A function of (q, k, v, mask, mask_bias, pair_bias, o, lse) that writes o and lse."""
+    b, n, h, lq, d = q.shape
+    lk = k.shape[3]
+    dtype = types[q.dtype]
+    folded = foldable(scale)
+    unit = 1.0 if folded else scale
+    row = mask is not None or mask_bias is not None or lk % KEYS != 0
+    resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
+    wide = resident and pair_bias is not None and lk % 8 == 0 and loads_wide(pair_bias)
+    exact = pair_bias is None or _exact(1.0 / unit, q.dtype)
+    variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, width=8 if wide else 1)
+    kernel = compiled(variant)
+
+    terms = row_plan(mask, mask_bias, q, lk, always=row)
+    pairs = compiled(Pairs(dtype)) if pair_bias is not None and not resident else None
+    pair_shape = () if pair_bias is None else (*pair_bias.shape[:2], lq, -(-lk // 8) * 8)
+
+    panels = -(-lq // (HALVES * ROWS))
+    blocks = min(torch.cuda.get_device_properties(q.device).multi_processor_count, b * n * h * panels)
+    deal = min(max(round(blocks / (b * h * panels)), 1), n)
+    numbers = (unit, deal, blocks)
+
+    copied = [folded or not loads_wide(q), not loads_wide(k), not loads_wide(v)]
+    views: list[Any] = [None if x is None else (x.shape, x.stride()) for x in (q, k, v, mask, mask_bias, pair_bias)]
+    if pair_bias is not None:  # an axis of one query or one key is read along all of them
+        views[5] = ((*pair_bias.shape[:2], lq, lk), pair_bias.expand(-1, -1, lq, lk).stride())
+    out = layouts.empty(q.shape, layout, q.new_empty(0, device="meta"))
+    device = q.device
+
+    def run(*tensors: Any) -> None:
+        seen: list[Any] = [x if x is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
+        for i, copy in enumerate(copied):
+            if copy:
+                seen[i] = (seen[i] * scale if folded and i == 0 else seen[i]).contiguous()
+        q, k, v, mask, mask_bias, pair_bias = seen
+        o, lse = tensors[6].as_strided(out.shape, out.stride()), tensors[7].view(b, n, h, lq)
+        row, row_b, row_n = terms(mask, mask_bias) if terms is not None else (None, 0, 0)
+        if pairs is not None:
+            laid = torch.empty(pair_shape, dtype=q.dtype, device=device)
+            pairs(pair_bias, laid)
+            pair_bias = laid
+        kernel(q, k, v, row, pair_bias, o, lse, row_b, row_n, *numbers)
+
+    return run
+
+
+def row_plan(
+    mask: Tensor | None, mask_bias: Tensor | None, q: Tensor, lk: int, *, room: int = 0, always: bool
+) -> Callable[[Tensor | None, Tensor | None], tuple[Tensor, int, int]] | None:
+    """What makes the terms of a key-wise bias for at least `room` keys, or None where there is none and `always` is False.
+
+    It takes mask and mask_bias and returns the terms [r, keys * TERMS], and how far r goes from one b, and one n, to the next.
+    """
+    if mask is None and mask_bias is None and not always:
+        return None
+    bias_type = None if mask_bias is None else types[mask_bias.dtype]
+    kernel = compiled(Rows(types[q.dtype], mask=mask is not None, bias=bias_type))
+    given = [x.shape[:2] for x in (mask, mask_bias) if x is not None]
+    of_b = max((shape[0] for shape in given), default=1)
+    of_n = max((shape[1] for shape in given), default=1)
+    shape = (of_b * of_n, -(-max(lk, room) // KEYS) * KEYS * TERMS)
+    dtype, device = q.dtype, q.device
+
+    def terms(mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, int, int]:
+        made = torch.empty(shape, dtype=dtype, device=device)
+        kernel(None if mask is None else mask.view(torch.uint8), mask_bias, made, lk, of_n)
+        return made, of_n if of_b > 1 else 0, int(of_n > 1)
+
+    return terms
+
+
+def foldable(scale: float) -> bool:
+    """Whether a scale goes into q: zero, below it, or so far from 1 that a bias divided by it overflows."""
+    return not _SCALES[0] <= scale <= _SCALES[1]
+
+
+def loads_wide(x: Tensor) -> bool:
+    """Whether every row of channels or keys starts on 16 bytes, with stride 1 inside; a broadcast axis does not."""
+    steps = x.stride()
+    return x.data_ptr() % 16 == 0 and steps[-1] == 1 and all(step % 8 == 0 and step > 0 for step in steps[:-1])
+
+
+def _exact(x: float, dtype: torch.dtype) -> bool:
+    return math.isfinite(x) and torch.tensor(x, dtype=torch.float64).to(dtype).item() == x

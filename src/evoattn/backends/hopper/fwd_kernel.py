@@ -1,0 +1,688 @@
+"""The forward kernel: o and lse of every query.
+
+A persistent block owns a panel, 128 queries of one (b, h), and loops over the rows n: two streams of rows, each with two
+warpgroups of 64 queries, fed by one producer warp a stream. What all rows of a panel share, its pair bias, stays in shared
+memory where it fits, and is streamed once for two rows where it does not; only keys and values always stream.
+
+Scores reach the registers complete: Q K^T, the pair bias (through an identity matrix) and the key-wise bias (as extra
+channels) all come from the tensor cores. The softmax measures from the largest score of the first 32 keys instead of a
+running maximum. A row for which that overflows is found by its sum and done again, exactly, by `redo`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from evoattn.backends.hopper.launch import Kernel, even, free, size, tensor
+from evoattn.backends.hopper.panel import KEYS, ROWS, load_panel
+from evoattn.backends.hopper.prepare import TERMS
+from evoattn.backends.hopper.primitives import (
+    DEAD,
+    LN2,
+    LOG2E,
+    VETO,
+    fma,
+    k_major,
+    mn_major,
+    multiply,
+    padded,
+)
+from evoattn.backends.hopper.redo import redo_query
+from evoattn.backends.hopper.schedule import Schedule
+
+__all__ = ["CHAIN", "HALVES", "KEYS", "ROWS", "Forward"]
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+SLICE = 32  # keys whose scores a warpgroup holds at a time
+STREAMS, HALVES = 2, 2  # rows n at a time, warpgroups a row
+CONSUMERS = STREAMS * HALVES
+THREADS = (CONSUMERS + 1) * 128
+CHAIN = 8  # blocks of keys whose steps are laid out one after another
+
+
+class Forward(Kernel):
+    """One variant of the kernel. Sizes, strides and scale are known when it runs.
+
+    Args:
+        dtype: cutlass type of q, k, v and the pair bias.
+        channels: D = C.
+        pair: whether there is a pair bias.
+        row: whether there is a key-wise bias; a length that is no multiple of 64 needs one for its end.
+        exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly.
+        resident: whether the pair bias of a panel stays in shared memory.
+        width: elements of the pair bias that load at a time (1 or 8), where it stays.
+    """
+
+    def __init__(
+        self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool, width: int = 8, stages: int = 0
+    ):
+        self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
+        self.resident, self.streamed, self.long, self.width = resident, pair and not resident, not resident, width
+        self.D = padded(channels)
+        self.steps = -(-channels // 16)
+        self.stages = stages or (3 if resident else {16: 5, 32: 5, 64: 3}[self.D])
+        self.offset = 0.0 if dtype is BFloat16 else 8.0
+        self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
+        self.terms = 1 if exact else 2
+        self.name = "-".join(
+            ["forward", dtype.__name__, str(channels)]
+            + [word for word, given in (("pair", pair), ("row", row), ("exact", exact), ("long", self.long)) if given]
+            + ([f"by{width}"] if pair and resident else [])
+        )
+        self.schedule = Schedule(HALVES * ROWS, ROWS)
+
+    def arguments(self) -> tuple[Any, ...]:
+        b, n, h, lq, lk = size(), size(), size(), size(), size()
+
+        def channels(length: Any) -> Any:
+            return tensor(self.dtype, (b, n, h, length, self.channels), (even(), even(), even(), even(), 1), 16)
+
+        terms = tensor(self.dtype, (size(), size()), (even(), 1), 16) if self.row else None
+        pair = None
+        if self.pair:
+            wide = self.width == 8 or self.streamed
+            stride = (even(), even(), even(), 1) if wide else (free(), free(), free(), free())
+            pair = tensor(self.dtype, (size(), size(), size(), size()), stride, 16 if wide else 2)
+        lse = tensor(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4)
+        numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
+        return channels(lq), channels(lk), channels(lk), terms, pair, channels(lq), lse, *numbers
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block; what the compiler does not check."""
+        tiles = CONSUMERS * ROWS * self.D + CONSUMERS * 4 * 16 * self.D + 2 * STREAMS * self.stages * KEYS * self.D
+        terms = self.terms * SLICE * SLICE + STREAMS * self.stages * KEYS * TERMS
+        return 2 * (tiles + terms + self.tiles_of_pair * ROWS * KEYS) + 2048
+
+    @property
+    def tiles_of_pair(self) -> int:
+        """Tiles of the pair bias that lie in shared memory."""
+        return HALVES * (CHAIN if self.resident else self.stages) if self.pair else 1
+
+    def layouts(self):
+        return (
+            k_major(self.dtype, ROWS, self.D, CONSUMERS),  # q
+            k_major(self.dtype, KEYS, self.D, STREAMS * self.stages),  # k
+            mn_major(self.dtype, self.D, KEYS, STREAMS * self.stages),  # v
+            k_major(self.dtype, ROWS, KEYS, self.tiles_of_pair),  # pair bias
+            k_major(self.dtype, SLICE, SLICE, self.terms),  # identity / scale
+            k_major(self.dtype, 16, self.D, CONSUMERS * 4),  # o, a warp's rows
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        row: Any,
+        pair: Any,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        row_b: Int32,
+        row_n: Int32,
+        scale: Float32,
+        deal: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS]; pair [b|1,h|1,q,k]; lse [b,n,h,q]."""
+        lq, lk, lv, lp, _, lo = self.layouts()
+        D = self.D
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        view = lambda t, order: cute.make_tensor(t.iterator, cute.select(t.layout, mode=order))
+        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        order = [3, 4, 2, 1, 0]
+        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q, order), one(lq), (ROWS, D))
+        aK, tK = cpasync.make_tiled_tma_atom(load, view(k, order), one(lk), (KEYS, D))
+        aV, tV = cpasync.make_tiled_tma_atom(load, view(v, [4, 3, 2, 1, 0]), one(lv), (D, KEYS))
+        aO, tO = cpasync.make_tiled_tma_atom(store, view(o, order), one(lo), (16, D))
+        aP, tP = aQ, tQ
+        if const_expr(self.streamed):
+            aP, tP = cpasync.make_tiled_tma_atom(load, view(pair, [2, 3, 1, 0]), one(lp), (ROWS, KEYS))
+        self.kernel(aQ, tQ, aK, tK, aV, tV, aP, tP, aO, tO, row, pair, q, k, v, o, lse, row_b, row_n, scale, deal).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        aQ: cute.CopyAtom,
+        tQ: cute.Tensor,
+        aK: cute.CopyAtom,
+        tK: cute.Tensor,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        aP: cute.CopyAtom,
+        tP: cute.Tensor,
+        aO: cute.CopyAtom,
+        tO: cute.Tensor,
+        row: Any,
+        pair: Any,
+        gQ: cute.Tensor,
+        gK: cute.Tensor,
+        gV: cute.Tensor,
+        gO: cute.Tensor,
+        lse: cute.Tensor,
+        row_b: Int32,
+        row_n: Int32,
+        scale: Float32,
+        deal: Int32,
+    ):
+        D, ST = self.D, self.stages
+        B, N, H, LQ, _ = gQ.shape
+        LK = gK.shape[3]
+        NB = (LK + KEYS - 1) // KEYS
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        wid = arch.make_warp_uniform(arch.warp_idx())
+        lane = arch.lane_idx()
+        # ---- shared memory
+        smem = SmemAllocator()
+        lq, lk, lv, lp, li, lo = self.layouts()
+        new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
+        sP, sK, sV, sQ, sO, sI = new(lp), new(lk), new(lv), new(lq), new(lo), new(li)
+        pR = smem.allocate_array(self.dtype, STREAMS * ST * KEYS * TERMS, byte_alignment=128)
+        full = smem.allocate_array(Int64, STREAMS * ST)
+        empty = smem.allocate_array(Int64, STREAMS * ST)
+        pfull = smem.allocate_array(Int64, ST)
+        pempty = smem.allocate_array(Int64, ST)
+        qfull = smem.allocate_array(Int64, STREAMS)
+        qempty = smem.allocate_array(Int64, STREAMS)
+        book = cute.make_tensor(
+            smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
+        )
+        turn = cute.make_tensor(smem.allocate_array(Int32, STREAMS * 4), cute.make_layout((STREAMS, 4), stride=(4, 1)))
+        if tid == 0:
+            for i in range_constexpr(STREAMS * ST):
+                arch.mbarrier_init(full + i, 1)
+                arch.mbarrier_init(empty + i, HALVES * 4)
+            for i in range_constexpr(ST):
+                arch.mbarrier_init(pfull + i, 1)
+                arch.mbarrier_init(pempty + i, CONSUMERS * 4)
+            for i in range_constexpr(STREAMS):
+                arch.mbarrier_init(qfull + i, 1)
+                arch.mbarrier_init(qempty + i, HALVES * 4)
+        arch.mbarrier_init_fence()
+        zero = self.dtype(0.0)
+        if const_expr(self.pair):
+            for i in cutlass.range(tid, SLICE * SLICE, THREADS):
+                rest = Float32(1.0) / scale
+                for y in range_constexpr(self.terms):
+                    alpha = rest.to(self.dtype)
+                    rest = rest - alpha.to(Float32)
+                    sI[i // SLICE, i % SLICE, y] = cutlass.select_(i // SLICE == i % SLICE, alpha, zero)
+            arch.fence_proxy("async.shared", space="cta")
+        arch.sync_threads()
+        # ---- this block's share: units (panel, n) from first to last
+        panels = (LQ + HALVES * ROWS - 1) // (HALVES * ROWS)
+        sizes = (blocks, B * H, panels, N, LQ)
+        first, last = self.schedule.start(bid, *sizes), self.schedule.start(bid + 1, *sizes)
+
+        def part(atom, t, tile, crd, shared):
+            g = cute.local_tile(t, tile, crd)
+            return cpasync.tma_partition(
+                atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
+            )
+
+        qS, qG = part(aQ, tQ, (ROWS, D), (None, 0, None, None, None), sQ)
+        kS, kG = part(aK, tK, (KEYS, D), (None, 0, None, None, None), sK)
+        vS, vG = part(aV, tV, (D, KEYS), (0, None, None, None, None), sV)
+        oS, oG = part(aO, tO, (16, D), (None, 0, None, None, None), sO)
+        pS, pG = qS, qG
+        if const_expr(self.streamed):
+            pS, pG = part(aP, tP, (ROWS, KEYS), (None, None, None, None), sP)
+        if wid >= CONSUMERS * 4:
+            # ================= producers: one warp a stream
+            arch.setmaxregister_decrease(32)
+            s = wid - CONSUMERS * 4
+            if s < STREAMS:
+                bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
+                st, ph, qph, rounds = Int32(0), Int32(0), Int32(0), Int32(0)
+                unit = first
+                while unit < last:
+                    pan = unit // N
+                    p0 = unit - pan * N
+                    p1 = cutlass.min(N, p0 + last - unit)
+                    phase = self.schedule.phase(pan, *sizes)
+                    ib, bh = pan % panels, pan // panels
+                    h, b = bh % H, bh // H
+                    pb, phd = b, h
+                    if const_expr(self.streamed):
+                        pb, phd = cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1)
+                    p = p0 + s
+                    end = p1
+                    if const_expr(self.streamed):
+                        end = p1 + s  # both streams make the same number of rounds: the bias is loaded for both
+                    while p < end:
+                        nn = self.schedule.row(cutlass.min(p, p1 - 1), phase, deal, N)
+                        arch.mbarrier_wait(qempty + s, qph ^ 1)
+                        with arch.elect_one():
+                            turn[s, rounds % 4] = nn
+                            arch.mbarrier_arrive_and_expect_tx(qfull + s, HALVES * ROWS * D * 2)
+                        rounds += 1
+                        for x in range_constexpr(HALVES):
+                            cute.copy(aQ, qG[None, ib * HALVES + x, h, nn, b], qS[None, s * HALVES + x], tma_bar_ptr=qfull + s)
+                        qph ^= 1
+                        for j in cutlass.range(NB, unroll=1):
+                            i = s * ST + st
+                            if const_expr(self.streamed):
+                                if s == 0:
+                                    arch.mbarrier_wait(pempty + st, ph ^ 1)
+                                    with arch.elect_one():
+                                        arch.mbarrier_arrive_and_expect_tx(pfull + st, HALVES * ROWS * KEYS * 2)
+                                    for x in range_constexpr(HALVES):
+                                        cute.copy(
+                                            aP,
+                                            pG[None, ib * HALVES + x, j, phd, pb],
+                                            pS[None, st * HALVES + x],
+                                            tma_bar_ptr=pfull + st,
+                                        )
+                            arch.mbarrier_wait(empty + i, ph ^ 1)
+                            with arch.elect_one():
+                                arch.mbarrier_arrive_and_expect_tx(
+                                    full + i, 2 * KEYS * D * 2 + (KEYS * TERMS * 2 if self.row else 0)
+                                )
+                            if const_expr(self.row):
+                                gR = cute.local_tile(row, (1, KEYS * TERMS), (b * row_b + nn * row_n, j))
+                                sR = cute.make_tensor(pR + i * KEYS * TERMS, cute.make_layout((1, KEYS * TERMS)))
+                                with arch.elect_one():
+                                    g1, s1 = cute.group_modes(gR, 0, 2), cute.group_modes(sR, 0, 2)
+                                    cute.copy(bulk, g1, s1, mbar_ptr=full + i)
+                            cute.copy(aK, kG[None, j, h, nn, b], kS[None, i], tma_bar_ptr=full + i)
+                            cute.copy(aV, vG[None, j, h, nn, b], vS[None, i], tma_bar_ptr=full + i)
+                            st += 1
+                            if st == ST:
+                                st = Int32(0)
+                                ph ^= 1
+                        p += STREAMS
+                    unit += p1 - p0
+        else:
+            # ================= consumers
+            arch.setmaxregister_increase(112)
+            wg = wid // 4
+            s, half, w = wg // HALVES, wg % HALVES, wid % 4
+            wt = tid % 128
+            g, t4 = lane // 4, lane % 4
+            c = scale * LOG2E
+            floor = Float32(DEAD) if const_expr(self.dtype is BFloat16) else c * (-VETO * VETO)
+            mQK = multiply(self.dtype, False, K, SLICE)
+            mPI = multiply(self.dtype, True, K, SLICE)
+            mPV = multiply(self.dtype, False, MN, D)
+            hQK, hPI, hPV = mQK.get_slice(wt), mPI.get_slice(wt), mPV.get_slice(wt)
+            fK = mQK.make_fragment_B(
+                hQK.partition_B(cute.local_tile(sK, (SLICE, D), (None, 0, None)))
+            )  # (., 1, step, slice, stage)
+            fP = mPI.make_fragment_A(hPI.partition_A(sP))  # (., 1, step, tile)
+            fI = mPI.make_fragment_B(hPI.partition_B(sI))  # (., 1, step, 1)
+            fV = mPV.make_fragment_B(hPV.partition_B(sV))  # (., 1, step, stage)
+            # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A.
+            tR = cute.make_tensor(
+                pR, cute.make_layout(((8, 4), (8, 2), (2, STREAMS * ST)), stride=((8, 64), (1, 0), (256, 512)))
+            )
+            fR = mQK.make_fragment_B(hQK.partition_B(tR))
+            S0 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
+            S1 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
+            O = mPV.make_fragment_C(mPV.partition_shape_C((ROWS, D)))
+            rQ = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, D)))
+            rA = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, 16)))
+            self.ones(rA, Float32(1.0) / scale, t4)
+            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mQK).get_slice(wt)
+            qSrc, qDst = ldm.partition_S(sQ), ldm.retile(rQ)
+            m = cute.make_rmem_tensor(2, Float32)
+            l = cute.make_rmem_tensor(4, Float32)
+            frags = (rQ, rA, fK, fR, fP, fI)
+            # What the loop over rows does not need at every step lives in shared memory: registers decide its speed.
+            st, ph, qph, again, rounds = Int32(0), Int32(0), Int32(0), Boolean(False), Int32(0)
+            mine = book[wid, None]
+            if lane == 0:
+                mine[0] = first
+                mine[1] = last
+            arch.sync_warp()
+            while mine[0] < mine[1]:
+                unit, stop = mine[0], mine[1]
+                pan = unit // N
+                p0 = unit - pan * N
+                p1 = cutlass.min(N, p0 + stop - unit)
+                ib, bh = pan % panels, pan // panels
+                h, b = bh % H, bh // H
+                count = p1 - p0 + STREAMS - 1
+                if const_expr(not self.streamed):
+                    count = count - s
+                count = count // STREAMS
+                arch.sync_warp()
+                if lane == 0:
+                    mine[0] = unit + p1 - p0
+                    mine[2] = (ib * HALVES + half) * ROWS
+                    mine[3] = h
+                    mine[4] = b
+                arch.sync_warp()
+                if const_expr(self.pair and self.resident):
+                    arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
+                    load_panel(pair, sP, b, h, ib * HALVES * ROWS, HALVES * ROWS, NB, tid, CONSUMERS * 128, self.width)
+                    arch.fence_proxy("async.shared", space="cta")
+                    arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
+                if (ib * HALVES + half) * ROWS < LQ:
+                    if count > 0:
+                        arch.mbarrier_wait(qfull + s, qph)
+                        cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
+                        arch.sync_warp()
+                        if lane == 0:
+                            arch.mbarrier_arrive(qempty + s)
+                        qph ^= 1
+                        arch.mbarrier_wait(full + s * ST + st, ph)
+                        if const_expr(self.streamed):
+                            arch.mbarrier_wait(pfull + st, ph)
+                        warpgroup.fence()
+                        self.scores(frags, S0, 0, self.tile(0, st, half), s * ST + st)
+                        warpgroup.wait_group(0)
+                    while count > 0:
+                        # A shuffle hides that these do not change (or, st, cycle) over the loop: otherwise the compiler hoists
+                        # some 50 matrix descriptors out of it, cannot keep them in uniform registers, and spills.
+                        hf, so, st = arch.make_warp_uniform(half), arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
+                        for x in range_constexpr(4):
+                            l[x] = Float32(0.0)
+                        for x in range_constexpr(2):
+                            m[x] = Float32(-3e38)
+                        left = NB
+                        prev = st
+                        bars = (full, empty, pfull, pempty)
+                        count -= 1
+                        if const_expr(not self.long):
+                            st, ph, prev = self.chain(0, left, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane)
+                        else:
+                            while left > 0:
+                                hf, so, st = arch.make_warp_uniform(hf), arch.make_warp_uniform(so), arch.make_warp_uniform(st)
+                                st, ph, prev = self.chain(
+                                    0, left, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
+                                )
+                                left -= CHAIN
+                                if left > 0:
+                                    arch.mbarrier_wait(full + so + st, ph)
+                                    if const_expr(self.streamed):
+                                        arch.mbarrier_wait(pfull + st, ph)
+                                    warpgroup.fence()
+                                    self.scores(frags, S0, 0, self.tile(0, st, hf), so + st)
+                                    self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                                    warpgroup.wait_group(0)
+                                    if lane == 0:
+                                        arch.mbarrier_arrive(empty + so + prev)
+                                        if const_expr(self.streamed):
+                                            arch.mbarrier_arrive(pempty + prev)
+                        # the last block's second slice; the first scores of the next row are on their way meanwhile
+                        if count > 0:
+                            arch.mbarrier_wait(qfull + s, qph)
+                            cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
+                            arch.sync_warp()
+                            if lane == 0:
+                                arch.mbarrier_arrive(qempty + s)
+                            qph ^= 1
+                            arch.mbarrier_wait(full + so + st, ph)
+                            if const_expr(self.streamed):
+                                arch.mbarrier_wait(pfull + st, ph)
+                        warpgroup.fence()
+                        self.scores(frags, S0, 0, self.tile(0, st, hf), so + st)
+                        self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                        warpgroup.wait_group(0)
+                        if lane == 0:
+                            arch.mbarrier_arrive(empty + so + prev)
+                            if const_expr(self.streamed):
+                                arch.mbarrier_arrive(pempty + prev)
+                        # ---- epilogue
+                        i0, h, b, nn = mine[2], mine[3], mine[4], turn[s, rounds % 4]
+                        rounds += 1
+                        for x in range_constexpr(2):
+                            l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
+                        arch.cp_async_bulk_wait_group(0, read=True)
+                        arch.sync_warp()
+                        ot = wg * 4 + w
+                        stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+                        dead = (m[0] < floor, m[1] < floor)
+                        factors = [cutlass.select_(dead[x], Float32(0.0), arch.rcp_approx(l[x])) for x in range(2)]
+                        for x in range_constexpr(D // 16):
+                            e = cute.make_rmem_tensor(8, Float32)
+                            for y in range_constexpr(8):
+                                e[y] = O[8 * x + y] * factors[y // 2 % 2]
+                            eb = cute.make_rmem_tensor(8, self.dtype)
+                            eb.store(e.load().to(self.dtype))
+                            dst = cute.local_tile(sO[None, None, ot], (1, 8), (lane % 16, 2 * x + lane // 16))
+                            cute.copy(stm, eb, dst[0, None])
+                        arch.fence_proxy("async.shared", space="cta")
+                        arch.sync_warp()
+                        cute.copy(aO, oS[None, ot], oG[None, i0 // 16 + w, h, nn, b])
+                        arch.cp_async_bulk_commit_group()
+                        for x in range_constexpr(2):
+                            i = i0 + w * 16 + g + 8 * x
+                            good = l[x] < self.ceiling
+                            again = again | (not good)
+                            if t4 == 0 and i < LQ:
+                                value = (m[x] + cute.math.log2(l[x], fastmath=True)) * LN2
+                                value = cutlass.select_(dead[x], -Float32.inf, value)
+                                lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
+                else:
+                    rounds += count
+                    while count > 0:
+                        arch.mbarrier_wait(qfull + s, qph)
+                        qph ^= 1
+                        if lane == 0:
+                            arch.mbarrier_arrive(qempty + s)
+                        for _ in cutlass.range(NB, unroll=1):
+                            arch.mbarrier_wait(full + s * ST + st, ph)
+                            if lane == 0:
+                                arch.mbarrier_arrive(empty + s * ST + st)
+                            if const_expr(self.streamed):
+                                arch.mbarrier_wait(pfull + st, ph)
+                                if lane == 0:
+                                    arch.mbarrier_arrive(pempty + st)
+                            st += 1
+                            if st == ST:
+                                st = Int32(0)
+                                ph ^= 1
+                        count -= 1
+            arch.cp_async_bulk_wait_group(0)
+            if arch.vote_any_sync(again):
+                block = arch.make_warp_uniform(bid)
+                self.repair(gQ, gK, gV, row, pair, gO, lse, row_b, row_n, scale, deal, block, sizes, s, half, w)
+
+    @cute.jit
+    def repair(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        row: Any,
+        pair: Any,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        row_b: Int32,
+        row_n: Int32,
+        scale: Float32,
+        deal: Int32,
+        block: Int32,
+        sizes,
+        s: Int32,
+        half: Int32,
+        w: Int32,
+    ):
+        """Do again what this warp marked with a NaN as its LSE."""
+        _, _, panels, N, LQ = sizes
+        H = q.shape[2]
+        arch.sync_warp()
+        unit, last = self.schedule.start(block, *sizes), self.schedule.start(block + 1, *sizes)
+        while unit < last:
+            pan = unit // N
+            p0 = unit - pan * N
+            p1 = cutlass.min(N, p0 + last - unit)
+            phase = self.schedule.phase(pan, *sizes)
+            ib, bh = pan % panels, pan // panels
+            h, b = bh % H, bh // H
+            p = p0 + s
+            while p < p1:
+                n = self.schedule.row(p, phase, deal, N)
+                i0 = (ib * HALVES + half) * ROWS + w * 16
+                for i in cutlass.range(i0, cutlass.min(i0 + 16, LQ), unroll=1):
+                    value = lse[b, n, h, i]
+                    if value != value:
+                        redo_query(
+                            q,
+                            k,
+                            v,
+                            row,
+                            pair,
+                            o,
+                            lse,
+                            b,
+                            n,
+                            h,
+                            i,
+                            b * row_b + n * row_n,
+                            scale,
+                            self.row,
+                            self.pair,
+                            self.channels,
+                        )
+                p += STREAMS
+            unit += p1 - p0
+
+    def tile(self, j, stage, half):
+        """Where the pair bias of block j lies."""
+        return (j if self.resident else stage) * HALVES + half
+
+    @cute.jit
+    def ones(self, rA: cute.Tensor, alpha: Float32, t4: Int32):
+        """A's constant rows for a key's terms: alpha's own terms, see prepare.py for their order."""
+        a0 = alpha.to(self.dtype)
+        veto = self.dtype(0.0 if self.dtype is BFloat16 else VETO)
+        a1 = (alpha - a0.to(Float32)).to(self.dtype)
+        a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(self.dtype)
+        zero = self.dtype(0.0)
+        for i in range_constexpr(8):
+            rA[i] = zero
+        even = cutlass.select_(t4 == 2, a1, cutlass.select_(t4 == 3, veto, a0))
+        odd = cutlass.select_(t4 == 0, a0, cutlass.select_(t4 == 1, a1, cutlass.select_(t4 == 2, a2, veto)))
+        rA[0] = even
+        rA[1] = odd
+        rA[2] = even
+        rA[3] = odd
+
+    @cute.jit
+    def chain(
+        self,
+        j: cutlass.Constexpr,
+        left: Int32,
+        frags,
+        S0: cute.Tensor,
+        S1: cute.Tensor,
+        O: cute.Tensor,
+        fV: cute.Tensor,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        c: Float32,
+        half: Int32,
+        so: Int32,
+        st: Int32,
+        ph: Int32,
+        prev: Int32,
+        bars,
+        lane: Int32,
+    ):
+        """Blocks j, j+1, ... up to the last of a row; what is left to do is the softmax of S1, block `prev`."""
+        full, empty, pfull, pempty = bars
+        warpgroup.fence()
+        self.scores(frags, S1, 1, self.tile(j, st, half), so + st)
+        if const_expr(j > 0):
+            warpgroup.wait_group(1)
+            if lane == 0:
+                arch.mbarrier_arrive(empty + so + prev)
+                if const_expr(self.streamed):
+                    arch.mbarrier_arrive(pempty + prev)
+        self.soften(O, fV, m, l, c, S0, 0, so + st)
+        prev = st
+        st += 1
+        if st == self.stages:
+            st = Int32(0)
+            ph ^= 1
+        if const_expr(j + 1 < CHAIN):
+            if j + 1 < left:
+                arch.mbarrier_wait(full + so + st, ph)
+                if const_expr(self.streamed):
+                    arch.mbarrier_wait(pfull + st, ph)
+                warpgroup.fence()
+                self.scores(frags, S0, 0, self.tile(j + 1, st, half), so + st)
+                warpgroup.wait_group(1)
+                self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                st, ph, prev = self.chain(j + 1, left, frags, S0, S1, O, fV, m, l, c, half, so, st, ph, prev, bars, lane)
+            else:
+                warpgroup.wait_group(0)
+        else:
+            warpgroup.wait_group(0)
+        return st, ph, prev
+
+    def scores(self, frags, S, part, tile, stage):
+        """Issue S = Q K^T + key-wise bias + pair bias for slice `part` of a stage: one wgmma group."""
+        rQ, rA, fK, fR, fP, fI = frags
+        for step in range(self.steps):
+            cute.gemm(
+                multiply(self.dtype, False, K, SLICE, step > 0), S, rQ[None, None, step], fK[None, None, step, part, stage], S
+            )
+        if self.row:
+            cute.gemm(multiply(self.dtype, False, K, SLICE), S, rA[None, None, 0], fR[None, None, 0, (part, stage)], S)
+        if self.pair:
+            for term in range(self.terms):
+                for x in range(2):
+                    cute.gemm(
+                        multiply(self.dtype, True, K, SLICE), S, fP[None, None, part * 2 + x, tile], fI[None, None, x, term], S
+                    )
+        warpgroup.commit_group()
+
+    def soften(self, O, fV, m, l, c, S, part, stage):
+        """P = exp2(S c - m), its sums, and issue O += P V: one wgmma group."""
+        keep = self.reference(S, m, l, c)
+        P = []
+        for step in range(2):
+            e = cute.make_rmem_tensor(8, Float32)
+            for y in range(8):
+                value = cute.math.exp2(fma(S[8 * step + y], c, -m[y // 2 % 2]), fastmath=True)
+                e[y] = value
+                l[y % 4] = l[y % 4] + value
+            tiled = multiply(self.dtype, False, MN, self.D)
+            p = tiled.make_fragment_A(tiled.partition_shape_A((ROWS, 16)))
+            cute.make_tensor(p.iterator, cute.make_layout(8)).store(e.load().to(self.dtype))
+            P.append(p)
+        warpgroup.fence()
+        for step in range(2):
+            tiled = multiply(self.dtype, False, MN, self.D, True if step > 0 else keep)
+            cute.gemm(tiled, O, P[step][None, None, 0], fV[None, None, part * 2 + step, stage], O)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def reference(self, S: cute.Tensor, m: cute.Tensor, l: cute.Tensor, c: Float32):
+        """What the scores of a row are measured from, chosen when nothing but masked keys came before.
+
+        False: what O and l hold so far is nothing, or too small to count.
+        """
+        keep = Boolean(True)
+        if arch.vote_all_sync(arch.fmax(m[0], m[1]) < -1e6):
+            top = cute.make_rmem_tensor(2, Float32)
+            for r in range_constexpr(2):
+                a = S[2 * r]
+                for i in range_constexpr(SLICE // 8):
+                    a = arch.fmax(a, arch.fmax(S[4 * i + 2 * r], S[4 * i + 2 * r + 1]))
+                top[r] = arch.warp_reduction_max(a, threads_in_group=4) * c + self.offset
+            # A sum that has met NaN stays as it is, so that `redo` finds it.
+            whole = l[0] + l[1] + l[2] + l[3] < Float32.inf
+            if arch.vote_all_sync(whole and arch.fmin(top[0] - m[0], top[1] - m[1]) > 100.0):
+                for r in range_constexpr(2):
+                    m[r] = top[r]
+                for x in range_constexpr(4):
+                    l[x] = Float32(0.0)
+                keep = Boolean(False)
+        return keep

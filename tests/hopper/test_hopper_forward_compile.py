@@ -1,0 +1,150 @@
+"""Every variant of the Hopper forward, compiled without a GPU: registers, shared memory, instructions.
+
+`python tests/hopper/test_hopper_forward_compile.py` writes instructions.json anew.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+triton = pytest.importorskip("triton", reason="Triton brings the disassembler")
+
+from evoattn.backends.hopper import fwd_kernel, launch, prepare  # noqa: E402 (where the compiler is)
+
+RECORD = pathlib.Path(__file__).parent / "instructions.json"
+SHARED_LIMIT = 232_448
+ROOM = 1.03
+"""The steps of a row may grow by this much before the test fails."""
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+BOTH = {"pair": True, "row": True, "exact": False, "resident": True}
+VARIANTS = {
+    "d8": (8, BOTH),
+    "d16": (16, BOTH | {"exact": True}),
+    "d24": (24, BOTH),
+    "d32": (32, BOTH),
+    "d32_any_strides": (32, BOTH | {"width": 1}),
+    "d32_pair": (32, BOTH | {"row": False}),
+    "d32_row": (32, BOTH | {"pair": False, "exact": True}),
+    "d32_none": (32, BOTH | {"pair": False, "row": False, "exact": True}),
+    "d32_long": (32, BOTH | {"resident": False}),
+    "d32_row_long": (32, BOTH | {"pair": False, "exact": True, "resident": False}),
+    "d48_long": (48, BOTH | {"resident": False}),
+    "d64_long": (64, BOTH | {"exact": True, "resident": False}),
+    "d64_row": (64, BOTH | {"pair": False, "exact": True}),
+}
+SPILLS = {"d32_any_strides": 64, "d48_long": 64, "d64_long": 64}
+"""Instructions that touch local memory, where a variant is known to have some: loads of the panel, and 64 channels."""
+
+
+def disassembled(kernel: launch.Kernel, path: pathlib.Path) -> list[str]:
+    """The machine instructions of a kernel, by name."""
+    launch.build(kernel).export_to_c(str(path), function_name="kernel")
+    data = path.read_bytes()
+    cubin = path.with_suffix(".cubin")
+    cubin.write_bytes(data[data.index(b"\x7fELF", 16) :])
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text, re.MULTILINE)
+
+
+def instructions_a_score(names: list[str]) -> float:
+    """Instructions between the first and the last exponential of the row's steps, to a score of a thread.
+
+    The rare choice of a reference is among them; what runs at every step is about two thirds.
+    """
+    at = [i for i, name in enumerate(names) if name == "MUFU.EX2"]
+    at = at[: 16 * (2 * fwd_kernel.CHAIN - 1)]
+    return (at[-1] - at[0]) / (len(at) - 1)
+
+
+def variant(name: str, dtype: str) -> fwd_kernel.Forward:
+    channels, options = VARIANTS[name]
+    return fwd_kernel.Forward(DTYPES[dtype], channels, **options)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_forward_compiles(name: str, tmp_path: pathlib.Path) -> None:
+    made = variant(name, "bfloat16")
+    assert made.shared_bytes <= SHARED_LIMIT
+    names = disassembled(made, tmp_path / "kernel.o")
+    local = sum(x.split(".")[0] in ("LDL", "STL") for x in names)
+    assert local <= SPILLS.get(name, 0)
+    waits = sum(x.startswith("WARPGROUP.DEPBAR") for x in names)
+    assert name.startswith(("d48", "d64")) or waits <= 3 * fwd_kernel.CHAIN + 2, (
+        "the compiler has serialised the tensor cores' work"
+    )
+    recorded = json.loads(RECORD.read_text())[name]
+    assert instructions_a_score(names) <= ROOM * recorded, "more instructions a score than on record"
+
+
+def test_float16_compiles(tmp_path: pathlib.Path) -> None:
+    names = disassembled(variant("d32", "float16"), tmp_path / "kernel.o")
+    assert not any(x.startswith(("LDL", "STL")) for x in names)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("bias", [None, "Float32", "BFloat16"])
+def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathlib.Path) -> None:
+    kernel = prepare.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias))
+    names = disassembled(kernel, tmp_path / "kernel.o")
+    assert not any(x.startswith(("LDL", "STL")) for x in names)
+
+
+def test_pairs_compile(tmp_path: pathlib.Path) -> None:
+    names = disassembled(prepare.Pairs(cutlass.BFloat16), tmp_path / "kernel.o")
+    assert not any(x.startswith(("LDL", "STL")) for x in names)
+
+
+def test_names_tell_variants_apart() -> None:
+    assert len({variant(name, dtype).name for name in VARIANTS for dtype in DTYPES}) == len(VARIANTS) * len(DTYPES)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """An empty folder for compiled kernels, and none in memory."""
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path))
+    launch.compiled.cache_clear()
+    yield tmp_path
+    launch.compiled.cache_clear()
+
+
+def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = prepare.Pairs(cutlass.BFloat16)
+    launch.compiled(kernel)
+    (kept,) = (folder / "hopper").iterdir()
+    assert kept.name.startswith(kernel.name)
+    launch.compiled.cache_clear()
+    monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
+    assert callable(launch.compiled(kernel))
+
+
+def test_a_kernel_is_kept_in_memory(folder: pathlib.Path) -> None:
+    assert launch.compiled(prepare.Pairs(cutlass.BFloat16)) is launch.compiled(prepare.Pairs(cutlass.BFloat16))
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_a_call(folder: pathlib.Path) -> None:
+    (folder / "hopper").write_text("a file where the folder should be")
+    assert callable(launch.compiled(prepare.Pairs(cutlass.Float16)))
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    record = {}
+    for name in VARIANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            names = disassembled(variant(name, "bfloat16"), pathlib.Path(folder) / "kernel.o")
+        record[name] = round(instructions_a_score(names), 3)
+        print(name, record[name], {x: sum(y.startswith(x) for y in names) for x in ("HGMMA", "WARPGROUP.DEPBAR", "LDL", "STL")})
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+    sys.exit(0)

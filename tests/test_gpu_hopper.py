@@ -1,0 +1,167 @@
+"""The Hopper backend on a GPU of compute capability 9.0: the conformance suite, and what a fixed reference could get wrong.
+
+python -m pytest -m gpu tests/test_gpu_hopper.py
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn import testing
+from evoattn.workloads import WORKLOADS
+
+STATUS = next(status for status in evoattn.backends() if status.name == "hopper")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not STATUS.available, reason=STATUS.reason or "available")]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def forward(inputs: testing.Inputs, **changes: object) -> testing.Results:
+    """o and lse by the Hopper backend; skips what it refuses."""
+    case = inputs.case
+    call = {"mask": inputs.mask, "mask_bias": inputs.mask_bias, "pair_bias": inputs.pair_bias, "scale": case.scale}
+    call = {**call, "layout": case.layout, "backend": "hopper", **changes}
+    if refused := evoattn.explain(inputs.q, inputs.k, inputs.v, **call).refused:  # type: ignore[arg-type]
+        pytest.skip("; ".join(refused["hopper"]))
+    with torch.no_grad():
+        o, lse = evoattn.evoformer_attention(inputs.q, inputs.k, inputs.v, return_lse=True, **call)  # type: ignore[call-overload]
+    return testing.Results({"o": o, "lse": lse})
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
+def test_awkward_case(case: testing.Case, dtype: torch.dtype) -> None:
+    inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
+    testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_workload(workload, dtype: torch.dtype) -> None:
+    rows = max(1, min(workload.n, 200_000_000 // (workload.h * workload.lq * workload.lk)))
+    case = testing.from_workload(dataclasses.replace(workload, b=min(workload.b, 2), n=rows), dtype)
+    inputs = case.make(seed=2, device="cuda")
+    testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("channels", [8, 16, 24, 32, 48, 64])
+@pytest.mark.parametrize("mask", [None, "random", "padding", "empty_rows"])
+@pytest.mark.parametrize("length", [2, 33, 65, 129, 397, 513, 1000])
+def test_length(length: int, mask: str | None, channels: int) -> None:
+    """Whole and ragged blocks, one panel and several, a bias that stays and one that streams."""
+    pair = None if channels == 16 else "b1hqk"
+    case = testing.Case("sweep", n=3, h=2, lq=length, lk=length, d=channels, dtype=torch.bfloat16, mask=mask, pair_bias=pair)  # type: ignore[arg-type]
+    inputs = case.make(seed=3, device="cuda")
+    testing.check(forward(inputs), inputs)
+
+
+def adversary(kind: str, dtype: torch.dtype, length: int) -> testing.Inputs:
+    """Inputs for which a reference taken from the first keys is wrong."""
+    case = testing.Case("adversary", n=5, h=2, lq=length, lk=length, d=32, dtype=dtype, pair_bias="b1hqk", mask="random")
+    inputs = case.make(seed=4, device="cuda")
+    q, k, pair, mask = inputs.q, inputs.k, inputs.pair_bias.float(), inputs.mask.clone()
+    along = torch.arange(length, device="cuda", dtype=torch.float32)
+    if kind == "growing":  # every block of keys exceeds all before it
+        pair = pair + along
+    elif kind == "growing_far":
+        pair = pair + along * (1e4 / length)
+    elif kind == "large":  # scores up to about 1e4
+        q = q * 100
+        k = k * 10
+    elif kind == "first_masked":  # no key of the first slice counts
+        mask[..., :40] = False
+    elif kind == "pair_first_masked":  # the same, for some queries alone, through the pair bias
+        pair[..., ::3, :70] = -1e4
+    elif kind == "one_far_key":
+        pair[..., length - 1] += 5e3
+    return dataclasses.replace(inputs, q=q, k=k, pair_bias=pair.to(dtype), mask=mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("length", [200, 384, 700])
+@pytest.mark.parametrize("kind", ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key"])
+def test_a_wrong_reference_is_found_and_done_again(kind: str, length: int, dtype: torch.dtype) -> None:
+    inputs = adversary(kind, dtype, length)
+    testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "pair_bias"])
+def test_nan_reaches_what_it_should_and_nothing_else(where: str) -> None:
+    case = testing.Case("nan", n=3, h=2, lq=150, lk=150, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
+    inputs = case.make(seed=5, device="cuda")
+    broken = getattr(inputs, where).clone()
+    broken[(0, 0, 0, 7, 9) if where == "pair_bias" else (0, 1, 20, 1, 3)] = torch.nan
+    inputs = dataclasses.replace(inputs, **{where: broken})
+    ours, expected = forward(inputs), testing.run(inputs, "reference")
+    for name in ("o", "lse"):
+        assert torch.equal(ours.values[name].isnan(), expected.values[name].isnan()), name
+
+
+def example(**changes: object) -> testing.Inputs:
+    settings: dict = {"n": 8, "h": 4, "lq": 192, "lk": 192, "d": 32, "dtype": torch.bfloat16, "mask": "random"}
+    return testing.Case("gpu", **{**settings, "pair_bias": "b1hqk", **changes}).make(seed=6, device="cuda")
+
+
+@pytest.mark.parametrize("length", [100, 397, 600])
+def test_two_runs_are_bit_equal(length: int) -> None:
+    inputs = example(lq=length, lk=length, n=150)
+    first, second = forward(inputs).values, forward(inputs).values
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_more_rows_than_a_grid_axis_takes() -> None:
+    inputs = example(n=70_000, lq=16, lk=16, h=1, d=8)
+    testing.check(forward(inputs), inputs)
+
+
+def test_a_side_stream() -> None:
+    inputs = example()
+    expected = forward(inputs).values
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # the inputs arrive late on this stream, so a launch on another would read the old ones
+        late = dataclasses.replace(inputs, **{name: x.clone() for name, x in inputs.differentiable.items()})
+        results = forward(late).values
+    stream.synchronize()
+    for name, value in results.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("length", [192, 600])
+def test_graph_capture_and_replay(length: int) -> None:
+    inputs = example(lq=length, lk=length)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            return evoattn.evoformer_attention(
+                inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, backend="hopper"
+            )
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for x in inputs.differentiable.values():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, step())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"lq": 397, "lk": 397}, {"lse_gradient": True}, {"mask": "empty_rows"}], ids=str)
+def test_gradients_of_auto(changes: dict, deterministic: bool) -> None:
+    """Whoever takes the backward, it fits the forward."""
+    inputs = example(**changes)
+    testing.check(testing.run(inputs, "auto", deterministic=deterministic), inputs)

@@ -1,0 +1,1 @@
+"""Kernels for Hopper (sm_90), in CuTe DSL."""

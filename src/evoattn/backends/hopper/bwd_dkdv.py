@@ -1,0 +1,397 @@
+"""The backward kernel of the keys: dk and dv.
+
+A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in three streams, a warpgroup each. It works on
+transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory in
+float32, as the accumulators hold it; q, do and two statistics of each query stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from evoattn.backends.hopper.bwd_steps import (
+    ROWS,
+    SLICE,
+    TERMS,
+    coefficients,
+    exp2,
+    fake_pair,
+    interleave,
+    packed,
+    rotation,
+    sleep_until,
+    store_rows,
+    turned,
+)
+from evoattn.backends.hopper.primitives import LOG2E, MASKED, fma, k_major, mn_major, multiply, padded
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+QUERIES = 64  # queries of a stage
+
+
+class KeyGradients:
+    """One variant of the kernel. Sizes, strides and scale are known when it runs.
+
+    Args:
+        dtype: cutlass type of q, k, v and the pair bias.
+        channels: D.
+        pair, row: whether there is a pair bias, a key-wise bias.
+        blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
+        streams, stages: rows n at a time, stages of each.
+    """
+
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, blocks: int = 6, streams: int = 3, stages: int = 3,
+                 vector: bool = True, order: int = 0, pdl: bool = False):
+        self.dtype, self.channels, self.pair, self.row, self.vector, self.pdl = dtype, channels, pair, row, vector, pdl
+        self.blocks, self.streams, self.stages = blocks, streams, stages
+        self.D, self.order = padded(channels), order
+        self.threads = (streams + 1) * 128
+        self.registers = {3: (160, 32), 2: (240, 24)}[streams]
+
+    def layouts(self):
+        n = self.streams * self.stages
+        return (
+            k_major(self.dtype, ROWS, self.D, 2 * self.streams),  # k, v of a row
+            k_major(self.dtype, QUERIES, self.D, n),  # q and do
+            mn_major(self.dtype, self.D, QUERIES, n),  # the same as right sides of dS^T q and P^T do
+            k_major(self.dtype, 16, self.D, self.streams * 8),  # dk, dv, a warp's rows
+        )
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, do: cute.Tensor, pair: cute.Tensor, row: cute.Tensor,
+        stats: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, scale: Float32, row_b: Int32, row_n: Int32,
+        blocks: Int32, stream: cuda.CUstream,
+    ):
+        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; stats [b,n,h,q,2]."""
+        lk, lq, _, lo = self.layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
+        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (ROWS, self.D))
+        aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (ROWS, self.D))
+        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (QUERIES, self.D))
+        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
+        aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
+        aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
+        self.kernel(
+            aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, scale, row_b, row_n
+        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.pdl)
+
+    @cute.kernel
+    def kernel(
+        self, aK: cute.CopyAtom, tK: cute.Tensor, aV: cute.CopyAtom, tV: cute.Tensor, aQ: cute.CopyAtom, tQ: cute.Tensor,
+        aG: cute.CopyAtom, tG: cute.Tensor, aX: cute.CopyAtom, tX: cute.Tensor, aY: cute.CopyAtom, tY: cute.Tensor,
+        gQ: cute.Tensor, gK: cute.Tensor, pair: cute.Tensor, row: cute.Tensor, stats: cute.Tensor, scale: Float32,
+        row_b: Int32, row_n: Int32,
+    ):
+        D, ST, NS = self.D, self.stages, self.streams
+        B, N, H, LQ, _ = gQ.shape
+        LK = gK.shape[3]
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        wid = arch.make_warp_uniform(arch.warp_idx())
+        lane = arch.lane_idx()
+        # ---- shared memory
+        smem = SmemAllocator()
+        lk, lq, lqt, lo = self.layouts()
+        new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
+        sQ, sG, sK, sX = new(lq), new(lq), new(lk), new(lo)
+        sQt, sGt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sG.iterator, lqt.outer)
+        panel = smem.allocate_tensor(
+            Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128
+        ) if const_expr(self.pair) else None
+        pS = smem.allocate_array(Float32, NS * ST * QUERIES * 2, byte_alignment=128)
+        p1 = smem.allocate_array(self.dtype, SLICE * TERMS, byte_alignment=128)
+        full = smem.allocate_array(Int64, NS * ST)
+        empty = smem.allocate_array(Int64, NS * ST)
+        kfull = smem.allocate_array(Int64, NS)
+        kempty = smem.allocate_array(Int64, NS)
+        if tid == 0:
+            for i in range_constexpr(NS * ST):
+                arch.mbarrier_init(full + i, 1)
+                arch.mbarrier_init(empty + i, 4)
+            for i in range_constexpr(NS):
+                arch.mbarrier_init(kfull + i, 1)
+                arch.mbarrier_init(kempty + i, 4)
+        arch.mbarrier_init_fence()
+        inverse = Float32(1.0) / scale
+        if tid < SLICE:
+            own = cute.make_rmem_tensor(8, self.dtype)
+            for x in range_constexpr(4):
+                two = cute.make_rmem_tensor(8, self.dtype)
+                coefficients(two, inverse, Int32(x), self.dtype)
+                own[2 * x], own[2 * x + 1] = two[0], two[1]
+            cute.autovec_copy(own, cute.make_tensor(p1 + tid * 8, cute.make_layout(8)))
+        arch.fence_proxy("async.shared", space="cta")
+        arch.sync_threads()
+        # ---- work: an equal share of all (panel, n)
+        NK = (LK + ROWS - 1) // ROWS
+        NT = (LQ + QUERIES - 1) // QUERIES
+        total = Int64(B * H * NK) * N
+        begin = Int32(total * bid // blocks)
+        end = Int32(total * (bid + 1) // blocks)
+        each = Float32(total) / Float32(blocks)
+
+        def parts(a, t, tile, s):
+            g = cute.local_tile(t, tile, (None, 0, None, None, None))
+            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
+
+        kS, kG = parts(aK, tK, (ROWS, D), sK)
+        vS, vG = parts(aV, tV, (ROWS, D), sK)
+        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ)
+        gS, gG = parts(aG, tG, (QUERIES, D), sG)
+        xS, xG = parts(aX, tX, (16, D), sX)
+        yS, yG = parts(aY, tY, (16, D), sX)
+        if wid >= NS * 4:
+            # ================= producers: a warp a stream
+            arch.setmaxregister_decrease(self.registers[1])
+            s = wid - NS * 4
+            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+            if const_expr(self.pdl):
+                arch.griddepcontrol_wait()
+            st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
+            if s < NS:
+                while at < end:
+                    pan = at // N
+                    n0 = at - pan * N
+                    n1 = cutlass.min(N, n0 + end - at)
+                    at += n1 - n0
+                    shift = rotation(n0, n1, each)
+                    i, h, b = pan % NK, pan // NK % H, pan // NK // H
+                    m, count = s, n1 - n0
+                    while m < count:
+                        n = turned(m, shift, n0, n1)
+                        sleep_until(kempty + s, kp ^ 1)
+                        with arch.elect_one():
+                            arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
+                        cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
+                        cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)
+                        kp ^= 1
+                        for j in cutlass.range(NT, unroll=1):
+                            x = s * ST + st
+                            sleep_until(empty + x, ph ^ 1)
+                            with arch.elect_one():
+                                arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + QUERIES * 8)
+                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
+                            cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
+                            from_ = cute.local_tile(stats[b, n, h, None], (QUERIES * 2,), (j,))
+                            to = cute.make_tensor(pS + x * QUERIES * 2, cute.make_layout(QUERIES * 2))
+                            with arch.elect_one():
+                                g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
+                                cute.copy(bulk, g1, s1, mbar_ptr=full + x)
+                            st += 1
+                            if st == ST:
+                                st = Int32(0)
+                                ph ^= 1
+                        m += NS
+        else:
+            # ================= consumers
+            arch.setmaxregister_increase(self.registers[0])
+            s, w, wt = wid // 4, wid % 4, tid % 128
+            g, t4 = lane // 4, lane % 4
+            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, D)
+            fQ = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sQ, (SLICE, D), (None, 0, None))))
+            fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
+            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sQt))
+            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sGt))
+            # a key's terms fill 8 of 16 channels; the other 8 read the same coefficients again and meet zeros
+            s1 = cute.make_tensor(p1, cute.make_layout(((8, 4), (8, 2), 1), stride=((TERMS, 8 * TERMS), (1, 0), 0)))
+            f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
+            S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
+            T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
+            X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
+            Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
+            rK, rV = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(2))
+            rR = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16)))
+            for x in range_constexpr(8):
+                rR[x] = self.dtype(0.0)
+            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
+            rows = ldm.partition_S(sK)
+            own = cute.make_rmem_tensor(2, Int32)
+            own.fill(0)
+            st, ph, kp, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
+            mine = panel[None, wt, None] if const_expr(self.pair) else None
+            while at < end:
+                pan = at // N
+                n0 = at - pan * N
+                n1 = cutlass.min(N, n0 + end - at)
+                at += n1 - n0
+                shift = rotation(n0, n1, each)
+                i, h, b = pan % NK, pan // NK % H, pan // NK // H
+                k0 = i * ROWS + w * 16 + g
+                if const_expr(self.pair):
+                    if again:
+                        arch.barrier(barrier_id=1, number_of_threads=NS * 128)
+                    for u in cutlass.range(s, 2 * NT, NS, unroll=1):
+                        self.load_panel(mine, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
+                    arch.barrier(barrier_id=1, number_of_threads=NS * 128)
+                    again = Boolean(True)
+                m, count = s, n1 - n0
+                if m < count:
+                    n = turned(m, shift, n0, n1)
+                    if const_expr(self.row):
+                        self.load_row(own, row, b * row_b + n * row_n, k0, t4)
+                    self.take_rows(ldm, rows, s, rK, rV, own, rR, kfull, kempty, kp, lane)
+                    kp ^= 1
+                    arch.mbarrier_wait(full + s * ST + st, ph)
+                    self.preload(S, mine, 0)
+                    warpgroup.fence()
+                    self.scores(S, T, rK, rV, rR, fQ, fG, f1, 0, s * ST + st)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)
+                while m < count:
+                    n = turned(m, shift, n0, n1)
+                    more = m + NS < count
+                    if const_expr(self.row):
+                        if more:
+                            self.load_row(own, row, b * row_b + turned(m + NS, shift, n0, n1) * row_n, k0, t4)
+                    for j in cutlass.range(NT, unroll=1):
+                        so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
+                        old = st
+                        for u in range_constexpr(2):
+                            P, dS = self.gradient(S, T, pS + (so + old) * QUERIES * 2 + u * SLICE * 2, t4, scale * LOG2E)
+                            nu = 2 * j + u + 1
+                            if const_expr(u == 1):
+                                st += 1
+                                if st == ST:
+                                    st = Int32(0)
+                                    ph ^= 1
+                                last = j + 1 == NT
+                                if last:
+                                    nu = Int32(0)
+                                    if more:
+                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, kfull, kempty, kp, lane)
+                                        kp ^= 1
+                                if not last or more:
+                                    arch.mbarrier_wait(full + so + st, ph)
+                            self.preload(S, mine, nu)
+                            warpgroup.fence()
+                            self.step(P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, so + old, 1 - u, so + st, j > 0)
+                            warpgroup.commit_group()
+                            warpgroup.wait_group(0)
+                        if lane == 0:
+                            arch.mbarrier_arrive(empty + so + old)
+                    arch.cp_async_bulk_wait_group(0, read=True)
+                    arch.sync_warp()
+                    store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
+                    store_rows(Y, Float32(1.0), sX[None, None, NS * 4 + wid], lane, self.dtype)
+                    arch.fence_proxy("async.shared", space="cta")
+                    arch.sync_warp()
+                    cute.copy(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
+                    cute.copy(aY, yS[None, NS * 4 + wid], yG[None, i * 4 + w, h, n, b])
+                    arch.cp_async_bulk_commit_group()
+                    m += NS
+            arch.cp_async_bulk_wait_group(0)
+
+    def load_row(self, own, row, r, k0, t4):
+        """the terms of the key-wise bias of this thread's two keys, two of the eight terms a thread"""
+        words = cute.recast_tensor(row, Int32)
+        for x in range(2):
+            own[x] = words[r, (k0 + 8 * x) * (TERMS // 2) + t4]
+
+    def take_rows(self, ldm, rows, s, rK, rV, own, rR, kfull, kempty, kp, lane):
+        """k and v of 64 keys into registers, the key-wise bias beside them"""
+        arch.mbarrier_wait(kfull + s, kp)
+        for x, to in enumerate((rK, rV)):
+            cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
+        arch.sync_warp()
+        self.release(kempty + s, lane)
+        if self.row:
+            for x in range(2):
+                packed(rR)[x] = own[x]
+
+    @cute.jit
+    def release(self, barrier, lane: Int32):
+        if lane == 0:
+            arch.mbarrier_arrive(barrier)
+
+    def load_panel(self, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
+        """this thread's part of slice u of the pair bias, as the accumulators of the scores hold it"""
+        for x in range(4):
+            values = cute.make_rmem_tensor(4, Float32)
+            for y in range(4):
+                key, q = k0 + y // 2 * 8, u * SLICE + 8 * x + 2 * t4 + y % 2
+                bias = pair[b, h, cutlass.min(q, LQ - 1), cutlass.min(key, LK - 1)].to(Float32)
+                values[y] = arch.fmax(bias, Float32(MASKED)) * inverse
+            cute.autovec_copy(values, mine[None, 4 * u + x])
+
+    def preload(self, S, mine, u):
+        """start the accumulators of slice u from the pair bias"""
+        if self.pair:
+            for x in range(4):
+                cute.autovec_copy(mine[None, 4 * u + x], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
+
+    def scores(self, S, T, rK, rV, rR, fQ, fG, f1, sl, i):
+        """S = K Q^T + biases and T = V dO^T of slice sl of stage i"""
+        for kk in range(self.D // 16):
+            op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair)
+            cute.gemm(op, S, rK[None, None, kk], fQ[None, None, kk, sl, i], S)
+        if self.row:
+            cute.gemm(multiply(self.dtype, False, K, SLICE), S, rR[None, None, 0], f1[None, None, 0, 0], S)
+        for kk in range(self.D // 16):
+            cute.gemm(multiply(self.dtype, False, K, SLICE, kk > 0), T, rV[None, None, kk], fG[None, None, kk, sl, i], T)
+
+    def step(self, P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, i, nu, ni, started):
+        """dv += P dO and dk += dS Q of slice u of stage i; S and T of slice nu of stage ni"""
+        y, x, sc, tc = [], [], [], []
+        for kk in range(2):
+            acc = True if u > 0 or kk > 0 else started
+            y.append((multiply(self.dtype, False, MN, self.D, acc), Y, P[kk][None, None, 0], fGt[None, None, u * 2 + kk, i]))
+            x.append((multiply(self.dtype, False, MN, self.D, acc), X, dS[kk][None, None, 0], fQt[None, None, u * 2 + kk, i]))
+        for kk in range(self.D // 16):
+            sc.append((multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair), S, rK[None, None, kk], fQ[None, None, kk, nu, ni]))
+            tc.append((multiply(self.dtype, False, K, SLICE, kk > 0), T, rV[None, None, kk], fG[None, None, kk, nu, ni]))
+        if self.row:
+            sc.append((multiply(self.dtype, False, K, SLICE), S, rR[None, None, 0], f1[None, None, 0, 0]))
+        for op, to, a, b in interleave(self.order, [y, x, sc, tc]):
+            cute.gemm(op, to, a, b, to)
+
+    def gradient(self, S, T, stats, t4, c):
+        """P and dS of a slice [k,q], in the dtype of a product's left side"""
+        P_D = multiply(self.dtype, False, MN, self.D)
+        out = ([], [])
+        p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
+        of = cute.make_rmem_tensor((4, 4), Float32)  # -lse, -delta of two queries
+        for x in range(4):
+            cute.autovec_copy(cute.make_tensor((stats + (8 * x + 2 * t4) * 2).align(16), cute.make_layout(4)), of[None, x])
+        for y in range(16):
+            p[y] = fma(S[y], c, of[y % 2 * 2, y // 4])
+        for y in range(16):
+            p[y] = exp2(p[y])
+        for y in range(16):
+            d[y] = p[y] * (T[y] + of[y % 2 * 2 + 1, y // 4])
+        for values, to in ((p, out[0]), (d, out[1])):
+            for kk in range(2):
+                a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))
+                half = cute.make_tensor(values.iterator + 8 * kk, cute.make_layout(8))
+                cute.make_tensor(a.iterator, cute.make_layout(8)).store(half.load().to(self.dtype))
+                to.append(a)
+        return out
+
+
+def compile_dkdv(variant: KeyGradients, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a"):
+    """Compile without a GPU; sizes and strides stay open."""
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    free, wide, long = cute.sym_int, lambda: cute.sym_int64(divisibility=8), cute.sym_int64
+    B, N, H, Q, KL = free(), free(), free(), free(), free()
+    some = lambda length: make_fake_tensor(
+        variant.dtype, (B, N, H, length, variant.channels), (wide(), wide(), wide(), wide(), 1), assumed_align=16
+    )
+    pair = fake_pair(variant.dtype, Q, KL, variant.vector)
+    row = make_fake_tensor(variant.dtype, (free(), cute.sym_int(divisibility=8)), (wide(), 1), assumed_align=16)
+    stats = make_fake_tensor(Float32, (B, N, H, cute.sym_int(divisibility=128)), (wide(), wide(), wide(), 1), assumed_align=16)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        variant, some(Q), some(KL), some(KL), some(Q), pair, row, stats, some(KL), some(KL), Float32(0), Int32(0), Int32(0), Int32(0), stream,
+        options=options,
+    )

@@ -1,0 +1,116 @@
+"""What a call lays out anew before its main kernel: the key-wise bias, and a pair bias that is streamed.
+
+**A key's terms.** mask and mask_bias become one bias, measured from the row's largest (`evoattn.numerics`), and each number x of
+it eight 16-bit terms, hi mid lo hi mid hi veto veto, with x = hi + mid + lo. The forward multiplies them by 1 / scale = a0 + a1 +
+a2 in the order a0 a0 a0 a1 a1 a2 VETO VETO, so that the tensor cores add x / scale to about 2^-24.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Uint8, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.memory import SmemAllocator
+
+from evoattn.backends.hopper.primitives import MASKED, SHALLOW, VETO, finite
+
+__all__ = ["Rows", "Pairs", "TERMS"]
+
+TERMS = 8
+_THREADS = 128
+_LOWEST = {True: SHALLOW, False: -65504.0}
+
+
+class Rows:
+    """mask [b|1,n|1,k] and mask_bias [b|1,n|1,k] -> terms [r, keys * TERMS], keys past the end masked.
+
+    Args:
+        dtype: cutlass type of the terms.
+        mask, bias: whether they are given, and of which type the bias is.
+    """
+
+    def __init__(self, dtype: Any, *, mask: bool, bias: Any):
+        self.dtype, self.mask, self.bias = dtype, mask, bias
+
+    @cute.jit
+    def __call__(self, mask: cute.Tensor, bias: cute.Tensor, terms: cute.Tensor, keys: Int32, n: Int32, stream: cuda.CUstream):
+        self.kernel(mask, bias, terms, keys, n).launch(grid=(terms.shape[0], 1, 1), block=(_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, mask: cute.Tensor, bias: cute.Tensor, terms: cute.Tensor, keys: Int32, n: Int32):
+        tid, _, _ = arch.thread_idx()
+        r, _, _ = arch.block_idx()
+        rb, rn = r // n, r % n
+        smem = SmemAllocator()
+        tops = cute.make_tensor(smem.allocate_array(Float32, _THREADS // 32), cute.make_layout(_THREADS // 32))
+        top = -Float32.inf
+        if const_expr(self.bias is not None):
+            for j in cutlass.range(tid, keys, _THREADS):
+                top = arch.fmax(top, self.read(mask, bias, rb, rn, j))
+            top = arch.warp_reduction_max(top)
+            if arch.lane_idx() == 0:
+                tops[arch.warp_idx()] = top
+            arch.sync_threads()
+            for x in range_constexpr(_THREADS // 32):
+                top = arch.fmax(top, tops[x])
+        shift = Float32(cutlass.select_(cute.math.absf(top) < Float32.inf, top, Float32(0.0)))
+        for j in cutlass.range(tid, terms.shape[1] // TERMS, _THREADS):
+            x = -Float32.inf
+            if j < keys:
+                x = self.read(mask, bias, rb, rn, j) - shift
+            self.write(terms, r, j, x)
+
+    @cute.jit
+    def read(self, mask: cute.Tensor, bias: cute.Tensor, b: Int32, n: Int32, j: Int32) -> Float32:
+        x = Float32(0.0)
+        if const_expr(self.bias is not None):
+            x = bias[cutlass.min(b, bias.shape[0] - 1), cutlass.min(n, bias.shape[1] - 1), j].to(Float32)
+        if const_expr(self.mask):
+            if mask[cutlass.min(b, mask.shape[0] - 1), cutlass.min(n, mask.shape[1] - 1), j] == Uint8(0):
+                x = -Float32.inf
+        return x
+
+    @cute.jit
+    def write(self, terms: cute.Tensor, r: Int32, j: Int32, x: Float32):
+        veto = Float32(0.0)
+        if const_expr(self.dtype is BFloat16):
+            x = finite(x)
+        else:
+            if x == -Float32.inf:
+                veto = Float32(-VETO)
+                x = Float32(0.0)
+            if x < -65504.0:
+                x = Float32(-65504.0)
+        hi = x.to(self.dtype)
+        mid = (x - hi.to(Float32)).to(self.dtype)
+        lo = (x - hi.to(Float32) - mid.to(Float32)).to(self.dtype)
+        held = cute.make_rmem_tensor(TERMS, self.dtype)
+        for y, term in enumerate((hi, mid, lo, hi, mid, hi, veto.to(self.dtype), veto.to(self.dtype))):
+            held[y] = term
+        target = cute.local_tile(terms, (1, TERMS), (r, j))
+        cute.autovec_copy(held, target[0, None])
+
+
+class Pairs:
+    """pair_bias [b,h,q,k] of any strides -> the same with rows that start on 16 bytes, and finite where dtype allows."""
+
+    def __init__(self, dtype: Any):
+        self.dtype = dtype
+
+    @cute.jit
+    def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+        b, h, q, _ = out.shape
+        self.kernel(pair, out).launch(grid=(q, h, b), block=(_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, pair: cute.Tensor, out: cute.Tensor):
+        tid, _, _ = arch.thread_idx()
+        i, h, b = arch.block_idx()
+        for j in cutlass.range(tid, out.shape[3], _THREADS, unroll=4):
+            value = pair[b, h, i, j]
+            if const_expr(self.dtype is BFloat16):
+                value = finite(value.to(Float32)).to(self.dtype)
+            out[b, h, i, j] = value

@@ -1,0 +1,73 @@
+"""What the Hopper kernels share: constants, shared-memory layouts, tensor-core operations and a few single instructions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cutlass import Float32, select_
+from cutlass.cute import arch, atom, make_tiled_mma, tile_to_shape
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+__all__ = ["DEAD", "LN2", "LOG2E", "MASKED", "SHALLOW", "VETO", "WARPGROUP", "finite", "fma", "k_major", "mn_major", "multiply", "padded"]
+
+LN2 = math.log(2.0)
+LOG2E = math.log2(math.e)
+
+WARPGROUP = 128
+"""Threads of a warpgroup, which issues one wgmma together."""
+
+MASKED = -(2.0**100)
+"""What -inf becomes in a bias: finite, because the tensor cores would turn 0 * -inf into NaN, and out of reach of any score."""
+
+SHALLOW = -(2.0**99)
+"""The lowest finite bias: still lower ones are raised to it, so that MASKED stays lower than every finite bias."""
+
+DEAD = -(2.0**100)
+"""In units of log2, for bfloat16: a query whose largest score is below it attends to nothing (MASKED * log2(e) is lower, SHALLOW's is not)."""
+
+VETO = 2.0**15
+"""float16 cannot hold MASKED: two more terms of a masked key, -VETO, meet VETO in the queries' operand."""
+
+_SWIZZLED = {
+    16: (warpgroup.SmemLayoutAtomKind.K_SW32, warpgroup.SmemLayoutAtomKind.MN_SW32),
+    32: (warpgroup.SmemLayoutAtomKind.K_SW64, warpgroup.SmemLayoutAtomKind.MN_SW64),
+    64: (warpgroup.SmemLayoutAtomKind.K_SW128, warpgroup.SmemLayoutAtomKind.MN_SW128),
+}
+
+
+def padded(channels: int) -> int:
+    """The channels of a shared-memory tile: 16, 32 or 64. What lies past the tensor's own is read as zero."""
+    return next(size for size in _SWIZZLED if size >= channels)
+
+
+def k_major(dtype: Any, rows: int, columns: int, buffers: int) -> Any:
+    """Swizzled layout of `buffers` tiles [rows, columns] whose columns are contiguous."""
+    kind = _SWIZZLED[min(columns, 64)][0]
+    return tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, buffers), (0, 1, 2))
+
+
+def mn_major(dtype: Any, rows: int, columns: int, buffers: int) -> Any:
+    """Swizzled layout of `buffers` tiles [rows, columns] whose rows' index is contiguous."""
+    kind = _SWIZZLED[min(rows, 64)][1]
+    return tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, buffers), (0, 1, 2))
+
+
+def multiply(dtype: Any, a_in_shared: bool, b_major: OperandMajorMode, n: int, accumulate: Any = True) -> Any:
+    """A wgmma of 64 x n x 16 with a float32 accumulator, which it adds to or overwrites."""
+    source = warpgroup.OperandSource.SMEM if a_in_shared else warpgroup.OperandSource.RMEM
+    operation = warpgroup.MmaF16BF16Op(dtype, Float32, (64, n, 16), source, OperandMajorMode.K, b_major)
+    tiled = make_tiled_mma(operation)
+    tiled.set(warpgroup.Field.ACCUMULATE, accumulate)
+    return tiled
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return arch.inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
+
+
+def finite(x: Any) -> Any:
+    """-inf as MASKED, any other number below SHALLOW as SHALLOW; NaN stays."""
+    shallow = Float32(select_(x < SHALLOW, Float32(SHALLOW), x))
+    return Float32(select_(x == -Float32.inf, Float32(MASKED), shallow))

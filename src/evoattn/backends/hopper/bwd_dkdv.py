@@ -23,6 +23,8 @@ from evoattn.backends.hopper.bwd_steps import (
     coefficients,
     exp2,
     fake_pair,
+    meet,
+    release,
     interleave,
     packed,
     rotation,
@@ -48,10 +50,11 @@ class KeyGradients:
     """
 
     def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, blocks: int = 6, streams: int = 3, stages: int = 3,
-                 vector: bool = True, order: int = 0, pdl: bool = False):
+                 vector: bool = True, order: int = 0, pdl: bool = False, cluster: int = 2):
         self.dtype, self.channels, self.pair, self.row, self.vector, self.pdl = dtype, channels, pair, row, vector, pdl
         self.blocks, self.streams, self.stages = blocks, streams, stages
         self.D, self.order = padded(channels), order
+        self.cluster = cluster
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
 
@@ -72,18 +75,19 @@ class KeyGradients:
     ):
         """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; stats [b,n,h,q,2]."""
         lk, lq, _, lo = self.layouts()
+        wide = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else cpasync.CopyBulkTensorTileG2SOp()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
         one = lambda layout: cute.slice_(layout, (None, None, 0))
         aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (ROWS, self.D))
         aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (ROWS, self.D))
-        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (QUERIES, self.D))
-        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
+        aQ, tQ = cpasync.make_tiled_tma_atom(wide, view(q), one(lq), (QUERIES, self.D), num_multicast=self.cluster)
+        aG, tG = cpasync.make_tiled_tma_atom(wide, view(do), one(lq), (QUERIES, self.D), num_multicast=self.cluster)
         aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
         aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
         self.kernel(
             aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, scale, row_b, row_n
-        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.pdl)
+        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cluster=(self.cluster, 1, 1), use_pdl=self.pdl)
 
     @cute.kernel
     def kernel(
@@ -98,6 +102,9 @@ class KeyGradients:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
+        CL = self.cluster
+        rank = arch.block_idx_in_cluster() if const_expr(CL > 1) else Int32(0)
+        bid, blocks = bid // CL, blocks // CL
         wid = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
         # ---- shared memory
@@ -118,7 +125,7 @@ class KeyGradients:
         if tid == 0:
             for i in range_constexpr(NS * ST):
                 arch.mbarrier_init(full + i, 1)
-                arch.mbarrier_init(empty + i, 4)
+                arch.mbarrier_init(empty + i, 4 * CL)
             for i in range_constexpr(NS):
                 arch.mbarrier_init(kfull + i, 1)
                 arch.mbarrier_init(kempty + i, 4)
@@ -133,29 +140,32 @@ class KeyGradients:
             cute.autovec_copy(own, cute.make_tensor(p1 + tid * 8, cute.make_layout(8)))
         arch.fence_proxy("async.shared", space="cta")
         arch.sync_threads()
+        meet(CL)
         # ---- work: an equal share of all (panel, n)
-        NK = (LK + ROWS - 1) // ROWS
+        NK = (LK + ROWS * CL - 1) // (ROWS * CL)
         NT = (LQ + QUERIES - 1) // QUERIES
         total = Int64(B * H * NK) * N
         begin = Int32(total * bid // blocks)
         end = Int32(total * (bid + 1) // blocks)
         each = Float32(total) / Float32(blocks)
 
-        def parts(a, t, tile, s):
+        def parts(a, t, tile, s, crd=0, ctas=1):
             g = cute.local_tile(t, tile, (None, 0, None, None, None))
-            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
+            return cpasync.tma_partition(a, crd, cute.make_layout(ctas), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
 
         kS, kG = parts(aK, tK, (ROWS, D), sK)
         vS, vG = parts(aV, tV, (ROWS, D), sK)
-        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ)
-        gS, gG = parts(aG, tG, (QUERIES, D), sG)
+        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ, rank, CL)
+        gS, gG = parts(aG, tG, (QUERIES, D), sG, rank, CL)
         xS, xG = parts(aX, tX, (16, D), sX)
         yS, yG = parts(aY, tY, (16, D), sX)
         if wid >= NS * 4:
             # ================= producers: a warp a stream
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
-            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+            share = QUERIES * 2 // CL
+            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SMulticastOp() if CL > 1 else cpasync.CopyBulkG2SOp(), Float32)
+            mask = cutlass.Int16(2**CL - 1)
             if const_expr(self.pdl):
                 arch.griddepcontrol_wait()
             st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
@@ -166,7 +176,7 @@ class KeyGradients:
                     n1 = cutlass.min(N, n0 + end - at)
                     at += n1 - n0
                     shift = rotation(n0, n1, each)
-                    i, h, b = pan % NK, pan // NK % H, pan // NK // H
+                    i, h, b = pan % NK * CL + rank, pan // NK % H, pan // NK // H
                     m, count = s, n1 - n0
                     while m < count:
                         n = turned(m, shift, n0, n1)
@@ -181,18 +191,19 @@ class KeyGradients:
                             sleep_until(empty + x, ph ^ 1)
                             with arch.elect_one():
                                 arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + QUERIES * 8)
-                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
-                            cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
-                            from_ = cute.local_tile(stats[b, n, h, None], (QUERIES * 2,), (j,))
-                            to = cute.make_tensor(pS + x * QUERIES * 2, cute.make_layout(QUERIES * 2))
+                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x, mcast_mask=mask)
+                            cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x, mcast_mask=mask)
+                            from_ = cute.local_tile(stats[b, n, h, None], (share,), (j * CL + rank,))
+                            to = cute.make_tensor(pS + x * QUERIES * 2 + rank * share, cute.make_layout(share))
                             with arch.elect_one():
                                 g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
-                                cute.copy(bulk, g1, s1, mbar_ptr=full + x)
+                                cute.copy(bulk, g1, s1, mbar_ptr=full + x, mcast_mask=mask)
                             st += 1
                             if st == ST:
                                 st = Int32(0)
                                 ph ^= 1
                         m += NS
+            meet(CL)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
@@ -226,7 +237,7 @@ class KeyGradients:
                 n1 = cutlass.min(N, n0 + end - at)
                 at += n1 - n0
                 shift = rotation(n0, n1, each)
-                i, h, b = pan % NK, pan // NK % H, pan // NK // H
+                i, h, b = pan % NK * CL + rank, pan // NK % H, pan // NK // H
                 k0 = i * ROWS + w * 16 + g
                 if const_expr(self.pair):
                     if again:
@@ -278,8 +289,7 @@ class KeyGradients:
                             self.step(P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, so + old, 1 - u, so + st, j > 0)
                             warpgroup.commit_group()
                             warpgroup.wait_group(0)
-                        if lane == 0:
-                            arch.mbarrier_arrive(empty + so + old)
+                        release(empty + so + old, lane, CL)
                     arch.cp_async_bulk_wait_group(0, read=True)
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
@@ -291,6 +301,7 @@ class KeyGradients:
                     arch.cp_async_bulk_commit_group()
                     m += NS
             arch.cp_async_bulk_wait_group(0)
+            meet(CL)
 
     def load_row(self, own, row, r, k0, t4):
         """the terms of the key-wise bias of this thread's two keys, two of the eight terms a thread"""
@@ -304,15 +315,10 @@ class KeyGradients:
         for x, to in enumerate((rK, rV)):
             cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
         arch.sync_warp()
-        self.release(kempty + s, lane)
+        release(kempty + s, lane, 1)
         if self.row:
             for x in range(2):
                 packed(rR)[x] = own[x]
-
-    @cute.jit
-    def release(self, barrier, lane: Int32):
-        if lane == 0:
-            arch.mbarrier_arrive(barrier)
 
     def load_panel(self, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
         """this thread's part of slice u of the pair bias, as the accumulators of the scores hold it"""

@@ -25,6 +25,8 @@ from evoattn.backends.hopper.bwd_steps import (
     coefficients,
     exp2,
     fake_pair,
+    meet,
+    release,
     packed,
     rotation,
     row_products,
@@ -51,12 +53,13 @@ class QueryGradients:
 
     def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, bias_gradient: bool, groups: int = 3, slices: int = 4,
                  stage: int = 2, stages: int = 3, vector: bool = True, shared: bool = True, phases: bool = False,
-                 pdl: bool = False):
+                 pdl: bool = False, cluster: int = 2):
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
         self.groups, self.slices, self.stage, self.stages, self.vector, self.pdl = groups, slices, stage, stages, vector, pdl
         self.D, self.shared, self.phases = padded(channels), shared, phases
         self.keys = stage * SLICE
         self.tiles = slices // stage
+        self.cluster = cluster
         self.threads = (groups + 1) * 128
         self.registers = (160, 32) if groups == 3 else (240, 24)
 
@@ -77,18 +80,19 @@ class QueryGradients:
     ):
         """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; lse [b,n,h,q]; stats [b,n,h,q,2]; dpair [b,h,q,k]."""
         lq, lk, _, lo = self.layouts()
+        wide = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else cpasync.CopyBulkTensorTileG2SOp()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
         one = lambda layout: cute.slice_(layout, (None, None, 0))
         aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (ROWS, self.D))
         aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (ROWS, self.D))
         aO, tO = cpasync.make_tiled_tma_atom(load, view(o), one(lq), (ROWS, self.D))
-        aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (self.keys, self.D))
-        aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (self.keys, self.D))
+        aK, tK = cpasync.make_tiled_tma_atom(wide, view(k), one(lk), (self.keys, self.D), num_multicast=self.cluster)
+        aV, tV = cpasync.make_tiled_tma_atom(wide, view(v), one(lk), (self.keys, self.D), num_multicast=self.cluster)
         aR, tR = cpasync.make_tiled_tma_atom(store, view(dq), one(lo), (16, self.D))
         self.kernel(
             aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR, q, k, pair, row, lse, stats, dpair, scale, row_b, row_n
-        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cluster=(self.cluster, 1, 1))
 
     @cute.kernel
     def kernel(
@@ -103,6 +107,9 @@ class QueryGradients:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
+        CL = self.cluster
+        rank = arch.block_idx_in_cluster() if const_expr(CL > 1) else Int32(0)
+        bid, blocks = bid // CL, blocks // CL
         wid = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
         # ---- shared memory
@@ -126,17 +133,18 @@ class QueryGradients:
         if tid == 0:
             for i in range_constexpr(WG * ST):
                 arch.mbarrier_init(full + i, 1)
-                arch.mbarrier_init(empty + i, 4)
+                arch.mbarrier_init(empty + i, 4 * CL)
             arch.mbarrier_init(qfull, 1)
             arch.mbarrier_init(qempty, WG * 4)
             arch.mbarrier_init(summed, 4)
         arch.mbarrier_init_fence()
         arch.sync_threads()
+        meet(CL)
         if const_expr(self.pdl):
             arch.griddepcontrol_launch_dependents()
         # ---- work: an equal share of all (panel, n)
         inverse = Float32(1.0) / scale
-        NQ = (LQ + ROWS - 1) // ROWS
+        NQ = (LQ + ROWS * CL - 1) // (ROWS * CL)
         total = Int64(B * H * NQ) * N
         begin = Int32(total * bid // blocks)
         end = Int32(total * (bid + 1) // blocks)
@@ -144,22 +152,24 @@ class QueryGradients:
 
         sN = cute.make_tensor(pN, cute.make_layout((ROWS, 2)))
 
-        def parts(a, t, tile, s):
+        def parts(a, t, tile, s, crd=0, ctas=1):
             g = cute.local_tile(t, tile, (None, 0, None, None, None))
-            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
+            return cpasync.tma_partition(a, crd, cute.make_layout(ctas), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
 
         qS, qG = parts(aQ, tQ, (ROWS, D), sQ)
         gS, gG = parts(aG, tG, (ROWS, D), sQ)
         oS, oG = parts(aO, tO, (ROWS, D), sQ)
-        kS, kG = parts(aK, tK, (self.keys, D), sK)
-        vS, vG = parts(aV, tV, (self.keys, D), sV)
+        kS, kG = parts(aK, tK, (self.keys, D), sK, rank, CL)
+        vS, vG = parts(aV, tV, (self.keys, D), sV, rank, CL)
         xS, xG = parts(aR, tR, (16, D), sX)
         if wid >= WG * 4:
             # ================= producers: a warp for each warpgroup's keys, one for the queries
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - WG * 4
             st, ph, at = Int32(0), Int32(0), begin
-            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
+            share = unit // CL
+            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SMulticastOp() if CL > 1 else cpasync.CopyBulkG2SOp(), self.dtype)
+            mask = cutlass.Int16(2**CL - 1)
             if s < WG:
                 while at < end:
                     pan = at // N
@@ -176,14 +186,14 @@ class QueryGradients:
                             sleep_until(empty + i, ph ^ 1)
                             with arch.elect_one():
                                 arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * D * 2 + (unit * 2 if self.row else 0))
-                            cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
-                            cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
+                            cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i, mcast_mask=mask)
+                            cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i, mcast_mask=mask)
                             if const_expr(self.row):
-                                gR = cute.local_tile(row, (1, unit), (b * row_b + n * row_n, tile))
-                                sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
+                                gR = cute.local_tile(row, (1, share), (b * row_b + n * row_n, tile * CL + rank))
+                                sR = cute.make_tensor(pR + i * unit + rank * share, cute.make_layout((1, share)))
                                 with arch.elect_one():
                                     g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
-                                    cute.copy(bulk, g1, s1, mbar_ptr=full + i)
+                                    cute.copy(bulk, g1, s1, mbar_ptr=full + i, mcast_mask=mask)
                             st += 1
                             if st == ST:
                                 st = Int32(0)
@@ -197,7 +207,7 @@ class QueryGradients:
                     n1 = cutlass.min(N, n0 + end - at)
                     at += n1 - n0
                     shift = rotation(n0, n1, each)
-                    i, h, b = pan % NQ, pan // NQ % H, pan // NQ // H
+                    i, h, b = pan % NQ * CL + rank, pan // NQ % H, pan // NQ // H
                     for turn_ in cutlass.range(n1 - n0, unroll=1):
                         n = turned(turn_, shift, n0, n1)
                         for x in range_constexpr(2):
@@ -223,6 +233,7 @@ class QueryGradients:
                 if st > 0:
                     sleep_until(qempty, ph ^ 1)
                     self.keep(stats[pb, pn, pt, None, None], sN, old, pi, lane)
+            meet(CL)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
@@ -259,7 +270,7 @@ class QueryGradients:
                 n1 = cutlass.min(N, n0 + end - at)
                 at += n1 - n0
                 shift = rotation(n0, n1, each)
-                i, h, b = pan % NQ, pan // NQ % H, pan // NQ // H
+                i, h, b = pan % NQ * CL + rank, pan // NQ % H, pan // NQ // H
                 q0 = i * ROWS + w * 16 + g
                 if const_expr(self.pair):
                     self.load_panel(mine, pair, b % pair.shape[0], h % pair.shape[1], q0, first_key, LQ, LK, inverse)
@@ -311,8 +322,7 @@ class QueryGradients:
                         warpgroup.commit_group()
                         warpgroup.wait_group(0)
                         if const_expr(u % SL == SL - 1):
-                            if lane == 0:
-                                arch.mbarrier_arrive(empty + so + old)
+                            release(empty + so + old, lane, CL)
                     # ---- dq of this row: one warpgroup in turn adds what the others leave in shared memory
                     if s != turn:
                         if it > 0:
@@ -347,6 +357,7 @@ class QueryGradients:
                 if const_expr(self.bias_gradient):
                     self.flush(db, dpair, b, h, q0, first_key, LQ, LK, t4)
             arch.cp_async_bulk_wait_group(0)
+            meet(CL)
 
     @cute.jit
     def keep(self, to: cute.Tensor, sN: cute.Tensor, nl: cute.Tensor, i: Int32, lane: Int32):

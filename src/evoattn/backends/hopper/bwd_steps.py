@@ -138,3 +138,30 @@ def turned(k: Any, shift: Any, n0: Any, n1: Any) -> Any:
     """The k-th row of a block's share."""
     n = n0 + k + shift
     return cutlass.select_(n < n1, n, n - (n1 - n0))
+
+
+def release(barrier: Any, lane: Any, cluster: int) -> None:
+    """Give a stage back, for this warp: to every block whose copies fill it."""
+    if cluster == 1:
+        release_here(barrier, lane)
+    else:
+        release_all(barrier, lane)
+
+
+@cute.jit
+def release_here(barrier: cute.Pointer, lane: Int32) -> None:
+    if lane == 0:
+        arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def release_all(barrier: cute.Pointer, lane: Int32) -> None:
+    if lane < 2:
+        arch.mbarrier_arrive(barrier, lane)
+
+
+def meet(cluster: int) -> None:
+    """Wait for the other block of a cluster, whose copies and arrivals go to this one's shared memory."""
+    if cluster > 1:
+        arch.cluster_arrive()
+        arch.cluster_wait()

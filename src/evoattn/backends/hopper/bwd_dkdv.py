@@ -25,7 +25,6 @@ from evoattn.backends.hopper.bwd_steps import (
     fake_pair,
     meet,
     release,
-    interleave,
     packed,
     rotation,
     sleep_until,
@@ -50,10 +49,10 @@ class KeyGradients:
     """
 
     def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, blocks: int = 6, streams: int = 3, stages: int = 3,
-                 vector: bool = True, order: int = 0, pdl: bool = False, cluster: int = 2):
+                 vector: bool = True, lean: bool = False, pdl: bool = False, cluster: int = 2):
         self.dtype, self.channels, self.pair, self.row, self.vector, self.pdl = dtype, channels, pair, row, vector, pdl
         self.blocks, self.streams, self.stages = blocks, streams, stages
-        self.D, self.order = padded(channels), order
+        self.D, self.lean = padded(channels), lean
         self.cluster = cluster
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
@@ -64,7 +63,7 @@ class KeyGradients:
             k_major(self.dtype, ROWS, self.D, 2 * self.streams),  # k, v of a row
             k_major(self.dtype, QUERIES, self.D, n),  # q and do
             mn_major(self.dtype, self.D, QUERIES, n),  # the same as right sides of dS^T q and P^T do
-            k_major(self.dtype, 16, self.D, self.streams * 8),  # dk, dv, a warp's rows
+            k_major(self.dtype, 16, self.D, self.streams * (4 if self.lean else 8)),  # dk, dv, a warp's rows
         )
 
     @cute.jit
@@ -242,7 +241,7 @@ class KeyGradients:
                 if const_expr(self.pair):
                     if again:
                         arch.barrier(barrier_id=1, number_of_threads=NS * 128)
-                    for u in cutlass.range(s, 2 * NT, NS, unroll=1):
+                    for u in cutlass.range(s, 2 * NT, NS, unroll=2):
                         self.load_panel(mine, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
                     arch.barrier(barrier_id=1, number_of_threads=NS * 128)
                     again = Boolean(True)
@@ -293,15 +292,27 @@ class KeyGradients:
                     arch.cp_async_bulk_wait_group(0, read=True)
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
-                    store_rows(Y, Float32(1.0), sX[None, None, NS * 4 + wid], lane, self.dtype)
-                    arch.fence_proxy("async.shared", space="cta")
-                    arch.sync_warp()
-                    cute.copy(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
-                    cute.copy(aY, yS[None, NS * 4 + wid], yG[None, i * 4 + w, h, n, b])
-                    arch.cp_async_bulk_commit_group()
+                    if const_expr(self.lean):
+                        self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
+                        arch.cp_async_bulk_wait_group(0, read=True)
+                        arch.sync_warp()
+                        store_rows(Y, Float32(1.0), sX[None, None, wid], lane, self.dtype)
+                        self.send(aY, yS[None, wid], yG[None, i * 4 + w, h, n, b])
+                    else:
+                        store_rows(Y, Float32(1.0), sX[None, None, NS * 4 + wid], lane, self.dtype)
+                        self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
+                        cute.copy(aY, yS[None, NS * 4 + wid], yG[None, i * 4 + w, h, n, b])
+                        arch.cp_async_bulk_commit_group()
                     m += NS
             arch.cp_async_bulk_wait_group(0)
             meet(CL)
+
+    def send(self, atom, tile, to):
+        """16 rows from shared memory to their place"""
+        arch.fence_proxy("async.shared", space="cta")
+        arch.sync_warp()
+        cute.copy(atom, tile, to)
+        arch.cp_async_bulk_commit_group()
 
     def load_row(self, own, row, r, k0, t4):
         """the terms of the key-wise bias of this thread's two keys, two of the eight terms a thread"""
@@ -348,18 +359,11 @@ class KeyGradients:
 
     def step(self, P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, i, nu, ni, started):
         """dv += P dO and dk += dS Q of slice u of stage i; S and T of slice nu of stage ni"""
-        y, x, sc, tc = [], [], [], []
-        for kk in range(2):
-            acc = True if u > 0 or kk > 0 else started
-            y.append((multiply(self.dtype, False, MN, self.D, acc), Y, P[kk][None, None, 0], fGt[None, None, u * 2 + kk, i]))
-            x.append((multiply(self.dtype, False, MN, self.D, acc), X, dS[kk][None, None, 0], fQt[None, None, u * 2 + kk, i]))
-        for kk in range(self.D // 16):
-            sc.append((multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair), S, rK[None, None, kk], fQ[None, None, kk, nu, ni]))
-            tc.append((multiply(self.dtype, False, K, SLICE, kk > 0), T, rV[None, None, kk], fG[None, None, kk, nu, ni]))
-        if self.row:
-            sc.append((multiply(self.dtype, False, K, SLICE), S, rR[None, None, 0], f1[None, None, 0, 0]))
-        for op, to, a, b in interleave(self.order, [y, x, sc, tc]):
-            cute.gemm(op, to, a, b, to)
+        for to, left, right in ((Y, P, fGt), (X, dS, fQt)):
+            for kk in range(2):
+                op = multiply(self.dtype, False, MN, self.D, True if u > 0 or kk > 0 else started)
+                cute.gemm(op, to, left[kk][None, None, 0], right[None, None, u * 2 + kk, i], to)
+        self.scores(S, T, rK, rV, rR, fQ, fG, f1, nu, ni)
 
     def gradient(self, S, T, stats, t4, c):
         """P and dS of a slice [k,q], in the dtype of a product's left side"""

@@ -51,7 +51,7 @@ class QueryGradients:
         stage, stages: slices of a stage of keys, and stages of a warpgroup.
     """
 
-    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, bias_gradient: bool, groups: int = 3, slices: int = 4,
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, bias_gradient: bool, dlse: bool = False, partial: bool = False, groups: int = 3, slices: int = 4,
                  stage: int = 2, stages: int = 3, vector: bool = True, shared: bool = True, phases: bool = False,
                  pdl: bool = False, cluster: int = 2):
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
@@ -59,7 +59,7 @@ class QueryGradients:
         self.D, self.shared, self.phases = padded(channels), shared, phases
         self.keys = stage * SLICE
         self.tiles = slices // stage
-        self.cluster = cluster
+        self.cluster, self.dlse, self.partial = cluster, dlse, partial
         self.threads = (groups + 1) * 128
         self.registers = (160, 32) if groups == 3 else (240, 24)
 
@@ -75,7 +75,7 @@ class QueryGradients:
     @cute.jit
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, pair: cute.Tensor, row: cute.Tensor,
-        lse: cute.Tensor, stats: cute.Tensor, dq: cute.Tensor, dpair: cute.Tensor, scale: Float32, row_b: Int32,
+        lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, dq: cute.Tensor, dpair: cute.Tensor, scale: Float32, row_b: Int32,
         row_n: Int32, blocks: Int32,        stream: cuda.CUstream,
     ):
         """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; lse [b,n,h,q]; stats [b,n,h,q,2]; dpair [b,h,q,k]."""
@@ -91,15 +91,15 @@ class QueryGradients:
         aV, tV = cpasync.make_tiled_tma_atom(wide, view(v), one(lk), (self.keys, self.D), num_multicast=self.cluster)
         aR, tR = cpasync.make_tiled_tma_atom(store, view(dq), one(lo), (16, self.D))
         self.kernel(
-            aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR, q, k, pair, row, lse, stats, dpair, scale, row_b, row_n
+            aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR, q, k, pair, row, lse, dlse, stats, dpair, scale, row_b, row_n
         ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cluster=(self.cluster, 1, 1))
 
     @cute.kernel
     def kernel(
         self, aQ: cute.CopyAtom, tQ: cute.Tensor, aG: cute.CopyAtom, tG: cute.Tensor, aO: cute.CopyAtom, tO: cute.Tensor,
         aK: cute.CopyAtom, tK: cute.Tensor, aV: cute.CopyAtom, tV: cute.Tensor, aR: cute.CopyAtom, tR: cute.Tensor,
-        gQ: cute.Tensor, gK: cute.Tensor, pair: cute.Tensor, row: cute.Tensor, lse: cute.Tensor, stats: cute.Tensor,
-        dpair: cute.Tensor, scale: Float32, row_b: Int32, row_n: Int32,
+        gQ: cute.Tensor, gK: cute.Tensor, pair: cute.Tensor, row: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor,
+        stats: cute.Tensor, dpair: cute.Tensor, scale: Float32, row_b: Int32, row_n: Int32,
     ):
         D, ST, WG, TL, SL = self.D, self.stages, self.groups, self.tiles, self.stage
         B, N, H, LQ, _ = gQ.shape
@@ -124,7 +124,7 @@ class QueryGradients:
         part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, D // 8, WG - 1), stride=(1, 4, 512, 64 * D)), 128)
         unit = self.keys * TERMS
         pR = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
-        pN = smem.allocate_array(Float32, 2 * ROWS, byte_alignment=128)  # -lse, -delta of a row's queries
+        pN = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
         full = smem.allocate_array(Int64, WG * ST)
         empty = smem.allocate_array(Int64, WG * ST)
         qfull = smem.allocate_array(Int64, 1)
@@ -150,7 +150,7 @@ class QueryGradients:
         end = Int32(total * (bid + 1) // blocks)
         each = Float32(total) / Float32(blocks)
 
-        sN = cute.make_tensor(pN, cute.make_layout((ROWS, 2)))
+        sN = cute.make_tensor(pN, cute.make_layout((ROWS, 3)))
 
         def parts(a, t, tile, s, crd=0, ctas=1):
             g = cute.local_tile(t, tile, (None, 0, None, None, None))
@@ -199,7 +199,7 @@ class QueryGradients:
                                 st = Int32(0)
                                 ph ^= 1
             elif s == WG:
-                own, old = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+                own, old, extra = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
                 pb, pn, pt, pi = Int32(0), Int32(0), Int32(0), Int32(0)
                 while at < end:
                     pan = at // N
@@ -215,6 +215,8 @@ class QueryGradients:
                             value = lse[b, n, h, cutlass.min(q, LQ - 1)]
                             real = q < LQ and value > Float32(-float("inf"))
                             own[x] = cutlass.select_(real, value * -LOG2E, Float32(NEVER))
+                            if const_expr(self.dlse):
+                                extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)], Float32(0.0))
                         sleep_until(qempty, ph ^ 1)
                         if st > 0:
                             self.keep(stats[pb, pn, pt, None, None], sN, old, pi, lane)
@@ -222,6 +224,8 @@ class QueryGradients:
                         pb, pn, pt, pi = b, n, h, i
                         for x in range_constexpr(2):
                             sN[x * 32 + lane, 0] = own[x]
+                            if const_expr(self.dlse):
+                                sN[x * 32 + lane, 2] = extra[x]
                             old[x] = own[x]
                         arch.sync_warp()
                         with arch.elect_one():
@@ -355,7 +359,10 @@ class QueryGradients:
                     if turn == WG:
                         turn = Int32(0)
                 if const_expr(self.bias_gradient):
-                    self.flush(db, dpair, b, h, q0, first_key, LQ, LK, t4)
+                    if const_expr(self.partial):
+                        self.leave(db, dpair, (bid + pan) * CL + rank, tid)
+                    else:
+                        self.flush(db, dpair, b % dpair.shape[0], h % dpair.shape[1], q0, first_key, LQ, LK, t4)
             arch.cp_async_bulk_wait_group(0)
             meet(CL)
 
@@ -377,6 +384,8 @@ class QueryGradients:
             q = wid % 4 * 16 + lane // 4 + 8 * x
             nl[x] = sN[q, 0]
             nd[x] = -delta[x]
+            if const_expr(self.dlse):
+                nd[x] = nd[x] + sN[q, 2]
             if wid < 4 and lane % 4 == 0:
                 sN[q, 1] = nd[x]
 
@@ -467,6 +476,16 @@ class QueryGradients:
                         cutlass.select_(odd, f, first), cutlass.select_(odd, k, second),
                     )
 
+    @cute.jit
+    def leave(self, db, partials: cute.Tensor, slot: Int32, tid: Int32):
+        """this block's part of d(pair bias) as it lies in the registers, for `bwd_bias.PanelSum`"""
+        for u in range_constexpr(self.slices):
+            for x in range_constexpr(4):
+                four = cute.make_rmem_tensor(4, Float32)
+                for y in range_constexpr(4):
+                    four[y] = db[4 * x + y, u]
+                cute.autovec_copy(four, partials[slot, 4 * u + x, tid, None])
+
 
 def compile_dq(variant: QueryGradients, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a"):
     """Compile without a GPU; sizes and strides stay open."""
@@ -485,9 +504,13 @@ def compile_dq(variant: QueryGradients, options: str = "--enable-tvm-ffi --gpu-a
         Float32, (B, N, H, QP, 2), (cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), 2, 1), assumed_align=16
     )
     even = lambda: cute.sym_int64(divisibility=4)
-    dpair = make_fake_tensor(Float32, (B, H, Q, free()), (even(), even(), even(), 1), assumed_align=16)
+    dpair = make_fake_tensor(Float32, (free(), free(), Q, free()), (even(), even(), even(), 1), assumed_align=16)
+    if variant.partial:
+        threads = variant.groups * 128
+        shape = (free(), variant.slices * 4, threads, 4)
+        dpair = make_fake_tensor(Float32, shape, (variant.slices * 16 * threads, 4 * threads, 4, 1), assumed_align=16)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        variant, some(Q), some(KL), some(KL), some(Q), some(Q), pair, row, lse, stats, some(Q), dpair, Float32(0), Int32(0), Int32(0), Int32(0), stream,
+        variant, some(Q), some(KL), some(KL), some(Q), some(Q), pair, row, lse, lse, stats, some(Q), dpair, Float32(0), Int32(0), Int32(0), Int32(0), stream,
         options=options,
     )

@@ -116,16 +116,6 @@ def pack(dtype: Any, low: Any, high: Any) -> Any:
     return arch.inline_ptx(f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high])
 
 
-def interleave(order: int, chains: list[list]) -> list:
-    """0: chain after chain; 1: a product of each in turn; 2: in pairs of chains."""
-    if order == 0:
-        return [x for chain in chains for x in chain]
-    if order == 2:
-        half = len(chains) // 2
-        return interleave(1, chains[:half]) + interleave(1, chains[half:])
-    return [chain[i] for i in range(max(map(len, chains))) for chain in chains if i < len(chain)]
-
-
 def rotation(n0: Any, n1: Any, each: Any) -> Any:
     """Where in [n0, n1) a block begins: all panels of a (b, h) then read the same rows at the same time, from L2 but the first."""
     k = Int32(Float32(n0) / each + Float32(0.999))

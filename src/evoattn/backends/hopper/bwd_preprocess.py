@@ -1,0 +1,77 @@
+"""The statistics of every query where `bwd_dq`, which also finds them, does not run: -lse in powers of two, and -delta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.bwd_steps import NEVER
+from evoattn.backends.hopper.primitives import LOG2E
+
+_THREADS = 128
+
+
+class Statistics:
+    """o, do [b,n,h,q,c], lse, dlse [b,n,h,q] -> stats [b,n,h,queries,2]. A thread finds those of one query.
+
+    Args:
+        dtype: cutlass type of o and do.
+        channels: C.
+        dlse: whether lse has a gradient.
+    """
+
+    def __init__(self, dtype: Any, channels: int, *, dlse: bool = False):
+        self.dtype, self.channels, self.dlse = dtype, channels, dlse
+
+    @cute.jit
+    def __call__(
+        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, stream: cuda.CUstream
+    ):
+        B, N, H, QP, _ = stats.shape
+        self.kernel(o, do, lse, dlse, stats).launch(
+            grid=(B * N, QP // _THREADS, H), block=(_THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor):
+        tid, _, _ = arch.thread_idx()
+        bn, x, h = arch.block_idx()
+        b, n, q = bn // o.shape[1], bn % o.shape[1], x * _THREADS + tid
+        of = cute.make_rmem_tensor(2, Float32)
+        of[0], of[1] = Float32(NEVER), Float32(0.0)
+        if q < o.shape[3]:
+            delta = Float32(0.0)
+            for j in range_constexpr(self.channels // 8):
+                one, two = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.dtype)
+                cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (j,)), one)
+                cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (j,)), two)
+                for y in range_constexpr(8):
+                    delta = delta + one[y].to(Float32) * two[y].to(Float32)
+            value = lse[b, n, h, q]
+            if value > Float32(-float("inf")):
+                of[0] = value * -LOG2E
+            of[1] = -delta
+            if const_expr(self.dlse):
+                of[1] = dlse[b, n, h, q] - delta
+        cute.autovec_copy(of, stats[b, n, h, q, None])
+
+
+def compile_statistics(variant: Statistics, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a"):
+    """Compile without a GPU; sizes and strides stay open."""
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    free, wide, long = cute.sym_int, lambda: cute.sym_int64(divisibility=8), cute.sym_int64
+    B, N, H, Q = free(), free(), free(), free()
+    some = lambda: make_fake_tensor(
+        variant.dtype, (B, N, H, Q, variant.channels), (wide(), wide(), wide(), wide(), 1), assumed_align=16
+    )
+    lse = lambda: make_fake_tensor(Float32, (B, N, H, Q), (long(), long(), long(), 1), assumed_align=4)
+    stats = make_fake_tensor(
+        Float32, (B, N, H, cute.sym_int(divisibility=128), 2), (wide(), wide(), wide(), 2, 1), assumed_align=16
+    )
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(variant, some(), some(), lse(), lse(), stats, stream, options=options)

@@ -52,11 +52,11 @@ class QueryGradients:
     """
 
     def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, bias_gradient: bool, dlse: bool = False, partial: bool = False, groups: int = 3, slices: int = 4,
-                 stage: int = 2, stages: int = 3, vector: bool = True, shared: bool = True, phases: bool = False,
+                 stage: int = 2, stages: int = 3, vector: bool = True, shared: bool = True, phases: bool = False, tie: bool = False,
                  pdl: bool = False, cluster: int = 2):
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
         self.groups, self.slices, self.stage, self.stages, self.vector, self.pdl = groups, slices, stage, stages, vector, pdl
-        self.D, self.shared, self.phases = padded(channels), shared, phases
+        self.D, self.shared, self.phases, self.tie = padded(channels), shared, phases, tie
         self.keys = stage * SLICE
         self.tiles = slices // stage
         self.cluster, self.dlse, self.partial = cluster, dlse, partial
@@ -318,7 +318,12 @@ class QueryGradients:
                             arch.mbarrier_wait(full + so + st, ph)
                         nu = (u + 1) % self.slices
                         go = arch.make_warp_uniform(qp ^ 1)
-                        self.preload(S, mine, nu)
+                        if const_expr(self.pair and self.tie):
+                            # nothing, but the compiler must not load before dS is made: 16 registers more, and spills
+                            late = cute.make_tensor(mine.iterator + (packed(dS[1])[3] & (LQ >> 31)) * 4, mine.layout)
+                            self.preload(S, late, nu)
+                        else:
+                            self.preload(S, mine, nu)
                         warpgroup.fence()
                         self.step(
                             dS, R, fKt, u, so + old, S, T, rQ, rG, fG[None, None, None, 2 + go], ones, fK, fV, fR, nu % SL, so + st

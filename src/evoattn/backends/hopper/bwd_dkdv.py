@@ -23,7 +23,6 @@ from evoattn.backends.hopper.bwd_steps import (
     coefficients,
     exp2,
     fake_pair,
-    meet,
     release,
     packed,
     rotation,
@@ -48,12 +47,23 @@ class KeyGradients:
         streams, stages: rows n at a time, stages of each.
     """
 
-    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, blocks: int = 6, streams: int = 3, stages: int = 3,
-                 vector: bool = True, lean: bool = False, pdl: bool = False, cluster: int = 2):
+    def __init__(
+        self,
+        dtype: Any,
+        channels: int,
+        *,
+        pair: bool,
+        row: bool,
+        blocks: int = 6,
+        streams: int = 3,
+        stages: int = 3,
+        vector: bool = True,
+        lean: bool = False,
+        pdl: bool = False,
+    ):
         self.dtype, self.channels, self.pair, self.row, self.vector, self.pdl = dtype, channels, pair, row, vector, pdl
         self.blocks, self.streams, self.stages = blocks, streams, stages
         self.D, self.lean = padded(channels), lean
-        self.cluster = cluster
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
 
@@ -68,32 +78,60 @@ class KeyGradients:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, do: cute.Tensor, pair: cute.Tensor, row: cute.Tensor,
-        stats: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, scale: Float32, row_b: Int32, row_n: Int32,
-        blocks: Int32, stream: cuda.CUstream,
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        pair: cute.Tensor,
+        row: cute.Tensor,
+        stats: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: Float32,
+        row_b: Int32,
+        row_n: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
     ):
         """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; stats [b,n,h,q,2]."""
         lk, lq, _, lo = self.layouts()
-        wide = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else cpasync.CopyBulkTensorTileG2SOp()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
         one = lambda layout: cute.slice_(layout, (None, None, 0))
         aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (ROWS, self.D))
         aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (ROWS, self.D))
-        aQ, tQ = cpasync.make_tiled_tma_atom(wide, view(q), one(lq), (QUERIES, self.D), num_multicast=self.cluster)
-        aG, tG = cpasync.make_tiled_tma_atom(wide, view(do), one(lq), (QUERIES, self.D), num_multicast=self.cluster)
+        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (QUERIES, self.D))
+        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
         aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
         aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
-        self.kernel(
-            aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, scale, row_b, row_n
-        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cluster=(self.cluster, 1, 1), use_pdl=self.pdl)
+        self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, scale, row_b, row_n).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.pdl
+        )
 
     @cute.kernel
     def kernel(
-        self, aK: cute.CopyAtom, tK: cute.Tensor, aV: cute.CopyAtom, tV: cute.Tensor, aQ: cute.CopyAtom, tQ: cute.Tensor,
-        aG: cute.CopyAtom, tG: cute.Tensor, aX: cute.CopyAtom, tX: cute.Tensor, aY: cute.CopyAtom, tY: cute.Tensor,
-        gQ: cute.Tensor, gK: cute.Tensor, pair: cute.Tensor, row: cute.Tensor, stats: cute.Tensor, scale: Float32,
-        row_b: Int32, row_n: Int32,
+        self,
+        aK: cute.CopyAtom,
+        tK: cute.Tensor,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        aQ: cute.CopyAtom,
+        tQ: cute.Tensor,
+        aG: cute.CopyAtom,
+        tG: cute.Tensor,
+        aX: cute.CopyAtom,
+        tX: cute.Tensor,
+        aY: cute.CopyAtom,
+        tY: cute.Tensor,
+        gQ: cute.Tensor,
+        gK: cute.Tensor,
+        pair: cute.Tensor,
+        row: cute.Tensor,
+        stats: cute.Tensor,
+        scale: Float32,
+        row_b: Int32,
+        row_n: Int32,
     ):
         D, ST, NS = self.D, self.stages, self.streams
         B, N, H, LQ, _ = gQ.shape
@@ -101,9 +139,6 @@ class KeyGradients:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        CL = self.cluster
-        rank = arch.block_idx_in_cluster() if const_expr(CL > 1) else Int32(0)
-        bid, blocks = bid // CL, blocks // CL
         wid = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
         # ---- shared memory
@@ -112,9 +147,11 @@ class KeyGradients:
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         sQ, sG, sK, sX = new(lq), new(lq), new(lk), new(lo)
         sQt, sGt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sG.iterator, lqt.outer)
-        panel = smem.allocate_tensor(
-            Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128
-        ) if const_expr(self.pair) else None
+        panel = (
+            smem.allocate_tensor(Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128)
+            if const_expr(self.pair)
+            else None
+        )
         pS = smem.allocate_array(Float32, NS * ST * QUERIES * 2, byte_alignment=128)
         p1 = smem.allocate_array(self.dtype, SLICE * TERMS, byte_alignment=128)
         full = smem.allocate_array(Int64, NS * ST)
@@ -124,7 +161,7 @@ class KeyGradients:
         if tid == 0:
             for i in range_constexpr(NS * ST):
                 arch.mbarrier_init(full + i, 1)
-                arch.mbarrier_init(empty + i, 4 * CL)
+                arch.mbarrier_init(empty + i, 4)
             for i in range_constexpr(NS):
                 arch.mbarrier_init(kfull + i, 1)
                 arch.mbarrier_init(kempty + i, 4)
@@ -139,32 +176,29 @@ class KeyGradients:
             cute.autovec_copy(own, cute.make_tensor(p1 + tid * 8, cute.make_layout(8)))
         arch.fence_proxy("async.shared", space="cta")
         arch.sync_threads()
-        meet(CL)
         # ---- work: an equal share of all (panel, n)
-        NK = (LK + ROWS * CL - 1) // (ROWS * CL)
+        NK = (LK + ROWS - 1) // ROWS
         NT = (LQ + QUERIES - 1) // QUERIES
         total = Int64(B * H * NK) * N
         begin = Int32(total * bid // blocks)
         end = Int32(total * (bid + 1) // blocks)
         each = Float32(total) / Float32(blocks)
 
-        def parts(a, t, tile, s, crd=0, ctas=1):
+        def parts(a, t, tile, s):
             g = cute.local_tile(t, tile, (None, 0, None, None, None))
-            return cpasync.tma_partition(a, crd, cute.make_layout(ctas), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
+            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
 
         kS, kG = parts(aK, tK, (ROWS, D), sK)
         vS, vG = parts(aV, tV, (ROWS, D), sK)
-        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ, rank, CL)
-        gS, gG = parts(aG, tG, (QUERIES, D), sG, rank, CL)
+        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ)
+        gS, gG = parts(aG, tG, (QUERIES, D), sG)
         xS, xG = parts(aX, tX, (16, D), sX)
         yS, yG = parts(aY, tY, (16, D), sX)
         if wid >= NS * 4:
             # ================= producers: a warp a stream
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
-            share = QUERIES * 2 // CL
-            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SMulticastOp() if CL > 1 else cpasync.CopyBulkG2SOp(), Float32)
-            mask = cutlass.Int16(2**CL - 1)
+            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
             if const_expr(self.pdl):
                 arch.griddepcontrol_wait()
             st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
@@ -175,7 +209,7 @@ class KeyGradients:
                     n1 = cutlass.min(N, n0 + end - at)
                     at += n1 - n0
                     shift = rotation(n0, n1, each)
-                    i, h, b = pan % NK * CL + rank, pan // NK % H, pan // NK // H
+                    i, h, b = pan % NK, pan // NK % H, pan // NK // H
                     m, count = s, n1 - n0
                     while m < count:
                         n = turned(m, shift, n0, n1)
@@ -190,19 +224,18 @@ class KeyGradients:
                             sleep_until(empty + x, ph ^ 1)
                             with arch.elect_one():
                                 arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + QUERIES * 8)
-                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x, mcast_mask=mask)
-                            cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x, mcast_mask=mask)
-                            from_ = cute.local_tile(stats[b, n, h, None], (share,), (j * CL + rank,))
-                            to = cute.make_tensor(pS + x * QUERIES * 2 + rank * share, cute.make_layout(share))
+                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
+                            cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
+                            from_ = cute.local_tile(stats[b, n, h, None], (QUERIES * 2,), (j,))
+                            to = cute.make_tensor(pS + x * QUERIES * 2, cute.make_layout(QUERIES * 2))
                             with arch.elect_one():
                                 g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
-                                cute.copy(bulk, g1, s1, mbar_ptr=full + x, mcast_mask=mask)
+                                cute.copy(bulk, g1, s1, mbar_ptr=full + x)
                             st += 1
                             if st == ST:
                                 st = Int32(0)
                                 ph ^= 1
                         m += NS
-            meet(CL)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
@@ -236,7 +269,7 @@ class KeyGradients:
                 n1 = cutlass.min(N, n0 + end - at)
                 at += n1 - n0
                 shift = rotation(n0, n1, each)
-                i, h, b = pan % NK * CL + rank, pan // NK % H, pan // NK // H
+                i, h, b = pan % NK, pan // NK % H, pan // NK // H
                 k0 = i * ROWS + w * 16 + g
                 if const_expr(self.pair):
                     if again:
@@ -288,7 +321,7 @@ class KeyGradients:
                             self.step(P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, so + old, 1 - u, so + st, j > 0)
                             warpgroup.commit_group()
                             warpgroup.wait_group(0)
-                        release(empty + so + old, lane, CL)
+                        release(empty + so + old, lane)
                     arch.cp_async_bulk_wait_group(0, read=True)
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
@@ -305,7 +338,6 @@ class KeyGradients:
                         arch.cp_async_bulk_commit_group()
                     m += NS
             arch.cp_async_bulk_wait_group(0)
-            meet(CL)
 
     def send(self, atom, tile, to):
         """16 rows from shared memory to their place"""
@@ -326,7 +358,7 @@ class KeyGradients:
         for x, to in enumerate((rK, rV)):
             cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
         arch.sync_warp()
-        release(kempty + s, lane, 1)
+        release(kempty + s, lane)
         if self.row:
             for x in range(2):
                 packed(rR)[x] = own[x]
@@ -402,6 +434,20 @@ def compile_dkdv(variant: KeyGradients, options: str = "--enable-tvm-ffi --gpu-a
     stats = make_fake_tensor(Float32, (B, N, H, cute.sym_int(divisibility=128)), (wide(), wide(), wide(), 1), assumed_align=16)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        variant, some(Q), some(KL), some(KL), some(Q), pair, row, stats, some(KL), some(KL), Float32(0), Int32(0), Int32(0), Int32(0), stream,
+        variant,
+        some(Q),
+        some(KL),
+        some(KL),
+        some(Q),
+        pair,
+        row,
+        stats,
+        some(KL),
+        some(KL),
+        Float32(0),
+        Int32(0),
+        Int32(0),
+        Int32(0),
+        stream,
         options=options,
     )

@@ -32,9 +32,7 @@ class Statistics:
         self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, stream: cuda.CUstream
     ):
         B, N, H, QP, _ = stats.shape
-        self.kernel(o, do, lse, dlse, stats).launch(
-            grid=(B * N, QP // _THREADS, H), block=(_THREADS, 1, 1), stream=stream
-        )
+        self.kernel(o, do, lse, dlse, stats).launch(grid=(B * N, QP // _THREADS, H), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor):

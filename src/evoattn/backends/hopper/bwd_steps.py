@@ -105,7 +105,9 @@ def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
 
     stride = lambda: cute.sym_int64(divisibility=2 if vector else 1)
     return make_fake_tensor(
-        dtype, (cute.sym_int(), cute.sym_int(), queries, keys), (stride(), stride(), stride(), 1 if vector else stride()),
+        dtype,
+        (cute.sym_int(), cute.sym_int(), queries, keys),
+        (stride(), stride(), stride(), 1 if vector else stride()),
         assumed_align=4 if vector else 2,
     )
 
@@ -113,7 +115,9 @@ def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
 def pack(dtype: Any, low: Any, high: Any) -> Any:
     """Two float32 as a word of 16-bit numbers, where it is said: the compiler would put it off to the next turn of a loop."""
     kind = "bf16x2" if dtype is BFloat16 else "f16x2"
-    return arch.inline_ptx(f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high])
+    return arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
+    )
 
 
 def rotation(n0: Any, n1: Any, each: Any) -> Any:
@@ -130,28 +134,8 @@ def turned(k: Any, shift: Any, n0: Any, n1: Any) -> Any:
     return cutlass.select_(n < n1, n, n - (n1 - n0))
 
 
-def release(barrier: Any, lane: Any, cluster: int) -> None:
-    """Give a stage back, for this warp: to every block whose copies fill it."""
-    if cluster == 1:
-        release_here(barrier, lane)
-    else:
-        release_all(barrier, lane)
-
-
 @cute.jit
-def release_here(barrier: cute.Pointer, lane: Int32) -> None:
+def release(barrier: cute.Pointer, lane: Int32) -> None:
+    """Give a buffer back, for this warp."""
     if lane == 0:
         arch.mbarrier_arrive(barrier)
-
-
-@cute.jit
-def release_all(barrier: cute.Pointer, lane: Int32) -> None:
-    if lane < 2:
-        arch.mbarrier_arrive(barrier, lane)
-
-
-def meet(cluster: int) -> None:
-    """Wait for the other block of a cluster, whose copies and arrivals go to this one's shared memory."""
-    if cluster > 1:
-        arch.cluster_arrive()
-        arch.cluster_wait()

@@ -20,7 +20,7 @@ from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
     TERMS,
-    coefficients,
+    TILE,
     exp2,
     fake_pair,
     release,
@@ -30,7 +30,7 @@ from evoattn.backends.hopper.bwd_steps import (
     store_rows,
     turned,
 )
-from evoattn.backends.hopper.primitives import LOG2E, MASKED, fma, k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.primitives import LOG2E, MASKED, k_major, mn_major, multiply, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 QUERIES = 64  # queries of a stage
@@ -58,12 +58,11 @@ class KeyGradients:
         streams: int = 3,
         stages: int = 3,
         vector: bool = True,
-        lean: bool = False,
         pdl: bool = False,
     ):
         self.dtype, self.channels, self.pair, self.row, self.vector, self.pdl = dtype, channels, pair, row, vector, pdl
         self.blocks, self.streams, self.stages = blocks, streams, stages
-        self.D, self.lean = padded(channels), lean
+        self.D = padded(channels)
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
 
@@ -73,7 +72,7 @@ class KeyGradients:
             k_major(self.dtype, ROWS, self.D, 2 * self.streams),  # k, v of a row
             k_major(self.dtype, QUERIES, self.D, n),  # q and do
             mn_major(self.dtype, self.D, QUERIES, n),  # the same as right sides of dS^T q and P^T do
-            k_major(self.dtype, 16, self.D, self.streams * (4 if self.lean else 8)),  # dk, dv, a warp's rows
+            k_major(self.dtype, 16, self.D, self.streams * 4),  # dk, dv, a warp's rows
         )
 
     @cute.jit
@@ -94,7 +93,7 @@ class KeyGradients:
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; stats [b,n,h,q,2]."""
+        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; stats [b,n,h,tiles * TILE]."""
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
@@ -152,8 +151,7 @@ class KeyGradients:
             if const_expr(self.pair)
             else None
         )
-        pS = smem.allocate_array(Float32, NS * ST * QUERIES * 2, byte_alignment=128)
-        p1 = smem.allocate_array(self.dtype, SLICE * TERMS, byte_alignment=128)
+        pS = smem.allocate_array(Float32, NS * ST * TILE, byte_alignment=128)
         full = smem.allocate_array(Int64, NS * ST)
         empty = smem.allocate_array(Int64, NS * ST)
         kfull = smem.allocate_array(Int64, NS)
@@ -167,14 +165,6 @@ class KeyGradients:
                 arch.mbarrier_init(kempty + i, 4)
         arch.mbarrier_init_fence()
         inverse = Float32(1.0) / scale
-        if tid < SLICE:
-            own = cute.make_rmem_tensor(8, self.dtype)
-            for x in range_constexpr(4):
-                two = cute.make_rmem_tensor(8, self.dtype)
-                coefficients(two, inverse, Int32(x), self.dtype)
-                own[2 * x], own[2 * x + 1] = two[0], two[1]
-            cute.autovec_copy(own, cute.make_tensor(p1 + tid * 8, cute.make_layout(8)))
-        arch.fence_proxy("async.shared", space="cta")
         arch.sync_threads()
         # ---- work: an equal share of all (panel, n)
         NK = (LK + ROWS - 1) // ROWS
@@ -223,11 +213,11 @@ class KeyGradients:
                             x = s * ST + st
                             sleep_until(empty + x, ph ^ 1)
                             with arch.elect_one():
-                                arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + QUERIES * 8)
+                                arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + TILE * 4)
                             cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
                             cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
-                            from_ = cute.local_tile(stats[b, n, h, None], (QUERIES * 2,), (j,))
-                            to = cute.make_tensor(pS + x * QUERIES * 2, cute.make_layout(QUERIES * 2))
+                            from_ = cute.local_tile(stats[b, n, h, None], (TILE,), (j,))
+                            to = cute.make_tensor(pS + x * TILE, cute.make_layout(TILE))
                             with arch.elect_one():
                                 g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
                                 cute.copy(bulk, g1, s1, mbar_ptr=full + x)
@@ -246,8 +236,11 @@ class KeyGradients:
             fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
             fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sQt))
             fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sGt))
-            # a key's terms fill 8 of 16 channels; the other 8 read the same coefficients again and meet zeros
-            s1 = cute.make_tensor(p1, cute.make_layout(((8, 4), (8, 2), 1), stride=((TERMS, 8 * TERMS), (1, 0), 0)))
+            # the words of a query fill 8 of 16 channels; the other 8 are the same again, see load_row
+            s1 = cute.make_tensor(
+                cute.recast_ptr(pS, dtype=self.dtype),
+                cute.make_layout(((8, 4), (8, 2), (2, NS * ST)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
+            )
             f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
             S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
             T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
@@ -255,11 +248,9 @@ class KeyGradients:
             Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
             rK, rV = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(2))
             rR = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16)))
-            for x in range_constexpr(8):
-                rR[x] = self.dtype(0.0)
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
             rows = ldm.partition_S(sK)
-            own = cute.make_rmem_tensor(2, Int32)
+            own = cute.make_rmem_tensor(6, Int32)
             own.fill(0)
             st, ph, kp, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
             mine = panel[None, wt, None] if const_expr(self.pair) else None
@@ -282,8 +273,8 @@ class KeyGradients:
                 if m < count:
                     n = turned(m, shift, n0, n1)
                     if const_expr(self.row):
-                        self.load_row(own, row, b * row_b + n * row_n, k0, t4)
-                    self.take_rows(ldm, rows, s, rK, rV, own, rR, kfull, kempty, kp, lane)
+                        self.load_row(own, row, b * row_b + n * row_n, k0)
+                    self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane)
                     kp ^= 1
                     arch.mbarrier_wait(full + s * ST + st, ph)
                     self.preload(S, mine, 0)
@@ -296,12 +287,12 @@ class KeyGradients:
                     more = m + NS < count
                     if const_expr(self.row):
                         if more:
-                            self.load_row(own, row, b * row_b + turned(m + NS, shift, n0, n1) * row_n, k0, t4)
+                            self.load_row(own, row, b * row_b + turned(m + NS, shift, n0, n1) * row_n, k0)
                     for j in cutlass.range(NT, unroll=1):
                         so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                         old = st
                         for u in range_constexpr(2):
-                            P, dS = self.gradient(S, T, pS + (so + old) * QUERIES * 2 + u * SLICE * 2, t4, scale * LOG2E)
+                            P, dS = self.gradient(S, T, pS + (so + old) * TILE + 4 * QUERIES + u * SLICE, t4, scale * LOG2E)
                             nu = 2 * j + u + 1
                             if const_expr(u == 1):
                                 st += 1
@@ -312,7 +303,7 @@ class KeyGradients:
                                 if last:
                                     nu = Int32(0)
                                     if more:
-                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, kfull, kempty, kp, lane)
+                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane)
                                         kp ^= 1
                                 if not last or more:
                                     arch.mbarrier_wait(full + so + st, ph)
@@ -325,17 +316,11 @@ class KeyGradients:
                     arch.cp_async_bulk_wait_group(0, read=True)
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
-                    if const_expr(self.lean):
-                        self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
-                        arch.cp_async_bulk_wait_group(0, read=True)
-                        arch.sync_warp()
-                        store_rows(Y, Float32(1.0), sX[None, None, wid], lane, self.dtype)
-                        self.send(aY, yS[None, wid], yG[None, i * 4 + w, h, n, b])
-                    else:
-                        store_rows(Y, Float32(1.0), sX[None, None, NS * 4 + wid], lane, self.dtype)
-                        self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
-                        cute.copy(aY, yS[None, NS * 4 + wid], yG[None, i * 4 + w, h, n, b])
-                        arch.cp_async_bulk_commit_group()
+                    self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
+                    arch.cp_async_bulk_wait_group(0, read=True)
+                    arch.sync_warp()
+                    store_rows(Y, Float32(1.0), sX[None, None, wid], lane, self.dtype)
+                    self.send(aY, yS[None, wid], yG[None, i * 4 + w, h, n, b])
                     m += NS
             arch.cp_async_bulk_wait_group(0)
 
@@ -346,22 +331,30 @@ class KeyGradients:
         cute.copy(atom, tile, to)
         arch.cp_async_bulk_commit_group()
 
-    def load_row(self, own, row, r, k0, t4):
-        """the terms of the key-wise bias of this thread's two keys, two of the eight terms a thread"""
+    def load_row(self, own, row, r, k0):
+        """the terms of the key-wise bias of this thread's two keys: words hi mid, lo hi, and veto veto"""
         words = cute.recast_tensor(row, Int32)
         for x in range(2):
-            own[x] = words[r, (k0 + 8 * x) * (TERMS // 2) + t4]
+            for y, word in enumerate((0, 1) if self.dtype is BFloat16 else (0, 1, 3)):
+                own[3 * x + y] = words[r, (k0 + 8 * x) * (TERMS // 2) + word]
 
-    def take_rows(self, ldm, rows, s, rK, rV, own, rR, kfull, kempty, kp, lane):
-        """k and v of 64 keys into registers, the key-wise bias beside them"""
+    def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane):
+        """k and v of 64 keys into registers, and what meets a query's words: 1 1 1 hi hi hi lo veto, 0 0 0 mid mid 0 0 veto"""
         arch.mbarrier_wait(kfull + s, kp)
         for x, to in enumerate((rK, rV)):
             cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
         arch.sync_warp()
         release(kempty + s, lane)
-        if self.row:
-            for x in range(2):
-                packed(rR)[x] = own[x]
+        one = 0x3F80 if self.dtype is BFloat16 else 0x3C00
+        pick = lambda *of: cutlass.select_(
+            t4 == 0, of[0], cutlass.select_(t4 == 1, of[1], cutlass.select_(t4 == 2, of[2], of[3]))
+        )
+        for x in range(2):
+            high, middle = own[3 * x] & 0xFFFF, own[3 * x] & Int32(-65536)
+            low, veto = own[3 * x + 1] & 0xFFFF, own[3 * x + 2] & Int32(-65536)
+            above = high << 16
+            packed(rR)[x] = pick(Int32(one | one << 16), above | one, above | high, low | veto)
+            packed(rR)[2 + x] = pick(Int32(0), middle, (middle >> 16) & 0xFFFF, veto)
 
     def load_panel(self, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
         """this thread's part of slice u of the pair bias, as the accumulators of the scores hold it"""
@@ -384,8 +377,7 @@ class KeyGradients:
         for kk in range(self.D // 16):
             op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair)
             cute.gemm(op, S, rK[None, None, kk], fQ[None, None, kk, sl, i], S)
-        if self.row:
-            cute.gemm(multiply(self.dtype, False, K, SLICE), S, rR[None, None, 0], f1[None, None, 0, 0], S)
+        cute.gemm(multiply(self.dtype, False, K, SLICE), S, rR[None, None, 0], f1[None, None, 0, (sl, i)], S)
         for kk in range(self.D // 16):
             cute.gemm(multiply(self.dtype, False, K, SLICE, kk > 0), T, rV[None, None, kk], fG[None, None, kk, sl, i], T)
 
@@ -397,20 +389,18 @@ class KeyGradients:
                 cute.gemm(op, to, left[kk][None, None, 0], right[None, None, u * 2 + kk, i], to)
         self.scores(S, T, rK, rV, rR, fQ, fG, f1, nu, ni)
 
-    def gradient(self, S, T, stats, t4, c):
+    def gradient(self, S, T, deltas, t4, c):
         """P and dS of a slice [k,q], in the dtype of a product's left side"""
         P_D = multiply(self.dtype, False, MN, self.D)
         out = ([], [])
         p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
-        of = cute.make_rmem_tensor((4, 4), Float32)  # -lse, -delta of two queries
+        for y in range(16):
+            p[y] = exp2(S[y] * c)
         for x in range(4):
-            cute.autovec_copy(cute.make_tensor((stats + (8 * x + 2 * t4) * 2).align(16), cute.make_layout(4)), of[None, x])
-        for y in range(16):
-            p[y] = fma(S[y], c, of[y % 2 * 2, y // 4])
-        for y in range(16):
-            p[y] = exp2(p[y])
-        for y in range(16):
-            d[y] = p[y] * (T[y] + of[y % 2 * 2 + 1, y // 4])
+            two = cute.make_rmem_tensor(2, Float32)  # -delta of two queries
+            cute.autovec_copy(cute.make_tensor((deltas + 8 * x + 2 * t4).align(8), cute.make_layout(2)), two)
+            for y in range(4):
+                d[4 * x + y] = p[4 * x + y] * (T[4 * x + y] + two[y % 2])
         for values, to in ((p, out[0]), (d, out[1])):
             for kk in range(2):
                 a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))
@@ -431,7 +421,7 @@ def compile_dkdv(variant: KeyGradients, options: str = "--enable-tvm-ffi --gpu-a
     )
     pair = fake_pair(variant.dtype, Q, KL, variant.vector)
     row = make_fake_tensor(variant.dtype, (free(), cute.sym_int(divisibility=8)), (wide(), 1), assumed_align=16)
-    stats = make_fake_tensor(Float32, (B, N, H, cute.sym_int(divisibility=128)), (wide(), wide(), wide(), 1), assumed_align=16)
+    stats = make_fake_tensor(Float32, (B, N, H, free()), (wide(), wide(), wide(), 1), assumed_align=16)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
         variant,

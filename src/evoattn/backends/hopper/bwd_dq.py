@@ -21,6 +21,7 @@ from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
     TERMS,
+    TILE,
     add_four,
     coefficients,
     exp2,
@@ -32,6 +33,7 @@ from evoattn.backends.hopper.bwd_steps import (
     sleep_until,
     store_rows,
     turned,
+    write_statistics,
 )
 from evoattn.backends.hopper.primitives import LOG2E, MASKED, fma, k_major, mn_major, multiply, padded
 
@@ -106,7 +108,7 @@ class QueryGradients:
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; lse [b,n,h,q]; stats [b,n,h,q,2]; dpair [b,h,q,k]."""
+        """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; lse [b,n,h,q]; stats [b,n,h,tiles * TILE]; dpair [b,h,q,k]."""
         lq, lk, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
@@ -261,16 +263,16 @@ class QueryGradients:
                             q = i * ROWS + x * 32 + lane
                             value = lse[b, n, h, cutlass.min(q, LQ - 1)]
                             real = q < LQ and value > Float32(-float("inf"))
-                            own[x] = cutlass.select_(real, value * -LOG2E, Float32(NEVER))
+                            own[x] = cutlass.select_(real, -value, Float32(NEVER))
                             if const_expr(self.dlse):
                                 extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)], Float32(0.0))
                         sleep_until(qempty, ph ^ 1)
                         if st > 0:
-                            self.keep(stats[pb, pn, pt, None, None], sN, old, pi, lane)
+                            self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
                         st = Int32(1)
                         pb, pn, pt, pi = b, n, h, i
                         for x in range_constexpr(2):
-                            sN[x * 32 + lane, 0] = own[x]
+                            sN[x * 32 + lane, 0] = own[x] * LOG2E
                             if const_expr(self.dlse):
                                 sN[x * 32 + lane, 2] = extra[x]
                             old[x] = own[x]
@@ -283,7 +285,7 @@ class QueryGradients:
                         ph ^= 1
                 if st > 0:
                     sleep_until(qempty, ph ^ 1)
-                    self.keep(stats[pb, pn, pt, None, None], sN, old, pi, lane)
+                    self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
@@ -415,12 +417,13 @@ class QueryGradients:
             arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def keep(self, to: cute.Tensor, sN: cute.Tensor, nl: cute.Tensor, i: Int32, lane: Int32):
+    def keep(self, stats: cute.Tensor, sN: cute.Tensor, low: cute.Tensor, i: Int32, inverse: Float32, lane: Int32):
         """the statistics of 64 queries to memory, for the other kernel"""
+        floor = Float32(NEVER if self.dtype is BFloat16 else -65504.0)
         for x in range_constexpr(2):
-            two = cute.make_rmem_tensor(2, Float32)
-            two[0], two[1] = nl[x], sN[x * 32 + lane, 1]
-            cute.autovec_copy(two, to[i * ROWS + x * 32 + lane, None])
+            q = x * 32 + lane
+            to = cute.local_tile(stats, (TILE,), (i,))
+            write_statistics(to, q, arch.fmax(low[x] * inverse, floor), sN[q, 1], inverse, self.dtype)
 
     @cute.jit
     def take_rows(self, ldm, rows, buffer: Int32, rQ, rG, rO, nl, nd, sN, wid: Int32, lane: Int32):
@@ -552,12 +555,7 @@ def compile_dq(variant: QueryGradients, options: str = "--enable-tvm-ffi --gpu-a
     pair = fake_pair(variant.dtype, Q, KL, variant.vector)
     row = make_fake_tensor(variant.dtype, (free(), cute.sym_int(divisibility=8)), (wide(), 1), assumed_align=16)
     lse = make_fake_tensor(Float32, (B, N, H, Q), (long(), long(), long(), 1), assumed_align=4)
-    stats = make_fake_tensor(
-        Float32,
-        (B, N, H, QP, 2),
-        (cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), 2, 1),
-        assumed_align=16,
-    )
+    stats = make_fake_tensor(Float32, (B, N, H, free()), (wide(), wide(), wide(), 1), assumed_align=16)
     even = lambda: cute.sym_int64(divisibility=4)
     dpair = make_fake_tensor(Float32, (free(), free(), Q, free()), (even(), even(), even(), 1), assumed_align=16)
     if variant.partial:

@@ -6,17 +6,16 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.bwd_steps import NEVER
-from evoattn.backends.hopper.primitives import LOG2E
+from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, write_statistics
 
-_THREADS = 128
+_THREADS = ROWS
 
 
 class Statistics:
-    """o, do [b,n,h,q,c], lse, dlse [b,n,h,q] -> stats [b,n,h,queries,2]. A thread finds those of one query.
+    """o, do [b,n,h,q,c], lse, dlse [b,n,h,q] -> stats [b,n,h,tiles * TILE]. A thread finds those of one query.
 
     Args:
         dtype: cutlass type of o and do.
@@ -29,13 +28,13 @@ class Statistics:
 
     @cute.jit
     def __call__(
-        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, stream: cuda.CUstream
+        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, scale: Float32, stream: cuda.CUstream
     ):
-        B, N, H, QP, _ = stats.shape
-        self.kernel(o, do, lse, dlse, stats).launch(grid=(B * N, QP // _THREADS, H), block=(_THREADS, 1, 1), stream=stream)
+        B, N, H, words = stats.shape
+        self.kernel(o, do, lse, dlse, stats, scale).launch(grid=(B * N, words // TILE, H), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor):
+    def kernel(self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, scale: Float32):
         tid, _, _ = arch.thread_idx()
         bn, x, h = arch.block_idx()
         b, n, q = bn // o.shape[1], bn % o.shape[1], x * _THREADS + tid
@@ -51,11 +50,14 @@ class Statistics:
                     delta = delta + one[y].to(Float32) * two[y].to(Float32)
             value = lse[b, n, h, q]
             if value > Float32(-float("inf")):
-                of[0] = value * -LOG2E
+                of[0] = -value
             of[1] = -delta
             if const_expr(self.dlse):
                 of[1] = dlse[b, n, h, q] - delta
-        cute.autovec_copy(of, stats[b, n, h, q, None])
+        floor = Float32(NEVER if self.dtype is BFloat16 else -65504.0)
+        inverse = Float32(1.0) / scale
+        to = cute.local_tile(stats[b, n, h, None], (TILE,), (x,))
+        write_statistics(to, tid, arch.fmax(of[0] * inverse, floor), of[1], inverse, self.dtype)
 
 
 def compile_statistics(variant: Statistics, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a"):
@@ -68,8 +70,6 @@ def compile_statistics(variant: Statistics, options: str = "--enable-tvm-ffi --g
         variant.dtype, (B, N, H, Q, variant.channels), (wide(), wide(), wide(), wide(), 1), assumed_align=16
     )
     lse = lambda: make_fake_tensor(Float32, (B, N, H, Q), (long(), long(), long(), 1), assumed_align=4)
-    stats = make_fake_tensor(
-        Float32, (B, N, H, cute.sym_int(divisibility=128), 2), (wide(), wide(), wide(), 2, 1), assumed_align=16
-    )
+    stats = make_fake_tensor(Float32, (B, N, H, free()), (wide(), wide(), wide(), 1), assumed_align=16)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(variant, some(), some(), lse(), lse(), stats, stream, options=options)
+    return cute.compile(variant, some(), some(), lse(), lse(), stats, Float32(0), stream, options=options)

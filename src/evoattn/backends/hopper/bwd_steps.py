@@ -13,8 +13,9 @@ from evoattn.backends.hopper.primitives import VETO
 
 SLICE = 32  # scores of a row that a warpgroup holds at a time
 ROWS = 64  # rows of a warpgroup
+TILE = 5 * ROWS  # words of statistics of 64 queries, see write_statistics
 TERMS = 8  # 16-bit terms of a key-wise bias, see prepare.py
-NEVER = -1e30  # in place of -lse * log2(e) where a query has no probabilities
+NEVER = -1e30  # in place of -lse where a query has no probabilities
 
 
 def sleep_until(barrier: Any, phase: Any) -> None:
@@ -39,6 +40,23 @@ def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
     words = packed(to)
     # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product
     words[2] = words[3] = arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
+
+
+def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
+    """What `bwd_dkdv` needs of query q of a tile: words [4 * q, ..] for its product, and -delta.
+
+    The product adds -lse / scale (`low`), three terms, and a key's bias: its terms hi mid lo meet those of alpha = 1 / scale."""
+    l0 = low.to(dtype)
+    l1 = (low - l0.to(Float32)).to(dtype)
+    l2 = (low - l0.to(Float32) - l1.to(Float32)).to(dtype)
+    a0 = alpha.to(dtype)
+    a1 = (alpha - a0.to(Float32)).to(dtype)
+    a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(dtype)
+    terms = cute.make_rmem_tensor(8, dtype)
+    for x, term in enumerate((l0, l1, l2, a0, a1, a2, a0, dtype(0.0 if dtype is BFloat16 else VETO))):
+        terms[x] = term
+    cute.autovec_copy(cute.recast_tensor(terms, Float32), cute.local_tile(to, (4,), (q,)))
+    to[4 * ROWS + q] = delta
 
 
 def packed(fragment: Any) -> Any:

@@ -9,11 +9,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, fake_pair, fake_words
 
 
 class PanelSum:
-    """partials [slot, fragment, thread, 4] -> d(pair bias) [b,h,q,k]. A block writes one fragment of a panel: 64 queries of some keys.
+    """partials [slot, fragment, thread, 4] -> d(pair bias) [b,h,q,k]. A block sums one fragment of a panel of 64 queries.
 
     Args:
         dtype: cutlass type of d(pair bias).
@@ -64,22 +64,7 @@ class PanelSum:
                     if k + 1 < LK:
                         line[k + 1] = sums[2 * r + 1].to(self.dtype)
 
-
-def compile_sum(variant: PanelSum, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a"):
-    """Compile without a GPU; sizes and strides stay open."""
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-    threads = variant.groups * 128
-    partials = make_fake_tensor(
-        Float32,
-        (cute.sym_int(), variant.slices * 4, threads, 4),
-        (variant.slices * 16 * threads, 4 * threads, 4, 1),
-        assumed_align=16,
-    )
-    shape = tuple(cute.sym_int() for _ in range(4))
-    stride = lambda: cute.sym_int64(divisibility=2 if variant.vector else 1)
-    align = (2 if variant.vector else 1) * variant.dtype.width // 8
-    dpair = make_fake_tensor(variant.dtype, shape, (stride(), stride(), stride(), 1), assumed_align=align)
-    return cute.compile(
-        variant, partials, dpair, Int32(0), Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True), options=options
-    )
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        partials = fake_words((cute.sym_int(), self.slices * 4, self.groups * 128, 4), 16)
+        return partials, fake_pair(self.dtype, cute.sym_int(), cute.sym_int(), self.vector), Int32(0), Int32(0)

@@ -2,7 +2,8 @@
 
 A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in three streams, a warpgroup each. It works on
 transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory in
-float32, as the accumulators hold it; q, do and two statistics of each query stream.
+float32, as the accumulators hold it; q, do and the statistics of each query stream. -lse comes with the scores: a query's words
+meet the key-wise bias in one product of 16 channels.
 """
 
 from __future__ import annotations
@@ -11,32 +12,33 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
+from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
-    TERMS,
     TILE,
-    exp2,
+    fake_channels,
     fake_pair,
+    fake_row,
+    fake_words,
     release,
-    packed,
     rotation,
     sleep_until,
     store_rows,
     turned,
 )
-from evoattn.backends.hopper.primitives import LOG2E, MASKED, k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.primitives import LOG2E, k_major, mn_major, multiply, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 QUERIES = 64  # queries of a stage
 
 
-class KeyGradients:
+class KeyGradients(KeySteps):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
@@ -45,6 +47,7 @@ class KeyGradients:
         pair, row: whether there is a pair bias, a key-wise bias.
         blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
         streams, stages: rows n at a time, stages of each.
+        pdl: whether it starts while the kernel before it ends, and waits before it reads the statistics.
     """
 
     def __init__(
@@ -57,10 +60,9 @@ class KeyGradients:
         blocks: int = 6,
         streams: int = 3,
         stages: int = 3,
-        vector: bool = True,
         pdl: bool = False,
     ):
-        self.dtype, self.channels, self.pair, self.row, self.vector, self.pdl = dtype, channels, pair, row, vector, pdl
+        self.dtype, self.channels, self.pair, self.row, self.pdl = dtype, channels, pair, row, pdl
         self.blocks, self.streams, self.stages = blocks, streams, stages
         self.D = padded(channels)
         self.threads = (streams + 1) * 128
@@ -93,7 +95,7 @@ class KeyGradients:
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; stats [b,n,h,tiles * TILE]."""
+        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row, stats as in `bwd_dq`."""
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
@@ -324,120 +326,12 @@ class KeyGradients:
                     m += NS
             arch.cp_async_bulk_wait_group(0)
 
-    def send(self, atom, tile, to):
-        """16 rows from shared memory to their place"""
-        arch.fence_proxy("async.shared", space="cta")
-        arch.sync_warp()
-        cute.copy(atom, tile, to)
-        arch.cp_async_bulk_commit_group()
-
-    def load_row(self, own, row, r, k0):
-        """the terms of the key-wise bias of this thread's two keys: words hi mid, lo hi, and veto veto"""
-        words = cute.recast_tensor(row, Int32)
-        for x in range(2):
-            for y, word in enumerate((0, 1) if self.dtype is BFloat16 else (0, 1, 3)):
-                own[3 * x + y] = words[r, (k0 + 8 * x) * (TERMS // 2) + word]
-
-    def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane):
-        """k and v of 64 keys into registers, and what meets a query's words: 1 1 1 hi hi hi lo veto, 0 0 0 mid mid 0 0 veto"""
-        arch.mbarrier_wait(kfull + s, kp)
-        for x, to in enumerate((rK, rV)):
-            cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
-        arch.sync_warp()
-        release(kempty + s, lane)
-        one = 0x3F80 if self.dtype is BFloat16 else 0x3C00
-        pick = lambda *of: cutlass.select_(
-            t4 == 0, of[0], cutlass.select_(t4 == 1, of[1], cutlass.select_(t4 == 2, of[2], of[3]))
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        size = cute.sym_int
+        B, N, H, Q, KL = (size() for _ in range(5))
+        queries, keys = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL))
+        return (
+            *(queries, keys, keys, queries, fake_pair(self.dtype, Q, KL, False), fake_row(self.dtype)),
+            *(fake_words((B, N, H, size()), 16), keys, keys, Float32(0), Int32(0), Int32(0), Int32(0)),
         )
-        for x in range(2):
-            high, middle = own[3 * x] & 0xFFFF, own[3 * x] & Int32(-65536)
-            low, veto = own[3 * x + 1] & 0xFFFF, own[3 * x + 2] & Int32(-65536)
-            above = high << 16
-            packed(rR)[x] = pick(Int32(one | one << 16), above | one, above | high, low | veto)
-            packed(rR)[2 + x] = pick(Int32(0), middle, (middle >> 16) & 0xFFFF, veto)
-
-    def load_panel(self, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
-        """this thread's part of slice u of the pair bias, as the accumulators of the scores hold it"""
-        for x in range(4):
-            values = cute.make_rmem_tensor(4, Float32)
-            for y in range(4):
-                key, q = k0 + y // 2 * 8, u * SLICE + 8 * x + 2 * t4 + y % 2
-                bias = pair[b, h, cutlass.min(q, LQ - 1), cutlass.min(key, LK - 1)].to(Float32)
-                values[y] = arch.fmax(bias, Float32(MASKED)) * inverse
-            cute.autovec_copy(values, mine[None, 4 * u + x])
-
-    def preload(self, S, mine, u):
-        """start the accumulators of slice u from the pair bias"""
-        if self.pair:
-            for x in range(4):
-                cute.autovec_copy(mine[None, 4 * u + x], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
-
-    def scores(self, S, T, rK, rV, rR, fQ, fG, f1, sl, i):
-        """S = K Q^T + biases and T = V dO^T of slice sl of stage i"""
-        for kk in range(self.D // 16):
-            op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair)
-            cute.gemm(op, S, rK[None, None, kk], fQ[None, None, kk, sl, i], S)
-        cute.gemm(multiply(self.dtype, False, K, SLICE), S, rR[None, None, 0], f1[None, None, 0, (sl, i)], S)
-        for kk in range(self.D // 16):
-            cute.gemm(multiply(self.dtype, False, K, SLICE, kk > 0), T, rV[None, None, kk], fG[None, None, kk, sl, i], T)
-
-    def step(self, P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, i, nu, ni, started):
-        """dv += P dO and dk += dS Q of slice u of stage i; S and T of slice nu of stage ni"""
-        for to, left, right in ((Y, P, fGt), (X, dS, fQt)):
-            for kk in range(2):
-                op = multiply(self.dtype, False, MN, self.D, True if u > 0 or kk > 0 else started)
-                cute.gemm(op, to, left[kk][None, None, 0], right[None, None, u * 2 + kk, i], to)
-        self.scores(S, T, rK, rV, rR, fQ, fG, f1, nu, ni)
-
-    def gradient(self, S, T, deltas, t4, c):
-        """P and dS of a slice [k,q], in the dtype of a product's left side"""
-        P_D = multiply(self.dtype, False, MN, self.D)
-        out = ([], [])
-        p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
-        for y in range(16):
-            p[y] = exp2(S[y] * c)
-        for x in range(4):
-            two = cute.make_rmem_tensor(2, Float32)  # -delta of two queries
-            cute.autovec_copy(cute.make_tensor((deltas + 8 * x + 2 * t4).align(8), cute.make_layout(2)), two)
-            for y in range(4):
-                d[4 * x + y] = p[4 * x + y] * (T[4 * x + y] + two[y % 2])
-        for values, to in ((p, out[0]), (d, out[1])):
-            for kk in range(2):
-                a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))
-                half = cute.make_tensor(values.iterator + 8 * kk, cute.make_layout(8))
-                cute.make_tensor(a.iterator, cute.make_layout(8)).store(half.load().to(self.dtype))
-                to.append(a)
-        return out
-
-
-def compile_dkdv(variant: KeyGradients, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a"):
-    """Compile without a GPU; sizes and strides stay open."""
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-    free, wide, long = cute.sym_int, lambda: cute.sym_int64(divisibility=8), cute.sym_int64
-    B, N, H, Q, KL = free(), free(), free(), free(), free()
-    some = lambda length: make_fake_tensor(
-        variant.dtype, (B, N, H, length, variant.channels), (wide(), wide(), wide(), wide(), 1), assumed_align=16
-    )
-    pair = fake_pair(variant.dtype, Q, KL, variant.vector)
-    row = make_fake_tensor(variant.dtype, (free(), cute.sym_int(divisibility=8)), (wide(), 1), assumed_align=16)
-    stats = make_fake_tensor(Float32, (B, N, H, free()), (wide(), wide(), wide(), 1), assumed_align=16)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        variant,
-        some(Q),
-        some(KL),
-        some(KL),
-        some(Q),
-        pair,
-        row,
-        stats,
-        some(KL),
-        some(KL),
-        Float32(0),
-        Int32(0),
-        Int32(0),
-        Int32(0),
-        stream,
-        options=options,
-    )

@@ -11,36 +11,34 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
+from evoattn.backends.hopper.bwd_dq_steps import QuerySteps
 from evoattn.backends.hopper.bwd_steps import (
     NEVER,
     ROWS,
     SLICE,
     TERMS,
-    TILE,
-    add_four,
     coefficients,
-    exp2,
+    fake_channels,
     fake_pair,
+    fake_row,
+    fake_words,
     release,
-    packed,
     rotation,
-    row_products,
     sleep_until,
     store_rows,
     turned,
-    write_statistics,
 )
-from evoattn.backends.hopper.primitives import LOG2E, MASKED, fma, k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.primitives import LOG2E, k_major, mn_major, multiply, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
-class QueryGradients:
+class QueryGradients(QuerySteps):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
@@ -50,6 +48,10 @@ class QueryGradients:
         bias_gradient: whether d(pair bias) is needed.
         groups, slices: warpgroups, and slices of 32 keys of each: groups * slices * 32 keys at most.
         stage, stages: slices of a stage of keys, and stages of a warpgroup.
+        dlse: whether lse has a gradient.
+        partial: whether each block leaves its part of d(pair bias) instead of adding it to what the others found.
+        vector: whether lines of the pair bias start on 4 bytes, and the number of keys is even.
+        pdl: whether the next kernel may start before this one ends.
     """
 
     def __init__(
@@ -108,7 +110,12 @@ class QueryGradients:
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, k * TERMS]; lse [b,n,h,q]; stats [b,n,h,tiles * TILE]; dpair [b,h,q,k]."""
+        """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, keys * TERMS]; lse, dlse [b,n,h,q].
+
+        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover groups * slices * 32 keys. stats
+        [b,n,h,tiles of 64 queries * TILE] is left for `bwd_dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines padded to a multiple
+        of 4; or, with `partial`, [blocks + panels, slices * 4, groups * 128, 4], which `bwd_bias.PanelSum` sums.
+        """
         lq, lk, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
@@ -416,171 +423,17 @@ class QueryGradients:
                         self.flush(db, dpair, b % dpair.shape[0], h % dpair.shape[1], q0, first_key, LQ, LK, t4)
             arch.cp_async_bulk_wait_group(0)
 
-    @cute.jit
-    def keep(self, stats: cute.Tensor, sN: cute.Tensor, low: cute.Tensor, i: Int32, inverse: Float32, lane: Int32):
-        """the statistics of 64 queries to memory, for the other kernel"""
-        floor = Float32(NEVER if self.dtype is BFloat16 else -65504.0)
-        for x in range_constexpr(2):
-            q = x * 32 + lane
-            to = cute.local_tile(stats, (TILE,), (i,))
-            write_statistics(to, q, arch.fmax(low[x] * inverse, floor), sN[q, 1], inverse, self.dtype)
-
-    @cute.jit
-    def take_rows(self, ldm, rows, buffer: Int32, rQ, rG, rO, nl, nd, sN, wid: Int32, lane: Int32):
-        """q and do of 64 queries into registers; -lse in powers of two, -delta"""
-        for x, to in ((0, rQ), (1, rO), (2 + buffer, rG)):
-            cute.copy(ldm, rows[None, None, None, x], ldm.retile(to))
-        delta = row_products(self.dtype, rO, rG, lane)
-        for x in range_constexpr(2):
-            q = wid % 4 * 16 + lane // 4 + 8 * x
-            nl[x] = sN[q, 0]
-            nd[x] = -delta[x]
-            if const_expr(self.dlse):
-                nd[x] = nd[x] + sN[q, 2]
-            if wid < 4 and lane % 4 == 0:
-                sN[q, 1] = nd[x]
-
-    def load_panel(self, mine, pair, b, h, q0, first_key, LQ, LK, inverse):
-        """this thread's part of the pair bias, as the accumulators of the scores hold it"""
-        lines = [pair[b, h, cutlass.min(q0 + 8 * r, LQ - 1), None] for r in range(2)]
-        for u in range(self.slices):
-            held = cute.make_rmem_tensor((4, 4), self.dtype)
-            for x in range(4):
-                for r in range(2):
-                    key = first_key + u * SLICE + 8 * x
-                    if self.vector:
-                        words = cute.recast_tensor(lines[r], Int32)
-                        packed(held)[2 * x + r] = words[cutlass.min(key, (LK - 1) // 2 * 2) // 2]
-                    else:
-                        for y in range(2):
-                            held[2 * r + y, x] = lines[r][cutlass.min(key + y, LK - 1)]
-            for x in range(4):
-                values = cute.make_rmem_tensor(4, Float32)
-                for y in range(4):
-                    bias = arch.fmax(held[y, x].to(Float32), Float32(MASKED)) * inverse
-                    values[y] = cutlass.select_(first_key + u * SLICE + 8 * x + y % 2 < LK, bias, Float32(MASKED))
-                cute.autovec_copy(values, mine[None, 4 * u + x])
-
-    def late(self, mine, dS, LQ):
-        """The same panel, but the compiler cannot read it before dS is made: 16 registers less, so fewer spills; 6% of the kernel."""
-        if not self.pair:
-            return mine
-        return cute.make_tensor(mine.iterator + (packed(dS[1])[3] & (LQ >> 31)) * 4, mine.layout)
-
-    def preload(self, S, mine, u):
-        """start the accumulators of slice u from the pair bias"""
-        if self.pair:
-            for x in range(4):
-                cute.autovec_copy(mine[None, 4 * u + x], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
-
-    def scores(self, S, T, rQ, fG, ones, fK, fV, fR, sl, i):
-        """S = Q K^T + biases and T = dO V^T of slice sl of stage i"""
-        for kk in range(self.D // 16):
-            op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair)
-            cute.gemm(op, S, rQ[None, None, kk], fK[None, None, kk, sl, i], S)
-        if self.row:
-            cute.gemm(multiply(self.dtype, False, K, SLICE), S, ones[None, None, 0], fR[None, None, 0, (sl, i)], S)
-        for kk in range(self.D // 16):
-            op = multiply(self.dtype, True, K, SLICE, kk > 0)
-            cute.gemm(op, T, fG[None, None, kk], fV[None, None, kk, sl, i], T)
-
-    def step(self, dS, R, fKt, u, i, S, T, rQ, fG, ones, fK, fV, fR, sl, ni):
-        """dq += dS K of slice u, in stage i; S and T of slice sl of stage ni"""
-        for kk in range(2):
-            op = multiply(self.dtype, False, MN, self.D, u > 0 or kk > 0)
-            cute.gemm(op, R, dS[kk][None, None, 0], fKt[None, None, (u % self.stage) * 2 + kk, i], R)
-        self.scores(S, T, rQ, fG, ones, fK, fV, fR, sl, ni)
-
-    def gradient(self, S, T, nl, nd, c, db, u):
-        """dS of slice u, in the dtype of a product's left side; its sum over rows n stays in float32"""
-        P_D = multiply(self.dtype, False, MN, self.D)
-        p = cute.make_rmem_tensor(16, Float32)
-        for y in range(16):
-            p[y] = exp2(fma(S[y], c, nl[y // 2 % 2]))
-        out = []
-        for kk in range(2):
-            d = cute.make_rmem_tensor(8, Float32)
-            for y in range(8):
-                z = 8 * kk + y
-                d[y] = p[z] * (T[z] + nd[y // 2 % 2])
-                if self.bias_gradient:
-                    db[z, u] = db[z, u] + d[y]
-            a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))
-            cute.make_tensor(a.iterator, cute.make_layout(8)).store(d.load().to(self.dtype))
-            out.append(a)
-        return out
-
-    @cute.jit
-    def flush(self, db, dpair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32):
-        """add this block's part of d(pair bias): two neighbours exchange halves, so that each adds four numbers of one query"""
-        odd = t4 % 2 == 1
-        q = q0 + 8 * (t4 % 2)
-        line = dpair[b, h, cutlass.min(q, LQ - 1), None].iterator
-        for u in range_constexpr(self.slices):
-            for x in range_constexpr(4):
-                key = first_key + u * SLICE + 8 * x - 2 * (t4 % 2)
-                a, e, f, k = (db[4 * x + y, u] for y in range(4))
-                first = arch.shuffle_sync_bfly(cutlass.select_(odd, a, f), 1)
-                second = arch.shuffle_sync_bfly(cutlass.select_(odd, e, k), 1)
-                if key < LK and q < LQ:
-                    add_four(
-                        line + key,
-                        cutlass.select_(odd, first, a),
-                        cutlass.select_(odd, second, e),
-                        cutlass.select_(odd, f, first),
-                        cutlass.select_(odd, k, second),
-                    )
-
-    @cute.jit
-    def leave(self, db, partials: cute.Tensor, slot: Int32, tid: Int32):
-        """this block's part of d(pair bias) as it lies in the registers, for `bwd_bias.PanelSum`"""
-        for u in range_constexpr(self.slices):
-            for x in range_constexpr(4):
-                four = cute.make_rmem_tensor(4, Float32)
-                for y in range_constexpr(4):
-                    four[y] = db[4 * x + y, u]
-                cute.autovec_copy(four, partials[slot, 4 * u + x, tid, None])
-
-
-def compile_dq(variant: QueryGradients, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a"):
-    """Compile without a GPU; sizes and strides stay open."""
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-    free, wide = cute.sym_int, lambda: cute.sym_int64(divisibility=8)
-    B, N, H, Q, KL, QP = free(), free(), free(), free(), free(), free()
-    some = lambda length: make_fake_tensor(
-        variant.dtype, (B, N, H, length, variant.channels), (wide(), wide(), wide(), wide(), 1), assumed_align=16
-    )
-    long = cute.sym_int64
-    pair = fake_pair(variant.dtype, Q, KL, variant.vector)
-    row = make_fake_tensor(variant.dtype, (free(), cute.sym_int(divisibility=8)), (wide(), 1), assumed_align=16)
-    lse = make_fake_tensor(Float32, (B, N, H, Q), (long(), long(), long(), 1), assumed_align=4)
-    stats = make_fake_tensor(Float32, (B, N, H, free()), (wide(), wide(), wide(), 1), assumed_align=16)
-    even = lambda: cute.sym_int64(divisibility=4)
-    dpair = make_fake_tensor(Float32, (free(), free(), Q, free()), (even(), even(), even(), 1), assumed_align=16)
-    if variant.partial:
-        threads = variant.groups * 128
-        shape = (free(), variant.slices * 4, threads, 4)
-        dpair = make_fake_tensor(Float32, shape, (variant.slices * 16 * threads, 4 * threads, 4, 1), assumed_align=16)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        variant,
-        some(Q),
-        some(KL),
-        some(KL),
-        some(Q),
-        some(Q),
-        pair,
-        row,
-        lse,
-        lse,
-        stats,
-        some(Q),
-        dpair,
-        Float32(0),
-        Int32(0),
-        Int32(0),
-        Int32(0),
-        stream,
-        options=options,
-    )
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        size = cute.sym_int
+        B, N, H, Q, KL = (size() for _ in range(5))
+        queries, keys = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL))
+        lse = fake_words((B, N, H, Q))
+        dpair = fake_words((size(), size(), Q, size()), 16)
+        if self.partial:
+            dpair = fake_words((size(), self.slices * 4, self.groups * 128, 4), 16)
+        return (
+            *(queries, keys, keys, queries, queries),
+            *(fake_pair(self.dtype, Q, KL, self.vector), fake_row(self.dtype), lse, lse, fake_words((B, N, H, size()), 16)),
+            *(queries, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),
+        )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import cuda.bindings.driver as cuda
-import cutlass
-from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, write_statistics
+from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, fake_channels, fake_words, write_statistics
 
 _THREADS = ROWS
 
@@ -28,10 +27,19 @@ class Statistics:
 
     @cute.jit
     def __call__(
-        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, scale: Float32, stream: cuda.CUstream
+        self,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        stats: cute.Tensor,
+        scale: Float32,
+        stream: cuda.CUstream,
     ):
         B, N, H, words = stats.shape
-        self.kernel(o, do, lse, dlse, stats, scale).launch(grid=(B * N, words // TILE, H), block=(_THREADS, 1, 1), stream=stream)
+        self.kernel(o, do, lse, dlse, stats, scale).launch(
+            grid=(B * N, words // TILE, H), block=(_THREADS, 1, 1), stream=stream
+        )
 
     @cute.kernel
     def kernel(self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, scale: Float32):
@@ -59,17 +67,8 @@ class Statistics:
         to = cute.local_tile(stats[b, n, h, None], (TILE,), (x,))
         write_statistics(to, tid, arch.fmax(of[0] * inverse, floor), of[1], inverse, self.dtype)
 
-
-def compile_statistics(variant: Statistics, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a"):
-    """Compile without a GPU; sizes and strides stay open."""
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-    free, wide, long = cute.sym_int, lambda: cute.sym_int64(divisibility=8), cute.sym_int64
-    B, N, H, Q = free(), free(), free(), free()
-    some = lambda: make_fake_tensor(
-        variant.dtype, (B, N, H, Q, variant.channels), (wide(), wide(), wide(), wide(), 1), assumed_align=16
-    )
-    lse = lambda: make_fake_tensor(Float32, (B, N, H, Q), (long(), long(), long(), 1), assumed_align=4)
-    stats = make_fake_tensor(Float32, (B, N, H, free()), (wide(), wide(), wide(), 1), assumed_align=16)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(variant, some(), some(), lse(), lse(), stats, Float32(0), stream, options=options)
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        sizes = tuple(cute.sym_int() for _ in range(4))
+        o, lse = fake_channels(self.dtype, sizes, self.channels), fake_words(sizes)
+        return o, o, lse, lse, fake_words((*sizes[:3], cute.sym_int()), 16), Float32(0)

@@ -8,6 +8,7 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warp
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from evoattn.backends.hopper.primitives import VETO
 
@@ -28,7 +29,7 @@ def sleep_until(barrier: Any, phase: Any) -> None:
 
 
 def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
-    """What the terms of a key-wise bias are multiplied by, as an A fragment of 16 channels: alpha's own terms, see prepare.py."""
+    """What the terms of a key-wise bias meet, as an A fragment of 16 channels: alpha's own terms, see prepare.py."""
     a0 = alpha.to(dtype)
     a1 = (alpha - a0.to(Float32)).to(dtype)
     a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(dtype)
@@ -45,7 +46,7 @@ def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
 def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
     """What `bwd_dkdv` needs of query q of a tile: words [4 * q, ..] for its product, and -delta.
 
-    The product adds -lse / scale (`low`), three terms, and a key's bias: its terms hi mid lo meet those of alpha = 1 / scale."""
+    The product adds -lse / scale (`low`), three terms, and a key's bias: its terms meet those of alpha = 1 / scale."""
     l0 = low.to(dtype)
     l1 = (low - l0.to(Float32)).to(dtype)
     l2 = (low - l0.to(Float32) - l1.to(Float32)).to(dtype)
@@ -76,9 +77,9 @@ def mma_m16n8k16(dtype: Any, c: Any, a: Any, b: Any) -> Any:
 
 
 def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:
-    """sum_d x * y of this thread's rows g and g + 8: the diagonal of x y^T, by 4 small products a warp instead of 60 FMAs a thread.
+    """sum_d x * y of this thread's rows g and g + 8: the diagonal of x y^T.
 
-    x and y are A fragments [rows, k] of the same 16 rows a warp."""
+    x and y are A fragments [rows, k] of the same 16 rows a warp; 4 small products instead of 60 instructions."""
     xs, ys = packed(x), packed(y)
     low = high = [Float32(0.0)] * 4
     for k in range(cute.size(xs) // 4):
@@ -117,29 +118,41 @@ def exp2(x: Any) -> Any:
     return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def fake_channels(dtype: Any, sizes: tuple[Any, ...], channels: int) -> Any:
+    """What stands for a tensor [b,n,h,l,d] when a kernel is compiled: rows start on 16 bytes."""
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(4))
+    return make_fake_tensor(dtype, (*sizes, channels), (*strides, 1), assumed_align=16)
+
+
+def fake_words(sizes: tuple[Any, ...], align: int = 4) -> Any:
+    """What stands for a float32 tensor whose last axis is contiguous, and whose lines start on `align` bytes."""
+    strides = tuple(cute.sym_int64(divisibility=align // 4) for _ in sizes[1:])
+    return make_fake_tensor(Float32, sizes, (*strides, 1), assumed_align=align)
+
+
+def fake_row(dtype: Any) -> Any:
+    """What stands for the terms of a key-wise bias, [r, keys * TERMS]."""
+    sizes = (cute.sym_int(), cute.sym_int(divisibility=8))
+    return make_fake_tensor(dtype, sizes, (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+
+
 def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
-    """pair_bias [b|1,h|1,q,k] for compiling: of any strides, or of rows that start on 4 bytes."""
-    from cutlass.cute.runtime import make_fake_tensor
-
-    stride = lambda: cute.sym_int64(divisibility=2 if vector else 1)
-    return make_fake_tensor(
-        dtype,
-        (cute.sym_int(), cute.sym_int(), queries, keys),
-        (stride(), stride(), stride(), 1 if vector else stride()),
-        assumed_align=4 if vector else 2,
-    )
+    """What stands for a pair bias [b|1,h|1,q,k]: of any strides, or of lines that start on two numbers."""
+    strides = tuple(cute.sym_int64(divisibility=2 if vector else 1) for _ in range(3))
+    last = 1 if vector else cute.sym_int64()
+    align = (2 if vector else 1) * dtype.width // 8
+    return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), queries, keys), (*strides, last), assumed_align=align)
 
 
-def pack(dtype: Any, low: Any, high: Any) -> Any:
-    """Two float32 as a word of 16-bit numbers, where it is said: the compiler would put it off to the next turn of a loop."""
-    kind = "bf16x2" if dtype is BFloat16 else "f16x2"
-    return arch.inline_ptx(
-        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
-    )
+def build(variant: Any, options: str = "--enable-tvm-ffi --gpu-arch=sm_90a") -> Any:
+    """Compile a variant of a kernel, without a GPU; sizes and strides stay open."""
+    return cute.compile(variant, *variant.arguments(), make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
 
 
 def rotation(n0: Any, n1: Any, each: Any) -> Any:
-    """Where in [n0, n1) a block begins: all panels of a (b, h) then read the same rows at the same time, from L2 but the first."""
+    """Where in [n0, n1) a block begins.
+
+    All panels of a (b, h) then read the same rows at about the same time, and all but the first find them in L2: 3%."""
     k = Int32(Float32(n0) / each + Float32(0.999))
     start = Int32(Float32(k) * each)
     inside = (start > n0) & (start < n1)

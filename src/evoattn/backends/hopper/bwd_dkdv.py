@@ -148,7 +148,7 @@ class KeyGradients(KeySteps):
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         sQ, sG, sK, sX = new(lq), new(lq), new(lk), new(lo)
         sQt, sGt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sG.iterator, lqt.outer)
-        panel = (
+        panel: Any = (
             smem.allocate_tensor(Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128)
             if const_expr(self.pair)
             else None

@@ -89,8 +89,6 @@ class KeySteps:
 
     def gradient(self, S, T, deltas, t4, c):
         """P and dS of a slice [k,q], in the dtype of a product's left side"""
-        P_D = multiply(self.dtype, False, MN, self.D)
-        out = ([], [])
         p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
         for y in range(16):
             p[y] = exp2(S[y] * c)
@@ -99,10 +97,15 @@ class KeySteps:
             cute.autovec_copy(cute.make_tensor((deltas + 8 * x + 2 * t4).align(8), cute.make_layout(2)), two)
             for y in range(4):
                 d[4 * x + y] = p[4 * x + y] * (T[4 * x + y] + two[y % 2])
-        for values, to in ((p, out[0]), (d, out[1])):
-            for kk in range(2):
-                a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))
-                half = cute.make_tensor(values.iterator + 8 * kk, cute.make_layout(8))
-                cute.make_tensor(a.iterator, cute.make_layout(8)).store(half.load().to(self.dtype))
-                to.append(a)
+        return self.halves(p), self.halves(d)
+
+    def halves(self, values):
+        """a slice's 32 columns as two left sides of a product"""
+        P_D = multiply(self.dtype, False, MN, self.D)
+        out = []
+        for kk in range(2):
+            a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))
+            half = cute.make_tensor(values.iterator + 8 * kk, cute.make_layout(8))
+            cute.make_tensor(a.iterator, cute.make_layout(8)).store(half.load().to(self.dtype))
+            out.append(a)
         return out

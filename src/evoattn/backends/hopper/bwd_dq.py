@@ -113,8 +113,8 @@ class QueryGradients(QuerySteps):
         """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, keys * TERMS]; lse, dlse [b,n,h,q].
 
         Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover groups * slices * 32 keys. stats
-        [b,n,h,tiles of 64 queries * TILE] is left for `bwd_dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines padded to a multiple
-        of 4; or, with `partial`, [blocks + panels, slices * 4, groups * 128, 4], which `bwd_bias.PanelSum` sums.
+        [b,n,h,tiles of 64 queries * TILE] is left for `bwd_dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines a multiple of 4
+        long; or, with `partial`, [blocks + panels, slices * 4, groups * 128, 4], which `bwd_bias.PanelSum` sums.
         """
         lq, lk, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -171,7 +171,7 @@ class QueryGradients(QuerySteps):
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         sQ, sK, sV, sX = new(lq), new(lk), new(lk), new(lo)
         sKt = cute.make_tensor(sK.iterator, lkt.outer)
-        panel = (
+        panel: Any = (
             smem.allocate_tensor(
                 Float32, cute.make_layout((4, 128, 4 * self.slices, WG), stride=(1, 4, 512, 2048 * self.slices)), 128
             )

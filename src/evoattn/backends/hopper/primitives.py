@@ -6,16 +6,26 @@ import math
 from typing import Any
 
 from cutlass import Float32, select_
-from cutlass.cute import arch, atom, make_tiled_mma, tile_to_shape
+from cutlass.cute import arch, make_tiled_mma, tile_to_shape
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-__all__ = ["DEAD", "LN2", "LOG2E", "MASKED", "SHALLOW", "VETO", "WARPGROUP", "finite", "fma", "k_major", "mn_major", "multiply", "padded"]
+__all__ = [
+    "DEAD",
+    "LN2",
+    "LOG2E",
+    "MASKED",
+    "SHALLOW",
+    "VETO",
+    "finite",
+    "fma",
+    "k_major",
+    "mn_major",
+    "multiply",
+    "padded",
+]
 
 LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
-
-WARPGROUP = 128
-"""Threads of a warpgroup, which issues one wgmma together."""
 
 MASKED = -(2.0**100)
 """What -inf becomes in a bias: finite, because the tensor cores would turn 0 * -inf into NaN, and out of reach of any score."""
@@ -24,7 +34,7 @@ SHALLOW = -(2.0**99)
 """The lowest finite bias: still lower ones are raised to it, so that MASKED stays lower than every finite bias."""
 
 DEAD = -(2.0**100)
-"""In units of log2, for bfloat16: a query whose largest score is below it attends to nothing (MASKED * log2(e) is lower, SHALLOW's is not)."""
+"""In units of log2, for bfloat16: a query whose largest score lies below it attends to nothing. MASKED log2(e) does."""
 
 VETO = 2.0**15
 """float16 cannot hold MASKED: two more terms of a masked key, -VETO, meet VETO in the queries' operand."""

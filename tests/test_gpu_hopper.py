@@ -159,9 +159,90 @@ def test_graph_capture_and_replay(length: int) -> None:
     assert torch.equal(captured, step())
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
+def test_awkward_gradients(case: testing.Case, dtype: torch.dtype) -> None:
+    """Whoever takes the backward of an awkward case, it fits this forward."""
+    inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
+    testing.check(testing.run(inputs, "auto"), inputs)
+    testing.check(testing.run(inputs, "auto", deterministic=True), inputs)
+
+
+CHANGES = [
+    {},
+    {"dtype": torch.float16},
+    {"lq": 397, "lk": 397},
+    {"lq": 200, "lk": 500},
+    {"lq": 512, "lk": 65, "h": 3},
+    {"lead": (2,), "layout": "bnhld"},
+    {"lse_gradient": True},
+    {"mask": "empty_rows"},
+    {"mask": None},
+    {"pair_bias": None},
+    {"pair_bias": "11hqk", "lead": (2,)},
+    {"pair_bias": "b11qk"},
+    {"pair_bias": "b1h1k"},
+    {"pair_bias": "b1hq1"},
+    {"strides": "permuted_pair"},
+    {"cotangent": "expanded"},
+    {"scale": 0.3},
+    {"scale": -0.3},
+    {"n": 1, "d": 24, "lq": 300, "lk": 300},
+    {"d": 8},
+    {"d": 16},
+    {"d": 64},
+    {"gradients": ("q",)},
+    {"gradients": ("k", "v")},
+    {"gradients": ("pair_bias",)},
+]
+
+
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"lq": 397, "lk": 397}, {"lse_gradient": True}, {"mask": "empty_rows"}], ids=str)
-def test_gradients_of_auto(changes: dict, deterministic: bool) -> None:
-    """Whoever takes the backward, it fits the forward."""
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_gradients(changes: dict, deterministic: bool) -> None:
     inputs = example(**changes)
-    testing.check(testing.run(inputs, "auto", deterministic=deterministic), inputs)
+    testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
+
+
+def test_deterministic_gradients_are_bit_equal() -> None:
+    inputs = example(n=300, lq=397, lk=397)
+    first, second = (testing.run(inputs, "hopper", deterministic=True).values for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_graph_of_a_training_step() -> None:
+    inputs = example(lq=384, lk=384)
+    leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
+
+    def step() -> tuple[Tensor, ...]:
+        o = evoattn.evoformer_attention(
+            inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, backend="hopper", deterministic=True
+        )
+        return o, *torch.autograd.grad(o, leaves, inputs.do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf))
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    for value, expected in zip(captured, step(), strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_auto_takes_both_passes() -> None:
+    inputs = example()
+    q, k, v, pair_bias = (x.requires_grad_() for x in inputs.differentiable.values())
+    explanation = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)
+    assert explanation.backend == "hopper" and explanation.backward_backend is None

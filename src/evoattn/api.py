@@ -140,6 +140,7 @@ class Explanation:
         problem: the call in canonical axes.
         backend: the backend that would run it, or None if every one asked refuses.
         config: the tile config that this backend would use, of the forward where the backward has its own.
+        backward_backend: the backend of the backward, if that is another one.
         backward: the tiles of each kernel of the backward that gradients need, where the backend has some of its own.
         refused: for each backend that was asked and does not take it, all its reasons.
         copies: what would be copied because of how the arguments lie in memory, each with the reason.
@@ -152,12 +153,15 @@ class Explanation:
     refused: dict[str, list[str]]
     copies: list[str]
     backward: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    backward_backend: str | None = None
     tuned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"problem  {self.problem}", f"backend  {self.backend or 'none takes it'}"]
         if self.config is not None:
             lines.append(f"config   {_settings(self.config.given())}")
+        if self.backward_backend is not None:
+            lines.append(f"backward by {self.backward_backend}")
         lines += [f"backward {kernel}: {_settings(tiles)}" for kernel, tiles in self.backward.items()]
         lines += [f"tuned    {direction}: found by evoattn tune on this machine" for direction in self.tuned]
         lines += [f"copied   {what}" for what in self.copies]
@@ -217,8 +221,13 @@ def explain(
     )
     settings = config or Config()
     asked = AUTO_ORDER if backend == "auto" else (backend,)
-    reasons = {name: refusals(name, problem, settings) for name in asked}
+    alone = dataclasses.replace(problem, needs=(False,) * 5)
+    reasons = {name: refusals(name, alone, settings) for name in asked}
     chosen = next((name for name in asked if not reasons[name]), None)
+    with_gradients = {name: refusals(name, problem, settings) for name in asked} if any(problem.needs) else reasons
+    chosen_backward = next((name for name in asked if not with_gradients[name]), None)
+    if chosen_backward != chosen:  # the passes are chosen one by one
+        reasons = with_gradients
     copies = [
         f"{name}: its leading axes cannot be merged as a view"
         for name, x in (("q", q), ("k", k), ("v", v))
@@ -227,7 +236,8 @@ def explain(
     backward: dict[str, dict[str, int]] = {}
     if chosen is not None:
         copies += backend_module(chosen).copies(canonical.pair_bias, problem.n)
-        resolve_backward = getattr(backend_module(chosen), "resolve_backward", None)
+    if chosen_backward is not None:
+        resolve_backward = getattr(backend_module(chosen_backward), "resolve_backward", None)
         backward = resolve_backward(problem, settings) if resolve_backward is not None else {}
     return Explanation(
         problem=problem,
@@ -236,6 +246,7 @@ def explain(
         refused={name: why for name, why in reasons.items() if why},
         copies=copies,
         backward=backward,
+        backward_backend=chosen_backward if chosen_backward != chosen else None,
         tuned=() if chosen is None or settings != Config() else tuned_directions(chosen, problem),
     )
 

@@ -17,7 +17,7 @@ from evoattn import layouts
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
-__all__ = ["NAME", "availability", "backward", "copies", "forward", "plan_forward", "resolve", "unsupported"]
+__all__ = ["NAME", "availability", "backward", "copies", "forward", "plan_backward", "plan_forward", "resolve", "unsupported"]
 
 NAME = "hopper"
 
@@ -25,6 +25,7 @@ _CAPABILITY = (9, 0)
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
 _RESIDENT_KEYS = 512
+_BACKWARD_CHANNELS = (8, 16, 24, 32, 64)
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -59,8 +60,7 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append(f"takes a mask_bias in float16, bfloat16 or float32, got {problem.mask_bias}")
     if not problem.scores:
         reasons.append("takes no empty tensors")
-    if any(problem.needs):
-        reasons.append("has no backward yet")
+    reasons += _unsupported_gradients(problem)
     if config.given():
         reasons.append("its tiles are fixed: it takes no config")
     return reasons
@@ -135,8 +135,59 @@ def backward(
     deterministic: bool,
     config: Config,
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dmask_bias, dpair_bias, None where `needs` is False."""
-    raise NotImplementedError
+    """dq, dk, dv, dmask_bias, dpair_bias, None where `needs` is False; see `evoattn.backends.hopper.bwd`."""
+    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
+    options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": needs, "deterministic": deterministic}
+    run = plan_backward(*tensors, **options, config=config)
+    of_qkv = [layouts.empty(x.shape, layout, x) if need else None for x, need in zip((q, k, v), needs, strict=False)]
+    return *of_qkv, *run(*tensors, *of_qkv)
+
+
+def plan_backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    layout: str,
+    needs: tuple[bool, ...],
+    deterministic: bool,
+    config: Config,
+) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+    """`backward` as a function of its tensors, dq, dk and dv; see `evoattn.backends.Plans`."""
+    from evoattn.backends.hopper import bwd
+
+    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
+    run = bwd.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
+    return _on_device_of(q, run)
+
+
+def _unsupported_gradients(problem: Problem) -> list[str]:
+    """What the backward refuses besides: gradients of a mask bias, 48 channels, and lengths that have no room."""
+    from evoattn.backends.hopper.bwd_plan import key_variant, query_variant
+
+    of_q, of_k, of_v, of_mask_bias, of_pair = problem.needs
+    if not any(problem.needs):
+        return []
+    reasons = []
+    if of_mask_bias:
+        reasons.append("has no gradient of mask_bias")
+    if problem.d not in _BACKWARD_CHANNELS:
+        reasons.append(f"its backward takes {', '.join(map(str, _BACKWARD_CHANNELS))} channels, got {problem.d}")
+        return reasons
+    channels = max(16, 1 << (problem.d - 1).bit_length())
+    if (of_q or of_pair) and query_variant(channels, problem.lk) is None:
+        reasons.append(f"its backward has no room for {problem.lk} keys of {problem.d} channels")
+    if (of_k or of_v) and key_variant(channels, problem.lq, problem.pair_bias is not None) is None:
+        reasons.append(f"its backward has no room for {problem.lq} queries of {problem.d} channels")
+    return reasons
 
 
 def _on_device_of(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,11 +71,8 @@ class Forward(Kernel):
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
         self.terms = 1 if exact else 2
-        self.name = "-".join(
-            ["forward", dtype.__name__, str(channels)]
-            + [word for word, given in (("pair", pair), ("row", row), ("exact", exact), ("long", self.long)) if given]
-            + ([f"by{width}"] if pair and resident else [])
-        )
+        options = {"pair": pair, "row": row, "exact": exact, "long": self.long}
+        self.name_after(dtype, channels=channels, **options, width=width if pair and resident else None, stages=self.stages)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
 
     def arguments(self) -> tuple[Any, ...]:

@@ -70,6 +70,16 @@ class Kernel:
 
     name: str
 
+    def name_after(self, dtype: Any, **options: Any) -> None:
+        """Name this variant after its class and everything that it depends on."""
+        words = [type(self).__name__, dtype.__name__]
+        for option, value in options.items():
+            if value is True:
+                words.append(option)
+            elif value is not False and value is not None:
+                words.append(option + str(getattr(value, "__name__", value)))
+        self.name = "-".join(words)
+
     def arguments(self) -> tuple[Any, ...]:
         """What stands for the arguments of `__call__` when it is compiled, without the stream; sizes and strides open."""
         raise NotImplementedError

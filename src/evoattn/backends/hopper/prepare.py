@@ -34,7 +34,7 @@ class Rows(Kernel):
 
     def __init__(self, dtype: Any, *, mask: bool, bias: Any):
         self.dtype, self.mask, self.bias = dtype, mask, bias
-        self.name = f"rows-{dtype.__name__}-{'mask' if mask else 'nomask'}-{bias.__name__ if bias else 'nobias'}"
+        self.name_after(dtype, mask=mask, bias=bias)
 
     def arguments(self) -> tuple[Any, ...]:
         def keys(dtype: Any, align: int) -> Any:
@@ -109,7 +109,7 @@ class Pairs(Kernel):
 
     def __init__(self, dtype: Any):
         self.dtype = dtype
-        self.name = f"pairs-{dtype.__name__}"
+        self.name_after(dtype)
 
     def arguments(self) -> tuple[Any, ...]:
         pair = tensor(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)

@@ -1,0 +1,72 @@
+"""d(pair bias) from the parts that the blocks of `bwd_dq` left, in a fixed order: the same bits on every run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, fake_pair, fake_words
+from evoattn.backends.hopper.launch import Kernel
+
+
+class PanelSum(Kernel):
+    """partials [slot, fragment, thread, 4] -> d(pair bias) [b,h,q,k]. A block sums one fragment of a panel of 64 queries.
+
+    Args:
+        dtype: cutlass type of d(pair bias).
+        groups, slices: as the variant of `QueryGradients` that left the parts.
+        vector: whether rows of d(pair bias) start on 4 bytes.
+    """
+
+    def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, vector: bool = True):
+        self.dtype, self.groups, self.slices, self.vector = dtype, groups, slices, vector
+        self.name_after(dtype, groups=groups, slices=slices, vector=vector)
+
+    @cute.jit
+    def __call__(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
+        """n: rows of a (b, h); blocks: what `QueryGradients` was launched with."""
+        B, H, LQ, _ = dpair.shape
+        panels = B * H * ((LQ + ROWS - 1) // ROWS)
+        self.kernel(partials, dpair, n, blocks).launch(
+            grid=(panels, 4 * self.slices, 1), block=(self.groups * 128, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32):
+        tid, _, _ = arch.thread_idx()
+        pan, x, _ = arch.block_idx()
+        B, H, LQ, LK = dpair.shape
+        NQ = (LQ + ROWS - 1) // ROWS
+        total = Int64(B * H * NQ) * n
+        first = Int32(((Int64(pan) * n + 1) * blocks - 1) // total)
+        last = Int32(((Int64(pan) + 1) * n * blocks - 1) // total)
+        sums = cute.make_rmem_tensor(4, Float32)
+        sums.fill(0.0)
+        for c in cutlass.range(first, last + 1):
+            part = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(partials[c + pan, x, tid, None], part)
+            for y in range_constexpr(4):
+                sums[y] = sums[y] + part[y]
+        s, wt = tid // 128, tid % 128
+        q = pan % NQ * ROWS + wt // 32 * 16 + wt % 32 // 4
+        k = (s * self.slices + x // 4) * SLICE + x % 4 * 8 + wt % 4 * 2
+        for r in range_constexpr(2):
+            if q + 8 * r < LQ and k < LK:
+                line = dpair[pan // NQ // H, pan // NQ % H, q + 8 * r, None]
+                if const_expr(self.vector):
+                    two = cute.make_rmem_tensor(2, self.dtype)
+                    two[0], two[1] = sums[2 * r].to(self.dtype), sums[2 * r + 1].to(self.dtype)
+                    cute.autovec_copy(two, cute.local_tile(line, (2,), (k // 2,)))
+                else:
+                    line[k] = sums[2 * r].to(self.dtype)
+                    if k + 1 < LK:
+                        line[k + 1] = sums[2 * r + 1].to(self.dtype)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        partials = fake_words((cute.sym_int(), self.slices * 4, self.groups * 128, 4), 16)
+        return partials, fake_pair(self.dtype, cute.sym_int(), cute.sym_int(), self.vector), Int32(0), Int32(0)

@@ -1,0 +1,340 @@
+"""The backward kernel of the keys: dk and dv.
+
+A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in three streams, a warpgroup each. It works on
+transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory in
+float32, as the accumulators hold it; q, do and the statistics of each query stream. -lse comes with the scores: a query's words
+meet the key-wise bias in one product of 16 channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
+from evoattn.backends.hopper.bwd_steps import (
+    ROWS,
+    SLICE,
+    TILE,
+    fake_channels,
+    fake_pair,
+    fake_row,
+    fake_words,
+    release,
+    rotation,
+    sleep_until,
+    store_rows,
+    turned,
+)
+from evoattn.backends.hopper.launch import Kernel
+from evoattn.backends.hopper.primitives import LOG2E, k_major, mn_major, multiply, padded
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+QUERIES = 64  # queries of a stage
+
+
+class KeyGradients(KeySteps, Kernel):
+    """One variant of the kernel. Sizes, strides and scale are known when it runs.
+
+    Args:
+        dtype: cutlass type of q, k, v and the pair bias.
+        channels: D.
+        pair, row: whether there is a pair bias, a key-wise bias.
+        blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
+        streams, stages: rows n at a time, stages of each.
+        pdl: whether it starts while the kernel before it ends, and waits before it reads the statistics.
+    """
+
+    def __init__(
+        self,
+        dtype: Any,
+        channels: int,
+        *,
+        pair: bool,
+        row: bool,
+        blocks: int = 6,
+        streams: int = 3,
+        stages: int = 3,
+        pdl: bool = False,
+    ):
+        self.dtype, self.channels, self.pair, self.row, self.pdl = dtype, channels, pair, row, pdl
+        self.blocks, self.streams, self.stages = blocks, streams, stages
+        self.D = padded(channels)
+        self.threads = (streams + 1) * 128
+        self.registers = {3: (160, 32), 2: (240, 24)}[streams]
+        tiles = {"blocks": blocks, "streams": streams, "stages": stages}
+        self.name_after(dtype, channels=channels, pair=pair, row=row, pdl=pdl, **tiles)
+
+    def layouts(self):
+        n = self.streams * self.stages
+        return (
+            k_major(self.dtype, ROWS, self.D, 2 * self.streams),  # k, v of a row
+            k_major(self.dtype, QUERIES, self.D, n),  # q and do
+            mn_major(self.dtype, self.D, QUERIES, n),  # the same as right sides of dS^T q and P^T do
+            k_major(self.dtype, 16, self.D, self.streams * 4),  # dk, dv, a warp's rows
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        pair: cute.Tensor,
+        row: cute.Tensor,
+        stats: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: Float32,
+        row_b: Int32,
+        row_n: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row, stats as in `bwd_dq`."""
+        lk, lq, _, lo = self.layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
+        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (ROWS, self.D))
+        aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (ROWS, self.D))
+        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (QUERIES, self.D))
+        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
+        aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
+        aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
+        self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, scale, row_b, row_n).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.pdl
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        aK: cute.CopyAtom,
+        tK: cute.Tensor,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        aQ: cute.CopyAtom,
+        tQ: cute.Tensor,
+        aG: cute.CopyAtom,
+        tG: cute.Tensor,
+        aX: cute.CopyAtom,
+        tX: cute.Tensor,
+        aY: cute.CopyAtom,
+        tY: cute.Tensor,
+        gQ: cute.Tensor,
+        gK: cute.Tensor,
+        pair: cute.Tensor,
+        row: cute.Tensor,
+        stats: cute.Tensor,
+        scale: Float32,
+        row_b: Int32,
+        row_n: Int32,
+    ):
+        D, ST, NS = self.D, self.stages, self.streams
+        B, N, H, LQ, _ = gQ.shape
+        LK = gK.shape[3]
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        wid = arch.make_warp_uniform(arch.warp_idx())
+        lane = arch.lane_idx()
+        # ---- shared memory
+        smem = SmemAllocator()
+        lk, lq, lqt, lo = self.layouts()
+        new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
+        sQ, sG, sK, sX = new(lq), new(lq), new(lk), new(lo)
+        sQt, sGt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sG.iterator, lqt.outer)
+        panel: Any = (
+            smem.allocate_tensor(Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128)
+            if const_expr(self.pair)
+            else None
+        )
+        pS = smem.allocate_array(Float32, NS * ST * TILE, byte_alignment=128)
+        full = smem.allocate_array(Int64, NS * ST)
+        empty = smem.allocate_array(Int64, NS * ST)
+        kfull = smem.allocate_array(Int64, NS)
+        kempty = smem.allocate_array(Int64, NS)
+        if tid == 0:
+            for i in range_constexpr(NS * ST):
+                arch.mbarrier_init(full + i, 1)
+                arch.mbarrier_init(empty + i, 4)
+            for i in range_constexpr(NS):
+                arch.mbarrier_init(kfull + i, 1)
+                arch.mbarrier_init(kempty + i, 4)
+        arch.mbarrier_init_fence()
+        inverse = Float32(1.0) / scale
+        arch.sync_threads()
+        # ---- work: an equal share of all (panel, n)
+        NK = (LK + ROWS - 1) // ROWS
+        NT = (LQ + QUERIES - 1) // QUERIES
+        total = Int64(B * H * NK) * N
+        begin = Int32(total * bid // blocks)
+        end = Int32(total * (bid + 1) // blocks)
+        each = Float32(total) / Float32(blocks)
+
+        def parts(a, t, tile, s):
+            g = cute.local_tile(t, tile, (None, 0, None, None, None))
+            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
+
+        kS, kG = parts(aK, tK, (ROWS, D), sK)
+        vS, vG = parts(aV, tV, (ROWS, D), sK)
+        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ)
+        gS, gG = parts(aG, tG, (QUERIES, D), sG)
+        xS, xG = parts(aX, tX, (16, D), sX)
+        yS, yG = parts(aY, tY, (16, D), sX)
+        if wid >= NS * 4:
+            # ================= producers: a warp a stream
+            arch.setmaxregister_decrease(self.registers[1])
+            s = wid - NS * 4
+            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+            if const_expr(self.pdl):
+                arch.griddepcontrol_wait()
+            st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
+            if s < NS:
+                while at < end:
+                    pan = at // N
+                    n0 = at - pan * N
+                    n1 = cutlass.min(N, n0 + end - at)
+                    at += n1 - n0
+                    shift = rotation(n0, n1, each)
+                    i, h, b = pan % NK, pan // NK % H, pan // NK // H
+                    m, count = s, n1 - n0
+                    while m < count:
+                        n = turned(m, shift, n0, n1)
+                        sleep_until(kempty + s, kp ^ 1)
+                        with arch.elect_one():
+                            arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
+                        cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
+                        cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)
+                        kp ^= 1
+                        for j in cutlass.range(NT, unroll=1):
+                            x = s * ST + st
+                            sleep_until(empty + x, ph ^ 1)
+                            with arch.elect_one():
+                                arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + TILE * 4)
+                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
+                            cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
+                            from_ = cute.local_tile(stats[b, n, h, None], (TILE,), (j,))
+                            to = cute.make_tensor(pS + x * TILE, cute.make_layout(TILE))
+                            with arch.elect_one():
+                                g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
+                                cute.copy(bulk, g1, s1, mbar_ptr=full + x)
+                            st += 1
+                            if st == ST:
+                                st = Int32(0)
+                                ph ^= 1
+                        m += NS
+        else:
+            # ================= consumers
+            arch.setmaxregister_increase(self.registers[0])
+            s, w, wt = wid // 4, wid % 4, tid % 128
+            g, t4 = lane // 4, lane % 4
+            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, D)
+            fQ = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sQ, (SLICE, D), (None, 0, None))))
+            fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
+            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sQt))
+            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sGt))
+            # the words of a query fill 8 of 16 channels; the other 8 are the same again, see load_row
+            s1 = cute.make_tensor(
+                cute.recast_ptr(pS, dtype=self.dtype),
+                cute.make_layout(((8, 4), (8, 2), (2, NS * ST)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
+            )
+            f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
+            S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
+            T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
+            X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
+            Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
+            rK, rV = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(2))
+            rR = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16)))
+            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
+            rows = ldm.partition_S(sK)
+            own = cute.make_rmem_tensor(6, Int32)
+            own.fill(0)
+            st, ph, kp, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
+            mine = panel[None, wt, None] if const_expr(self.pair) else None
+            while at < end:
+                pan = at // N
+                n0 = at - pan * N
+                n1 = cutlass.min(N, n0 + end - at)
+                at += n1 - n0
+                shift = rotation(n0, n1, each)
+                i, h, b = pan % NK, pan // NK % H, pan // NK // H
+                k0 = i * ROWS + w * 16 + g
+                if const_expr(self.pair):
+                    if again:
+                        arch.barrier(barrier_id=1, number_of_threads=NS * 128)
+                    for u in cutlass.range(s, 2 * NT, NS, unroll=2):
+                        self.load_panel(mine, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
+                    arch.barrier(barrier_id=1, number_of_threads=NS * 128)
+                    again = Boolean(True)
+                m, count = s, n1 - n0
+                if m < count:
+                    n = turned(m, shift, n0, n1)
+                    if const_expr(self.row):
+                        self.load_row(own, row, b * row_b + n * row_n, k0)
+                    self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane)
+                    kp ^= 1
+                    arch.mbarrier_wait(full + s * ST + st, ph)
+                    self.preload(S, mine, 0)
+                    warpgroup.fence()
+                    self.scores(S, T, rK, rV, rR, fQ, fG, f1, 0, s * ST + st)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)
+                while m < count:
+                    n = turned(m, shift, n0, n1)
+                    more = m + NS < count
+                    if const_expr(self.row):
+                        if more:
+                            self.load_row(own, row, b * row_b + turned(m + NS, shift, n0, n1) * row_n, k0)
+                    for j in cutlass.range(NT, unroll=1):
+                        so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
+                        old = st
+                        for u in range_constexpr(2):
+                            P, dS = self.gradient(S, T, pS + (so + old) * TILE + 4 * QUERIES + u * SLICE, t4, scale * LOG2E)
+                            nu = 2 * j + u + 1
+                            if const_expr(u == 1):
+                                st += 1
+                                if st == ST:
+                                    st = Int32(0)
+                                    ph ^= 1
+                                last = j + 1 == NT
+                                if last:
+                                    nu = Int32(0)
+                                    if more:
+                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane)
+                                        kp ^= 1
+                                if not last or more:
+                                    arch.mbarrier_wait(full + so + st, ph)
+                            self.preload(S, mine, nu)
+                            warpgroup.fence()
+                            self.step(P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, so + old, 1 - u, so + st, j > 0)
+                            warpgroup.commit_group()
+                            warpgroup.wait_group(0)
+                        release(empty + so + old, lane)
+                    arch.cp_async_bulk_wait_group(0, read=True)
+                    arch.sync_warp()
+                    store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
+                    self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
+                    arch.cp_async_bulk_wait_group(0, read=True)
+                    arch.sync_warp()
+                    store_rows(Y, Float32(1.0), sX[None, None, wid], lane, self.dtype)
+                    self.send(aY, yS[None, wid], yG[None, i * 4 + w, h, n, b])
+                    m += NS
+            arch.cp_async_bulk_wait_group(0)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        size = cute.sym_int
+        B, N, H, Q, KL = (size() for _ in range(5))
+        queries, keys = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL))
+        return (
+            *(queries, keys, keys, queries, fake_pair(self.dtype, Q, KL, False), fake_row(self.dtype)),
+            *(fake_words((B, N, H, size()), 16), keys, keys, Float32(0), Int32(0), Int32(0), Int32(0)),
+        )

@@ -1,0 +1,443 @@
+"""The backward kernel of the queries: dq and d(pair bias).
+
+A persistent block owns a panel, 64 queries of one (b, h), and loops over rows n. Three warpgroups (or two) split the keys; each
+keeps its part of d(pair bias) in registers, so that it is written once a panel and block, and the pair bias itself, in float32,
+in shared memory. dq of a row is summed over the warpgroups through shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from evoattn.backends.hopper.bwd_dq_steps import QuerySteps
+from evoattn.backends.hopper.bwd_steps import (
+    NEVER,
+    ROWS,
+    SLICE,
+    coefficients,
+    fake_channels,
+    fake_pair,
+    fake_row,
+    fake_words,
+    release,
+    rotation,
+    sleep_until,
+    store_rows,
+    turned,
+)
+from evoattn.backends.hopper.launch import Kernel
+from evoattn.backends.hopper.prepare import TERMS
+from evoattn.backends.hopper.primitives import LOG2E, k_major, mn_major, multiply, padded
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+
+
+class QueryGradients(QuerySteps, Kernel):
+    """One variant of the kernel. Sizes, strides and scale are known when it runs.
+
+    Args:
+        dtype: cutlass type of q, k, v and the pair bias.
+        channels: D.
+        pair, row: whether there is a pair bias, a key-wise bias.
+        bias_gradient: whether d(pair bias) is needed.
+        groups, slices: warpgroups, and slices of 32 keys of each: groups * slices * 32 keys at most.
+        stage, stages: slices of a stage of keys, and stages of a warpgroup.
+        dlse: whether lse has a gradient.
+        partial: whether each block leaves its part of d(pair bias) instead of adding it to what the others found.
+        vector: whether lines of the pair bias start on 4 bytes, and the number of keys is even.
+        pdl: whether the next kernel may start before this one ends.
+    """
+
+    def __init__(
+        self,
+        dtype: Any,
+        channels: int,
+        *,
+        pair: bool,
+        row: bool,
+        bias_gradient: bool,
+        dlse: bool = False,
+        partial: bool = False,
+        groups: int = 3,
+        slices: int = 4,
+        stage: int = 2,
+        stages: int = 3,
+        vector: bool = True,
+        pdl: bool = False,
+    ):
+        self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
+        self.groups, self.slices, self.stage, self.stages, self.vector, self.pdl = groups, slices, stage, stages, vector, pdl
+        self.D = padded(channels)
+        self.keys = stage * SLICE
+        self.tiles = slices // stage
+        self.dlse, self.partial = dlse, partial
+        self.threads = (groups + 1) * 128
+        self.registers = (160, 32) if groups == 3 else (240, 24)
+        options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial, "pdl": pdl}
+        tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages}
+        self.name_after(dtype, channels=channels, **options, **tiles, vector=vector)
+
+    def layouts(self):
+        n = self.groups * self.stages
+        return (
+            k_major(self.dtype, ROWS, self.D, 4),  # q, o, do of two rows
+            k_major(self.dtype, self.keys, self.D, n),  # k and v
+            mn_major(self.dtype, self.D, self.keys, n),  # k as the right side of dS K
+            k_major(self.dtype, 16, self.D, self.groups * 4),  # dq, a warp's rows
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        pair: cute.Tensor,
+        row: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        stats: cute.Tensor,
+        dq: cute.Tensor,
+        dpair: cute.Tensor,
+        scale: Float32,
+        row_b: Int32,
+        row_n: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, keys * TERMS]; lse, dlse [b,n,h,q].
+
+        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover groups * slices * 32 keys. stats
+        [b,n,h,tiles of 64 queries * TILE] is left for `bwd_dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines a multiple of 4
+        long; or, with `partial`, [blocks + panels, slices * 4, groups * 128, 4], which `bwd_bias.PanelSum` sums.
+        """
+        lq, lk, _, lo = self.layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
+        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (ROWS, self.D))
+        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (ROWS, self.D))
+        aO, tO = cpasync.make_tiled_tma_atom(load, view(o), one(lq), (ROWS, self.D))
+        aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (self.keys, self.D))
+        aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (self.keys, self.D))
+        aR, tR = cpasync.make_tiled_tma_atom(store, view(dq), one(lo), (16, self.D))
+        self.kernel(
+            aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR, q, k, pair, row, lse, dlse, stats, dpair, scale, row_b, row_n
+        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        aQ: cute.CopyAtom,
+        tQ: cute.Tensor,
+        aG: cute.CopyAtom,
+        tG: cute.Tensor,
+        aO: cute.CopyAtom,
+        tO: cute.Tensor,
+        aK: cute.CopyAtom,
+        tK: cute.Tensor,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        aR: cute.CopyAtom,
+        tR: cute.Tensor,
+        gQ: cute.Tensor,
+        gK: cute.Tensor,
+        pair: cute.Tensor,
+        row: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        stats: cute.Tensor,
+        dpair: cute.Tensor,
+        scale: Float32,
+        row_b: Int32,
+        row_n: Int32,
+    ):
+        D, ST, WG, TL, SL = self.D, self.stages, self.groups, self.tiles, self.stage
+        B, N, H, LQ, _ = gQ.shape
+        LK = gK.shape[3]
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        wid = arch.make_warp_uniform(arch.warp_idx())
+        lane = arch.lane_idx()
+        # ---- shared memory
+        smem = SmemAllocator()
+        lq, lk, lkt, lo = self.layouts()
+        new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
+        sQ, sK, sV, sX = new(lq), new(lk), new(lk), new(lo)
+        sKt = cute.make_tensor(sK.iterator, lkt.outer)
+        panel: Any = (
+            smem.allocate_tensor(
+                Float32, cute.make_layout((4, 128, 4 * self.slices, WG), stride=(1, 4, 512, 2048 * self.slices)), 128
+            )
+            if const_expr(self.pair)
+            else None
+        )
+        part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, D // 8, WG - 1), stride=(1, 4, 512, 64 * D)), 128)
+        unit = self.keys * TERMS
+        pR = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
+        pN = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
+        full = smem.allocate_array(Int64, WG * ST)
+        empty = smem.allocate_array(Int64, WG * ST)
+        qfull = smem.allocate_array(Int64, 1)
+        qempty = smem.allocate_array(Int64, 1)
+        summed = smem.allocate_array(Int64, 1)
+        if tid == 0:
+            for i in range_constexpr(WG * ST):
+                arch.mbarrier_init(full + i, 1)
+                arch.mbarrier_init(empty + i, 4)
+            arch.mbarrier_init(qfull, 1)
+            arch.mbarrier_init(qempty, WG * 4)
+            arch.mbarrier_init(summed, 4)
+        arch.mbarrier_init_fence()
+        arch.sync_threads()
+        if const_expr(self.pdl):
+            arch.griddepcontrol_launch_dependents()
+        # ---- work: an equal share of all (panel, n)
+        inverse = Float32(1.0) / scale
+        NQ = (LQ + ROWS - 1) // ROWS
+        total = Int64(B * H * NQ) * N
+        begin = Int32(total * bid // blocks)
+        end = Int32(total * (bid + 1) // blocks)
+        each = Float32(total) / Float32(blocks)
+
+        sN = cute.make_tensor(pN, cute.make_layout((ROWS, 3)))
+
+        def parts(a, t, tile, s):
+            g = cute.local_tile(t, tile, (None, 0, None, None, None))
+            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
+
+        qS, qG = parts(aQ, tQ, (ROWS, D), sQ)
+        gS, gG = parts(aG, tG, (ROWS, D), sQ)
+        oS, oG = parts(aO, tO, (ROWS, D), sQ)
+        kS, kG = parts(aK, tK, (self.keys, D), sK)
+        vS, vG = parts(aV, tV, (self.keys, D), sV)
+        xS, xG = parts(aR, tR, (16, D), sX)
+        if wid >= WG * 4:
+            # ================= producers: a warp for each warpgroup's keys, one for the queries
+            arch.setmaxregister_decrease(self.registers[1])
+            s = wid - WG * 4
+            st, ph, at = Int32(0), Int32(0), begin
+            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
+            if s < WG:
+                while at < end:
+                    pan = at // N
+                    n0 = at - pan * N
+                    n1 = cutlass.min(N, n0 + end - at)
+                    at += n1 - n0
+                    shift = rotation(n0, n1, each)
+                    h, b = pan // NQ % H, pan // NQ // H
+                    for turn_ in cutlass.range(n1 - n0, unroll=1):
+                        n = turned(turn_, shift, n0, n1)
+                        for j in cutlass.range(TL, unroll=1):
+                            i = s * ST + st
+                            tile = s * TL + j
+                            sleep_until(empty + i, ph ^ 1)
+                            with arch.elect_one():
+                                arch.mbarrier_arrive_and_expect_tx(
+                                    full + i, 2 * self.keys * D * 2 + (unit * 2 if self.row else 0)
+                                )
+                            cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
+                            cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
+                            if const_expr(self.row):
+                                gR = cute.local_tile(row, (1, unit), (b * row_b + n * row_n, tile))
+                                sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
+                                with arch.elect_one():
+                                    g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
+                                    cute.copy(bulk, g1, s1, mbar_ptr=full + i)
+                            st += 1
+                            if st == ST:
+                                st = Int32(0)
+                                ph ^= 1
+            elif s == WG:
+                own, old, extra = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+                pb, pn, pt, pi = Int32(0), Int32(0), Int32(0), Int32(0)
+                while at < end:
+                    pan = at // N
+                    n0 = at - pan * N
+                    n1 = cutlass.min(N, n0 + end - at)
+                    at += n1 - n0
+                    shift = rotation(n0, n1, each)
+                    i, h, b = pan % NQ, pan // NQ % H, pan // NQ // H
+                    for turn_ in cutlass.range(n1 - n0, unroll=1):
+                        n = turned(turn_, shift, n0, n1)
+                        for x in range_constexpr(2):
+                            q = i * ROWS + x * 32 + lane
+                            value = lse[b, n, h, cutlass.min(q, LQ - 1)]
+                            real = q < LQ and value > Float32(-float("inf"))
+                            own[x] = cutlass.select_(real, -value, Float32(NEVER))
+                            if const_expr(self.dlse):
+                                extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)], Float32(0.0))
+                        sleep_until(qempty, ph ^ 1)
+                        if st > 0:
+                            self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
+                        st = Int32(1)
+                        pb, pn, pt, pi = b, n, h, i
+                        for x in range_constexpr(2):
+                            sN[x * 32 + lane, 0] = own[x] * LOG2E
+                            if const_expr(self.dlse):
+                                sN[x * 32 + lane, 2] = extra[x]
+                            old[x] = own[x]
+                        arch.sync_warp()
+                        with arch.elect_one():
+                            arch.mbarrier_arrive_and_expect_tx(qfull, 3 * ROWS * D * 2)
+                        cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)
+                        cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)
+                        cute.copy(aG, gG[None, i, h, n, b], gS[None, 2 + ph], tma_bar_ptr=qfull)
+                        ph ^= 1
+                if st > 0:
+                    sleep_until(qempty, ph ^ 1)
+                    self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
+        else:
+            # ================= consumers
+            arch.setmaxregister_increase(self.registers[0])
+            s, w, wt = wid // 4, wid % 4, tid % 128
+            g, t4 = lane // 4, lane % 4
+            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, D)
+            fK = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sK, (SLICE, D), (None, 0, None))))
+            S_S = multiply(self.dtype, True, K, SLICE)
+            fG = S_S.make_fragment_A(S_S.get_slice(wt).partition_A(sQ))
+            fV = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sV, (SLICE, D), (None, 0, None))))
+            fKt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sKt))
+            fR = None
+            if const_expr(self.row):
+                # a key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros
+                sT = cute.make_tensor(
+                    pR,
+                    cute.make_layout(
+                        ((8, 4), (8, 2), (SL, WG * ST)), stride=((TERMS, 8 * TERMS), (1, 0), (SLICE * TERMS, unit))
+                    ),
+                )
+                fR = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(sT))
+            S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
+            T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
+            R = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
+            rQ, rG, rO = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(3))
+            ones = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16)))
+            coefficients(ones, inverse, t4, self.dtype)
+            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
+            rows = ldm.partition_S(sQ)
+            db = cute.make_rmem_tensor((16, self.slices if self.bias_gradient else 1), Float32)
+            nl, nd = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+            st, ph, qp, it, turn, at = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), begin
+            mine = panel[None, wt, None, s] if const_expr(self.pair) else None
+            first_key = s * self.slices * SLICE + 2 * t4
+            while at < end:
+                pan = at // N
+                n0 = at - pan * N
+                n1 = cutlass.min(N, n0 + end - at)
+                at += n1 - n0
+                shift = rotation(n0, n1, each)
+                i, h, b = pan % NQ, pan // NQ % H, pan // NQ // H
+                q0 = i * ROWS + w * 16 + g
+                if const_expr(self.pair):
+                    self.load_panel(mine, pair, b % pair.shape[0], h % pair.shape[1], q0, first_key, LQ, LK, inverse)
+                if const_expr(self.bias_gradient):
+                    db.fill(0.0)
+                arch.mbarrier_wait(qfull, qp)
+                self.take_rows(ldm, rows, qp, rQ, rG, rO, nl, nd, sN, wid, lane)
+                arch.sync_warp()
+                release(qempty, lane)
+                qp ^= 1
+                arch.mbarrier_wait(full + s * ST + st, ph)
+                self.preload(S, mine, 0)
+                warpgroup.fence()
+                self.scores(S, T, rQ, fG[None, None, None, 2 + (qp ^ 1)], ones, fK, fV, fR, 0, s * ST + st)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                count = n1 - n0
+                for k in cutlass.range(count, unroll=1):
+                    n = turned(k, shift, n0, n1)
+                    more = k + 1 < count
+                    so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
+                    for u in range_constexpr(self.slices):
+                        dS = self.gradient(S, T, nl, nd, scale * LOG2E, db, u)
+                        old = st
+                        if const_expr(u % SL == SL - 1):
+                            st += 1
+                            if st == ST:
+                                st = Int32(0)
+                                ph ^= 1
+                        if const_expr(u == self.slices - 1):
+                            if more:
+                                arch.mbarrier_wait(qfull, qp)
+                                self.take_rows(ldm, rows, qp, rQ, rG, rO, nl, nd, sN, wid, lane)
+                                arch.sync_warp()
+                                release(qempty, lane)
+                                qp ^= 1
+                                arch.mbarrier_wait(full + so + st, ph)
+                        elif const_expr(u % SL == SL - 1):
+                            arch.mbarrier_wait(full + so + st, ph)
+                        nu = (u + 1) % self.slices
+                        go = arch.make_warp_uniform(qp ^ 1)
+                        self.preload(S, self.late(mine, dS, LQ), nu)
+                        warpgroup.fence()
+                        self.step(
+                            dS, R, fKt, u, so + old, S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, nu % SL, so + st
+                        )
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(0)
+                        if const_expr(u % SL == SL - 1):
+                            release(empty + so + old, lane)
+                    # ---- dq of this row: one warpgroup in turn adds what the others leave in shared memory
+                    if s != turn:
+                        if it > 0:
+                            arch.mbarrier_wait(summed, (it - 1) & 1)
+                        slot = s - turn - 1
+                        if slot < 0:
+                            slot += WG
+                        for x in range_constexpr(D // 8):
+                            cute.autovec_copy(
+                                cute.make_tensor(R.iterator + 4 * x, cute.make_layout(4)), part[None, wt, x, slot]
+                            )
+                        arch.barrier_arrive(barrier_id=1 + turn, number_of_threads=WG * 128)
+                    else:
+                        arch.barrier(barrier_id=1 + turn, number_of_threads=WG * 128)
+                        for y in range_constexpr(WG - 1):
+                            for x in range_constexpr(D // 8):
+                                other = cute.make_rmem_tensor(4, Float32)
+                                cute.autovec_copy(part[None, wt, x, y], other)
+                                for z in range_constexpr(4):
+                                    R[4 * x + z] = R[4 * x + z] + other[z]
+                        arch.cp_async_bulk_wait_group(0, read=True)
+                        arch.sync_warp()
+                        release(summed, lane)
+                        store_rows(R, scale, sX[None, None, wid], lane, self.dtype)
+                        arch.fence_proxy("async.shared", space="cta")
+                        arch.sync_warp()
+                        cute.copy(aR, xS[None, wid], xG[None, i * 4 + w, h, n, b])
+                        arch.cp_async_bulk_commit_group()
+                    it += 1
+                    turn += 1
+                    if turn == WG:
+                        turn = Int32(0)
+                if const_expr(self.bias_gradient):
+                    if const_expr(self.partial):
+                        self.leave(db, dpair, bid + pan, tid)
+                    else:
+                        self.flush(db, dpair, b % dpair.shape[0], h % dpair.shape[1], q0, first_key, LQ, LK, t4)
+            arch.cp_async_bulk_wait_group(0)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        size = cute.sym_int
+        B, N, H, Q, KL = (size() for _ in range(5))
+        queries, keys = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL))
+        lse = fake_words((B, N, H, Q))
+        dpair = fake_words((size(), size(), Q, size()), 16)
+        if self.partial:
+            dpair = fake_words((size(), self.slices * 4, self.groups * 128, 4), 16)
+        return (
+            *(queries, keys, keys, queries, queries),
+            *(fake_pair(self.dtype, Q, KL, self.vector), fake_row(self.dtype), lse, lse, fake_words((B, N, H, size()), 16)),
+            *(queries, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),
+        )

@@ -1,0 +1,166 @@
+"""What the two backward kernels share: waiting without spinning, exact splits of a float32, fragments, stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, cute
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import warp
+from cutlass.cute.runtime import make_fake_tensor
+
+from evoattn.backends.hopper.primitives import VETO
+
+SLICE = 32  # scores of a row that a warpgroup holds at a time
+ROWS = 64  # rows of a warpgroup
+TILE = 5 * ROWS  # words of statistics of 64 queries, see write_statistics
+NEVER = -1e30  # in place of -lse where a query has no probabilities
+
+
+def sleep_until(barrier: Any, phase: Any) -> None:
+    """Wait for a barrier as an idle producer: asleep, since spinning took 23% of the issue slots."""
+    arch.inline_ptx(
+        "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1};\n@p bra DONE;\n"
+        "nanosleep.u32 100;\nbra AGAIN;\nDONE:\n}",
+        read_only_args=[barrier.toint(), phase],
+    )
+
+
+def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
+    """What the terms of a key-wise bias meet, as an A fragment of 16 channels: alpha's own terms, see prepare.py."""
+    a0 = alpha.to(dtype)
+    a1 = (alpha - a0.to(Float32)).to(dtype)
+    a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(dtype)
+    veto = dtype(0.0 if dtype is BFloat16 else VETO)
+    even = cutlass.select_(t4 == 2, a1, cutlass.select_(t4 == 3, veto, a0))
+    odd = cutlass.select_(t4 == 0, a0, cutlass.select_(t4 == 1, a1, cutlass.select_(t4 == 2, a2, veto)))
+    to[0] = to[2] = even
+    to[1] = to[3] = odd
+    words = packed(to)
+    # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product
+    words[2] = words[3] = arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
+
+
+def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
+    """What `bwd_dkdv` needs of query q of a tile: words [4 * q, ..] for its product, and -delta.
+
+    The product adds -lse / scale (`low`), three terms, and a key's bias: its terms meet those of alpha = 1 / scale."""
+    l0 = low.to(dtype)
+    l1 = (low - l0.to(Float32)).to(dtype)
+    l2 = (low - l0.to(Float32) - l1.to(Float32)).to(dtype)
+    a0 = alpha.to(dtype)
+    a1 = (alpha - a0.to(Float32)).to(dtype)
+    a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(dtype)
+    terms = cute.make_rmem_tensor(8, dtype)
+    for x, term in enumerate((l0, l1, l2, a0, a1, a2, a0, dtype(0.0 if dtype is BFloat16 else VETO))):
+        terms[x] = term
+    cute.autovec_copy(cute.recast_tensor(terms, Float32), cute.local_tile(to, (4,), (q,)))
+    to[4 * ROWS + q] = delta
+
+
+def packed(fragment: Any) -> Any:
+    """A register fragment of 16-bit numbers as 32-bit words."""
+    return cute.recast_tensor(cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32)
+
+
+def mma_m16n8k16(dtype: Any, c: Any, a: Any, b: Any) -> Any:
+    """c + a b of one warp, on packed words; c is a list of four float32."""
+    kind = "bf16" if dtype is BFloat16 else "f16"
+    return arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
+
+
+def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:
+    """sum_d x * y of this thread's rows g and g + 8: the diagonal of x y^T.
+
+    x and y are A fragments [rows, k] of the same 16 rows a warp; 4 small products instead of 60 instructions."""
+    xs, ys = packed(x), packed(y)
+    low = high = [Float32(0.0)] * 4
+    for k in range(cute.size(xs) // 4):
+        a = [xs[4 * k + i] for i in range(4)]
+        low = mma_m16n8k16(dtype, low, a, [ys[4 * k], ys[4 * k + 2]])
+        high = mma_m16n8k16(dtype, high, a, [ys[4 * k + 1], ys[4 * k + 3]])
+    odd = (lane & 4) != 0
+    source = (lane & 28) | (lane >> 3)
+    first = cutlass.select_(odd, low[1], low[0])
+    second = cutlass.select_(odd, high[3], high[2])
+    return arch.shuffle_sync(first, source), arch.shuffle_sync(second, source)
+
+
+def store_rows(values: Any, factor: Any, tile: Any, lane: Any, dtype: Any) -> None:
+    """A warp's 16 rows of an accumulator, times factor, into a swizzled 16-row tile."""
+    stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+    for x in range(cute.size(values) // 8):
+        scaled = cute.make_rmem_tensor(8, Float32)
+        for y in range(8):
+            scaled[y] = values[8 * x + y] * factor
+        short = cute.make_rmem_tensor(8, dtype)
+        short.store(scaled.load().to(dtype))
+        to = cute.local_tile(tile, (1, 8), (lane % 16, 2 * x + lane // 16))
+        cute.copy(stm, short, to[0, None])
+
+
+def add_four(pointer: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Four float32 reductions in one instruction, to a 16-byte boundary of global memory."""
+    arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer.toint(), a, b, c, d]
+    )
+
+
+def exp2(x: Any) -> Any:
+    """2^x to about 2 units in the last place; one instruction."""
+    return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def fake_channels(dtype: Any, sizes: tuple[Any, ...], channels: int) -> Any:
+    """What stands for a tensor [b,n,h,l,d] when a kernel is compiled: rows start on 16 bytes."""
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(4))
+    return make_fake_tensor(dtype, (*sizes, channels), (*strides, 1), assumed_align=16)
+
+
+def fake_words(sizes: tuple[Any, ...], align: int = 4) -> Any:
+    """What stands for a float32 tensor whose last axis is contiguous, and whose lines start on `align` bytes."""
+    strides = tuple(cute.sym_int64(divisibility=align // 4) for _ in sizes[1:])
+    return make_fake_tensor(Float32, sizes, (*strides, 1), assumed_align=align)
+
+
+def fake_row(dtype: Any) -> Any:
+    """What stands for the terms of a key-wise bias, [r, keys * TERMS]."""
+    sizes = (cute.sym_int(), cute.sym_int(divisibility=8))
+    return make_fake_tensor(dtype, sizes, (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+
+
+def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
+    """What stands for a pair bias [b|1,h|1,q,k]: of any strides, or of lines that start on two numbers."""
+    strides = tuple(cute.sym_int64(divisibility=2 if vector else 1) for _ in range(3))
+    last = 1 if vector else cute.sym_int64()
+    align = (2 if vector else 1) * dtype.width // 8
+    return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), queries, keys), (*strides, last), assumed_align=align)
+
+
+def rotation(n0: Any, n1: Any, each: Any) -> Any:
+    """Where in [n0, n1) a block begins.
+
+    All panels of a (b, h) then read the same rows at about the same time, and all but the first find them in L2: 3%."""
+    k = Int32(Float32(n0) / each + Float32(0.999))
+    start = Int32(Float32(k) * each)
+    inside = (start > n0) & (start < n1)
+    return cutlass.select_(inside, start - n0, 0)
+
+
+def turned(k: Any, shift: Any, n0: Any, n1: Any) -> Any:
+    """The k-th row of a block's share."""
+    n = n0 + k + shift
+    return cutlass.select_(n < n1, n, n - (n1 - n0))
+
+
+@cute.jit
+def release(barrier: cute.Pointer, lane: Int32) -> None:
+    """Give a buffer back, for this warp."""
+    if lane == 0:
+        arch.mbarrier_arrive(barrier)

@@ -183,11 +183,12 @@ CHANGES = [
     {"pair_bias": "11hqk", "lead": (2,)},
     {"pair_bias": "b11qk"},
     {"pair_bias": "b1h1k"},
-    {"pair_bias": "b1hq1"},
+    {"pair_bias": "b1hq1", "lse_gradient": True},  # without, its gradient is zero
     {"strides": "permuted_pair"},
     {"cotangent": "expanded"},
     {"scale": 0.3},
     {"scale": -0.3},
+    {"scale": 3e-5},
     {"n": 1, "d": 24, "lq": 300, "lk": 300},
     {"d": 8},
     {"d": 16},

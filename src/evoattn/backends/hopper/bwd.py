@@ -19,7 +19,7 @@ from evoattn.backends.hopper.bwd_dq import QueryGradients
 from evoattn.backends.hopper.bwd_plan import key_variant, query_variant
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, TILE
-from evoattn.backends.hopper.fwd import foldable, loads_wide, row_plan
+from evoattn.backends.hopper.fwd import fold, loads_wide, row_plan
 from evoattn.backends.hopper.launch import compiled, types
 from evoattn.backends.hopper.primitives import padded
 
@@ -36,8 +36,7 @@ def plan_backward(
     lk, dtype, device = k.shape[3], types[q.dtype], q.device
     of_q, of_k, of_v, _, of_pair = needs
     first, second = of_q or of_pair, of_k or of_v
-    folded = foldable(scale)
-    unit = 1.0 if folded else scale
+    factor, unit = fold(scale)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
 
@@ -79,8 +78,8 @@ def plan_backward(
 
     def run(*tensors: Any) -> tuple[None, Tensor | None]:
         seen: list[Any] = [x if x is None else x.as_strided(*view) for x, view in zip(tensors[:10], views, strict=True)]
-        if folded:
-            seen[2] = seen[2] * scale
+        if factor != 1.0:
+            seen[2] = seen[2] * factor
         for i in copied:
             seen[i] = seen[i].contiguous()
         do, dlse, q, k, v, mask, mask_bias, pair, o, lse = seen
@@ -104,8 +103,8 @@ def plan_backward(
             if total is not None:
                 dpair = torch.empty(sums, dtype=summed_dtype, device=device)
                 total(room, dpair, n, blocks)
-            if folded:
-                dq.mul_(scale)
+            if factor != 1.0:
+                dq.mul_(factor)
         elif statistics is not None:
             statistics(o, do, lse, of_lse, stats, unit)
         if key_kernel is not None:

@@ -333,8 +333,8 @@ class KeyGradients(KeySteps, Kernel):
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
-        queries, keys = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL))
+        q, k, v, do, dk, dv = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
         return (
-            *(queries, keys, keys, queries, fake_pair(self.dtype, Q, KL, False), fake_row(self.dtype)),
-            *(fake_words((B, N, H, size()), 16), keys, keys, Float32(0), Int32(0), Int32(0), Int32(0)),
+            *(q, k, v, do, fake_pair(self.dtype, Q, KL, False), fake_row(self.dtype)),
+            *(fake_words((B, N, H, size()), 16), dk, dv, Float32(0), Int32(0), Int32(0), Int32(0)),
         )

@@ -431,13 +431,13 @@ class QueryGradients(QuerySteps, Kernel):
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
-        queries, keys = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL))
-        lse = fake_words((B, N, H, Q))
+        q, k, v, o, do, dq = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, Q, Q))
+        lse, dlse = fake_words((B, N, H, Q)), fake_words((B, N, H, Q))
         dpair = fake_words((size(), size(), Q, size()), 16)
         if self.partial:
             dpair = fake_words((size(), self.slices * 4, self.groups * 128, 4), 16)
         return (
-            *(queries, keys, keys, queries, queries),
-            *(fake_pair(self.dtype, Q, KL, self.vector), fake_row(self.dtype), lse, lse, fake_words((B, N, H, size()), 16)),
-            *(queries, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),
+            *(q, k, v, o, do),
+            *(fake_pair(self.dtype, Q, KL, self.vector), fake_row(self.dtype), lse, dlse, fake_words((B, N, H, size()), 16)),
+            *(dq, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),
         )

@@ -15,7 +15,7 @@ from evoattn.backends.hopper.launch import compiled, types
 from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows
 from evoattn.backends.hopper.primitives import padded
 
-__all__ = ["foldable", "loads_wide", "plan_forward", "row_plan"]
+__all__ = ["fold", "loads_wide", "plan_forward", "row_plan"]
 
 _SCALES = (2.0**-12, 2.0**12)
 
@@ -28,8 +28,7 @@ def plan_forward(
     b, n, h, lq, d = q.shape
     lk = k.shape[3]
     dtype = types[q.dtype]
-    folded = foldable(scale)
-    unit = 1.0 if folded else scale
+    factor, unit = fold(scale)
     row = mask is not None or mask_bias is not None or lk % KEYS != 0
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
     wide = resident and pair_bias is not None and lk % 8 == 0 and loads_wide(pair_bias)
@@ -46,7 +45,7 @@ def plan_forward(
     deal = min(max(round(blocks / (b * h * panels)), 1), n)
     numbers = (unit, deal, blocks)
 
-    copied = [folded or not loads_wide(q), not loads_wide(k), not loads_wide(v)]
+    copied = [i for i, x in enumerate((q, k, v)) if not loads_wide(x)]
     views: list[Any] = [None if x is None else (x.shape, x.stride()) for x in (q, k, v, mask, mask_bias, pair_bias)]
     if pair_bias is not None:  # an axis of one query or one key is read along all of them
         views[5] = ((*pair_bias.shape[:2], lq, lk), pair_bias.expand(-1, -1, lq, lk).stride())
@@ -55,9 +54,10 @@ def plan_forward(
 
     def run(*tensors: Any) -> None:
         seen: list[Any] = [x if x is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
-        for i, copy in enumerate(copied):
-            if copy:
-                seen[i] = (seen[i] * scale if folded and i == 0 else seen[i]).contiguous()
+        if factor != 1.0:
+            seen[0] = seen[0] * factor
+        for i in copied:
+            seen[i] = seen[i].contiguous()
         q, k, v, mask, mask_bias, pair_bias = seen
         o, lse = tensors[6].as_strided(out.shape, out.stride()), tensors[7].view(b, n, h, lq)
         row, row_b, row_n = terms(mask, mask_bias) if terms is not None else (None, 0, 0)
@@ -95,9 +95,16 @@ def row_plan(
     return terms
 
 
-def foldable(scale: float) -> bool:
-    """Whether a scale goes into q: zero, below it, or so far from 1 that a bias divided by it overflows."""
-    return not _SCALES[0] <= scale <= _SCALES[1]
+def fold(scale: float) -> tuple[float, float]:
+    """scale = factor * unit: a factor that goes into q, a sign and a power of two or zero, and what the kernels take.
+
+    They want a positive scale, not so far from 1 that a bias divided by it overflows.
+    """
+    if scale == 0:
+        return 0.0, 1.0
+    size = abs(scale)
+    power = 1.0 if _SCALES[0] <= size <= _SCALES[1] else 2.0 ** math.frexp(size)[1]
+    return math.copysign(power, scale), size / power
 
 
 def loads_wide(x: Tensor) -> bool:

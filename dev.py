@@ -57,7 +57,7 @@ def set_up() -> None:
     pip = [str(BIN / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = [] if torch else ["--constraint", str(CONSTRAINTS)]
     run([*pip, torch or "torch", *constraints])  # first and alone, so that nothing else chooses its build
-    run([*pip, *constraints, "--editable", f"{ROOT}[cli,triton,test,lint,docs]"])
+    run([*pip, *constraints, "--editable", f"{ROOT}[cli,triton,hopper,test,lint,docs]"])
     STAMP.write_text(wanted)
 
 

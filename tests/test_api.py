@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import evoattn
-from evoattn import ops, testing
+from evoattn import api, ops, testing
 from evoattn.canonical import canonicalise
 from evoattn.cli.measure import peak_bytes
+from evoattn.problem import Problem
+from evoattn.tuning import Config
 
 
 def make(**changes: object) -> testing.Inputs:
@@ -244,3 +246,22 @@ def test_scores_in_flight_are_bounded() -> None:
     peak = peak_bytes(lambda: call(inputs, backend="tiled").backward(inputs.do), torch.device("cpu"))
     outputs = sum(x.numel() * 4 for x in (inputs.q, inputs.k, inputs.v, inputs.do)) + 4 * 384 * 384 * 4
     assert outputs < peak < outputs + 24 * 2**20 < scores / 3
+
+
+def test_explain_names_the_backend_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes are chosen one by one, so a backend without a gradient may still run the forward."""
+
+    def refusals(name: str, problem: Problem, config: Config) -> list[str]:
+        if name == "tiled":
+            return ["has no gradient of q"] if problem.needs[0] else []
+        return [] if name == "reference" else ["not here"]
+
+    monkeypatch.setattr(api, "refusals", refusals)
+    monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
+    q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
+    explanation = evoattn.explain(q, q, q)
+    assert (explanation.backend, explanation.backward_backend) == ("tiled", "reference")
+    assert explanation.refused == {"tiled": ["has no gradient of q"]}
+    assert "backward by reference" in str(explanation)
+    with torch.no_grad():
+        assert evoattn.explain(q, q, q).backward_backend is None

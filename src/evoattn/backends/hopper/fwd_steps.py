@@ -1,0 +1,170 @@
+"""The steps of a row in the forward kernel: scores by the tensor cores, softmax, output, block of keys after block of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from evoattn.backends.hopper.panel import ROWS
+from evoattn.backends.hopper.primitives import VETO, fma, multiply
+
+__all__ = ["CHAIN", "HALVES", "SLICE", "ForwardSteps"]
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+SLICE = 32  # keys whose scores a warpgroup holds at a time
+HALVES = 2  # warpgroups of a row
+CHAIN = 8  # blocks of keys whose steps are laid out one after another
+
+
+class ForwardSteps:
+    """What a consumer warpgroup does; `Forward` says what the attributes are."""
+
+    dtype: Any
+    D: int
+    steps: int
+    stages: int
+    terms: int
+    offset: float
+    pair: bool
+    row: bool
+    resident: bool
+    streamed: bool
+
+    def tile(self, j, stage, half):
+        """Where the pair bias of block j lies."""
+        return (j if self.resident else stage) * HALVES + half
+
+    @cute.jit
+    def ones(self, rA: cute.Tensor, alpha: Float32, t4: Int32):
+        """A's constant rows for a key's terms: alpha's own terms, see prepare.py for their order."""
+        a0 = alpha.to(self.dtype)
+        veto = self.dtype(0.0 if self.dtype is BFloat16 else VETO)
+        a1 = (alpha - a0.to(Float32)).to(self.dtype)
+        a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(self.dtype)
+        zero = self.dtype(0.0)
+        for i in range_constexpr(8):
+            rA[i] = zero
+        even = cutlass.select_(t4 == 2, a1, cutlass.select_(t4 == 3, veto, a0))
+        odd = cutlass.select_(t4 == 0, a0, cutlass.select_(t4 == 1, a1, cutlass.select_(t4 == 2, a2, veto)))
+        rA[0] = even
+        rA[1] = odd
+        rA[2] = even
+        rA[3] = odd
+
+    @cute.jit
+    def chain(
+        self,
+        j: cutlass.Constexpr,
+        left: Int32,
+        frags,
+        S0: cute.Tensor,
+        S1: cute.Tensor,
+        O: cute.Tensor,
+        fV: cute.Tensor,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        c: Float32,
+        half: Int32,
+        so: Int32,
+        st: Int32,
+        ph: Int32,
+        prev: Int32,
+        bars,
+        lane: Int32,
+    ):
+        """Blocks j, j+1, ... up to the last of a row; what is left to do is the softmax of S1, block `prev`."""
+        full, empty, pfull, pempty = bars
+        warpgroup.fence()
+        self.scores(frags, S1, 1, self.tile(j, st, half), so + st)
+        if const_expr(j > 0):
+            warpgroup.wait_group(1)
+            if lane == 0:
+                arch.mbarrier_arrive(empty + so + prev)
+                if const_expr(self.streamed):
+                    arch.mbarrier_arrive(pempty + prev)
+        self.soften(O, fV, m, l, c, S0, 0, so + st)
+        prev = st
+        st += 1
+        if st == self.stages:
+            st = Int32(0)
+            ph ^= 1
+        if const_expr(j + 1 < CHAIN):
+            if j + 1 < left:
+                arch.mbarrier_wait(full + so + st, ph)
+                if const_expr(self.streamed):
+                    arch.mbarrier_wait(pfull + st, ph)
+                warpgroup.fence()
+                self.scores(frags, S0, 0, self.tile(j + 1, st, half), so + st)
+                warpgroup.wait_group(1)
+                self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                st, ph, prev = self.chain(j + 1, left, frags, S0, S1, O, fV, m, l, c, half, so, st, ph, prev, bars, lane)
+            else:
+                warpgroup.wait_group(0)
+        else:
+            warpgroup.wait_group(0)
+        return st, ph, prev
+
+    def scores(self, frags, S, part, tile, stage):
+        """Issue S = Q K^T + key-wise bias + pair bias for slice `part` of a stage: one wgmma group."""
+        rQ, rA, fK, fR, fP, fI = frags
+        for step in range(self.steps):
+            cute.gemm(
+                multiply(self.dtype, False, K, SLICE, step > 0), S, rQ[None, None, step], fK[None, None, step, part, stage], S
+            )
+        if self.row:
+            cute.gemm(multiply(self.dtype, False, K, SLICE), S, rA[None, None, 0], fR[None, None, 0, (part, stage)], S)
+        if self.pair:
+            for term in range(self.terms):
+                for x in range(2):
+                    cute.gemm(
+                        multiply(self.dtype, True, K, SLICE), S, fP[None, None, part * 2 + x, tile], fI[None, None, x, term], S
+                    )
+        warpgroup.commit_group()
+
+    def soften(self, O, fV, m, l, c, S, part, stage):
+        """P = exp2(S c - m), its sums, and issue O += P V: one wgmma group."""
+        keep = self.reference(S, m, l, c)
+        P = []
+        for step in range(2):
+            e = cute.make_rmem_tensor(8, Float32)
+            for y in range(8):
+                value = cute.math.exp2(fma(S[8 * step + y], c, -m[y // 2 % 2]), fastmath=True)
+                e[y] = value
+                l[y % 4] = l[y % 4] + value
+            tiled = multiply(self.dtype, False, MN, self.D)
+            p = tiled.make_fragment_A(tiled.partition_shape_A((ROWS, 16)))
+            cute.make_tensor(p.iterator, cute.make_layout(8)).store(e.load().to(self.dtype))
+            P.append(p)
+        warpgroup.fence()
+        for step in range(2):
+            tiled = multiply(self.dtype, False, MN, self.D, True if step > 0 else keep)
+            cute.gemm(tiled, O, P[step][None, None, 0], fV[None, None, part * 2 + step, stage], O)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def reference(self, S: cute.Tensor, m: cute.Tensor, l: cute.Tensor, c: Float32):
+        """What the scores of a row are measured from, chosen when nothing but masked keys came before.
+
+        False: what O and l hold so far is nothing, or too small to count.
+        """
+        keep = Boolean(True)
+        if arch.vote_all_sync(arch.fmax(m[0], m[1]) < -1e6):
+            top = cute.make_rmem_tensor(2, Float32)
+            for r in range_constexpr(2):
+                a = S[2 * r]
+                for i in range_constexpr(SLICE // 8):
+                    a = arch.fmax(a, arch.fmax(S[4 * i + 2 * r], S[4 * i + 2 * r + 1]))
+                top[r] = arch.warp_reduction_max(a, threads_in_group=4) * c + self.offset
+            # A sum that has met NaN stays as it is, so that `redo` finds it.
+            whole = l[0] + l[1] + l[2] + l[3] < Float32.inf
+            if arch.vote_all_sync(whole and arch.fmin(top[0] - m[0], top[1] - m[1]) > 100.0):
+                for r in range_constexpr(2):
+                    m[r] = top[r]
+                for x in range_constexpr(4):
+                    l[x] = Float32(0.0)
+                keep = Boolean(False)
+        return keep

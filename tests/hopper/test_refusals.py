@@ -1,0 +1,98 @@
+"""What the Hopper backend refuses, said without a GPU; and how a scale is taken apart."""
+
+import dataclasses
+import importlib
+import math
+
+import pytest
+import torch
+
+from evoattn.problem import Problem
+from evoattn.tuning import Config
+
+hopper = importlib.import_module("evoattn.backends.hopper")
+
+PLAIN = Problem(
+    device="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    b=1,
+    n=8,
+    h=4,
+    lq=384,
+    lk=384,
+    d=32,
+    c=32,
+    mask=True,
+    pair_bias=torch.bfloat16,
+)
+ALL = (True, True, True, False, True)
+
+
+def reasons(config: Config | None = None, **changes: object) -> list[str]:
+    return hopper.unsupported(dataclasses.replace(PLAIN, **changes), config or Config())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.float16, "pair_bias": torch.float16},
+        {"pair_bias": None, "mask_bias": torch.float32},
+        {"lq": 1, "lk": 5000},
+        {"needs": ALL},
+        {"needs": ALL, "lq": 512, "lk": 512},
+        {"needs": ALL, "d": 64, "c": 64},
+        {"needs": (False, True, True, False, False), "lq": 9000, "pair_bias": None},
+    ],
+    ids=str,
+)
+def test_takes(changes: dict) -> None:
+    assert reasons(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"device": "cpu", "capability": None}, "needs tensors on a GPU"),
+        ({"capability": (8, 0)}, "this card has 8.0"),
+        ({"dtype": torch.float32, "pair_bias": torch.float32}, "takes float16 and bfloat16"),
+        ({"c": 16}, "as many value as query channels"),
+        ({"d": 40, "c": 40}, "as many value as query channels"),
+        ({"pair_bias": torch.float32}, "a pair_bias of q's dtype"),
+        ({"mask_bias": torch.float64}, "a mask_bias in"),
+        ({"lk": 0}, "no empty tensors"),
+        ({"needs": (True, True, True, True, True), "mask_bias": torch.bfloat16}, "no gradient of mask_bias"),
+        ({"needs": ALL, "d": 48, "c": 48}, "its backward takes 8, 16, 24, 32, 64 channels, got 48"),
+        ({"needs": ALL, "lk": 513}, "no room for 513 keys of 32 channels"),
+        ({"needs": ALL, "lq": 2000}, "no room for 2000 queries of 32 channels"),
+        ({"needs": ALL, "lk": 400, "d": 64, "c": 64}, "no room for 400 keys of 64 channels"),
+    ],
+    ids=str,
+)
+def test_refuses(changes: dict, word: str) -> None:
+    (reason,) = reasons(**changes)
+    assert word in reason
+
+
+def test_refuses_every_config_its_own_too() -> None:
+    assert "its tiles are fixed" in reasons(Config(num_warps=4))[0]
+    assert "its tiles are fixed" in reasons(hopper.resolve(PLAIN, Config()))[0]
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 1.0, 32**-0.5, 3e-5, -3e-5, 9e4, 1e-30])
+def test_a_scale_is_taken_apart_exactly(scale: float) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    from evoattn.backends.hopper.fwd import fold
+
+    factor, unit = fold(scale)
+    assert factor * unit == scale
+    assert math.frexp(abs(factor))[0] == 0.5, "not a power of two: q would be rounded"
+    assert 2.0**-12 <= unit <= 2.0**12
+
+
+def test_a_scale_of_zero() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    from evoattn.backends.hopper.fwd import fold
+
+    assert fold(0.0) == (0.0, 1.0)

@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,8 @@ class Page:
 @contextlib.contextmanager
 def open_page(path: Path, profile: Path) -> Iterator[Page]:
     """The page of a file in a browser with a fresh profile."""
+    # A socket of its own that the browser makes there may have a path of at most 107 characters: pytest's are longer.
+    short = tempfile.mkdtemp(prefix="page")
     browser = executable()
     assert browser is not None
     browser_reads, we_write = os.pipe()
@@ -133,7 +136,7 @@ def open_page(path: Path, profile: Path) -> Iterator[Page]:
         [browser, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
         preexec_fn=connect,
         close_fds=False,
-        env={**os.environ, "TMPDIR": str(profile.parent)},
+        env={**os.environ, "TMPDIR": short},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -152,5 +155,6 @@ def open_page(path: Path, profile: Path) -> Iterator[Page]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         process.kill()
+        shutil.rmtree(short, ignore_errors=True)
         for descriptor in ours:
             os.close(descriptor)

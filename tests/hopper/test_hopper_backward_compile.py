@@ -2,35 +2,22 @@
 
 import os
 import pathlib
-import re
-import subprocess
+import sys
 
 import pytest
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
-triton = pytest.importorskip("triton", reason="Triton brings the disassembler")
+pytest.importorskip("triton", reason="Triton brings the disassembler")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_preprocess, launch  # noqa: E402
+from machine_code import count, instructions  # noqa: E402
+
+from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_preprocess  # noqa: E402
 
 LENGTHS = {32: (64, 192, 256, 288, 384, 397, 448, 512), 64: (64, 256, 384)}
 BOTH = {"pair": True, "row": True}
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-
-
-def instructions(variant: object, path: pathlib.Path) -> list[str]:
-    """The machine instructions of a kernel, by name."""
-    launch.build(variant).export_to_c(str(path), function_name="kernel")
-    data = path.read_bytes()
-    cubin = path.with_suffix(".cubin")
-    cubin.write_bytes(data[data.index(b"\x7fELF", 16) :])
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text, re.MULTILINE)
-
-
-def count(names: list[str], start: str) -> int:
-    return sum(name.startswith(start) for name in names)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,9 +26,7 @@ def count(names: list[str], start: str) -> int:
 )
 def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
     chosen = bwd_plan.query_variant(channels, length)
-    names = instructions(
-        bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, **chosen), tmp_path / "kernel.o"
-    )
+    names = instructions(bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, **chosen), tmp_path)
     waits = count(names, "WARPGROUP.DEPBAR")
     assert waits == chosen["slices"] + 1, "each slice of keys, and the first of a panel, is waited for once"
     assert count(names, "LDL") < 64
@@ -51,7 +36,7 @@ def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
 @pytest.mark.parametrize(("channels", "length"), [(8, 384), (16, 384), (24, 384), (32, 384), (32, 512), (64, 384)])
 def test_products_of_dk_and_dv_are_not_serialised(channels, length, dtype, tmp_path):
     chosen = bwd_plan.key_variant(channels, length, pair=True)
-    names = instructions(bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, **chosen), tmp_path / "kernel.o")
+    names = instructions(bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, **chosen), tmp_path)
     assert count(names, "WARPGROUP.DEPBAR") == 3, "two slices of a stage, and the first of a row, are waited for once each"
     assert count(names, "LDL") == 0
 
@@ -60,15 +45,13 @@ def test_products_of_dk_and_dv_are_not_serialised(channels, length, dtype, tmp_p
     "change", [{"pair": False, "bias_gradient": False}, {"row": False}, {"partial": True}, {"dlse": True}, {"vector": False}]
 )
 def test_other_variants_of_dq_compile(change, tmp_path):
-    names = instructions(
-        bwd_dq.QueryGradients(cutlass.BFloat16, 32, **(BOTH | {"bias_gradient": True} | change)), tmp_path / "kernel.o"
-    )
+    names = instructions(bwd_dq.QueryGradients(cutlass.BFloat16, 32, **(BOTH | {"bias_gradient": True} | change)), tmp_path)
     assert count(names, "WARPGROUP.DEPBAR") == 5
 
 
 @pytest.mark.parametrize("change", [{"pair": False}, {"row": False}])
 def test_other_variants_of_dk_and_dv_compile(change, tmp_path):
-    names = instructions(bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **(BOTH | change)), tmp_path / "kernel.o")
+    names = instructions(bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **(BOTH | change)), tmp_path)
     assert count(names, "WARPGROUP.DEPBAR") == 3
 
 
@@ -77,7 +60,7 @@ def test_the_small_kernels_compile(tmp_path):
         bwd_preprocess.Statistics(cutlass.BFloat16, 24, dlse=True),
         bwd_bias.PanelSum(cutlass.Float16, vector=False),
     ):
-        assert count(instructions(variant, tmp_path / "kernel.o"), "LDL") == 0
+        assert count(instructions(variant, tmp_path), "LDL") == 0
 
 
 @pytest.mark.parametrize("channels", LENGTHS)

@@ -6,8 +6,6 @@
 import json
 import os
 import pathlib
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -15,12 +13,14 @@ import pytest
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
-triton = pytest.importorskip("triton", reason="Triton brings the disassembler")
+pytest.importorskip("triton", reason="Triton brings the disassembler")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from evoattn.backends.hopper import fwd_kernel, launch, prepare  # noqa: E402 (where the compiler is)
+from machine_code import count, instructions  # noqa: E402
+
+from evoattn.backends.hopper import bwd_plan, fwd_kernel, launch, prepare  # noqa: E402 (where the compiler is)
 
 RECORD = pathlib.Path(__file__).parent / "instructions.json"
-SHARED_LIMIT = 232_448
 ROOM = 1.03
 """The steps of a row may grow by this much before the test fails."""
 
@@ -45,17 +45,6 @@ SPILLS = {"d32_any_strides": 64, "d48_long": 64, "d64_long": 64}
 """Instructions that touch local memory, where a variant is known to have some: loads of the panel, and 64 channels."""
 
 
-def disassembled(kernel: launch.Kernel, path: pathlib.Path) -> list[str]:
-    """The machine instructions of a kernel, by name."""
-    launch.build(kernel).export_to_c(str(path), function_name="kernel")
-    data = path.read_bytes()
-    cubin = path.with_suffix(".cubin")
-    cubin.write_bytes(data[data.index(b"\x7fELF", 16) :])
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text, re.MULTILINE)
-
-
 def instructions_a_score(names: list[str]) -> float:
     """Instructions between the first and the last exponential of the row's steps, to a score of a thread.
 
@@ -74,11 +63,11 @@ def variant(name: str, dtype: str) -> fwd_kernel.Forward:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_forward_compiles(name: str, tmp_path: pathlib.Path) -> None:
     made = variant(name, "bfloat16")
-    assert made.shared_bytes <= SHARED_LIMIT
-    names = disassembled(made, tmp_path / "kernel.o")
-    local = sum(x.split(".")[0] in ("LDL", "STL") for x in names)
+    assert made.shared_bytes <= bwd_plan.SHARED
+    names = instructions(made, tmp_path)
+    local = count(names, "LDL", "STL")
     assert local <= SPILLS.get(name, 0)
-    waits = sum(x.startswith("WARPGROUP.DEPBAR") for x in names)
+    waits = count(names, "WARPGROUP.DEPBAR")
     assert name.startswith(("d48", "d64")) or waits <= 3 * fwd_kernel.CHAIN + 2, (
         "the compiler has serialised the tensor cores' work"
     )
@@ -87,8 +76,8 @@ def test_forward_compiles(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_float16_compiles(tmp_path: pathlib.Path) -> None:
-    names = disassembled(variant("d32", "float16"), tmp_path / "kernel.o")
-    assert not any(x.startswith(("LDL", "STL")) for x in names)
+    names = instructions(variant("d32", "float16"), tmp_path)
+    assert count(names, "LDL", "STL") == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,13 +85,13 @@ def test_float16_compiles(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("bias", [None, "Float32", "BFloat16"])
 def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathlib.Path) -> None:
     kernel = prepare.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias))
-    names = disassembled(kernel, tmp_path / "kernel.o")
-    assert not any(x.startswith(("LDL", "STL")) for x in names)
+    names = instructions(kernel, tmp_path)
+    assert count(names, "LDL", "STL") == 0
 
 
 def test_pairs_compile(tmp_path: pathlib.Path) -> None:
-    names = disassembled(prepare.Pairs(cutlass.BFloat16), tmp_path / "kernel.o")
-    assert not any(x.startswith(("LDL", "STL")) for x in names)
+    names = instructions(prepare.Pairs(cutlass.BFloat16), tmp_path)
+    assert count(names, "LDL", "STL") == 0
 
 
 def test_names_tell_variants_apart() -> None:
@@ -143,8 +132,8 @@ if __name__ == "__main__":
     record = {}
     for name in VARIANTS:
         with tempfile.TemporaryDirectory() as folder:
-            names = disassembled(variant(name, "bfloat16"), pathlib.Path(folder) / "kernel.o")
+            names = instructions(variant(name, "bfloat16"), pathlib.Path(folder))
         record[name] = round(instructions_a_score(names), 3)
-        print(name, record[name], {x: sum(y.startswith(x) for y in names) for x in ("HGMMA", "WARPGROUP.DEPBAR", "LDL", "STL")})
+        print(name, record[name], {x: count(names, x) for x in ("HGMMA", "WARPGROUP.DEPBAR", "LDL", "STL")})
     RECORD.write_text(json.dumps(record, indent=2) + "\n")
     sys.exit(0)

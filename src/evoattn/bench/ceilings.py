@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from evoattn.bench.clock import Clock
@@ -33,9 +35,8 @@ def measure(device: torch.device, clock: Clock) -> Ceilings:
     return Ceilings(exp2, copied, f"{how}; a copy of {_COPIED[device.type] >> 20} MiB")
 
 
-def _best(clock: Clock, call: object, count: int = 1) -> float:
+def _best(clock: Clock, call: Callable[[int], object], count: int = 1) -> float:
     """Seconds of the fastest of a few runs, after one to warm up: a ceiling is a maximum."""
-    assert callable(call)
     clock.calls(call, 1)
     return min(clock.calls(call, count) / count for _ in range(_BEST_OF))
 

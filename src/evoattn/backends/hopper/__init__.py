@@ -6,7 +6,6 @@ Importing this package imports no CuTe DSL: the kernels are imported when a call
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from evoattn import layouts
+from evoattn.devices import installed, on_device_of
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
@@ -36,7 +36,7 @@ def availability() -> str | None:
         return "no NVIDIA GPU that torch can use"
     if all(torch.cuda.get_device_capability(index) != _CAPABILITY for index in range(torch.cuda.device_count())):
         return "no GPU of compute capability 9.0 (H100, H200, GH200)"
-    if not _installed():
+    if not installed("nvidia_cutlass_dsl"):
         return "CuTe DSL is not installed: pip install 'evoattn[hopper]'"
     return None
 
@@ -114,7 +114,7 @@ def plan_forward(
     from evoattn.backends.hopper import fwd
 
     run = fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout)
-    return _on_device_of(q, run)
+    return on_device_of(q, run)
 
 
 def backward(
@@ -166,7 +166,7 @@ def plan_backward(
 
     tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
     run = bwd.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
-    return _on_device_of(q, run)
+    return on_device_of(q, run)
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:
@@ -188,23 +188,3 @@ def _unsupported_gradients(problem: Problem) -> list[str]:
     if (of_k or of_v) and key_variant(channels, problem.lq, problem.pair_bias is not None) is None:
         reasons.append(f"its backward has no room for {problem.lq} queries of {problem.d} channels")
     return reasons
-
-
-def _on_device_of(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the tensor's device as the current one."""
-    index = tensor.device.index
-
-    def on_device(*arguments: Any) -> Any:
-        if torch.cuda.current_device() == index:
-            return run(*arguments)
-        with torch.cuda.device(index):
-            return run(*arguments)
-
-    return on_device
-
-
-def _installed() -> bool:
-    try:
-        return importlib.util.find_spec("nvidia_cutlass_dsl") is not None
-    except ModuleNotFoundError:  # an import hook that blocks it
-        return False

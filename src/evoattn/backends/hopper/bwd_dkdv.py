@@ -22,9 +22,7 @@ from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
     TILE,
-    fake_channels,
     fake_pair,
-    fake_row,
     fake_words,
     release,
     rotation,
@@ -32,7 +30,7 @@ from evoattn.backends.hopper.bwd_steps import (
     store_rows,
     turned,
 )
-from evoattn.backends.hopper.launch import Kernel
+from evoattn.backends.hopper.launch import Kernel, channels, terms
 from evoattn.backends.hopper.primitives import LOG2E, k_major, mn_major, multiply, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -48,7 +46,6 @@ class KeyGradients(KeySteps, Kernel):
         pair, row: whether there is a pair bias, a key-wise bias.
         blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
         streams, stages: rows n at a time, stages of each.
-        pdl: whether it starts while the kernel before it ends, and waits before it reads the statistics.
     """
 
     def __init__(
@@ -61,15 +58,14 @@ class KeyGradients(KeySteps, Kernel):
         blocks: int = 6,
         streams: int = 3,
         stages: int = 3,
-        pdl: bool = False,
     ):
-        self.dtype, self.channels, self.pair, self.row, self.pdl = dtype, channels, pair, row, pdl
+        self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
         self.blocks, self.streams, self.stages = blocks, streams, stages
         self.D = padded(channels)
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
         tiles = {"blocks": blocks, "streams": streams, "stages": stages}
-        self.name_after(dtype, channels=channels, pair=pair, row=row, pdl=pdl, **tiles)
+        self.name_after(dtype, channels=channels, pair=pair, row=row, **tiles)
 
     def layouts(self):
         n = self.streams * self.stages
@@ -110,7 +106,7 @@ class KeyGradients(KeySteps, Kernel):
         aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
         aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
         self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, scale, row_b, row_n).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.pdl
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -194,8 +190,6 @@ class KeyGradients(KeySteps, Kernel):
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-            if const_expr(self.pdl):
-                arch.griddepcontrol_wait()
             st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
             if s < NS:
                 while at < end:
@@ -333,8 +327,8 @@ class KeyGradients(KeySteps, Kernel):
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
-        q, k, v, do, dk, dv = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
+        q, k, v, do, dk, dv = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
         return (
-            *(q, k, v, do, fake_pair(self.dtype, Q, KL, False), fake_row(self.dtype)),
+            *(q, k, v, do, fake_pair(self.dtype, Q, KL, False), terms(self.dtype)),
             *(fake_words((B, N, H, size()), 16), dk, dv, Float32(0), Int32(0), Int32(0), Int32(0)),
         )

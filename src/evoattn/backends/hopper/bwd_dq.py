@@ -22,9 +22,7 @@ from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
     coefficients,
-    fake_channels,
     fake_pair,
-    fake_row,
     fake_words,
     release,
     rotation,
@@ -32,7 +30,7 @@ from evoattn.backends.hopper.bwd_steps import (
     store_rows,
     turned,
 )
-from evoattn.backends.hopper.launch import Kernel
+from evoattn.backends.hopper.launch import Kernel, channels, terms
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LOG2E, k_major, mn_major, multiply, padded
 
@@ -52,7 +50,6 @@ class QueryGradients(QuerySteps, Kernel):
         dlse: whether lse has a gradient.
         partial: whether each block leaves its part of d(pair bias) instead of adding it to what the others found.
         vector: whether lines of the pair bias start on 4 bytes, and the number of keys is even.
-        pdl: whether the next kernel may start before this one ends.
     """
 
     def __init__(
@@ -70,17 +67,16 @@ class QueryGradients(QuerySteps, Kernel):
         stage: int = 2,
         stages: int = 3,
         vector: bool = True,
-        pdl: bool = False,
     ):
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
-        self.groups, self.slices, self.stage, self.stages, self.vector, self.pdl = groups, slices, stage, stages, vector, pdl
+        self.groups, self.slices, self.stage, self.stages, self.vector = groups, slices, stage, stages, vector
         self.D = padded(channels)
         self.keys = stage * SLICE
         self.tiles = slices // stage
         self.dlse, self.partial = dlse, partial
         self.threads = (groups + 1) * 128
         self.registers = (160, 32) if groups == 3 else (240, 24)
-        options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial, "pdl": pdl}
+        options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial}
         tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages}
         self.name_after(dtype, channels=channels, **options, **tiles, vector=vector)
 
@@ -200,8 +196,6 @@ class QueryGradients(QuerySteps, Kernel):
             arch.mbarrier_init(summed, 4)
         arch.mbarrier_init_fence()
         arch.sync_threads()
-        if const_expr(self.pdl):
-            arch.griddepcontrol_launch_dependents()
         # ---- work: an equal share of all (panel, n)
         inverse = Float32(1.0) / scale
         NQ = (LQ + ROWS - 1) // ROWS
@@ -431,13 +425,13 @@ class QueryGradients(QuerySteps, Kernel):
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
-        q, k, v, o, do, dq = (fake_channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, Q, Q))
+        q, k, v, o, do, dq = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, Q, Q))
         lse, dlse = fake_words((B, N, H, Q)), fake_words((B, N, H, Q))
         dpair = fake_words((size(), size(), Q, size()), 16)
         if self.partial:
             dpair = fake_words((size(), self.slices * 4, self.groups * 128, 4), 16)
         return (
             *(q, k, v, o, do),
-            *(fake_pair(self.dtype, Q, KL, self.vector), fake_row(self.dtype), lse, dlse, fake_words((B, N, H, size()), 16)),
+            *(fake_pair(self.dtype, Q, KL, self.vector), terms(self.dtype), lse, dlse, fake_words((B, N, H, size()), 16)),
             *(dq, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),
         )

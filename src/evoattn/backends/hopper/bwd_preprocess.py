@@ -8,8 +8,8 @@ import cuda.bindings.driver as cuda
 from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, fake_channels, fake_words, write_statistics
-from evoattn.backends.hopper.launch import Kernel
+from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, fake_words, write_statistics
+from evoattn.backends.hopper.launch import Kernel, channels
 
 _THREADS = ROWS
 
@@ -72,5 +72,5 @@ class Statistics(Kernel):
     def arguments(self) -> tuple[Any, ...]:
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""
         sizes = tuple(cute.sym_int() for _ in range(4))
-        o, do = (fake_channels(self.dtype, sizes, self.channels) for _ in range(2))
+        o, do = (channels(self.dtype, sizes, self.channels) for _ in range(2))
         return o, do, fake_words(sizes), fake_words(sizes), fake_words((*sizes[:3], cute.sym_int()), 16), Float32(0)

@@ -8,9 +8,9 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warp
-from cutlass.cute.runtime import make_fake_tensor
 
-from evoattn.backends.hopper.primitives import VETO
+from evoattn.backends.hopper.launch import free, size, tensor
+from evoattn.backends.hopper.primitives import VETO, three_terms
 
 SLICE = 32  # scores of a row that a warpgroup holds at a time
 ROWS = 64  # rows of a warpgroup
@@ -29,9 +29,7 @@ def sleep_until(barrier: Any, phase: Any) -> None:
 
 def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
     """What the terms of a key-wise bias meet, as an A fragment of 16 channels: alpha's own terms, see prepare.py."""
-    a0 = alpha.to(dtype)
-    a1 = (alpha - a0.to(Float32)).to(dtype)
-    a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(dtype)
+    a0, a1, a2 = three_terms(alpha, dtype)
     veto = dtype(0.0 if dtype is BFloat16 else VETO)
     even = cutlass.select_(t4 == 2, a1, cutlass.select_(t4 == 3, veto, a0))
     odd = cutlass.select_(t4 == 0, a0, cutlass.select_(t4 == 1, a1, cutlass.select_(t4 == 2, a2, veto)))
@@ -46,12 +44,8 @@ def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: A
     """What `bwd_dkdv` needs of query q of a tile: words [4 * q, ..] for its product, and -delta.
 
     The product adds -lse / scale (`low`), three terms, and a key's bias: its terms meet those of alpha = 1 / scale."""
-    l0 = low.to(dtype)
-    l1 = (low - l0.to(Float32)).to(dtype)
-    l2 = (low - l0.to(Float32) - l1.to(Float32)).to(dtype)
-    a0 = alpha.to(dtype)
-    a1 = (alpha - a0.to(Float32)).to(dtype)
-    a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(dtype)
+    l0, l1, l2 = three_terms(low, dtype)
+    a0, a1, a2 = three_terms(alpha, dtype)
     terms = cute.make_rmem_tensor(8, dtype)
     for x, term in enumerate((l0, l1, l2, a0, a1, a2, a0, dtype(0.0 if dtype is BFloat16 else VETO))):
         terms[x] = term
@@ -117,30 +111,18 @@ def exp2(x: Any) -> Any:
     return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
-def fake_channels(dtype: Any, sizes: tuple[Any, ...], channels: int) -> Any:
-    """What stands for a tensor [b,n,h,l,d] when a kernel is compiled: rows start on 16 bytes."""
-    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(4))
-    return make_fake_tensor(dtype, (*sizes, channels), (*strides, 1), assumed_align=16)
-
-
 def fake_words(sizes: tuple[Any, ...], align: int = 4) -> Any:
     """What stands for a float32 tensor whose last axis is contiguous, and whose lines start on `align` bytes."""
     strides = tuple(cute.sym_int64(divisibility=align // 4) for _ in sizes[1:])
-    return make_fake_tensor(Float32, sizes, (*strides, 1), assumed_align=align)
-
-
-def fake_row(dtype: Any) -> Any:
-    """What stands for the terms of a key-wise bias, [r, keys * TERMS]."""
-    sizes = (cute.sym_int(), cute.sym_int(divisibility=8))
-    return make_fake_tensor(dtype, sizes, (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+    return tensor(Float32, sizes, (*strides, 1), align)
 
 
 def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
     """What stands for a pair bias [b|1,h|1,q,k]: of any strides, or of lines that start on two numbers."""
     strides = tuple(cute.sym_int64(divisibility=2 if vector else 1) for _ in range(3))
-    last = 1 if vector else cute.sym_int64()
+    last = 1 if vector else free()
     align = (2 if vector else 1) * dtype.width // 8
-    return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), queries, keys), (*strides, last), assumed_align=align)
+    return tensor(dtype, (size(), size(), queries, keys), (*strides, last), align)
 
 
 def rotation(n0: Any, n1: Any, each: Any) -> Any:

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, SLICE, ForwardSteps
-from evoattn.backends.hopper.launch import Kernel, even, free, size, tensor
+from evoattn.backends.hopper.launch import Kernel, channels, even, free, size, tensor, terms
 from evoattn.backends.hopper.panel import KEYS, ROWS, load_panel
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import (
@@ -58,28 +58,24 @@ class Forward(ForwardSteps, Kernel):
         width: elements of the pair bias that load at a time (1 or 8), where it stays.
     """
 
-    def __init__(
-        self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool, width: int = 8, stages: int = 0
-    ):
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool, width: int = 8):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
         self.resident, self.streamed, self.long, self.width = resident, pair and not resident, not resident, width
         self.D = padded(channels)
         self.steps = -(-channels // 16)
-        self.stages = stages or (3 if resident else {16: 5, 32: 5, 64: 3}[self.D])
+        self.stages = 3 if resident else {16: 5, 32: 5, 64: 3}[self.D]
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
         self.terms = 1 if exact else 2
         options = {"pair": pair, "row": row, "exact": exact, "long": self.long}
-        self.name_after(dtype, channels=channels, **options, width=width if pair and resident else None, stages=self.stages)
+        self.name_after(dtype, channels=channels, **options, width=width if pair and resident else None)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
 
     def arguments(self) -> tuple[Any, ...]:
         b, n, h, lq, lk = size(), size(), size(), size(), size()
 
-        def channels(length: Any) -> Any:
-            return tensor(self.dtype, (b, n, h, length, self.channels), (even(), even(), even(), even(), 1), 16)
-
-        terms = tensor(self.dtype, (size(), size()), (even(), 1), 16) if self.row else None
+        row = terms(self.dtype) if self.row else None
+        q, k, v, o = (channels(self.dtype, (b, n, h, length), self.channels) for length in (lq, lk, lk, lq))
         pair = None
         if self.pair:
             wide = self.width == 8 or self.streamed
@@ -87,7 +83,7 @@ class Forward(ForwardSteps, Kernel):
             pair = tensor(self.dtype, (size(), size(), size(), size()), stride, 16 if wide else 2)
         lse = tensor(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4)
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
-        return channels(lq), channels(lk), channels(lk), terms, pair, channels(lq), lse, *numbers
+        return q, k, v, row, pair, o, lse, *numbers
 
     @property
     def shared_bytes(self) -> int:

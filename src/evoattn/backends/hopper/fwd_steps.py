@@ -10,7 +10,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from evoattn.backends.hopper.panel import ROWS
-from evoattn.backends.hopper.primitives import VETO, fma, multiply
+from evoattn.backends.hopper.primitives import VETO, fma, multiply, three_terms
 
 __all__ = ["CHAIN", "HALVES", "SLICE", "ForwardSteps"]
 
@@ -41,10 +41,8 @@ class ForwardSteps:
     @cute.jit
     def ones(self, rA: cute.Tensor, alpha: Float32, t4: Int32):
         """A's constant rows for a key's terms: alpha's own terms, see prepare.py for their order."""
-        a0 = alpha.to(self.dtype)
+        a0, a1, a2 = three_terms(alpha, self.dtype)
         veto = self.dtype(0.0 if self.dtype is BFloat16 else VETO)
-        a1 = (alpha - a0.to(Float32)).to(self.dtype)
-        a2 = (alpha - a0.to(Float32) - a1.to(Float32)).to(self.dtype)
         zero = self.dtype(0.0)
         for i in range_constexpr(8):
             rA[i] = zero

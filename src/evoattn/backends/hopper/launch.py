@@ -20,7 +20,7 @@ from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
 from evoattn import cache
 
-__all__ = ["Kernel", "build", "compiled", "even", "free", "size", "tensor", "types"]
+__all__ = ["Kernel", "build", "channels", "compiled", "even", "free", "size", "tensor", "terms", "types"]
 
 types = {
     torch.bfloat16: cutlass.BFloat16,
@@ -51,6 +51,16 @@ def even() -> Any:
 def tensor(dtype: Any, shape: tuple[Any, ...], stride: tuple[Any, ...], align: int) -> Any:
     """What stands for a tensor when a kernel is compiled."""
     return make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+
+def channels(dtype: Any, sizes: tuple[Any, ...], d: int) -> Any:
+    """What stands for a tensor [b,n,h,l,d] in either layout: rows of channels start on 16 bytes."""
+    return tensor(dtype, (*sizes, d), (even(), even(), even(), even(), 1), 16)
+
+
+def terms(dtype: Any) -> Any:
+    """What stands for the terms of a key-wise bias, [r, keys * TERMS]."""
+    return tensor(dtype, (size(), size()), (even(), 1), 16)
 
 
 @functools.cache

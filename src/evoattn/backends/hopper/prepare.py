@@ -15,8 +15,8 @@ from cutlass import BFloat16, Float32, Int32, Uint8, const_expr, cute, range_con
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.launch import Kernel, even, free, size, tensor
-from evoattn.backends.hopper.primitives import VETO, finite
+from evoattn.backends.hopper.launch import Kernel, even, free, size, tensor, terms
+from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
 __all__ = ["TERMS", "Pairs", "Rows"]
 
@@ -42,7 +42,7 @@ class Rows(Kernel):
 
         mask = keys(Uint8, 1) if self.mask else None
         bias = keys(self.bias, self.bias.width // 8) if self.bias is not None else None
-        return mask, bias, tensor(self.dtype, (size(), size()), (even(), 1), 16), Int32(0), Int32(0)
+        return mask, bias, terms(self.dtype), Int32(0), Int32(0)
 
     @cute.jit
     def __call__(self, mask: Any, bias: Any, terms: cute.Tensor, keys: Int32, n: Int32, stream: cuda.CUstream):
@@ -94,9 +94,7 @@ class Rows(Kernel):
                 x = Float32(0.0)
             if x < -65504.0:
                 x = Float32(-65504.0)
-        hi = x.to(self.dtype)
-        mid = (x - hi.to(Float32)).to(self.dtype)
-        lo = (x - hi.to(Float32) - mid.to(Float32)).to(self.dtype)
+        hi, mid, lo = three_terms(x, self.dtype)
         held = cute.make_rmem_tensor(TERMS, self.dtype)
         for y, term in enumerate((hi, mid, lo, hi, mid, hi, veto.to(self.dtype), veto.to(self.dtype))):
             held[y] = term

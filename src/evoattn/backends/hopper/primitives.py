@@ -22,6 +22,7 @@ __all__ = [
     "mn_major",
     "multiply",
     "padded",
+    "three_terms",
 ]
 
 LN2 = math.log(2.0)
@@ -70,6 +71,13 @@ def multiply(dtype: Any, a_in_shared: bool, b_major: OperandMajorMode, n: int, a
     tiled = make_tiled_mma(operation)
     tiled.set(warpgroup.Field.ACCUMULATE, accumulate)
     return tiled
+
+
+def three_terms(x: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """A float32 number as a sum of three of dtype, to about 2^-24 of it."""
+    high = x.to(dtype)
+    middle = (x - high.to(Float32)).to(dtype)
+    return high, middle, (x - high.to(Float32) - middle.to(Float32)).to(dtype)
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:

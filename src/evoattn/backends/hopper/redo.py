@@ -12,12 +12,12 @@ import cutlass
 from cutlass import Float32, Int32, cute, range_constexpr
 from cutlass.cute import arch
 
+from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LN2, LOG2E, MASKED
 
 __all__ = ["redo_query"]
 
 LANES = 32
-TERMS = 8
 
 
 @cute.jit

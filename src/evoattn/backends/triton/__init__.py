@@ -6,14 +6,13 @@ Importing this package does not import Triton: the kernels are imported when a c
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from evoattn.devices import installed, on_device_of
 from evoattn.layouts import empty
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
@@ -43,7 +42,7 @@ _LARGEST_TILE = {"block_q": 256, "block_k": 128}
 @functools.cache
 def availability() -> str | None:
     """None where Triton kernels can run, else why not and what to do about it."""
-    if not _installed():
+    if not installed("triton"):
         return "Triton is not installed: pip install triton (or triton-rocm for AMD)"
     if _interprets() or torch.cuda.is_available():
         return None
@@ -143,9 +142,7 @@ def plan_forward(
     from evoattn.backends.triton import fwd
 
     with _device_of(q):
-        return _on_device_of(
-            q, fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
-        )
+        return on_device_of(q, fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config))
 
 
 def backward(
@@ -202,7 +199,7 @@ def plan_backward(
             do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse,
             scale=scale, layout=layout, needs=needs, deterministic=deterministic, config=config,
         )  # fmt: skip
-    return _on_device_of(q, plan)
+    return on_device_of(q, plan)
 
 
 def _device_of(tensor: Tensor) -> torch.cuda.device:
@@ -213,28 +210,6 @@ def _device_of(tensor: Tensor) -> torch.cuda.device:
 def _device_for(problem: Problem) -> torch.device:
     """The device that a problem would run on: the current one of its type."""
     return torch.device("cuda", torch.cuda.current_device()) if problem.device == "cuda" else torch.device(problem.device)
-
-
-def _on_device_of(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same on the tensor's device; where that is the current one already, asking is all it costs."""
-    if not tensor.is_cuda:
-        return run
-    index = tensor.device.index
-
-    def on_device(*tensors: Tensor | None) -> Any:
-        if torch.cuda.current_device() == index:
-            return run(*tensors)
-        with torch.cuda.device(index):
-            return run(*tensors)
-
-    return on_device
-
-
-def _installed() -> bool:
-    try:
-        return importlib.util.find_spec("triton") is not None
-    except ModuleNotFoundError:  # an import hook that blocks it
-        return False
 
 
 @functools.cache

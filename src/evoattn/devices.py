@@ -1,0 +1,35 @@
+"""What several backends ask of the machine: whether a kernel language is installed, and to run on a tensor's device."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["installed", "on_device_of"]
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; it is not."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # an import hook that blocks it
+        return False
+
+
+def on_device_of(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the tensor's device as the current one; where it is that already, asking is all it costs."""
+    if not tensor.is_cuda:
+        return run
+    index = tensor.device.index
+
+    def on_device(*arguments: Any) -> Any:
+        if torch.cuda.current_device() == index:
+            return run(*arguments)
+        with torch.cuda.device(index):
+            return run(*arguments)
+
+    return on_device

@@ -367,9 +367,6 @@ class Forward(ForwardSteps, Kernel):
                     if count > 0:
                         arch.mbarrier_wait(qfull + s, qph)
                         cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
-                        arch.sync_warp()
-                        if lane == 0:
-                            arch.mbarrier_arrive(qempty + s)
                         qph ^= 1
                         arch.mbarrier_wait(full + s * ST + st, ph)
                         if const_expr(self.streamed):
@@ -377,6 +374,9 @@ class Forward(ForwardSteps, Kernel):
                         warpgroup.fence()
                         self.scores(frags, S0, 0, self.tile(0, st, half), s * ST + st)
                         warpgroup.wait_group(0)
+                        # Only a product that used q tells that it has left shared memory: an arrival may overtake its loads.
+                        if lane == 0:
+                            arch.mbarrier_arrive(qempty + s)
                     while count > 0:
                         # A shuffle hides that these do not change (or, st, cycle) over the loop: otherwise the compiler hoists
                         # some 50 matrix descriptors out of it, cannot keep them in uniform registers, and spills.
@@ -414,9 +414,6 @@ class Forward(ForwardSteps, Kernel):
                         if count > 0:
                             arch.mbarrier_wait(qfull + s, qph)
                             cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
-                            arch.sync_warp()
-                            if lane == 0:
-                                arch.mbarrier_arrive(qempty + s)
                             qph ^= 1
                             arch.mbarrier_wait(full + so + st, ph)
                             if const_expr(self.streamed):
@@ -429,6 +426,8 @@ class Forward(ForwardSteps, Kernel):
                             arch.mbarrier_arrive(empty + so + prev)
                             if const_expr(self.streamed):
                                 arch.mbarrier_arrive(pempty + prev)
+                            if count > 0:
+                                arch.mbarrier_arrive(qempty + s)
                         # ---- epilogue
                         i0, h, b, nn = mine[2], mine[3], mine[4], turn[s, rounds % 4]
                         rounds += 1

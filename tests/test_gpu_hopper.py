@@ -51,13 +51,55 @@ def test_workload(workload, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("channels", [8, 16, 24, 32, 48, 64])
 @pytest.mark.parametrize("mask", [None, "random", "padding", "empty_rows"])
-@pytest.mark.parametrize("length", [2, 33, 65, 129, 397, 513, 1000])
+@pytest.mark.parametrize("length", [2, 33, 65, 97, 129, 397, 513, 1001])
 def test_length(length: int, mask: str | None, channels: int) -> None:
     """Whole and ragged blocks, one panel and several, a bias that stays and one that streams."""
     pair = None if channels == 16 else "b1hqk"
     case = testing.Case("sweep", n=3, h=2, lq=length, lk=length, d=channels, dtype=torch.bfloat16, mask=mask, pair_bias=pair)  # type: ignore[arg-type]
     inputs = case.make(seed=3, device="cuda")
     testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("length", [33, 129, 384, 397])
+@pytest.mark.parametrize("offset", range(8))
+def test_pair_bias_of_any_alignment(offset: int, length: int, dtype: torch.dtype) -> None:
+    """Lines of keys that start on any two bytes, with NaN before the first and after the last."""
+    inputs = example(n=3, h=2, lq=length, lk=length, dtype=dtype)
+    pair = inputs.pair_bias
+    room = torch.full((pair.numel() + 16,), torch.nan, dtype=dtype, device="cuda")
+    moved = room[offset : offset + pair.numel()].view(pair.shape).copy_(pair)
+    assert moved.data_ptr() % 16 == 2 * offset
+    inputs = dataclasses.replace(inputs, pair_bias=moved)
+    testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("pair_bias", ["b1hqk", None])
+@pytest.mark.parametrize("length", [64, 200, 397, 512, 700, 1001])
+def test_rows_of_different_lengths(length: int, pair_bias: str | None, dtype: torch.dtype) -> None:
+    """Each row n has keys up to an end of its own, some none at all."""
+    inputs = example(n=150, h=2, lq=150, lk=length, dtype=dtype, pair_bias=pair_bias)
+    ends = torch.randint(0, length + 1, (150, 1), generator=torch.Generator().manual_seed(7))
+    ends[::50] = 0
+    mask = torch.arange(length) < ends
+    inputs = dataclasses.replace(inputs, mask=mask.view_as(inputs.mask).cuda())
+    testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("length", [200, 397, 700])
+@pytest.mark.parametrize("kept", [3, 33, 64, 70, 100, 128])
+def test_dead_keys_at_the_end_are_not_touched(kept: int, length: int) -> None:
+    """NaN in keys and values of the slices past the last live key: whoever multiplies by it has NaN in the output."""
+    inputs = example(n=5, lq=length, lk=length)
+    mask = torch.zeros_like(inputs.mask)
+    mask[..., :kept] = True
+    inputs = dataclasses.replace(inputs, mask=mask)
+    beyond = max(-(-kept // 32) * 32, 64)
+    poisoned = {name: getattr(inputs, name).clone() for name in ("k", "v")}
+    for x in poisoned.values():
+        x[:, :, beyond:] = torch.nan
+    testing.check(forward(dataclasses.replace(inputs, **poisoned)), inputs)
 
 
 def adversary(kind: str, dtype: torch.dtype, length: int) -> testing.Inputs:

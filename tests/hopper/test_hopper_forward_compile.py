@@ -31,7 +31,7 @@ VARIANTS = {
     "d16": (16, BOTH | {"exact": True}),
     "d24": (24, BOTH),
     "d32": (32, BOTH),
-    "d32_any_strides": (32, BOTH | {"width": 1}),
+    "d32_any_alignment": (32, BOTH | {"aligned": False}),
     "d32_pair": (32, BOTH | {"row": False}),
     "d32_row": (32, BOTH | {"pair": False, "exact": True}),
     "d32_none": (32, BOTH | {"pair": False, "row": False, "exact": True}),
@@ -41,8 +41,8 @@ VARIANTS = {
     "d64_long": (64, BOTH | {"exact": True, "resident": False}),
     "d64_row": (64, BOTH | {"pair": False, "exact": True}),
 }
-SPILLS = {"d32_any_strides": 64, "d48_long": 64, "d64_long": 64}
-"""Instructions that touch local memory, where a variant is known to have some: loads of the panel, and 64 channels."""
+SPILLS = {"d48_long": 64, "d64_long": 64}
+"""Instructions that touch local memory, where a variant is known to have some: 64 channels."""
 
 
 def instructions_a_score(names: list[str]) -> float:

@@ -80,6 +80,23 @@ def test_refuses_every_config_its_own_too() -> None:
     assert "its tiles are fixed" in reasons(hopper.resolve(PLAIN, Config()))[0]
 
 
+@pytest.mark.parametrize(
+    ("pair_bias", "copied"),
+    [
+        (None, False),
+        (torch.empty(1, 4, 384, 384), False),
+        (torch.empty(4, 397 * 397 + 1)[:, 1:].view(1, 4, 397, 397), False),
+        (torch.empty(1, 4, 1, 397), False),
+        (torch.empty(1, 384, 384, 4).permute(0, 3, 1, 2), True),
+        (torch.empty(1, 4, 384, 1), True),
+        (torch.empty(1, 4, 8, 513), True),
+    ],
+    ids=["none", "whole", "odd", "one query", "permuted", "one key", "long"],
+)
+def test_tells_what_is_laid_out_anew(pair_bias: torch.Tensor | None, copied: bool) -> None:
+    assert [what.split(":")[0] for what in hopper.copies(pair_bias, 8)] == ["pair_bias"] * copied
+
+
 @pytest.mark.parametrize("scale", [0.3, -0.3, 1.0, 32**-0.5, 3e-5, -3e-5, 9e4, 1e-30])
 def test_a_scale_is_taken_apart_exactly(scale: float) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")

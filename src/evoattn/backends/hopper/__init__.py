@@ -72,10 +72,14 @@ def resolve(problem: Problem, config: Config) -> Config:
 
 
 def copies(pair_bias: Tensor | None, n: int) -> list[str]:
-    """A pair bias of more keys than stay in shared memory."""
-    if pair_bias is None or pair_bias.shape[-1] <= _RESIDENT_KEYS:
+    """A pair bias of more keys than stay in shared memory, or whose keys do not lie one after another."""
+    if pair_bias is None:
         return []
-    return [f"pair_bias: with more than {_RESIDENT_KEYS} keys it is laid out anew once a call, to be streamed"]
+    if pair_bias.shape[-1] > _RESIDENT_KEYS:
+        return [f"pair_bias: with more than {_RESIDENT_KEYS} keys it is laid out anew once a call, to be streamed"]
+    if pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
+        return ["pair_bias: laid out anew once a call, its keys one after another"]
+    return []
 
 
 def forward(

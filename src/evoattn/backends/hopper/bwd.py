@@ -88,7 +88,7 @@ def plan_backward(
             torch.empty_strided(*how, dtype=q.dtype, device=device) if x is None else x.as_strided(*how)
             for x, how in zip(tensors[10:], stored, strict=True)
         )
-        row, row_b, row_n = terms(mask, mask_bias) if terms is not None else (k.as_strided((1, 8), (8, 1)), 0, 0)
+        row, _, row_b, row_n = terms(mask, mask_bias) if terms is not None else (k.as_strided((1, 8), (8, 1)), None, 0, 0)
         pair = k.as_strided((1, 1, lq, lk), (0, 0, 0, 1)) if pair is None else pair
         stats = torch.empty(statistics_shape, dtype=torch.float32, device=device)
         of_lse = lse if dlse is None else dlse.contiguous()

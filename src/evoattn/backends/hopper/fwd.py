@@ -31,14 +31,16 @@ def plan_forward(
     factor, unit = fold(scale)
     row = mask is not None or mask_bias is not None or lk % KEYS != 0
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
-    wide = resident and pair_bias is not None and lk % 8 == 0 and loads_wide(pair_bias)
-    exact = pair_bias is None or _exact(1.0 / unit, q.dtype)
-    variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, width=8 if wide else 1)
+    pair = None if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)  # one query or key is read along all of them
+    laid = pair is not None and (not resident or pair.stride(3) != 1)
+    aligned = laid or (pair is not None and lk % 8 == 0 and loads_wide(pair))
+    exact = pair is None or _exact(1.0 / unit, q.dtype)
+    variant = Forward(dtype, d, pair=pair is not None, row=row, exact=exact, resident=resident, aligned=aligned)
     kernel = compiled(variant)
 
     terms = row_plan(mask, mask_bias, q, lk, always=row)
-    pairs = compiled(Pairs(dtype)) if pair_bias is not None and not resident else None
-    pair_shape = () if pair_bias is None else (*pair_bias.shape[:2], lq, -(-lk // 8) * 8)
+    pairs = compiled(Pairs(dtype)) if laid else None
+    pair_shape = () if pair is None else (*pair.shape[:3], -(-lk // 8) * 8)
 
     panels = -(-lq // (HALVES * ROWS))
     blocks = min(torch.cuda.get_device_properties(q.device).multi_processor_count, b * n * h * panels)
@@ -46,9 +48,7 @@ def plan_forward(
     numbers = (unit, deal, blocks)
 
     copied = [i for i, x in enumerate((q, k, v)) if not loads_wide(x)]
-    views: list[Any] = [None if x is None else (x.shape, x.stride()) for x in (q, k, v, mask, mask_bias, pair_bias)]
-    if pair_bias is not None:  # an axis of one query or one key is read along all of them
-        views[5] = ((*pair_bias.shape[:2], lq, lk), pair_bias.expand(-1, -1, lq, lk).stride())
+    views: list[Any] = [None if x is None else (x.shape, x.stride()) for x in (q, k, v, mask, mask_bias, pair)]
     out = layouts.empty(q.shape, layout, q.new_empty(0, device="meta"))
     device = q.device
 
@@ -60,22 +60,23 @@ def plan_forward(
             seen[i] = seen[i].contiguous()
         q, k, v, mask, mask_bias, pair_bias = seen
         o, lse = tensors[6].as_strided(out.shape, out.stride()), tensors[7].view(b, n, h, lq)
-        row, row_b, row_n = terms(mask, mask_bias) if terms is not None else (None, 0, 0)
         if pairs is not None:
-            laid = torch.empty(pair_shape, dtype=q.dtype, device=device)
-            pairs(pair_bias, laid)
-            pair_bias = laid
-        kernel(q, k, v, row, pair_bias, o, lse, row_b, row_n, *numbers)
+            given, pair_bias = pair_bias, torch.empty(pair_shape, dtype=q.dtype, device=device)
+            pairs(given, pair_bias)
+        # The kernel begins while the terms are still being made, so nothing else may come between the two.
+        row, ends, row_b, row_n = terms(mask, mask_bias) if terms is not None else (None, None, 0, 0)
+        kernel(q, k, v, row, ends, pair_bias, o, lse, row_b, row_n, *numbers)
 
     return run
 
 
 def row_plan(
     mask: Tensor | None, mask_bias: Tensor | None, q: Tensor, lk: int, *, room: int = 0, always: bool
-) -> Callable[[Tensor | None, Tensor | None], tuple[Tensor, int, int]] | None:
+) -> Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor, int, int]] | None:
     """What makes the terms of a key-wise bias for at least `room` keys, or None where there is none and `always` is False.
 
-    It takes mask and mask_bias and returns the terms [r, keys * TERMS], and how far r goes from one b, and one n, to the next.
+    It takes mask and mask_bias and returns the terms [r, keys * TERMS], each row's number of keys up to the last that is not
+    masked, int32 [r], and how far r goes from one b, and one n, to the next.
     """
     if mask is None and mask_bias is None and not always:
         return None
@@ -87,10 +88,10 @@ def row_plan(
     shape = (of_b * of_n, -(-max(lk, room) // KEYS) * KEYS * TERMS)
     dtype, device = q.dtype, q.device
 
-    def terms(mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, int, int]:
-        made = torch.empty(shape, dtype=dtype, device=device)
-        kernel(None if mask is None else mask.view(torch.uint8), mask_bias, made, lk, of_n)
-        return made, of_n if of_b > 1 else 0, int(of_n > 1)
+    def terms(mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
+        made, ends = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:1], dtype=torch.int32, device=device)
+        kernel(None if mask is None else mask.view(torch.uint8), mask_bias, made, ends, lk, of_n)
+        return made, ends, of_n if of_b > 1 else 0, int(of_n > 1)
 
     return terms
 

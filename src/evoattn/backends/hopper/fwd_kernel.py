@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, SLICE, ForwardSteps
-from evoattn.backends.hopper.launch import Kernel, channels, even, free, size, tensor, terms
+from evoattn.backends.hopper.launch import Kernel, channels, ends, even, free, size, tensor, terms
 from evoattn.backends.hopper.panel import KEYS, ROWS, load_panel
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import (
@@ -55,35 +55,35 @@ class Forward(ForwardSteps, Kernel):
         row: whether there is a key-wise bias; a length that is no multiple of 64 needs one for its end.
         exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly.
         resident: whether the pair bias of a panel stays in shared memory.
-        width: elements of the pair bias that load at a time (1 or 8), where it stays.
+        aligned: whether all lines of keys in the pair bias start on 16 bytes, where it stays.
     """
 
-    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool, width: int = 8):
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool, aligned: bool = True):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
-        self.resident, self.streamed, self.long, self.width = resident, pair and not resident, not resident, width
+        self.resident, self.streamed, self.long, self.aligned = resident, pair and not resident, not resident, aligned
         self.D = padded(channels)
         self.steps = -(-channels // 16)
-        self.stages = 3 if resident else {16: 5, 32: 5, 64: 3}[self.D]
+        self.stages = 3 if resident and pair else {16: 5, 32: 5, 64: 3}[self.D]
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
         self.terms = 1 if exact else 2
         options = {"pair": pair, "row": row, "exact": exact, "long": self.long}
-        self.name_after(dtype, channels=channels, **options, width=width if pair and resident else None)
+        self.name_after(dtype, channels=channels, **options, aligned=aligned and pair and resident)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
 
     def arguments(self) -> tuple[Any, ...]:
         b, n, h, lq, lk = size(), size(), size(), size(), size()
 
-        row = terms(self.dtype) if self.row else None
+        row, end = (terms(self.dtype), ends()) if self.row else (None, None)
         q, k, v, o = (channels(self.dtype, (b, n, h, length), self.channels) for length in (lq, lk, lk, lq))
         pair = None
         if self.pair:
-            wide = self.width == 8 or self.streamed
-            stride = (even(), even(), even(), 1) if wide else (free(), free(), free(), free())
-            pair = tensor(self.dtype, (size(), size(), size(), size()), stride, 16 if wide else 2)
+            step = even if self.aligned or self.streamed else free
+            stride = (step(), step(), step(), 1)
+            pair = tensor(self.dtype, (size(), size(), size(), size()), stride, 16 if step is even else 2)
         lse = tensor(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4)
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
-        return q, k, v, row, pair, o, lse, *numbers
+        return q, k, v, row, end, pair, o, lse, *numbers
 
     @property
     def shared_bytes(self) -> int:
@@ -114,6 +114,7 @@ class Forward(ForwardSteps, Kernel):
         k: cute.Tensor,
         v: cute.Tensor,
         row: Any,
+        ends: Any,
         pair: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
@@ -124,7 +125,7 @@ class Forward(ForwardSteps, Kernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS]; pair [b|1,h|1,q,k]; lse [b,n,h,q]."""
+        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS]; ends [r]; pair [b|1,h|1,q,k]; lse [b,n,h,q]."""
         lq, lk, lv, lp, _, lo = self.layouts()
         D = self.D
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -138,8 +139,8 @@ class Forward(ForwardSteps, Kernel):
         aP, tP = aQ, tQ
         if const_expr(self.streamed):
             aP, tP = cpasync.make_tiled_tma_atom(load, view(pair, [2, 3, 1, 0]), one(lp), (ROWS, KEYS))
-        self.kernel(aQ, tQ, aK, tK, aV, tV, aP, tP, aO, tO, row, pair, q, k, v, o, lse, row_b, row_n, scale, deal).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        self.kernel(aQ, tQ, aK, tK, aV, tV, aP, tP, aO, tO, row, ends, pair, q, k, v, o, lse, row_b, row_n, scale, deal).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.row
         )
 
     @cute.kernel
@@ -156,6 +157,7 @@ class Forward(ForwardSteps, Kernel):
         aO: cute.CopyAtom,
         tO: cute.Tensor,
         row: Any,
+        ends: Any,
         pair: Any,
         gQ: cute.Tensor,
         gK: cute.Tensor,
@@ -191,7 +193,10 @@ class Forward(ForwardSteps, Kernel):
         book = cute.make_tensor(
             smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
         )
-        turn = cute.make_tensor(smem.allocate_array(Int32, STREAMS * 4), cute.make_layout((STREAMS, 4), stride=(4, 1)))
+        # What a stream's producer tells its consumers of each round: the row n, and how many slices of keys it has.
+        turn = cute.make_tensor(
+            smem.allocate_array(Int32, STREAMS * 4 * 2), cute.make_layout((STREAMS, 4, 2), stride=(8, 2, 1))
+        )
         if tid == 0:
             for i in range_constexpr(STREAMS * ST):
                 arch.mbarrier_init(full + i, 1)
@@ -236,6 +241,8 @@ class Forward(ForwardSteps, Kernel):
             arch.setmaxregister_decrease(32)
             s = wid - CONSUMERS * 4
             if s < STREAMS:
+                if const_expr(self.row):
+                    arch.griddepcontrol_wait()  # what `Rows` makes; it may still be running
                 bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
                 st, ph, qph, rounds = Int32(0), Int32(0), Int32(0), Int32(0)
                 unit = first
@@ -250,20 +257,28 @@ class Forward(ForwardSteps, Kernel):
                     if const_expr(self.streamed):
                         pb, phd = cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1)
                     p = p0 + s
-                    end = p1
+                    limit = p1
                     if const_expr(self.streamed):
-                        end = p1 + s  # both streams make the same number of rounds: the bias is loaded for both
-                    while p < end:
+                        limit = p1 + s  # both streams make the same number of rounds: the bias is loaded for both
+                    while p < limit:
                         nn = self.schedule.row(cutlass.min(p, p1 - 1), phase, deal, N)
+                        slices = 2 * NB
+                        if const_expr(self.row):
+                            end = ends[b * row_b + nn * row_n]
+                            if const_expr(self.streamed):  # the bias is streamed for the longer of both rows
+                                other = self.schedule.row(cutlass.min(p + 1 - 2 * s, p1 - 1), phase, deal, N)
+                                end = cutlass.max(end, ends[b * row_b + other * row_n])
+                            slices = cutlass.max((end + SLICE - 1) // SLICE, 1)
                         arch.mbarrier_wait(qempty + s, qph ^ 1)
                         with arch.elect_one():
-                            turn[s, rounds % 4] = nn
+                            turn[s, rounds, 0] = nn
+                            turn[s, rounds, 1] = slices
                             arch.mbarrier_arrive_and_expect_tx(qfull + s, HALVES * ROWS * D * 2)
-                        rounds += 1
+                        rounds = (rounds + 1) & 3
                         for x in range_constexpr(HALVES):
                             cute.copy(aQ, qG[None, ib * HALVES + x, h, nn, b], qS[None, s * HALVES + x], tma_bar_ptr=qfull + s)
                         qph ^= 1
-                        for j in cutlass.range(NB, unroll=1):
+                        for j in cutlass.range((slices + 1) // 2, unroll=1):
                             i = s * ST + st
                             if const_expr(self.streamed):
                                 if s == 0:
@@ -352,7 +367,7 @@ class Forward(ForwardSteps, Kernel):
                 arch.sync_warp()
                 if lane == 0:
                     mine[0] = unit + p1 - p0
-                    mine[2] = (ib * HALVES + half) * ROWS
+                    mine[2] = (ib * HALVES + half) * (ROWS // 16) + w  # tiles of 16 queries
                     mine[3] = h
                     mine[4] = b
                     if const_expr(self.streamed):
@@ -360,7 +375,7 @@ class Forward(ForwardSteps, Kernel):
                 arch.sync_warp()
                 if const_expr(self.pair and self.resident):
                     arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-                    load_panel(pair, sP, b, h, ib * HALVES * ROWS, HALVES * ROWS, NB, tid, CONSUMERS * 128, self.width)
+                    load_panel(pair, sP, b, h, ib * HALVES * ROWS, HALVES * ROWS, NB, tid, CONSUMERS * 128, self.aligned)
                     arch.fence_proxy("async.shared", space="cta")
                     arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
                 if (ib * HALVES + half) * ROWS < LQ:
@@ -385,7 +400,10 @@ class Forward(ForwardSteps, Kernel):
                             l[x] = Float32(0.0)
                         for x in range_constexpr(2):
                             m[x] = Float32(-3e38)
-                        left = NB
+                        slices = 2 * NB
+                        if const_expr(self.row):
+                            slices = arch.make_warp_uniform(turn[s, rounds, 1])
+                        left = cutlass.max(slices >> 1, 1)
                         prev = st
                         bars = (full, empty, pfull, pempty)
                         count -= 1
@@ -410,7 +428,25 @@ class Forward(ForwardSteps, Kernel):
                                         arch.mbarrier_arrive(empty + so + prev)
                                         if const_expr(self.streamed):
                                             arch.mbarrier_arrive(pempty + prev)
-                        # the last block's second slice; the first scores of the next row are on their way meanwhile
+                        tail = Int32(1)
+                        if const_expr(self.row):
+                            if slices & 1 == 1 and slices > 1:  # a last block of one slice
+                                arch.mbarrier_wait(full + so + st, ph)
+                                if const_expr(self.streamed):
+                                    arch.mbarrier_wait(pfull + st, ph)
+                                self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                                self.scores(frags, S1, 0, self.tile(slices >> 1, st, hf), so + st)
+                                warpgroup.wait_group(0)
+                                if lane == 0:
+                                    arch.mbarrier_arrive(empty + so + prev)
+                                    if const_expr(self.streamed):
+                                        arch.mbarrier_arrive(pempty + prev)
+                                tail, prev = Int32(0), st
+                                st += 1
+                                if st == self.stages:
+                                    st = Int32(0)
+                                    ph ^= 1
+                        # the row's last slice; the first scores of the next row are on their way meanwhile
                         if count > 0:
                             arch.mbarrier_wait(qfull + s, qph)
                             cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
@@ -420,7 +456,7 @@ class Forward(ForwardSteps, Kernel):
                                 arch.mbarrier_wait(pfull + st, ph)
                         warpgroup.fence()
                         self.scores(frags, S0, 0, self.tile(0, st, hf), so + st)
-                        self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                        self.soften(O, fV, m, l, c, S1, tail, so + prev)
                         warpgroup.wait_group(0)
                         if lane == 0:
                             arch.mbarrier_arrive(empty + so + prev)
@@ -429,8 +465,8 @@ class Forward(ForwardSteps, Kernel):
                             if count > 0:
                                 arch.mbarrier_arrive(qempty + s)
                         # ---- epilogue
-                        i0, h, b, nn = mine[2], mine[3], mine[4], turn[s, rounds % 4]
-                        rounds += 1
+                        tile, h, b, nn = mine[2], mine[3], mine[4], turn[s, rounds, 0]
+                        rounds = (rounds + 1) & 3
                         for x in range_constexpr(2):
                             l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
                         arch.cp_async_bulk_wait_group(0, read=True)
@@ -455,12 +491,12 @@ class Forward(ForwardSteps, Kernel):
                             if count == 0 and mine[5] == 1:
                                 limit = Int32(0)
                             if limit > 0:
-                                cute.copy(aO, oS[None, ot], oG[None, i0 // 16 + w, h, nn, b])
+                                cute.copy(aO, oS[None, ot], oG[None, tile, h, nn, b])
                         else:
-                            cute.copy(aO, oS[None, ot], oG[None, i0 // 16 + w, h, nn, b])
+                            cute.copy(aO, oS[None, ot], oG[None, tile, h, nn, b])
                         arch.cp_async_bulk_commit_group()
                         for x in range_constexpr(2):
-                            i = i0 + w * 16 + g + 8 * x
+                            i = tile * 16 + g + 8 * x
                             good = l[x] < self.ceiling
                             again = again | (not good)
                             if t4 == 0 and i < limit:
@@ -468,13 +504,15 @@ class Forward(ForwardSteps, Kernel):
                                 value = cutlass.select_(dead[x], -Float32.inf, value)
                                 lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
                 else:
-                    rounds += count
                     while count > 0:
                         arch.mbarrier_wait(qfull + s, qph)
                         qph ^= 1
+                        slices = turn[s, rounds, 1]
+                        rounds = (rounds + 1) & 3
+                        arch.sync_warp()
                         if lane == 0:
                             arch.mbarrier_arrive(qempty + s)
-                        for _ in cutlass.range(NB, unroll=1):
+                        for _ in cutlass.range((slices + 1) // 2, unroll=1):
                             arch.mbarrier_wait(full + s * ST + st, ph)
                             if lane == 0:
                                 arch.mbarrier_arrive(empty + s * ST + st)

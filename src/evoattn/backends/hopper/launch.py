@@ -20,7 +20,7 @@ from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
 from evoattn import cache
 
-__all__ = ["Kernel", "build", "channels", "compiled", "even", "free", "size", "tensor", "terms", "types"]
+__all__ = ["Kernel", "build", "channels", "compiled", "ends", "even", "free", "size", "tensor", "terms", "types"]
 
 types = {
     torch.bfloat16: cutlass.BFloat16,
@@ -61,6 +61,11 @@ def channels(dtype: Any, sizes: tuple[Any, ...], d: int) -> Any:
 def terms(dtype: Any) -> Any:
     """What stands for the terms of a key-wise bias, [r, keys * TERMS]."""
     return tensor(dtype, (size(), size()), (even(), 1), 16)
+
+
+def ends() -> Any:
+    """What stands for the rows' numbers of keys up to the last that counts, int32 [r]."""
+    return tensor(cutlass.Int32, (size(),), (1,), 4)
 
 
 @functools.cache

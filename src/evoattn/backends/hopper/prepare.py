@@ -1,4 +1,4 @@
-"""What a call lays out anew before its main kernel: the key-wise bias, and a pair bias that is streamed.
+"""What a call lays out anew before its main kernel: the key-wise bias, and a pair bias to stream or with keys far apart.
 
 **A key's terms.** mask and mask_bias become one bias, measured from the row's largest (`evoattn.numerics`), and each number
 x of it eight 16-bit terms, hi mid lo hi mid hi veto veto, with x = hi + mid + lo. The forward multiplies them by 1 / scale =
@@ -15,17 +15,20 @@ from cutlass import BFloat16, Float32, Int32, Uint8, const_expr, cute, range_con
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.launch import Kernel, even, free, size, tensor, terms
+from evoattn.backends.hopper.launch import Kernel, ends, even, free, size, tensor, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
 __all__ = ["TERMS", "Pairs", "Rows"]
 
 TERMS = 8
 _THREADS = 128
+_WARPS = _THREADS // 32
 
 
 class Rows(Kernel):
-    """mask [b|1,n|1,k] and mask_bias [b|1,n|1,k] -> terms [r, keys * TERMS], keys past the end masked.
+    """mask [b|1,n|1,k] and mask_bias [b|1,n|1,k] -> terms [r, keys * TERMS], keys past the end masked, and ends [r].
+
+    A row's end is how many keys there are up to the last one that is not masked.
 
     Args:
         dtype: cutlass type of the terms.
@@ -42,36 +45,51 @@ class Rows(Kernel):
 
         mask = keys(Uint8, 1) if self.mask else None
         bias = keys(self.bias, self.bias.width // 8) if self.bias is not None else None
-        return mask, bias, terms(self.dtype), Int32(0), Int32(0)
+        return mask, bias, terms(self.dtype), ends(), Int32(0), Int32(0)
 
     @cute.jit
-    def __call__(self, mask: Any, bias: Any, terms: cute.Tensor, keys: Int32, n: Int32, stream: cuda.CUstream):
-        self.kernel(mask, bias, terms, keys, n).launch(grid=(terms.shape[0], 1, 1), block=(_THREADS, 1, 1), stream=stream)
+    def __call__(
+        self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, keys: Int32, n: Int32, stream: cuda.CUstream
+    ):
+        self.kernel(mask, bias, terms, ends, keys, n).launch(grid=(terms.shape[0], 1, 1), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, keys: Int32, n: Int32):
+    def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, keys: Int32, n: Int32):
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
         rb, rn = r // n, r % n
+        arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
-        tops = cute.make_tensor(smem.allocate_array(Float32, _THREADS // 32), cute.make_layout(_THREADS // 32))
+        tops = cute.make_tensor(smem.allocate_array(Float32, _WARPS), cute.make_layout(_WARPS))
+        lasts = cute.make_tensor(smem.allocate_array(Int32, _WARPS), cute.make_layout(_WARPS))
+        warp, lane = arch.warp_idx(), arch.lane_idx()
         top = -Float32.inf
         if const_expr(self.bias is not None):
             for j in cutlass.range(tid, keys, _THREADS):
                 top = arch.fmax(top, self.read(mask, bias, rb, rn, j))
             top = arch.warp_reduction_max(top)
-            warp = arch.warp_idx()  # a shuffle: all lanes have to take part
-            if arch.lane_idx() == 0:
+            if lane == 0:
                 tops[warp] = top
             arch.sync_threads()
-            for x in range_constexpr(_THREADS // 32):
+            for x in range_constexpr(_WARPS):
                 top = arch.fmax(top, tops[x])
         shift = Float32(cutlass.select_(cute.math.absf(top) < Float32.inf, top, Float32(0.0)))
+        last = Int32(0)
         for j in cutlass.range(tid, terms.shape[1] // TERMS, _THREADS):
             x = -Float32.inf
             if j < keys:
                 x = self.read(mask, bias, rb, rn, j) - shift
+            if x != -Float32.inf:
+                last = j + 1
             self.write(terms, r, j, x)
+        last = arch.warp_redux_sync(last, "max")
+        if lane == 0:
+            lasts[warp] = last
+        arch.sync_threads()
+        if tid == 0:
+            for x in range_constexpr(_WARPS):
+                last = cutlass.max(last, lasts[x])
+            ends[r] = last
 
     @cute.jit
     def read(self, mask: Any, bias: Any, b: Int32, n: Int32, j: Int32) -> Float32:

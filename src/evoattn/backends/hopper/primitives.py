@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cutlass import Float32, select_
+from cutlass import Float32, Int32, select_
 from cutlass.cute import arch, make_tiled_mma, tile_to_shape
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -17,6 +17,7 @@ __all__ = [
     "SHALLOW",
     "VETO",
     "finite",
+    "finite_two",
     "fma",
     "k_major",
     "mn_major",
@@ -89,3 +90,18 @@ def finite(x: Any) -> Any:
     """-inf as MASKED, any other number below SHALLOW as SHALLOW; NaN stays."""
     shallow = Float32(select_(x < SHALLOW, Float32(SHALLOW), x))
     return Float32(select_(x == -Float32.inf, Float32(MASKED), shallow))
+
+
+def finite_two(x: Any) -> Any:
+    """`finite` of two bfloat16 numbers in 32 bits."""
+    return arch.inline_ptx(
+        "{ .reg .b32 shallow, lowest, deep;\n"
+        "mov.b32 shallow, 0xf100f100;\n"
+        "mov.b32 lowest, 0xff80ff80;\n"
+        "set.eq.bf16x2.bf16x2 deep, {$r0}, lowest;\n"  # 1 is 0x3f80, and MASKED is SHALLOW | 0x80
+        "and.b32 deep, deep, 0x00800080;\n"
+        "max.NaN.bf16x2 shallow, {$r0}, shallow;\n"
+        "or.b32 {$w0}, shallow, deep; }",
+        write_only_types=[Int32],
+        read_only_args=[x],
+    )

@@ -23,7 +23,7 @@ class Schedule:
 
     Args:
         queries: queries of a panel.
-        half: a last panel with at most this many queries costs 5/8 of a whole one.
+        half: a last panel with at most this many queries costs 6/8 of a whole one.
     """
 
     def __init__(self, queries: int, half: int):
@@ -60,7 +60,7 @@ class Schedule:
     @cute.jit
     def weights(self, panels: Int32, n: Int32, lq: Int32):
         """Of a row of the last panel, of all whole panels of a head, and of a head; a row of a whole panel weighs 8."""
-        weight = Int32(cutlass.select_((lq - 1) % self.queries < self.half, Int32(5), Int32(8)))
+        weight = Int32(cutlass.select_((lq - 1) % self.queries < self.half, Int32(6), Int32(8)))
         whole = 8 * n * (panels - 1)
         return weight, whole, whole + weight * n
 

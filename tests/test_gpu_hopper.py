@@ -60,6 +60,9 @@ def test_length(length: int, mask: str | None, channels: int) -> None:
     testing.check(forward(inputs), inputs)
 
 
+ADVERSARIES = ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key", "first_biased"]
+
+
 def adversary(kind: str, dtype: torch.dtype, length: int) -> testing.Inputs:
     """Inputs for which a reference taken from the first keys is wrong."""
     case = testing.Case("adversary", n=5, h=2, lq=length, lk=length, d=32, dtype=dtype, pair_bias="b1hqk", mask="random")
@@ -79,12 +82,17 @@ def adversary(kind: str, dtype: torch.dtype, length: int) -> testing.Inputs:
         pair[..., ::3, :70] = -1e4
     elif kind == "one_far_key":
         pair[..., length - 1] += 5e3
+    elif kind == "first_biased":  # a finite bias masks the first keys: the reference is chosen anew
+        bias = torch.zeros(mask.shape, device="cuda").where(along >= 70, -1e5)
+        inputs = dataclasses.replace(inputs, mask_bias=bias[..., None, None, :])
     return dataclasses.replace(inputs, q=q, k=k, pair_bias=pair.to(dtype), mask=mask)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("length", [200, 384, 700])
-@pytest.mark.parametrize("kind", ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key"])
+@pytest.mark.parametrize(
+    "kind", ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key", "first_biased"]
+)
 def test_a_wrong_reference_is_found_and_done_again(kind: str, length: int, dtype: torch.dtype) -> None:
     inputs = adversary(kind, dtype, length)
     testing.check(forward(inputs), inputs)

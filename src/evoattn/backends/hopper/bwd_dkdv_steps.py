@@ -9,9 +9,9 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, exp2, packed, release
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, exp2, release
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import MASKED, multiply
+from evoattn.backends.hopper.primitives import MASKED, multiply, packed
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 

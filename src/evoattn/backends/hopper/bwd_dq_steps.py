@@ -16,11 +16,10 @@ from evoattn.backends.hopper.bwd_steps import (
     TILE,
     add_four,
     exp2,
-    packed,
     row_products,
     write_statistics,
 )
-from evoattn.backends.hopper.primitives import MASKED, fma, multiply
+from evoattn.backends.hopper.primitives import MASKED, fma, multiply, packed
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 

@@ -10,7 +10,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import warp
 
 from evoattn.backends.hopper.launch import free, size, tensor
-from evoattn.backends.hopper.primitives import VETO, three_terms
+from evoattn.backends.hopper.primitives import VETO, mma_m16n8k16, packed, three_terms
 
 SLICE = 32  # scores of a row that a warpgroup holds at a time
 ROWS = 64  # rows of a warpgroup
@@ -51,22 +51,6 @@ def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: A
         terms[x] = term
     cute.autovec_copy(cute.recast_tensor(terms, Float32), cute.local_tile(to, (4,), (q,)))
     to[4 * ROWS + q] = delta
-
-
-def packed(fragment: Any) -> Any:
-    """A register fragment of 16-bit numbers as 32-bit words."""
-    return cute.recast_tensor(cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32)
-
-
-def mma_m16n8k16(dtype: Any, c: Any, a: Any, b: Any) -> Any:
-    """c + a b of one warp, on packed words; c is a list of four float32."""
-    kind = "bf16" if dtype is BFloat16 else "f16"
-    return arch.inline_ptx(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *c],
-    )
 
 
 def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:

@@ -34,7 +34,7 @@ from evoattn.backends.hopper.primitives import (
     multiply,
     padded,
 )
-from evoattn.backends.hopper.redo import redo_query
+from evoattn.backends.hopper.redo import QUERIES, Redo
 from evoattn.backends.hopper.schedule import Schedule
 
 __all__ = ["CHAIN", "HALVES", "KEYS", "ROWS", "Forward"]
@@ -70,6 +70,7 @@ class Forward(ForwardSteps, Kernel):
         options = {"pair": pair, "row": row, "exact": exact, "long": self.long}
         self.name_after(dtype, channels=channels, **options, width=width if pair and resident else None)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
+        self.redo = Redo(dtype, channels, pair=pair, row=row)
 
     def arguments(self) -> tuple[Any, ...]:
         b, n, h, lq, lk = size(), size(), size(), size(), size()
@@ -525,30 +526,13 @@ class Forward(ForwardSteps, Kernel):
             phase = self.schedule.phase(pan, *sizes)
             ib, bh = pan % panels, pan // panels
             h, b = bh % H, bh // H
+            i0 = (ib * HALVES + half) * ROWS + w * QUERIES
+            i = cutlass.min(i0 + arch.lane_idx() % QUERIES, LQ - 1)
             p = p0 + s
             while p < p1:
                 n = self.schedule.row(p, phase, deal, N)
-                i0 = (ib * HALVES + half) * ROWS + w * 16
-                for i in cutlass.range(i0, cutlass.min(i0 + 16, LQ), unroll=1):
-                    value = lse[b, n, h, i]
-                    if value != value:
-                        redo_query(
-                            q,
-                            k,
-                            v,
-                            row,
-                            pair,
-                            o,
-                            lse,
-                            b,
-                            n,
-                            h,
-                            i,
-                            b * row_b + n * row_n,
-                            scale,
-                            self.row,
-                            self.pair,
-                            self.channels,
-                        )
+                value = lse[b, n, h, i]
+                if i0 < LQ and arch.vote_any_sync(value != value):
+                    self.redo(q, k, v, row, pair, o, lse, b, n, h, i0, b * row_b + n * row_n, scale)
                 p += STREAMS
             unit += p1 - p0

@@ -17,6 +17,7 @@ __all__ = ["CHAIN", "HALVES", "SLICE", "ForwardSteps"]
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 SLICE = 32  # keys whose scores a warpgroup holds at a time
 HALVES = 2  # warpgroups of a row
+LOW = -256.0  # a reference below, in units of log2, may be one of keys that a finite bias masks
 CHAIN = 8  # blocks of keys whose steps are laid out one after another
 
 
@@ -150,7 +151,7 @@ class ForwardSteps:
         False: what O and l hold so far is nothing, or too small to count.
         """
         keep = Boolean(True)
-        if arch.vote_all_sync(arch.fmax(m[0], m[1]) < -1e6):
+        if arch.vote_all_sync(arch.fmax(m[0], m[1]) < LOW):
             top = cute.make_rmem_tensor(2, Float32)
             for r in range_constexpr(2):
                 a = S[2 * r]

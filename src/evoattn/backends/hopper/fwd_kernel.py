@@ -63,6 +63,7 @@ class Forward(ForwardSteps, Kernel):
         self.resident, self.streamed, self.long, self.width = resident, pair and not resident, not resident, width
         self.D = padded(channels)
         self.steps = -(-channels // 16)
+        self.prepared = row or self.streamed  # a kernel of prepare.py comes before; this one starts while it runs
         self.stages = 3 if resident else {16: 5, 32: 5, 64: 3}[self.D]
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
@@ -140,7 +141,7 @@ class Forward(ForwardSteps, Kernel):
         if const_expr(self.streamed):
             aP, tP = cpasync.make_tiled_tma_atom(load, view(pair, [2, 3, 1, 0]), one(lp), (ROWS, KEYS))
         self.kernel(aQ, tQ, aK, tK, aV, tV, aP, tP, aO, tO, row, pair, q, k, v, o, lse, row_b, row_n, scale, deal).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared
         )
 
     @cute.kernel
@@ -236,6 +237,8 @@ class Forward(ForwardSteps, Kernel):
             # ================= producers: one warp a stream
             arch.setmaxregister_decrease(32)
             s = wid - CONSUMERS * 4
+            if const_expr(self.prepared):
+                arch.griddepcontrol_wait()
             if s < STREAMS:
                 bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
                 st, ph, qph, rounds = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -491,6 +494,8 @@ class Forward(ForwardSteps, Kernel):
                         count -= 1
             arch.cp_async_bulk_wait_group(0)
             if arch.vote_any_sync(again):
+                if const_expr(self.prepared):
+                    arch.griddepcontrol_wait()
                 block = arch.make_warp_uniform(bid)
                 self.repair(gQ, gK, gV, row, pair, gO, lse, row_b, row_n, scale, deal, block, sizes, s, half, w)
 

@@ -50,6 +50,7 @@ class Rows(Kernel):
 
     @cute.kernel
     def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, keys: Int32, n: Int32):
+        arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
         rb, rn = r // n, r % n
@@ -120,6 +121,7 @@ class Pairs(Kernel):
 
     @cute.kernel
     def kernel(self, pair: cute.Tensor, out: cute.Tensor):
+        arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         i, h, b = arch.block_idx()
         for j in cutlass.range(tid, out.shape[3], _THREADS, unroll=4):

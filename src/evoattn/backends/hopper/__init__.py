@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from evoattn import layouts
 from evoattn.devices import installed, on_device_of
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
-__all__ = ["NAME", "availability", "backward", "copies", "forward", "plan_backward", "plan_forward", "resolve", "unsupported"]
+__all__ = ["NAME", "availability", "copies", "plan_backward", "plan_forward", "resolve", "unsupported"]
 
 NAME = "hopper"
 
@@ -78,26 +76,6 @@ def copies(pair_bias: Tensor | None, n: int) -> list[str]:
     return [f"pair_bias: with more than {_RESIDENT_KEYS} keys it is laid out anew once a call, to be streamed"]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> tuple[Tensor, Tensor]:
-    """o [b,n,h,q,c] and lse [b,n,h,q] of canonical tensors; see `evoattn.backends.hopper.fwd`."""
-    run = plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
-    o = layouts.empty(q.shape, layout, q)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    run(q, k, v, mask, mask_bias, pair_bias, o, lse)
-    return o, lse
-
-
 def plan_forward(
     q: Tensor,
     k: Tensor,
@@ -110,37 +88,11 @@ def plan_forward(
     layout: str,
     config: Config,
 ) -> Callable[..., None]:
-    """`forward` as a function of its tensors, o and lse; see `evoattn.backends.Plans`."""
+    """The forward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.hopper import fwd
 
     run = fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout)
     return on_device_of(q, run)
-
-
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    layout: str,
-    needs: tuple[bool, bool, bool, bool, bool],
-    deterministic: bool,
-    config: Config,
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dmask_bias, dpair_bias, None where `needs` is False; see `evoattn.backends.hopper.bwd`."""
-    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
-    options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": needs, "deterministic": deterministic}
-    run = plan_backward(*tensors, **options, config=config)
-    of_qkv = [layouts.empty(x.shape, layout, x) if need else None for x, need in zip((q, k, v), needs, strict=False)]
-    return *of_qkv, *run(*tensors, *of_qkv)
 
 
 def plan_backward(
@@ -161,7 +113,7 @@ def plan_backward(
     deterministic: bool,
     config: Config,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """`backward` as a function of its tensors, dq, dk and dv; see `evoattn.backends.Plans`."""
+    """The backward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.hopper import bwd
 
     tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)

@@ -123,7 +123,7 @@ def own_table(part: Part) -> str:
         rows.append(
             [
                 problem.workload.name,
-                result.backend or "-",
+                result.backends(" / ") or "-",
                 " / ".join("-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates),
                 *("-" if value is None else f"{100 * value:.0f}%" for value in (exp2, copied)),
                 " / ".join(f"{result.host_us[name]:.0f}" for name in ("forward", "backward") if name in result.host_us) or "-",

@@ -26,7 +26,7 @@ def a_full_record() -> Record:
         for place, name in enumerate(("tri64", "tri97", "tri128", "msa_row")):
             scale = (place + 1) * (1 if dtype == "bfloat16" else 2)
             results = [
-                result("evoattn", 1.0 * scale, backend="triton"),
+                result("evoattn", 1.0 * scale, backend="hopper", **({"backward_backend": "triton"} if place else {})),
                 result("flex", (0.8 + 0.4 * place) * scale),
                 result("dense", 5.0 * scale),
                 result("flash_unbiased", 0.1 * scale),
@@ -121,6 +121,8 @@ def test_it_shows_the_record(page: browser.Page) -> None:
     assert page.ask("document.querySelector('#reasons td.words').textContent") == EVIL
     assert page.ask("document.querySelector('#detail tbody tr:last-child td').textContent") == f"failed: {EVIL}"
     assert page.ask("window.broken === undefined")
+    last = "[...document.querySelectorAll('#times tbody tr')].map(r => r.lastChild.textContent)"
+    assert page.ask(last) == ["hopper", *["hopper / triton"] * 3]
     expected = 64 * 4 * 64 * 64 / 1.05e-3 / 4e12
     assert page.ask("document.querySelector('#ceilings td').textContent") == f"{100 * expected:.2g}%"
 
@@ -142,6 +144,7 @@ def test_sorting(page: browser.Page) -> None:
 def test_switching(page: browser.Page) -> None:
     choose(page, "#workload", "msa_row")
     assert "MSA row attention" in page.ask("document.getElementById('one-note').textContent")
+    assert page.ask("document.querySelector('#detail tr.ours').lastChild.textContent") == "backend hopper, backward triton"
     check_radio(page, "pass", "both")
     assert "forward + backward" in page.ask("document.getElementById('overview-note').textContent")
     assert column(page, "times", 2)[0] == "4.00"

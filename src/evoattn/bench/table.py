@@ -30,7 +30,14 @@ def headline(record: Record) -> str:
     return ", ".join([*parts, *([str(m["date"])] if m.get("date") else [])])
 
 
-_VERSIONS = (("torch", "torch"), ("triton", "Triton"), ("driver", "driver"), ("evoattn", "evoattn"), ("commit", "commit"))
+_VERSIONS = (
+    ("torch", "torch"),
+    ("triton", "Triton"),
+    ("cute_dsl", "CuTe DSL"),
+    ("driver", "driver"),
+    ("evoattn", "evoattn"),
+    ("commit", "commit"),
+)
 
 
 def worst_error(result: Result) -> float | None:
@@ -87,7 +94,7 @@ def problem_table(problem: Problem, passes: Iterable[str] = PASSES) -> list[list
         else:
             cells = ["-"] * (len(rows[0]) - 2)
         reason = f"{result.status}: {result.reason}" if result.reason else ""
-        note = f"backend {result.backend}" if result.name == "evoattn" and result.backend else ""
+        note = f"backend {result.backends(', backward ')}" if result.name == "evoattn" and result.backend else ""
         rows.append([title(result.name), *cells, "; ".join(filter(None, (note, reason)))])
     return rows
 
@@ -161,7 +168,22 @@ def as_csv(record: Record) -> str:
     sizes = ("name", "b", "n", "h", "kv_heads", "lq", "lk", "d", "key_mask", "pair_bias")
     columns = ("median_ms", "spread_ms", "rounds", "host_us", "first_call_s", "peak_bytes")
     errors = [f"error_{name}" for name in _ERRORS]
-    writer.writerow(["workload", *sizes[1:], "dtype", "scores", "by", "backend", "status", "pass", *columns, *errors, "reason"])
+    writer.writerow(
+        [
+            "workload",
+            *sizes[1:],
+            "dtype",
+            "scores",
+            "by",
+            "backend",
+            "backward_backend",
+            "status",
+            "pass",
+            *columns,
+            *errors,
+            "reason",
+        ]
+    )
     for problem in record.problems:
         workload = [getattr(problem.workload, name) for name in sizes]
         for result in problem.results:
@@ -171,7 +193,7 @@ def as_csv(record: Record) -> str:
                 writer.writerow(
                     [
                         *(*workload, problem.dtype, problem.workload.scores),
-                        *(result.name, result.backend, result.status, name),
+                        *(result.name, result.backend, result.backward_backend, result.status, name),
                         *(*numbers, result.host_us.get(name), result.first_call_s, result.peak_bytes),
                         *(result.errors.get(error) for error in _ERRORS),
                         result.reason,

@@ -51,6 +51,12 @@ function overview() {
         !isBound(name) &&
         value === least(present.filter((other) => !isBound(other)).map((other) => time(result(problem, other), state.pass))),
     })),
+    {
+      title: "evoattn's backend, forward / backward",
+      get: (problem) => backends(result(problem, "evoattn") || {}).join(" / ") || null,
+      show: (text) => text || "–",
+      words: true,
+    },
   ];
   table(
     $("times"),
@@ -60,9 +66,11 @@ function overview() {
   );
 }
 
+const backends = (found) => [found.backend, found.backward_backend].filter(Boolean);
+
 function reason(found) {
   return [
-    found.name === "evoattn" && found.backend ? `backend ${found.backend}` : "",
+    found.name === "evoattn" && found.backend ? `backend ${backends(found).join(", backward ")}` : "",
     found.reason ? `${found.status}: ${found.reason}` : "",
   ]
     .filter(Boolean)

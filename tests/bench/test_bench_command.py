@@ -39,6 +39,7 @@ SMALL = [
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "_COPIED", {"cpu": 1 << 20})
     monkeypatch.setattr(ceilings, "_CACHED_NUMBERS", 1 << 10)
+    monkeypatch.setattr(ceilings, "_SIDE", {"cpu": 64})
 
 
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,10 +184,26 @@ def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert piece in text
 
 
+def test_the_picture_of_the_ceilings() -> None:
+    """A bar for every workload up to its lowest ceiling, and what evoattn has of that; a bound is no peer."""
+    record = a_record(evoattn=[1.0], dense=[2.0], flash_unbiased=[0.1])
+    figure = plots.roofs(record, record.problems)
+    (axes,) = figure.axes
+    ceiling, ours = sorted(bar.get_width() for bar in axes.patches)[::-1]
+    assert (ceiling, ours) == (pytest.approx(4.0), pytest.approx(0.016384))
+    assert [text.get_text() for text in axes.texts] == ["0%"]
+    (labels,) = ([text.get_text() for text in legend.get_texts()] for legend in figure.legends)
+    assert labels == ["evoattn, and its share of the ceiling", "the fastest peer", "lowest ceiling: exp2 units"]
+    (peer,) = (line for line in axes.lines if line.get_label() == "the fastest peer")
+    assert peer.get_xdata() == pytest.approx([0.008192])
+
+
 def test_ceilings_of_a_cpu() -> None:
     from evoattn.bench.clock import WallClock
 
-    found = ceilings.measure(torch.device("cpu"), WallClock())
+    found = ceilings.measure(torch.device("cpu"), WallClock(), ("float32", "bfloat16"))
     assert found.exp2_per_s and 1e6 < found.exp2_per_s < 1e13
     assert found.copy_bytes_per_s and 1e7 < found.copy_bytes_per_s < 1e13
+    assert set(found.product_flops_per_s) == {"float32", "bfloat16"}
+    assert all(1e6 < flops < 1e15 for flops in found.product_flops_per_s.values())
     assert Ceilings(**json.loads(json.dumps(found.__dict__))) == found

@@ -155,6 +155,18 @@ def test_markdown_escapes() -> None:
     assert text == "| a | b |\n| --- | --- |\n| x\\|y | &lt;script> |"
 
 
+def test_roofs_of_a_pass() -> None:
+    """Four operations a score and channel forward, ten backward; a backward moves twice as many bytes; one exponential each."""
+    record = a_record(evoattn=[1.0])
+    problem = record.problems[0]  # 16,384 scores of 32 channels, 1,000 bytes; 4e9 exp2/s, 2e10 bytes/s
+    assert table.roofs(record, problem, "forward") == pytest.approx({"exp2": 4.0, "memory": 16384 * 20 / 1000})
+    record.ceilings = dataclasses.replace(record.ceilings, product_flops_per_s={"float32": 1.28e12, "bfloat16": 1.0})
+    assert table.roofs(record, problem, "forward") == pytest.approx({"exp2": 4.0, "products": 10.0, "memory": 327.68})
+    assert table.roofs(record, problem, "backward") == pytest.approx({"exp2": 4.0, "products": 4.0, "memory": 163.84})
+    assert "1.28 Tflop/s of float32 products, 1e-12 Tflop/s of bfloat16 products (by hand)" in table.ceilings(record)
+    assert table.roofs(Record({}, {}), dataclasses.replace(problem, bytes=None), "forward") == {}
+
+
 def test_share_of_a_ceiling() -> None:
     problem = dataclasses.replace(a_record(evoattn=[1.0]).problems[0])
     result = problem.results[0]

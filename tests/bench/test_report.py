@@ -34,7 +34,12 @@ def a_full_record() -> Record:
             ]
             problems.append(Problem(workload(name), dtype, 1 << 20, results))
     return Record(
-        {"device": "a <GPU>", "torch": "2"}, {"rounds": 3}, Ceilings(4e12, 4e12, "by hand"), problems, "out of time", 12.0
+        {"device": "a <GPU>", "torch": "2"},
+        {"rounds": 3},
+        Ceilings(4e12, 4e12, "by hand", {"bfloat16": 8e14}),
+        problems,
+        "out of time",
+        12.0,
     )
 
 
@@ -121,6 +126,10 @@ def test_it_shows_the_record(page: browser.Page) -> None:
     assert page.ask("document.querySelector('#reasons td.words').textContent") == EVIL
     assert page.ask("document.querySelector('#detail tbody tr:last-child td').textContent") == f"failed: {EVIL}"
     assert page.ask("window.broken === undefined")
+    shares = "[...document.querySelectorAll('#ceilings tbody tr:first-child td')].map(c => c.textContent)"
+    products = 4 * 32 * 64 * 4 * 64 * 64 / 1.05e-3 / 8e14
+    moved = (1 << 20) / 1.05e-3 / 4e12
+    assert page.ask(shares)[2] == f"{100 * products:.2g}%" and page.ask(shares)[4] == f"{100 * moved:.2g}%"
     last = "[...document.querySelectorAll('#times tbody tr')].map(r => r.lastChild.textContent)"
     assert page.ask(last) == ["hopper", *["hopper / triton"] * 3]
     expected = 64 * 4 * 64 * 64 / 1.05e-3 / 4e12

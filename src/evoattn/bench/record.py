@@ -121,11 +121,13 @@ class Ceilings:
         exp2_per_s: exponentials a second, nothing else being done.
         copy_bytes_per_s: bytes read and written a second by a copy.
         how: how they were measured, or why not.
+        product_flops_per_s: operations a second of a large matrix product, by dtype.
     """
 
     exp2_per_s: float | None = None
     copy_bytes_per_s: float | None = None
     how: str = ""
+    product_flops_per_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

@@ -10,7 +10,20 @@ from collections.abc import Iterable
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import PASSES, Problem, Record, Result
 
-__all__ = ["aligned", "as_csv", "as_text", "headline", "markdown", "problem_table", "rate", "share", "title", "worst_error"]
+__all__ = [
+    "aligned",
+    "as_csv",
+    "as_text",
+    "ceilings",
+    "headline",
+    "markdown",
+    "problem_table",
+    "rate",
+    "roofs",
+    "share",
+    "title",
+    "worst_error",
+]
 
 _ERRORS = ("o", "dq", "dk", "dv", "dpair_bias")
 
@@ -57,6 +70,35 @@ def share(problem: Problem, result: Result, ceiling: float | None, amount: int |
     if time is None or ceiling is None or amount is None:
         return None
     return amount / (time.median_ms / 1e3) / ceiling
+
+
+def roofs(record: Record, problem: Problem, name: str) -> dict[str, float]:
+    """What bounds a pass, in billions of scores a second, by the ceiling that does; those that were measured.
+
+    A score takes one exponential, and four operations a channel in the forward's two products, ten in the backward's five. A
+    backward moves the inputs and the output again, and as many gradients.
+    """
+    w, found = problem.workload, record.ceilings
+    product = found.product_flops_per_s.get(problem.dtype)
+    bounds = {
+        "exp2": found.exp2_per_s,
+        "products": product and product / ((4 if name == "forward" else 10) * w.d),
+        "memory": found.copy_bytes_per_s
+        and problem.bytes
+        and found.copy_bytes_per_s * w.scores / (problem.bytes * (1 if name == "forward" else 2)),
+    }
+    return {what: bound / 1e9 for what, bound in bounds.items() if bound}
+
+
+def ceilings(record: Record) -> str:
+    """The ceilings in words; empty where there are none."""
+    found = record.ceilings
+    words = [
+        *([f"{found.exp2_per_s / 1e9:,.1f} x 10⁹ exp2/s"] if found.exp2_per_s else []),
+        *([f"{found.copy_bytes_per_s / 1e9:,.1f} GB/s copied"] if found.copy_bytes_per_s else []),
+        *(f"{flops / 1e12:,.3g} Tflop/s of {dtype} products" for dtype, flops in found.product_flops_per_s.items()),
+    ]
+    return f"{', '.join(words)} ({found.how})" if words else ""
 
 
 def _number(value: float | None, digits: str = ".3f") -> str:
@@ -126,10 +168,8 @@ def describe(problem: Problem) -> str:
 def as_text(record: Record) -> str:
     """The whole record for a terminal."""
     parts = [headline(record)]
-    if record.ceilings.exp2_per_s or record.ceilings.copy_bytes_per_s:
-        exp2 = _number(record.ceilings.exp2_per_s and record.ceilings.exp2_per_s / 1e9, ",.1f")
-        copied = _number(record.ceilings.copy_bytes_per_s and record.ceilings.copy_bytes_per_s / 1e9, ",.1f")
-        parts[0] += f"\nceilings: {exp2} x 10⁹ exp2/s, {copied} GB/s copied ({record.ceilings.how})"
+    if ceilings(record):
+        parts[0] += f"\nceilings: {ceilings(record)}"
     everywhere = _said_once(record)
     for problem in record.problems:
         kept = [result for result in problem.results if (result.name, result.reason) not in everywhere]

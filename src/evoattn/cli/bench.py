@@ -179,7 +179,7 @@ def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], No
     clock = clock_for(device)
     record = Record(machine.facts(device, arguments.commit), {**plan_settings(plan), "quick": arguments.quick})
     print(f"ceilings of {machine.name(device)}", file=sys.stderr, flush=True)
-    record.ceilings = ceilings.measure(device, clock)
+    record.ceilings = ceilings.measure(device, clock, plan.dtypes)
     with problem_progress(plan.budget_s) as progress:
         return run(plan, record, device, clock, progress, after_problem)
 

@@ -182,12 +182,15 @@ function growth() {
 }
 
 function limits() {
-  const { exp2_per_s: exp2, copy_bytes_per_s: copy, how } = data.ceilings || {};
+  const { exp2_per_s: exp2, copy_bytes_per_s: copy, product_flops_per_s: products, how } = data.ceilings || {};
+  const product = (products || {})[state.dtype];
   $("limits-note").textContent =
     exp2 || copy
       ? `Measured in this run: ${number(exp2 ? exp2 / 1e9 : null)} · 10⁹ exp2/s, ` +
-        `${number(copy ? copy / 1e9 : null)} GB/s (${how}). ` +
-        "A forward takes one exponential a score and so does a backward; the bytes are those of inputs and output, once."
+        `${number(copy ? copy / 1e9 : null)} GB/s, ` +
+        `${number(product ? product / 1e12 : null)} Tflop/s of ${state.dtype} products (${how}). ` +
+        "A score takes one exponential in either pass, and for each channel 4 operations forward and 10 backward; the bytes are " +
+        "those of inputs and output, once, and twice that backward."
       : `No ceilings were measured${how ? `: ${how}` : ""}.`;
   const percent = (value) => (value === null ? "–" : `${(100 * value).toPrecision(2)}%`);
   const share = (name, pass, amount, ceiling) => (problem) => {
@@ -199,9 +202,12 @@ function limits() {
     { title: "workload", get: (problem) => problem.workload.name, show: (text) => text },
     { title: "exp2, forward", get: share("evoattn", "forward", scores, exp2), show: percent },
     { title: "exp2, backward", get: share("evoattn", "backward", scores, exp2), show: percent },
+    { title: "products, forward", get: share("evoattn", "forward", (p) => 4 * p.workload.d * scores(p), product), show: percent },
+    { title: "products, backward", get: share("evoattn", "backward", (p) => 10 * p.workload.d * scores(p), product), show: percent },
     { title: "bandwidth, forward", get: share("evoattn", "forward", (problem) => problem.bytes, copy), show: percent },
+    { title: "bandwidth, backward", get: share("evoattn", "backward", (problem) => 2 * problem.bytes, copy), show: percent },
   ];
-  $("ceilings").parentNode.hidden = !exp2 && !copy;
+  $("ceilings").parentNode.hidden = !exp2 && !copy && !product;
   table(
     $("ceilings"),
     columns,

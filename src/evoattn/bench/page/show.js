@@ -10,27 +10,47 @@ function rival(problem) {
   return candidates.sort((a, b) => time(a, state.pass) - time(b, state.pass))[0] || null;
 }
 
+const backends = (found) => [found.backend, found.backward_backend].filter(Boolean);
+const isEven = (value) => Math.abs(value - 1) < 0.03;
+
 function speedup(problem) {
   const ours = time(result(problem, "evoattn"), state.pass),
     theirs = time(rival(problem), state.pass);
   return ours && theirs ? theirs / ours : null;
 }
 
+// The answer to "is it faster, and by how much", of rows {problem, value} in any order.
+function answer(rows) {
+  const against = state.against === "best" ? "the fastest peer" : title(state.against);
+  if (!rows.length) return `Nothing to compare with ${against} here.`;
+  const order = rows.slice().sort((a, b) => a.value - b.value);
+  const [first, last] = [order[0], order[order.length - 1]];
+  const middle = [order[(order.length - 1) >> 1].value, order[order.length >> 1].value];
+  const at = (row) => `${row.value.toFixed(2)}x at ${row.problem.workload.name}`;
+  const count = (test) => rows.filter((row) => test(row.value)).length;
+  const [faster, slower] = [count((value) => value > 1 && !isEven(value)), count((value) => value < 1 && !isEven(value))];
+  return (
+    `${PASS_TITLES[state.pass]}, ${state.dtype}: faster than ${against} at ${faster} of ${rows.length} workloads` +
+    `${slower ? `, slower at ${slower}` : ""}; ${((middle[0] + middle[1]) / 2).toFixed(2)}x in the median, ` +
+    `from ${at(first)} to ${at(last)}.`
+  );
+}
+
 function overview() {
   const against = state.against === "best" ? "the fastest peer of each" : title(state.against);
   $("overview-note").textContent =
-    `${PASS_TITLES[state.pass]}, ${state.dtype}: how many times as fast evoattn is as ${against}; ` +
-    "grey is within 3%. Then milliseconds, the fastest underlined.";
+    `How many times as fast evoattn is as ${against}; grey is within 3%. Then milliseconds, the fastest underlined.`;
   const rows = shown()
     .map((problem) => ({ problem, value: speedup(problem) }))
     .filter((row) => row.value !== null);
+  $("answer").textContent = answer(rows);
   chart($("speedups"), () =>
     bars(
       $("speedups"),
       rows.map(({ problem, value }) => ({
         name: problem.workload.name,
         value,
-        colour: Math.abs(value - 1) < 0.03 ? "var(--even)" : value > 1 ? "var(--good)" : "var(--bad)",
+        colour: isEven(value) ? "var(--even)" : value > 1 ? "var(--good)" : "var(--bad)",
         text: `${value.toFixed(2)}x${state.against === "best" ? " " + rival(problem).name : ""}`,
       })),
       {
@@ -51,13 +71,12 @@ function overview() {
         !isBound(name) &&
         value === least(present.filter((other) => !isBound(other)).map((other) => time(result(problem, other), state.pass))),
     })),
-    {
-      title: "evoattn's backend, forward / backward",
-      get: (problem) => backends(result(problem, "evoattn") || {}).join(" / ") || null,
-      show: (text) => text || "–",
-      words: true,
-    },
   ];
+  columns.splice(present.includes("evoattn") ? present.indexOf("evoattn") + 3 : columns.length, 0, {
+    title: "its backend",
+    get: (problem) => backends(result(problem, "evoattn") || {}).join(" / ") || null,
+    show: (text) => text || "–",
+  });
   table(
     $("times"),
     columns,
@@ -65,8 +84,6 @@ function overview() {
     "Times of all workloads",
   );
 }
-
-const backends = (found) => [found.backend, found.backward_backend].filter(Boolean);
 
 function reason(found) {
   return [

@@ -45,9 +45,10 @@ def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {kind: tmp_path / f"a.{kind}" for kind in ("json", "csv", "html", "png")}
     options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
-    assert cli.main([*SMALL, *options, "--commit", "abc123"]) == 0
+    assert cli.main([*SMALL, *options, "--commit", "abc123", "--note", "with a cold cache"]) == 0
     printed = capsys.readouterr()
     assert "tri16, float32: triangle attention; N 16, L 16, H 4, D 32, mask and pair bias" in printed.out
+    assert "\nnote: with a cold cache\n" in printed.out
     assert re.search(r"^dense torch +[\d.]+ ±\d+% +[\d.]+ ±\d+% ", printed.out, re.MULTILINE)
     assert re.search(r"^evoattn +[\d.]+ .* backend tiled$", printed.out, re.MULTILINE)
     assert re.search(r"^\[2/2\] single24, float32 +\d+:\d\d left$", printed.err, re.MULTILINE)
@@ -56,6 +57,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record.machine["commit"] == "abc123"
     assert record.machine["torch"] == torch.__version__
     assert record.settings["rounds"] == 2
+    assert record.settings["note"] == "with a cold cache" and "with a cold cache" in files["html"].read_text()
     assert record.ceilings.copy_bytes_per_s and record.ceilings.exp2_per_s
     assert [problem.workload.name for problem in record.problems] == ["tri16", "single24"]
     for problem in record.problems:

@@ -35,7 +35,7 @@ def a_full_record() -> Record:
             problems.append(Problem(workload(name), dtype, 1 << 20, results))
     return Record(
         {"device": "a <GPU>", "torch": "2"},
-        {"rounds": 3},
+        {"rounds": 3, "note": "a <cold> cache"},
         Ceilings(4e12, 4e12, "by hand", {"bfloat16": 8e14}),
         problems,
         "out of time",
@@ -118,7 +118,8 @@ def check_radio(page: browser.Page, name: str, value: str) -> None:
 
 
 def test_it_shows_the_record(page: browser.Page) -> None:
-    assert "budget ended" in page.ask("document.getElementById('state').textContent")
+    state = page.ask("document.getElementById('state').textContent")
+    assert "budget ended" in state and state.endswith("Note: a <cold> cache.")
     assert column(page, "times", 0) == ["tri64", "tri97", "tri128", "msa_row"]
     assert column(page, "times", 1) == ["0.80x", "1.20x", "1.60x", "2.00x"], "against the fastest peer, and a bound is none"
     assert page.ask("document.querySelectorAll('#speedups rect').length") == 4

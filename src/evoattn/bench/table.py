@@ -170,6 +170,8 @@ def as_text(record: Record) -> str:
     parts = [headline(record)]
     if ceilings(record):
         parts[0] += f"\nceilings: {ceilings(record)}"
+    if record.settings.get("note"):
+        parts[0] += f"\nnote: {record.settings['note']}"
     everywhere = _said_once(record)
     for problem in record.problems:
         kept = [result for result in problem.results if (result.name, result.reason) not in everywhere]

@@ -337,13 +337,12 @@ function start() {
     $("state").textContent = "This record holds no problem: the run ended before the first was done.";
     return;
   }
-  $("state").textContent =
-    {
-      interrupted: "The run was interrupted: what was measured until then is here.",
-      "out of time": "The run's budget ended before all was measured: what is missing says so.",
-    }[data.finished] ||
-    (data.settings || {}).note ||
-    "";
+  const ended = {
+    interrupted: "The run was interrupted: what was measured until then is here.",
+    "out of time": "The run's budget ended before all was measured: what is missing says so.",
+  }[data.finished];
+  const note = (data.settings || {}).note;
+  $("state").textContent = [ended, note && `Note: ${note}.`].filter(Boolean).join(" ");
   const dtypes = unique(problems.map((problem) => problem.dtype));
   radios(
     "dtype",

@@ -274,6 +274,16 @@ def test_one_query_of_heads_that_share_their_keys(pair_bias: tuple[int, ...] | N
     assert (problem.h, problem.lq, problem.lk) == (1, 4, 40)
 
 
+def test_the_keys_in_flight_are_bounded() -> None:
+    """Of many rows with few queries each a block holds few: its copies of keys and values stay small, not its scores alone."""
+    inputs = make(n=4096, h=2, lq=1, lk=16, d=16, gradients=("q", "k", "v"))
+    for leaf in inputs.differentiable.values():
+        leaf.requires_grad_()
+    peak = peak_bytes(lambda: call(inputs, backend="tiled").backward(inputs.do), torch.device("cpu"))
+    outputs = inputs.k.nbytes + inputs.v.nbytes + 3 * inputs.q.nbytes
+    assert outputs < peak < outputs + 24 * 2**20
+
+
 def test_keys_that_heads_share_are_not_copied() -> None:
     k = torch.randn(1, 64, 256, 1, 8, requires_grad=True)
     q = torch.randn(1, 64, 1, 8, 8, requires_grad=True)

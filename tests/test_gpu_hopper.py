@@ -197,13 +197,33 @@ CHANGES = [
     {"scale": 0.3},
     {"scale": -0.3},
     {"scale": 3e-5},
-    {"n": 1, "d": 24, "lq": 300, "lk": 300},
+    {"n": 2, "d": 24, "lq": 300, "lk": 300},
     {"d": 8},
     {"d": 16},
     {"d": 64},
     {"gradients": ("q",)},
     {"gradients": ("k", "v")},
     {"gradients": ("pair_bias",)},
+    {"d": 48, "lq": 300, "lk": 384},
+    # beyond 512: the keys are split over a cluster, the pair bias streams
+    {"lq": 513, "lk": 513},
+    {"lq": 1024, "lk": 1024, "dtype": torch.float16},
+    {"lq": 1001, "lk": 1001, "n": 3, "mask": "padding", "lse_gradient": True},
+    {"lq": 640, "lk": 640, "n": 70, "mask": "empty_rows"},
+    {"lq": 1000, "lk": 1000, "mask": None, "pair_fill": True},
+    {"lq": 640, "lk": 640, "dtype": torch.float16, "pair_fill": True},
+    {"lq": 600, "lk": 1500},
+    {"lq": 1100, "lk": 300},
+    {"lq": 100, "lk": 2048, "h": 1},
+    {"lq": 768, "lk": 768, "d": 16, "strides": "permuted_pair"},
+    {"lq": 768, "lk": 768, "n": 2, "d": 24, "h": 16},
+    {"lq": 768, "lk": 768, "d": 48},
+    {"lq": 768, "lk": 700, "d": 64},
+    {"lq": 640, "lk": 640, "pair_bias": None},
+    {"lq": 640, "lk": 640, "pair_bias": "11hqk", "lead": (2,)},
+    {"lq": 640, "lk": 640, "pair_bias": "b1h1k"},
+    {"lq": 700, "lk": 700, "gradients": ("q",)},
+    {"lq": 700, "lk": 700, "gradients": ("k", "v")},
 ]
 
 
@@ -215,15 +235,17 @@ def test_gradients(changes: dict, deterministic: bool) -> None:
     testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
 
 
-def test_deterministic_gradients_are_bit_equal() -> None:
-    inputs = example(n=300, lq=397, lk=397)
+@pytest.mark.parametrize(("length", "n"), [(397, 300), (1000, 100)])
+def test_deterministic_gradients_are_bit_equal(length: int, n: int) -> None:
+    inputs = example(n=n, lq=length, lk=length)
     first, second = (testing.run(inputs, "hopper", deterministic=True).values for _ in range(2))
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
 
-def test_graph_of_a_training_step() -> None:
-    inputs = example(lq=384, lk=384)
+@pytest.mark.parametrize("length", [384, 640])
+def test_graph_of_a_training_step(length: int) -> None:
+    inputs = example(lq=length, lk=length)
     leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
 
     def step() -> tuple[Tensor, ...]:

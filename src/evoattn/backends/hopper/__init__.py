@@ -23,7 +23,6 @@ _CAPABILITY = (9, 0)
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
 _RESIDENT_KEYS = 512
-_BACKWARD_CHANNELS = (8, 16, 24, 32, 64)
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -122,21 +121,16 @@ def plan_backward(
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:
-    """What the backward refuses besides: gradients of a mask bias, 48 channels, and lengths that have no room."""
-    from evoattn.backends.hopper.bwd_plan import key_variant, query_variant
+    """What the backward refuses besides: gradients of a mask bias, keys that have no room, and a pair bias for one row."""
+    from evoattn.backends.hopper.bwd_plan import query_variant
 
-    of_q, of_k, of_v, of_mask_bias, of_pair = problem.needs
-    if not any(problem.needs):
-        return []
+    of_q, _, _, of_mask_bias, of_pair = problem.needs
+    pair = problem.pair_bias is not None
     reasons = []
     if of_mask_bias:
         reasons.append("has no gradient of mask_bias")
-    if problem.d not in _BACKWARD_CHANNELS:
-        reasons.append(f"its backward takes {', '.join(map(str, _BACKWARD_CHANNELS))} channels, got {problem.d}")
-        return reasons
-    channels = max(16, 1 << (problem.d - 1).bit_length())
-    if (of_q or of_pair) and query_variant(channels, problem.lk) is None:
+    if any(problem.needs) and pair and problem.n == 1:
+        reasons.append("its backward is for two or more rows that share a pair_bias, got 1")
+    if (of_q or of_pair) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:
         reasons.append(f"its backward has no room for {problem.lk} keys of {problem.d} channels")
-    if (of_k or of_v) and key_variant(channels, problem.lq, problem.pair_bias is not None) is None:
-        reasons.append(f"its backward has no room for {problem.lq} queries of {problem.d} channels")
     return reasons

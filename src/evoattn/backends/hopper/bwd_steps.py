@@ -90,6 +90,14 @@ def add_four(pointer: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     )
 
 
+def store_remote(address: Any, four: Any, barrier: Any) -> None:
+    """Four float32 to another block's shared memory; a barrier there counts their bytes."""
+    arch.inline_ptx(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        read_only_args=[address, *four, barrier],
+    )
+
+
 def exp2(x: Any) -> Any:
     """2^x to about 2 units in the last place; one instruction."""
     return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
@@ -107,22 +115,6 @@ def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
     last = 1 if vector else free()
     align = (2 if vector else 1) * dtype.width // 8
     return tensor(dtype, (size(), size(), queries, keys), (*strides, last), align)
-
-
-def rotation(n0: Any, n1: Any, each: Any) -> Any:
-    """Where in [n0, n1) a block begins.
-
-    All panels of a (b, h) then read the same rows at about the same time, and all but the first find them in L2: 3%."""
-    k = Int32(Float32(n0) / each + Float32(0.999))
-    start = Int32(Float32(k) * each)
-    inside = (start > n0) & (start < n1)
-    return cutlass.select_(inside, start - n0, 0)
-
-
-def turned(k: Any, shift: Any, n0: Any, n1: Any) -> Any:
-    """The k-th row of a block's share."""
-    n = n0 + k + shift
-    return cutlass.select_(n < n1, n, n - (n1 - n0))
 
 
 @cute.jit

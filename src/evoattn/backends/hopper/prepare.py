@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.launch import Kernel, even, free, size, tensor, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
-__all__ = ["TERMS", "Pairs", "Rows"]
+__all__ = ["TERMS", "Pairs", "Rows", "Tiles"]
 
 TERMS = 8
 _THREADS = 128
@@ -131,3 +131,39 @@ class Pairs(Kernel):
                 if const_expr(self.dtype is BFloat16):
                     value = finite(value.to(Float32)).to(self.dtype)
             out[b, h, i, j] = value
+
+
+class Tiles(Kernel):
+    """pair_bias [b,h,q,k] of any strides -> tiles [b,h,tiles of k,tiles of q,64 * 64], zero past the ends.
+
+    Within a tile it lies as the threads of a warpgroup hold transposed scores: `bwd_dkdv` reads eight numbers at a time.
+    """
+
+    def __init__(self, dtype: Any):
+        self.dtype = dtype
+        self.name_after(dtype)
+
+    def arguments(self) -> tuple[Any, ...]:
+        pair = tensor(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
+        return pair, tensor(self.dtype, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
+
+    @cute.jit
+    def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+        b, h, of_k, of_q, _ = out.shape
+        self.kernel(pair, out).launch(grid=(b * h * of_k, of_q, 1), block=(_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, pair: cute.Tensor, out: cute.Tensor):
+        tid, _, _ = arch.thread_idx()
+        panel, j, _ = arch.block_idx()
+        _, H, of_k, _, _ = out.shape
+        i, h, b = panel % of_k, panel // of_k % H, panel // of_k // H
+        key, query = i * 64 + tid // 32 * 16 + tid % 32 // 4, j * 64 + 2 * (tid % 4)
+        for x in range_constexpr(4):
+            held = cute.make_rmem_tensor(8, self.dtype)
+            for y in range_constexpr(8):
+                k, q = key + y // 2 % 2 * 8, query + 16 * x + y // 4 * 8 + y % 2
+                held[y] = self.dtype(0.0)
+                if k < pair.shape[3] and q < pair.shape[2]:
+                    held[y] = pair[b, h, q, k]
+            cute.autovec_copy(held, cute.local_tile(out[b, h, i, j, None], (8,), (x * _THREADS + tid,)))

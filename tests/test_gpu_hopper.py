@@ -69,6 +69,14 @@ def test_many_rows_of_a_block(length: int, channels: int, pair: str | None) -> N
     testing.check(forward(inputs), inputs)
 
 
+@pytest.mark.parametrize("length", [384, 768])
+def test_a_pair_bias_of_one_key_out_of_many(length: int) -> None:
+    """Its rows start on 16 bytes, and yet no two of its keys can be loaded at a time."""
+    inputs = example(lq=length, lk=length)
+    inputs = dataclasses.replace(inputs, pair_bias=inputs.pair_bias[..., :1])
+    testing.check(forward(inputs), inputs)
+
+
 def adversary(kind: str, dtype: torch.dtype, length: int, channels: int) -> testing.Inputs:
     """Inputs for which a reference taken from the first keys is wrong."""
     case = testing.Case("adversary", n=5, h=2, lq=length, lk=length, d=channels, dtype=dtype, pair_bias="b1hqk", mask="random")

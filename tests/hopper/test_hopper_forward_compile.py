@@ -93,8 +93,9 @@ def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathli
     assert count(names, "LDL", "STL") == 0
 
 
-def test_pairs_compile(tmp_path: pathlib.Path) -> None:
-    names = instructions(prepare.Pairs(cutlass.BFloat16), tmp_path)
+@pytest.mark.parametrize("width", [1, 8])
+def test_pairs_compile(width: int, tmp_path: pathlib.Path) -> None:
+    names = instructions(prepare.Pairs(cutlass.BFloat16, width), tmp_path)
     assert count(names, "LDL", "STL") == 0
 
 
@@ -112,7 +113,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = prepare.Pairs(cutlass.BFloat16)
+    kernel = prepare.Pairs(cutlass.BFloat16, 8)
     launch.compiled(kernel)
     (kept,) = (folder / "hopper").iterdir()
     assert kept.name.startswith(kernel.name)
@@ -122,12 +123,12 @@ def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.M
 
 
 def test_a_kernel_is_kept_in_memory(folder: pathlib.Path) -> None:
-    assert launch.compiled(prepare.Pairs(cutlass.BFloat16)) is launch.compiled(prepare.Pairs(cutlass.BFloat16))
+    assert launch.compiled(prepare.Pairs(cutlass.BFloat16, 8)) is launch.compiled(prepare.Pairs(cutlass.BFloat16, 8))
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_a_call(folder: pathlib.Path) -> None:
     (folder / "hopper").write_text("a file where the folder should be")
-    assert callable(launch.compiled(prepare.Pairs(cutlass.Float16)))
+    assert callable(launch.compiled(prepare.Pairs(cutlass.Float16, 8)))
 
 
 if __name__ == "__main__":

@@ -60,12 +60,29 @@ def test_length(length: int, mask: str | None, channels: int) -> None:
     testing.check(forward(inputs), inputs)
 
 
+@pytest.mark.parametrize("pair", [None, "b1hqk"])
+@pytest.mark.parametrize("channels", [32, 48, 64])
+@pytest.mark.parametrize("length", [65, 300, 520])
+def test_many_rows_of_a_block(length: int, channels: int, pair: str | None) -> None:
+    """Each block goes through many rows, an odd number among them, and a last panel leaves half of it idle."""
+    inputs = example(n=151, lq=length, lk=length, d=channels, pair_bias=pair)
+    testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("length", [384, 768])
+def test_a_pair_bias_of_one_key_out_of_many(length: int) -> None:
+    """Its rows start on 16 bytes, and yet no two of its keys can be loaded at a time."""
+    inputs = example(lq=length, lk=length)
+    inputs = dataclasses.replace(inputs, pair_bias=inputs.pair_bias[..., :1])
+    testing.check(forward(inputs), inputs)
+
+
 ADVERSARIES = ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key", "first_biased"]
 
 
-def adversary(kind: str, dtype: torch.dtype, length: int) -> testing.Inputs:
+def adversary(kind: str, dtype: torch.dtype, length: int, channels: int) -> testing.Inputs:
     """Inputs for which a reference taken from the first keys is wrong."""
-    case = testing.Case("adversary", n=5, h=2, lq=length, lk=length, d=32, dtype=dtype, pair_bias="b1hqk", mask="random")
+    case = testing.Case("adversary", n=5, h=2, lq=length, lk=length, d=channels, dtype=dtype, pair_bias="b1hqk", mask="random")
     inputs = case.make(seed=4, device="cuda")
     q, k, pair, mask = inputs.q, inputs.k, inputs.pair_bias.float(), inputs.mask.clone()
     along = torch.arange(length, device="cuda", dtype=torch.float32)
@@ -89,12 +106,11 @@ def adversary(kind: str, dtype: torch.dtype, length: int) -> testing.Inputs:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("channels", [32, 48, 64])
 @pytest.mark.parametrize("length", [200, 384, 700])
-@pytest.mark.parametrize(
-    "kind", ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key", "first_biased"]
-)
-def test_a_wrong_reference_is_found_and_done_again(kind: str, length: int, dtype: torch.dtype) -> None:
-    inputs = adversary(kind, dtype, length)
+@pytest.mark.parametrize("kind", ADVERSARIES)
+def test_a_wrong_reference_is_found_and_done_again(kind: str, length: int, channels: int, dtype: torch.dtype) -> None:
+    inputs = adversary(kind, dtype, length, channels)
     testing.check(forward(inputs), inputs)
 
 

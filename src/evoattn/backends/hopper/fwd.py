@@ -31,13 +31,13 @@ def plan_forward(
     factor, unit = fold(scale)
     row = mask is not None or mask_bias is not None or lk % KEYS != 0
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
-    wide = resident and pair_bias is not None and lk % 8 == 0 and loads_wide(pair_bias)
+    width = 8 if pair_bias is not None and pair_bias.shape[3] == lk and lk % 8 == 0 and loads_wide(pair_bias) else 1
     exact = pair_bias is None or _exact(1.0 / unit, q.dtype)
-    variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, width=8 if wide else 1)
+    variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, width=width)
     kernel = compiled(variant)
 
     terms = row_plan(mask, mask_bias, q, lk, always=row)
-    pairs = compiled(Pairs(dtype)) if pair_bias is not None and not resident else None
+    pairs = compiled(Pairs(dtype, width)) if pair_bias is not None and not resident else None
     pair_shape = () if pair_bias is None else (*pair_bias.shape[:2], lq, -(-lk // 8) * 8)
 
     panels = -(-lq // (HALVES * ROWS))

@@ -2,7 +2,8 @@
 
 A persistent block owns a panel, 128 queries of one (b, h), and loops over the rows n: two streams of rows, each with two
 warpgroups of 64 queries, fed by one producer warp a stream. What all rows of a panel share, its pair bias, stays in shared
-memory where it fits, and is streamed once for two rows where it does not; only keys and values always stream.
+memory where it fits, and is streamed once for two rows where it does not; only keys and values always stream. A row's queries
+go on into registers; 64 channels leave no room there, and the tensor cores read them from shared memory at every step.
 
 Scores reach the registers complete: Q K^T, the pair bias (through an identity matrix) and the key-wise bias (as extra
 channels) all come from the tensor cores. The softmax measures from the largest score of the first 32 keys instead of a
@@ -64,6 +65,7 @@ class Forward(ForwardSteps, Kernel):
         self.D = padded(channels)
         self.steps = -(-channels // 16)
         self.prepared = row or self.streamed  # a kernel of prepare.py comes before; this one starts while it runs
+        self.slots = 1 if channels < 64 else 2
         self.stages = 3 if resident else {16: 5, 32: 5, 64: 3}[self.D]
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
@@ -90,7 +92,7 @@ class Forward(ForwardSteps, Kernel):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block; what the compiler does not check."""
-        tiles = CONSUMERS * ROWS * self.D + CONSUMERS * 4 * 16 * self.D + 2 * STREAMS * self.stages * KEYS * self.D
+        tiles = 2 * CONSUMERS * ROWS * self.D + 2 * STREAMS * self.stages * KEYS * self.D
         terms = self.terms * SLICE * SLICE + STREAMS * self.stages * KEYS * TERMS
         return 2 * (tiles + terms + self.tiles_of_pair * ROWS * KEYS) + 2048
 
@@ -101,12 +103,12 @@ class Forward(ForwardSteps, Kernel):
 
     def layouts(self):
         return (
-            k_major(self.dtype, ROWS, self.D, CONSUMERS),  # q
+            k_major(self.dtype, ROWS, self.D, self.slots * CONSUMERS),  # q
             k_major(self.dtype, KEYS, self.D, STREAMS * self.stages),  # k
             mn_major(self.dtype, self.D, KEYS, STREAMS * self.stages),  # v
             k_major(self.dtype, ROWS, KEYS, self.tiles_of_pair),  # pair bias
             k_major(self.dtype, SLICE, SLICE, self.terms),  # identity / scale
-            k_major(self.dtype, 16, self.D, CONSUMERS * 4),  # o, a warp's rows
+            k_major(self.dtype, 16, self.D, self.slots * CONSUMERS * 4),  # o, a warp's rows
         )
 
     @cute.jit
@@ -169,7 +171,7 @@ class Forward(ForwardSteps, Kernel):
         scale: Float32,
         deal: Int32,
     ):
-        D, ST = self.D, self.stages
+        D, ST, SLOTS = self.D, self.stages, self.slots
         B, N, H, LQ, _ = gQ.shape
         LK = gK.shape[3]
         NB = (LK + KEYS - 1) // KEYS
@@ -182,14 +184,16 @@ class Forward(ForwardSteps, Kernel):
         smem = SmemAllocator()
         lq, lk, lv, lp, li, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
-        sP, sK, sV, sQ, sO, sI = new(lp), new(lk), new(lv), new(lq), new(lo), new(li)
+        sP, sK, sV, sQ = new(lp), new(lk), new(lv), new(lq)
+        sO = new(lo) if const_expr(SLOTS == 1) else cute.make_tensor(sQ.iterator, lo.outer)
+        sI = new(li)
         pR = smem.allocate_array(self.dtype, STREAMS * ST * KEYS * TERMS, byte_alignment=128)
         full = smem.allocate_array(Int64, STREAMS * ST)
         empty = smem.allocate_array(Int64, STREAMS * ST)
         pfull = smem.allocate_array(Int64, ST)
         pempty = smem.allocate_array(Int64, ST)
-        qfull = smem.allocate_array(Int64, STREAMS)
-        qempty = smem.allocate_array(Int64, STREAMS)
+        qfull = smem.allocate_array(Int64, STREAMS * SLOTS)
+        qempty = smem.allocate_array(Int64, STREAMS * SLOTS)
         book = cute.make_tensor(
             smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
         )
@@ -201,7 +205,7 @@ class Forward(ForwardSteps, Kernel):
             for i in range_constexpr(ST):
                 arch.mbarrier_init(pfull + i, 1)
                 arch.mbarrier_init(pempty + i, CONSUMERS * 4)
-            for i in range_constexpr(STREAMS):
+            for i in range_constexpr(STREAMS * SLOTS):
                 arch.mbarrier_init(qfull + i, 1)
                 arch.mbarrier_init(qempty + i, HALVES * 4)
         arch.mbarrier_init_fence()
@@ -259,13 +263,15 @@ class Forward(ForwardSteps, Kernel):
                         end = p1 + s  # both streams make the same number of rounds: the bias is loaded for both
                     while p < end:
                         nn = self.schedule.row(cutlass.min(p, p1 - 1), phase, deal, N)
-                        arch.mbarrier_wait(qempty + s, qph ^ 1)
+                        slot, _ = self.slot(s, rounds, qph)
+                        arch.mbarrier_wait(qempty + slot, self.free(rounds, qph))
                         with arch.elect_one():
                             turn[s, rounds % 4] = nn
-                            arch.mbarrier_arrive_and_expect_tx(qfull + s, HALVES * ROWS * D * 2)
+                            arch.mbarrier_arrive_and_expect_tx(qfull + slot, HALVES * ROWS * D * 2)
                         rounds += 1
                         for x in range_constexpr(HALVES):
-                            cute.copy(aQ, qG[None, ib * HALVES + x, h, nn, b], qS[None, s * HALVES + x], tma_bar_ptr=qfull + s)
+                            qTile = qG[None, ib * HALVES + x, h, nn, b]
+                            cute.copy(aQ, qTile, qS[None, slot * HALVES + x], tma_bar_ptr=qfull + slot)
                         qph ^= 1
                         for j in cutlass.range(NB, unroll=1):
                             i = s * ST + st
@@ -311,14 +317,16 @@ class Forward(ForwardSteps, Kernel):
             floor = Float32(DEAD) if const_expr(self.dtype is BFloat16) else c * (-VETO * VETO)
             mQK = multiply(self.dtype, False, K, SLICE)
             mPI = multiply(self.dtype, True, K, SLICE)
-            mPV = multiply(self.dtype, False, MN, D)
+            mPV = multiply(self.dtype, False, MN, 16 * self.steps)
             hQK, hPI, hPV = mQK.get_slice(wt), mPI.get_slice(wt), mPV.get_slice(wt)
             fK = mQK.make_fragment_B(
                 hQK.partition_B(cute.local_tile(sK, (SLICE, D), (None, 0, None)))
             )  # (., 1, step, slice, stage)
             fP = mPI.make_fragment_A(hPI.partition_A(sP))  # (., 1, step, tile)
             fI = mPI.make_fragment_B(hPI.partition_B(sI))  # (., 1, step, 1)
-            fV = mPV.make_fragment_B(hPV.partition_B(sV))  # (., 1, step, stage)
+            fV = mPV.make_fragment_B(
+                hPV.partition_B(cute.local_tile(sV, (16 * self.steps, KEYS), (0, 0, None)))
+            )  # (., 1, step, stage)
             # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A.
             tR = cute.make_tensor(
                 pR, cute.make_layout(((8, 4), (8, 2), (2, STREAMS * ST)), stride=((8, 64), (1, 0), (256, 512)))
@@ -326,15 +334,17 @@ class Forward(ForwardSteps, Kernel):
             fR = mQK.make_fragment_B(hQK.partition_B(tR))
             S0 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
             S1 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
-            O = mPV.make_fragment_C(mPV.partition_shape_C((ROWS, D)))
+            O = mPV.make_fragment_C(mPV.partition_shape_C((ROWS, 16 * self.steps)))
             rQ = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, D)))
+            fQ = mPI.make_fragment_A(hPI.partition_A(sQ))  # (., 1, step, tile)
             rA = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, 16)))
             self.ones(rA, Float32(1.0) / scale, t4)
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mQK).get_slice(wt)
             qSrc, qDst = ldm.partition_S(sQ), ldm.retile(rQ)
             m = cute.make_rmem_tensor(2, Float32)
             l = cute.make_rmem_tensor(4, Float32)
-            frags = (rQ, rA, fK, fR, fP, fI)
+            frags = (rA, fK, fR, fP, fI)
+            arriving = (qfull, qempty, ldm, qSrc, qDst)
             # What the loop over rows does not need at every step lives in shared memory: registers decide its speed.
             st, ph, qph, again, rounds = Int32(0), Int32(0), Int32(0), Boolean(False), Int32(0)
             mine = book[wid, None]
@@ -369,17 +379,14 @@ class Forward(ForwardSteps, Kernel):
                     arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
                 if (ib * HALVES + half) * ROWS < LQ:
                     if count > 0:
-                        arch.mbarrier_wait(qfull + s, qph)
-                        cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
-                        arch.sync_warp()
-                        if lane == 0:
-                            arch.mbarrier_arrive(qempty + s)
+                        self.take(arriving, s, half, rounds, qph, lane)
                         qph ^= 1
                         arch.mbarrier_wait(full + s * ST + st, ph)
                         if const_expr(self.streamed):
                             arch.mbarrier_wait(pfull + st, ph)
                         warpgroup.fence()
-                        self.scores(frags, S0, 0, self.tile(0, st, half), s * ST + st)
+                        queries = self.queries(rQ, fQ, s, half, rounds)
+                        self.scores(queries, frags, S0, 0, self.tile(0, st, half), s * ST + st)
                         warpgroup.wait_group(0)
                     while count > 0:
                         # A shuffle hides that these do not change (or, st, cycle) over the loop: otherwise the compiler hoists
@@ -391,15 +398,19 @@ class Forward(ForwardSteps, Kernel):
                             m[x] = Float32(-3e38)
                         left = NB
                         prev = st
-                        bars = (full, empty, pfull, pempty)
+                        before, _ = self.slot(s, rounds + 1, qph)
+                        bars = (full, empty, pfull, pempty, qempty + before)
+                        queries = self.queries(rQ, fQ, s, half, rounds)
                         count -= 1
                         if const_expr(not self.long):
-                            st, ph, prev = self.chain(0, left, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane)
+                            st, ph, prev = self.chain(
+                                0, left, NB, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
+                            )
                         else:
                             while left > 0:
                                 hf, so, st = arch.make_warp_uniform(hf), arch.make_warp_uniform(so), arch.make_warp_uniform(st)
                                 st, ph, prev = self.chain(
-                                    0, left, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
+                                    0, left, NB, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
                                 )
                                 left -= CHAIN
                                 if left > 0:
@@ -407,7 +418,7 @@ class Forward(ForwardSteps, Kernel):
                                     if const_expr(self.streamed):
                                         arch.mbarrier_wait(pfull + st, ph)
                                     warpgroup.fence()
-                                    self.scores(frags, S0, 0, self.tile(0, st, hf), so + st)
+                                    self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
                                     self.soften(O, fV, m, l, c, S1, 1, so + prev)
                                     warpgroup.wait_group(0)
                                     if lane == 0:
@@ -416,17 +427,14 @@ class Forward(ForwardSteps, Kernel):
                                             arch.mbarrier_arrive(pempty + prev)
                         # the last block's second slice; the first scores of the next row are on their way meanwhile
                         if count > 0:
-                            arch.mbarrier_wait(qfull + s, qph)
-                            cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
-                            arch.sync_warp()
-                            if lane == 0:
-                                arch.mbarrier_arrive(qempty + s)
+                            self.take(arriving, s, half, rounds + 1, qph, lane)
                             qph ^= 1
                             arch.mbarrier_wait(full + so + st, ph)
                             if const_expr(self.streamed):
                                 arch.mbarrier_wait(pfull + st, ph)
                         warpgroup.fence()
-                        self.scores(frags, S0, 0, self.tile(0, st, hf), so + st)
+                        queries = self.queries(rQ, fQ, s, hf, rounds + 1)
+                        self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
                         self.soften(O, fV, m, l, c, S1, 1, so + prev)
                         warpgroup.wait_group(0)
                         if lane == 0:
@@ -435,16 +443,18 @@ class Forward(ForwardSteps, Kernel):
                                 arch.mbarrier_arrive(pempty + prev)
                         # ---- epilogue
                         i0, h, b, nn = mine[2], mine[3], mine[4], turn[s, rounds % 4]
+                        ot = wg * 4 + w
+                        if const_expr(SLOTS == 2):
+                            ot = (self.slot(s, rounds, qph)[0] * HALVES + half) * 4 + w
                         rounds += 1
                         for x in range_constexpr(2):
                             l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
                         arch.cp_async_bulk_wait_group(0, read=True)
                         arch.sync_warp()
-                        ot = wg * 4 + w
                         stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
                         dead = (m[0] < floor, m[1] < floor)
                         factors = [cutlass.select_(dead[x], Float32(0.0), arch.rcp_approx(l[x])) for x in range(2)]
-                        for x in range_constexpr(D // 16):
+                        for x in range_constexpr(self.steps):
                             e = cute.make_rmem_tensor(8, Float32)
                             for y in range_constexpr(8):
                                 e[y] = O[8 * x + y] * factors[y // 2 % 2]
@@ -475,10 +485,15 @@ class Forward(ForwardSteps, Kernel):
                 else:
                     rounds += count
                     while count > 0:
-                        arch.mbarrier_wait(qfull + s, qph)
+                        slot, phase = self.slot(s, rounds - count, qph)
+                        arch.mbarrier_wait(qfull + slot, phase)
                         qph ^= 1
-                        if lane == 0:
-                            arch.mbarrier_arrive(qempty + s)
+                        if const_expr(SLOTS == 1):
+                            if lane == 0:
+                                arch.mbarrier_arrive(qempty + s)
+                        else:
+                            before, _ = self.slot(s, rounds - count + 1, qph)
+                            self.give_back(qempty + before, lane)
                         for _ in cutlass.range(NB, unroll=1):
                             arch.mbarrier_wait(full + s * ST + st, ph)
                             if lane == 0:

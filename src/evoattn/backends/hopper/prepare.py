@@ -22,6 +22,7 @@ __all__ = ["TERMS", "Pairs", "Rows", "Tiles"]
 
 TERMS = 8
 _THREADS = 128
+_EACH = 2  # vectors of eight elements that a thread brings over
 
 
 class Rows(Kernel):
@@ -104,33 +105,68 @@ class Rows(Kernel):
 
 
 class Pairs(Kernel):
-    """pair_bias [b,h,q,k] of any strides -> the same with rows that start on 16 bytes, and finite where dtype allows."""
+    """pair_bias [b,h,q,k] of any strides -> the same with rows that start on 16 bytes, and finite where dtype allows.
 
-    def __init__(self, dtype: Any):
-        self.dtype = dtype
-        self.name_after(dtype)
+    Args:
+        dtype: cutlass type of the pair bias.
+        width: elements that load at a time (1 or 8).
+    """
+
+    def __init__(self, dtype: Any, width: int):
+        self.dtype, self.width = dtype, width
+        self.name_after(dtype, width=width)
 
     def arguments(self) -> tuple[Any, ...]:
-        pair = tensor(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
-        return pair, tensor(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
+        aligned = (even(), even(), even(), 1)
+        stride, align = (aligned, 16) if self.width == 8 else ((free(), free(), free(), free()), 2)
+        pair = tensor(self.dtype, (size(), size(), size(), size()), stride, align)
+        return pair, tensor(self.dtype, (size(), size(), size(), size()), aligned, 16)
 
     @cute.jit
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
-        b, h, q, _ = out.shape
-        self.kernel(pair, out).launch(grid=(q, h, b), block=(_THREADS, 1, 1), stream=stream)
+        b, h, q, k = out.shape
+        if const_expr(self.width == 8):
+            blocks = (q * k + 8 * _EACH * _THREADS - 1) // (8 * _EACH * _THREADS)
+            self.wide(pair, out).launch(grid=(blocks, h, b), block=(_THREADS, 1, 1), stream=stream)
+        else:
+            self.single(pair, out).launch(grid=(q, h, b), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, pair: cute.Tensor, out: cute.Tensor):
+    def wide(self, pair: cute.Tensor, out: cute.Tensor):
+        arch.griddepcontrol_launch_dependents()
+        tid, _, _ = arch.thread_idx()
+        block, h, b = arch.block_idx()
+        across = out.shape[3] // 8
+        part = lambda t, i, key: cute.make_tensor(
+            (t.iterator + cute.crd2idx((b, h, i, key), t.layout)).align(16), cute.make_layout(8)
+        )
+        held = [cute.make_rmem_tensor(8, self.dtype) for _ in range(_EACH)]
+        for u in range_constexpr(_EACH):
+            x = (block * _EACH + u) * _THREADS + tid
+            i, key = x // across, x % across * 8
+            if i < out.shape[2]:
+                cute.autovec_copy(part(pair, i, key), held[u])
+        for u in range_constexpr(_EACH):
+            x = (block * _EACH + u) * _THREADS + tid
+            i, key = x // across, x % across * 8
+            if i < out.shape[2]:
+                for y in range_constexpr(8):
+                    held[u][y] = self.clean(held[u][y])
+                cute.autovec_copy(held[u], part(out, i, key))
+
+    @cute.kernel
+    def single(self, pair: cute.Tensor, out: cute.Tensor):
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         i, h, b = arch.block_idx()
         for j in cutlass.range(tid, out.shape[3], _THREADS, unroll=4):
             value = self.dtype(0.0)
             if j < pair.shape[3]:
-                value = pair[b, h, i, j]
-                if const_expr(self.dtype is BFloat16):
-                    value = finite(value.to(Float32)).to(self.dtype)
+                value = self.clean(pair[b, h, i, j])
             out[b, h, i, j] = value
+
+    def clean(self, value: Any) -> Any:
+        return finite(value.to(Float32)).to(self.dtype) if self.dtype is BFloat16 else value
 
 
 class Tiles(Kernel):

@@ -26,6 +26,11 @@ PAGE = Path("docs/benchmarks.md")
 README = Path("README.md")
 FIGURES = Path("docs/figures")
 KEY = "evoattn-source"
+_SHOWN = {
+    "speed": "Scores a second by workload",
+    "ceilings": "Scores a second of evoattn and of the fastest peer, and the lowest ceiling of the device, by workload",
+    "length": "Time and peak memory against length",
+}
 IN_README = ("tri384", "tri397", "tri1024", "msa_row", "extra_msa_row", "diffusion768", "single768")
 
 
@@ -63,11 +68,13 @@ def digest(part: Part) -> str:
 
 
 def pictures(part: Part) -> dict[Path, Callable[[], object]]:
-    """Files and what draws them; with two lengths of triangle attention or more, their growth too."""
+    """Files and what draws them; with ceilings, how far they are; with three lengths of triangle attention, their growth."""
     timed = [problem for problem in part.problems if any(result.times for result in problem.results)]
     found: dict[Path, Callable[[], object]] = {}
     if len(timed) > 1:
         found[FIGURES / f"bench-{part.name}-speed.png"] = lambda: plots.rates(part.record, timed)
+        if part.record.ceilings.exp2_per_s and any("forward" in result.times for p in timed for result in p.results):
+            found[FIGURES / f"bench-{part.name}-ceilings.png"] = lambda: plots.roofs(part.record, timed)
     if len({problem.workload.length for problem in timed if problem.workload.family == "tri"}) > 2:
         found[FIGURES / f"bench-{part.name}-length.png"] = lambda: plots.against_length(part.record, timed)
     return found
@@ -75,7 +82,7 @@ def pictures(part: Part) -> dict[Path, Callable[[], object]]:
 
 def _alt(path: Path) -> str:
     """What a picture shows, for who does not see it; the numbers are in the table below it."""
-    return "Scores a second by workload" if path.stem.endswith("speed") else "Time and peak memory against length"
+    return _SHOWN[path.stem.rpartition("-")[2]]
 
 
 def _passes(problems: list[Problem]) -> tuple[str, ...]:
@@ -123,7 +130,7 @@ def own_table(part: Part) -> str:
         rows.append(
             [
                 problem.workload.name,
-                result.backend or "-",
+                result.backends(" / ") or "-",
                 " / ".join("-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates),
                 *("-" if value is None else f"{100 * value:.0f}%" for value in (exp2, copied)),
                 " / ".join(f"{result.host_us[name]:.0f}" for name in ("forward", "backward") if name in result.host_us) or "-",
@@ -156,10 +163,8 @@ def section(part: Part) -> list[str]:
     lines = [f"## {part.record.machine['device']}, {part.dtype}", "", f"{table.headline(part.record)}. `{part.source.name}`."]
     if part.record.settings.get("note"):
         lines += [f"*{part.record.settings['note']}*"]
-    ceilings = part.record.ceilings
-    if ceilings.exp2_per_s or ceilings.copy_bytes_per_s:
-        exp2, copied = (ceilings.exp2_per_s or 0) / 1e9, (ceilings.copy_bytes_per_s or 0) / 1e9
-        lines += [f"Ceilings, measured in the same run: {exp2:,.1f} x 10⁹ exp2/s, {copied:,.1f} GB/s copied ({ceilings.how})."]
+    if table.ceilings(part.record):
+        lines += [f"Ceilings, measured in the same run: {table.ceilings(part.record)}."]
     for path in pictures(part):
         lines += ["", f"![{_alt(path)}](figures/{path.name})"]
     lines += ["", f"{names}, ms; the fastest that solves the problem in bold, a dash where there is no time:", ""]
@@ -197,7 +202,8 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
             f"{part.record.machine['device']}, {part.dtype}, {names} in ms, every result checked against float64 first:",
             "",
         ]
-        lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in pictures(part)]
+        shown_there = [path for path in pictures(part) if not path.stem.endswith("ceilings")]
+        lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
         blocks[name] = "\n".join([*lines, times_table(shown)])
     return blocks
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn import api, ops, testing
+from evoattn.api import Layout
 from evoattn.canonical import canonicalise
 from evoattn.cli.measure import peak_bytes
 from evoattn.problem import Problem
@@ -246,6 +247,48 @@ def test_scores_in_flight_are_bounded() -> None:
     peak = peak_bytes(lambda: call(inputs, backend="tiled").backward(inputs.do), torch.device("cpu"))
     outputs = sum(x.numel() * 4 for x in (inputs.q, inputs.k, inputs.v, inputs.do)) + 4 * 384 * 384 * 4
     assert outputs < peak < outputs + 24 * 2**20 < scores / 3
+
+
+@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+@pytest.mark.parametrize("pair_bias", [None, (1, 1, 4, 1, 40), (2, 1, 1, 1, 40), (4, 1, 1), (1, 40), (40,)])
+def test_one_query_of_heads_that_share_their_keys(pair_bias: tuple[int, ...] | None, layout: Layout) -> None:
+    """Global attention: the heads become queries of one head. The same as with keys of every head, and laid out the same."""
+    q, k = torch.randn(2, 3, 1, 4, 8), torch.randn(2, 3, 40, 1, 8)
+    given = [q, k, torch.randn_like(k), *([] if pair_bias is None else [torch.randn(pair_bias)])]
+    cotangents = torch.randn(2, 3, 1, 4, 8), torch.randn(2, 3, 4, 1)
+    if layout == "bnhld":
+        given[:3], cotangents = [x.transpose(2, 3) for x in given[:3]], (cotangents[0].transpose(2, 3), cotangents[1])
+    leaves = [x.clone().requires_grad_() for x in given]
+    found = evoattn.evoformer_attention(*leaves[:3], pair_bias=(*leaves[3:], None)[0], layout=layout, return_lse=True)
+    full = [x.clone().requires_grad_() for x in given]
+    heads = 3 if layout == "bnlhd" else 2
+    q, k, v = (x.expand(*x.shape[:heads], 4, *x.shape[heads + 1 :]) for x in full[:3])
+    expected = evoattn.evoformer_attention(q, k, v, pair_bias=(*full[3:], None)[0], layout=layout, return_lse=True)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+        assert x.is_contiguous() and x.shape == y.shape
+    gradients = torch.autograd.grad(found, leaves, cotangents)
+    for x, y in zip(gradients, torch.autograd.grad(expected, full, cotangents), strict=True):
+        torch.testing.assert_close(x, y)
+    problem = evoattn.explain(*leaves[:3], pair_bias=(*leaves[3:], None)[0], layout=layout).problem
+    assert (problem.h, problem.lq, problem.lk) == (1, 4, 40)
+
+
+def test_the_keys_in_flight_are_bounded() -> None:
+    """Of many rows with few queries each a block holds few: its copies of keys and values stay small, not its scores alone."""
+    inputs = make(n=4096, h=2, lq=1, lk=16, d=16, gradients=("q", "k", "v"))
+    for leaf in inputs.differentiable.values():
+        leaf.requires_grad_()
+    peak = peak_bytes(lambda: call(inputs, backend="tiled").backward(inputs.do), torch.device("cpu"))
+    outputs = inputs.k.nbytes + inputs.v.nbytes + 3 * inputs.q.nbytes
+    assert outputs < peak < outputs + 24 * 2**20
+
+
+def test_keys_that_heads_share_are_not_copied() -> None:
+    k = torch.randn(1, 64, 256, 1, 8, requires_grad=True)
+    q = torch.randn(1, 64, 1, 8, 8, requires_grad=True)
+    peak = peak_bytes(lambda: evoattn.evoformer_attention(q, k, k, backend="tiled").sum().backward(), torch.device("cpu"))
+    assert peak < 7 * k.nbytes, "of every head they would take 8 times as much"
 
 
 def test_explain_names_the_backend_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,9 +102,29 @@ def test_dead_keys_at_the_end_are_not_touched(kept: int, length: int) -> None:
     testing.check(forward(dataclasses.replace(inputs, **poisoned)), inputs)
 
 
-def adversary(kind: str, dtype: torch.dtype, length: int) -> testing.Inputs:
+@pytest.mark.parametrize("pair", [None, "b1hqk"])
+@pytest.mark.parametrize("channels", [32, 48, 64])
+@pytest.mark.parametrize("length", [65, 300, 520])
+def test_many_rows_of_a_block(length: int, channels: int, pair: str | None) -> None:
+    """Each block goes through many rows, an odd number among them, and a last panel leaves half of it idle."""
+    inputs = example(n=151, lq=length, lk=length, d=channels, pair_bias=pair)
+    testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("length", [384, 768])
+def test_a_pair_bias_of_one_key_out_of_many(length: int) -> None:
+    """Its rows start on 16 bytes, and yet no two of its keys can be loaded at a time."""
+    inputs = example(lq=length, lk=length)
+    inputs = dataclasses.replace(inputs, pair_bias=inputs.pair_bias[..., :1])
+    testing.check(forward(inputs), inputs)
+
+
+ADVERSARIES = ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key", "first_biased"]
+
+
+def adversary(kind: str, dtype: torch.dtype, length: int, channels: int) -> testing.Inputs:
     """Inputs for which a reference taken from the first keys is wrong."""
-    case = testing.Case("adversary", n=5, h=2, lq=length, lk=length, d=32, dtype=dtype, pair_bias="b1hqk", mask="random")
+    case = testing.Case("adversary", n=5, h=2, lq=length, lk=length, d=channels, dtype=dtype, pair_bias="b1hqk", mask="random")
     inputs = case.make(seed=4, device="cuda")
     q, k, pair, mask = inputs.q, inputs.k, inputs.pair_bias.float(), inputs.mask.clone()
     along = torch.arange(length, device="cuda", dtype=torch.float32)
@@ -121,14 +141,18 @@ def adversary(kind: str, dtype: torch.dtype, length: int) -> testing.Inputs:
         pair[..., ::3, :70] = -1e4
     elif kind == "one_far_key":
         pair[..., length - 1] += 5e3
+    elif kind == "first_biased":  # a finite bias masks the first keys: the reference is chosen anew
+        bias = torch.zeros(mask.shape, device="cuda").where(along >= 70, -1e5)
+        inputs = dataclasses.replace(inputs, mask_bias=bias[..., None, None, :])
     return dataclasses.replace(inputs, q=q, k=k, pair_bias=pair.to(dtype), mask=mask)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("channels", [32, 48, 64])
 @pytest.mark.parametrize("length", [200, 384, 700])
-@pytest.mark.parametrize("kind", ["growing", "growing_far", "large", "first_masked", "pair_first_masked", "one_far_key"])
-def test_a_wrong_reference_is_found_and_done_again(kind: str, length: int, dtype: torch.dtype) -> None:
-    inputs = adversary(kind, dtype, length)
+@pytest.mark.parametrize("kind", ADVERSARIES)
+def test_a_wrong_reference_is_found_and_done_again(kind: str, length: int, channels: int, dtype: torch.dtype) -> None:
+    inputs = adversary(kind, dtype, length, channels)
     testing.check(forward(inputs), inputs)
 
 
@@ -247,13 +271,33 @@ CHANGES = [
     {"scale": 0.3},
     {"scale": -0.3},
     {"scale": 3e-5},
-    {"n": 1, "d": 24, "lq": 300, "lk": 300},
+    {"n": 2, "d": 24, "lq": 300, "lk": 300},
     {"d": 8},
     {"d": 16},
     {"d": 64},
     {"gradients": ("q",)},
     {"gradients": ("k", "v")},
     {"gradients": ("pair_bias",)},
+    {"d": 48, "lq": 300, "lk": 384},
+    # beyond 512: the keys are split over a cluster, the pair bias streams
+    {"lq": 513, "lk": 513},
+    {"lq": 1024, "lk": 1024, "dtype": torch.float16},
+    {"lq": 1001, "lk": 1001, "n": 3, "mask": "padding", "lse_gradient": True},
+    {"lq": 640, "lk": 640, "n": 70, "mask": "empty_rows"},
+    {"lq": 1000, "lk": 1000, "mask": None, "pair_fill": True},
+    {"lq": 640, "lk": 640, "dtype": torch.float16, "pair_fill": True},
+    {"lq": 600, "lk": 1500},
+    {"lq": 1100, "lk": 300},
+    {"lq": 100, "lk": 2048, "h": 1},
+    {"lq": 768, "lk": 768, "d": 16, "strides": "permuted_pair"},
+    {"lq": 768, "lk": 768, "n": 2, "d": 24, "h": 16},
+    {"lq": 768, "lk": 768, "d": 48},
+    {"lq": 768, "lk": 700, "d": 64},
+    {"lq": 640, "lk": 640, "pair_bias": None},
+    {"lq": 640, "lk": 640, "pair_bias": "11hqk", "lead": (2,)},
+    {"lq": 640, "lk": 640, "pair_bias": "b1h1k"},
+    {"lq": 700, "lk": 700, "gradients": ("q",)},
+    {"lq": 700, "lk": 700, "gradients": ("k", "v")},
 ]
 
 
@@ -265,15 +309,17 @@ def test_gradients(changes: dict, deterministic: bool) -> None:
     testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
 
 
-def test_deterministic_gradients_are_bit_equal() -> None:
-    inputs = example(n=300, lq=397, lk=397)
+@pytest.mark.parametrize(("length", "n"), [(397, 300), (1000, 100)])
+def test_deterministic_gradients_are_bit_equal(length: int, n: int) -> None:
+    inputs = example(n=n, lq=length, lk=length)
     first, second = (testing.run(inputs, "hopper", deterministic=True).values for _ in range(2))
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
 
-def test_graph_of_a_training_step() -> None:
-    inputs = example(lq=384, lk=384)
+@pytest.mark.parametrize("length", [384, 640])
+def test_graph_of_a_training_step(length: int) -> None:
+    inputs = example(lq=length, lk=length)
     leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
 
     def step() -> tuple[Tensor, ...]:

@@ -114,6 +114,22 @@ def evoformer_attention(
     call = eager.find(tensors, scale, layout, return_lse, deterministic, _deterministic(deterministic), backend, config)
     if call is None or not call.direct:
         check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
+        if _one_query_of_shared_keys(q, k, v, layout):
+            o, lse = evoformer_attention(
+                _swapped(q),
+                k,
+                v,
+                mask=mask,
+                mask_bias=mask_bias,
+                pair_bias=_swapped(pair_bias),
+                scale=scale,
+                layout=layout,
+                return_lse=True,
+                backend=backend,
+                deterministic=deterministic,
+                config=config,
+            )
+            return (_swapped(o), lse.transpose(-1, -2)) if return_lse else _swapped(o)
         c = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
         settings = "" if config is None else config.to_text()
         options = (None if scale is None else float(scale), layout, _deterministic(deterministic), backend, settings)
@@ -204,6 +220,8 @@ def explain(
         'tiled'
     """
     check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
+    if _one_query_of_shared_keys(q, k, v, layout):
+        q, pair_bias = _swapped(q), _swapped(pair_bias)
     canonical = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
     dtype = compute_dtype(q)
     problem = dataclasses.replace(
@@ -298,6 +316,24 @@ def _canonical(
         key_axes(mask_bias, q.ndim),
         pair_bias,
     )
+
+
+def _one_query_of_shared_keys(q: Tensor, k: Tensor, v: Tensor, layout: str) -> bool:
+    """Whether a single query has several heads and all of them the same keys and values, as in global attention.
+
+    That is as many queries of one head, for which every backend reads and differentiates the keys once.
+    """
+    heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
+    return q.shape[length] == 1 and q.shape[heads] > 1 and k.shape[heads] == v.shape[heads] == 1
+
+
+@overload
+def _swapped(x: Tensor) -> Tensor: ...
+@overload
+def _swapped(x: Tensor | None) -> Tensor | None: ...
+def _swapped(x: Tensor | None) -> Tensor | None:
+    """Heads and queries of q, o or a pair bias in each other's place; one with fewer axes varies along neither."""
+    return x if x is None or x.ndim < 3 else x.transpose(-2, -3)
 
 
 def _deterministic(deterministic: bool | None) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evoattn import layouts
-from evoattn.backends import Backend
+from evoattn.backends import Backend, Passes
 from evoattn.canonical import canonicalise
 from evoattn.dispatch import select
 from evoattn.numerics import accumulate_dtype
@@ -159,7 +159,7 @@ def _forward(
     tensors = (q, k, v, mask, mask_bias, pair_bias)
     choice = choose_forward(*tensors, scale, layout, deterministic, backend, config)
     if choice.run is None:
-        return cast(Backend, choice.backend).forward(*tensors, scale=_scale(q, scale), layout=layout, config=choice.config)
+        return cast(Passes, choice.backend).forward(*tensors, scale=_scale(q, scale), layout=layout, config=choice.config)
     o, lse = _fake_forward(*tensors, scale, layout, deterministic, backend, config)
     choice.run(*tensors, o, lse)
     return o, lse
@@ -188,7 +188,7 @@ def _backward(
     choice = choose_backward(*tensors, wanted, scale, layout, deterministic, backend, config)
     gradients: tuple[Tensor | None, ...]
     if choice.run is None:
-        gradients = cast(Backend, choice.backend).backward(
+        gradients = cast(Passes, choice.backend).backward(
             *tensors,
             scale=_scale(q, scale),
             layout=layout,

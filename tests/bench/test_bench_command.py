@@ -39,14 +39,16 @@ SMALL = [
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "_COPIED", {"cpu": 1 << 20})
     monkeypatch.setattr(ceilings, "_CACHED_NUMBERS", 1 << 10)
+    monkeypatch.setattr(ceilings, "_SIDE", {"cpu": 64})
 
 
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {kind: tmp_path / f"a.{kind}" for kind in ("json", "csv", "html", "png")}
     options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
-    assert cli.main([*SMALL, *options, "--commit", "abc123"]) == 0
+    assert cli.main([*SMALL, *options, "--commit", "abc123", "--note", "with a cold cache"]) == 0
     printed = capsys.readouterr()
     assert "tri16, float32: triangle attention; N 16, L 16, H 4, D 32, mask and pair bias" in printed.out
+    assert "\nnote: with a cold cache\n" in printed.out
     assert re.search(r"^dense torch +[\d.]+ ±\d+% +[\d.]+ ±\d+% ", printed.out, re.MULTILINE)
     assert re.search(r"^evoattn +[\d.]+ .* backend tiled$", printed.out, re.MULTILINE)
     assert re.search(r"^\[2/2\] single24, float32 +\d+:\d\d left$", printed.err, re.MULTILINE)
@@ -55,6 +57,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record.machine["commit"] == "abc123"
     assert record.machine["torch"] == torch.__version__
     assert record.settings["rounds"] == 2
+    assert record.settings["note"] == "with a cold cache" and "with a cold cache" in files["html"].read_text()
     assert record.ceilings.copy_bytes_per_s and record.ceilings.exp2_per_s
     assert [problem.workload.name for problem in record.problems] == ["tri16", "single24"]
     for problem in record.problems:
@@ -103,11 +106,12 @@ def test_wrong_numbers_are_exit_status_1(capsys: pytest.CaptureFixture[str], mon
 def test_ctrl_c_shows_and_writes_what_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    after = bench.write
+    after, written = bench.write, []
 
     def write_then_stop(record: records.Record, path: Path) -> None:
         after(record, path)
-        if record.finished == "complete":
+        written.append(record.finished)
+        if len(written) == 1:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "write", write_then_stop)
@@ -182,10 +186,26 @@ def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert piece in text
 
 
+def test_the_picture_of_the_ceilings() -> None:
+    """A bar for every workload up to its lowest ceiling, and what evoattn has of that; a bound is no peer."""
+    record = a_record(evoattn=[1.0], dense=[2.0], flash_unbiased=[0.1])
+    figure = plots.roofs(record, record.problems)
+    (axes,) = figure.axes
+    ceiling, ours = sorted(bar.get_width() for bar in axes.patches)[::-1]
+    assert (ceiling, ours) == (pytest.approx(4.0), pytest.approx(0.016384))
+    assert [text.get_text() for text in axes.texts] == ["0%"]
+    (labels,) = ([text.get_text() for text in legend.get_texts()] for legend in figure.legends)
+    assert labels == ["evoattn, and its share of the ceiling", "the fastest peer", "lowest ceiling: exp2 units"]
+    (peer,) = (line for line in axes.lines if line.get_label() == "the fastest peer")
+    assert peer.get_xdata() == pytest.approx([0.008192])
+
+
 def test_ceilings_of_a_cpu() -> None:
     from evoattn.bench.clock import WallClock
 
-    found = ceilings.measure(torch.device("cpu"), WallClock())
+    found = ceilings.measure(torch.device("cpu"), WallClock(), ("float32", "bfloat16"))
     assert found.exp2_per_s and 1e6 < found.exp2_per_s < 1e13
     assert found.copy_bytes_per_s and 1e7 < found.copy_bytes_per_s < 1e13
+    assert set(found.product_flops_per_s) == {"float32", "bfloat16"}
+    assert all(1e6 < flops < 1e15 for flops in found.product_flops_per_s.values())
     assert Ceilings(**json.loads(json.dumps(found.__dict__))) == found

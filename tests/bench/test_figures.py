@@ -61,7 +61,9 @@ def test_drawing_makes_every_page(figures: ModuleType, copy: Path) -> None:
     readme = (copy / "README.md").read_text()
     assert readme.startswith("a\n<!-- figures: begin gpu -->\na machine, float32, forward / forward + backward in ms")
     assert "| tri16 | **10.000** / - | 20.000 / - |\n<!-- figures: end cpu -->\nb\n" in readme and "old" not in readme
+    assert "ceilings.png" not in readme, "the README shows the speed, the pages the ceilings too"
     assert sorted(path.name for path in (copy / "docs" / "figures").iterdir()) == [
+        "bench-card-float32-ceilings.png",
         "bench-card-float32-length.png",
         "bench-card-float32-speed.png",
     ]

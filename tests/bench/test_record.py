@@ -22,7 +22,8 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 def full_record() -> Record:
     record = a_record(evoattn=[1.0, 1.1, 0.9], dense=[3.0, 3.3, 3.1])
     record.problems += [Problem(w, "bfloat16", None, [Result("dense", "failed", "out of memory")]) for w in WORKLOADS]
-    record.problems[0].results[0].backend = "triton"
+    record.problems[0].results[0].backend, record.problems[0].results[0].backward_backend = "hopper", "triton"
+    record.problems[0].seconds = 12.5
     record.problems[0].results[0].host_us = {"forward": 30.5}
     record.problems[0].results[0].errors["dq"] = float("inf")
     return record
@@ -35,6 +36,21 @@ def test_round_trip(tmp_path: Path) -> None:
     assert records.read(path) == record
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
     assert json.loads(path.read_text())["schema"] == records.SCHEMA
+
+
+def test_what_older_records_do_not_say(tmp_path: Path) -> None:
+    """One of before the backward's backend and a problem's seconds were kept is read, and written as it was."""
+    record = full_record()
+    path = tmp_path / "a.json"
+    records.write(record, path)
+    old = json.loads(path.read_text())
+    del old["problems"][0]["seconds"], old["problems"][0]["results"][0]["backward_backend"]
+    path.write_text(json.dumps(old))
+    found = records.read(path)
+    ours = found.problems[0].results[0]
+    assert (ours.backend, ours.backward_backend, found.problems[0].seconds) == ("hopper", "", None)
+    records.write(found, path)
+    assert json.loads(path.read_text()) == old
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +122,8 @@ def test_the_table() -> None:
     assert "ceilings: 4.0 x 10⁹ exp2/s, 20.0 GB/s copied (by hand)" in text
     assert "tri16, float32: triangle attention; N 16, L 16, H 4, D 32, mask and pair bias" in text
     line = next(line for line in text.splitlines() if line.startswith("evoattn "))
-    assert line.split() == ["evoattn", "1.000", "±10%", "0.0164", "30", "-", "1.0", "inf", "backend", "triton"]
+    assert line.split()[:8] == ["evoattn", "1.000", "±10%", "0.0164", "30", "-", "1.0", "inf"]
+    assert line.endswith("  backend hopper, backward triton")
     assert "wrong: o is wrong" in next(line for line in text.splitlines() if line.startswith("SDPA"))
     assert text.endswith("FlexAttention, compiled: refused: wants L divisible by 128"), "said once, below"
 
@@ -128,6 +145,7 @@ def test_csv() -> None:
         "1.0",
         "3",
     )
+    assert (first["backend"], first["backward_backend"]) == ("hopper", "triton")
     assert first["host_us"] == "30.5" and first["error_o"] == "1e-07" and first["error_dpair_bias"] == ""
     assert rows[-1]["reason"] == "out of memory" and rows[-1]["pass"] == ""
 
@@ -135,6 +153,18 @@ def test_csv() -> None:
 def test_markdown_escapes() -> None:
     text = table.markdown([["a", "b"], ["x|y", "<script>"]])
     assert text == "| a | b |\n| --- | --- |\n| x\\|y | &lt;script> |"
+
+
+def test_roofs_of_a_pass() -> None:
+    """Four operations a score and channel forward, ten backward; a backward moves twice as many bytes; one exponential each."""
+    record = a_record(evoattn=[1.0])
+    problem = record.problems[0]  # 16,384 scores of 32 channels, 1,000 bytes; 4e9 exp2/s, 2e10 bytes/s
+    assert table.roofs(record, problem, "forward") == pytest.approx({"exp2": 4.0, "memory": 16384 * 20 / 1000})
+    record.ceilings = dataclasses.replace(record.ceilings, product_flops_per_s={"float32": 1.28e12, "bfloat16": 1.0})
+    assert table.roofs(record, problem, "forward") == pytest.approx({"exp2": 4.0, "products": 10.0, "memory": 327.68})
+    assert table.roofs(record, problem, "backward") == pytest.approx({"exp2": 4.0, "products": 4.0, "memory": 163.84})
+    assert "1.28 Tflop/s of float32 products, 1e-12 Tflop/s of bfloat16 products (by hand)" in table.ceilings(record)
+    assert table.roofs(Record({}, {}), dataclasses.replace(problem, bytes=None), "forward") == {}
 
 
 def test_share_of_a_ceiling() -> None:

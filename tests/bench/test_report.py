@@ -26,7 +26,7 @@ def a_full_record() -> Record:
         for place, name in enumerate(("tri64", "tri97", "tri128", "msa_row")):
             scale = (place + 1) * (1 if dtype == "bfloat16" else 2)
             results = [
-                result("evoattn", 1.0 * scale, backend="triton"),
+                result("evoattn", 1.0 * scale, backend="hopper", **({"backward_backend": "triton"} if place else {})),
                 result("flex", (0.8 + 0.4 * place) * scale),
                 result("dense", 5.0 * scale),
                 result("flash_unbiased", 0.1 * scale),
@@ -34,7 +34,12 @@ def a_full_record() -> Record:
             ]
             problems.append(Problem(workload(name), dtype, 1 << 20, results))
     return Record(
-        {"device": "a <GPU>", "torch": "2"}, {"rounds": 3}, Ceilings(4e12, 4e12, "by hand"), problems, "out of time", 12.0
+        {"device": "a <GPU>", "torch": "2"},
+        {"rounds": 3, "note": "a <cold> cache"},
+        Ceilings(4e12, 4e12, "by hand", {"bfloat16": 8e14}),
+        problems,
+        "out of time",
+        12.0,
     )
 
 
@@ -113,7 +118,8 @@ def check_radio(page: browser.Page, name: str, value: str) -> None:
 
 
 def test_it_shows_the_record(page: browser.Page) -> None:
-    assert "budget ended" in page.ask("document.getElementById('state').textContent")
+    state = page.ask("document.getElementById('state').textContent")
+    assert "budget ended" in state and state.endswith("Note: a <cold> cache.")
     assert column(page, "times", 0) == ["tri64", "tri97", "tri128", "msa_row"]
     assert column(page, "times", 1) == ["0.80x", "1.20x", "1.60x", "2.00x"], "against the fastest peer, and a bound is none"
     assert page.ask("document.querySelectorAll('#speedups rect').length") == 4
@@ -121,6 +127,15 @@ def test_it_shows_the_record(page: browser.Page) -> None:
     assert page.ask("document.querySelector('#reasons td.words').textContent") == EVIL
     assert page.ask("document.querySelector('#detail tbody tr:last-child td').textContent") == f"failed: {EVIL}"
     assert page.ask("window.broken === undefined")
+    shares = "[...document.querySelectorAll('#ceilings tbody tr:first-child td')].map(c => c.textContent)"
+    products = 4 * 32 * 64 * 4 * 64 * 64 / 1.05e-3 / 8e14
+    moved = (1 << 20) / 1.05e-3 / 4e12
+    assert page.ask(shares)[2] == f"{100 * products:.2g}%" and page.ask(shares)[4] == f"{100 * moved:.2g}%"
+    assert column(page, "times", 3) == ["hopper", *["hopper / triton"] * 3]
+    assert page.ask("document.getElementById('answer').textContent") == (
+        "forward, bfloat16: faster than the fastest peer at 3 of 4 workloads, slower at 1; 1.40x in the median, "
+        "from 0.80x at tri64 to 2.00x at msa_row."
+    )
     expected = 64 * 4 * 64 * 64 / 1.05e-3 / 4e12
     assert page.ask("document.querySelector('#ceilings td').textContent") == f"{100 * expected:.2g}%"
 
@@ -142,8 +157,9 @@ def test_sorting(page: browser.Page) -> None:
 def test_switching(page: browser.Page) -> None:
     choose(page, "#workload", "msa_row")
     assert "MSA row attention" in page.ask("document.getElementById('one-note').textContent")
+    assert page.ask("document.querySelector('#detail tr.ours').lastChild.textContent") == "backend hopper, backward triton"
     check_radio(page, "pass", "both")
-    assert "forward + backward" in page.ask("document.getElementById('overview-note').textContent")
+    assert page.ask("document.getElementById('answer').textContent").startswith("forward + backward, bfloat16: faster than")
     assert column(page, "times", 2)[0] == "4.00"
     check_radio(page, "dtype", "float16")
     assert column(page, "times", 2)[0] == "8.00"

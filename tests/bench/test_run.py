@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 
-from evoattn import testing
+from evoattn import api, dispatch, testing
+from evoattn.backends import tiled
 from evoattn.bench import choice, correctness, run
-from evoattn.bench.peers import PEERS, Peer
-from evoattn.bench.record import Record, Result
+from evoattn.bench.peers import PEERS, Peer, Prepared
+from evoattn.bench.record import PASSES, Record, Result
 from evoattn.bench.runner import Runner, copies_for
+from evoattn.testing import Inputs
 from evoattn.workloads import WORKLOADS, workload
 
 from .conftest import FakeClock, a_plan
@@ -90,10 +92,12 @@ def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Peer], clock: FakeClock) -> 
         if problem == 2 and what.endswith("round 1 of 3"):
             raise KeyboardInterrupt
 
-    kept: list[int] = []
-    record = run.run(plan, Record({}, {}), CPU, clock, stop, lambda record: kept.append(len(record.problems)))
+    kept: list[tuple[int, str]] = []
+    record = run.run(
+        plan, Record({}, {}), CPU, clock, stop, lambda record: kept.append((len(record.problems), record.finished))
+    )
     assert record.finished == "interrupted"
-    assert kept == [1]
+    assert kept == [(1, "interrupted")], "what is written meanwhile does not call itself complete"
     first, second = record.problems
     assert all(result.times for result in first.results)
     assert [(r.status, r.reason) for r in second.results] == [("left out", "interrupted before it was timed")] * 2
@@ -120,6 +124,39 @@ def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Peer]
     assert found["right"].times
 
 
+def test_compiling_takes_no_rounds_away(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    """A peer that tunes for longer than its problem's share costs later problems time, not this one its rounds."""
+
+    def tuned(inputs: Inputs) -> Prepared:
+        clock.time += 1500.0
+        return fakes["right"].prepare(inputs)
+
+    PEERS["tunes"] = Peer("tunes", "tunes", tuned)
+    plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("tunes",), budget_s=2000.0, rounds=7)
+    first = measured(plan, clock).problems[0]
+    for result in first.results:
+        assert {name: len(time.samples_ms) for name, time in result.times.items()} == dict.fromkeys(PASSES, 7)
+    assert first.seconds is not None and first.seconds > 1500
+
+
+def test_what_evoattn_compiles_is_not_its_peers_loss(
+    fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = tiled.forward
+
+    def compiled(*arguments: object, **options: object) -> object:
+        clock.time += 1500.0
+        monkeypatch.setattr(tiled, "forward", right)
+        return right(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tiled, "forward", compiled)
+    monkeypatch.setattr(run, "_FIRST_SHARE", 0.0)
+    monkeypatch.setitem(run._COMPILES_S, "cpu", 500.0)
+    plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("compiles",), budget_s=3000.0)
+    found = measured(plan, clock).problems[0].result("compiles")
+    assert found is not None and found.status == "ok", found
+
+
 def test_what_takes_too_long_is_left_out(fakes: dict[str, Peer]) -> None:
     found = results(measured(a_plan(peers=("right", "compiles")), FakeClock(slow="right")))
     assert (found["right"].status, found["right"].reason) == (
@@ -136,6 +173,23 @@ def test_a_backend_that_auto_takes_is_measured_once(clock: FakeClock) -> None:
     assert list(found) == ["evoattn", "evoattn/reference", "evoattn/triton"]
     assert found["evoattn/triton"].status == "refused"
     assert found["evoattn/reference"].times
+
+
+def test_another_backend_for_the_backward_is_named(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Hopper's kernels take a forward and Triton's its backward."""
+    monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
+    monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
+    right = tiled.unsupported
+    monkeypatch.setattr(
+        tiled, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else right(problem, config)
+    )
+    found = results(measured(a_plan(backends=("auto", "tiled", "reference")), clock))
+    ours = found["evoattn"]
+    assert (ours.status, ours.backend, ours.backward_backend) == ("ok", "tiled", "reference")
+    assert list(found) == ["evoattn", "evoattn/reference"]
+    assert found["evoattn/reference"].backends("/") == "reference"
+    alone = results(measured(a_plan(passes=("forward",)), clock))["evoattn"]
+    assert alone.backends(", backward ") == "tiled", "no backward was run"
 
 
 def test_a_bound_is_checked_against_its_own_truth(clock: FakeClock) -> None:

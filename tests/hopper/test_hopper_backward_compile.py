@@ -13,19 +13,21 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from machine_code import count, instructions  # noqa: E402
 
-from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_preprocess  # noqa: E402
+from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_preprocess, prepare  # noqa: E402
 
-LENGTHS = {32: (64, 192, 256, 288, 384, 397, 448, 512), 64: (64, 256, 384)}
 BOTH = {"pair": True, "row": True}
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("channels", "length"), [(8, 384), (16, 384), (24, 384), (32, 256), (32, 384), (32, 397), (32, 512), (64, 384)]
+    ("channels", "length"),
+    [(c, 384) for c in (8, 16, 24, 32, 48, 64)]
+    + [(32, length) for length in (256, 397, 512, 768, 1024, 2048)]
+    + [(c, 768) for c in (24, 48, 64)],
 )
 def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
-    chosen = bwd_plan.query_variant(channels, length)
+    chosen = bwd_plan.query_variant(channels, length, pair=True)
     names = instructions(bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, **chosen), tmp_path)
     waits = count(names, "WARPGROUP.DEPBAR")
     assert waits == chosen["slices"] + 1, "each slice of keys, and the first of a panel, is waited for once"
@@ -33,7 +35,10 @@ def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("channels", "length"), [(8, 384), (16, 384), (24, 384), (32, 384), (32, 512), (64, 384)])
+@pytest.mark.parametrize(
+    ("channels", "length"),
+    [(8, 384), (16, 384), (24, 384), (32, 384), (32, 512), (48, 384), (64, 384), (24, 768), (32, 1024), (48, 768), (64, 768)],
+)
 def test_products_of_dk_and_dv_are_not_serialised(channels, length, dtype, tmp_path):
     chosen = bwd_plan.key_variant(channels, length, pair=True)
     names = instructions(bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, **chosen), tmp_path)
@@ -59,21 +64,27 @@ def test_the_small_kernels_compile(tmp_path):
     for variant in (
         bwd_preprocess.Statistics(cutlass.BFloat16, 24, dlse=True),
         bwd_bias.PanelSum(cutlass.Float16, vector=False),
+        bwd_bias.PanelSum(cutlass.BFloat16, cluster=2),
+        prepare.Tiles(cutlass.BFloat16),
     ):
         assert count(instructions(variant, tmp_path), "LDL") == 0
 
 
-@pytest.mark.parametrize("channels", LENGTHS)
-def test_every_length_has_room(channels):
-    for length in LENGTHS[channels]:
-        query, key = bwd_plan.query_variant(channels, length), bwd_plan.key_variant(channels, length, pair=True)
-        assert query is not None and key is not None
-        assert query["groups"] * query["slices"] * 32 >= length and query["slices"] % query["stage"] == 0
-        assert bwd_plan.query_shared(channels, **query) <= bwd_plan.SHARED
+@pytest.mark.parametrize("pair", [True, False])
+@pytest.mark.parametrize("channels", [8, 16, 24, 32, 48, 64])
+def test_every_length_has_room(channels, pair):
+    longest = {48: 3072, 64: 2048 if pair else 3072}.get(channels, 4096 if pair else 6144)
+    for length in (*range(1, longest, 61), longest):
+        query, key = bwd_plan.query_variant(channels, length, pair), bwd_plan.key_variant(channels, length, pair)
+        assert query is not None
+        whole = query["cluster"] * query["groups"] * query["slices"] * 32
+        assert whole - whole // query["cluster"] < length <= whole, "each block of a cluster has keys"
+        assert query["slices"] % query["stage"] == 0 and query["stages"] > 1
+        assert bwd_plan.query_shared(channels, pair, **query) <= bwd_plan.SHARED
+        assert key["ring"] or not pair or key["blocks"] * 64 >= length
         assert bwd_plan.key_shared(channels, **key) <= bwd_plan.SHARED
 
 
-def test_longer_is_refused():
-    assert bwd_plan.query_variant(32, 513) is None
-    assert bwd_plan.key_variant(32, 1024, pair=True) is None
-    assert bwd_plan.key_variant(32, 4096, pair=False) is not None
+def test_more_keys_are_refused():
+    assert bwd_plan.query_variant(32, 4097, pair=True) is None
+    assert bwd_plan.query_variant(64, 2049, pair=True) is None

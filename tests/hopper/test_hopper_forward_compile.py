@@ -38,11 +38,15 @@ VARIANTS = {
     "d32_long": (32, BOTH | {"resident": False}),
     "d32_row_long": (32, BOTH | {"pair": False, "exact": True, "resident": False}),
     "d48_long": (48, BOTH | {"resident": False}),
+    "d48_row": (48, BOTH | {"pair": False, "exact": True}),
     "d64_long": (64, BOTH | {"exact": True, "resident": False}),
+    "d64_own_scale": (64, BOTH | {"resident": False}),
     "d64_row": (64, BOTH | {"pair": False, "exact": True}),
+    "d64_row_long": (64, BOTH | {"pair": False, "exact": True, "resident": False}),
+    "d64_none": (64, BOTH | {"pair": False, "row": False, "exact": True}),
 }
-SPILLS = {"d48_long": 64, "d64_long": 64}
-"""Instructions that touch local memory, where a variant is known to have some: 64 channels."""
+SPILLS = {"d48_row": 8, "d48_long": 2}
+"""Instructions that touch local memory, where a variant is known to have some."""
 
 
 def instructions_a_score(names: list[str]) -> float:
@@ -55,6 +59,14 @@ def instructions_a_score(names: list[str]) -> float:
     return (at[-1] - at[0]) / (len(at) - 1)
 
 
+def main_loop(names: list[str]) -> list[str]:
+    """The steps of a row, from the first product to the store of o. Loads of the panel come before, the exact path behind."""
+    products = [i for i, name in enumerate(names) if name.startswith("HGMMA")]
+    stores = [i for i, name in enumerate(names) if name.startswith("UTMASTG")]
+    assert products[-1] < stores[-1]
+    return names[products[0] : stores[-1] + 1]
+
+
 def variant(name: str, dtype: str) -> fwd_kernel.Forward:
     channels, options = VARIANTS[name]
     return fwd_kernel.Forward(DTYPES[dtype], channels, **options)
@@ -65,19 +77,19 @@ def test_forward_compiles(name: str, tmp_path: pathlib.Path) -> None:
     made = variant(name, "bfloat16")
     assert made.shared_bytes <= bwd_plan.SHARED
     names = instructions(made, tmp_path)
-    local = count(names, "LDL", "STL")
+    local = count(main_loop(names), "LDL", "STL")
     assert local <= SPILLS.get(name, 0)
     waits = count(names, "WARPGROUP.DEPBAR")
-    assert name.startswith(("d48", "d64")) or waits <= 3 * fwd_kernel.CHAIN + 2, (
-        "the compiler has serialised the tensor cores' work"
-    )
+    assert waits <= 3 * fwd_kernel.CHAIN + 2, "the compiler has serialised the tensor cores' work"
     recorded = json.loads(RECORD.read_text())[name]
     assert instructions_a_score(names) <= ROOM * recorded, "more instructions a score than on record"
 
 
-def test_float16_compiles(tmp_path: pathlib.Path) -> None:
-    names = instructions(variant("d32", "float16"), tmp_path)
-    assert count(names, "LDL", "STL") == 0
+@pytest.mark.parametrize("name", ["d32", "d48_long", "d64_long"])
+def test_float16_compiles(name: str, tmp_path: pathlib.Path) -> None:
+    names = instructions(variant(name, "float16"), tmp_path)
+    assert count(main_loop(names), "LDL", "STL") <= SPILLS.get(name, 0)
+    assert count(names, "WARPGROUP.DEPBAR") <= 3 * fwd_kernel.CHAIN + 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,8 +101,9 @@ def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathli
     assert count(names, "LDL", "STL") == 0
 
 
-def test_pairs_compile(tmp_path: pathlib.Path) -> None:
-    names = instructions(prepare.Pairs(cutlass.BFloat16), tmp_path)
+@pytest.mark.parametrize("width", [1, 8])
+def test_pairs_compile(width: int, tmp_path: pathlib.Path) -> None:
+    names = instructions(prepare.Pairs(cutlass.BFloat16, width), tmp_path)
     assert count(names, "LDL", "STL") == 0
 
 
@@ -108,7 +121,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = prepare.Pairs(cutlass.BFloat16)
+    kernel = prepare.Pairs(cutlass.BFloat16, 8)
     launch.compiled(kernel)
     (kept,) = (folder / "hopper").iterdir()
     assert kept.name.startswith(kernel.name)
@@ -118,12 +131,12 @@ def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.M
 
 
 def test_a_kernel_is_kept_in_memory(folder: pathlib.Path) -> None:
-    assert launch.compiled(prepare.Pairs(cutlass.BFloat16)) is launch.compiled(prepare.Pairs(cutlass.BFloat16))
+    assert launch.compiled(prepare.Pairs(cutlass.BFloat16, 8)) is launch.compiled(prepare.Pairs(cutlass.BFloat16, 8))
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_a_call(folder: pathlib.Path) -> None:
     (folder / "hopper").write_text("a file where the folder should be")
-    assert callable(launch.compiled(prepare.Pairs(cutlass.Float16)))
+    assert callable(launch.compiled(prepare.Pairs(cutlass.Float16, 8)))
 
 
 if __name__ == "__main__":

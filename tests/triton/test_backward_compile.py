@@ -52,23 +52,11 @@ class Compiled:
             pair = torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias, device="meta")
         lse = torch.empty(1, self.n, 4, self.length, device="meta")
         with target(arch) as compiled:
-            backend.backward(
-                do,
-                None,
-                q,
-                k,
-                v,
-                mask,
-                None,
-                pair,
-                o,
-                lse,
-                scale=self.d**-0.5,
-                layout="bnlhd",
-                needs=(True, True, True, False, pair is not None),
-                deterministic=self.deterministic,
-                config=Config(),
-            )
+            tensors = (do, None, q, k, v, mask, None, pair, o, lse)
+            needs = (True, True, True, False, pair is not None)
+            options = {"layout": "bnlhd", "needs": needs, "deterministic": self.deterministic}
+            run = backend.plan_backward(*tensors, scale=self.d**-0.5, **options, config=Config())
+            run(*tensors, *(torch.empty_like(x) for x in (q, k, v)))
         return [report(kernel) for kernel in compiled if kernel.metadata.name in KERNELS]
 
 

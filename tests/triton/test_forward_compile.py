@@ -50,7 +50,9 @@ class Compiled:
         mask = torch.ones(1, self.n, self.length, dtype=torch.bool) if self.mask else None
         pair = None if self.pair_bias is None else torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias)
         with target(arch) as compiled:
-            backend.forward(q, k, v, mask, None, pair, scale=self.d**-0.5, layout="bnlhd", config=Config())
+            inputs = (q, k, v, mask, None, pair)
+            run = backend.plan_forward(*inputs, scale=self.d**-0.5, layout="bnlhd", config=Config())
+            run(*inputs, torch.empty_like(q), torch.empty(q.shape[:-1]))
         return next(report(kernel) for kernel in compiled if kernel.metadata.name == "forward_kernel")
 
 

@@ -33,7 +33,7 @@ else:
 
     interpreter.patch()
 
-    from evoattn import explain, numerics, testing
+    from evoattn import explain, numerics, ops, testing
     from evoattn.backends import triton as backend
     from evoattn.backends.triton import launch
     from evoattn.backends.triton.prepare import plan_rows
@@ -58,9 +58,8 @@ else:
         config = config or Config()
         assert backend.unsupported(describe(c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias), config) == []
         scale = inputs.case.scale if inputs.case.scale is not None else inputs.case.d**-0.5
-        o, lse = backend.forward(
-            c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias, scale=scale, layout=inputs.case.layout, config=config
-        )
+        tensors = (c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias)
+        o, lse = ops.forward(*tensors, scale, inputs.case.layout, False, "triton", config.to_text())
         if c.mask_bias is not None:
             lse = lse + numerics.row_shift(c.mask, c.mask_bias, torch.float32)[:, :, None, None]
         return to_user(c.restore(o), inputs.case.layout), c.restore(lse)

@@ -1,4 +1,4 @@
-"""The backends. Each is a module of this package with the names of `Backend`.
+"""The backends. Each is a module of this package with the names of `Backend`, and those of `Passes` or of `Plans`.
 
 A backend imports neither another backend nor anything that calls one.
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["Backend", "Plans"]
+__all__ = ["Backend", "Passes", "Plans"]
 
 
 class Backend(Protocol):
-    """What a backend module has."""
+    """What every backend module has."""
 
     NAME: str
     """What users pass as `backend=`."""
@@ -36,6 +36,10 @@ class Backend(Protocol):
 
     def copies(self, pair_bias: Tensor | None, n: int) -> list[str]:
         """What it copies once a call because of how the tensors lie in memory, in words; `n` is the number of rows."""
+
+
+class Passes(Backend, Protocol):
+    """A backend that computes a pass when it is called."""
 
     def forward(
         self,
@@ -77,8 +81,8 @@ class Backend(Protocol):
         """
 
 
-class Plans(Protocol):
-    """What a backend module may have besides: each name is used where it is there.
+class Plans(Backend, Protocol):
+    """A backend that first plans a pass, for all calls that look alike.
 
     A plan serves all tensors that lie in memory like those it was made for: same dtype, device, strides of the canonical axes,
     and a start on a multiple of 16 bytes or not. It may be called with them in other shapes, so it has to go by addresses and
@@ -99,7 +103,7 @@ class Plans(Protocol):
         layout: str,
         config: Config,
     ) -> Callable[..., None]:
-        """`forward` as a function of (q, k, v, mask, mask_bias, pair_bias, o, lse), the last two of which it writes."""
+        """`Passes.forward` as a function of (q, k, v, mask, mask_bias, pair_bias, o, lse), the last two of which it writes."""
 
     def plan_backward(
         self,
@@ -120,7 +124,7 @@ class Plans(Protocol):
         deterministic: bool,
         config: Config,
     ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-        """`backward` as a function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, dq, dk, dv).
+        """`Passes.backward` as a function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, dq, dk, dv).
 
         It writes dq, dk and dv where they are given, and returns dmask_bias and dpair_bias.
         """

@@ -1,4 +1,4 @@
-"""What the device reaches at the most, measured in the same run: exponentials a second, and bytes a second of a copy."""
+"""What the device reaches at the most, measured in the same run: exponentials, bytes of a copy, matrix products a second."""
 
 from __future__ import annotations
 
@@ -19,20 +19,33 @@ _CACHED_NUMBERS = 1 << 18
 
 _PROGRAMS_A_PROCESSOR = 16
 _ROUNDS_OF_EXP2 = 4096
+_SIDE = {"cpu": 1024, "cuda": 8192}
+"""Of the matrices that are multiplied."""
+
 _BEST_OF = 3
 
 
-def measure(device: torch.device, clock: Clock) -> Ceilings:
-    """Both ceilings of a device; a reason in place of a number that cannot be had."""
+def measure(device: torch.device, clock: Clock, dtypes: tuple[str, ...]) -> Ceilings:
+    """All ceilings of a device; a reason in place of a number that cannot be had.
+
+    Args:
+        device: whose.
+        clock: what measures.
+        dtypes: of the matrix products, by torch's names.
+    """
     copied = _copy(device, clock)
+    products = {dtype: _product(device, clock, getattr(torch, dtype)) for dtype in dtypes}
     if device.type == "cpu":
         exp2, how = _cpu_exp2(clock), "torch.exp2 within the second-level cache"
     else:
         try:
             exp2, how = _gpu_exp2(device, clock), "exp2 in registers, in a kernel that does nothing else"
         except Exception as error:  # the ceiling is a service: without it the benchmark is still one
-            return Ceilings(None, copied, f"exp2 not measured: {type(error).__name__}: {error}"[:200])
-    return Ceilings(exp2, copied, f"{how}; a copy of {_COPIED[device.type] >> 20} MiB")
+            return Ceilings(None, copied, f"exp2 not measured: {type(error).__name__}: {error}"[:200], products)
+    side = _SIDE[device.type]
+    tf32 = ", TF32 for float32" if device.type == "cuda" and "float32" in dtypes else ""
+    how = f"{how}; a copy of {_COPIED[device.type] >> 20} MiB; products of {side} x {side} matrices by torch{tf32}"
+    return Ceilings(exp2, copied, how, products)
 
 
 def _best(clock: Clock, call: Callable[[int], object], count: int = 1) -> float:
@@ -45,6 +58,18 @@ def _copy(device: torch.device, clock: Clock) -> float:
     source = torch.zeros(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best(clock, lambda _: target.copy_(source), 3)
+
+
+def _product(device: torch.device, clock: Clock, dtype: torch.dtype) -> float:
+    side = _SIDE[device.type]
+    x, y = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(x)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else precision)
+    try:
+        return 2 * side**3 / _best(clock, lambda _: torch.mm(x, y, out=out), 3)
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _cpu_exp2(clock: Clock) -> float:

@@ -125,6 +125,7 @@ def facts(device: torch.device, commit: str | None = None) -> dict[str, str | No
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version_of("triton"),
+        "cute_dsl": version_of("nvidia-cutlass-dsl"),
         "evoattn": __version__,
         **{package: version for package in _PEERS if (version := version_of(package))},
         "commit": commit or _commit(),

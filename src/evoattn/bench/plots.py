@@ -1,4 +1,4 @@
-"""Pictures of a record, by matplotlib: scores a second by workload, time and memory against length."""
+"""Pictures of a record, by matplotlib: scores a second by workload, how far from the ceilings, time and memory by length."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STYLE", "against_length", "rates", "save", "write_png"]
+__all__ = ["STYLE", "against_length", "rates", "roofs", "save", "write_png"]
 
 _OURS = "#0072B2"
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C6BB1", "#66A61E", "#A6761D")
 _BOUND = "#9AA0A6"
 _MARKERS = "osD^vPX*"
 _INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
+_ROOFS = {"exp2": ("#B8860B", "exp2 units"), "products": ("#8C6BB1", "matrix products"), "memory": ("#009E73", "memory")}
 _TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 STYLE: Any = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
 
@@ -96,6 +97,54 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
     return figure
+
+
+def roofs(record: Record, problems: list[Problem]) -> Figure:
+    """How far evoattn and the best peer come: a bar a workload up to the device's lowest ceiling, whose colour says which."""
+    problems = [p for p in problems if (ours := p.result("evoattn")) and ours.times]
+    passes = _passes(problems, ("forward", "backward"))
+    height = 1.65 + 0.3 * len(problems)
+    figure = _figure(4.2 + 4.2 * len(passes), height, _what("Distance from the ceilings", problems), table.headline(record))
+    panels: Any = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
+    for axes, name in zip(panels, passes, strict=True):
+        for row, problem in enumerate(problems):
+            _roof(axes, row, record, problem, name)
+        axes.set_xlabel(f"{_TITLES[name]}, 10⁹ scores/s")
+        axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
+        axes.set_xlim(0, 1.16 * axes.dataLim.x1)
+        axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
+        _plain(axes)
+    panels[0].set_yticks(range(len(problems)), [p.workload.name for p in problems])
+    panels[0].set_ylim(len(problems) - 0.4, -0.6)
+    found: dict[str, Any] = {}
+    for axes in panels:
+        found |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    labels = sorted(found, key=lambda label: (label.startswith("lowest"), label))
+    handles = [found[label] for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    return figure
+
+
+def _roof(axes: Axes, row: int, record: Record, problem: Problem, name: str) -> None:
+    """One workload's bar: the lowest ceiling, evoattn's rate with its share of that, the best peer's as a mark."""
+    rate = table.rate(problem, problem.result("evoattn"), name)
+    bounds = table.roofs(record, problem, name)
+    if bounds:
+        lowest = min(bounds, key=lambda what: bounds[what])
+        colour, title = _ROOFS[lowest]
+        axes.barh(row, bounds[lowest], 0.62, color=colour, alpha=0.16)
+        axes.plot([bounds[lowest]] * 2, [row - 0.31, row + 0.31], color=colour, linewidth=2.5, label=f"lowest ceiling: {title}")
+        if rate is not None:
+            text = f"{100 * rate / bounds[lowest]:.0f}%"
+            style: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": _INK}
+            axes.annotate(text, (bounds[lowest], row), (5, 0), **style)
+    if rate is not None:
+        axes.barh(row, rate, 0.32, color=_OURS, label="evoattn, and its share of the ceiling")
+    fair = [result for result in problem.results if result.name in PEERS and PEERS[result.name].biased]
+    peers = [table.rate(problem, result, name) for result in fair]
+    best = max((rate for rate in peers if rate is not None), default=None)
+    if best is not None:
+        axes.plot(best, row, "D", color=_COLOURS[0], markeredgecolor="white", markersize=6.5, label="the fastest peer")
 
 
 def _what(quantity: str, problems: list[Problem]) -> str:

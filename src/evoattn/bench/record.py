@@ -66,6 +66,7 @@ class Result:
         status: "ok"; "partial" where a pass has no time; "absent", "refused", "failed", "wrong" or "left out" where none has.
         reason: why there is no time, in the words of whoever refused or failed.
         backend: the backend of evoattn that ran.
+        backward_backend: the backend of its backward, where that is another one.
         errors: relative errors against float64 of o, dq, dk, dv, dpair_bias, as far as they were verified.
         first_call_s: the first forward and backward, compilation included; Triton may find kernels in its cache on disk.
         peak_bytes: held at the most beyond the inputs, over forward and backward.
@@ -77,11 +78,16 @@ class Result:
     status: str = "ok"
     reason: str = ""
     backend: str = ""
+    backward_backend: str = ""
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     first_call_s: float | None = None
     peak_bytes: int | None = None
     host_us: dict[str, float] = dataclasses.field(default_factory=dict)
     times: dict[str, Timing] = dataclasses.field(default_factory=dict)
+
+    def backends(self, between: str) -> str:
+        """The backend, or that of the forward and that of the backward with `between` between them; empty for a peer."""
+        return between.join(filter(None, (self.backend, self.backward_backend)))
 
 
 @dataclasses.dataclass
@@ -93,12 +99,14 @@ class Problem:
         dtype: of q, k, v and the biases.
         bytes: of inputs and output, read or written once: the least a forward can move; None where it is not known.
         results: in the order in which they ran.
+        seconds: that measuring it took, inputs and truth included; None where it is not known.
     """
 
     workload: Workload
     dtype: str
     bytes: int | None
     results: list[Result] = dataclasses.field(default_factory=list)
+    seconds: float | None = None
 
     def result(self, name: str) -> Result | None:
         """The result of a contender."""
@@ -113,11 +121,13 @@ class Ceilings:
         exp2_per_s: exponentials a second, nothing else being done.
         copy_bytes_per_s: bytes read and written a second by a copy.
         how: how they were measured, or why not.
+        product_flops_per_s: operations a second of a large matrix product, by dtype.
     """
 
     exp2_per_s: float | None = None
     copy_bytes_per_s: float | None = None
     how: str = ""
+    product_flops_per_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -209,7 +219,7 @@ def _problem(data: dict[str, Any]) -> Problem:
     sizes = dict(data["workload"])
     sizes["length_axes"] = tuple(sizes.get("length_axes", ("lq", "lk")))
     results = [_result(result) for result in data.get("results", [])]
-    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), results)
+    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), results, data.get("seconds"))
 
 
 def _result(data: dict[str, Any]) -> Result:

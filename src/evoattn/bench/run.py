@@ -35,7 +35,12 @@ _LONGEST_CALL_S = 4.0
 _LONGEST_SHARE = 0.05
 """A call that takes longer is not repeated: seconds, and the share of the problem's time."""
 
+_ROUNDS_SHARE = 0.25
+"""Of a problem's time: what its rounds have, even where compiling took all of it."""
+
 _HOST_CALLS = 7
+_HOST_S = 0.5
+"""Calls that the host's time is measured by: so many, or three where they take longer than this together."""
 
 
 class Progress(Protocol):
@@ -76,17 +81,22 @@ class Plan:
         return [(workload, dtype) for _, _, workload, dtype in sorted(turns, key=lambda turn: turn[:2])]
 
 
-def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Peer, str]]:
-    """What runs on a problem, each with the backend that it is; a backend that `auto` takes is not measured twice."""
+def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Peer, Result]]:
+    """What runs on a problem, each with an empty result; a backend that `auto` takes is not measured twice."""
     q, k, v, pair_bias = (
         None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
     )
-    taken = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias).backend or "none"  # type: ignore[arg-type]
-    found = [(backend_peer("auto", "evoattn"), taken)] if "auto" in plan.backends else []
+    taken = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)  # type: ignore[arg-type]
+    found: list[tuple[Peer, Result]] = []
     for backend in plan.backends:
-        if backend != "auto" and not (found and backend == taken):
-            found.append((backend_peer(backend, f"evoattn/{backend}"), backend))
-    return [*found, *((PEERS[name], "") for name in plan.peers)]
+        if backend == "auto":
+            of_backward = taken.backward_backend if set(plan.passes) != {"forward"} else None
+            result = Result("evoattn", backend=taken.backend or "none", backward_backend=of_backward or "")
+            found.insert(0, (backend_peer("auto", "evoattn"), result))
+        elif "auto" not in plan.backends or backend != taken.backend:
+            name = f"evoattn/{backend}"
+            found.append((backend_peer(backend, name), Result(name, backend=backend)))
+    return [*found, *((PEERS[name], Result(name)) for name in plan.peers)]
 
 
 def run(
@@ -103,6 +113,7 @@ def run(
     that was not begun stands in the record with the reason.
     """
     course = _Course(plan, device, clock, progress)
+    record.finished = "interrupted"  # until it is not: what is written after a problem may be all there will be
     start = clock.now()
     try:
         for workload, dtype in plan.problems:
@@ -113,7 +124,6 @@ def run(
     except KeyboardInterrupt:
         if course.current is not None:
             record.problems.append(_as_far_as_it_came(course.current))
-        record.finished = "interrupted"
     record.seconds = round(clock.now() - start, 1)
     return record
 
@@ -141,6 +151,7 @@ class _Course:
         self.compiled_s: dict[str, float] = {}
         self.number = 0
         self.longest_s = _LONGEST_CALL_S
+        self.rounds_s = 0.0
         self.cut = False
         self.current: Problem | None = None
 
@@ -151,6 +162,7 @@ class _Course:
         share = None if self.end is None else (self.end - now) / (total - self.number + 1)
         if share is not None:
             self.longest_s = min(_LONGEST_CALL_S, share * _LONGEST_SHARE)
+            self.rounds_s = share * _ROUNDS_SHARE
         self.current = problem = Problem(workload, dtype_name, None)
         if share is not None and share <= 0:
             self.cut = True
@@ -164,6 +176,7 @@ class _Course:
         except torch.OutOfMemoryError:
             problem.results = [Result("evoattn", "left out", "the inputs and their float64 truth do not fit into memory")]
         self.current = None
+        problem.seconds = round(self.clock.now() - now, 1)
         return problem
 
     def _say(self, problem: Problem, what: str) -> None:
@@ -177,13 +190,15 @@ class _Course:
         problem.bytes = correctness.io_bytes(inputs)
         expected = correctness.truth(inputs)
         runners: list[tuple[Result, Runner]] = []
-        for peer, backend in contenders(self.plan, inputs):
+        for peer, result in contenders(self.plan, inputs):
             self._say(problem, peer.name)
-            result = Result(peer.name, backend=backend)
             problem.results.append(result)
+            begun = self.clock.now()
             runner = self._verified(peer, inputs, expected, result, end)
             if runner is not None:
                 runners.append((result, runner))
+            if end is not None and self.end is not None and result.backend:  # evoattn's compiling is not its peers' loss
+                end = min(end + self.clock.now() - begun, self.end)
         del expected
         self._release()
         self._time(problem, inputs, runners, end)
@@ -288,6 +303,8 @@ class _Course:
             except Exception as error:
                 result.status, result.reason = _status(error), _one_line(error)
         samples: dict[tuple[str, str], list[float]] = {}
+        if end is not None:
+            end = max(end, self.clock.now() + self.rounds_s)
         for number in range(self.plan.rounds):
             if number >= 2 and end is not None and self.clock.now() > end:
                 break
@@ -318,7 +335,7 @@ class _Course:
                 result.reason = f"{result.reason + '; ' if result.reason else ''}{name}: {seconds:.1f} s a call, not repeated"
                 result.status = "partial"
                 continue
-            calls = min(_HOST_CALLS, runner.most_calls)
+            calls = min(_HOST_CALLS if _HOST_CALLS * seconds < _HOST_S else 3, runner.most_calls)
             runner.prepare(name, calls)
             host = self.clock.host_s(call, calls)
             if host is not None:

@@ -10,7 +10,20 @@ from collections.abc import Iterable
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import PASSES, Problem, Record, Result
 
-__all__ = ["aligned", "as_csv", "as_text", "headline", "markdown", "problem_table", "rate", "share", "title", "worst_error"]
+__all__ = [
+    "aligned",
+    "as_csv",
+    "as_text",
+    "ceilings",
+    "headline",
+    "markdown",
+    "problem_table",
+    "rate",
+    "roofs",
+    "share",
+    "title",
+    "worst_error",
+]
 
 _ERRORS = ("o", "dq", "dk", "dv", "dpair_bias")
 
@@ -30,7 +43,14 @@ def headline(record: Record) -> str:
     return ", ".join([*parts, *([str(m["date"])] if m.get("date") else [])])
 
 
-_VERSIONS = (("torch", "torch"), ("triton", "Triton"), ("driver", "driver"), ("evoattn", "evoattn"), ("commit", "commit"))
+_VERSIONS = (
+    ("torch", "torch"),
+    ("triton", "Triton"),
+    ("cute_dsl", "CuTe DSL"),
+    ("driver", "driver"),
+    ("evoattn", "evoattn"),
+    ("commit", "commit"),
+)
 
 
 def worst_error(result: Result) -> float | None:
@@ -50,6 +70,35 @@ def share(problem: Problem, result: Result, ceiling: float | None, amount: int |
     if time is None or ceiling is None or amount is None:
         return None
     return amount / (time.median_ms / 1e3) / ceiling
+
+
+def roofs(record: Record, problem: Problem, name: str) -> dict[str, float]:
+    """What bounds a pass, in billions of scores a second, by the ceiling that does; those that were measured.
+
+    A score takes one exponential, and four operations a channel in the forward's two products, ten in the backward's five. A
+    backward moves the inputs and the output again, and as many gradients.
+    """
+    w, found = problem.workload, record.ceilings
+    product = found.product_flops_per_s.get(problem.dtype)
+    bounds = {
+        "exp2": found.exp2_per_s,
+        "products": product and product / ((4 if name == "forward" else 10) * w.d),
+        "memory": found.copy_bytes_per_s
+        and problem.bytes
+        and found.copy_bytes_per_s * w.scores / (problem.bytes * (1 if name == "forward" else 2)),
+    }
+    return {what: bound / 1e9 for what, bound in bounds.items() if bound}
+
+
+def ceilings(record: Record) -> str:
+    """The ceilings in words; empty where there are none."""
+    found = record.ceilings
+    words = [
+        *([f"{found.exp2_per_s / 1e9:,.1f} x 10⁹ exp2/s"] if found.exp2_per_s else []),
+        *([f"{found.copy_bytes_per_s / 1e9:,.1f} GB/s copied"] if found.copy_bytes_per_s else []),
+        *(f"{flops / 1e12:,.3g} Tflop/s of {dtype} products" for dtype, flops in found.product_flops_per_s.items()),
+    ]
+    return f"{', '.join(words)} ({found.how})" if words else ""
 
 
 def _number(value: float | None, digits: str = ".3f") -> str:
@@ -87,7 +136,7 @@ def problem_table(problem: Problem, passes: Iterable[str] = PASSES) -> list[list
         else:
             cells = ["-"] * (len(rows[0]) - 2)
         reason = f"{result.status}: {result.reason}" if result.reason else ""
-        note = f"backend {result.backend}" if result.name == "evoattn" and result.backend else ""
+        note = f"backend {result.backends(', backward ')}" if result.name == "evoattn" and result.backend else ""
         rows.append([title(result.name), *cells, "; ".join(filter(None, (note, reason)))])
     return rows
 
@@ -119,10 +168,10 @@ def describe(problem: Problem) -> str:
 def as_text(record: Record) -> str:
     """The whole record for a terminal."""
     parts = [headline(record)]
-    if record.ceilings.exp2_per_s or record.ceilings.copy_bytes_per_s:
-        exp2 = _number(record.ceilings.exp2_per_s and record.ceilings.exp2_per_s / 1e9, ",.1f")
-        copied = _number(record.ceilings.copy_bytes_per_s and record.ceilings.copy_bytes_per_s / 1e9, ",.1f")
-        parts[0] += f"\nceilings: {exp2} x 10⁹ exp2/s, {copied} GB/s copied ({record.ceilings.how})"
+    if ceilings(record):
+        parts[0] += f"\nceilings: {ceilings(record)}"
+    if record.settings.get("note"):
+        parts[0] += f"\nnote: {record.settings['note']}"
     everywhere = _said_once(record)
     for problem in record.problems:
         kept = [result for result in problem.results if (result.name, result.reason) not in everywhere]
@@ -161,7 +210,22 @@ def as_csv(record: Record) -> str:
     sizes = ("name", "b", "n", "h", "kv_heads", "lq", "lk", "d", "key_mask", "pair_bias")
     columns = ("median_ms", "spread_ms", "rounds", "host_us", "first_call_s", "peak_bytes")
     errors = [f"error_{name}" for name in _ERRORS]
-    writer.writerow(["workload", *sizes[1:], "dtype", "scores", "by", "backend", "status", "pass", *columns, *errors, "reason"])
+    writer.writerow(
+        [
+            "workload",
+            *sizes[1:],
+            "dtype",
+            "scores",
+            "by",
+            "backend",
+            "backward_backend",
+            "status",
+            "pass",
+            *columns,
+            *errors,
+            "reason",
+        ]
+    )
     for problem in record.problems:
         workload = [getattr(problem.workload, name) for name in sizes]
         for result in problem.results:
@@ -171,7 +235,7 @@ def as_csv(record: Record) -> str:
                 writer.writerow(
                     [
                         *(*workload, problem.dtype, problem.workload.scores),
-                        *(result.name, result.backend, result.status, name),
+                        *(result.name, result.backend, result.backward_backend, result.status, name),
                         *(*numbers, result.host_us.get(name), result.first_call_s, result.peak_bytes),
                         *(result.errors.get(error) for error in _ERRORS),
                         result.reason,

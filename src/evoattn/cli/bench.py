@@ -73,6 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     out.add_argument("--html", type=Path, metavar="FILE", help="one page that needs nothing else")
     out.add_argument("--png", type=Path, metavar="FILE", help="the plots alone (needs matplotlib)")
     out.add_argument("--commit", metavar="TEXT", help="what to record as the commit where git cannot tell")
+    out.add_argument("--note", metavar="TEXT", help="what whoever reads the record has to know of this run")
     old = parser.add_argument_group("what was measured before")
     old.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, show and write this record")
     old.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="what changed beyond noise")
@@ -177,9 +178,10 @@ def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], No
     device = pick(arguments.device)
     plan = _plan(arguments, choice.defaults(device.type, arguments.quick))
     clock = clock_for(device)
-    record = Record(machine.facts(device, arguments.commit), {**plan_settings(plan), "quick": arguments.quick})
+    settings = {**plan_settings(plan), "quick": arguments.quick, "note": arguments.note}
+    record = Record(machine.facts(device, arguments.commit), settings)
     print(f"ceilings of {machine.name(device)}", file=sys.stderr, flush=True)
-    record.ceilings = ceilings.measure(device, clock)
+    record.ceilings = ceilings.measure(device, clock, plan.dtypes)
     with problem_progress(plan.budget_s) as progress:
         return run(plan, record, device, clock, progress, after_problem)
 

@@ -9,7 +9,7 @@ import importlib.resources
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from evoattn.cli.evoformer import attentions, embed
 from evoattn.cli.measure import IMPLEMENTATIONS, Accuracy, Cost
 from evoattn.cli.sweep import Growth, Size
 from evoattn.cli.terminal import RefusedError, Step, WholeNumber, check_output, need_extra, progress
+from evoattn.testing import Inputs
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -185,9 +186,16 @@ def _four_attentions(
             else:
                 costs[name] = measure.cost(attention, inputs, repeats=size.repeats, seconds=size.seconds)
         step(f"{inputs.case.name}, against float64")
-        chosen = evoattn.explain(inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias).backend
-        results.append(Result(inputs.case.name, inputs.q.shape[0], chosen or "none", costs, measure.accuracy(inputs)))
+        results.append(Result(inputs.case.name, inputs.q.shape[0], _backends(inputs), costs, measure.accuracy(inputs)))
     return results
+
+
+def _backends(inputs: Inputs) -> str:
+    """What `auto` takes, for the forward and, where that is another one, for the backward."""
+    leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
+    given = dataclasses.replace(inputs, **leaves)
+    taken = evoattn.explain(given.q, given.k, given.v, mask=given.mask, pair_bias=given.pair_bias)
+    return f"{taken.backend}, backward {taken.backward_backend}" if taken.backward_backend else taken.backend or "none"
 
 
 def _print_report(
@@ -215,7 +223,7 @@ def _print_report(
         used += f"; {alignment.left_out} without a residue left out"
     say(f"alignment  {alignment.name}: {used}; query {alignment.query}")
     say(f"device     {machine.name(device)}; PyTorch {torch.__version__}; evoattn {evoattn.__version__}")
-    say(f"backend    {', '.join(sorted({result.backend for result in results}))}")
+    say(f"backend    {'; '.join(sorted({result.backend for result in results}))}")
     say(f"\nThe four attentions of an Evoformer block, {str(dtype).removeprefix('torch.')}\n")
     say(_cost_table(results))
     parts = [f"{result.name}: the first {result.accuracy.rows} of {result.rows} rows" for result in results]

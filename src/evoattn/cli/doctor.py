@@ -24,7 +24,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CASES = (
     "mask_and_both_biases",
     "rows_without_keys",
+    "length_192_mask",
     "permuted_pair",
+    "padding",
     "length_129",
     "lse_far_from_zero",
     "heads_first_transposed",
@@ -44,7 +46,7 @@ _SECONDS = 8.0
 _ABOUT = """\
 Shows the versions of what evoattn runs on, the devices, every backend with the reason where it cannot run, and
 which backend `auto` takes for each dtype. Then checks every available backend on each device, in about ten seconds
-at most: output, LSE and all gradients of awkward calls, against float64.
+(more where kernels are compiled first): output, LSE and all gradients of awkward calls, against float64.
 """
 
 _EPILOG = """\
@@ -117,6 +119,7 @@ def _versions() -> dict[str, str | None]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "triton": _triton(),
+        "cute_dsl": machine.version_of("nvidia-cutlass-dsl"),
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
     }
@@ -146,13 +149,17 @@ def _auto(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     mask = torch.ones(1, 64, 64, device=device, dtype=torch.bool)
     pair_bias = torch.empty(1, 1, 4, 64, 64, device=device, dtype=dtype, requires_grad=True)
     explanation = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
-    return {"backend": explanation.backend, "refused": explanation.refused}
+    return {
+        "backend": explanation.backend,
+        "backward_backend": explanation.backward_backend or explanation.backend,
+        "refused": explanation.refused,
+    }
 
 
 def _self_check(available: list[str]) -> list[Check]:
     """Every case of every backend, device and dtype, the most telling cases of all first, until the time is up.
 
-    The first case of each is run whatever the time.
+    The first case that each takes is run whatever the time.
     """
     by_name = {case.name: case for case in testing.AWKWARD}
     grid = [
@@ -162,9 +169,9 @@ def _self_check(available: list[str]) -> list[Check]:
         for dtype in _DTYPES
     ]
     end = time.perf_counter() + _SECONDS
-    for number, name in enumerate(_CASES):
+    for name in _CASES:
         for check, device, dtype in grid:
-            if number and time.perf_counter() > end:
+            if (check.held or check.failed) and time.perf_counter() > end:
                 check.not_run.append(name)
             else:
                 _run_case(check, dataclasses.replace(by_name[name], dtype=dtype), device)
@@ -214,7 +221,7 @@ def _print(report: dict[str, Any]) -> None:
     unavailable = {status["name"] for status in report["backends"] if not status["available"]}
     print("\nbackend that auto takes")
     for device, by_dtype in report["auto"].items():
-        print(f"  {device:<9} " + ", ".join(f"{dtype} {auto['backend'] or 'none'}" for dtype, auto in by_dtype.items()))
+        print(f"  {device:<9} " + ", ".join(f"{dtype} {_named(auto)}" for dtype, auto in by_dtype.items()))
         for dtype, auto in by_dtype.items():
             for backend, reasons in auto["refused"].items():
                 if backend in unavailable:  # its reason stands above
@@ -226,11 +233,17 @@ def _print(report: dict[str, Any]) -> None:
     print("\nthe self-check held" if report["ok"] else "\nTHE SELF-CHECK DID NOT HOLD: do not trust the numbers of what failed")
 
 
+def _named(auto: dict[str, Any]) -> str:
+    of_forward, of_backward = auto["backend"] or "none", auto["backward_backend"] or "none"
+    return of_forward if of_backward == of_forward else f"{of_forward} (backward {of_backward})"
+
+
 def _print_check(check: dict[str, Any]) -> None:
     counts = {"held": check["held"], "FAILED": check["failed"], "refused": check["refused"], "not run": check["not_run"]}
     summary = ", ".join(f"{len(cases)} {what}" for what, cases in counts.items() if cases)
     print(f"  {check['backend']:<9} {check['device']:<7} {check['dtype']:<8} {summary}")
     for name, message in check["failed"].items():
         print(f"    FAILED  {message if message.startswith('case ') else f'case {name}: {message}'}")
-    for reason in dict.fromkeys(check["refused"].values()):
+    reasons = list(dict.fromkeys(check["refused"].values()))
+    for reason in reasons if check["held"] or check["failed"] else reasons[:1]:
         print(f"    refused {reason}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from evoattn.bench.machine import devices, free_bytes, name, synchronize
+from evoattn.bench.machine import devices, free_bytes, name, synchronize, version_of
 from evoattn.cli.terminal import RefusedError
 
-__all__ = ["devices", "free_bytes", "name", "pick", "synchronize"]
+__all__ = ["devices", "free_bytes", "name", "pick", "synchronize", "version_of"]
 
 
 def pick(wish: str) -> torch.device:

@@ -227,6 +227,8 @@ AWKWARD: tuple[Case, ...] = (
     Case("pair_bias_of_queries", mask_bias="finite", pair_bias="b1hq1", lse_gradient=True),
     Case("pair_bias_short", mask_bias="finite", pair_bias="hqk"),
     Case("one_key_head", kv_heads=1, h=4, **_BOTH),  # type: ignore[arg-type]
+    Case("one_query_one_key_head", lq=1, kv_heads=1, h=4, mask="random", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
+    Case("one_query_one_key_head_first", layout="bnhld", lq=1, kv_heads=1, h=4, pair_bias="hqk"),
     Case("own_scale", scale=0.37, **_BOTH),  # type: ignore[arg-type]
     Case("negative_scale", scale=-0.5, **_BOTH),  # type: ignore[arg-type]
     *(Case(f"only_{name}", gradients=(name,), **_BOTH) for name in ("q", "k", "v", "mask_bias", "pair_bias")),  # type: ignore[arg-type]

@@ -38,7 +38,10 @@ class TiledPlan:
 
 
 def tiled_plan(problem: Problem, config: Config) -> TiledPlan:
-    """Whole rows while they fit the budget, several at a time if they are short; then heads, queries and last keys are cut."""
+    """Whole rows while they fit the budget, several at a time if they are short; then heads, queries and last keys are cut.
+
+    Where queries are few, a block's keys and values, which are copied as the scores are made, are larger than its scores.
+    """
     config = user.preferred("tiled", "both", problem, config)
     default = _CPU_SCORE_BYTES if problem.device == "cpu" else _DEVICE_SCORE_BYTES
     score_bytes = config.score_bytes or default
@@ -46,7 +49,7 @@ def tiled_plan(problem: Problem, config: Config) -> TiledPlan:
     room = max(1, score_bytes // itemsize)
     k = _size(config.block_k, problem.lk, room // min(_LEAST_QUERIES, max(1, problem.lq)))
     q = _size(config.block_q, problem.lq, room // k)
-    room //= q * k
+    room //= k * max(q, problem.d + problem.c)
     h = _size(None, problem.h, room)
     n = _size(None, problem.n, room // h) if h == problem.h else 1
     b = _size(None, problem.b, room // (h * n)) if n == problem.n else 1

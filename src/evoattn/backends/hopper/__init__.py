@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from evoattn import layouts
 from evoattn.devices import installed, on_device_of
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
-__all__ = ["NAME", "availability", "backward", "copies", "forward", "plan_backward", "plan_forward", "resolve", "unsupported"]
+__all__ = ["NAME", "availability", "copies", "plan_backward", "plan_forward", "resolve", "unsupported"]
 
 NAME = "hopper"
 
@@ -25,7 +23,6 @@ _CAPABILITY = (9, 0)
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
 _RESIDENT_KEYS = 512
-_BACKWARD_CHANNELS = (8, 16, 24, 32, 64)
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -82,26 +79,6 @@ def copies(pair_bias: Tensor | None, n: int) -> list[str]:
     return []
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> tuple[Tensor, Tensor]:
-    """o [b,n,h,q,c] and lse [b,n,h,q] of canonical tensors; see `evoattn.backends.hopper.fwd`."""
-    run = plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
-    o = layouts.empty(q.shape, layout, q)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    run(q, k, v, mask, mask_bias, pair_bias, o, lse)
-    return o, lse
-
-
 def plan_forward(
     q: Tensor,
     k: Tensor,
@@ -114,37 +91,11 @@ def plan_forward(
     layout: str,
     config: Config,
 ) -> Callable[..., None]:
-    """`forward` as a function of its tensors, o and lse; see `evoattn.backends.Plans`."""
+    """The forward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.hopper import fwd
 
     run = fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout)
     return on_device_of(q, run)
-
-
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    layout: str,
-    needs: tuple[bool, bool, bool, bool, bool],
-    deterministic: bool,
-    config: Config,
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dmask_bias, dpair_bias, None where `needs` is False; see `evoattn.backends.hopper.bwd`."""
-    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
-    options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": needs, "deterministic": deterministic}
-    run = plan_backward(*tensors, **options, config=config)
-    of_qkv = [layouts.empty(x.shape, layout, x) if need else None for x, need in zip((q, k, v), needs, strict=False)]
-    return *of_qkv, *run(*tensors, *of_qkv)
 
 
 def plan_backward(
@@ -165,7 +116,7 @@ def plan_backward(
     deterministic: bool,
     config: Config,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """`backward` as a function of its tensors, dq, dk and dv; see `evoattn.backends.Plans`."""
+    """The backward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.hopper import bwd
 
     tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
@@ -174,21 +125,16 @@ def plan_backward(
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:
-    """What the backward refuses besides: gradients of a mask bias, 48 channels, and lengths that have no room."""
-    from evoattn.backends.hopper.bwd_plan import key_variant, query_variant
+    """What the backward refuses besides: gradients of a mask bias, keys that have no room, and a pair bias for one row."""
+    from evoattn.backends.hopper.bwd_plan import query_variant
 
-    of_q, of_k, of_v, of_mask_bias, of_pair = problem.needs
-    if not any(problem.needs):
-        return []
+    of_q, _, _, of_mask_bias, of_pair = problem.needs
+    pair = problem.pair_bias is not None
     reasons = []
     if of_mask_bias:
         reasons.append("has no gradient of mask_bias")
-    if problem.d not in _BACKWARD_CHANNELS:
-        reasons.append(f"its backward takes {', '.join(map(str, _BACKWARD_CHANNELS))} channels, got {problem.d}")
-        return reasons
-    channels = max(16, 1 << (problem.d - 1).bit_length())
-    if (of_q or of_pair) and query_variant(channels, problem.lk) is None:
+    if any(problem.needs) and pair and problem.n == 1:
+        reasons.append("its backward is for two or more rows that share a pair_bias, got 1")
+    if (of_q or of_pair) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:
         reasons.append(f"its backward has no room for {problem.lk} keys of {problem.d} channels")
-    if (of_k or of_v) and key_variant(channels, problem.lq, problem.pair_bias is not None) is None:
-        reasons.append(f"its backward has no room for {problem.lq} queries of {problem.d} channels")
     return reasons

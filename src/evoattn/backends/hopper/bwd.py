@@ -6,6 +6,7 @@ or the pair bias is wanted, `bwd_preprocess` finds them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from evoattn import layouts
 from evoattn.backends.hopper.bwd_bias import PanelSum
 from evoattn.backends.hopper.bwd_dkdv import KeyGradients
 from evoattn.backends.hopper.bwd_dq import QueryGradients
-from evoattn.backends.hopper.bwd_plan import key_variant, query_variant
+from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, query_variant
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, TILE
+from evoattn.backends.hopper.clusters import resident_clusters
 from evoattn.backends.hopper.fwd import fold, loads_wide, row_plan
 from evoattn.backends.hopper.launch import compiled, types
-from evoattn.backends.hopper.primitives import padded
+from evoattn.backends.hopper.prepare import Tiles
 
 __all__ = ["plan_backward"]
 
@@ -38,29 +40,38 @@ def plan_backward(
     first, second = of_q or of_pair, of_k or of_v
     factor, unit = fold(scale)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
+    given = (1, 1, 1, 1) if pair_bias is None else tuple(pair_bias.shape)
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
 
-    chosen: dict[str, Any] = query_variant(padded(d), lk) or {}
-    room = chosen.get("groups", 0) * chosen.get("slices", 0) * SLICE if first else key_panels * ROWS
+    chosen: dict[str, Any] = (query_variant(d, lk, pair_bias is not None) if first else None) or {
+        "groups": 0,
+        "slices": 0,
+        "cluster": 1,
+    }
+    split = {name: chosen[name] for name in ("groups", "slices", "cluster")}
+    room = math.prod(split.values()) * SLICE if first else key_panels * ROWS
     terms = row_plan(mask, mask_bias, q, lk, room=room, always=lk != room)
     vector = pair_bias is not None and lk % 2 == 0 and _by_two(pair_bias)
     has = {"pair": pair_bias is not None, "row": terms is not None}
     partial = of_pair and deterministic
-    blocks, key_blocks = min(processors, b * h * panels * n), min(processors, b * h * key_panels * n)
-    query_kernel = key_kernel = statistics = total = None
+    cluster = split["cluster"]
+    at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, device)
+    clusters, key_blocks = min(at_once, b * h * panels * n), min(processors, b * h * key_panels * n)
+    query_kernel = key_kernel = statistics = total = tiles = None
     if first:
         wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial}
         query_kernel = compiled(QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector or pair_bias is None))
     if second:
-        key_kernel = compiled(KeyGradients(dtype, d, **has, **key_variant(padded(d), lq, pair_bias is not None)))  # type: ignore[arg-type]
+        variant = key_variant(d, lq, pair_bias is not None)
+        key_kernel = compiled(KeyGradients(dtype, d, **has, **variant))  # type: ignore[arg-type]
+        tiles = compiled(Tiles(dtype)) if variant["ring"] else None
         if not first:
             statistics = compiled(Statistics(dtype, d, dlse=dlse is not None))
-    given = (1, 1, 1, 1) if pair_bias is None else tuple(pair_bias.shape)
     whole = given == (b, h, lq, lk)  # otherwise sums over axes of size 1 are still to be taken, in float32
     if partial:
-        split = {"groups": chosen["groups"], "slices": chosen["slices"]}
         total = compiled(PanelSum(dtype if whole else types[torch.float32], **split, vector=lk % 2 == 0))
-    shape_of_parts = (blocks + b * h * panels, chosen.get("slices", 0) * 4, chosen.get("groups", 0) * 128, 4)
+    shape_of_parts = ((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4)
+    shape_of_tiles = (*given[:2], key_panels, panels, ROWS * ROWS)
     sums = (b, h, lq, lk) if partial else (*given[:2], lq, -(-lk // 4) * 4)
     summed_dtype = q.dtype if partial and whole else torch.float32
     over = tuple(axis for axis, size in enumerate(given) if size == 1 and (b, h, lq, lk)[axis] != 1)
@@ -99,15 +110,19 @@ def plan_backward(
                 room = torch.empty(shape_of_parts, dtype=torch.float32, device=device)
             elif of_pair:
                 room = dpair = torch.zeros(sums, dtype=torch.float32, device=device)
-            query_kernel(q, k, v, o, do, pair, row, lse, of_lse, stats, dq, room, unit, row_b, row_n, blocks)
+            query_kernel(q, k, v, o, do, pair, row, lse, of_lse, stats, dq, room, unit, row_b, row_n, clusters * cluster)
             if total is not None:
                 dpair = torch.empty(sums, dtype=summed_dtype, device=device)
-                total(room, dpair, n, blocks)
+                total(room, dpair, n, clusters)
             if factor != 1.0:
                 dq.mul_(factor)
         elif statistics is not None:
             statistics(o, do, lse, of_lse, stats, unit)
         if key_kernel is not None:
+            if tiles is not None:
+                laid = torch.empty(shape_of_tiles, dtype=q.dtype, device=device)
+                tiles(pair, laid)
+                pair = laid
             key_kernel(q, k, v, do, pair, row, stats, dk, dv, unit, row_b, row_n, key_blocks)
         if dpair is None:
             return None, None

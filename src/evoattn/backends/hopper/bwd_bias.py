@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
+from evoattn.backends.hopper.bwd_schedule import share
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, fake_pair, fake_words
 from evoattn.backends.hopper.launch import Kernel
 
@@ -18,42 +19,41 @@ class PanelSum(Kernel):
 
     Args:
         dtype: cutlass type of d(pair bias).
-        groups, slices: as the variant of `QueryGradients` that left the parts.
+        groups, slices, cluster: as the variant of `QueryGradients` that left the parts.
         vector: whether rows of d(pair bias) start on 4 bytes.
     """
 
-    def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, vector: bool = True):
-        self.dtype, self.groups, self.slices, self.vector = dtype, groups, slices, vector
-        self.name_after(dtype, groups=groups, slices=slices, vector=vector)
+    def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, cluster: int = 1, vector: bool = True):
+        self.dtype, self.groups, self.slices, self.cluster, self.vector = dtype, groups, slices, cluster, vector
+        self.name_after(dtype, groups=groups, slices=slices, cluster=cluster, vector=vector)
 
     @cute.jit
     def __call__(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
-        """n: rows of a (b, h); blocks: what `QueryGradients` was launched with."""
+        """n: rows of a (b, h); blocks: clusters that `QueryGradients` was launched with."""
         B, H, LQ, _ = dpair.shape
         panels = B * H * ((LQ + ROWS - 1) // ROWS)
         self.kernel(partials, dpair, n, blocks).launch(
-            grid=(panels, 4 * self.slices, 1), block=(self.groups * 128, 1, 1), stream=stream
+            grid=(panels, 4 * self.slices, self.cluster), block=(self.groups * 128, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32):
         tid, _, _ = arch.thread_idx()
-        pan, x, _ = arch.block_idx()
+        pan, x, rank = arch.block_idx()
         B, H, LQ, LK = dpair.shape
         NQ = (LQ + ROWS - 1) // ROWS
-        total = Int64(B * H * NQ) * n
-        first = Int32(((Int64(pan) * n + 1) * blocks - 1) // total)
-        last = Int32(((Int64(pan) + 1) * n * blocks - 1) // total)
+        each = Int32(share(Int64(B * H * NQ) * n, blocks))
+        first, last = pan * n // each, ((pan + 1) * n - 1) // each
         sums = cute.make_rmem_tensor(4, Float32)
         sums.fill(0.0)
         for c in cutlass.range(first, last + 1):
             part = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(partials[c + pan, x, tid, None], part)
+            cute.autovec_copy(partials[(c + pan) * self.cluster + rank, x, tid, None], part)
             for y in range_constexpr(4):
                 sums[y] = sums[y] + part[y]
         s, wt = tid // 128, tid % 128
         q = pan % NQ * ROWS + wt // 32 * 16 + wt % 32 // 4
-        k = (s * self.slices + x // 4) * SLICE + x % 4 * 8 + wt % 4 * 2
+        k = ((rank * self.groups + s) * self.slices + x // 4) * SLICE + x % 4 * 8 + wt % 4 * 2
         for r in range_constexpr(2):
             if q + 8 * r < LQ and k < LK:
                 line = dpair[pan // NQ // H, pan // NQ % H, q + 8 * r, None]

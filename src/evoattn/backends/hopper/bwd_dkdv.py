@@ -2,8 +2,8 @@
 
 A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in three streams, a warpgroup each. It works on
 transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory in
-float32, as the accumulators hold it; q, do and the statistics of each query stream. -lse comes with the scores: a query's words
-meet the key-wise bias in one product of 16 channels.
+float32, as the accumulators hold it, or streams, a tile for all three rows; q, do and the statistics of each query stream. -lse
+comes with the scores: a query's words meet the key-wise bias in one product of 16 channels.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
+from evoattn.backends.hopper.bwd_schedule import opening, share
+from evoattn.backends.hopper.bwd_schedule import row as row_at
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
@@ -25,13 +27,11 @@ from evoattn.backends.hopper.bwd_steps import (
     fake_pair,
     fake_words,
     release,
-    rotation,
     sleep_until,
     store_rows,
-    turned,
 )
-from evoattn.backends.hopper.launch import Kernel, channels, terms
-from evoattn.backends.hopper.primitives import LOG2E, k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.launch import Kernel, channels, even, tensor, terms
+from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 QUERIES = 64  # queries of a stage
@@ -45,6 +45,7 @@ class KeyGradients(KeySteps, Kernel):
         channels: D.
         pair, row: whether there is a pair bias, a key-wise bias.
         blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
+        ring: tiles of a pair bias that streams instead, laid out by `prepare.Tiles`, and takes any length.
         streams, stages: rows n at a time, stages of each.
     """
 
@@ -56,15 +57,18 @@ class KeyGradients(KeySteps, Kernel):
         pair: bool,
         row: bool,
         blocks: int = 6,
+        ring: int = 0,
         streams: int = 3,
         stages: int = 3,
     ):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
-        self.blocks, self.streams, self.stages = blocks, streams, stages
-        self.D = padded(channels)
+        self.blocks, self.ring, self.streams, self.stages = blocks, ring, streams, stages
+        self.D, self.steps = padded(channels), -(-channels // 16)
+        self.width = 16 * self.steps
+        self.resident, self.streamed = pair and ring == 0, pair and ring > 0
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
-        tiles = {"blocks": blocks, "streams": streams, "stages": stages}
+        tiles = {"blocks": blocks, "ring": ring or None, "streams": streams, "stages": stages}
         self.name_after(dtype, channels=channels, pair=pair, row=row, **tiles)
 
     def layouts(self):
@@ -94,7 +98,8 @@ class KeyGradients(KeySteps, Kernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k]; row, stats as in `bwd_dq`."""
+        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k], or [b|1,h|1,tiles of k,tiles of q,64 * 64] where it streams;
+        row, stats as in `bwd_dq`."""
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
@@ -133,7 +138,7 @@ class KeyGradients(KeySteps, Kernel):
         row_b: Int32,
         row_n: Int32,
     ):
-        D, ST, NS = self.D, self.stages, self.streams
+        D, ST, NS, RG = self.D, self.stages, self.streams, self.ring
         B, N, H, LQ, _ = gQ.shape
         LK = gK.shape[3]
         tid, _, _ = arch.thread_idx()
@@ -149,14 +154,17 @@ class KeyGradients(KeySteps, Kernel):
         sQt, sGt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sG.iterator, lqt.outer)
         panel: Any = (
             smem.allocate_tensor(Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128)
-            if const_expr(self.pair)
+            if const_expr(self.resident)
             else None
         )
+        ring = smem.allocate_array(self.dtype, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
         pS = smem.allocate_array(Float32, NS * ST * TILE, byte_alignment=128)
         full = smem.allocate_array(Int64, NS * ST)
         empty = smem.allocate_array(Int64, NS * ST)
         kfull = smem.allocate_array(Int64, NS)
         kempty = smem.allocate_array(Int64, NS)
+        bfull = smem.allocate_array(Int64, max(RG, 1))
+        bempty = smem.allocate_array(Int64, max(RG, 1))
         if tid == 0:
             for i in range_constexpr(NS * ST):
                 arch.mbarrier_init(full + i, 1)
@@ -164,6 +172,9 @@ class KeyGradients(KeySteps, Kernel):
             for i in range_constexpr(NS):
                 arch.mbarrier_init(kfull + i, 1)
                 arch.mbarrier_init(kempty + i, 4)
+            for i in range_constexpr(RG):
+                arch.mbarrier_init(bfull + i, 1)
+                arch.mbarrier_init(bempty + i, NS * 4)
         arch.mbarrier_init_fence()
         inverse = Float32(1.0) / scale
         arch.sync_threads()
@@ -171,9 +182,9 @@ class KeyGradients(KeySteps, Kernel):
         NK = (LK + ROWS - 1) // ROWS
         NT = (LQ + QUERIES - 1) // QUERIES
         total = Int64(B * H * NK) * N
-        begin = Int32(total * bid // blocks)
-        end = Int32(total * (bid + 1) // blocks)
-        each = Float32(total) / Float32(blocks)
+        each = Int32(share(total, blocks))
+        begin = Int32(cutlass.min(Int64(bid) * each, total))
+        end = Int32(cutlass.min(Int64(bid + 1) * each, total))
 
         def parts(a, t, tile, s):
             g = cute.local_tile(t, tile, (None, 0, None, None, None))
@@ -186,7 +197,7 @@ class KeyGradients(KeySteps, Kernel):
         xS, xG = parts(aX, tX, (16, D), sX)
         yS, yG = parts(aY, tY, (16, D), sX)
         if wid >= NS * 4:
-            # ================= producers: a warp a stream
+            # ================= producers: a warp a stream, one for a pair bias that streams
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
@@ -196,12 +207,12 @@ class KeyGradients(KeySteps, Kernel):
                     pan = at // N
                     n0 = at - pan * N
                     n1 = cutlass.min(N, n0 + end - at)
+                    known = opening(pan, N, each, bid, at)
                     at += n1 - n0
-                    shift = rotation(n0, n1, each)
                     i, h, b = pan % NK, pan // NK % H, pan // NK // H
                     m, count = s, n1 - n0
                     while m < count:
-                        n = turned(m, shift, n0, n1)
+                        n = row_at(m, N, known)
                         sleep_until(kempty + s, kp ^ 1)
                         with arch.elect_one():
                             arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
@@ -225,16 +236,38 @@ class KeyGradients(KeySteps, Kernel):
                                 st = Int32(0)
                                 ph ^= 1
                         m += NS
+            elif const_expr(self.streamed):
+                if s == NS:
+                    copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
+                    while at < end:
+                        pan = at // N
+                        n0 = at - pan * N
+                        n1 = cutlass.min(N, n0 + end - at)
+                        at += n1 - n0
+                        i, h, b = pan % NK, pan // NK % H, pan // NK // H
+                        tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
+                        for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
+                            for j in cutlass.range(NT, unroll=1):
+                                sleep_until(bempty + st, ph ^ 1)
+                                to = cute.make_tensor(ring + st * ROWS * QUERIES, cute.make_layout(ROWS * QUERIES))
+                                with arch.elect_one():
+                                    arch.mbarrier_arrive_and_expect_tx(bfull + st, ROWS * QUERIES * 2)
+                                    g2, s2 = cpasync.group_bulk_copy_modes(tiles[j, None], to)
+                                    cute.copy(copy, g2, s2, mbar_ptr=bfull + st)
+                                st += 1
+                                if st == RG:
+                                    st = Int32(0)
+                                    ph ^= 1
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
             s, w, wt = wid // 4, wid % 4, tid % 128
             g, t4 = lane // 4, lane % 4
-            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, D)
+            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
             fQ = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sQ, (SLICE, D), (None, 0, None))))
             fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
-            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sQt))
-            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sGt))
+            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(self.narrow(sQt)))
+            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(self.narrow(sGt)))
             # the words of a query fill 8 of 16 channels; the other 8 are the same again, see load_row
             s1 = cute.make_tensor(
                 cute.recast_ptr(pS, dtype=self.dtype),
@@ -243,8 +276,8 @@ class KeyGradients(KeySteps, Kernel):
             f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
             S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
             T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
-            X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
-            Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
+            X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
+            Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
             rK, rV = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(2))
             rR = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16)))
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
@@ -252,16 +285,18 @@ class KeyGradients(KeySteps, Kernel):
             own = cute.make_rmem_tensor(6, Int32)
             own.fill(0)
             st, ph, kp, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
-            mine = panel[None, wt, None] if const_expr(self.pair) else None
+            mine = panel[None, wt, None] if const_expr(self.resident) else None
+            bias = cute.make_rmem_tensor(16, self.dtype)
+            bt, bp = Int32(0), Int32(0)
             while at < end:
                 pan = at // N
                 n0 = at - pan * N
                 n1 = cutlass.min(N, n0 + end - at)
+                known = opening(pan, N, each, bid, at)
                 at += n1 - n0
-                shift = rotation(n0, n1, each)
                 i, h, b = pan % NK, pan // NK % H, pan // NK // H
                 k0 = i * ROWS + w * 16 + g
-                if const_expr(self.pair):
+                if const_expr(self.resident):
                     if again:
                         arch.barrier(barrier_id=1, number_of_threads=NS * 128)
                     for u in cutlass.range(s, 2 * NT, NS, unroll=2):
@@ -270,7 +305,7 @@ class KeyGradients(KeySteps, Kernel):
                     again = Boolean(True)
                 m, count = s, n1 - n0
                 if m < count:
-                    n = turned(m, shift, n0, n1)
+                    n = row_at(m, N, known)
                     if const_expr(self.row):
                         self.load_row(own, row, b * row_b + n * row_n, k0)
                     self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane)
@@ -280,18 +315,21 @@ class KeyGradients(KeySteps, Kernel):
                     warpgroup.fence()
                     self.scores(S, T, rK, rV, rR, fQ, fG, f1, 0, s * ST + st)
                     warpgroup.commit_group()
+                    if const_expr(self.streamed):
+                        arch.mbarrier_wait(bfull + bt, bp)
+                        self.take_bias(bias, ring, bt, 0, wt)
                     warpgroup.wait_group(0)
                 while m < count:
-                    n = turned(m, shift, n0, n1)
+                    n = row_at(m, N, known)
                     more = m + NS < count
                     if const_expr(self.row):
                         if more:
-                            self.load_row(own, row, b * row_b + turned(m + NS, shift, n0, n1) * row_n, k0)
+                            self.load_row(own, row, b * row_b + row_at(m + NS, N, known) * row_n, k0)
                     for j in cutlass.range(NT, unroll=1):
                         so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                         old = st
                         for u in range_constexpr(2):
-                            P, dS = self.gradient(S, T, pS + (so + old) * TILE + 4 * QUERIES + u * SLICE, t4, scale * LOG2E)
+                            P, dS = self.gradient(S, T, pS + (so + old) * TILE + 4 * QUERIES + u * SLICE, t4, scale, bias)
                             nu = 2 * j + u + 1
                             if const_expr(u == 1):
                                 st += 1
@@ -304,12 +342,22 @@ class KeyGradients(KeySteps, Kernel):
                                     if more:
                                         self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane)
                                         kp ^= 1
+                                if const_expr(self.streamed):
+                                    release(bempty + bt, lane)
+                                    bt += 1
+                                    if bt == RG:
+                                        bt = Int32(0)
+                                        bp ^= 1
                                 if not last or more:
                                     arch.mbarrier_wait(full + so + st, ph)
+                                    if const_expr(self.streamed):
+                                        arch.mbarrier_wait(bfull + bt, bp)
                             self.preload(S, mine, nu)
                             warpgroup.fence()
                             self.step(P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, so + old, 1 - u, so + st, j > 0)
                             warpgroup.commit_group()
+                            if const_expr(self.streamed):
+                                self.take_bias(bias, ring, bt, 1 - u, wt)
                             warpgroup.wait_group(0)
                         release(empty + so + old, lane)
                     arch.cp_async_bulk_wait_group(0, read=True)
@@ -321,6 +369,15 @@ class KeyGradients(KeySteps, Kernel):
                     store_rows(Y, Float32(1.0), sX[None, None, wid], lane, self.dtype)
                     self.send(aY, yS[None, wid], yG[None, i * 4 + w, h, n, b])
                     m += NS
+                if const_expr(self.streamed):
+                    if m < count + s:  # the last round has no row for this stream
+                        for _ in cutlass.range(NT, unroll=1):
+                            sleep_until(bfull + bt, bp)
+                            release(bempty + bt, lane)
+                            bt += 1
+                            if bt == RG:
+                                bt = Int32(0)
+                                bp ^= 1
             arch.cp_async_bulk_wait_group(0)
 
     def arguments(self) -> tuple[Any, ...]:
@@ -328,7 +385,10 @@ class KeyGradients(KeySteps, Kernel):
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
         q, k, v, do, dk, dv = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
+        pair = fake_pair(self.dtype, Q, KL, False)
+        if self.streamed:
+            pair = tensor(self.dtype, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
         return (
-            *(q, k, v, do, fake_pair(self.dtype, Q, KL, False), terms(self.dtype)),
+            *(q, k, v, do, pair, terms(self.dtype)),
             *(fake_words((B, N, H, size()), 16), dk, dv, Float32(0), Int32(0), Int32(0), Int32(0)),
         )

@@ -9,9 +9,9 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, exp2, packed, release
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, exp2, release
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import MASKED, multiply
+from evoattn.backends.hopper.primitives import LOG2E, MASKED, fma, multiply, packed
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -21,7 +21,10 @@ class KeySteps:
 
     dtype: Any
     D: int
-    pair: bool
+    steps: int
+    width: int
+    resident: bool
+    streamed: bool
 
     def send(self, atom, tile, to):
         """16 rows from shared memory to their place"""
@@ -55,6 +58,10 @@ class KeySteps:
             packed(rR)[x] = pick(Int32(one | one << 16), above | one, above | high, low | veto)
             packed(rR)[2 + x] = pick(Int32(0), middle, (middle >> 16) & 0xFFFF, veto)
 
+    def narrow(self, t):
+        """a tile [D, rows] as a right side without the channels that only fill it up"""
+        return t if self.width == self.D else cute.local_tile(t, (self.width, t.shape[1], t.shape[2]), (0, 0, 0))
+
     def load_panel(self, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
         """this thread's part of slice u of the pair bias, as the accumulators of the scores hold it"""
         for x in range(4):
@@ -67,32 +74,40 @@ class KeySteps:
 
     def preload(self, S, mine, u):
         """start the accumulators of slice u from the pair bias"""
-        if self.pair:
+        if self.resident:
             for x in range(4):
                 cute.autovec_copy(mine[None, 4 * u + x], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
 
+    def take_bias(self, bias, ring, tile, u, wt):
+        """this thread's part of slice u of a tile of the pair bias, as `prepare.Tiles` laid it out"""
+        for x in range(2):
+            start = (ring + ((tile * 4 + 2 * u + x) * 128 + wt) * 8).align(16)
+            cute.autovec_copy(
+                cute.make_tensor(start, cute.make_layout(8)), cute.make_tensor(bias.iterator + 8 * x, cute.make_layout(8))
+            )
+
     def scores(self, S, T, rK, rV, rR, fQ, fG, f1, sl, i):
         """S = K Q^T + biases and T = V dO^T of slice sl of stage i"""
-        for kk in range(self.D // 16):
-            op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair)
+        for kk in range(self.steps):
+            op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.resident)
             cute.gemm(op, S, rK[None, None, kk], fQ[None, None, kk, sl, i], S)
         cute.gemm(multiply(self.dtype, False, K, SLICE), S, rR[None, None, 0], f1[None, None, 0, (sl, i)], S)
-        for kk in range(self.D // 16):
+        for kk in range(self.steps):
             cute.gemm(multiply(self.dtype, False, K, SLICE, kk > 0), T, rV[None, None, kk], fG[None, None, kk, sl, i], T)
 
     def step(self, P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, i, nu, ni, started):
         """dv += P dO and dk += dS Q of slice u of stage i; S and T of slice nu of stage ni"""
         for to, left, right in ((Y, P, fGt), (X, dS, fQt)):
             for kk in range(2):
-                op = multiply(self.dtype, False, MN, self.D, True if u > 0 or kk > 0 else started)
+                op = multiply(self.dtype, False, MN, self.width, True if u > 0 or kk > 0 else started)
                 cute.gemm(op, to, left[kk][None, None, 0], right[None, None, u * 2 + kk, i], to)
         self.scores(S, T, rK, rV, rR, fQ, fG, f1, nu, ni)
 
-    def gradient(self, S, T, deltas, t4, c):
-        """P and dS of a slice [k,q], in the dtype of a product's left side"""
+    def gradient(self, S, T, deltas, t4, scale, bias):
+        """P and dS of a slice [k,q], in the dtype of a product's left side; `bias` is still to be added where it streams"""
         p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
         for y in range(16):
-            p[y] = exp2(S[y] * c)
+            p[y] = exp2(fma(S[y], scale, bias[y].to(Float32)) * LOG2E if self.streamed else S[y] * (scale * LOG2E))
         for x in range(4):
             two = cute.make_rmem_tensor(2, Float32)  # -delta of two queries
             cute.autovec_copy(cute.make_tensor((deltas + 8 * x + 2 * t4).align(8), cute.make_layout(2)), two)
@@ -102,7 +117,7 @@ class KeySteps:
 
     def halves(self, values):
         """a slice's 32 columns as two left sides of a product"""
-        P_D = multiply(self.dtype, False, MN, self.D)
+        P_D = multiply(self.dtype, False, MN, self.width)
         out = []
         for kk in range(2):
             a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))

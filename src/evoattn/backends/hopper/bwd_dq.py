@@ -3,6 +3,9 @@
 A persistent block owns a panel, 64 queries of one (b, h), and loops over rows n. Three warpgroups (or two) split the keys; each
 keeps its part of d(pair bias) in registers, so that it is written once a panel and block, and the pair bias itself, in float32,
 in shared memory. dq of a row is summed over the warpgroups through shared memory.
+
+More keys than a block has room for are split among the blocks of a cluster, which work on the same queries and rows n. dq of a
+row goes from the last block to the first, each adding its own part; the first writes it, and the statistics.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dq_steps import QuerySteps
+from evoattn.backends.hopper.bwd_schedule import opening, share
+from evoattn.backends.hopper.bwd_schedule import row as row_at
 from evoattn.backends.hopper.bwd_steps import (
     NEVER,
     ROWS,
@@ -25,10 +30,8 @@ from evoattn.backends.hopper.bwd_steps import (
     fake_pair,
     fake_words,
     release,
-    rotation,
     sleep_until,
     store_rows,
-    turned,
 )
 from evoattn.backends.hopper.launch import Kernel, channels, terms
 from evoattn.backends.hopper.prepare import TERMS
@@ -45,8 +48,9 @@ class QueryGradients(QuerySteps, Kernel):
         channels: D.
         pair, row: whether there is a pair bias, a key-wise bias.
         bias_gradient: whether d(pair bias) is needed.
-        groups, slices: warpgroups, and slices of 32 keys of each: groups * slices * 32 keys at most.
+        groups, slices: warpgroups, and slices of 32 keys of each: groups * slices * 32 keys of a block at most.
         stage, stages: slices of a stage of keys, and stages of a warpgroup.
+        cluster: blocks that share the keys.
         dlse: whether lse has a gradient.
         partial: whether each block leaves its part of d(pair bias) instead of adding it to what the others found.
         vector: whether lines of the pair bias start on 4 bytes, and the number of keys is even.
@@ -66,18 +70,21 @@ class QueryGradients(QuerySteps, Kernel):
         slices: int = 4,
         stage: int = 2,
         stages: int = 3,
+        cluster: int = 1,
         vector: bool = True,
     ):
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
         self.groups, self.slices, self.stage, self.stages, self.vector = groups, slices, stage, stages, vector
-        self.D = padded(channels)
+        self.cluster = cluster
+        self.D, self.steps = padded(channels), -(-channels // 16)
+        self.width = 16 * self.steps
         self.keys = stage * SLICE
         self.tiles = slices // stage
         self.dlse, self.partial = dlse, partial
         self.threads = (groups + 1) * 128
         self.registers = (160, 32) if groups == 3 else (240, 24)
         options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial}
-        tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages}
+        tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
         self.name_after(dtype, channels=channels, **options, **tiles, vector=vector)
 
     def layouts(self):
@@ -112,9 +119,9 @@ class QueryGradients(QuerySteps, Kernel):
     ):
         """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, keys * TERMS]; lse, dlse [b,n,h,q].
 
-        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover groups * slices * 32 keys. stats
-        [b,n,h,tiles of 64 queries * TILE] is left for `bwd_dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines a multiple of 4
-        long; or, with `partial`, [blocks + panels, slices * 4, groups * 128, 4], which `bwd_bias.PanelSum` sums.
+        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover cluster * groups * slices * 32 keys.
+        stats [b,n,h,tiles of 64 queries * TILE] is left for `bwd_dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines a multiple of
+        4 long; or, with `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `bwd_bias.PanelSum`.
         """
         lq, lk, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -128,7 +135,13 @@ class QueryGradients(QuerySteps, Kernel):
         aR, tR = cpasync.make_tiled_tma_atom(store, view(dq), one(lo), (16, self.D))
         self.kernel(
             aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR, q, k, pair, row, lse, dlse, stats, dpair, scale, row_b, row_n
-        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
 
     @cute.kernel
     def kernel(
@@ -157,12 +170,16 @@ class QueryGradients(QuerySteps, Kernel):
         row_b: Int32,
         row_n: Int32,
     ):
-        D, ST, WG, TL, SL = self.D, self.stages, self.groups, self.tiles, self.stage
+        D, ST, WG, TL, SL, CL = self.D, self.stages, self.groups, self.tiles, self.stage, self.cluster
         B, N, H, LQ, _ = gQ.shape
         LK = gK.shape[3]
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
+        rank = Int32(0)  # of the block in its cluster; what follows numbers clusters where it says blocks
+        if const_expr(CL > 1):
+            rank = arch.make_warp_uniform(arch.block_idx_in_cluster())
+            bid, blocks = bid // CL, blocks // CL
         wid = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
         # ---- shared memory
@@ -178,15 +195,20 @@ class QueryGradients(QuerySteps, Kernel):
             if const_expr(self.pair)
             else None
         )
-        part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, D // 8, WG - 1), stride=(1, 4, 512, 64 * D)), 128)
+        across = self.channels // 8
+        part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, across, WG - 1), stride=(1, 4, 512, 512 * across)), 128)
+        inbox = smem.allocate_array(Float32, 512 * across if CL > 1 else 4, byte_alignment=128)
         unit = self.keys * TERMS
         pR = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
         pN = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
+        order = cute.make_tensor(smem.allocate_array(Int32, 4), cute.make_layout(4))  # the rows n that consumers work on
         full = smem.allocate_array(Int64, WG * ST)
         empty = smem.allocate_array(Int64, WG * ST)
         qfull = smem.allocate_array(Int64, 1)
         qempty = smem.allocate_array(Int64, 1)
         summed = smem.allocate_array(Int64, 1)
+        arrived = smem.allocate_array(Int64, 1)  # dq from the next block of the cluster
+        passed = smem.allocate_array(Int64, 1)  # the block before has taken dq over
         if tid == 0:
             for i in range_constexpr(WG * ST):
                 arch.mbarrier_init(full + i, 1)
@@ -194,15 +216,18 @@ class QueryGradients(QuerySteps, Kernel):
             arch.mbarrier_init(qfull, 1)
             arch.mbarrier_init(qempty, WG * 4)
             arch.mbarrier_init(summed, 4)
+            if const_expr(CL > 1):
+                arch.mbarrier_init(arrived, 1)
+                arch.mbarrier_init(passed, 4)
         arch.mbarrier_init_fence()
-        arch.sync_threads()
+        self.meet()
         # ---- work: an equal share of all (panel, n)
         inverse = Float32(1.0) / scale
         NQ = (LQ + ROWS - 1) // ROWS
         total = Int64(B * H * NQ) * N
-        begin = Int32(total * bid // blocks)
-        end = Int32(total * (bid + 1) // blocks)
-        each = Float32(total) / Float32(blocks)
+        each = Int32(share(total, blocks))
+        begin = Int32(cutlass.min(Int64(bid) * each, total))
+        end = Int32(cutlass.min(Int64(bid + 1) * each, total))
 
         sN = cute.make_tensor(pN, cute.make_layout((ROWS, 3)))
 
@@ -227,14 +252,14 @@ class QueryGradients(QuerySteps, Kernel):
                     pan = at // N
                     n0 = at - pan * N
                     n1 = cutlass.min(N, n0 + end - at)
+                    known = opening(pan, N, each, bid, at)
                     at += n1 - n0
-                    shift = rotation(n0, n1, each)
                     h, b = pan // NQ % H, pan // NQ // H
-                    for turn_ in cutlass.range(n1 - n0, unroll=1):
-                        n = turned(turn_, shift, n0, n1)
+                    for position in cutlass.range(n1 - n0, unroll=1):
+                        n = row_at(position, N, known)
                         for j in cutlass.range(TL, unroll=1):
                             i = s * ST + st
-                            tile = s * TL + j
+                            tile = (rank * WG + s) * TL + j
                             sleep_until(empty + i, ph ^ 1)
                             with arch.elect_one():
                                 arch.mbarrier_arrive_and_expect_tx(
@@ -254,16 +279,16 @@ class QueryGradients(QuerySteps, Kernel):
                                 ph ^= 1
             elif s == WG:
                 own, old, extra = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
-                pb, pn, pt, pi = Int32(0), Int32(0), Int32(0), Int32(0)
+                pb, pn, pt, pi, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
                 while at < end:
                     pan = at // N
                     n0 = at - pan * N
                     n1 = cutlass.min(N, n0 + end - at)
+                    known = opening(pan, N, each, bid, at)
                     at += n1 - n0
-                    shift = rotation(n0, n1, each)
                     i, h, b = pan % NQ, pan // NQ % H, pan // NQ // H
-                    for turn_ in cutlass.range(n1 - n0, unroll=1):
-                        n = turned(turn_, shift, n0, n1)
+                    for position in cutlass.range(n1 - n0, unroll=1):
+                        n = row_at(position, N, known)
                         for x in range_constexpr(2):
                             q = i * ROWS + x * 32 + lane
                             value = lse[b, n, h, cutlass.min(q, LQ - 1)]
@@ -272,9 +297,8 @@ class QueryGradients(QuerySteps, Kernel):
                             if const_expr(self.dlse):
                                 extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)], Float32(0.0))
                         sleep_until(qempty, ph ^ 1)
-                        if st > 0:
+                        if count > 0 and rank == 0:
                             self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
-                        st = Int32(1)
                         pb, pn, pt, pi = b, n, h, i
                         for x in range_constexpr(2):
                             sN[x * 32 + lane, 0] = own[x] * LOG2E
@@ -283,25 +307,28 @@ class QueryGradients(QuerySteps, Kernel):
                             old[x] = own[x]
                         arch.sync_warp()
                         with arch.elect_one():
+                            order[count % 4] = n
                             arch.mbarrier_arrive_and_expect_tx(qfull, 3 * ROWS * D * 2)
                         cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)
                         cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)
                         cute.copy(aG, gG[None, i, h, n, b], gS[None, 2 + ph], tma_bar_ptr=qfull)
+                        count += 1
                         ph ^= 1
-                if st > 0:
+                if count > 0:
                     sleep_until(qempty, ph ^ 1)
-                    self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
+                    if rank == 0:
+                        self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
             s, w, wt = wid // 4, wid % 4, tid % 128
             g, t4 = lane // 4, lane % 4
-            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, D)
+            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
             fK = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sK, (SLICE, D), (None, 0, None))))
             S_S = multiply(self.dtype, True, K, SLICE)
             fG = S_S.make_fragment_A(S_S.get_slice(wt).partition_A(sQ))
             fV = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sV, (SLICE, D), (None, 0, None))))
-            fKt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(sKt))
+            fKt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(self.narrow(sKt)))
             fR = None
             if const_expr(self.row):
                 # a key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros
@@ -314,7 +341,7 @@ class QueryGradients(QuerySteps, Kernel):
                 fR = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(sT))
             S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
             T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
-            R = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, D)))
+            R = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
             rQ, rG, rO = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(3))
             ones = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16)))
             coefficients(ones, inverse, t4, self.dtype)
@@ -324,13 +351,12 @@ class QueryGradients(QuerySteps, Kernel):
             nl, nd = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             st, ph, qp, it, turn, at = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), begin
             mine = panel[None, wt, None, s] if const_expr(self.pair) else None
-            first_key = s * self.slices * SLICE + 2 * t4
+            first_key = (rank * WG + s) * self.slices * SLICE + 2 * t4
             while at < end:
                 pan = at // N
                 n0 = at - pan * N
                 n1 = cutlass.min(N, n0 + end - at)
                 at += n1 - n0
-                shift = rotation(n0, n1, each)
                 i, h, b = pan % NQ, pan // NQ % H, pan // NQ // H
                 q0 = i * ROWS + w * 16 + g
                 if const_expr(self.pair):
@@ -350,7 +376,6 @@ class QueryGradients(QuerySteps, Kernel):
                 warpgroup.wait_group(0)
                 count = n1 - n0
                 for k in cutlass.range(count, unroll=1):
-                    n = turned(k, shift, n0, n1)
                     more = k + 1 < count
                     so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                     for u in range_constexpr(self.slices):
@@ -389,7 +414,7 @@ class QueryGradients(QuerySteps, Kernel):
                         slot = s - turn - 1
                         if slot < 0:
                             slot += WG
-                        for x in range_constexpr(D // 8):
+                        for x in range_constexpr(across):
                             cute.autovec_copy(
                                 cute.make_tensor(R.iterator + 4 * x, cute.make_layout(4)), part[None, wt, x, slot]
                             )
@@ -397,29 +422,34 @@ class QueryGradients(QuerySteps, Kernel):
                     else:
                         arch.barrier(barrier_id=1 + turn, number_of_threads=WG * 128)
                         for y in range_constexpr(WG - 1):
-                            for x in range_constexpr(D // 8):
-                                other = cute.make_rmem_tensor(4, Float32)
-                                cute.autovec_copy(part[None, wt, x, y], other)
-                                for z in range_constexpr(4):
-                                    R[4 * x + z] = R[4 * x + z] + other[z]
+                            for x in range_constexpr(across):
+                                self.add(R, x, part[None, wt, x, y])
                         arch.cp_async_bulk_wait_group(0, read=True)
                         arch.sync_warp()
                         release(summed, lane)
-                        store_rows(R, scale, sX[None, None, wid], lane, self.dtype)
-                        arch.fence_proxy("async.shared", space="cta")
-                        arch.sync_warp()
-                        cute.copy(aR, xS[None, wid], xG[None, i * 4 + w, h, n, b])
-                        arch.cp_async_bulk_commit_group()
+                        if const_expr(CL > 1):
+                            if rank < CL - 1:
+                                self.receive(R, inbox, arrived, passed, rank, it, wt, lane)
+                            if rank > 0:
+                                self.pass_on(R, inbox, arrived, passed, rank, it, wt)
+                        if rank == 0:
+                            store_rows(R, scale, sX[None, None, wid], lane, self.dtype)
+                            arch.fence_proxy("async.shared", space="cta")
+                            arch.sync_warp()
+                            cute.copy(aR, xS[None, wid], xG[None, i * 4 + w, h, order[it % 4], b])
+                            arch.cp_async_bulk_commit_group()
                     it += 1
                     turn += 1
                     if turn == WG:
                         turn = Int32(0)
                 if const_expr(self.bias_gradient):
                     if const_expr(self.partial):
-                        self.leave(db, dpair, bid + pan, tid)
+                        self.leave(db, dpair, (bid + pan) * CL + rank, tid)
                     else:
                         self.flush(db, dpair, b % dpair.shape[0], h % dpair.shape[1], q0, first_key, LQ, LK, t4)
             arch.cp_async_bulk_wait_group(0)
+        if const_expr(CL > 1):
+            self.meet()  # no block leaves while another one may still write to its shared memory
 
     def arguments(self) -> tuple[Any, ...]:
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""

@@ -16,20 +16,24 @@ from evoattn.backends.hopper.bwd_steps import (
     TILE,
     add_four,
     exp2,
-    packed,
     row_products,
+    store_remote,
     write_statistics,
 )
-from evoattn.backends.hopper.primitives import MASKED, fma, multiply
+from evoattn.backends.hopper.primitives import MASKED, fma, multiply, packed
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class QuerySteps:
-    """The part of `QueryGradients` that knows nothing of barriers."""
+    """The part of `QueryGradients` that knows nothing of the barriers of what streams."""
 
     dtype: Any
+    channels: int
     D: int
+    steps: int
+    width: int
+    cluster: int
     pair: bool
     row: bool
     dlse: bool
@@ -61,6 +65,10 @@ class QuerySteps:
                 nd[x] = nd[x] + sN[q, 2]
             if wid < 4 and lane % 4 == 0:
                 sN[q, 1] = nd[x]
+
+    def narrow(self, t):
+        """a tile [D, rows] as a right side without the channels that only fill it up"""
+        return t if self.width == self.D else cute.local_tile(t, (self.width, t.shape[1], t.shape[2]), (0, 0, 0))
 
     def load_panel(self, mine, pair, b, h, q0, first_key, LQ, LK, inverse):
         """this thread's part of the pair bias, as the accumulators of the scores hold it"""
@@ -97,25 +105,25 @@ class QuerySteps:
 
     def scores(self, S, T, rQ, fG, ones, fK, fV, fR, sl, i):
         """S = Q K^T + biases and T = dO V^T of slice sl of stage i"""
-        for kk in range(self.D // 16):
+        for kk in range(self.steps):
             op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair)
             cute.gemm(op, S, rQ[None, None, kk], fK[None, None, kk, sl, i], S)
         if self.row:
             cute.gemm(multiply(self.dtype, False, K, SLICE), S, ones[None, None, 0], fR[None, None, 0, (sl, i)], S)
-        for kk in range(self.D // 16):
+        for kk in range(self.steps):
             op = multiply(self.dtype, True, K, SLICE, kk > 0)
             cute.gemm(op, T, fG[None, None, kk], fV[None, None, kk, sl, i], T)
 
     def step(self, dS, R, fKt, u, i, S, T, rQ, fG, ones, fK, fV, fR, sl, ni):
         """dq += dS K of slice u, in stage i; S and T of slice sl of stage ni"""
         for kk in range(2):
-            op = multiply(self.dtype, False, MN, self.D, u > 0 or kk > 0)
+            op = multiply(self.dtype, False, MN, self.width, u > 0 or kk > 0)
             cute.gemm(op, R, dS[kk][None, None, 0], fKt[None, None, (u % self.stage) * 2 + kk, i], R)
         self.scores(S, T, rQ, fG, ones, fK, fV, fR, sl, ni)
 
     def gradient(self, S, T, nl, nd, c, db, u):
         """dS of slice u, in the dtype of a product's left side; its sum over rows n stays in float32"""
-        P_D = multiply(self.dtype, False, MN, self.D)
+        P_D = multiply(self.dtype, False, MN, self.width)
         p = cute.make_rmem_tensor(16, Float32)
         for y in range(16):
             p[y] = exp2(fma(S[y], c, nl[y // 2 % 2]))
@@ -131,6 +139,43 @@ class QuerySteps:
             cute.make_tensor(a.iterator, cute.make_layout(8)).store(d.load().to(self.dtype))
             out.append(a)
         return out
+
+    def add(self, R, x, others):
+        """four more numbers of dq"""
+        other = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(others, other)
+        for z in range(4):
+            R[4 * x + z] = R[4 * x + z] + other[z]
+
+    def meet(self):
+        """all threads of the cluster"""
+        if self.cluster > 1:
+            arch.cluster_arrive()
+            arch.cluster_wait()
+        else:
+            arch.sync_threads()
+
+    @cute.jit
+    def receive(self, R, inbox, arrived, passed, rank: Int32, it: Int32, wt: Int32, lane: Int32):
+        """add what the next block of the cluster found of dq"""
+        if wt == 0:
+            arch.mbarrier_arrive_and_expect_tx(arrived, ROWS * self.channels * 4)
+        arch.mbarrier_wait(arrived, it & 1)
+        for x in range_constexpr(self.channels // 8):
+            self.add(R, x, cute.make_tensor((inbox + (x * 128 + wt) * 4).align(16), cute.make_layout(4)))
+        arch.sync_warp()
+        if lane == 0:
+            arch.mbarrier_arrive(passed, rank + 1)
+
+    @cute.jit
+    def pass_on(self, R, inbox, arrived, passed, rank: Int32, it: Int32, wt: Int32):
+        """give dq to the block before, once that has taken over the row before"""
+        if it > 0:
+            arch.mbarrier_wait(passed, (it - 1) & 1)
+        to = arch.map_dsmem_ptr(inbox, rank - 1).toint()
+        barrier = arch.map_dsmem_ptr(arrived, rank - 1).toint()
+        for x in range_constexpr(self.channels // 8):
+            store_remote(to + (x * 128 + wt) * 16, [R[4 * x + z] for z in range(4)], barrier)
 
     @cute.jit
     def flush(self, db, dpair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32):

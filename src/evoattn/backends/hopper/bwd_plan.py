@@ -5,41 +5,54 @@ from __future__ import annotations
 SHARED = 232_448
 """Bytes of shared memory that a block of sm_90 may have."""
 
-_QUERY_VARIANTS = {
-    # keys of a variant: warpgroups, slices of 32 keys of each, slices of a stage, stages
-    32: ((192, 3, 2, 2, 3), (288, 3, 3, 3, 2), (384, 3, 4, 2, 3), (448, 2, 7, 1, 5), (512, 2, 8, 2, 3)),
-    64: ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3)),
-}
+_CLUSTER = 8
+"""Blocks of a cluster on every card of sm_90."""
+
+# keys of a block: warpgroups, slices of 32 keys of each, slices of a stage, stages
+_ALONE = ((192, 3, 2, 2, 3), (288, 3, 3, 3, 2), (384, 3, 4, 2, 3), (448, 2, 7, 1, 5), (512, 2, 8, 2, 3))
+_SHARING = ((288, 3, 3, 3, 2), (384, 2, 6, 2, 3), (448, 2, 7, 1, 5), (512, 2, 8, 2, 3))
+_WITHOUT_PAIR = (*_ALONE[:3], (576, 3, 6, 2, 3), (768, 3, 8, 2, 3))
+_WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 
 
-def query_variant(channels: int, keys: int) -> dict[str, int] | None:
-    """groups, slices, stage, stages for `keys` keys of (padded) `channels`; None where no variant has room."""
-    for room, groups, slices, stage, stages in _QUERY_VARIANTS.get(max(channels, 32), ()):
-        if keys <= room:
-            return {"groups": groups, "slices": slices, "stage": stage, "stages": stages}
+def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None:
+    """groups, slices, stage, stages, cluster for `keys` keys of `channels`; None where no variant has room."""
+    for cluster in range(1, _CLUSTER + 1):
+        variants = _WIDE if channels > 32 else (_ALONE if cluster == 1 else _SHARING) if pair else _WITHOUT_PAIR
+        for room, groups, slices, stage, stages in variants:
+            chosen = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
+            if keys <= cluster * room and query_shared(channels, pair, **chosen) <= SHARED:
+                return chosen
     return None
 
 
-def query_shared(channels: int, groups: int, slices: int, stage: int, stages: int) -> int:
-    """Bytes of shared memory of `QueryGradients`, with both biases."""
+def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int, stages: int, cluster: int) -> int:
+    """Bytes of shared memory of `QueryGradients`, with a key-wise bias."""
+    across = _padded(channels)
     keys = groups * stages * stage * 32
-    rows = 4 * 64 * channels * 2 + groups * 4 * 16 * channels * 2
-    sums = (groups - 1) * 64 * channels * 4 + 3 * 64 * 4
-    return rows + keys * (2 * channels * 2 + 16) + groups * slices * 8192 + sums + (2 * groups * stages + 3) * 8
+    rows = 4 * 64 * across * 2 + groups * 4 * 16 * across * 2
+    sums = (groups - (cluster == 1)) * 64 * channels * 4 + 3 * 64 * 4
+    panel = groups * slices * 8192 if pair else 0
+    return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 5) * 8
 
 
-def key_variant(channels: int, queries: int, pair: bool) -> dict[str, int] | None:
-    """blocks, streams, stages for `queries` queries of (padded) `channels`; None where no variant has room."""
-    blocks = -(-queries // 64) if pair else 0
-    streams = 3 if channels <= 32 else 2
-    for stages in (4, 3, 2):
-        if key_shared(channels, blocks, streams, stages) <= SHARED:
-            return {"blocks": blocks, "streams": streams, "stages": stages}
-    return None
+def key_variant(channels: int, queries: int, pair: bool) -> dict[str, int]:
+    """blocks, ring, streams, stages for `queries` queries of `channels`."""
+    streams = 3 if channels <= 48 else 2
+    stays = {"blocks": -(-queries // 64) if pair else 0, "ring": 0}
+    passes = {"blocks": 0, "ring": 8 if channels <= 32 else 4}
+    wanted = [{**panel, "streams": streams, "stages": stages} for panel in (stays, passes) for stages in (4, 3, 2)]
+    return next(variant for variant in wanted if key_shared(channels, **variant) <= SHARED)
 
 
-def key_shared(channels: int, blocks: int, streams: int, stages: int) -> int:
-    """Bytes of shared memory of `KeyGradients`, whose panel holds `blocks` blocks of 64 queries."""
-    stage = 2 * 64 * channels * 2 + 5 * 64 * 4
-    row = 2 * 64 * channels * 2 + 4 * 16 * channels * 2
-    return blocks * 16384 + streams * (stages * (stage + 16) + row + 16)
+def key_shared(channels: int, blocks: int, ring: int, streams: int, stages: int) -> int:
+    """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
+    across = _padded(channels)
+    stage = 2 * 64 * across * 2 + 5 * 64 * 4
+    row = 2 * 64 * across * 2 + 4 * 16 * across * 2
+    return blocks * 16384 + ring * (8192 + 16) + streams * (stages * (stage + 16) + row + 16)
+
+
+def _padded(channels: int) -> int:
+    """The channels of a tile in shared memory, as `primitives.padded`, which needs CuTe DSL."""
+    return max(16, 1 << (channels - 1).bit_length())

@@ -10,7 +10,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import warp
 
 from evoattn.backends.hopper.launch import free, size, tensor
-from evoattn.backends.hopper.primitives import VETO, three_terms
+from evoattn.backends.hopper.primitives import VETO, mma_m16n8k16, packed, three_terms
 
 SLICE = 32  # scores of a row that a warpgroup holds at a time
 ROWS = 64  # rows of a warpgroup
@@ -53,22 +53,6 @@ def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: A
     to[4 * ROWS + q] = delta
 
 
-def packed(fragment: Any) -> Any:
-    """A register fragment of 16-bit numbers as 32-bit words."""
-    return cute.recast_tensor(cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32)
-
-
-def mma_m16n8k16(dtype: Any, c: Any, a: Any, b: Any) -> Any:
-    """c + a b of one warp, on packed words; c is a list of four float32."""
-    kind = "bf16" if dtype is BFloat16 else "f16"
-    return arch.inline_ptx(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *c],
-    )
-
-
 def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:
     """sum_d x * y of this thread's rows g and g + 8: the diagonal of x y^T.
 
@@ -106,6 +90,14 @@ def add_four(pointer: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     )
 
 
+def store_remote(address: Any, four: Any, barrier: Any) -> None:
+    """Four float32 to another block's shared memory; a barrier there counts their bytes."""
+    arch.inline_ptx(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        read_only_args=[address, *four, barrier],
+    )
+
+
 def exp2(x: Any) -> Any:
     """2^x to about 2 units in the last place; one instruction."""
     return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
@@ -123,22 +115,6 @@ def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
     last = 1 if vector else free()
     align = (2 if vector else 1) * dtype.width // 8
     return tensor(dtype, (size(), size(), queries, keys), (*strides, last), align)
-
-
-def rotation(n0: Any, n1: Any, each: Any) -> Any:
-    """Where in [n0, n1) a block begins.
-
-    All panels of a (b, h) then read the same rows at about the same time, and all but the first find them in L2: 3%."""
-    k = Int32(Float32(n0) / each + Float32(0.999))
-    start = Int32(Float32(k) * each)
-    inside = (start > n0) & (start < n1)
-    return cutlass.select_(inside, start - n0, 0)
-
-
-def turned(k: Any, shift: Any, n0: Any, n1: Any) -> Any:
-    """The k-th row of a block's share."""
-    n = n0 + k + shift
-    return cutlass.select_(n < n1, n, n - (n1 - n0))
 
 
 @cute.jit

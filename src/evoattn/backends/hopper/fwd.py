@@ -32,14 +32,14 @@ def plan_forward(
     row = mask is not None or mask_bias is not None or lk % KEYS != 0
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
     pair = None if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)  # one query or key is read along all of them
+    wide = pair_bias is not None and pair_bias.shape[3] == lk and lk % 8 == 0 and loads_wide(pair_bias)
     laid = pair is not None and (not resident or pair.stride(3) != 1)
-    aligned = laid or (pair is not None and lk % 8 == 0 and loads_wide(pair))
     exact = pair is None or _exact(1.0 / unit, q.dtype)
-    variant = Forward(dtype, d, pair=pair is not None, row=row, exact=exact, resident=resident, aligned=aligned)
+    variant = Forward(dtype, d, pair=pair is not None, row=row, exact=exact, resident=resident, aligned=laid or wide)
     kernel = compiled(variant)
 
     terms = row_plan(mask, mask_bias, q, lk, always=row)
-    pairs = compiled(Pairs(dtype)) if laid else None
+    pairs = compiled(Pairs(dtype, 8 if wide else 1)) if laid else None
     pair_shape = () if pair is None else (*pair.shape[:3], -(-lk // 8) * 8)
 
     panels = -(-lq // (HALVES * ROWS))
@@ -63,7 +63,7 @@ def plan_forward(
         if pairs is not None:
             given, pair_bias = pair_bias, torch.empty(pair_shape, dtype=q.dtype, device=device)
             pairs(given, pair_bias)
-        # The kernel begins while the terms are still being made, so nothing else may come between the two.
+        # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
         row, ends, row_b, row_n = terms(mask, mask_bias) if terms is not None else (None, None, 0, 0)
         kernel(q, k, v, row, ends, pair_bias, o, lse, row_b, row_n, *numbers)
 

@@ -2,7 +2,8 @@
 
 A persistent block owns a panel, 128 queries of one (b, h), and loops over the rows n: two streams of rows, each with two
 warpgroups of 64 queries, fed by one producer warp a stream. What all rows of a panel share, its pair bias, stays in shared
-memory where it fits, and is streamed once for two rows where it does not; only keys and values always stream.
+memory where it fits, and is streamed once for two rows where it does not; only keys and values always stream. A row's queries
+go on into registers; 64 channels leave no room there, and the tensor cores read them from shared memory at every step.
 
 Scores reach the registers complete: Q K^T, the pair bias (through an identity matrix) and the key-wise bias (as extra
 channels) all come from the tensor cores. The softmax measures from the largest score of the first 32 keys instead of a
@@ -34,7 +35,7 @@ from evoattn.backends.hopper.primitives import (
     multiply,
     padded,
 )
-from evoattn.backends.hopper.redo import redo_query
+from evoattn.backends.hopper.redo import QUERIES, Redo
 from evoattn.backends.hopper.schedule import Schedule
 
 __all__ = ["CHAIN", "HALVES", "KEYS", "ROWS", "Forward"]
@@ -63,6 +64,9 @@ class Forward(ForwardSteps, Kernel):
         self.resident, self.streamed, self.long, self.aligned = resident, pair and not resident, not resident, aligned
         self.D = padded(channels)
         self.steps = -(-channels // 16)
+        self.prepared = row or self.streamed  # a kernel of prepare.py comes before; this one starts while it runs
+        self.slots = 1 if channels < 64 else 2
+        self.odd = row and channels < 48  # whether a row may end in a block of one slice: more channels leave no registers
         self.stages = 3 if resident and pair else {16: 5, 32: 5, 64: 3}[self.D]
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
@@ -70,6 +74,7 @@ class Forward(ForwardSteps, Kernel):
         options = {"pair": pair, "row": row, "exact": exact, "long": self.long}
         self.name_after(dtype, channels=channels, **options, aligned=aligned and pair and resident)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
+        self.redo = Redo(dtype, channels, pair=pair, row=row)
 
     def arguments(self) -> tuple[Any, ...]:
         b, n, h, lq, lk = size(), size(), size(), size(), size()
@@ -88,7 +93,7 @@ class Forward(ForwardSteps, Kernel):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block; what the compiler does not check."""
-        tiles = CONSUMERS * ROWS * self.D + CONSUMERS * 4 * 16 * self.D + 2 * STREAMS * self.stages * KEYS * self.D
+        tiles = 2 * CONSUMERS * ROWS * self.D + 2 * STREAMS * self.stages * KEYS * self.D
         terms = self.terms * SLICE * SLICE + STREAMS * self.stages * KEYS * TERMS
         return 2 * (tiles + terms + self.tiles_of_pair * ROWS * KEYS) + 2048
 
@@ -99,12 +104,12 @@ class Forward(ForwardSteps, Kernel):
 
     def layouts(self):
         return (
-            k_major(self.dtype, ROWS, self.D, CONSUMERS),  # q
+            k_major(self.dtype, ROWS, self.D, self.slots * CONSUMERS),  # q
             k_major(self.dtype, KEYS, self.D, STREAMS * self.stages),  # k
             mn_major(self.dtype, self.D, KEYS, STREAMS * self.stages),  # v
             k_major(self.dtype, ROWS, KEYS, self.tiles_of_pair),  # pair bias
             k_major(self.dtype, SLICE, SLICE, self.terms),  # identity / scale
-            k_major(self.dtype, 16, self.D, CONSUMERS * 4),  # o, a warp's rows
+            k_major(self.dtype, 16, self.D, self.slots * CONSUMERS * 4),  # o, a warp's rows
         )
 
     @cute.jit
@@ -140,7 +145,7 @@ class Forward(ForwardSteps, Kernel):
         if const_expr(self.streamed):
             aP, tP = cpasync.make_tiled_tma_atom(load, view(pair, [2, 3, 1, 0]), one(lp), (ROWS, KEYS))
         self.kernel(aQ, tQ, aK, tK, aV, tV, aP, tP, aO, tO, row, ends, pair, q, k, v, o, lse, row_b, row_n, scale, deal).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.row
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared
         )
 
     @cute.kernel
@@ -169,7 +174,7 @@ class Forward(ForwardSteps, Kernel):
         scale: Float32,
         deal: Int32,
     ):
-        D, ST = self.D, self.stages
+        D, ST, SLOTS = self.D, self.stages, self.slots
         B, N, H, LQ, _ = gQ.shape
         LK = gK.shape[3]
         NB = (LK + KEYS - 1) // KEYS
@@ -182,14 +187,16 @@ class Forward(ForwardSteps, Kernel):
         smem = SmemAllocator()
         lq, lk, lv, lp, li, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
-        sP, sK, sV, sQ, sO, sI = new(lp), new(lk), new(lv), new(lq), new(lo), new(li)
+        sP, sK, sV, sQ = new(lp), new(lk), new(lv), new(lq)
+        sO = new(lo) if const_expr(SLOTS == 1) else cute.make_tensor(sQ.iterator, lo.outer)
+        sI = new(li)
         pR = smem.allocate_array(self.dtype, STREAMS * ST * KEYS * TERMS, byte_alignment=128)
         full = smem.allocate_array(Int64, STREAMS * ST)
         empty = smem.allocate_array(Int64, STREAMS * ST)
         pfull = smem.allocate_array(Int64, ST)
         pempty = smem.allocate_array(Int64, ST)
-        qfull = smem.allocate_array(Int64, STREAMS)
-        qempty = smem.allocate_array(Int64, STREAMS)
+        qfull = smem.allocate_array(Int64, STREAMS * SLOTS)
+        qempty = smem.allocate_array(Int64, STREAMS * SLOTS)
         book = cute.make_tensor(
             smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
         )
@@ -204,7 +211,7 @@ class Forward(ForwardSteps, Kernel):
             for i in range_constexpr(ST):
                 arch.mbarrier_init(pfull + i, 1)
                 arch.mbarrier_init(pempty + i, CONSUMERS * 4)
-            for i in range_constexpr(STREAMS):
+            for i in range_constexpr(STREAMS * SLOTS):
                 arch.mbarrier_init(qfull + i, 1)
                 arch.mbarrier_init(qempty + i, HALVES * 4)
         arch.mbarrier_init_fence()
@@ -240,9 +247,9 @@ class Forward(ForwardSteps, Kernel):
             # ================= producers: one warp a stream
             arch.setmaxregister_decrease(32)
             s = wid - CONSUMERS * 4
+            if const_expr(self.prepared):
+                arch.griddepcontrol_wait()
             if s < STREAMS:
-                if const_expr(self.row):
-                    arch.griddepcontrol_wait()  # what `Rows` makes; it may still be running
                 bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
                 st, ph, qph, rounds = Int32(0), Int32(0), Int32(0), Int32(0)
                 unit = first
@@ -269,14 +276,18 @@ class Forward(ForwardSteps, Kernel):
                                 other = self.schedule.row(cutlass.min(p + 1 - 2 * s, p1 - 1), phase, deal, N)
                                 end = cutlass.max(end, ends[b * row_b + other * row_n])
                             slices = cutlass.max((end + SLICE - 1) // SLICE, 1)
-                        arch.mbarrier_wait(qempty + s, qph ^ 1)
+                            if const_expr(not self.odd):
+                                slices = (slices + 1) // 2 * 2
+                        slot, _ = self.slot(s, rounds, qph)
+                        arch.mbarrier_wait(qempty + slot, self.free(rounds, qph))
                         with arch.elect_one():
                             turn[s, rounds, 0] = nn
                             turn[s, rounds, 1] = slices
-                            arch.mbarrier_arrive_and_expect_tx(qfull + s, HALVES * ROWS * D * 2)
+                            arch.mbarrier_arrive_and_expect_tx(qfull + slot, HALVES * ROWS * D * 2)
                         rounds = (rounds + 1) & 3
                         for x in range_constexpr(HALVES):
-                            cute.copy(aQ, qG[None, ib * HALVES + x, h, nn, b], qS[None, s * HALVES + x], tma_bar_ptr=qfull + s)
+                            qTile = qG[None, ib * HALVES + x, h, nn, b]
+                            cute.copy(aQ, qTile, qS[None, slot * HALVES + x], tma_bar_ptr=qfull + slot)
                         qph ^= 1
                         for j in cutlass.range((slices + 1) // 2, unroll=1):
                             i = s * ST + st
@@ -322,14 +333,16 @@ class Forward(ForwardSteps, Kernel):
             floor = Float32(DEAD) if const_expr(self.dtype is BFloat16) else c * (-VETO * VETO)
             mQK = multiply(self.dtype, False, K, SLICE)
             mPI = multiply(self.dtype, True, K, SLICE)
-            mPV = multiply(self.dtype, False, MN, D)
+            mPV = multiply(self.dtype, False, MN, 16 * self.steps)
             hQK, hPI, hPV = mQK.get_slice(wt), mPI.get_slice(wt), mPV.get_slice(wt)
             fK = mQK.make_fragment_B(
                 hQK.partition_B(cute.local_tile(sK, (SLICE, D), (None, 0, None)))
             )  # (., 1, step, slice, stage)
             fP = mPI.make_fragment_A(hPI.partition_A(sP))  # (., 1, step, tile)
             fI = mPI.make_fragment_B(hPI.partition_B(sI))  # (., 1, step, 1)
-            fV = mPV.make_fragment_B(hPV.partition_B(sV))  # (., 1, step, stage)
+            fV = mPV.make_fragment_B(
+                hPV.partition_B(cute.local_tile(sV, (16 * self.steps, KEYS), (0, 0, None)))
+            )  # (., 1, step, stage)
             # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A.
             tR = cute.make_tensor(
                 pR, cute.make_layout(((8, 4), (8, 2), (2, STREAMS * ST)), stride=((8, 64), (1, 0), (256, 512)))
@@ -337,15 +350,17 @@ class Forward(ForwardSteps, Kernel):
             fR = mQK.make_fragment_B(hQK.partition_B(tR))
             S0 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
             S1 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
-            O = mPV.make_fragment_C(mPV.partition_shape_C((ROWS, D)))
+            O = mPV.make_fragment_C(mPV.partition_shape_C((ROWS, 16 * self.steps)))
             rQ = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, D)))
+            fQ = mPI.make_fragment_A(hPI.partition_A(sQ))  # (., 1, step, tile)
             rA = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, 16)))
             self.ones(rA, Float32(1.0) / scale, t4)
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mQK).get_slice(wt)
             qSrc, qDst = ldm.partition_S(sQ), ldm.retile(rQ)
             m = cute.make_rmem_tensor(2, Float32)
             l = cute.make_rmem_tensor(4, Float32)
-            frags = (rQ, rA, fK, fR, fP, fI)
+            frags = (rA, fK, fR, fP, fI)
+            arriving = (qfull, ldm, qSrc, qDst)
             # What the loop over rows does not need at every step lives in shared memory: registers decide its speed.
             st, ph, qph, again, rounds = Int32(0), Int32(0), Int32(0), Boolean(False), Int32(0)
             mine = book[wid, None]
@@ -380,18 +395,16 @@ class Forward(ForwardSteps, Kernel):
                     arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
                 if (ib * HALVES + half) * ROWS < LQ:
                     if count > 0:
-                        arch.mbarrier_wait(qfull + s, qph)
-                        cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
+                        self.take(arriving, s, half, rounds, qph)
                         qph ^= 1
                         arch.mbarrier_wait(full + s * ST + st, ph)
                         if const_expr(self.streamed):
                             arch.mbarrier_wait(pfull + st, ph)
                         warpgroup.fence()
-                        self.scores(frags, S0, 0, self.tile(0, st, half), s * ST + st)
+                        queries = self.queries(rQ, fQ, s, half, rounds)
+                        self.scores(queries, frags, S0, 0, self.tile(0, st, half), s * ST + st)
                         warpgroup.wait_group(0)
-                        # Only a product that used q tells that it has left shared memory: an arrival may overtake its loads.
-                        if lane == 0:
-                            arch.mbarrier_arrive(qempty + s)
+                        self.taken(qempty + s, lane)
                     while count > 0:
                         # A shuffle hides that these do not change (or, st, cycle) over the loop: otherwise the compiler hoists
                         # some 50 matrix descriptors out of it, cannot keep them in uniform registers, and spills.
@@ -400,20 +413,30 @@ class Forward(ForwardSteps, Kernel):
                             l[x] = Float32(0.0)
                         for x in range_constexpr(2):
                             m[x] = Float32(-3e38)
-                        slices = 2 * NB
+                        slices, whole = 2 * NB, NB
                         if const_expr(self.row):
-                            slices = arch.make_warp_uniform(turn[s, rounds, 1])
-                        left = cutlass.max(slices >> 1, 1)
+                            slices = turn[s, rounds, 1]
+                            # With 48 channels, which of the two a shuffle hides decides whether ptxas serialises the products.
+                            if const_expr(self.odd or self.pair):
+                                slices = arch.make_warp_uniform(slices)
+                            whole = cutlass.max(slices >> 1, 1)
+                            if const_expr(not (self.odd or self.pair)):
+                                whole = arch.make_warp_uniform(whole)
+                        left = whole
                         prev = st
-                        bars = (full, empty, pfull, pempty)
+                        before, _ = self.slot(s, rounds + 1, qph)
+                        bars = (full, empty, pfull, pempty, qempty + before)
+                        queries = self.queries(rQ, fQ, s, half, rounds)
                         count -= 1
                         if const_expr(not self.long):
-                            st, ph, prev = self.chain(0, left, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane)
+                            st, ph, prev = self.chain(
+                                0, left, whole, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
+                            )
                         else:
                             while left > 0:
                                 hf, so, st = arch.make_warp_uniform(hf), arch.make_warp_uniform(so), arch.make_warp_uniform(st)
                                 st, ph, prev = self.chain(
-                                    0, left, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
+                                    0, left, whole, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
                                 )
                                 left -= CHAIN
                                 if left > 0:
@@ -421,21 +444,21 @@ class Forward(ForwardSteps, Kernel):
                                     if const_expr(self.streamed):
                                         arch.mbarrier_wait(pfull + st, ph)
                                     warpgroup.fence()
-                                    self.scores(frags, S0, 0, self.tile(0, st, hf), so + st)
+                                    self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
                                     self.soften(O, fV, m, l, c, S1, 1, so + prev)
                                     warpgroup.wait_group(0)
                                     if lane == 0:
                                         arch.mbarrier_arrive(empty + so + prev)
                                         if const_expr(self.streamed):
                                             arch.mbarrier_arrive(pempty + prev)
-                        tail = Int32(1)
-                        if const_expr(self.row):
+                        tail = Int32(1) if const_expr(self.odd) else 1
+                        if const_expr(self.odd):
                             if slices & 1 == 1 and slices > 1:  # a last block of one slice
                                 arch.mbarrier_wait(full + so + st, ph)
                                 if const_expr(self.streamed):
                                     arch.mbarrier_wait(pfull + st, ph)
                                 self.soften(O, fV, m, l, c, S1, 1, so + prev)
-                                self.scores(frags, S1, 0, self.tile(slices >> 1, st, hf), so + st)
+                                self.scores(queries, frags, S1, 0, self.tile(slices >> 1, st, hf), so + st)
                                 warpgroup.wait_group(0)
                                 if lane == 0:
                                     arch.mbarrier_arrive(empty + so + prev)
@@ -448,34 +471,36 @@ class Forward(ForwardSteps, Kernel):
                                     ph ^= 1
                         # the row's last slice; the first scores of the next row are on their way meanwhile
                         if count > 0:
-                            arch.mbarrier_wait(qfull + s, qph)
-                            cute.copy(ldm, qSrc[None, None, None, s * HALVES + half], qDst)
+                            self.take(arriving, s, half, rounds + 1, qph)
                             qph ^= 1
                             arch.mbarrier_wait(full + so + st, ph)
                             if const_expr(self.streamed):
                                 arch.mbarrier_wait(pfull + st, ph)
                         warpgroup.fence()
-                        self.scores(frags, S0, 0, self.tile(0, st, hf), so + st)
+                        queries = self.queries(rQ, fQ, s, hf, rounds + 1)
+                        self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
                         self.soften(O, fV, m, l, c, S1, tail, so + prev)
                         warpgroup.wait_group(0)
                         if lane == 0:
                             arch.mbarrier_arrive(empty + so + prev)
                             if const_expr(self.streamed):
                                 arch.mbarrier_arrive(pempty + prev)
-                            if count > 0:
-                                arch.mbarrier_arrive(qempty + s)
+                        if count > 0:
+                            self.taken(qempty + s, lane)
                         # ---- epilogue
                         tile, h, b, nn = mine[2], mine[3], mine[4], turn[s, rounds, 0]
+                        ot = wg * 4 + w
+                        if const_expr(SLOTS == 2):
+                            ot = (self.slot(s, rounds, qph)[0] * HALVES + half) * 4 + w
                         rounds = (rounds + 1) & 3
                         for x in range_constexpr(2):
                             l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
                         arch.cp_async_bulk_wait_group(0, read=True)
                         arch.sync_warp()
-                        ot = wg * 4 + w
                         stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
                         dead = (m[0] < floor, m[1] < floor)
                         factors = [cutlass.select_(dead[x], Float32(0.0), arch.rcp_approx(l[x])) for x in range(2)]
-                        for x in range_constexpr(D // 16):
+                        for x in range_constexpr(self.steps):
                             e = cute.make_rmem_tensor(8, Float32)
                             for y in range_constexpr(8):
                                 e[y] = O[8 * x + y] * factors[y // 2 % 2]
@@ -505,13 +530,18 @@ class Forward(ForwardSteps, Kernel):
                                 lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
                 else:
                     while count > 0:
-                        arch.mbarrier_wait(qfull + s, qph)
+                        slot, phase = self.slot(s, rounds, qph)
+                        arch.mbarrier_wait(qfull + slot, phase)
                         qph ^= 1
                         slices = turn[s, rounds, 1]
                         rounds = (rounds + 1) & 3
                         arch.sync_warp()
-                        if lane == 0:
-                            arch.mbarrier_arrive(qempty + s)
+                        if const_expr(SLOTS == 1):
+                            if lane == 0:
+                                arch.mbarrier_arrive(qempty + s)
+                        else:
+                            before, _ = self.slot(s, rounds, qph)
+                            self.give_back(qempty + before, lane)
                         for _ in cutlass.range((slices + 1) // 2, unroll=1):
                             arch.mbarrier_wait(full + s * ST + st, ph)
                             if lane == 0:
@@ -527,6 +557,8 @@ class Forward(ForwardSteps, Kernel):
                         count -= 1
             arch.cp_async_bulk_wait_group(0)
             if arch.vote_any_sync(again):
+                if const_expr(self.prepared):
+                    arch.griddepcontrol_wait()
                 block = arch.make_warp_uniform(bid)
                 self.repair(gQ, gK, gV, row, pair, gO, lse, row_b, row_n, scale, deal, block, sizes, s, half, w)
 
@@ -562,30 +594,13 @@ class Forward(ForwardSteps, Kernel):
             phase = self.schedule.phase(pan, *sizes)
             ib, bh = pan % panels, pan // panels
             h, b = bh % H, bh // H
+            i0 = (ib * HALVES + half) * ROWS + w * QUERIES
+            i = cutlass.min(i0 + arch.lane_idx() % QUERIES, LQ - 1)
             p = p0 + s
             while p < p1:
                 n = self.schedule.row(p, phase, deal, N)
-                i0 = (ib * HALVES + half) * ROWS + w * 16
-                for i in cutlass.range(i0, cutlass.min(i0 + 16, LQ), unroll=1):
-                    value = lse[b, n, h, i]
-                    if value != value:
-                        redo_query(
-                            q,
-                            k,
-                            v,
-                            row,
-                            pair,
-                            o,
-                            lse,
-                            b,
-                            n,
-                            h,
-                            i,
-                            b * row_b + n * row_n,
-                            scale,
-                            self.row,
-                            self.pair,
-                            self.channels,
-                        )
+                value = lse[b, n, h, i]
+                if i0 < LQ and arch.vote_any_sync(value != value):
+                    self.redo(q, k, v, row, pair, o, lse, b, n, h, i0, b * row_b + n * row_n, scale)
                 p += STREAMS
             unit += p1 - p0

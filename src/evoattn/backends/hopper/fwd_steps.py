@@ -17,6 +17,7 @@ __all__ = ["CHAIN", "HALVES", "SLICE", "ForwardSteps"]
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 SLICE = 32  # keys whose scores a warpgroup holds at a time
 HALVES = 2  # warpgroups of a row
+LOW = -256.0  # a reference below, in units of log2, may be one of keys that a finite bias masks
 CHAIN = 8  # blocks of keys whose steps are laid out one after another
 
 
@@ -27,12 +28,56 @@ class ForwardSteps:
     D: int
     steps: int
     stages: int
+    slots: int
     terms: int
     offset: float
     pair: bool
     row: bool
     resident: bool
     streamed: bool
+
+    def slot(self, s, turn, phase):
+        """Where the queries of the row that is `turn` in a stream lie, and the phase in which they arrive.
+
+        With one slot they go on into registers, and `phase` is what the caller counts. With two, for want of registers,
+        the tensor cores read them there at every step, and o leaves from there.
+        """
+        return (s, phase) if self.slots == 1 else (s * 2 + turn % 2, turn // 2 % 2)
+
+    def free(self, turn, phase):
+        """The phase in which that slot is free: with two slots the row before gives it back at its first step."""
+        return phase ^ 1 if self.slots == 1 else (turn + 3) // 2 % 2
+
+    def queries(self, held, shared, s, half, turn):
+        """A row's queries as an operand."""
+        return held if self.slots == 1 else shared[None, None, None, self.slot(s, turn, 0)[0] * HALVES + half]
+
+    @cute.jit
+    def take(self, arriving, s: Int32, half: Int32, turn: Int32, phase: Int32):
+        """Wait for a row's queries."""
+        qfull, ldm, source, target = arriving
+        slot, phase = self.slot(s, turn, phase)
+        arch.mbarrier_wait(qfull + slot, phase)
+        if const_expr(self.slots == 1):
+            cute.copy(ldm, source[None, None, None, s * HALVES + half], target)
+
+    @cute.jit
+    def taken(self, qempty: cute.Pointer, lane: Int32):
+        """Let new queries come to where those in registers were, once a product has used these.
+
+        Earlier, loads might still be on their way: an arrival may overtake them.
+        """
+        if const_expr(self.slots == 1):
+            if lane == 0:
+                arch.mbarrier_arrive(qempty)
+
+    @cute.jit
+    def give_back(self, qempty: cute.Pointer, lane: Int32):
+        """Let new queries come to where the o of the row before has left from."""
+        arch.cp_async_bulk_wait_group(0, read=True)
+        arch.sync_warp()
+        if lane == 0:
+            arch.mbarrier_arrive(qempty)
 
     def tile(self, j, stage, half):
         """Where the pair bias of block j lies."""
@@ -58,6 +103,8 @@ class ForwardSteps:
         self,
         j: cutlass.Constexpr,
         left: Int32,
+        blocks: Int32,
+        queries: cute.Tensor,
         frags,
         S0: cute.Tensor,
         S1: cute.Tensor,
@@ -75,9 +122,9 @@ class ForwardSteps:
         lane: Int32,
     ):
         """Blocks j, j+1, ... up to the last of a row; what is left to do is the softmax of S1, block `prev`."""
-        full, empty, pfull, pempty = bars
+        full, empty, pfull, pempty, qempty = bars
         warpgroup.fence()
-        self.scores(frags, S1, 1, self.tile(j, st, half), so + st)
+        self.scores(queries, frags, S1, 1, self.tile(j, st, half), so + st)
         if const_expr(j > 0):
             warpgroup.wait_group(1)
             if lane == 0:
@@ -85,6 +132,9 @@ class ForwardSteps:
                 if const_expr(self.streamed):
                     arch.mbarrier_arrive(pempty + prev)
         self.soften(O, fV, m, l, c, S0, 0, so + st)
+        if const_expr(self.slots == 2 and j == 0):
+            if left == blocks:
+                self.give_back(qempty, lane)
         prev = st
         st += 1
         if st == self.stages:
@@ -96,23 +146,24 @@ class ForwardSteps:
                 if const_expr(self.streamed):
                     arch.mbarrier_wait(pfull + st, ph)
                 warpgroup.fence()
-                self.scores(frags, S0, 0, self.tile(j + 1, st, half), so + st)
+                self.scores(queries, frags, S0, 0, self.tile(j + 1, st, half), so + st)
                 warpgroup.wait_group(1)
                 self.soften(O, fV, m, l, c, S1, 1, so + prev)
-                st, ph, prev = self.chain(j + 1, left, frags, S0, S1, O, fV, m, l, c, half, so, st, ph, prev, bars, lane)
+                st, ph, prev = self.chain(
+                    j + 1, left, blocks, queries, frags, S0, S1, O, fV, m, l, c, half, so, st, ph, prev, bars, lane
+                )
             else:
                 warpgroup.wait_group(0)
         else:
             warpgroup.wait_group(0)
         return st, ph, prev
 
-    def scores(self, frags, S, part, tile, stage):
+    def scores(self, queries, frags, S, part, tile, stage):
         """Issue S = Q K^T + key-wise bias + pair bias for slice `part` of a stage: one wgmma group."""
-        rQ, rA, fK, fR, fP, fI = frags
+        rA, fK, fR, fP, fI = frags
         for step in range(self.steps):
-            cute.gemm(
-                multiply(self.dtype, False, K, SLICE, step > 0), S, rQ[None, None, step], fK[None, None, step, part, stage], S
-            )
+            tiled = multiply(self.dtype, self.slots == 2, K, SLICE, step > 0)
+            cute.gemm(tiled, S, queries[None, None, step], fK[None, None, step, part, stage], S)
         if self.row:
             cute.gemm(multiply(self.dtype, False, K, SLICE), S, rA[None, None, 0], fR[None, None, 0, (part, stage)], S)
         if self.pair:
@@ -133,13 +184,13 @@ class ForwardSteps:
                 value = cute.math.exp2(fma(S[8 * step + y], c, -m[y // 2 % 2]), fastmath=True)
                 e[y] = value
                 l[y % 4] = l[y % 4] + value
-            tiled = multiply(self.dtype, False, MN, self.D)
+            tiled = multiply(self.dtype, False, MN, 16 * self.steps)
             p = tiled.make_fragment_A(tiled.partition_shape_A((ROWS, 16)))
             cute.make_tensor(p.iterator, cute.make_layout(8)).store(e.load().to(self.dtype))
             P.append(p)
         warpgroup.fence()
         for step in range(2):
-            tiled = multiply(self.dtype, False, MN, self.D, True if step > 0 else keep)
+            tiled = multiply(self.dtype, False, MN, 16 * self.steps, True if step > 0 else keep)
             cute.gemm(tiled, O, P[step][None, None, 0], fV[None, None, part * 2 + step, stage], O)
         warpgroup.commit_group()
 
@@ -150,7 +201,7 @@ class ForwardSteps:
         False: what O and l hold so far is nothing, or too small to count.
         """
         keep = Boolean(True)
-        if arch.vote_all_sync(arch.fmax(m[0], m[1]) < -1e6):
+        if arch.vote_all_sync(arch.fmax(m[0], m[1]) < LOW):
             top = cute.make_rmem_tensor(2, Float32)
             for r in range_constexpr(2):
                 a = S[2 * r]

@@ -18,11 +18,12 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.launch import Kernel, ends, even, free, size, tensor, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
-__all__ = ["TERMS", "Pairs", "Rows"]
+__all__ = ["TERMS", "Pairs", "Rows", "Tiles"]
 
 TERMS = 8
 _THREADS = 128
 _WARPS = _THREADS // 32
+_EACH = 2  # vectors of eight elements that a thread brings over
 
 
 class Rows(Kernel):
@@ -55,10 +56,10 @@ class Rows(Kernel):
 
     @cute.kernel
     def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, keys: Int32, n: Int32):
+        arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
         rb, rn = r // n, r % n
-        arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
         tops = cute.make_tensor(smem.allocate_array(Float32, _WARPS), cute.make_layout(_WARPS))
         lasts = cute.make_tensor(smem.allocate_array(Int32, _WARPS), cute.make_layout(_WARPS))
@@ -121,7 +122,75 @@ class Rows(Kernel):
 
 
 class Pairs(Kernel):
-    """pair_bias [b,h,q,k] of any strides -> the same with rows that start on 16 bytes, and finite where dtype allows."""
+    """pair_bias [b,h,q,k] of any strides -> the same with rows that start on 16 bytes, and finite where dtype allows.
+
+    Args:
+        dtype: cutlass type of the pair bias.
+        width: elements that load at a time (1 or 8).
+    """
+
+    def __init__(self, dtype: Any, width: int):
+        self.dtype, self.width = dtype, width
+        self.name_after(dtype, width=width)
+
+    def arguments(self) -> tuple[Any, ...]:
+        aligned = (even(), even(), even(), 1)
+        stride, align = (aligned, 16) if self.width == 8 else ((free(), free(), free(), free()), 2)
+        pair = tensor(self.dtype, (size(), size(), size(), size()), stride, align)
+        return pair, tensor(self.dtype, (size(), size(), size(), size()), aligned, 16)
+
+    @cute.jit
+    def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+        b, h, q, k = out.shape
+        if const_expr(self.width == 8):
+            blocks = (q * k + 8 * _EACH * _THREADS - 1) // (8 * _EACH * _THREADS)
+            self.wide(pair, out).launch(grid=(blocks, h, b), block=(_THREADS, 1, 1), stream=stream)
+        else:
+            self.single(pair, out).launch(grid=(q, h, b), block=(_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def wide(self, pair: cute.Tensor, out: cute.Tensor):
+        arch.griddepcontrol_launch_dependents()
+        tid, _, _ = arch.thread_idx()
+        block, h, b = arch.block_idx()
+        across = out.shape[3] // 8
+        part = lambda t, i, key: cute.make_tensor(
+            (t.iterator + cute.crd2idx((b, h, i, key), t.layout)).align(16), cute.make_layout(8)
+        )
+        held = [cute.make_rmem_tensor(8, self.dtype) for _ in range(_EACH)]
+        for u in range_constexpr(_EACH):
+            x = (block * _EACH + u) * _THREADS + tid
+            i, key = x // across, x % across * 8
+            if i < out.shape[2]:
+                cute.autovec_copy(part(pair, i, key), held[u])
+        for u in range_constexpr(_EACH):
+            x = (block * _EACH + u) * _THREADS + tid
+            i, key = x // across, x % across * 8
+            if i < out.shape[2]:
+                for y in range_constexpr(8):
+                    held[u][y] = self.clean(held[u][y])
+                cute.autovec_copy(held[u], part(out, i, key))
+
+    @cute.kernel
+    def single(self, pair: cute.Tensor, out: cute.Tensor):
+        arch.griddepcontrol_launch_dependents()
+        tid, _, _ = arch.thread_idx()
+        i, h, b = arch.block_idx()
+        for j in cutlass.range(tid, out.shape[3], _THREADS, unroll=4):
+            value = self.dtype(0.0)
+            if j < pair.shape[3]:
+                value = self.clean(pair[b, h, i, j])
+            out[b, h, i, j] = value
+
+    def clean(self, value: Any) -> Any:
+        return finite(value.to(Float32)).to(self.dtype) if self.dtype is BFloat16 else value
+
+
+class Tiles(Kernel):
+    """pair_bias [b,h,q,k] of any strides -> tiles [b,h,tiles of k,tiles of q,64 * 64], zero past the ends.
+
+    Within a tile it lies as the threads of a warpgroup hold transposed scores: `bwd_dkdv` reads eight numbers at a time.
+    """
 
     def __init__(self, dtype: Any):
         self.dtype = dtype
@@ -129,21 +198,25 @@ class Pairs(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         pair = tensor(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
-        return pair, tensor(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
+        return pair, tensor(self.dtype, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
 
     @cute.jit
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
-        b, h, q, _ = out.shape
-        self.kernel(pair, out).launch(grid=(q, h, b), block=(_THREADS, 1, 1), stream=stream)
+        b, h, of_k, of_q, _ = out.shape
+        self.kernel(pair, out).launch(grid=(b * h * of_k, of_q, 1), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, pair: cute.Tensor, out: cute.Tensor):
         tid, _, _ = arch.thread_idx()
-        i, h, b = arch.block_idx()
-        for j in cutlass.range(tid, out.shape[3], _THREADS, unroll=4):
-            value = self.dtype(0.0)
-            if j < pair.shape[3]:
-                value = pair[b, h, i, j]
-                if const_expr(self.dtype is BFloat16):
-                    value = finite(value.to(Float32)).to(self.dtype)
-            out[b, h, i, j] = value
+        panel, j, _ = arch.block_idx()
+        _, H, of_k, _, _ = out.shape
+        i, h, b = panel % of_k, panel // of_k % H, panel // of_k // H
+        key, query = i * 64 + tid // 32 * 16 + tid % 32 // 4, j * 64 + 2 * (tid % 4)
+        for x in range_constexpr(4):
+            held = cute.make_rmem_tensor(8, self.dtype)
+            for y in range_constexpr(8):
+                k, q = key + y // 2 % 2 * 8, query + 16 * x + y // 4 * 8 + y % 2
+                held[y] = self.dtype(0.0)
+                if k < pair.shape[3] and q < pair.shape[2]:
+                    held[y] = pair[b, h, q, k]
+            cute.autovec_copy(held, cute.local_tile(out[b, h, i, j, None], (8,), (x * _THREADS + tid,)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cutlass import Float32, Int32, select_
+from cutlass import BFloat16, Float32, Int32, cute, select_
 from cutlass.cute import arch, make_tiled_mma, tile_to_shape
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -20,8 +20,10 @@ __all__ = [
     "finite_two",
     "fma",
     "k_major",
+    "mma_m16n8k16",
     "mn_major",
     "multiply",
+    "packed",
     "padded",
     "three_terms",
 ]
@@ -79,6 +81,22 @@ def three_terms(x: Any, dtype: Any) -> tuple[Any, Any, Any]:
     high = x.to(dtype)
     middle = (x - high.to(Float32)).to(dtype)
     return high, middle, (x - high.to(Float32) - middle.to(Float32)).to(dtype)
+
+
+def packed(fragment: Any) -> Any:
+    """A register fragment of 16-bit numbers as 32-bit words."""
+    return cute.recast_tensor(cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32)
+
+
+def mma_m16n8k16(dtype: Any, c: Any, a: Any, b: Any) -> Any:
+    """c + a b of one warp, on packed words; c is a list of four float32."""
+    kind = "bf16" if dtype is BFloat16 else "f16"
+    return arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The exact path of the forward: a query whose sum overflowed, or met NaN, is done again with a running maximum.
+"""The exact path of the forward: queries whose sum overflowed, or met NaN, are done again with a running maximum.
 
-One warp takes one query, a lane a key, in float32 from global memory. It is slow and all but never runs: a bfloat16 query
-comes here when a later score exceeds the best of its first 32 keys by more than 44, a float16 one when by more than 15.
+A warp takes its 16 queries, 16 keys at a time, by the tensor cores' small products, straight from global memory. A bfloat16
+query comes here when a later score exceeds the best of its first 32 keys by more than 44, a float16 one when by more than 15.
 """
 
 from __future__ import annotations
@@ -9,80 +9,150 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute, range_constexpr
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LN2, LOG2E, MASKED
+from evoattn.backends.hopper.primitives import LN2, LOG2E, MASKED, mma_m16n8k16, packed
 
-__all__ = ["redo_query"]
+__all__ = ["QUERIES", "Redo"]
 
-LANES = 32
+QUERIES = 16
+"""Queries of a warp."""
+
+_KEYS = 16  # at a time
 
 
-@cute.jit
-def redo_query(
-    q: cute.Tensor,
-    k: cute.Tensor,
-    v: cute.Tensor,
-    row: Any,
-    pair: Any,
-    o: cute.Tensor,
-    lse: cute.Tensor,
-    b: Int32,
-    n: Int32,
-    h: Int32,
-    i: Int32,
-    terms_row: Int32,
-    scale: Float32,
-    has_row: cutlass.Constexpr,
-    has_pair: cutlass.Constexpr,
-    channels: cutlass.Constexpr,
-):
-    """Write o[b,n,h,i,:] and lse[b,n,h,i]; called by a whole warp."""
-    lane = arch.lane_idx()
-    keys = k.shape[3]
-    each = (channels + LANES - 1) // LANES
-    out = cute.make_rmem_tensor(each, Float32)
-    out.fill(0.0)
-    best, total = -Float32.inf, Float32(0.0)
-    for j0 in cutlass.range(0, keys, LANES, unroll=1):
-        j = j0 + lane
-        s = -Float32.inf
-        if j < keys:
-            s = Float32(0.0)
-            for x in cutlass.range(channels, unroll=8):
-                s += q[b, n, h, i, x].to(Float32) * k[b, n, h, j, x].to(Float32)
-            s = s * scale
-            if cutlass.const_expr(has_row):
-                bias = Float32(0.0)
-                for x in range_constexpr(3):
-                    bias += row[terms_row, j * TERMS + x].to(Float32)
-                s += bias
-                if bias <= MASKED * 0.75 or row[terms_row, j * TERMS + 6].to(Float32) < 0.0:
-                    s = -Float32.inf
-            if cutlass.const_expr(has_pair):
-                s += pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), i, j].to(Float32)
-        top = arch.fmax(best, arch.warp_reduction_max(s))
-        if top != -Float32.inf or arch.vote_any_sync(s != s):
-            weight = cute.math.exp2((s - top) * LOG2E, fastmath=True)
-            shrink = cute.math.exp2((best - top) * LOG2E, fastmath=True)
-            total = total * shrink + arch.warp_reduction_sum(weight)
-            for y in range_constexpr(each):
-                out[y] = out[y] * shrink
-            for kk in cutlass.range(LANES, unroll=8):
-                p = arch.shuffle_sync(weight, kk)
-                if j0 + kk < keys:
-                    for y in range_constexpr(each):
-                        x = lane + LANES * y
-                        if x < channels:
-                            out[y] = out[y] + p * v[b, n, h, j0 + kk, x].to(Float32)
-            best = top
-    dead = total == 0.0
-    for y in range_constexpr(each):
-        x = lane + LANES * y
-        if x < channels:
-            o[b, n, h, i, x] = Float32(cutlass.select_(dead, Float32(0.0), out[y] / total)).to(o.element_type)
-    if lane == 0:
-        value = best + cute.math.log2(total, fastmath=True) * LN2
-        lse[b, n, h, i] = cutlass.select_(dead, -Float32.inf, value)
+class Redo:
+    """What a warp does with queries that it does again.
+
+    A thread, g its lane // 4 and t its lane % 4, holds queries g and g + 8, and of every 8 keys or channels 2 t and 2 t + 1.
+
+    Args:
+        dtype: cutlass type of q, k, v and o.
+        channels: D = C.
+        pair, row: whether there is a pair bias, a key-wise bias.
+    """
+
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool):
+        self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        row: Any,
+        pair: Any,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        b: Int32,
+        n: Int32,
+        h: Int32,
+        first: Int32,
+        r: Int32,
+        scale: Float32,
+    ):
+        """Write o and lse of those of 16 queries from `first` on whose lse is NaN; their key-wise bias is row r."""
+        g, t = arch.lane_idx() // 4, arch.lane_idx() % 4
+        queries, keys = q.shape[3], k.shape[3]
+        steps, tiles = (self.channels + 15) // 16, self.channels // 8
+        at = (first + g, first + g + 8)
+        lines = tuple(cutlass.min(x, queries - 1) for x in at)
+        rQ = tuple(self.words(q[b, n, h, lines[x % 2], None], 8 * (x // 2) + 2 * t) for x in range(4 * steps))
+        best, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        out = cute.make_rmem_tensor((4, tiles), Float32)
+        best.fill(-Float32.inf)
+        total.fill(0.0)
+        out.fill(0.0)
+        for j0 in cutlass.range(0, keys, _KEYS, unroll=1):
+            S = [self.scores(rQ, k, row, pair, b, n, h, lines, j0 + 8 * x, r, scale, g, t, keys) for x in range(2)]
+            p = cute.make_rmem_tensor((2, 2, 2), Float32)  # key of a pair, query, tile
+            for x in range_constexpr(2):
+                top = arch.fmax(arch.fmax(S[0][2 * x], S[0][2 * x + 1]), arch.fmax(S[1][2 * x], S[1][2 * x + 1]))
+                top = arch.fmax(best[x], arch.warp_reduction_max(top, threads_in_group=4))
+                origin = Float32(cutlass.select_(top == -Float32.inf, Float32(0.0), top)) * LOG2E
+                shrink = cute.math.exp2(best[x] * LOG2E - origin, fastmath=True)
+                best[x] = top
+                total[x] = total[x] * shrink
+                for z in range_constexpr(2):
+                    for y in range_constexpr(2):
+                        p[y, x, z] = cute.math.exp2(S[z][2 * x + y] * LOG2E - origin, fastmath=True)
+                        total[x] = total[x] + p[y, x, z]
+                for y in range_constexpr(tiles):
+                    out[2 * x, y] = out[2 * x, y] * shrink
+                    out[2 * x + 1, y] = out[2 * x + 1, y] * shrink
+            short = cute.make_rmem_tensor(8, self.dtype)
+            short.store(p.load().to(self.dtype))
+            P = [packed(short)[x] for x in range(4)]
+            for y in range_constexpr(tiles):
+                B = cute.make_rmem_tensor(4, self.dtype)
+                for x in range_constexpr(4):
+                    key = j0 + 2 * t + x % 2 + 8 * (x // 2)
+                    B[x] = self.dtype(0.0)
+                    if key < keys:
+                        B[x] = v[b, n, h, key, 8 * y + g]
+                sums = mma_m16n8k16(self.dtype, [out[x, y] for x in range(4)], P, [packed(B)[0], packed(B)[1]])
+                for x in range_constexpr(4):
+                    out[x, y] = sums[x]
+        for x in range_constexpr(2):
+            whole = arch.warp_reduction_sum(total[x], threads_in_group=4)
+            dead = whole == 0.0
+            again = Float32(0.0)
+            if at[x] < queries:
+                again = lse[b, n, h, at[x]]
+            arch.sync_warp()  # all have read before one writes
+            if again != again:
+                for y in range_constexpr(tiles):
+                    for z in range_constexpr(2):
+                        value = Float32(cutlass.select_(dead, Float32(0.0), out[2 * x + z, y] / whole))
+                        o[b, n, h, at[x], 8 * y + 2 * t + z] = value.to(self.dtype)
+                if t == 0:
+                    value = best[x] + cute.math.log2(whole, fastmath=True) * LN2
+                    lse[b, n, h, at[x]] = cutlass.select_(dead, -Float32.inf, value)
+
+    @cute.jit
+    def scores(
+        self,
+        rQ,
+        k: cute.Tensor,
+        row: Any,
+        pair: Any,
+        b: Int32,
+        n: Int32,
+        h: Int32,
+        lines,
+        j0: Int32,
+        r: Int32,
+        scale: Float32,
+        g: Int32,
+        t: Int32,
+        keys: Int32,
+    ):
+        """Scores of this thread's two queries and two of 8 keys from j0 on, as an accumulator holds them; -inf past the end."""
+        line = k[b, n, h, cutlass.min(j0 + g, keys - 1), None]
+        S = [Float32(0.0)] * 4
+        for step in range_constexpr((self.channels + 15) // 16):
+            B = [self.words(line, 16 * step + 8 * x + 2 * t) for x in range(2)]
+            S = mma_m16n8k16(self.dtype, S, rQ[4 * step : 4 * step + 4], B)
+        out = cute.make_rmem_tensor(4, Float32)
+        for y in range_constexpr(2):
+            j = j0 + 2 * t + y
+            key = cutlass.min(j, keys - 1)
+            bias, dead = Float32(0.0), j >= keys
+            if const_expr(self.row):
+                terms = [row[r, key * TERMS + x].to(Float32) for x in (0, 1, 2, 6)]
+                bias = terms[0] + terms[1] + terms[2]
+                dead = dead | (bias <= MASKED * 0.75) | (terms[3] < 0.0)
+            for x in range_constexpr(2):
+                s = S[2 * x + y] * scale + bias
+                if const_expr(self.pair):
+                    s += pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), lines[x], key].to(Float32)
+                out[2 * x + y] = cutlass.select_(dead, -Float32.inf, s)
+        return out
+
+    def words(self, line: cute.Tensor, channel: Any) -> Any:
+        """Two channels of a row as a word, zero past the last."""
+        held = cute.recast_tensor(line, Int32)[cutlass.min(channel, self.channels - 2) // 2]
+        return Int32(cutlass.select_(channel < self.channels, held, Int32(0)))

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from evoattn.devices import installed, on_device_of
-from evoattn.layouts import empty
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
 __all__ = [
     "NAME",
     "availability",
-    "backward",
     "copies",
-    "forward",
     "plan_backward",
     "plan_forward",
     "resolve",
@@ -106,26 +103,6 @@ def copies(pair_bias: Tensor | None, n: int) -> list[str]:
     return ["pair_bias: its rows are not 16-byte aligned with stride 1, so it is laid out anew once a call"]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> tuple[Tensor, Tensor]:
-    """o [b,n,h,q,c] and lse [b,n,h,q] of canonical tensors; see `evoattn.backends.triton.fwd`."""
-    tensors = (q, k, v, mask, mask_bias, pair_bias)
-    o = empty((*q.shape[:-1], v.shape[-1]), layout, q)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    plan_forward(*tensors, scale=scale, layout=layout, config=config)(*tensors, o, lse)
-    return o, lse
-
-
 def plan_forward(
     q: Tensor,
     k: Tensor,
@@ -138,36 +115,11 @@ def plan_forward(
     layout: str,
     config: Config,
 ) -> Callable[..., None]:
-    """What computes `forward` for all tensors that lie in memory like these: it takes them, and o and lse to write."""
+    """The forward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.triton import fwd
 
     with _device_of(q):
         return on_device_of(q, fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config))
-
-
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    layout: str,
-    needs: tuple[bool, bool, bool, bool, bool],
-    deterministic: bool,
-    config: Config,
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dmask_bias, dpair_bias, None where `needs` is False; see `evoattn.backends.triton.bwd`."""
-    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
-    run = plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic, config=config)
-    gradients = [empty(x.shape, layout, x) if need else None for x, need in zip((q, k, v), needs, strict=False)]
-    return (*gradients, *run(*tensors, *gradients))
 
 
 def plan_backward(
@@ -188,10 +140,7 @@ def plan_backward(
     deterministic: bool,
     config: Config,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """What computes `backward` for all tensors that lie in memory like these.
-
-    It takes them, and dq, dk and dv to write, and returns dmask_bias and dpair_bias.
-    """
+    """The backward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.triton import bwd
 
     with _device_of(q):

@@ -131,10 +131,10 @@ window.addEventListener("resize", () => {
 
 function bars(node, rows, { unit, reference, label }) {
   // rows: {name, value, text, colour, low, high}
-  const width = Math.max(300, Math.min(820, node.clientWidth || 820)),
-    narrow = width < 560;
-  const left = narrow ? 152 : 190,
-    right = narrow ? 118 : 130,
+  const width = Math.max(300, Math.min(820, node.clientWidth || 820));
+  const room = (texts) => 16 + 6.6 * Math.max(...texts.map((text) => text.length));
+  const left = room(rows.map((row) => row.name)),
+    right = room(rows.map((row) => row.text)),
     step = 26,
     height = rows.length * step + 24;
   if (!rows.length) return node.replaceChildren(make("p", {}, "Nothing to draw here."));

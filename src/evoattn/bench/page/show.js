@@ -10,27 +10,47 @@ function rival(problem) {
   return candidates.sort((a, b) => time(a, state.pass) - time(b, state.pass))[0] || null;
 }
 
+const backends = (found) => [found.backend, found.backward_backend].filter(Boolean);
+const isEven = (value) => Math.abs(value - 1) < 0.03;
+
 function speedup(problem) {
   const ours = time(result(problem, "evoattn"), state.pass),
     theirs = time(rival(problem), state.pass);
   return ours && theirs ? theirs / ours : null;
 }
 
+// The answer to "is it faster, and by how much", of rows {problem, value} in any order.
+function answer(rows) {
+  const against = state.against === "best" ? "the fastest peer" : title(state.against);
+  if (!rows.length) return `Nothing to compare with ${against} here.`;
+  const order = rows.slice().sort((a, b) => a.value - b.value);
+  const [first, last] = [order[0], order[order.length - 1]];
+  const middle = [order[(order.length - 1) >> 1].value, order[order.length >> 1].value];
+  const at = (row) => `${row.value.toFixed(2)}x at ${row.problem.workload.name}`;
+  const count = (test) => rows.filter((row) => test(row.value)).length;
+  const [faster, slower] = [count((value) => value > 1 && !isEven(value)), count((value) => value < 1 && !isEven(value))];
+  return (
+    `${PASS_TITLES[state.pass]}, ${state.dtype}: faster than ${against} at ${faster} of ${rows.length} workloads` +
+    `${slower ? `, slower at ${slower}` : ""}; ${((middle[0] + middle[1]) / 2).toFixed(2)}x in the median, ` +
+    `from ${at(first)} to ${at(last)}.`
+  );
+}
+
 function overview() {
   const against = state.against === "best" ? "the fastest peer of each" : title(state.against);
   $("overview-note").textContent =
-    `${PASS_TITLES[state.pass]}, ${state.dtype}: how many times as fast evoattn is as ${against}; ` +
-    "grey is within 3%. Then milliseconds, the fastest underlined.";
+    `How many times as fast evoattn is as ${against}; grey is within 3%. Then milliseconds, the fastest underlined.`;
   const rows = shown()
     .map((problem) => ({ problem, value: speedup(problem) }))
     .filter((row) => row.value !== null);
+  $("answer").textContent = answer(rows);
   chart($("speedups"), () =>
     bars(
       $("speedups"),
       rows.map(({ problem, value }) => ({
         name: problem.workload.name,
         value,
-        colour: Math.abs(value - 1) < 0.03 ? "var(--even)" : value > 1 ? "var(--good)" : "var(--bad)",
+        colour: isEven(value) ? "var(--even)" : value > 1 ? "var(--good)" : "var(--bad)",
         text: `${value.toFixed(2)}x${state.against === "best" ? " " + rival(problem).name : ""}`,
       })),
       {
@@ -52,6 +72,11 @@ function overview() {
         value === least(present.filter((other) => !isBound(other)).map((other) => time(result(problem, other), state.pass))),
     })),
   ];
+  columns.splice(present.includes("evoattn") ? present.indexOf("evoattn") + 3 : columns.length, 0, {
+    title: "its backend",
+    get: (problem) => backends(result(problem, "evoattn") || {}).join(" / ") || null,
+    show: (text) => text || "–",
+  });
   table(
     $("times"),
     columns,
@@ -62,7 +87,7 @@ function overview() {
 
 function reason(found) {
   return [
-    found.name === "evoattn" && found.backend ? `backend ${found.backend}` : "",
+    found.name === "evoattn" && found.backend ? `backend ${backends(found).join(", backward ")}` : "",
     found.reason ? `${found.status}: ${found.reason}` : "",
   ]
     .filter(Boolean)
@@ -174,12 +199,15 @@ function growth() {
 }
 
 function limits() {
-  const { exp2_per_s: exp2, copy_bytes_per_s: copy, how } = data.ceilings || {};
+  const { exp2_per_s: exp2, copy_bytes_per_s: copy, product_flops_per_s: products, how } = data.ceilings || {};
+  const product = (products || {})[state.dtype];
   $("limits-note").textContent =
     exp2 || copy
       ? `Measured in this run: ${number(exp2 ? exp2 / 1e9 : null)} · 10⁹ exp2/s, ` +
-        `${number(copy ? copy / 1e9 : null)} GB/s (${how}). ` +
-        "A forward takes one exponential a score and so does a backward; the bytes are those of inputs and output, once."
+        `${number(copy ? copy / 1e9 : null)} GB/s, ` +
+        `${number(product ? product / 1e12 : null)} Tflop/s of ${state.dtype} products (${how}). ` +
+        "A score takes one exponential in either pass, and for each channel 4 operations forward and 10 backward; the bytes are " +
+        "those of inputs and output, once, and twice that backward."
       : `No ceilings were measured${how ? `: ${how}` : ""}.`;
   const percent = (value) => (value === null ? "–" : `${(100 * value).toPrecision(2)}%`);
   const share = (name, pass, amount, ceiling) => (problem) => {
@@ -191,9 +219,12 @@ function limits() {
     { title: "workload", get: (problem) => problem.workload.name, show: (text) => text },
     { title: "exp2, forward", get: share("evoattn", "forward", scores, exp2), show: percent },
     { title: "exp2, backward", get: share("evoattn", "backward", scores, exp2), show: percent },
+    { title: "products, forward", get: share("evoattn", "forward", (p) => 4 * p.workload.d * scores(p), product), show: percent },
+    { title: "products, backward", get: share("evoattn", "backward", (p) => 10 * p.workload.d * scores(p), product), show: percent },
     { title: "bandwidth, forward", get: share("evoattn", "forward", (problem) => problem.bytes, copy), show: percent },
+    { title: "bandwidth, backward", get: share("evoattn", "backward", (problem) => 2 * problem.bytes, copy), show: percent },
   ];
-  $("ceilings").parentNode.hidden = !exp2 && !copy;
+  $("ceilings").parentNode.hidden = !exp2 && !copy && !product;
   table(
     $("ceilings"),
     columns,
@@ -306,13 +337,12 @@ function start() {
     $("state").textContent = "This record holds no problem: the run ended before the first was done.";
     return;
   }
-  $("state").textContent =
-    {
-      interrupted: "The run was interrupted: what was measured until then is here.",
-      "out of time": "The run's budget ended before all was measured: what is missing says so.",
-    }[data.finished] ||
-    (data.settings || {}).note ||
-    "";
+  const ended = {
+    interrupted: "The run was interrupted: what was measured until then is here.",
+    "out of time": "The run's budget ended before all was measured: what is missing says so.",
+  }[data.finished];
+  const note = (data.settings || {}).note;
+  $("state").textContent = [ended, note && `Note: ${note}.`].filter(Boolean).join(" ");
   const dtypes = unique(problems.map((problem) => problem.dtype));
   radios(
     "dtype",

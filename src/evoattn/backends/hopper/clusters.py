@@ -1,0 +1,53 @@
+"""How many clusters of blocks a card runs at a time: each stays within a part of it, so that processors may be left over."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+__all__ = ["resident_clusters"]
+
+_NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
+
+
+@functools.cache
+def resident_clusters(size: int, shared: int, device: torch.device) -> int:
+    """Clusters of `size` blocks, each of which fills a processor with `shared` bytes of shared memory."""
+    number = torch.cuda.current_device() if device.index is None else device.index
+    context = _checked(driver.cuDevicePrimaryCtxRetain(number))  # torch's; a thread of autograd may have none current
+    _checked(driver.cuCtxPushCurrent(context))
+    try:
+        return _ask(size, shared)
+    finally:
+        _checked(driver.cuCtxPopCurrent())
+        _checked(driver.cuDevicePrimaryCtxRelease(number))
+
+
+def _ask(size: int, shared: int) -> int:
+    module = _checked(driver.cuModuleLoadData(_NOTHING))
+    kernel = _checked(driver.cuModuleGetFunction(module, b"nothing"))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuFuncSetAttribute(kernel, limit, shared))
+    shape = driver.CUlaunchAttribute()
+    shape.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    value = driver.CUlaunchAttributeValue()
+    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = size, 1, 1
+    shape.value = value
+    launch = driver.CUlaunchConfig()
+    launch.gridDimX, launch.gridDimY, launch.gridDimZ = size, 1, 1
+    launch.blockDimX, launch.blockDimY, launch.blockDimZ = 128, 1, 1
+    launch.sharedMemBytes, launch.attrs, launch.numAttrs = shared, [shape], 1
+    clusters: int = _checked(driver.cuOccupancyMaxActiveClusters(kernel, launch))
+    _checked(driver.cuModuleUnload(module))
+    return clusters
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """What the driver gave besides its status."""
+    status, *given = answer
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver: {status.name}")
+    return given[0] if given else None

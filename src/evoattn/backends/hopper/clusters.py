@@ -15,15 +15,22 @@ _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry noth
 
 @functools.cache
 def resident_clusters(size: int, shared: int, device: torch.device) -> int:
-    """Clusters of `size` blocks, each of which fills a processor with `shared` bytes of shared memory."""
+    """Clusters of `size` blocks, each of which fills a processor with `shared` bytes of shared memory.
+
+    Raises:
+        RuntimeError: a part of a card that has been divided may be too small for any.
+    """
     number = torch.cuda.current_device() if device.index is None else device.index
     context = _checked(driver.cuDevicePrimaryCtxRetain(number))  # torch's; a thread of autograd may have none current
     _checked(driver.cuCtxPushCurrent(context))
     try:
-        return _ask(size, shared)
+        clusters = _ask(size, shared)
     finally:
         _checked(driver.cuCtxPopCurrent())
         _checked(driver.cuDevicePrimaryCtxRelease(number))
+    if clusters == 0:
+        raise RuntimeError(f"this device has no room for {size} blocks that work together: name backend='triton'")
+    return clusters
 
 
 def _ask(size: int, shared: int) -> int:

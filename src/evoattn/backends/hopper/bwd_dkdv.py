@@ -308,7 +308,7 @@ class KeyGradients(KeySteps, Kernel):
                     n = row_at(m, N, known)
                     if const_expr(self.row):
                         self.load_row(own, row, b * row_b + n * row_n, k0)
-                    self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane)
+                    self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kp)
                     kp ^= 1
                     arch.mbarrier_wait(full + s * ST + st, ph)
                     self.preload(S, mine, 0)
@@ -319,6 +319,7 @@ class KeyGradients(KeySteps, Kernel):
                         arch.mbarrier_wait(bfull + bt, bp)
                         self.take_bias(bias, ring, bt, 0, wt)
                     warpgroup.wait_group(0)
+                    release(kempty + s, lane)  # a product has used k and v: only then have they left shared memory
                 while m < count:
                     n = row_at(m, N, known)
                     more = m + NS < count
@@ -340,7 +341,7 @@ class KeyGradients(KeySteps, Kernel):
                                 if last:
                                     nu = Int32(0)
                                     if more:
-                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane)
+                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kp)
                                         kp ^= 1
                                 if const_expr(self.streamed):
                                     release(bempty + bt, lane)
@@ -360,6 +361,8 @@ class KeyGradients(KeySteps, Kernel):
                                 self.take_bias(bias, ring, bt, 1 - u, wt)
                             warpgroup.wait_group(0)
                         release(empty + so + old, lane)
+                    if more:
+                        release(kempty + s, lane)
                     arch.cp_async_bulk_wait_group(0, read=True)
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, exp2, release
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, exp2
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LOG2E, MASKED, fma, multiply, packed
 
@@ -40,13 +40,11 @@ class KeySteps:
             for y, word in enumerate((0, 1) if self.dtype is BFloat16 else (0, 1, 3)):
                 own[3 * x + y] = words[r, (k0 + 8 * x) * (TERMS // 2) + word]
 
-    def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, kfull, kempty, kp, lane):
+    def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, kfull, kp):
         """k and v of 64 keys into registers, and what meets a query's words: 1 1 1 hi hi hi lo veto, 0 0 0 mid mid 0 0 veto"""
         arch.mbarrier_wait(kfull + s, kp)
         for x, to in enumerate((rK, rV)):
             cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
-        arch.sync_warp()
-        release(kempty + s, lane)
         one = 0x3F80 if self.dtype is BFloat16 else 0x3C00
         pick = lambda *of: cutlass.select_(
             t4 == 0, of[0], cutlass.select_(t4 == 1, of[1], cutlass.select_(t4 == 2, of[2], of[3]))

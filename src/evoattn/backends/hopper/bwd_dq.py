@@ -366,7 +366,6 @@ class QueryGradients(QuerySteps, Kernel):
                 arch.mbarrier_wait(qfull, qp)
                 self.take_rows(ldm, rows, qp, rQ, rG, rO, nl, nd, sN, wid, lane)
                 arch.sync_warp()
-                release(qempty, lane)
                 qp ^= 1
                 arch.mbarrier_wait(full + s * ST + st, ph)
                 self.preload(S, mine, 0)
@@ -374,6 +373,7 @@ class QueryGradients(QuerySteps, Kernel):
                 self.scores(S, T, rQ, fG[None, None, None, 2 + (qp ^ 1)], ones, fK, fV, fR, 0, s * ST + st)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
+                release(qempty, lane)  # a product has used q: only then has it left shared memory
                 count = n1 - n0
                 for k in cutlass.range(count, unroll=1):
                     more = k + 1 < count
@@ -391,7 +391,6 @@ class QueryGradients(QuerySteps, Kernel):
                                 arch.mbarrier_wait(qfull, qp)
                                 self.take_rows(ldm, rows, qp, rQ, rG, rO, nl, nd, sN, wid, lane)
                                 arch.sync_warp()
-                                release(qempty, lane)
                                 qp ^= 1
                                 arch.mbarrier_wait(full + so + st, ph)
                         elif const_expr(u % SL == SL - 1):
@@ -407,6 +406,8 @@ class QueryGradients(QuerySteps, Kernel):
                         warpgroup.wait_group(0)
                         if const_expr(u % SL == SL - 1):
                             release(empty + so + old, lane)
+                    if more:
+                        release(qempty, lane)
                     # ---- dq of this row: one warpgroup in turn adds what the others leave in shared memory
                     if s != turn:
                         if it > 0:

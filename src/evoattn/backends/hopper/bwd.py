@@ -6,6 +6,7 @@ or the pair bias is wanted, `bwd_preprocess` finds them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +22,8 @@ from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, query_variant
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, TILE
 from evoattn.backends.hopper.clusters import resident_clusters
-from evoattn.backends.hopper.fwd import fold, loads_wide, row_plan
-from evoattn.backends.hopper.launch import compiled, types
+from evoattn.backends.hopper.fwd import contiguous, fold, loadable, row_plan
+from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.prepare import Tiles
 
 __all__ = ["plan_backward"]
@@ -40,94 +41,97 @@ def plan_backward(
     first, second = of_q or of_pair, of_k or of_v
     factor, unit = fold(scale)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    given = (1, 1, 1, 1) if pair_bias is None else tuple(pair_bias.shape)
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
 
-    chosen: dict[str, Any] = (query_variant(d, lk, pair_bias is not None) if first else None) or {
-        "groups": 0,
-        "slices": 0,
-        "cluster": 1,
-    }
-    split = {name: chosen[name] for name in ("groups", "slices", "cluster")}
-    room = math.prod(split.values()) * SLICE if first else key_panels * ROWS
-    terms = row_plan(mask, mask_bias, q, lk, room=room, always=lk != room)
-    vector = pair_bias is not None and lk % 2 == 0 and _by_two(pair_bias)
-    has = {"pair": pair_bias is not None, "row": terms is not None}
-    partial = of_pair and deterministic
+    nothing: dict[str, Any] = {"groups": 0, "slices": 0, "cluster": 1}
+    chosen = (query_variant(d, lk, pair_bias is not None) if first else None) or nothing
+    split = {name: chosen[name] for name in nothing}
     cluster = split["cluster"]
     at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, device)
     clusters, key_blocks = min(at_once, b * h * panels * n), min(processors, b * h * key_panels * n)
+    keys_of_terms = math.prod(split.values()) * SLICE if first else key_panels * ROWS
+    terms = row_plan(mask, mask_bias, q, lk, room=keys_of_terms, always=lk != keys_of_terms)
+    has = {"pair": pair_bias is not None, "row": terms is not None}
+    partial = of_pair and deterministic
+
+    # How all that the kernels see lies in memory. In the place of what is not there they get another address, and do not look.
+    like = functools.partial(torch.empty, device="meta", dtype=torch.float32)
+    inputs: dict[str, Tensor] = {}
+    changes: dict[int, Callable[[Tensor], Tensor]] = {}
+    for i, name, x in ((0, "do", do), (2, "q", q), (3, "k", k), (4, "v", v), (8, "o", o)):
+        inputs[name], changes[i] = loadable(o if x is None else x, factor if name == "q" else 1.0)
+    of_lse, change_dlse = (lse, None) if dlse is None else contiguous(dlse)
+    nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
+    pair = nowhere if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)
+    row, row_b, row_n = (like(1, 8), 0, 0) if terms is None else (terms.like, terms.row_b, terms.row_n)
+    stats = like(b, n, h, panels * TILE)
+    outputs = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
+
+    # d(pair bias): where blocks add to it, or leave their parts of it; axes of size 1 are summed at last, in float32
+    given = (1, 1, 1, 1) if pair_bias is None else tuple(pair_bias.shape)
+    whole = given == (b, h, lq, lk)
+    over = tuple(axis for axis, size in enumerate(given) if size == 1 and (b, h, lq, lk)[axis] != 1 and (partial or axis > 1))
+    sums = like(b, h, lq, lk, dtype=q.dtype if whole else torch.float32) if partial else like(*given[:2], lq, -(-lk // 4) * 4)
+    parts = like((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4) if partial else sums
+
     query_kernel = key_kernel = statistics = total = tiles = None
     if first:
         wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial}
-        query_kernel = compiled(QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector or pair_bias is None))
+        vector = pair_bias is None or (lk % 2 == 0 and _by_two(pair_bias))
+        tensors = (*(inputs[name] for name in ("q", "k", "v", "o", "do")), pair, row, lse, of_lse, stats, outputs[0])
+        numbers = (unit, row_b, row_n, clusters * cluster)
+        made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector)
+        query_kernel = plan(made, device, *tensors, parts if of_pair else nowhere[..., :4], *numbers)
+    elif second:
+        found = Statistics(dtype, d, dlse=dlse is not None)
+        statistics = plan(found, device, inputs["o"], inputs["do"], lse, of_lse, stats, unit)
+    if partial:
+        summed = PanelSum(types[sums.dtype], **split, vector=lk % 2 == 0)
+        total = plan(summed, device, parts, sums, n, clusters)
+    laid = like(*given[:2], key_panels, panels, ROWS * ROWS, dtype=q.dtype)
     if second:
         variant = key_variant(d, lq, pair_bias is not None)
-        key_kernel = compiled(KeyGradients(dtype, d, **has, **variant))  # type: ignore[arg-type]
-        tiles = compiled(Tiles(dtype)) if variant["ring"] else None
-        if not first:
-            statistics = compiled(Statistics(dtype, d, dlse=dlse is not None))
-    whole = given == (b, h, lq, lk)  # otherwise sums over axes of size 1 are still to be taken, in float32
-    if partial:
-        total = compiled(PanelSum(dtype if whole else types[torch.float32], **split, vector=lk % 2 == 0))
-    shape_of_parts = ((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4)
-    shape_of_tiles = (*given[:2], key_panels, panels, ROWS * ROWS)
-    sums = (b, h, lq, lk) if partial else (*given[:2], lq, -(-lk // 4) * 4)
-    summed_dtype = q.dtype if partial and whole else torch.float32
-    over = tuple(axis for axis, size in enumerate(given) if size == 1 and (b, h, lq, lk)[axis] != 1)
-    if not partial:
-        over = tuple(axis for axis in over if axis > 1)
-
-    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
-    views: list[Any] = [None if x is None else (x.shape, x.stride()) for x in tensors]
-    if pair_bias is not None:
-        views[7] = ((*given[:2], lq, lk), pair_bias.expand(-1, -1, lq, lk).stride())
-    copied = [i for i in (0, 2, 3, 4, 8) if tensors[i] is not None and not loads_wide(tensors[i])]  # type: ignore[arg-type]
-    likes = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
-    stored = [(x.shape, x.stride()) for x in likes]
-    statistics_shape = (b, n, h, panels * TILE)
+        tiles = plan(Tiles(dtype), device, pair, laid) if variant["ring"] else None
+        tensors = (*(inputs[name] for name in ("q", "k", "v", "do")), laid if tiles else pair, row, stats, *outputs[1:])
+        made = KeyGradients(dtype, d, **has, **variant)  # type: ignore[arg-type, assignment]
+        key_kernel = plan(made, device, *tensors, unit, row_b, row_n, key_blocks)
 
     def run(*tensors: Any) -> tuple[None, Tensor | None]:
-        seen: list[Any] = [x if x is None else x.as_strided(*view) for x, view in zip(tensors[:10], views, strict=True)]
-        if factor != 1.0:
-            seen[2] = seen[2] * factor
-        for i in copied:
-            seen[i] = seen[i].contiguous()
-        do, dlse, q, k, v, mask, mask_bias, pair, o, lse = seen
-        do = torch.zeros_like(o) if do is None else do
-        dq, dk, dv = (
-            torch.empty_strided(*how, dtype=q.dtype, device=device) if x is None else x.as_strided(*how)
-            for x, how in zip(tensors[10:], stored, strict=True)
-        )
-        row, _, row_b, row_n = terms(mask, mask_bias) if terms is not None else (k.as_strided((1, 8), (8, 1)), None, 0, 0)
-        pair = k.as_strided((1, 1, lq, lk), (0, 0, 0, 1)) if pair is None else pair
-        stats = torch.empty(statistics_shape, dtype=torch.float32, device=device)
-        of_lse = lse if dlse is None else dlse.contiguous()
+        do = torch.zeros_like(tensors[8]) if tensors[0] is None else tensors[0]
+        do, q, k, v, o = (changes[i](x) for i, x in zip(changes, (do, *tensors[2:5], tensors[8]), strict=True))
+        _, dlse, _, _, _, mask, mask_bias, pair, _, lse = tensors[:10]
+        dq, dk, dv = (new(how) if x is None else x for x, how in zip(tensors[10:], outputs, strict=True))
+        dlse = lse if change_dlse is None else change_dlse(dlse)
+        pair = k if pair is None else pair
+        row = k if terms is None else terms.make(mask, mask_bias)[0]
+        statistic = new(stats)
         dpair = None
         if query_kernel is not None:
-            room = lse.as_strided((1, 1, lq, 4), (0, 0, 0, 1))
+            room = lse
             if partial:
-                room = torch.empty(shape_of_parts, dtype=torch.float32, device=device)
+                room = new(parts)
             elif of_pair:
-                room = dpair = torch.zeros(sums, dtype=torch.float32, device=device)
-            query_kernel(q, k, v, o, do, pair, row, lse, of_lse, stats, dq, room, unit, row_b, row_n, clusters * cluster)
+                room = dpair = torch.zeros(sums.shape, dtype=sums.dtype, device=device)
+            query_kernel(q, k, v, o, do, pair, row, lse, dlse, statistic, dq, room)
             if total is not None:
-                dpair = torch.empty(sums, dtype=summed_dtype, device=device)
-                total(room, dpair, n, clusters)
+                dpair = new(sums)
+                total(room, dpair)
             if factor != 1.0:
                 dq.mul_(factor)
         elif statistics is not None:
-            statistics(o, do, lse, of_lse, stats, unit)
+            statistics(o, do, lse, dlse, statistic)
         if key_kernel is not None:
             if tiles is not None:
-                laid = torch.empty(shape_of_tiles, dtype=q.dtype, device=device)
-                tiles(pair, laid)
-                pair = laid
-            key_kernel(q, k, v, do, pair, row, stats, dk, dv, unit, row_b, row_n, key_blocks)
+                bias, pair = pair, new(laid)
+                tiles(bias, pair)
+            key_kernel(q, k, v, do, pair, row, statistic, dk, dv)
         if dpair is None:
             return None, None
         dpair = dpair[..., :lk]
         return None, (dpair.sum(over, keepdim=True) if over else dpair).to(q.dtype)
+
+    def new(how: Tensor) -> Tensor:
+        return torch.empty_strided(how.shape, how.stride(), dtype=how.dtype, device=device)
 
     return run
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from evoattn import layouts
 from evoattn.backends.hopper.fwd_kernel import CHAIN, HALVES, KEYS, ROWS, Forward
-from evoattn.backends.hopper.launch import compiled, types
+from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows
 from evoattn.backends.hopper.primitives import padded
 
-__all__ = ["fold", "loads_wide", "plan_forward", "row_plan"]
+__all__ = ["contiguous", "fold", "loadable", "loads_wide", "plan_forward", "row_plan"]
 
 _SCALES = (2.0**-12, 2.0**12)
 
@@ -27,73 +27,103 @@ def plan_forward(
     """A function of (q, k, v, mask, mask_bias, pair_bias, o, lse) that writes o and lse."""
     b, n, h, lq, d = q.shape
     lk = k.shape[3]
-    dtype = types[q.dtype]
+    dtype, device = types[q.dtype], q.device
     factor, unit = fold(scale)
     row = mask is not None or mask_bias is not None or lk % KEYS != 0
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
     pair = None if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)  # one query or key is read along all of them
     wide = pair_bias is not None and pair_bias.shape[3] == lk and lk % 8 == 0 and loads_wide(pair_bias)
-    laid = pair is not None and (not resident or pair.stride(3) != 1)
+    laid = pairs = None
+    if pair is not None and (not resident or pair.stride(3) != 1):
+        laid = q.new_empty((*pair.shape[:3], -(-lk // 8) * 8), device="meta")
+        pairs = plan(Pairs(dtype, 8 if wide else 1), device, pair, laid)
     exact = pair is None or _exact(1.0 / unit, q.dtype)
-    variant = Forward(dtype, d, pair=pair is not None, row=row, exact=exact, resident=resident, aligned=laid or wide)
-    kernel = compiled(variant)
-
-    terms = row_plan(mask, mask_bias, q, lk, always=row)
-    pairs = compiled(Pairs(dtype, 8 if wide else 1)) if laid else None
-    pair_shape = () if pair is None else (*pair.shape[:3], -(-lk // 8) * 8)
+    aligned = wide or laid is not None
+    variant = Forward(dtype, d, pair=pair is not None, row=row, exact=exact, resident=resident, aligned=aligned)
 
     panels = -(-lq // (HALVES * ROWS))
-    blocks = min(torch.cuda.get_device_properties(q.device).multi_processor_count, b * n * h * panels)
+    blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, b * n * h * panels)
     deal = min(max(round(blocks / (b * h * panels)), 1), n)
-    numbers = (unit, deal, blocks)
 
-    copied = [i for i, x in enumerate((q, k, v)) if not loads_wide(x)]
-    views: list[Any] = [None if x is None else (x.shape, x.stride()) for x in (q, k, v, mask, mask_bias, pair)]
-    out = layouts.empty(q.shape, layout, q.new_empty(0, device="meta"))
-    device = q.device
+    terms = row_plan(mask, mask_bias, q, lk, always=row)
+    of_rows = (None, None, 0, 0) if terms is None else (terms.like, terms.ends, terms.row_b, terms.row_n)
+    (q, change_q), (k, change_k), (v, change_v) = loadable(q, factor), loadable(k), loadable(v)
+    o = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta"))
+    lse = torch.empty((b, n, h, lq), device="meta", dtype=torch.float32)
+    seen = pair if laid is None else laid
+    kernel = plan(variant, device, q, k, v, *of_rows[:2], seen, o, lse, *of_rows[2:], unit, deal, blocks)
 
     def run(*tensors: Any) -> None:
-        seen: list[Any] = [x if x is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
-        if factor != 1.0:
-            seen[0] = seen[0] * factor
-        for i in copied:
-            seen[i] = seen[i].contiguous()
-        q, k, v, mask, mask_bias, pair_bias = seen
-        o, lse = tensors[6].as_strided(out.shape, out.stride()), tensors[7].view(b, n, h, lq)
+        q, k, v, mask, mask_bias, pair, o, lse = tensors
+        q, k, v = change_q(q), change_k(k), change_v(v)
         if pairs is not None:
-            given, pair_bias = pair_bias, torch.empty(pair_shape, dtype=q.dtype, device=device)
-            pairs(given, pair_bias)
+            given, pair = pair, torch.empty(laid.shape, dtype=q.dtype, device=device)  # type: ignore[union-attr]
+            pairs(given, pair)
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
-        row, ends, row_b, row_n = terms(mask, mask_bias) if terms is not None else (None, None, 0, 0)
-        kernel(q, k, v, row, ends, pair_bias, o, lse, row_b, row_n, *numbers)
+        row, ends = (None, None) if terms is None else terms.make(mask, mask_bias)
+        kernel(q, k, v, row, ends, pair, o, lse)
 
     return run
 
 
+class KeyTerms(NamedTuple):
+    """What makes the terms of a key-wise bias, once a call.
+
+    Args:
+        make: mask and mask_bias -> the terms [r, keys * TERMS], and how many keys each row has up to the last that is not
+            masked, int32 [r].
+        like, ends: how both lie in memory.
+        row_b, row_n: how far r goes from one b, and one n, to the next.
+    """
+
+    make: Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+    like: Tensor
+    ends: Tensor
+    row_b: int
+    row_n: int
+
+
 def row_plan(
     mask: Tensor | None, mask_bias: Tensor | None, q: Tensor, lk: int, *, room: int = 0, always: bool
-) -> Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor, int, int]] | None:
-    """What makes the terms of a key-wise bias for at least `room` keys, or None where there is none and `always` is False.
-
-    It takes mask and mask_bias and returns the terms [r, keys * TERMS], each row's number of keys up to the last that is not
-    masked, int32 [r], and how far r goes from one b, and one n, to the next.
-    """
+) -> KeyTerms | None:
+    """The terms of a key-wise bias for at least `room` keys; None where there is none and `always` is False."""
     if mask is None and mask_bias is None and not always:
         return None
     bias_type = None if mask_bias is None else types[mask_bias.dtype]
-    kernel = compiled(Rows(types[q.dtype], mask=mask is not None, bias=bias_type))
     given = [x.shape[:2] for x in (mask, mask_bias) if x is not None]
     of_b = max((shape[0] for shape in given), default=1)
     of_n = max((shape[1] for shape in given), default=1)
     shape = (of_b * of_n, -(-max(lk, room) // KEYS) * KEYS * TERMS)
     dtype, device = q.dtype, q.device
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    ends = torch.empty(shape[:1], dtype=torch.int32, device="meta")
+    kernel = plan(Rows(types[dtype], mask=mask is not None, bias=bias_type), device, mask, mask_bias, like, ends, lk, of_n)
 
-    def terms(mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
-        made, ends = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:1], dtype=torch.int32, device=device)
-        kernel(None if mask is None else mask.view(torch.uint8), mask_bias, made, ends, lk, of_n)
-        return made, ends, of_n if of_b > 1 else 0, int(of_n > 1)
+    def make(mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        terms, ends = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:1], dtype=torch.int32, device=device)
+        kernel(mask, mask_bias, terms, ends)
+        return terms, ends
 
-    return terms
+    return KeyTerms(make, like, ends, of_n if of_b > 1 else 0, int(of_n > 1))
+
+
+def loadable(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """How q, k, v, o or do lies in memory for the kernels, and what makes it so: a copy where it is multiplied by something, or
+    its rows do not start on 16 bytes."""
+    if factor == 1.0 and loads_wide(x):
+        return x, lambda x: x
+    return contiguous(x, factor)
+
+
+def contiguous(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """How a copy of a tensor lies in memory, and what makes it."""
+    shape, stride = x.shape, x.stride()
+
+    def change(x: Tensor) -> Tensor:
+        seen = x.as_strided(shape, stride)
+        return (seen if factor == 1.0 else seen * factor).contiguous()
+
+    return torch.empty(shape, dtype=x.dtype, device="meta"), change
 
 
 def fold(scale: float) -> tuple[float, float]:

@@ -1,26 +1,45 @@
-"""Compiled kernels: made once, kept in memory and on disk, called with torch tensors.
+"""Compiled kernels: made once, kept in memory and on disk, planned once for tensors that lie in memory alike.
 
 The compiler takes 2 to 4 s a kernel. What it makes is an object file of about 150 KB, which later processes load in 25 ms.
+A launch takes addresses: sizes and strides are packed when it is planned, so that a call makes no views of its tensors.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import os
 import pathlib
 import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import torch
-from cutlass import cute
-from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
+import tvm_ffi
+from cutlass import Int32, Int64, cute
+from cutlass.cute.runtime import load_module, make_fake_stream
 
 from evoattn import cache
 
-__all__ = ["Kernel", "build", "channels", "compiled", "ends", "even", "free", "size", "tensor", "terms", "types"]
+__all__ = [
+    "Kernel",
+    "Stand",
+    "build",
+    "channels",
+    "compiled",
+    "ends",
+    "even",
+    "free",
+    "plan",
+    "size",
+    "tensor",
+    "terms",
+    "types",
+]
 
 types = {
     torch.bfloat16: cutlass.BFloat16,
@@ -48,9 +67,27 @@ def even() -> Any:
     return cute.sym_int64(divisibility=8)
 
 
-def tensor(dtype: Any, shape: tuple[Any, ...], stride: tuple[Any, ...], align: int) -> Any:
-    """What stands for a tensor when a kernel is compiled."""
-    return make_fake_tensor(dtype, shape, stride, assumed_align=align)
+@dataclasses.dataclass(frozen=True)
+class Stand:
+    """What stands for a tensor when a kernel is compiled: numbers that are fixed, and symbols for those that are not.
+
+    Args:
+        dtype: cutlass type of its elements.
+        shape, stride: a number, or a symbol of `size`, `free` or `even`; one symbol is one number wherever it stands.
+        align: bytes that divide its address.
+    """
+
+    dtype: Any
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    align: int
+
+    def extents(self) -> tuple[Any, ...]:
+        """Sizes, then strides."""
+        return (*self.shape, *self.stride)
+
+
+tensor = Stand
 
 
 def channels(dtype: Any, sizes: tuple[Any, ...], d: int) -> Any:
@@ -99,6 +136,10 @@ class Kernel:
         """What stands for the arguments of `__call__` when it is compiled, without the stream; sizes and strides open."""
         raise NotImplementedError
 
+    def __call__(self, *arguments: Any) -> None:
+        """Start the kernel, in its host function's own language."""
+        raise NotImplementedError
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kernel) and self.name == other.name
 
@@ -106,14 +147,93 @@ class Kernel:
         return hash(self.name)
 
 
+def symbols(stands: tuple[Any, ...]) -> list[Any]:
+    """The symbols of all tensors, each once, in the order in which a launch takes their numbers."""
+    found: dict[int, Any] = {}
+    for stand in stands:
+        if isinstance(stand, Stand):
+            found.update((id(x), x) for x in stand.extents() if not isinstance(x, int))
+    return list(found.values())
+
+
+class Launch:
+    """A kernel as it is compiled: it takes the numbers of all symbols at once, and addresses in place of tensors."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel, self.stands = kernel, kernel.arguments()
+
+    @cute.jit
+    def __call__(self, extents: cute.Shape, stream: cuda.CUstream, *values):
+        self.kernel(*self.arguments(extents, iter(values)), stream)
+
+    def arguments(self, extents: Any, values: Iterator[Any]) -> Iterator[Any]:
+        """The kernel's own arguments: tensors, None and numbers."""
+        known = {
+            id(symbol): cute.assume(extents[i], divby=symbol.divisibility) for i, symbol in enumerate(symbols(self.stands))
+        }
+        for stand in self.stands:
+            if isinstance(stand, Stand):
+                pointer = cute.make_ptr(stand.dtype, next(values), cute.AddressSpace.gmem, assumed_align=stand.align)
+                shape, stride = (tuple(known.get(id(x), x) for x in axes) for axes in (stand.shape, stand.stride))
+                yield cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+            else:
+                yield None if stand is None else next(values)
+
+
 def build(kernel: Kernel) -> Any:
     """Compile a kernel for compute capability 9.0, on any machine."""
-    return cute.compile(kernel, *kernel.arguments(), make_fake_stream(use_tvm_ffi_env_stream=True), options=_OPTIONS)
+    stands = kernel.arguments()
+    extents = tuple((Int32 if symbol.width == 32 else Int64)(symbol.divisibility) for symbol in symbols(stands))
+    values = [Int64(0) if isinstance(stand, Stand) else stand for stand in stands if stand is not None]
+    return cute.compile(Launch(kernel), extents, make_fake_stream(), *values, options=_OPTIONS)
+
+
+def fits(symbol: Any, value: int, extents: dict[int, int]) -> bool:
+    """Whether a number may stand where a symbol does, or a fixed number; `extents` keeps what each symbol is."""
+    if isinstance(symbol, int):
+        return value == symbol
+    return value % symbol.divisibility == 0 and extents.setdefault(id(symbol), value) == value
+
+
+def strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """The strides of a tensor; that of an axis of size 1, which nobody takes, is whatever the kernel wants."""
+    wanted = [x if isinstance(x, int) else x.divisibility for x in stand.stride]
+    return [want if size == 1 else given for size, given, want in zip(shape, stride, wanted, strict=True)]
+
+
+def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
+    """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of the tensors alone.
+
+    Args:
+        kernel: compiled if it is not yet.
+        device: where the tensors will be.
+        arguments: tensors, on any device, None and numbers, as `kernel.arguments()` has them. Tensors give their shape and
+            strides, and are not kept; numbers stay what they are.
+    """
+    function = compiled(kernel)
+    stands = kernel.arguments()
+    extents: dict[int, int] = {}
+    numbers = []
+    for stand, given in zip(stands, arguments, strict=True):
+        if isinstance(stand, Stand):
+            values = (*given.shape, *strides(stand, given.shape, given.stride()))
+            if not all(fits(symbol, x, extents) for symbol, x in zip(stand.extents(), values, strict=True)):
+                raise ValueError(f"{kernel.name} takes no tensor of shape {tuple(given.shape)}, strides {given.stride()}")
+        elif stand is not None:
+            numbers.append(given)
+    known = tvm_ffi.Shape(tuple(extents[id(symbol)] for symbol in symbols(stands)))
+    index = device.index
+    stream = torch._C._cuda_getCurrentRawStream  # what Triton and torch's own compiler ask; torch.cuda wraps it in an object
+
+    def launch(*tensors: torch.Tensor | None) -> None:
+        function(known, stream(index), *[x.data_ptr() for x in tensors if x is not None], *numbers)
+
+    return launch
 
 
 @functools.cache
 def compiled(kernel: Kernel) -> Any:
-    """A kernel as a function of torch tensors and numbers; from disk if an earlier process made it."""
+    """A kernel as `Launch` takes its arguments; from disk if an earlier process made it."""
     kept = cache.folder()
     if kept is None:
         return build(kernel)

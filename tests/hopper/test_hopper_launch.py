@@ -1,0 +1,76 @@
+"""How a launch of a Hopper kernel is planned: what it packs once, what it takes from each call, and what it refuses."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+
+from evoattn.backends.hopper import launch  # noqa: E402 (where the compiler is)
+
+CPU = torch.device("cpu", 0)
+
+
+class Copy(launch.Kernel):
+    """Two tensors of one size, a third that may be missing, and a number."""
+
+    def __init__(self, third: bool = True):
+        self.third = third
+        self.name = "Copy"
+
+    def arguments(self) -> tuple[Any, ...]:
+        rows = launch.size()
+        x = launch.tensor(cutlass.BFloat16, (rows, 8), (launch.even(), 1), 16)
+        y = launch.tensor(cutlass.BFloat16, (rows, 8), (launch.free(), 1), 16)
+        z = launch.tensor(cutlass.Float32, (launch.size(),), (1,), 4) if self.third else None
+        return x, y, z, cutlass.Int32(0)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of every launch; nothing is compiled."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "compiled", lambda kernel: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    return calls
+
+
+def test_a_launch_takes_addresses(launched: list[tuple[Any, ...]]) -> None:
+    x, y, z = torch.empty(5, 16)[:, :8], torch.empty(5, 8), torch.empty(3)
+    run = launch.plan(Copy(), CPU, x, y, z, 9)
+    others = [torch.empty_like(t) for t in (x, y, z)]
+    run(*others)
+    extents, stream, *rest = launched[0]
+    assert tuple(extents) == (5, 16, 8, 3)
+    assert stream == 77
+    assert rest == [*(t.data_ptr() for t in others), 9]
+
+
+def test_what_a_kernel_does_not_take_takes_no_place(launched: list[tuple[Any, ...]]) -> None:
+    x = torch.empty(5, 8)
+    launch.plan(Copy(third=False), CPU, x, x, None, 4)(x, x, None)
+    assert launched[0][2:] == (x.data_ptr(), x.data_ptr(), 4)
+
+
+def test_the_stride_of_an_axis_of_size_1_does_not_matter(launched: list[tuple[Any, ...]]) -> None:
+    x = torch.empty(1, 8).as_strided((1, 8), (3, 1))
+    launch.plan(Copy(), CPU, x, x, torch.empty(1).as_strided((1,), (5,)), 0)(x, x, x)
+    assert tuple(launched[0][0]) == (1, 8, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (torch.empty(5, 8), torch.empty(6, 8)),  # one symbol, two sizes
+        (torch.empty(5, 4), torch.empty(5, 8)),  # another number than the fixed one
+        (torch.empty(5, 12)[:, :8], torch.empty(5, 8)),  # a stride that 8 does not divide
+        (torch.empty(8, 5).T, torch.empty(5, 8)),  # another stride than the fixed one
+    ],
+    ids=["sizes", "fixed", "divisible", "stride"],
+)
+def test_a_tensor_that_the_kernel_does_not_take_is_refused(x: torch.Tensor, y: torch.Tensor, launched: list[Any]) -> None:
+    with pytest.raises(ValueError, match="Copy takes no tensor of shape"):
+        launch.plan(Copy(), CPU, x, y, torch.empty(3), 0)

@@ -1,0 +1,103 @@
+"""Every call that the Hopper backend takes is planned and launched without a GPU, with nothing in the place of its kernels.
+
+The tensors are those of the conformance suite. A launch that is planned asks whether its kernel takes their sizes and strides.
+"""
+
+import dataclasses
+import os
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+
+from evoattn import testing
+from evoattn.backends import hopper
+from evoattn.backends.hopper import bwd, fwd, launch
+from evoattn.canonical import Canonical, canonicalise
+from evoattn.layouts import to_canonical
+from evoattn.problem import describe
+from evoattn.tuning import Config
+from evoattn.validation import key_axes
+
+LONG = [
+    testing.Case("long", n=2, h=2, lq=700, lk=650, d=32, pair_bias="b1hqk", mask="random"),
+    testing.Case("one_query_bias", n=2, h=2, lq=70, lk=65, d=48, pair_bias="b1h1k"),
+    testing.Case("one_key_bias", n=2, h=2, lq=72, lk=64, d=64, pair_bias="b1hq1"),
+]
+CASES = [dataclasses.replace(case, dtype=torch.bfloat16) for case in [*testing.AWKWARD, *LONG] if case.lq and case.lk]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """The name and the arguments of every launch, in their order."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def compiled(kernel: launch.Kernel) -> Any:
+        return lambda *arguments: calls.append((type(kernel).__name__, arguments))
+
+    monkeypatch.setattr(launch, "compiled", compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(bwd, "resident_clusters", lambda *arguments: 66)
+    return calls
+
+
+def canonical(inputs: testing.Inputs) -> Canonical:
+    q, k, v = (to_canonical(x, inputs.case.layout) for x in (inputs.q, inputs.k, inputs.v))
+    masks = (key_axes(x, inputs.q.ndim) for x in (inputs.mask, inputs.mask_bias))
+    return canonicalise(q, k, v, *masks, inputs.pair_bias)
+
+
+def tensors_of(c: Canonical, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    tensors = (c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias)
+    problem = dataclasses.replace(describe(*tensors, needs=needs), device="cuda", capability=(9, 0))  # type: ignore[arg-type]
+    if reasons := hopper.unsupported(problem, Config()):
+        pytest.skip("; ".join(reasons))
+    return tensors
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
+    c = canonical(case.make(seed=1))
+    tensors = tensors_of(c, (False,) * 5)
+    o, lse = torch.empty(c.q.shape), torch.empty(c.q.shape[:-1])
+    fwd.plan_forward(*tensors, scale=0.2, layout=case.layout)(*tensors, o, lse)
+    name, arguments = launched[-1]
+    assert name == "Forward"
+    assert {o.data_ptr(), lse.data_ptr()} <= set(arguments)
+    if fwd.loads_wide(c.q):
+        assert arguments[2] == c.q.data_ptr()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launched: list[Any]) -> None:
+    c = canonical(case.make(seed=1))
+    needs = (True, True, True, False, c.pair_bias is not None)
+    inputs = tensors_of(c, needs)
+    do, o, lse = torch.randn_like(c.q), torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
+    tensors = (do, None, *inputs, o, lse)
+    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
+    options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
+    dmask_bias, dpair_bias = bwd.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
+    assert dmask_bias is None
+    assert (None if dpair_bias is None else dpair_bias.shape) == (None if c.pair_bias is None else c.pair_bias.shape)
+    arguments = {name: set(given) for name, given in launched}
+    assert of_qkv[0].data_ptr() in arguments["QueryGradients"]
+    assert {x.data_ptr() for x in of_qkv[1:]} <= arguments["KeyGradients"]
+
+
+def test_a_gradient_of_the_lse_alone_is_launched(launched: list[Any]) -> None:
+    case = testing.Case("lse", n=2, h=2, lq=70, lk=65, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
+    c = canonical(case.make(seed=1))
+    needs = (True, True, True, False, True)
+    o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(*c.q.shape[:-1], 2)[..., 0]
+    tensors = (None, dlse, *tensors_of(c, needs), o, lse)
+    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
+    bwd.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    assert [name for name, _ in launched] == ["Rows", "QueryGradients", "KeyGradients"]

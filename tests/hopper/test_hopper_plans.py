@@ -26,6 +26,7 @@ from evoattn.validation import key_axes
 
 LONG = [
     testing.Case("long", n=2, h=2, lq=700, lk=650, d=32, pair_bias="b1hqk", mask="random"),
+    testing.Case("long_one_query_bias", n=2, h=2, lq=640, lk=640, d=32, pair_bias="b1h1k"),
     testing.Case("one_query_bias", n=2, h=2, lq=70, lk=65, d=48, pair_bias="b1h1k"),
     testing.Case("one_key_bias", n=2, h=2, lq=72, lk=64, d=64, pair_bias="b1hq1"),
 ]

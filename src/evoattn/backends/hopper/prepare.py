@@ -134,10 +134,11 @@ class Pairs(Kernel):
         self.name_after(dtype, width=width)
 
     def arguments(self) -> tuple[Any, ...]:
-        aligned = (even(), even(), even(), 1)
-        stride, align = (aligned, 16) if self.width == 8 else ((free(), free(), free(), free()), 2)
-        pair = tensor(self.dtype, (size(), size(), size(), size()), stride, align)
-        return pair, tensor(self.dtype, (size(), size(), size(), size()), aligned, 16)
+        def aligned() -> Any:
+            return tensor(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
+
+        any_strides = tensor(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
+        return aligned() if self.width == 8 else any_strides, aligned()
 
     @cute.jit
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):

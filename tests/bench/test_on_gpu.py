@@ -1,5 +1,6 @@
 """The benchmark and the tuner where they matter: on a GPU. `python -m pytest -m gpu tests/bench`"""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from evoattn import cli
 from evoattn.bench import ceilings
 from evoattn.bench import record as records
 from evoattn.bench.clock import CudaClock
+from evoattn.bench.memory import peak_bytes
 from evoattn.tuning import user
 
 pytestmark = [
@@ -37,6 +39,19 @@ def test_ceilings() -> None:
     assert found.exp2_per_s is not None, found.how
     assert 1e11 < found.exp2_per_s < 1e14
     assert found.copy_bytes_per_s is not None and 1e11 < found.copy_bytes_per_s < 1e14
+
+
+def test_garbage_of_before_is_not_taken_off_the_peak() -> None:
+    device = torch.device("cuda")
+    left: list[object] = [torch.empty(1 << 22, device=device)]
+    left.append(left)
+    del left
+
+    def call() -> torch.Tensor:
+        gc.collect()
+        return torch.empty(1 << 18, device=device)
+
+    assert peak_bytes(call, device) >= 4 << 18
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 
     On the GPU from torch's allocator statistics, on the CPU from every allocation and release that the profiler saw.
     """
+    gc.collect()  # what others left behind in cycles would go back meanwhile
     if device.type == "cuda":
         machine.synchronize(device)
         before = torch.cuda.memory_allocated(device)

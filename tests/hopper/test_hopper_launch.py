@@ -23,9 +23,9 @@ class Copy(launch.Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         rows = launch.size()
-        x = launch.tensor(cutlass.BFloat16, (rows, 8), (launch.even(), 1), 16)
-        y = launch.tensor(cutlass.BFloat16, (rows, 8), (launch.free(), 1), 16)
-        z = launch.tensor(cutlass.Float32, (launch.size(),), (1,), 4) if self.third else None
+        x = launch.Stand(cutlass.BFloat16, (rows, 8), (launch.even(), 1), 16)
+        y = launch.Stand(cutlass.BFloat16, (rows, 8), (launch.free(), 1), 16)
+        z = launch.Stand(cutlass.Float32, (launch.size(),), (1,), 4) if self.third else None
         return x, y, z, cutlass.Int32(0)
 
 

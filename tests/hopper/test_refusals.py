@@ -117,3 +117,16 @@ def test_a_scale_of_zero() -> None:
     from evoattn.backends.hopper.fwd import fold
 
     assert fold(0.0) == (0.0, 1.0)
+
+
+def test_the_tiles_of_the_backward_are_told() -> None:
+    def tiles(**changes: object) -> dict:
+        return hopper.resolve_backward(dataclasses.replace(PLAIN, **changes), Config())
+
+    assert tiles() == {}
+    both = tiles(needs=ALL)
+    assert both["dq"]["block_k"] >= 384 and both["dq"]["cluster"] == 1
+    assert both["dkdv"]["block_q"] == both["dkdv"]["block_k"] == 64
+    long = tiles(needs=(True, False, False, False, False), lk=1024)
+    assert set(long) == {"dq"}
+    assert long["dq"]["block_k"] * long["dq"]["cluster"] >= 1024 and long["dq"]["cluster"] > 1

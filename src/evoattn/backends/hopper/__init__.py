@@ -15,7 +15,7 @@ from evoattn.devices import installed, on_device_of
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
-__all__ = ["NAME", "availability", "copies", "plan_backward", "plan_forward", "resolve", "unsupported"]
+__all__ = ["NAME", "availability", "copies", "plan_backward", "plan_forward", "resolve", "resolve_backward", "unsupported"]
 
 NAME = "hopper"
 
@@ -66,6 +66,22 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 def resolve(problem: Problem, config: Config) -> Config:
     """The tiles, which are the same for every problem."""
     return Config(block_q=128, block_k=64)
+
+
+def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
+    """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
+    from evoattn.backends.hopper.bwd_plan import key_variant, query_variant
+
+    of_q, of_k, of_v, _, of_pair_bias = problem.needs
+    pair = problem.pair_bias is not None
+    found = {}
+    if of_q or of_pair_bias:
+        chosen = query_variant(problem.d, problem.lk, pair) or {}
+        keys = chosen["groups"] * chosen["slices"] * 32
+        found["dq"] = {"block_q": 64, "block_k": keys, "num_stages": chosen["stages"], "cluster": chosen["cluster"]}
+    if of_k or of_v:
+        found["dkdv"] = {"block_q": 64, "block_k": 64, "num_stages": key_variant(problem.d, problem.lq, pair)["stages"]}
+    return found
 
 
 def copies(pair_bias: Tensor | None, n: int) -> list[str]:

@@ -30,7 +30,7 @@ from evoattn.backends.hopper.bwd_steps import (
     sleep_until,
     store_rows,
 )
-from evoattn.backends.hopper.launch import Kernel, channels, even, tensor, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, channels, even, terms
 from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -390,7 +390,7 @@ class KeyGradients(KeySteps, Kernel):
         q, k, v, do, dk, dv = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
         pair = fake_pair(self.dtype, Q, KL, False)
         if self.streamed:
-            pair = tensor(self.dtype, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
+            pair = Stand(self.dtype, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
         return (
             *(q, k, v, do, pair, terms(self.dtype)),
             *(fake_words((B, N, H, size()), 16), dk, dv, Float32(0), Int32(0), Int32(0), Int32(0)),

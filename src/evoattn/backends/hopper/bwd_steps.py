@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warp
 
-from evoattn.backends.hopper.launch import free, size, tensor
+from evoattn.backends.hopper.launch import Stand, free, size
 from evoattn.backends.hopper.primitives import VETO, mma_m16n8k16, packed, three_terms
 
 SLICE = 32  # scores of a row that a warpgroup holds at a time
@@ -106,7 +106,7 @@ def exp2(x: Any) -> Any:
 def fake_words(sizes: tuple[Any, ...], align: int = 4) -> Any:
     """What stands for a float32 tensor whose last axis is contiguous, and whose lines start on `align` bytes."""
     strides = tuple(cute.sym_int64(divisibility=align // 4) for _ in sizes[1:])
-    return tensor(Float32, sizes, (*strides, 1), align)
+    return Stand(Float32, sizes, (*strides, 1), align)
 
 
 def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
@@ -114,7 +114,7 @@ def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
     strides = tuple(cute.sym_int64(divisibility=2 if vector else 1) for _ in range(3))
     last = 1 if vector else free()
     align = (2 if vector else 1) * dtype.width // 8
-    return tensor(dtype, (size(), size(), queries, keys), (*strides, last), align)
+    return Stand(dtype, (size(), size(), queries, keys), (*strides, last), align)
 
 
 @cute.jit

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, SLICE, ForwardSteps
-from evoattn.backends.hopper.launch import Kernel, channels, ends, even, free, size, tensor, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, channels, ends, even, free, size, terms
 from evoattn.backends.hopper.panel import KEYS, ROWS, load_panel
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import (
@@ -85,8 +85,8 @@ class Forward(ForwardSteps, Kernel):
         if self.pair:
             step = even if self.aligned or self.streamed else free
             stride = (step(), step(), step(), 1)
-            pair = tensor(self.dtype, (size(), size(), size(), size()), stride, 16 if step is even else 2)
-        lse = tensor(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4)
+            pair = Stand(self.dtype, (size(), size(), size(), size()), stride, 16 if step is even else 2)
+        lse = Stand(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4)
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
         return q, k, v, row, end, pair, o, lse, *numbers
 

@@ -36,7 +36,6 @@ __all__ = [
     "free",
     "plan",
     "size",
-    "tensor",
     "terms",
     "types",
 ]
@@ -49,7 +48,6 @@ types = {
 }
 
 _OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
-_FUNCTION = "kernel"
 
 
 def size() -> Any:
@@ -87,22 +85,19 @@ class Stand:
         return (*self.shape, *self.stride)
 
 
-tensor = Stand
-
-
 def channels(dtype: Any, sizes: tuple[Any, ...], d: int) -> Any:
     """What stands for a tensor [b,n,h,l,d] in either layout: rows of channels start on 16 bytes."""
-    return tensor(dtype, (*sizes, d), (even(), even(), even(), even(), 1), 16)
+    return Stand(dtype, (*sizes, d), (even(), even(), even(), even(), 1), 16)
 
 
 def terms(dtype: Any) -> Any:
     """What stands for the terms of a key-wise bias, [r, keys * TERMS]."""
-    return tensor(dtype, (size(), size()), (even(), 1), 16)
+    return Stand(dtype, (size(), size()), (even(), 1), 16)
 
 
 def ends() -> Any:
     """What stands for the rows' numbers of keys up to the last that counts, int32 [r]."""
-    return tensor(cutlass.Int32, (size(),), (1,), 4)
+    return Stand(cutlass.Int32, (size(),), (1,), 4)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from cutlass import BFloat16, Float32, Int32, Uint8, const_expr, cute, range_con
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.launch import Kernel, ends, even, free, size, tensor, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, size, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
 __all__ = ["TERMS", "Pairs", "Rows", "Tiles"]
@@ -42,7 +42,7 @@ class Rows(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         def keys(dtype: Any, align: int) -> Any:
-            return tensor(dtype, (size(), size(), size()), (free(), free(), free()), align)
+            return Stand(dtype, (size(), size(), size()), (free(), free(), free()), align)
 
         mask = keys(Uint8, 1) if self.mask else None
         bias = keys(self.bias, self.bias.width // 8) if self.bias is not None else None
@@ -135,9 +135,9 @@ class Pairs(Kernel):
 
     def arguments(self) -> tuple[Any, ...]:
         def aligned() -> Any:
-            return tensor(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
+            return Stand(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
 
-        any_strides = tensor(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
+        any_strides = Stand(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
         return aligned() if self.width == 8 else any_strides, aligned()
 
     @cute.jit
@@ -198,8 +198,8 @@ class Tiles(Kernel):
         self.name_after(dtype)
 
     def arguments(self) -> tuple[Any, ...]:
-        pair = tensor(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
-        return pair, tensor(self.dtype, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
+        pair = Stand(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
+        return pair, Stand(self.dtype, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
 
     @cute.jit
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):

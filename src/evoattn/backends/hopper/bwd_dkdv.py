@@ -200,64 +200,14 @@ class KeyGradients(KeySteps, Kernel):
             # ================= producers: a warp a stream, one for a pair bias that streams
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
-            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-            st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
+            span, sizes = (begin, end, bid, each), (N, H, NK, NT)
             if s < NS:
-                while at < end:
-                    pan = at // N
-                    n0 = at - pan * N
-                    n1 = cutlass.min(N, n0 + end - at)
-                    known = opening(pan, N, each, bid, at)
-                    at += n1 - n0
-                    i, h, b = pan % NK, pan // NK % H, pan // NK // H
-                    m, count = s, n1 - n0
-                    while m < count:
-                        n = row_at(m, N, known)
-                        sleep_until(kempty + s, kp ^ 1)
-                        with arch.elect_one():
-                            arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
-                        cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
-                        cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)
-                        kp ^= 1
-                        for j in cutlass.range(NT, unroll=1):
-                            x = s * ST + st
-                            sleep_until(empty + x, ph ^ 1)
-                            with arch.elect_one():
-                                arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + TILE * 4)
-                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
-                            cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
-                            from_ = cute.local_tile(stats[b, n, h, None], (TILE,), (j,))
-                            to = cute.make_tensor(pS + x * TILE, cute.make_layout(TILE))
-                            with arch.elect_one():
-                                g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
-                                cute.copy(bulk, g1, s1, mbar_ptr=full + x)
-                            st += 1
-                            if st == ST:
-                                st = Int32(0)
-                                ph ^= 1
-                        m += NS
+                bars = (full, empty, kfull, kempty)
+                copies = ((aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS))
+                self.produce(s, span, sizes, stats, pS, bars, copies)
             elif const_expr(self.streamed):
                 if s == NS:
-                    copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
-                    while at < end:
-                        pan = at // N
-                        n0 = at - pan * N
-                        n1 = cutlass.min(N, n0 + end - at)
-                        at += n1 - n0
-                        i, h, b = pan % NK, pan // NK % H, pan // NK // H
-                        tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
-                        for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
-                            for j in cutlass.range(NT, unroll=1):
-                                sleep_until(bempty + st, ph ^ 1)
-                                to = cute.make_tensor(ring + st * ROWS * QUERIES, cute.make_layout(ROWS * QUERIES))
-                                with arch.elect_one():
-                                    arch.mbarrier_arrive_and_expect_tx(bfull + st, ROWS * QUERIES * 2)
-                                    g2, s2 = cpasync.group_bulk_copy_modes(tiles[j, None], to)
-                                    cute.copy(copy, g2, s2, mbar_ptr=bfull + st)
-                                st += 1
-                                if st == RG:
-                                    st = Int32(0)
-                                    ph ^= 1
+                    self.produce_bias(span, sizes, pair, ring, bfull, bempty)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
@@ -382,6 +332,78 @@ class KeyGradients(KeySteps, Kernel):
                                 bt = Int32(0)
                                 bp ^= 1
             arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def produce(self, s: Int32, span, sizes, stats: cute.Tensor, pS: cute.Pointer, bars, copies):
+        """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other."""
+        begin, end, bid, each = span
+        N, H, NK, NT = sizes
+        full, empty, kfull, kempty = bars
+        (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
+        D, ST, NS = self.D, self.stages, self.streams
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
+        while at < end:
+            pan = at // N
+            n0 = at - pan * N
+            n1 = cutlass.min(N, n0 + end - at)
+            known = opening(pan, N, each, bid, at)
+            at += n1 - n0
+            i, h, b = pan % NK, pan // NK % H, pan // NK // H
+            m, count = s, n1 - n0
+            while m < count:
+                n = row_at(m, N, known)
+                sleep_until(kempty + s, kp ^ 1)
+                with arch.elect_one():
+                    arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
+                cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
+                cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)
+                kp ^= 1
+                for j in cutlass.range(NT, unroll=1):
+                    x = s * ST + st
+                    sleep_until(empty + x, ph ^ 1)
+                    with arch.elect_one():
+                        arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + TILE * 4)
+                    cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
+                    cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
+                    from_ = cute.local_tile(stats[b, n, h, None], (TILE,), (j,))
+                    to = cute.make_tensor(pS + x * TILE, cute.make_layout(TILE))
+                    with arch.elect_one():
+                        g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
+                        cute.copy(bulk, g1, s1, mbar_ptr=full + x)
+                    st += 1
+                    if st == ST:
+                        st = Int32(0)
+                        ph ^= 1
+                m += NS
+
+    @cute.jit
+    def produce_bias(self, span, sizes, pair: cute.Tensor, ring: cute.Pointer, bfull: cute.Pointer, bempty: cute.Pointer):
+        """Bring in the tiles of the pair bias, each once for all streams."""
+        begin, end, _, _ = span
+        N, H, NK, NT = sizes
+        NS, RG = self.streams, self.ring
+        st, ph, at = Int32(0), Int32(0), begin
+        copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
+        while at < end:
+            pan = at // N
+            n0 = at - pan * N
+            n1 = cutlass.min(N, n0 + end - at)
+            at += n1 - n0
+            i, h, b = pan % NK, pan // NK % H, pan // NK // H
+            tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
+            for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
+                for j in cutlass.range(NT, unroll=1):
+                    sleep_until(bempty + st, ph ^ 1)
+                    to = cute.make_tensor(ring + st * ROWS * QUERIES, cute.make_layout(ROWS * QUERIES))
+                    with arch.elect_one():
+                        arch.mbarrier_arrive_and_expect_tx(bfull + st, ROWS * QUERIES * 2)
+                        g2, s2 = cpasync.group_bulk_copy_modes(tiles[j, None], to)
+                        cute.copy(copy, g2, s2, mbar_ptr=bfull + st)
+                    st += 1
+                    if st == RG:
+                        st = Int32(0)
+                        ph ^= 1
 
     def arguments(self) -> tuple[Any, ...]:
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""

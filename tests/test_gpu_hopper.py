@@ -310,6 +310,30 @@ def test_gradients(changes: dict, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize(("length", "n"), [(397, 300), (1000, 100)])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("far", [-6e4, -3e4, 3e4, 6e4])
+def test_gradients_of_far_log_sum_exps(far: float, dtype: torch.dtype) -> None:
+    """A query that a finite pair bias switches off, or on, as a whole: nothing of it may reach the others as NaN."""
+    inputs = example(dtype=dtype)
+    pair = inputs.pair_bias.clone()
+    pair[..., ::5, :] = far
+    inputs = dataclasses.replace(inputs, pair_bias=pair)
+    testing.check(testing.run(inputs, "hopper"), inputs)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+def test_gradients_with_a_pair_bias_of_any_alignment(offset: int) -> None:
+    inputs = example()
+    pair = inputs.pair_bias
+    moved = (
+        torch.empty(pair.numel() + 8, dtype=pair.dtype, device="cuda")[offset : offset + pair.numel()]
+        .view(pair.shape)
+        .copy_(pair)
+    )
+    inputs = dataclasses.replace(inputs, pair_bias=moved)
+    testing.check(testing.run(inputs, "hopper"), inputs)
+
+
 def test_deterministic_gradients_are_bit_equal(length: int, n: int) -> None:
     inputs = example(n=n, lq=length, lk=length)
     first, second = (testing.run(inputs, "hopper", deterministic=True).values for _ in range(2))

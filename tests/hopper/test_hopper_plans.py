@@ -93,6 +93,27 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
     assert {x.data_ptr() for x in of_qkv[1:]} <= arguments["KeyGradients"]
 
 
+@pytest.mark.parametrize(("dtype", "folded"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_a_float16_backward_divides_by_no_small_scale(dtype: torch.dtype, folded: bool, launched: list[Any]) -> None:
+    c = canonical(testing.Case("far", n=2, h=2, lq=64, lk=64, d=32, dtype=dtype, pair_bias="b1hqk").make(seed=1))
+    needs = (True, True, True, False, True)
+    o, lse = torch.randn(c.q.shape, dtype=dtype), torch.randn(c.q.shape[:-1])
+    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
+    of_qkv = [torch.empty(x.shape, dtype=dtype) for x in (c.q, c.k, c.v)]
+    bwd.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    of_queries, of_keys = (dict(launched)[name] for name in ("QueryGradients", "KeyGradients"))
+    assert (0.2 in of_queries, 0.2 in of_keys) == ((False, False) if folded else (True, True))
+    assert (3.2 in of_queries, 3.2 in of_keys) == ((True, True) if folded else (False, False))
+
+
+def test_a_plan_serves_a_pair_bias_that_starts_anywhere_off_16_bytes(launched: list[Any]) -> None:
+    """Plans are told apart by a start on 16 bytes alone, so one made for a start on 4 bytes may meet one on 2."""
+    c = canonical(testing.Case("off", n=2, h=2, lq=64, lk=64, d=32, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1))
+    pair = torch.empty(c.pair_bias.numel() + 8, dtype=torch.bfloat16)[2:-6].view(c.pair_bias.shape)  # type: ignore[union-attr]
+    assert pair.data_ptr() % 16 == 4
+    assert not bwd._by_two(pair)
+
+
 def test_a_gradient_of_the_lse_alone_is_launched(launched: list[Any]) -> None:
     case = testing.Case("lse", n=2, h=2, lq=70, lk=65, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
     c = canonical(case.make(seed=1))

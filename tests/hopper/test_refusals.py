@@ -98,7 +98,19 @@ def test_refuses_every_config_its_own_too() -> None:
     ids=["none", "whole", "odd", "one query", "permuted", "one key", "long"],
 )
 def test_tells_what_is_laid_out_anew(pair_bias: torch.Tensor | None, copied: bool) -> None:
-    assert [what.split(":")[0] for what in hopper.copies(pair_bias, 8)] == ["pair_bias"] * copied
+    keys = 1 if pair_bias is None else pair_bias.shape[-1]
+    problem = dataclasses.replace(PLAIN, lk=max(keys, 64))
+    assert [what.split(":")[0] for what in hopper.copies(problem, pair_bias)] == ["pair_bias"] * copied
+
+
+def test_tells_what_is_laid_out_to_be_streamed() -> None:
+    pair_bias = torch.empty(1, 4, 384, 384)
+    assert hopper.copies(PLAIN, pair_bias) == []
+    assert hopper.copies(dataclasses.replace(PLAIN, d=64), pair_bias) == [
+        "pair_bias: laid out anew once a call, to be streamed"
+    ]
+    long = dataclasses.replace(PLAIN, lq=1024, needs=ALL)
+    assert hopper.copies(long, pair_bias) == ["pair_bias: laid out anew once a backward, to be streamed"]
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 1.0, 32**-0.5, 3e-5, -3e-5, 9e4, 1e-30])
@@ -110,6 +122,17 @@ def test_a_scale_is_taken_apart_exactly(scale: float) -> None:
     assert factor * unit == scale
     assert math.frexp(abs(factor))[0] == 0.5, "not a power of two: q would be rounded"
     assert 2.0**-12 <= unit <= 2.0**12
+
+
+@pytest.mark.parametrize("scale", [8**-0.5, 0.25, 32**-0.5, 64**-0.5, 1.0, 1.9, -0.3])
+def test_a_scale_that_a_log_sum_exp_is_divided_by_in_float16(scale: float) -> None:
+    """What a kernel divides by is 2 or more, so that a sum of scores that a float16 bias can make fits into float16."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    from evoattn.backends.hopper.fwd import fold
+
+    factor, unit = fold(scale, 2.0)
+    assert factor * unit == scale and 2.0 <= unit < 4.0
+    assert math.frexp(abs(factor))[0] == 0.5
 
 
 def test_a_scale_of_zero() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -34,13 +35,16 @@ def measure(device: torch.device, clock: Clock, dtypes: tuple[str, ...]) -> Ceil
         dtypes: of the matrix products, by torch's names.
     """
     copied = _copy(device, clock)
-    products = {dtype: _product(device, clock, getattr(torch, dtype)) for dtype in dtypes}
+    products = {}
+    for dtype in dtypes:
+        with contextlib.suppress(torch.OutOfMemoryError):  # a ceiling is a service: the benchmark goes on without
+            products[dtype] = _product(device, clock, getattr(torch, dtype))
     if device.type == "cpu":
         exp2, how = _cpu_exp2(clock), "torch.exp2 within the second-level cache"
     else:
         try:
             exp2, how = _gpu_exp2(device, clock), "exp2 in registers, in a kernel that does nothing else"
-        except Exception as error:  # the ceiling is a service: without it the benchmark is still one
+        except Exception as error:  # likewise
             return Ceilings(None, copied, f"exp2 not measured: {type(error).__name__}: {error}"[:200], products)
     side = _SIDE[device.type]
     tf32 = ", TF32 for float32" if device.type == "cuda" and "float32" in dtypes else ""

@@ -22,7 +22,7 @@ NAME = "hopper"
 _CAPABILITY = (9, 0)
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
-_RESIDENT_KEYS = 512
+_RESIDENT_KEYS, _RESIDENT_CHANNELS = 512, 32
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -84,15 +84,21 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
     return found
 
 
-def copies(pair_bias: Tensor | None, n: int) -> list[str]:
-    """A pair bias of more keys than stay in shared memory, or whose keys do not lie one after another."""
+def copies(problem: Problem, pair_bias: Tensor | None) -> list[str]:
+    """A pair bias that does not stay in shared memory, or whose keys do not lie one after another."""
+    from evoattn.backends.hopper.bwd_plan import key_variant
+
     if pair_bias is None:
         return []
-    if pair_bias.shape[-1] > _RESIDENT_KEYS:
-        return [f"pair_bias: with more than {_RESIDENT_KEYS} keys it is laid out anew once a call, to be streamed"]
-    if pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
-        return ["pair_bias: laid out anew once a call, its keys one after another"]
-    return []
+    found = []
+    if problem.lk > _RESIDENT_KEYS or problem.d > _RESIDENT_CHANNELS:
+        found.append("pair_bias: laid out anew once a call, to be streamed")
+    elif pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
+        found.append("pair_bias: laid out anew once a call, its keys one after another")
+    of_k, of_v = problem.needs[1:3]
+    if (of_k or of_v) and key_variant(problem.d, problem.lq, True)["ring"]:
+        found.append("pair_bias: laid out anew once a backward, to be streamed")
+    return found
 
 
 def plan_forward(

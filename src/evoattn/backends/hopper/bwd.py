@@ -39,7 +39,8 @@ def plan_backward(
     lk, dtype, device = k.shape[3], types[q.dtype], q.device
     of_q, of_k, of_v, _, of_pair = needs
     first, second = of_q or of_pair, of_k or of_v
-    factor, unit = fold(scale)
+    # The kernel of the keys takes lse / unit in float16: with a pair bias lse goes to 65,504 and a little beyond.
+    factor, unit = fold(scale, 2.0) if q.dtype == torch.float16 and pair_bias is not None else fold(scale)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
 
@@ -137,6 +138,6 @@ def plan_backward(
 
 
 def _by_two(x: Tensor) -> bool:
-    """Whether every line of keys starts on two elements, with stride 1 inside."""
+    """Whether every line of keys starts on two elements, with stride 1 inside. A plan is for starts on 16 bytes, or for any."""
     steps = x.stride()
-    return x.data_ptr() % 4 == 0 and steps[-1] == 1 and x.shape[-1] != 1 and all(step % 2 == 0 for step in steps[:-1])
+    return x.data_ptr() % 16 == 0 and steps[-1] == 1 and x.shape[-1] != 1 and all(step % 2 == 0 for step in steps[:-1])

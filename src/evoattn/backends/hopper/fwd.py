@@ -17,7 +17,7 @@ from evoattn.backends.hopper.primitives import padded
 
 __all__ = ["contiguous", "fold", "loadable", "loads_wide", "plan_forward", "row_plan"]
 
-_SCALES = (2.0**-12, 2.0**12)
+_LEAST, _MOST = 2.0**-12, 2.0**12
 
 
 def plan_forward(
@@ -126,15 +126,15 @@ def contiguous(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor
     return torch.empty(shape, dtype=x.dtype, device="meta"), change
 
 
-def fold(scale: float) -> tuple[float, float]:
+def fold(scale: float, least: float = _LEAST) -> tuple[float, float]:
     """scale = factor * unit: a factor that goes into q, a sign and a power of two or zero, and what the kernels take.
 
-    They want a positive scale, not so far from 1 that a bias divided by it overflows.
+    They want a positive scale, not so far from 1 that a bias divided by it overflows: `least` or more, at most 2.
     """
     if scale == 0:
         return 0.0, 1.0
     size = abs(scale)
-    power = 1.0 if _SCALES[0] <= size <= _SCALES[1] else 2.0 ** math.frexp(size)[1]
+    power = 1.0 if least <= size <= _MOST else 2.0 ** (math.frexp(size)[1] - 2)
     return math.copysign(power, scale), size / power
 
 

@@ -144,7 +144,7 @@ class Pairs(Kernel):
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
         b, h, q, k = out.shape
         if const_expr(self.width == 8):
-            blocks = (q * k + 8 * _EACH * _THREADS - 1) // (8 * _EACH * _THREADS)
+            blocks = (q * (k // 8) + _EACH * _THREADS - 1) // (_EACH * _THREADS)
             self.wide(pair, out).launch(grid=(blocks, h, b), block=(_THREADS, 1, 1), stream=stream)
         else:
             self.single(pair, out).launch(grid=(q, h, b), block=(_THREADS, 1, 1), stream=stream)

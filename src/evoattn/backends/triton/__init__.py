@@ -93,12 +93,12 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
     return {name: tile.given() for name, (runs, tile) in wanted.items() if runs}
 
 
-def copies(pair_bias: Tensor | None, n: int) -> list[str]:
+def copies(problem: Problem, pair_bias: Tensor | None) -> list[str]:
     """The pair bias, where its rows do not load 16 bytes at a time and enough rows n share the copy."""
     from evoattn.backends.triton.launch import strided
     from evoattn.backends.triton.prepare import needs_copy
 
-    if pair_bias is None or not needs_copy(strided(pair_bias), n):
+    if pair_bias is None or not needs_copy(strided(pair_bias), problem.n):
         return []
     return ["pair_bias: its rows are not 16-byte aligned with stride 1, so it is laid out anew once a call"]
 

@@ -26,12 +26,14 @@ from evoattn.backends.hopper.bwd_steps import (
     TILE,
     fake_pair,
     fake_words,
+    narrow,
     release,
     sleep_until,
     store_rows,
 )
 from evoattn.backends.hopper.launch import Kernel, Stand, channels, even, terms
 from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.schedule import place, stretch
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 QUERIES = 64  # queries of a stage
@@ -216,8 +218,8 @@ class KeyGradients(KeySteps, Kernel):
             S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
             fQ = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sQ, (SLICE, D), (None, 0, None))))
             fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
-            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(self.narrow(sQt)))
-            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(self.narrow(sGt)))
+            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sQt, self.width)))
+            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sGt, self.width)))
             # the words of a query fill 8 of 16 channels; the other 8 are the same again, see load_row
             s1 = cute.make_tensor(
                 cute.recast_ptr(pS, dtype=self.dtype),
@@ -239,12 +241,10 @@ class KeyGradients(KeySteps, Kernel):
             bias = cute.make_rmem_tensor(16, self.dtype)
             bt, bp = Int32(0), Int32(0)
             while at < end:
-                pan = at // N
-                n0 = at - pan * N
-                n1 = cutlass.min(N, n0 + end - at)
+                pan, n0, n1 = stretch(at, end, N)
                 known = opening(pan, N, each, bid, at)
                 at += n1 - n0
-                i, h, b = pan % NK, pan // NK % H, pan // NK // H
+                i, h, b = place(pan, NK, H)
                 k0 = i * ROWS + w * 16 + g
                 if const_expr(self.resident):
                     if again:
@@ -344,12 +344,10 @@ class KeyGradients(KeySteps, Kernel):
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
         while at < end:
-            pan = at // N
-            n0 = at - pan * N
-            n1 = cutlass.min(N, n0 + end - at)
+            pan, n0, n1 = stretch(at, end, N)
             known = opening(pan, N, each, bid, at)
             at += n1 - n0
-            i, h, b = pan % NK, pan // NK % H, pan // NK // H
+            i, h, b = place(pan, NK, H)
             m, count = s, n1 - n0
             while m < count:
                 n = row_at(m, N, known)
@@ -386,11 +384,9 @@ class KeyGradients(KeySteps, Kernel):
         st, ph, at = Int32(0), Int32(0), begin
         copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
         while at < end:
-            pan = at // N
-            n0 = at - pan * N
-            n1 = cutlass.min(N, n0 + end - at)
+            pan, n0, n1 = stretch(at, end, N)
             at += n1 - n0
-            i, h, b = pan % NK, pan // NK % H, pan // NK // H
+            i, h, b = place(pan, NK, H)
             tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
             for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
                 for j in cutlass.range(NT, unroll=1):

@@ -56,10 +56,6 @@ class KeySteps:
             packed(rR)[x] = pick(Int32(one | one << 16), above | one, above | high, low | veto)
             packed(rR)[2 + x] = pick(Int32(0), middle, (middle >> 16) & 0xFFFF, veto)
 
-    def narrow(self, t):
-        """a tile [D, rows] as a right side without the channels that only fill it up"""
-        return t if self.width == self.D else cute.local_tile(t, (self.width, t.shape[1], t.shape[2]), (0, 0, 0))
-
     def load_panel(self, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
         """this thread's part of slice u of the pair bias, as the accumulators of the scores hold it"""
         for x in range(4):

@@ -29,6 +29,7 @@ from evoattn.backends.hopper.bwd_steps import (
     coefficients,
     fake_pair,
     fake_words,
+    narrow,
     release,
     sleep_until,
     store_rows,
@@ -36,6 +37,7 @@ from evoattn.backends.hopper.bwd_steps import (
 from evoattn.backends.hopper.launch import Kernel, channels, terms
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LOG2E, k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.schedule import place, stretch
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -262,7 +264,7 @@ class QueryGradients(QuerySteps, Kernel):
             S_S = multiply(self.dtype, True, K, SLICE)
             fG = S_S.make_fragment_A(S_S.get_slice(wt).partition_A(sQ))
             fV = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sV, (SLICE, D), (None, 0, None))))
-            fKt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(self.narrow(sKt)))
+            fKt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sKt, self.width)))
             fR = None
             if const_expr(self.row):
                 # a key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros
@@ -287,11 +289,9 @@ class QueryGradients(QuerySteps, Kernel):
             mine = panel[None, wt, None, s] if const_expr(self.pair) else None
             first_key = (rank * WG + s) * self.slices * SLICE + 2 * t4
             while at < end:
-                pan = at // N
-                n0 = at - pan * N
-                n1 = cutlass.min(N, n0 + end - at)
+                pan, n0, n1 = stretch(at, end, N)
                 at += n1 - n0
-                i, h, b = pan % NQ, pan // NQ % H, pan // NQ // H
+                i, h, b = place(pan, NQ, H)
                 q0 = i * ROWS + w * 16 + g
                 if const_expr(self.pair):
                     self.load_panel(mine, pair, b % pair.shape[0], h % pair.shape[1], q0, first_key, LQ, LK, inverse)
@@ -409,12 +409,10 @@ class QueryGradients(QuerySteps, Kernel):
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
         st, ph, at = Int32(0), Int32(0), begin
         while at < end:
-            pan = at // N
-            n0 = at - pan * N
-            n1 = cutlass.min(N, n0 + end - at)
+            pan, n0, n1 = stretch(at, end, N)
             known = opening(pan, N, each, bid, at)
             at += n1 - n0
-            h, b = pan // NQ % H, pan // NQ // H
+            _, h, b = place(pan, NQ, H)
             for position in cutlass.range(n1 - n0, unroll=1):
                 n = row_at(position, N, known)
                 for j in cutlass.range(TL, unroll=1):
@@ -461,12 +459,10 @@ class QueryGradients(QuerySteps, Kernel):
         own, old, extra = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         pb, pn, pt, pi, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         while at < end:
-            pan = at // N
-            n0 = at - pan * N
-            n1 = cutlass.min(N, n0 + end - at)
+            pan, n0, n1 = stretch(at, end, N)
             known = opening(pan, N, each, bid, at)
             at += n1 - n0
-            i, h, b = pan % NQ, pan // NQ % H, pan // NQ // H
+            i, h, b = place(pan, NQ, H)
             for position in cutlass.range(n1 - n0, unroll=1):
                 n = row_at(position, N, known)
                 for x in range_constexpr(2):

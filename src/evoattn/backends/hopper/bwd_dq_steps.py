@@ -66,10 +66,6 @@ class QuerySteps:
             if wid < 4 and lane % 4 == 0:
                 sN[q, 1] = nd[x]
 
-    def narrow(self, t):
-        """a tile [D, rows] as a right side without the channels that only fill it up"""
-        return t if self.width == self.D else cute.local_tile(t, (self.width, t.shape[1], t.shape[2]), (0, 0, 0))
-
     def load_panel(self, mine, pair, b, h, q0, first_key, LQ, LK, inverse):
         """this thread's part of the pair bias, as the accumulators of the scores hold it"""
         lines = [pair[b, h, cutlass.min(q0 + 8 * r, LQ - 1), None] for r in range(2)]

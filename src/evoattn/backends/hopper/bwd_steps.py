@@ -70,6 +70,13 @@ def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:
     return arch.shuffle_sync(first, source), arch.shuffle_sync(second, source)
 
 
+def narrow(tile: Any, width: int) -> Any:
+    """A tile [D, rows] as a right side without the channels that only fill it up."""
+    if cute.size(tile, mode=[0]) == width:
+        return tile
+    return cute.local_tile(tile, (width, tile.shape[1], tile.shape[2]), (0, 0, 0))
+
+
 def store_rows(values: Any, factor: Any, tile: Any, lane: Any, dtype: Any) -> None:
     """A warp's 16 rows of an accumulator, times factor, into a swizzled 16-row tile."""
     stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)

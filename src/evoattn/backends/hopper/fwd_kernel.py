@@ -36,7 +36,7 @@ from evoattn.backends.hopper.primitives import (
     padded,
 )
 from evoattn.backends.hopper.redo import QUERIES, Redo
-from evoattn.backends.hopper.schedule import Schedule
+from evoattn.backends.hopper.schedule import Schedule, place, stretch
 
 __all__ = ["CHAIN", "HALVES", "KEYS", "ROWS", "Forward"]
 
@@ -301,11 +301,8 @@ class Forward(ForwardSteps, Kernel):
             arch.sync_warp()
             while mine[0] < mine[1]:
                 unit, stop = mine[0], mine[1]
-                pan = unit // N
-                p0 = unit - pan * N
-                p1 = cutlass.min(N, p0 + stop - unit)
-                ib, bh = pan % panels, pan // panels
-                h, b = bh % H, bh // H
+                pan, p0, p1 = stretch(unit, stop, N)
+                ib, h, b = place(pan, panels, H)
                 count = p1 - p0 + STREAMS - 1
                 if const_expr(not self.streamed):
                     count = count - s
@@ -522,12 +519,9 @@ class Forward(ForwardSteps, Kernel):
         st, ph, qph, rounds = Int32(0), Int32(0), Int32(0), Int32(0)
         unit = first
         while unit < last:
-            pan = unit // N
-            p0 = unit - pan * N
-            p1 = cutlass.min(N, p0 + last - unit)
+            pan, p0, p1 = stretch(unit, last, N)
             phase = self.schedule.phase(pan, *sizes)
-            ib, bh = pan % panels, pan // panels
-            h, b = bh % H, bh // H
+            ib, h, b = place(pan, panels, H)
             pb, phd = b, h
             if const_expr(self.streamed):
                 pb, phd = cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1)
@@ -615,12 +609,9 @@ class Forward(ForwardSteps, Kernel):
         arch.sync_warp()
         unit, last = self.schedule.start(block, *sizes), self.schedule.start(block + 1, *sizes)
         while unit < last:
-            pan = unit // N
-            p0 = unit - pan * N
-            p1 = cutlass.min(N, p0 + last - unit)
+            pan, p0, p1 = stretch(unit, last, N)
             phase = self.schedule.phase(pan, *sizes)
-            ib, bh = pan % panels, pan // panels
-            h, b = bh % H, bh // H
+            ib, h, b = place(pan, panels, H)
             i0 = (ib * HALVES + half) * ROWS + w * QUERIES
             i = cutlass.min(i0 + arch.lane_idx() % QUERIES, LQ - 1)
             p = p0 + s

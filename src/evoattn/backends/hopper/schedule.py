@@ -15,7 +15,20 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "place", "stretch"]
+
+
+def stretch(unit: Any, end: Any, n: Any) -> tuple[Any, Any, Any]:
+    """The panel that a block comes to with `unit`, and the positions there that it takes before `end`: first, past the last."""
+    panel = unit // n
+    first = unit - panel * n
+    return panel, first, cutlass.min(n, first + end - unit)
+
+
+def place(panel: Any, panels: Any, heads: Any) -> tuple[Any, Any, Any]:
+    """Which panel of its (b, h) a panel is, its h and its b."""
+    of_head = panel // panels
+    return panel % panels, of_head % heads, of_head // heads
 
 
 class Schedule:

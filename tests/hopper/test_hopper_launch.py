@@ -1,6 +1,9 @@
 """How a launch of a Hopper kernel is planned: what it packs once, what it takes from each call, and what it refuses."""
 
+import concurrent.futures
 import os
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -74,3 +77,24 @@ def test_the_stride_of_an_axis_of_size_1_does_not_matter(launched: list[tuple[An
 def test_a_tensor_that_the_kernel_does_not_take_is_refused(x: torch.Tensor, y: torch.Tensor, launched: list[Any]) -> None:
     with pytest.raises(ValueError, match="Copy takes no tensor of shape"):
         launch.plan(Copy(), CPU, x, y, torch.empty(3), 0)
+
+
+def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads whose first calls meet: a second compilation in the process would end it."""
+    at_once = []
+    inside = threading.Semaphore(1)
+
+    def build(kernel: launch.Kernel) -> str:
+        at_once.append(inside.acquire(blocking=False))
+        time.sleep(0.05)
+        inside.release()
+        return kernel.name
+
+    monkeypatch.setattr(launch, "build", build)
+    monkeypatch.setattr(launch.cache, "folder", lambda: None)
+    kernels = [Copy() for _ in range(3)]
+    for number, kernel in enumerate(kernels):
+        kernel.name = f"thread {number}"
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(launch.compiled, kernels)) == [kernel.name for kernel in kernels]
+    assert at_once == [True] * 3

@@ -20,7 +20,7 @@ from evoattn.backends.hopper.bwd_dkdv import KeyGradients
 from evoattn.backends.hopper.bwd_dq import QueryGradients
 from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, query_variant
 from evoattn.backends.hopper.bwd_preprocess import Statistics
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, TILE
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
 from evoattn.backends.hopper.clusters import resident_clusters
 from evoattn.backends.hopper.fwd import contiguous, fold, loadable, row_plan
 from evoattn.backends.hopper.launch import plan, types
@@ -39,8 +39,8 @@ def plan_backward(
     lk, dtype, device = k.shape[3], types[q.dtype], q.device
     of_q, of_k, of_v, _, of_pair = needs
     first, second = of_q or of_pair, of_k or of_v
-    # The kernel of the keys takes lse / unit in float16: with a pair bias lse goes to 65,504 and a little beyond.
-    factor, unit = fold(scale, 2.0) if q.dtype == torch.float16 and pair_bias is not None else fold(scale)
+    # The kernel of the keys takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504.
+    factor, unit = fold(scale, 2.0 / STEP) if q.dtype == torch.float16 and pair_bias is not None else fold(scale)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
 

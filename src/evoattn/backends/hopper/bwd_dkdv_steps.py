@@ -41,11 +41,15 @@ class KeySteps:
                 own[3 * x + y] = words[r, (k0 + 8 * x) * (TERMS // 2) + word]
 
     def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, kfull, kp):
-        """k and v of 64 keys into registers, and what meets a query's words: 1 1 1 hi hi hi lo veto, 0 0 0 mid mid 0 0 veto"""
+        """k and v of 64 keys into registers, and what meets a query's words: 1 1 1 hi hi hi lo veto, 0 0 0 mid mid 0 0 veto
+
+
+        In float16 the first three are STEP.
+        """
         arch.mbarrier_wait(kfull + s, kp)
         for x, to in enumerate((rK, rV)):
             cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
-        one = 0x3F80 if self.dtype is BFloat16 else 0x3C00
+        one = 0x3F80 if self.dtype is BFloat16 else 0x4C00  # the bits of 1, and of STEP
         pick = lambda *of: cutlass.select_(
             t4 == 0, of[0], cutlass.select_(t4 == 1, of[1], cutlass.select_(t4 == 2, of[2], of[3]))
         )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from evoattn.backends.hopper.bwd_steps import (
-    NEVER,
     ROWS,
     SLICE,
     TILE,
@@ -45,11 +44,10 @@ class QuerySteps:
     @cute.jit
     def keep(self, stats: cute.Tensor, sN: cute.Tensor, low: cute.Tensor, i: Int32, inverse: Float32, lane: Int32):
         """the statistics of 64 queries to memory, for the other kernel"""
-        floor = Float32(NEVER if self.dtype is BFloat16 else -65504.0)
         for x in range_constexpr(2):
             q = x * 32 + lane
             to = cute.local_tile(stats, (TILE,), (i,))
-            write_statistics(to, q, arch.fmax(low[x] * inverse, floor), sN[q, 1], inverse, self.dtype)
+            write_statistics(to, q, low[x], sN[q, 1], inverse, self.dtype)
 
     @cute.jit
     def take_rows(self, ldm, rows, buffer: Int32, rQ, rG, rO, nl, nd, sN, wid: Int32, lane: Int32):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cuda.bindings.driver as cuda
-from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
+from cutlass import Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, fake_words, write_statistics
@@ -64,10 +64,8 @@ class Statistics(Kernel):
             of[1] = -delta
             if const_expr(self.dlse):
                 of[1] = dlse[b, n, h, q] - delta
-        floor = Float32(NEVER if self.dtype is BFloat16 else -65504.0)
-        inverse = Float32(1.0) / scale
         to = cute.local_tile(stats[b, n, h, None], (TILE,), (x,))
-        write_statistics(to, tid, arch.fmax(of[0] * inverse, floor), of[1], inverse, self.dtype)
+        write_statistics(to, tid, of[0], of[1], Float32(1.0) / scale, self.dtype)
 
     def arguments(self) -> tuple[Any, ...]:
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""

@@ -16,6 +16,7 @@ SLICE = 32  # scores of a row that a warpgroup holds at a time
 ROWS = 64  # rows of a warpgroup
 TILE = 5 * ROWS  # words of statistics of 64 queries, see write_statistics
 NEVER = -1e30  # in place of -lse where a query has no probabilities
+STEP = 16.0  # float16 takes -lse / scale in these: a pair bias brings it to -524,032, and a little beyond
 
 
 def sleep_until(barrier: Any, phase: Any) -> None:
@@ -43,7 +44,12 @@ def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
 def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
     """What `bwd_dkdv` needs of query q of a tile: words [4 * q, ..] for its product, and -delta.
 
-    The product adds -lse / scale (`low`), three terms, and a key's bias: its terms meet those of alpha = 1 / scale."""
+    The product adds -lse / scale, three terms of `low` times alpha = 1 / scale, and a key's bias, whose terms meet alpha's.
+    """
+    if dtype is BFloat16:
+        low = arch.fmax(low * alpha, Float32(NEVER))
+    else:
+        low = arch.fmax(low * alpha * Float32(1.0 / STEP), Float32(-65504.0))
     l0, l1, l2 = three_terms(low, dtype)
     a0, a1, a2 = three_terms(alpha, dtype)
     terms = cute.make_rmem_tensor(8, dtype)

@@ -13,6 +13,7 @@ import importlib.metadata
 import os
 import pathlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,9 @@ types = {
 }
 
 _OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
+
+_compiler = threading.Lock()
+"""The compiler is one thread's at a time: two at once bring the process down."""
 
 
 def size() -> Any:
@@ -230,18 +234,19 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
 def compiled(kernel: Kernel) -> Any:
     """A kernel as `Launch` takes its arguments; from disk if an earlier process made it."""
     kept = cache.folder()
-    if kept is None:
-        return build(kernel)
     key = hashlib.sha256(_source() + kernel.name.encode()).hexdigest()[:24]
-    path = kept / "hopper" / f"{kernel.name}-{key}.o"
     function = f"evoattn_{key}"  # no two in one process may share a symbol
-    if not path.exists():
-        made = build(kernel)
-        try:
-            _keep(made, path, function)
-        except OSError:  # no room or no right to write: this process has the kernel all the same
-            return made
-    return getattr(_module(path), function)
+    with _compiler:
+        if kept is None:
+            return build(kernel)
+        path = kept / "hopper" / f"{kernel.name}-{key}.o"
+        if not path.exists():
+            made = build(kernel)
+            try:
+                _keep(made, path, function)
+            except OSError:  # no room or no right to write: this process has the kernel all the same
+                return made
+        return getattr(_module(path), function)
 
 
 @functools.cache

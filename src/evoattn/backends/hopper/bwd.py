@@ -104,28 +104,28 @@ def plan_backward(
         dq, dk, dv = (new(how) if x is None else x for x, how in zip(tensors[10:], outputs, strict=True))
         dlse = lse if change_dlse is None else change_dlse(dlse)
         pair = k if pair is None else pair
+        statistic, room, dpair, bias = new(stats), lse, None, pair
+        if partial:
+            room = new(parts)
+        elif of_pair:
+            room = dpair = torch.zeros(sums.shape, dtype=sums.dtype, device=device)
+        if tiles is not None:
+            bias = new(laid)
+            tiles(pair, bias)
+        # From here each kernel starts while the one before it runs: all that they write is there by now, and nothing may come
+        # between. The first waits for the terms where it reads them, the second for the first where it reads its statistics.
         row = k if terms is None else terms.make(mask, mask_bias)[0]
-        statistic = new(stats)
-        dpair = None
         if query_kernel is not None:
-            room = lse
-            if partial:
-                room = new(parts)
-            elif of_pair:
-                room = dpair = torch.zeros(sums.shape, dtype=sums.dtype, device=device)
             query_kernel(q, k, v, o, do, pair, row, lse, dlse, statistic, dq, room)
-            if total is not None:
-                dpair = new(sums)
-                total(room, dpair)
-            if factor != 1.0:
-                dq.mul_(factor)
         elif statistics is not None:
             statistics(o, do, lse, dlse, statistic)
         if key_kernel is not None:
-            if tiles is not None:
-                bias, pair = pair, new(laid)
-                tiles(bias, pair)
-            key_kernel(q, k, v, do, pair, row, statistic, dk, dv)
+            key_kernel(q, k, v, do, bias, row, statistic, dk, dv)
+        if total is not None:
+            dpair = new(sums)
+            total(room, dpair)
+        if first and factor != 1.0:
+            dq.mul_(factor)
         if dpair is None:
             return None, None
         dpair = dpair[..., :lk]

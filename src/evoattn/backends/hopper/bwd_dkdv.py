@@ -113,7 +113,7 @@ class KeyGradients(KeySteps, Kernel):
         aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
         aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
         self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, scale, row_b, row_n).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
@@ -257,6 +257,7 @@ class KeyGradients(KeySteps, Kernel):
                 if m < count:
                     n = row_at(m, N, known)
                     if const_expr(self.row):
+                        arch.griddepcontrol_wait()
                         self.load_row(own, row, b * row_b + n * row_n, k0)
                     self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kp)
                     kp ^= 1
@@ -357,6 +358,7 @@ class KeyGradients(KeySteps, Kernel):
                 cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
                 cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)
                 kp ^= 1
+                arch.griddepcontrol_wait()
                 for j in cutlass.range(NT, unroll=1):
                     x = s * ST + st
                     sleep_until(empty + x, ph ^ 1)

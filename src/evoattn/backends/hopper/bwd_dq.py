@@ -143,6 +143,7 @@ class QueryGradients(QuerySteps, Kernel):
             cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.row,
         )
 
     @cute.kernel
@@ -172,6 +173,7 @@ class QueryGradients(QuerySteps, Kernel):
         row_b: Int32,
         row_n: Int32,
     ):
+        arch.griddepcontrol_launch_dependents()  # `bwd_dkdv` comes to each processor that is through
         D, ST, WG, SL, CL = self.D, self.stages, self.groups, self.stage, self.cluster
         B, N, H, LQ, _ = gQ.shape
         LK = gK.shape[3]
@@ -408,6 +410,8 @@ class QueryGradients(QuerySteps, Kernel):
         WG, ST, TL, D, unit = self.groups, self.stages, self.tiles, self.D, self.keys * TERMS
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
         st, ph, at = Int32(0), Int32(0), begin
+        if const_expr(self.row):
+            arch.griddepcontrol_wait()
         while at < end:
             pan, n0, n1 = stretch(at, end, N)
             known = opening(pan, N, each, bid, at)

@@ -298,6 +298,20 @@ CHANGES = [
     {"lq": 640, "lk": 640, "pair_bias": "b1h1k"},
     {"lq": 700, "lk": 700, "gradients": ("q",)},
     {"lq": 700, "lk": 700, "gradients": ("k", "v")},
+    # the gradient of a mask bias
+    {"mask_bias": "finite"},
+    {"mask_bias": "finite", "lq": 65, "lk": 65, "d": 8, "dtype": torch.float16, "pair_bias": None, "mask": None},
+    {"mask_bias": "finite", "lq": 384, "lk": 384, "n": 70, "dtype": torch.float16},
+    {"mask_bias": "finite", "lq": 200, "lk": 288, "mask": None, "gradients": ("q", "mask_bias")},
+    {"mask_bias": "minus_1e9_rows", "lq": 397, "lk": 397, "d": 24},
+    {"mask_bias": "minus_inf_rows", "lq": 512, "lk": 512, "bias_dtype": torch.float32, "pair_bias": None, "lse_gradient": True},
+    {"mask_bias": "finite", "lq": 300, "lk": 384, "d": 48, "scale": -0.3},
+    {"mask_bias": "finite", "lq": 384, "lk": 384, "d": 64, "layout": "bnhld"},
+    {"mask_bias": "finite", "lq": 768, "lk": 700, "d": 64, "dtype": torch.float16},
+    {"mask_bias": "finite", "lq": 1000, "lk": 1000, "n": 3, "mask": "empty_rows", "lse_gradient": True},
+    {"mask_bias": "finite", "gradients": ("mask_bias",)},
+    {"mask_bias": "finite", "lq": 768, "lk": 768, "d": 48, "gradients": ("mask_bias",)},
+    {"mask_bias": "finite", "gradients": ("mask_bias", "pair_bias")},
 ]
 
 
@@ -307,6 +321,14 @@ CHANGES = [
 def test_gradients(changes: dict, deterministic: bool) -> None:
     inputs = example(**changes)
     testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("of_b", "of_n"), [(2, 1), (1, 8), (1, 1)])
+def test_gradient_of_a_mask_bias_that_is_shared(of_b: int, of_n: int, bias_dtype: torch.dtype) -> None:
+    inputs = example(lead=(2,), mask_bias="finite")
+    inputs = dataclasses.replace(inputs, mask_bias=inputs.mask_bias[:of_b, :of_n].to(bias_dtype))
+    testing.check(testing.run(inputs, "hopper"), inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -333,9 +355,10 @@ def test_gradients_with_a_pair_bias_of_any_alignment(offset: int) -> None:
     testing.check(testing.run(inputs, "hopper"), inputs)
 
 
+@pytest.mark.parametrize("mask_bias", [None, "finite"])
 @pytest.mark.parametrize(("length", "n"), [(397, 300), (1000, 100)])
-def test_deterministic_gradients_are_bit_equal(length: int, n: int) -> None:
-    inputs = example(n=n, lq=length, lk=length)
+def test_deterministic_gradients_are_bit_equal(length: int, n: int, mask_bias: str | None) -> None:
+    inputs = example(n=n, lq=length, lk=length, mask_bias=mask_bias)
     first, second = (testing.run(inputs, "hopper", deterministic=True).values for _ in range(2))
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
@@ -371,7 +394,7 @@ def test_graph_of_a_training_step(length: int) -> None:
 
 
 def test_auto_takes_both_passes() -> None:
-    inputs = example()
-    q, k, v, pair_bias = (x.requires_grad_() for x in inputs.differentiable.values())
-    explanation = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)
+    inputs = example(mask_bias="finite")
+    q, k, v, mask_bias, pair_bias = (x.requires_grad_() for x in inputs.differentiable.values())
+    explanation = evoattn.explain(q, k, v, mask=inputs.mask, mask_bias=mask_bias, pair_bias=pair_bias)
     assert explanation.backend == "hopper" and explanation.backward_backend is None

@@ -46,6 +46,18 @@ def test_products_of_dk_and_dv_are_not_serialised(channels, length, dtype, tmp_p
     assert count(names, "LDL") == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("length", "pair"), [(384, True), (1024, True), (1024, False)], ids=["stays", "streams", "none"])
+@pytest.mark.parametrize("channels", [8, 16, 24, 32, 48, 64])
+def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype, tmp_path):
+    chosen = bwd_plan.key_variant(channels, length, pair=pair)
+    kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, pair=pair, row=True, mask_gradient=True, **chosen)
+    names = instructions(kernel, tmp_path)
+    assert count(names, "WARPGROUP.DEPBAR") == 3, "as without it"
+    assert count(names, "LDL", "STL") == 0
+    assert count(names, "STG") == 1, "a quad's two keys, once a row"
+
+
 @pytest.mark.parametrize(
     "change", [{"pair": False, "bias_gradient": False}, {"row": False}, {"partial": True}, {"dlse": True}, {"vector": False}]
 )

@@ -3,6 +3,7 @@
 The tensors are those of the conformance suite. A launch that is planned asks whether its kernel takes their sizes and strides.
 """
 
+import ctypes
 import dataclasses
 import os
 import types
@@ -79,18 +80,55 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launched: list[Any]) -> None:
     c = canonical(case.make(seed=1))
-    needs = (True, True, True, False, c.pair_bias is not None)
+    needs = (True, True, True, c.mask_bias is not None, c.pair_bias is not None)
     inputs = tensors_of(c, needs)
     do, o, lse = torch.randn_like(c.q), torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (do, None, *inputs, o, lse)
     of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
     options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
     dmask_bias, dpair_bias = bwd.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
-    assert dmask_bias is None
-    assert (None if dpair_bias is None else dpair_bias.shape) == (None if c.pair_bias is None else c.pair_bias.shape)
+    for gradient, of in ((dmask_bias, c.mask_bias), (dpair_bias, c.pair_bias)):
+        assert (gradient is None) == (of is None)
+        if gradient is not None and of is not None:
+            assert gradient.shape == of.shape and gradient.dtype == of.dtype
     arguments = {name: set(given) for name, given in launched}
     assert of_qkv[0].data_ptr() in arguments["QueryGradients"]
     assert {x.data_ptr() for x in of_qkv[1:]} <= arguments["KeyGradients"]
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("of_b", "of_n"), [(2, 3), (2, 1), (1, 3), (1, 1)])
+def test_the_gradient_of_a_mask_bias_alone(
+    of_b: int, of_n: int, bias_dtype: torch.dtype, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel leaves each head's part; heads, and the axes along which the bias is broadcast, are summed after it."""
+    parts = torch.randn(2, 3, 4, 65)
+    note = launch.compiled
+
+    def compiled(kernel: launch.Kernel) -> Any:
+        def run(*arguments: Any) -> None:
+            note(kernel)(*arguments)
+            if isinstance(kernel, bwd.KeyGradients):
+                ctypes.memmove(arguments[11], parts.data_ptr(), parts.nbytes)  # after sizes, stream and nine other tensors
+
+        return run
+
+    monkeypatch.setattr(launch, "compiled", compiled)
+    case = testing.Case("mask", lead=(2,), n=3, h=4, lq=70, lk=65, d=32, dtype=torch.bfloat16, mask_bias="finite")
+    inputs = dataclasses.replace(case, pair_bias="b1hqk", bias_dtype=bias_dtype).make(seed=1)
+    pair = inputs.pair_bias.to(torch.bfloat16)  # type: ignore[union-attr]
+    bias = inputs.mask_bias[:of_b, :of_n]  # type: ignore[index]
+    c = canonical(dataclasses.replace(inputs, mask_bias=bias, pair_bias=pair))
+    needs = (False, False, False, True, False)
+    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
+    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
+    run = bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
+    dmask_bias, dpair_bias = run(*tensors, None, None, None)
+    assert [name for name, _ in launched] == ["Rows", "Statistics", "KeyGradients"]
+    assert dpair_bias is None
+    expected = parts.double().sum_to_size(of_b, of_n, 1, 65)[:, :, 0]
+    assert dmask_bias.shape == c.mask_bias.shape and dmask_bias.dtype == bias_dtype  # type: ignore[union-attr]
+    torch.testing.assert_close(dmask_bias, expected.to(bias_dtype))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def reasons(config: Config | None = None, **changes: object) -> list[str]:
         {"needs": (True, True, True, False, False), "n": 1, "pair_bias": None},
         {"needs": ALL, "d": 64, "c": 64},
         {"needs": (False, True, True, False, False), "lq": 9000, "pair_bias": None},
+        {"needs": (True,) * 5, "mask_bias": torch.bfloat16},
+        {"needs": (False, False, False, True, False), "mask_bias": torch.float32, "lk": 9000},
     ],
     ids=str,
 )
@@ -66,7 +68,7 @@ def test_takes(changes: dict) -> None:
         ({"pair_bias": torch.float32}, "a pair_bias of q's dtype"),
         ({"mask_bias": torch.float64}, "a mask_bias in"),
         ({"lk": 0}, "no empty tensors"),
-        ({"needs": (True, True, True, True, True), "mask_bias": torch.bfloat16}, "no gradient of mask_bias"),
+        ({"needs": (False, False, False, True, False), "mask_bias": torch.bfloat16, "n": 1}, "two or more rows"),
         ({"needs": ALL, "n": 1}, "two or more rows that share a pair_bias, got 1"),
         ({"needs": ALL, "lk": 4097}, "no room for 4097 keys of 32 channels"),
         ({"needs": ALL, "lk": 2049, "d": 64, "c": 64}, "no room for 2049 keys of 64 channels"),
@@ -109,8 +111,9 @@ def test_tells_what_is_laid_out_to_be_streamed() -> None:
     assert hopper.copies(dataclasses.replace(PLAIN, d=64), pair_bias) == [
         "pair_bias: laid out anew once a call, to be streamed"
     ]
-    long = dataclasses.replace(PLAIN, lq=1024, needs=ALL)
-    assert hopper.copies(long, pair_bias) == ["pair_bias: laid out anew once a backward, to be streamed"]
+    for needs in (ALL, (False, False, False, True, False)):
+        long = dataclasses.replace(PLAIN, lq=1024, needs=needs)
+        assert hopper.copies(long, pair_bias) == ["pair_bias: laid out anew once a backward, to be streamed"]
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 1.0, 32**-0.5, 3e-5, -3e-5, 9e4, 1e-30])
@@ -152,6 +155,7 @@ def test_the_tiles_of_the_backward_are_told() -> None:
     both = tiles(needs=ALL)
     assert both["dq"]["block_k"] >= 384 and both["dq"]["cluster"] == 1
     assert both["dkdv"]["block_q"] == both["dkdv"]["block_k"] == 64
+    assert tiles(needs=(False, False, False, True, False)) == {"dkdv": both["dkdv"]}
     long = tiles(needs=(True, False, False, False, False), lk=1024)
     assert set(long) == {"dq"}
     assert long["dq"]["block_k"] * long["dq"]["cluster"] >= 1024 and long["dq"]["cluster"] > 1

@@ -72,14 +72,14 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
     """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
     from evoattn.backends.hopper.bwd_plan import key_variant, query_variant
 
-    of_q, of_k, of_v, _, of_pair_bias = problem.needs
+    of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
     pair = problem.pair_bias is not None
     found = {}
     if of_q or of_pair_bias:
         chosen = query_variant(problem.d, problem.lk, pair) or {}
         keys = chosen["groups"] * chosen["slices"] * 32
         found["dq"] = {"block_q": 64, "block_k": keys, "num_stages": chosen["stages"], "cluster": chosen["cluster"]}
-    if of_k or of_v:
+    if of_k or of_v or of_mask_bias:
         found["dkdv"] = {"block_q": 64, "block_k": 64, "num_stages": key_variant(problem.d, problem.lq, pair)["stages"]}
     return found
 
@@ -95,8 +95,7 @@ def copies(problem: Problem, pair_bias: Tensor | None) -> list[str]:
         found.append("pair_bias: laid out anew once a call, to be streamed")
     elif pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
         found.append("pair_bias: laid out anew once a call, its keys one after another")
-    of_k, of_v = problem.needs[1:3]
-    if (of_k or of_v) and key_variant(problem.d, problem.lq, True)["ring"]:
+    if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True)["ring"]:
         found.append("pair_bias: laid out anew once a backward, to be streamed")
     return found
 
@@ -147,14 +146,12 @@ def plan_backward(
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:
-    """What the backward refuses besides: gradients of a mask bias, keys that have no room, and a pair bias for one row."""
+    """What the backward refuses besides: keys that have no room, and a pair bias for one row."""
     from evoattn.backends.hopper.bwd_plan import query_variant
 
-    of_q, _, _, of_mask_bias, of_pair = problem.needs
+    of_q, _, _, _, of_pair = problem.needs
     pair = problem.pair_bias is not None
     reasons = []
-    if of_mask_bias:
-        reasons.append("has no gradient of mask_bias")
     if any(problem.needs) and pair and problem.n == 1:
         reasons.append("its backward is for two or more rows that share a pair_bias, got 1")
     if (of_q or of_pair) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:

@@ -33,12 +33,12 @@ def plan_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None,
     pair_bias: Tensor | None, o: Tensor, lse: Tensor,
     *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool,
-) -> Callable[..., tuple[None, Tensor | None]]:  # fmt: skip
+) -> Callable[..., tuple[Tensor | None, Tensor | None]]:  # fmt: skip
     """A function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, dq, dk, dv): see `evoattn.backends.Plans`."""
     b, n, h, lq, d = q.shape
     lk, dtype, device = k.shape[3], types[q.dtype], q.device
-    of_q, of_k, of_v, _, of_pair = needs
-    first, second = of_q or of_pair, of_k or of_v
+    of_q, of_k, of_v, of_mask, of_pair = needs
+    first, second = of_q or of_pair, of_k or of_v or of_mask
     # The kernel of the keys takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504.
     factor, unit = fold(scale, 2.0 / STEP) if q.dtype == torch.float16 and pair_bias is not None else fold(scale)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -75,6 +75,10 @@ def plan_backward(
     sums = like(b, h, lq, lk, dtype=q.dtype if whole else torch.float32) if partial else like(*given[:2], lq, -(-lk // 4) * 4)
     parts = like((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4) if partial else sums
 
+    # d(mask bias): each head leaves its part of it, in float32; heads and axes of size 1 are summed at last
+    of_heads = like(b, n, h, lk)
+    of_bias = like(1, 1, lk) if mask_bias is None else torch.empty_like(mask_bias, device="meta")
+
     query_kernel = key_kernel = statistics = total = tiles = None
     if first:
         wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial}
@@ -94,10 +98,10 @@ def plan_backward(
         variant = key_variant(d, lq, pair_bias is not None)
         tiles = plan(Tiles(dtype), device, pair, laid) if variant["ring"] else None
         tensors = (*(inputs[name] for name in ("q", "k", "v", "do")), laid if tiles else pair, row, stats, *outputs[1:])
-        made = KeyGradients(dtype, d, **has, **variant)  # type: ignore[arg-type, assignment]
-        key_kernel = plan(made, device, *tensors, unit, row_b, row_n, key_blocks)
+        made = KeyGradients(dtype, d, **has, mask_gradient=of_mask, **variant)  # type: ignore[arg-type, assignment]
+        key_kernel = plan(made, device, *tensors, of_heads, unit, row_b, row_n, key_blocks)
 
-    def run(*tensors: Any) -> tuple[None, Tensor | None]:
+    def run(*tensors: Any) -> tuple[Tensor | None, Tensor | None]:
         do = torch.zeros_like(tensors[8]) if tensors[0] is None else tensors[0]
         do, q, k, v, o = (changes[i](x) for i, x in zip(changes, (do, *tensors[2:5], tensors[8]), strict=True))
         _, dlse, _, _, _, mask, mask_bias, pair, _, lse = tensors[:10]
@@ -105,6 +109,7 @@ def plan_backward(
         dlse = lse if change_dlse is None else change_dlse(dlse)
         pair = k if pair is None else pair
         statistic, room, dpair, bias = new(stats), lse, None, pair
+        dmask = new(of_heads) if of_mask else None
         if partial:
             room = new(parts)
         elif of_pair:
@@ -120,16 +125,18 @@ def plan_backward(
         elif statistics is not None:
             statistics(o, do, lse, dlse, statistic)
         if key_kernel is not None:
-            key_kernel(q, k, v, do, bias, row, statistic, dk, dv)
+            key_kernel(q, k, v, do, bias, row, statistic, dk, dv, dmask)
         if total is not None:
             dpair = new(sums)
             total(room, dpair)
         if first and factor != 1.0:
             dq.mul_(factor)
-        if dpair is None:
-            return None, None
-        dpair = dpair[..., :lk]
-        return None, (dpair.sum(over, keepdim=True) if over else dpair).to(q.dtype)
+        if dmask is not None:
+            dmask = dmask.sum(2).sum_to_size(of_bias.shape).to(of_bias.dtype)
+        if dpair is not None:
+            dpair = dpair[..., :lk]
+            dpair = (dpair.sum(over, keepdim=True) if over else dpair).to(q.dtype)
+        return dmask, dpair
 
     def new(how: Tensor) -> Tensor:
         return torch.empty_strided(how.shape, how.stride(), dtype=how.dtype, device=device)

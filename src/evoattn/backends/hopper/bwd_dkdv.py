@@ -1,4 +1,4 @@
-"""The backward kernel of the keys: dk and dv.
+"""The backward kernel of the keys: dk, dv, and each head's part of the gradient of the mask bias.
 
 A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in three streams, a warpgroup each. It works on
 transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory in
@@ -46,6 +46,7 @@ class KeyGradients(KeySteps, Kernel):
         dtype: cutlass type of q, k, v and the pair bias.
         channels: D.
         pair, row: whether there is a pair bias, a key-wise bias.
+        mask_gradient: whether the gradient of the mask bias is wanted.
         blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
         ring: tiles of a pair bias that streams instead, laid out by `prepare.Tiles`, and takes any length.
         streams, stages: rows n at a time, stages of each.
@@ -58,12 +59,13 @@ class KeyGradients(KeySteps, Kernel):
         *,
         pair: bool,
         row: bool,
+        mask_gradient: bool = False,
         blocks: int = 6,
         ring: int = 0,
         streams: int = 3,
         stages: int = 3,
     ):
-        self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
+        self.dtype, self.channels, self.pair, self.row, self.mask_gradient = dtype, channels, pair, row, mask_gradient
         self.blocks, self.ring, self.streams, self.stages = blocks, ring, streams, stages
         self.D, self.steps = padded(channels), -(-channels // 16)
         self.width = 16 * self.steps
@@ -71,7 +73,7 @@ class KeyGradients(KeySteps, Kernel):
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
         tiles = {"blocks": blocks, "ring": ring or None, "streams": streams, "stages": stages}
-        self.name_after(dtype, channels=channels, pair=pair, row=row, **tiles)
+        self.name_after(dtype, channels=channels, pair=pair, row=row, mask_gradient=mask_gradient, **tiles)
 
     def layouts(self):
         n = self.streams * self.stages
@@ -94,6 +96,7 @@ class KeyGradients(KeySteps, Kernel):
         stats: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
+        dmask: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -101,7 +104,7 @@ class KeyGradients(KeySteps, Kernel):
         stream: cuda.CUstream,
     ):
         """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k], or [b|1,h|1,tiles of k,tiles of q,64 * 64] where it streams;
-        row, stats as in `bwd_dq`."""
+        row, stats as in `bwd_dq`; dmask float32 [b,n,h,k], each head's part of the gradient of the mask bias, or None."""
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
@@ -112,7 +115,7 @@ class KeyGradients(KeySteps, Kernel):
         aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
         aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
         aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
-        self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, scale, row_b, row_n).launch(
+        self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, dmask, scale, row_b, row_n).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
@@ -136,6 +139,7 @@ class KeyGradients(KeySteps, Kernel):
         pair: cute.Tensor,
         row: cute.Tensor,
         stats: cute.Tensor,
+        dmask: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -239,6 +243,7 @@ class KeyGradients(KeySteps, Kernel):
             st, ph, kp, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
             mine = panel[None, wt, None] if const_expr(self.resident) else None
             bias = cute.make_rmem_tensor(16, self.dtype)
+            sums = cute.make_rmem_tensor(2, Float32)
             bt, bp = Int32(0), Int32(0)
             while at < end:
                 pan, n0, n1 = stretch(at, end, N)
@@ -277,11 +282,12 @@ class KeyGradients(KeySteps, Kernel):
                     if const_expr(self.row):
                         if more:
                             self.load_row(own, row, b * row_b + row_at(m + NS, N, known) * row_n, k0)
+                    sums.fill(0.0)
                     for j in cutlass.range(NT, unroll=1):
                         so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                         old = st
                         for u in range_constexpr(2):
-                            P, dS = self.gradient(S, T, pS + (so + old) * TILE + 4 * QUERIES + u * SLICE, t4, scale, bias)
+                            P, dS = self.gradient(S, T, pS + (so + old) * TILE + 4 * QUERIES + u * SLICE, t4, scale, bias, sums)
                             nu = 2 * j + u + 1
                             if const_expr(u == 1):
                                 st += 1
@@ -314,6 +320,8 @@ class KeyGradients(KeySteps, Kernel):
                         release(empty + so + old, lane)
                     if more:
                         release(kempty + s, lane)
+                    if const_expr(self.mask_gradient):
+                        self.store_sums(sums, dmask[b, n, h, None], k0, t4)
                     arch.cp_async_bulk_wait_group(0, read=True)
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
@@ -407,11 +415,12 @@ class KeyGradients(KeySteps, Kernel):
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
+        dmask = fake_words((B, N, H, KL)) if self.mask_gradient else None
         q, k, v, do, dk, dv = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
         pair = fake_pair(self.dtype, Q, KL, False)
         if self.streamed:
             pair = Stand(self.dtype, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
         return (
             *(q, k, v, do, pair, terms(self.dtype)),
-            *(fake_words((B, N, H, size()), 16), dk, dv, Float32(0), Int32(0), Int32(0), Int32(0)),
+            *(fake_words((B, N, H, size()), 16), dk, dv, dmask, Float32(0), Int32(0), Int32(0), Int32(0)),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, cute
+from cutlass import BFloat16, Float32, Int32, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
@@ -25,6 +25,7 @@ class KeySteps:
     width: int
     resident: bool
     streamed: bool
+    mask_gradient: bool
 
     def send(self, atom, tile, to):
         """16 rows from shared memory to their place"""
@@ -101,8 +102,10 @@ class KeySteps:
                 cute.gemm(op, to, left[kk][None, None, 0], right[None, None, u * 2 + kk, i], to)
         self.scores(S, T, rK, rV, rR, fQ, fG, f1, nu, ni)
 
-    def gradient(self, S, T, deltas, t4, scale, bias):
-        """P and dS of a slice [k,q], in the dtype of a product's left side; `bias` is still to be added where it streams"""
+    def gradient(self, S, T, deltas, t4, scale, bias, sums):
+        """P and dS of a slice [k,q], in the dtype of a product's left side; `bias` is still to be added where it streams.
+
+        `sums` grow by dS of this thread's two keys, unrounded, where the mask bias has a gradient."""
         p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
         for y in range(16):
             p[y] = exp2(fma(S[y], scale, bias[y].to(Float32)) * LOG2E if self.streamed else S[y] * (scale * LOG2E))
@@ -111,7 +114,19 @@ class KeySteps:
             cute.autovec_copy(cute.make_tensor((deltas + 8 * x + 2 * t4).align(8), cute.make_layout(2)), two)
             for y in range(4):
                 d[4 * x + y] = p[4 * x + y] * (T[4 * x + y] + two[y % 2])
+                if self.mask_gradient:
+                    sums[y // 2] += d[4 * x + y]
         return self.halves(p), self.halves(d)
+
+    @cute.jit
+    def store_sums(self, sums: cute.Tensor, to: cute.Tensor, key: Int32, t4: Int32):
+        """the sums of a quad's two keys, each over the four threads that hold its queries; `key` is the first"""
+        for x in range_constexpr(2):
+            for offset in (1, 2):
+                sums[x] += arch.shuffle_sync_bfly(sums[x], offset)
+        key += 8 * t4
+        if t4 < 2 and key < to.shape[0]:
+            to[key] = cutlass.select_(t4 == 0, sums[0], sums[1])
 
     def halves(self, values):
         """a slice's 32 columns as two left sides of a product"""

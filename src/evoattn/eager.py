@@ -60,7 +60,7 @@ class Call:
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """o and lse in the user's axes, of q, k, v, mask, mask_bias and pair_bias; lse measured from the row shift."""
         if self.records:
-            return EvoformerAttention.apply(self, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+            return _record(self, *tensors)  # type: ignore[no-untyped-call, no-any-return]
         return self.compute(tensors)
 
     def compute(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
@@ -136,15 +136,18 @@ def find(tensors: tuple[Any, ...], scale: Any, *options: Any) -> Call | None:
         return None
 
 
-def _looks(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What a call may depend on in its tensors; None where one of them is no ordinary tensor."""
+def _looks(tensors: tuple[Any, ...], *, saved: bool = False) -> tuple[Any, ...] | None:
+    """What a call may depend on in its tensors; None where one of them is no ordinary tensor.
+
+    What the dispatcher sees in a tensor takes as long to ask as all else; of what a forward saved it is known.
+    """
     looks: list[Any] = []
     try:
         for x in tensors:
             if x is None:
                 looks.append(None)
             elif x.__class__ in _ORDINARY:
-                keys = torch._C._dispatch_keys(x).raw_repr()
+                keys = 0 if saved else torch._C._dispatch_keys(x).raw_repr()
                 looks.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % 16 == 0, keys))
             else:
                 return None
@@ -254,11 +257,15 @@ class EvoformerAttention(torch.autograd.Function):
         else:
             dq, dk, dv = (_like(x) if need else None for x, need in zip((q, k, v), needs, strict=False))
             dmask_bias, dpair_bias = run(*saved, dq, dk, dv)
-        if dmask_bias is not None:
+        if dmask_bias is not None and dmask_bias.shape != mask_bias.shape:
             dmask_bias = dmask_bias.reshape(mask_bias.shape)
-        if dpair_bias is not None:
+        if dpair_bias is not None and dpair_bias.shape != pair_bias.shape:
             dpair_bias = dpair_bias.reshape(pair_bias.shape)
         return None, dq, dk, dv, None, dmask_bias, dpair_bias
+
+
+_record = super(torch.autograd.Function, EvoformerAttention).apply
+"""`EvoformerAttention.apply` without its questions about transforms, which `find` has asked."""
 
 
 def _like(x: Tensor) -> Tensor:
@@ -274,10 +281,10 @@ def _find_backward(
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or _state() not in _states():
         return None
-    looks = _looks(saved)
-    if looks is None or torch._C._len_torch_function_stack():
+    of_cotangents, of_saved = _looks(saved[:2]), _looks(saved[2:], saved=True)
+    if of_cotangents is None or of_saved is None or torch._C._len_torch_function_stack():
         return None
-    choice = _kept_backward(call, looks, needs, ops.settings(saved[2].dtype))
+    choice = _kept_backward(call, of_cotangents, of_saved, needs, ops.settings(saved[2].dtype))
     if choice.backend is None:
         canonical = _canonical_backward(call, saved, needs)
         if not _ordinary(saved) or not _same_memory(saved, canonical):

@@ -113,7 +113,7 @@ def plan_backward(
         if partial:
             room = new(parts)
         elif of_pair:
-            room = dpair = torch.zeros(sums.shape, dtype=sums.dtype, device=device)
+            room = dpair = new(sums).zero_()
         if tiles is not None:
             bias = new(laid)
             tiles(pair, bias)
@@ -134,7 +134,7 @@ def plan_backward(
         if dmask is not None:
             dmask = dmask.sum(2).sum_to_size(of_bias.shape).to(of_bias.dtype)
         if dpair is not None:
-            dpair = dpair[..., :lk]
+            dpair = dpair if dpair.shape[-1] == lk else dpair[..., :lk]
             dpair = (dpair.sum(over, keepdim=True) if over else dpair).to(q.dtype)
         return dmask, dpair
 

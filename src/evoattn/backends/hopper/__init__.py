@@ -57,6 +57,8 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append(f"takes a mask_bias in float16, bfloat16 or float32, got {problem.mask_bias}")
     if not problem.scores:
         reasons.append("takes no empty tensors")
+    if problem.pair_bias is not None and problem.n == 1:
+        reasons.append("takes a pair_bias that two or more rows share, got 1 row")
     reasons += _unsupported_gradients(problem)
     if config.given():
         reasons.append("its tiles are fixed: it takes no config")
@@ -146,14 +148,12 @@ def plan_backward(
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:
-    """What the backward refuses besides: keys that have no room, and a pair bias for one row."""
+    """What the backward refuses besides: keys that have no room."""
     from evoattn.backends.hopper.bwd_plan import query_variant
 
     of_q, _, _, _, of_pair = problem.needs
     pair = problem.pair_bias is not None
     reasons = []
-    if any(problem.needs) and pair and problem.n == 1:
-        reasons.append("its backward is for two or more rows that share a pair_bias, got 1")
     if (of_q or of_pair) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:
         reasons.append(f"its backward has no room for {problem.lk} keys of {problem.d} channels")
     return reasons

@@ -330,6 +330,22 @@ def test_saved_tensor_hooks_may_change_the_strides(planner: Planner) -> None:
     assert packed
 
 
+def test_saved_tensor_hooks_may_negate_lazily(planner: Planner) -> None:
+    """What comes back is told from what was saved by a bit alone, in a backward like one that has been planned."""
+    arguments = leaves()
+    expected = step(arguments)
+
+    def pack(x: Tensor) -> Tensor:
+        return x if x.dtype == torch.bool else x.detach().neg()
+
+    def unpack(x: Tensor) -> Tensor:
+        return x if x.dtype == torch.bool else torch._neg_view(x)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        for value, other in zip(step(arguments), expected, strict=True):
+            torch.testing.assert_close(value, other)
+
+
 def test_validation_is_not_skipped_for_what_looks_alike(planner: Planner) -> None:
     """1 equals True, and has its hash."""
     tensors = leaves()

@@ -139,7 +139,8 @@ def find(tensors: tuple[Any, ...], scale: Any, *options: Any) -> Call | None:
 def _looks(tensors: tuple[Any, ...], *, saved: bool = False) -> tuple[Any, ...] | None:
     """What a call may depend on in its tensors; None where one of them is no ordinary tensor.
 
-    What the dispatcher sees in a tensor takes as long to ask as all else; of what a forward saved it is known.
+    What the dispatcher sees in a tensor takes as long to ask as all else. Of what a forward saved it is known, but for a lazy
+    negation, which a hook may have put in its place.
     """
     looks: list[Any] = []
     try:
@@ -147,7 +148,7 @@ def _looks(tensors: tuple[Any, ...], *, saved: bool = False) -> tuple[Any, ...] 
             if x is None:
                 looks.append(None)
             elif x.__class__ in _ORDINARY:
-                keys = 0 if saved else torch._C._dispatch_keys(x).raw_repr()
+                keys = x.is_neg() if saved else torch._C._dispatch_keys(x).raw_repr()
                 looks.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % 16 == 0, keys))
             else:
                 return None

@@ -44,7 +44,6 @@ class KeySteps:
     def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, kfull, kp):
         """k and v of 64 keys into registers, and what meets a query's words: 1 1 1 hi hi hi lo veto, 0 0 0 mid mid 0 0 veto
 
-
         In float16 the first three are STEP.
         """
         arch.mbarrier_wait(kfull + s, kp)

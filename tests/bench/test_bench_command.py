@@ -132,6 +132,44 @@ def test_a_budget_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert "left out: the budget of 1e-06 s was over" in printed.out
 
 
+def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    with monkeypatch.context() as short:
+        short.setattr(bench, "Plan", lambda **options: Plan(**{**options, "budget_s": 1e-6}))
+        assert cli.main([*SMALL, "--commit", "abc123", "--note", "cold", "--json", str(path)]) == 0
+    assert "--resume FILE goes on with what --json wrote" in capsys.readouterr().err
+    cut = records.read(path)
+    assert [problem.cut for problem in cut.problems] == [True, True]
+    page = tmp_path / "a.html"
+    assert cli.main(["bench", "--resume", str(path), "--commit", "abc123", "--budget", "600", "--html", str(page)]) == 0
+    assert re.search(r"^dense torch +[\d.]+ ±\d+% ", capsys.readouterr().out, re.MULTILINE)
+    record = records.read(path)
+    assert record.finished == "complete" and not any(problem.cut for problem in record.problems)
+    assert record.machine == cut.machine and record.ceilings == cut.ceilings
+    assert record.settings == cut.settings | {"budget_s": 600, "resumed": 1}
+    assert "tri16" in page.read_text()
+
+
+def test_what_cannot_be_resumed_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    assert cli.main([*SMALL, "--commit", "abc123", "--json", str(path)]) == 0
+    written = path.read_text()
+    damaged = json.loads(written)
+    del damaged["settings"]["peers"]
+    other = tmp_path / "b.json"
+    other.write_text(json.dumps(damaged))
+    capsys.readouterr()
+    for arguments, message in (
+        ([str(path), "--commit", "def456"], "was measured with commit abc123, here it is def456"),
+        ([str(path), "--peers"], "--resume goes on with what the record was begun with: leave out --peers"),
+        ([str(path), "--from", str(path)], "--resume goes on with what the record was begun with: leave out --from"),
+        ([str(other), "--commit", "abc123"], "the record does not say what was asked for: 'peers'"),
+    ):
+        assert cli.main(["bench", "--resume", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert path.read_text() == written and json.loads(other.read_text()) == damaged
+
+
 REFUSED = {
     "workload": (["--workloads", "nonsense"], r"--workloads: no workload 'nonsense'; expected one of tri384, .*such as tri500"),
     "length": (["--lengths", "0"], r"--lengths: expected a whole number from 1 up, got '0'"),
@@ -145,6 +183,7 @@ REFUSED = {
     "json": (["--json", "a.txt"], r"--json 'a\.txt': expected a name that ends in \.json"),
     "html": (["--html", "no/a.html"], r"--html 'no/a\.html': there is no directory 'no'; expected one that exists"),
     "csv": (["--csv", "."], r"--csv '\.': is a directory; expected the name of a CSV file"),
+    "resume": (["--resume", "none.json"], r"--resume 'none\.json': cannot be read: No such file or directory"),
     "from": (["--from", "none.json"], r"--from 'none\.json': cannot be read: No such file or directory"),
 }
 

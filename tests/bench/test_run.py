@@ -101,6 +101,7 @@ def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Peer], clock: FakeClock) -> 
     first, second = record.problems
     assert all(result.times for result in first.results)
     assert [(r.status, r.reason) for r in second.results] == [("left out", "interrupted before it was timed")] * 2
+    assert (first.cut, second.cut) == (False, True)
 
 
 def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +113,21 @@ def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch
     last = record.problems[-1]
     assert [result.name for result in last.results] == ["evoattn", "right"]
     assert {result.reason for result in last.results} == {"the budget of 30 s was over"}
+
+
+def test_a_record_that_was_cut_short_is_gone_on_with(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    """Only what was cut is measured, with all its contenders, and stands where it would have stood."""
+    plan = a_plan(workloads=(workload("tri16"), workload("tri17"), workload("tri18")), peers=("right",))
+    whole = measured(plan, clock)
+    record = Record({}, {}, problems=[whole.problems[2], dataclasses.replace(whole.problems[0], cut=True)], seconds=100.0)
+    kept = record.problems[0]
+    begun: list[tuple[int, int, str]] = []
+    run.run(plan, record, CPU, clock, lambda number, of, what: begun.append((number, of, what.split(",")[0])))
+    assert list(dict.fromkeys(begun)) == [(1, 2, "tri16"), (2, 2, "tri17")]
+    assert [problem.workload.name for problem in record.problems] == ["tri16", "tri17", "tri18"]
+    assert record.problems[2] is kept
+    assert record.finished == "complete" and not any(problem.cut for problem in record.problems)
+    assert record.seconds is not None and record.seconds > 100.0
 
 
 def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,25 +107,34 @@ def run(
     progress: Progress,
     after_problem: Callable[[Record], None] = lambda record: None,
 ) -> Record:
-    """Measure a plan into a record, and return it.
+    """Measure of a plan what the record does not have, or was cut short, into the record, and return it.
 
     Ctrl-C ends the run and keeps what is done: `record.finished` is then "interrupted". Where the budget ends, every problem
     that was not begun stands in the record with the reason.
     """
-    course = _Course(plan, device, clock, progress)
+    done = [(problem.workload, problem.dtype) for problem in record.problems if not problem.cut]
+    problems = [problem for problem in plan.problems if problem not in done]
+    course = _Course(plan, problems, device, clock, progress)
     record.finished = "interrupted"  # until it is not: what is written after a problem may be all there will be
-    start = clock.now()
+    start, before = clock.now(), record.seconds or 0.0
     try:
-        for workload, dtype in plan.problems:
-            record.problems.append(course.problem(workload, dtype))
-            record.seconds = round(clock.now() - start, 1)
+        for workload, dtype in problems:
+            _put(course.problem(workload, dtype), record, plan)
+            record.seconds = round(before + clock.now() - start, 1)
             after_problem(record)
-        record.finished = "out of time" if course.cut else "complete"
+        record.finished = "out of time" if any(problem.cut for problem in record.problems) else "complete"
     except KeyboardInterrupt:
         if course.current is not None:
-            record.problems.append(_as_far_as_it_came(course.current))
-    record.seconds = round(clock.now() - start, 1)
+            _put(_as_far_as_it_came(course.current), record, plan)
+    record.seconds = round(before + clock.now() - start, 1)
     return record
+
+
+def _put(problem: Problem, record: Record, plan: Plan) -> None:
+    """A problem in its place, and in that of what was cut short."""
+    found = {(old.workload, old.dtype): old for old in record.problems}
+    found[problem.workload, problem.dtype] = problem
+    record.problems[:] = [found[key] for key in plan.problems if key in found]
 
 
 @dataclasses.dataclass
@@ -145,27 +154,29 @@ class _Row:
 
 
 class _Course:
-    def __init__(self, plan: Plan, device: torch.device, clock: Clock, progress: Progress) -> None:
+    def __init__(
+        self, plan: Plan, problems: list[tuple[Workload, str]], device: torch.device, clock: Clock, progress: Progress
+    ) -> None:
         self.plan, self.device, self.clock, self.progress = plan, device, clock, progress
+        self.problems = len(problems)
         self.end = None if plan.budget_s is None else clock.now() + plan.budget_s
         self.compiled_s: dict[str, float] = {}
         self.number = 0
         self.longest_s = _LONGEST_CALL_S
         self.rounds_s = 0.0
-        self.cut = False
         self.current: Problem | None = None
 
     def problem(self, workload: Workload, dtype_name: str) -> Problem:
         """One problem, within its share of what is left of the budget."""
         self.number += 1
-        now, total = self.clock.now(), len(self.plan.problems)
-        share = None if self.end is None else (self.end - now) / (total - self.number + 1)
+        now = self.clock.now()
+        share = None if self.end is None else (self.end - now) / (self.problems - self.number + 1)
         if share is not None:
             self.longest_s = min(_LONGEST_CALL_S, share * _LONGEST_SHARE)
             self.rounds_s = share * _ROUNDS_SHARE
         self.current = problem = Problem(workload, dtype_name, None)
         if share is not None and share <= 0:
-            self.cut = True
+            problem.cut = True
             names = [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in self.plan.backends), *self.plan.peers]
             reason = f"the budget of {self.plan.budget_s:g} s was over"
             problem.results = [Result(name, "left out", reason) for name in names]
@@ -179,8 +190,12 @@ class _Course:
         problem.seconds = round(self.clock.now() - now, 1)
         return problem
 
+    def _cut_short(self) -> None:
+        if self.current is not None and self.end is not None:
+            self.current.cut = True
+
     def _say(self, problem: Problem, what: str) -> None:
-        self.progress(self.number, len(self.plan.problems), f"{problem.workload.name}, {problem.dtype}: {what}")
+        self.progress(self.number, self.problems, f"{problem.workload.name}, {problem.dtype}: {what}")
 
     def _measure(self, problem: Problem, end: float | None) -> None:
         if any(PEERS[name].compiles for name in self.plan.peers):
@@ -243,7 +258,7 @@ class _Course:
         if seconds > self.longest_s:  # once more: a machine that had something else to do takes long too
             seconds = min(seconds, self.clock.calls(runner.forward, 1))
         if seconds > self.longest_s:
-            self.cut = self.cut or self.end is not None
+            self._cut_short()
             result.status, result.reason = (
                 "left out",
                 f"a forward takes {seconds:.1f} s, too long for this problem's share of time",
@@ -281,14 +296,14 @@ class _Course:
             return None
         now = self.clock.now()
         if now > self.end:
-            self.cut = True
+            self._cut_short()
             return f"the budget of {self.plan.budget_s:g} s was over"
         takes = self.compiled_s.get(peer.name, _COMPILES_S[self.device.type]) if peer.compiles else 0.0
         allowed = max(end - now, 0.0)
         if peer.compiles and peer.name not in self.compiled_s:
             allowed = min(self.end - now, max(allowed, _FIRST_SHARE * self.plan.budget_s))
         if takes > allowed:
-            self.cut = True
+            self._cut_short()
             return f"compiles for about {takes:.0f} s, and this problem has {allowed:.0f} s of the budget left"
         return None
 
@@ -347,6 +362,7 @@ class _Course:
 
 def _as_far_as_it_came(problem: Problem) -> Problem:
     """An interrupted problem: whoever has no time yet says why."""
+    problem.cut = True
     for result in problem.results:
         if result.status in ("ok", "partial") and not result.times:
             result.status, result.reason = "left out", "interrupted before it was timed"

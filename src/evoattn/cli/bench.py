@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from evoattn.bench import ceilings, choice, compare, machine, plots, report, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
@@ -15,11 +17,12 @@ from evoattn.bench.run import Plan, plan_settings, run
 from evoattn.cli.machine import pick
 from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress
 from evoattn.dispatch import BACKENDS
-from evoattn.workloads import WORKLOADS, Workload
+from evoattn.workloads import WORKLOADS, Workload, workload
 
 __all__ = ["add_parser", "among", "names_in", "workloads_of"]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "quick", "rounds", "note")
 
 _ABOUT = """\
 Measures attention as the AlphaFold family runs it, forward and backward: evoattn's backends and every peer that is
@@ -35,6 +38,7 @@ examples:
   evoattn bench --html report.html                   one page with tables and charts, to open in any browser
   evoattn bench --workloads tri384 msa_row tri500 --dtypes bfloat16 float16 --json mine.json
   evoattn bench --lengths 100 200 397 --peers dense  triangle attention at these lengths, next to dense torch alone
+  evoattn bench --resume mine.json --budget 600      what Ctrl-C or the budget left out, into the same record
   evoattn bench --from mine.json --html report.html  a page of what was measured before
   evoattn bench --compare before.json after.json     what became faster or slower beyond the noise of both
 
@@ -75,6 +79,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     out.add_argument("--commit", metavar="TEXT", help="what to record as the commit where git cannot tell")
     out.add_argument("--note", metavar="TEXT", help="what whoever reads the record has to know of this run")
     old = parser.add_argument_group("what was measured before")
+    old.add_argument("--resume", type=Path, metavar="FILE", help="measure what Ctrl-C or the budget cut short, into it")
     old.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, show and write this record")
     old.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="what changed beyond noise")
     old.add_argument("--threshold", type=_percent, default=5.0, metavar="PERCENT", help="of --compare (default: 5)")
@@ -99,11 +104,12 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         before, after = (_read(path, "--compare") for path in arguments.compare)
         return _compare(before, after, arguments.threshold)
+    begun = None if arguments.resume is None else _begun(arguments)
     outputs = _outputs(arguments)
-    if arguments.source:
+    if arguments.source is not None:
         record = _read(arguments.source, "--from")
     else:
-        record = _measure(arguments, lambda record: outputs["json"](record) if "json" in outputs else None)
+        record = _measure(arguments, begun, lambda record: outputs["json"](record) if "json" in outputs else None)
     for output in outputs.values():  # before the table: whoever reads that may stop early
         output(record)
     print(table.as_text(record))
@@ -120,11 +126,16 @@ def _status(record: Record) -> int:
     for line in wrong:
         print(f"evoattn bench: WRONG: {line}", file=sys.stderr)
     if record.finished == "interrupted":
-        print("evoattn bench: interrupted: what was measured until then is above, and in the files", file=sys.stderr)
+        print(
+            "evoattn bench: interrupted: what was measured until then is above, and in the files; --resume FILE goes on",
+            file=sys.stderr,
+        )
         return 130
     if record.finished == "out of time":
         print(
-            "evoattn bench: the budget ended before all was measured; --budget gives more, the table says what", file=sys.stderr
+            "evoattn bench: the budget ended before all was measured, the table says what; "
+            "--budget gives more, and --resume FILE goes on with what --json wrote",
+            file=sys.stderr,
         )
     return 1 if wrong else 0
 
@@ -174,7 +185,13 @@ def _compare(before: Record, after: Record, threshold: float) -> int:
     return 1 if found.regressions else 0
 
 
-def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], None]) -> Record:
+def _measure(arguments: argparse.Namespace, begun: Record | None, after_problem: Callable[[Record], None]) -> Record:
+    if begun is not None:
+        device = _the_same_device(arguments, begun)
+        plan = _plan_of(begun, arguments.budget)
+        begun.settings |= {"budget_s": plan.budget_s, "resumed": begun.settings.get("resumed", 0) + 1}
+        with problem_progress(plan.budget_s) as progress:
+            return run(plan, begun, device, clock_for(device), progress, after_problem)
     device = pick(arguments.device)
     plan = _plan(arguments, choice.defaults(device.type, arguments.quick))
     clock = clock_for(device)
@@ -184,6 +201,42 @@ def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], No
     record.ceilings = ceilings.measure(device, clock, plan.dtypes)
     with problem_progress(plan.budget_s) as progress:
         return run(plan, record, device, clock, progress, after_problem)
+
+
+def _begun(arguments: argparse.Namespace) -> Record:
+    """The record to go on with; it is also where the result goes, unless --json names another file."""
+    given = [option for option in _ASKED if getattr(arguments, option) not in (None, False)]
+    given += [] if arguments.source is None else ["from"]
+    if given:
+        raise RefusedError(f"--resume goes on with what the record was begun with: leave out --{given[0]}")
+    record = _read(arguments.resume, "--resume")
+    if arguments.json is None:
+        arguments.json = arguments.resume
+    return record
+
+
+def _the_same_device(arguments: argparse.Namespace, begun: Record) -> torch.device:
+    """Where a record was begun, if that is here and all is as it was."""
+    device = pick("cuda" if begun.machine.get("kind") == "gpu" else "cpu")
+    now = machine.facts(device, arguments.commit)
+    for fact in sorted({*now, *begun.machine} - {"date"}):
+        was, there_is = begun.machine.get(fact), now.get(fact)
+        if was != there_is:
+            raise RefusedError(f"--resume {str(arguments.resume)!r}: was measured with {fact} {was}, here it is {there_is}")
+    return device
+
+
+def _plan_of(begun: Record, budget: int | None) -> Plan:
+    asked = begun.settings
+    try:
+        return Plan(
+            workloads=tuple(map(workload, asked["workloads"])),
+            **{name: tuple(asked[name]) for name in ("dtypes", "passes", "backends", "peers")},
+            rounds=asked["rounds"],
+            budget_s=budget or asked.get("budget_s"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RefusedError(f"--resume: the record does not say what was asked for: {error}") from None
 
 
 def _plan(arguments: argparse.Namespace, default: choice.Defaults) -> Plan:

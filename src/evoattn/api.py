@@ -253,7 +253,7 @@ def explain(
     ]
     backward: dict[str, dict[str, int]] = {}
     if chosen is not None:
-        copies += backend_module(chosen).copies(problem, canonical.pair_bias)
+        copies += backend_module(chosen).copies(problem, canonical.q, canonical.k, canonical.v, canonical.pair_bias)
     if chosen_backward is not None:
         resolve_backward = getattr(backend_module(chosen_backward), "resolve_backward", None)
         backward = resolve_backward(problem, settings) if resolve_backward is not None else {}

@@ -19,6 +19,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 from evoattn import testing
 from evoattn.backends import hopper
 from evoattn.backends.hopper import bwd, fwd, launch
+from evoattn.backends.hopper.memory import loads_wide
 from evoattn.canonical import Canonical, canonicalise
 from evoattn.layouts import to_canonical
 from evoattn.problem import describe
@@ -72,7 +73,7 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
     name, arguments = launched[-1]
     assert name == "Forward"
     assert {o.data_ptr(), lse.data_ptr()} <= set(arguments)
-    if fwd.loads_wide(c.q):
+    if loads_wide(c.q):
         assert arguments[2] == c.q.data_ptr()
 
 

@@ -29,6 +29,13 @@ PLAIN = Problem(
 ALL = (True, True, True, False, True)
 
 
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+QKV = [half(1, 8, 4, 64, 32)] * 3
+
+
 def reasons(config: Config | None = None, **changes: object) -> list[str]:
     return hopper.unsupported(dataclasses.replace(PLAIN, **changes), config or Config())
 
@@ -101,18 +108,36 @@ def test_refuses_every_config_its_own_too() -> None:
 def test_tells_what_is_laid_out_anew(pair_bias: torch.Tensor | None, copied: bool) -> None:
     keys = 1 if pair_bias is None else pair_bias.shape[-1]
     problem = dataclasses.replace(PLAIN, lk=max(keys, 64))
-    assert [what.split(":")[0] for what in hopper.copies(problem, pair_bias)] == ["pair_bias"] * copied
+    assert [what.split(":")[0] for what in hopper.copies(problem, *QKV, pair_bias)] == ["pair_bias"] * copied
+
+
+@pytest.mark.parametrize(
+    ("x", "copied"),
+    [
+        (half(1, 8, 64, 4, 32).transpose(2, 3), False),
+        (half(1, 8, 4, 64, 64)[..., 32:], False),
+        (half(1, 8, 4, 64, 33)[..., :32], True),
+        (half(1, 8, 4, 64, 36)[..., 4:], True),
+        (half(1, 8, 4, 32, 64).transpose(3, 4), True),
+        (half(1, 8, 1, 64, 32).expand(-1, -1, 4, -1, -1), True),
+    ],
+    ids=["heads inside", "half of the channels", "rows of 33", "past 8 bytes", "channels far apart", "one head for all"],
+)
+def test_tells_which_of_q_k_and_v_are_copied(x: torch.Tensor, copied: bool) -> None:
+    for place, name in enumerate("qkv"):
+        given = [*QKV[:place], x, *QKV[place + 1 :]]
+        assert [what.split(":")[0] for what in hopper.copies(PLAIN, *given, None)] == [name] * copied
 
 
 def test_tells_what_is_laid_out_to_be_streamed() -> None:
     pair_bias = torch.empty(1, 4, 384, 384)
-    assert hopper.copies(PLAIN, pair_bias) == []
-    assert hopper.copies(dataclasses.replace(PLAIN, d=64), pair_bias) == [
+    assert hopper.copies(PLAIN, *QKV, pair_bias) == []
+    assert hopper.copies(dataclasses.replace(PLAIN, d=64), *QKV, pair_bias) == [
         "pair_bias: laid out anew once a call, to be streamed"
     ]
     for needs in (ALL, (False, False, False, True, False)):
         long = dataclasses.replace(PLAIN, lq=1024, needs=needs)
-        assert hopper.copies(long, pair_bias) == ["pair_bias: laid out anew once a backward, to be streamed"]
+        assert hopper.copies(long, *QKV, pair_bias) == ["pair_bias: laid out anew once a backward, to be streamed"]
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 1.0, 32**-0.5, 3e-5, -3e-5, 9e4, 1e-30])

@@ -34,8 +34,8 @@ class Backend(Protocol):
     def resolve(self, problem: Problem, config: Config) -> Config:
         """The tile config that it would run a problem with."""
 
-    def copies(self, problem: Problem, pair_bias: Tensor | None) -> list[str]:
-        """What it copies once a call because of how the tensors lie in memory, in words."""
+    def copies(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
+        """What it copies once a call because of how the canonical tensors lie in memory, in words."""
 
 
 class Passes(Backend, Protocol):

@@ -54,7 +54,7 @@ def resolve(problem: Problem, config: Config) -> Config:
     return tiled_plan(problem, config).config
 
 
-def copies(problem: Problem, pair_bias: Tensor | None) -> list[str]:
+def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
     """Reads every tensor as it lies."""
     return []
 

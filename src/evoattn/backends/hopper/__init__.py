@@ -86,13 +86,18 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
     return found
 
 
-def copies(problem: Problem, pair_bias: Tensor | None) -> list[str]:
-    """A pair bias that does not stay in shared memory, or whose keys do not lie one after another."""
+def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
+    """q, k or v that the copy engine does not take; a pair bias that streams, or whose keys do not lie one after another."""
     from evoattn.backends.hopper.bwd_plan import key_variant
+    from evoattn.backends.hopper.memory import loads_wide
 
+    found = [
+        f"{name}: copied once a pass, so that each row of channels starts on 16 bytes and is in memory once for each head"
+        for name, x in (("q", q), ("k", k), ("v", v))
+        if not loads_wide(x)
+    ]
     if pair_bias is None:
-        return []
-    found = []
+        return found
     if problem.lk > _RESIDENT_KEYS or problem.d > _RESIDENT_CHANNELS:
         found.append("pair_bias: laid out anew once a call, to be streamed")
     elif pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:

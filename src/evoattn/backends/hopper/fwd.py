@@ -12,10 +12,11 @@ from torch import Tensor
 from evoattn import layouts
 from evoattn.backends.hopper.fwd_kernel import CHAIN, HALVES, KEYS, ROWS, Forward
 from evoattn.backends.hopper.launch import plan, types
+from evoattn.backends.hopper.memory import loads_wide
 from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows
 from evoattn.backends.hopper.primitives import padded
 
-__all__ = ["contiguous", "fold", "loadable", "loads_wide", "plan_forward", "row_plan"]
+__all__ = ["contiguous", "fold", "loadable", "plan_forward", "row_plan"]
 
 _LEAST, _MOST = 2.0**-12, 2.0**12
 
@@ -136,12 +137,6 @@ def fold(scale: float, least: float = _LEAST) -> tuple[float, float]:
     size = abs(scale)
     power = 1.0 if least <= size <= _MOST else 2.0 ** (math.frexp(size)[1] - 2)
     return math.copysign(power, scale), size / power
-
-
-def loads_wide(x: Tensor) -> bool:
-    """Whether every row of channels or keys starts on 16 bytes, with stride 1 inside; a broadcast axis does not."""
-    steps = x.stride()
-    return x.data_ptr() % 16 == 0 and steps[-1] == 1 and all(step % 8 == 0 and step > 0 for step in steps[:-1])
 
 
 def _exact(x: float, dtype: torch.dtype) -> bool:

@@ -93,7 +93,7 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
     return {name: tile.given() for name, (runs, tile) in wanted.items() if runs}
 
 
-def copies(problem: Problem, pair_bias: Tensor | None) -> list[str]:
+def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
     """The pair bias, where its rows do not load 16 bytes at a time and enough rows n share the copy."""
     from evoattn.backends.triton.launch import strided
     from evoattn.backends.triton.prepare import needs_copy

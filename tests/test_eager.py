@@ -32,6 +32,7 @@ class Planner:
 
         def views(tensors: Any) -> list[Any]:
             assert not any(x is not None and x.is_neg() for x in tensors), "memory holds the opposite sign"
+            assert not any(x is not None and x.numel() and x.data_ptr() == 0 for x in tensors), "there is no memory"
             return [x if look is None else x.as_strided(*look) for x, look in zip(tensors, looks, strict=True)]
 
         return views
@@ -344,6 +345,20 @@ def test_saved_tensor_hooks_may_negate_lazily(planner: Planner) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         for value, other in zip(step(arguments), expected, strict=True):
             torch.testing.assert_close(value, other)
+
+
+def test_saved_tensor_hooks_may_leave_no_memory(planner: Planner) -> None:
+    """torch's tensor of zeros that takes no memory looks like any other, but for its address."""
+    arguments = leaves()
+    step(arguments)
+
+    def unpack(x: Tensor) -> Tensor:
+        return x if x.dtype == torch.bool else torch._efficientzerotensor(x.shape, dtype=x.dtype)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        output = attend(*arguments)
+        gradients = torch.autograd.grad(output, arguments, torch.ones_like(output))
+    assert all(x.isfinite().all() for x in gradients)
 
 
 def test_validation_is_not_skipped_for_what_looks_alike(planner: Planner) -> None:

@@ -140,7 +140,7 @@ def _looks(tensors: tuple[Any, ...], *, saved: bool = False) -> tuple[Any, ...] 
     """What a call may depend on in its tensors; None where one of them is no ordinary tensor.
 
     What the dispatcher sees in a tensor takes as long to ask as all else. Of what a forward saved it is known, but for a lazy
-    negation, which a hook may have put in its place.
+    negation and a tensor without memory, which a hook may have put in its place.
     """
     looks: list[Any] = []
     try:
@@ -148,8 +148,9 @@ def _looks(tensors: tuple[Any, ...], *, saved: bool = False) -> tuple[Any, ...] 
             if x is None:
                 looks.append(None)
             elif x.__class__ in _ORDINARY:
-                keys = x.is_neg() if saved else torch._C._dispatch_keys(x).raw_repr()
-                looks.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % 16 == 0, keys))
+                address = x.data_ptr()
+                keys = (x.is_neg(), address == 0) if saved else torch._C._dispatch_keys(x).raw_repr()
+                looks.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address % 16 == 0, keys))
             else:
                 return None
     except RuntimeError:  # sparse, nested, dead after a transform: without strides, or without memory

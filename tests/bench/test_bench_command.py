@@ -150,24 +150,41 @@ def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "tri16" in page.read_text()
 
 
-def test_what_cannot_be_resumed_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_is_complete_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
     assert cli.main([*SMALL, "--commit", "abc123", "--json", str(path)]) == 0
-    written = path.read_text()
-    damaged = json.loads(written)
-    del damaged["settings"]["peers"]
-    other = tmp_path / "b.json"
-    other.write_text(json.dumps(damaged))
+    shown, written = capsys.readouterr().out, path.read_text()
+    assert cli.main(["bench", "--resume", str(path), "--commit", "abc123", "--budget", "9"]) == 0
+    assert capsys.readouterr().out == shown
+    assert path.read_text() == written
+
+
+def test_what_cannot_be_resumed_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, other, old, text = (tmp_path / name for name in ("a.json", "b.json", "c.json", "d.txt"))
+    assert cli.main([*SMALL, "--commit", "abc123", "--json", str(path)]) == 0
+    data = json.loads(path.read_text())
+    text.write_text(json.dumps(data))
+    del data["settings"]["peers"]
+    other.write_text(json.dumps(data))
+    old.write_text(json.dumps(data | {"finished": "interrupted", "problems": [{**data["problems"][0], "cut": None}]}))
+    dirty = tmp_path / "dirty.json"
+    dirty.write_text(path.read_text().replace("abc123", "abc123-dirty"))
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
     capsys.readouterr()
     for arguments, message in (
-        ([str(path), "--commit", "def456"], "was measured with commit abc123, here it is def456"),
-        ([str(path), "--peers"], "--resume goes on with what the record was begun with: leave out --peers"),
-        ([str(path), "--from", str(path)], "--resume goes on with what the record was begun with: leave out --from"),
-        ([str(other), "--commit", "abc123"], "the record does not say what was asked for: 'peers'"),
+        ([path, "--commit", "def456"], "was measured with commit abc123, here it is def456; --commit tells where git cannot"),
+        ([path, "--peers"], "--resume goes on with what the record was begun with: leave out --peers"),
+        ([path, "--device", "cuda"], "leave out --device"),
+        ([path, "--from", path], "leave out --from"),
+        ([path, "--compare", path, path], "leave out --compare"),
+        ([other, "--commit", "abc123"], "the record does not say what was asked for: 'peers'"),
+        ([old], "does not say what was cut short; an older version wrote it"),
+        ([dirty, "--commit", "abc123-dirty"], "files differ from the commit"),
+        ([text], "expected a name that ends in .json"),
     ):
-        assert cli.main(["bench", "--resume", *arguments]) == 2
+        assert cli.main(["bench", "--resume", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
-    assert path.read_text() == written and json.loads(other.read_text()) == damaged
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
 REFUSED = {

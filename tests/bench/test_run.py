@@ -15,7 +15,7 @@ from evoattn.bench.runner import Runner, copies_for
 from evoattn.testing import Inputs
 from evoattn.workloads import WORKLOADS, workload
 
-from .conftest import FakeClock, a_plan
+from .conftest import FakeClock, a_plan, a_record
 
 CPU = torch.device("cpu")
 
@@ -128,6 +128,41 @@ def test_a_record_that_was_cut_short_is_gone_on_with(fakes: dict[str, Peer], clo
     assert record.problems[2] is kept
     assert record.finished == "complete" and not any(problem.cut for problem in record.problems)
     assert record.seconds is not None and record.seconds > 100.0
+
+
+def test_what_is_cut_short_again_takes_no_times_away(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("right",))
+    record = measured(plan, clock)
+    for problem in record.problems:
+        problem.results[1] = Result("right", "left out", "no time")
+        problem.cut = True
+    before = list(record.problems)
+    run.run(dataclasses.replace(plan, budget_s=1e-9), record, CPU, FakeClock(tick=1.0), silent)
+    assert record.problems == before and record.finished == "out of time"
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run.run(plan, record, CPU, clock, stop)
+    assert record.problems == before and record.finished == "interrupted"
+    run.run(plan, record, CPU, clock, silent)
+    assert all(result.times for problem in record.problems for result in problem.results)
+
+
+def test_a_workload_is_known_by_its_name(fakes: dict[str, Peer], clock: FakeClock) -> None:
+    """Another length of a workload is told in other words than the one of that length."""
+    plan = a_plan(workloads=choice.chosen(None, [100], ()))
+    record = Record({}, {}, problems=[dataclasses.replace(a_record(evoattn=[1.0]).problems[0], workload=workload("tri100"))])
+    assert record.problems[0].workload != plan.workloads[0]
+    assert run.left(plan, record) == []
+
+
+def test_a_call_too_long_for_any_budget_is_not_tried_again(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = a_plan(peers=("right",), budget_s=1e6)
+    record = measured(plan, FakeClock(slow="right"))
+    assert results(record)["right"].status == "left out" and record.finished == "complete"
+    record = measured(dataclasses.replace(plan, budget_s=10.0), FakeClock())
+    assert results(record)["right"].status == "left out" and record.finished == "out of time"
 
 
 def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ class Problem:
         bytes: of inputs and output, read or written once: the least a forward can move; None where it is not known.
         results: in the order in which they ran.
         seconds: that measuring it took, inputs and truth included; None where it is not known.
-        cut: whether the budget or Ctrl-C ended it before all of it was measured.
+        cut: whether the budget or Ctrl-C ended it before all of it was measured; None where it is not known.
     """
 
     workload: Workload
@@ -108,7 +108,7 @@ class Problem:
     bytes: int | None
     results: list[Result] = dataclasses.field(default_factory=list)
     seconds: float | None = None
-    cut: bool = False
+    cut: bool | None = False
 
     def result(self, name: str) -> Result | None:
         """The result of a contender."""
@@ -221,8 +221,7 @@ def _problem(data: dict[str, Any]) -> Problem:
     sizes = dict(data["workload"])
     sizes["length_axes"] = tuple(sizes.get("length_axes", ("lq", "lk")))
     results = [_result(result) for result in data.get("results", [])]
-    known = {name: data[name] for name in ("seconds", "cut") if name in data}
-    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), results, **known)
+    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), results, data.get("seconds"), data.get("cut"))
 
 
 def _result(data: dict[str, Any]) -> Result:

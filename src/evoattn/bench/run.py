@@ -20,7 +20,7 @@ from evoattn.bench.runner import Runner, copies_for
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
-__all__ = ["Plan", "Progress", "contenders", "plan_settings", "run"]
+__all__ = ["Plan", "Progress", "contenders", "left", "plan_settings", "run"]
 
 SHARE_OF_MEMORY = 0.6
 """What would hold more of the free memory than this is not begun."""
@@ -112,8 +112,7 @@ def run(
     Ctrl-C ends the run and keeps what is done: `record.finished` is then "interrupted". Where the budget ends, every problem
     that was not begun stands in the record with the reason.
     """
-    done = [(problem.workload, problem.dtype) for problem in record.problems if not problem.cut]
-    problems = [problem for problem in plan.problems if problem not in done]
+    problems = left(plan, record)
     course = _Course(plan, problems, device, clock, progress)
     record.finished = "interrupted"  # until it is not: what is written after a problem may be all there will be
     start, before = clock.now(), record.seconds or 0.0
@@ -130,11 +129,28 @@ def run(
     return record
 
 
+def left(plan: Plan, record: Record) -> list[tuple[Workload, str]]:
+    """What of a plan a record does not have, or was cut short."""
+    done = {_name(problem) for problem in record.problems if not problem.cut}
+    return [(workload, dtype) for workload, dtype in plan.problems if (workload.name, dtype) not in done]
+
+
+def _name(problem: Problem) -> tuple[str, str]:
+    return problem.workload.name, problem.dtype
+
+
 def _put(problem: Problem, record: Record, plan: Plan) -> None:
-    """A problem in its place, and in that of what was cut short."""
-    found = {(old.workload, old.dtype): old for old in record.problems}
-    found[problem.workload, problem.dtype] = problem
-    record.problems[:] = [found[key] for key in plan.problems if key in found]
+    """A problem in its place, and in that of what was cut short, unless it was itself and has no more times than that."""
+    found = {_name(old): old for old in record.problems}
+    old = found.get(_name(problem))
+    if old is None or not problem.cut or _times(problem) > _times(old):
+        found[_name(problem)] = problem
+    order = {(workload.name, dtype): place for place, (workload, dtype) in enumerate(plan.problems)}
+    record.problems[:] = sorted(found.values(), key=lambda one: order.get(_name(one), len(order)))
+
+
+def _times(problem: Problem) -> int:
+    return sum(len(result.times) for result in problem.results)
 
 
 @dataclasses.dataclass
@@ -190,8 +206,9 @@ class _Course:
         problem.seconds = round(self.clock.now() - now, 1)
         return problem
 
-    def _cut_short(self) -> None:
-        if self.current is not None and self.end is not None:
+    def _cut_short(self, seconds: float) -> None:
+        """Note that a larger budget would have measured more, unless a call of so many seconds is too long for any."""
+        if self.current is not None and self.end is not None and seconds <= _LONGEST_CALL_S:
             self.current.cut = True
 
     def _say(self, problem: Problem, what: str) -> None:
@@ -258,7 +275,7 @@ class _Course:
         if seconds > self.longest_s:  # once more: a machine that had something else to do takes long too
             seconds = min(seconds, self.clock.calls(runner.forward, 1))
         if seconds > self.longest_s:
-            self._cut_short()
+            self._cut_short(seconds)
             result.status, result.reason = (
                 "left out",
                 f"a forward takes {seconds:.1f} s, too long for this problem's share of time",
@@ -296,14 +313,14 @@ class _Course:
             return None
         now = self.clock.now()
         if now > self.end:
-            self._cut_short()
+            self._cut_short(0.0)
             return f"the budget of {self.plan.budget_s:g} s was over"
         takes = self.compiled_s.get(peer.name, _COMPILES_S[self.device.type]) if peer.compiles else 0.0
         allowed = max(end - now, 0.0)
         if peer.compiles and peer.name not in self.compiled_s:
             allowed = min(self.end - now, max(allowed, _FIRST_SHARE * self.plan.budget_s))
         if takes > allowed:
-            self._cut_short()
+            self._cut_short(0.0)
             return f"compiles for about {takes:.0f} s, and this problem has {allowed:.0f} s of the budget left"
         return None
 
@@ -349,6 +366,7 @@ class _Course:
             if seconds > self.longest_s * (1 if name == "forward" else 4):
                 result.reason = f"{result.reason + '; ' if result.reason else ''}{name}: {seconds:.1f} s a call, not repeated"
                 result.status = "partial"
+                self._cut_short(seconds if name == "forward" else seconds / 4)
                 continue
             calls = min(_HOST_CALLS if _HOST_CALLS * seconds < _HOST_S else 3, runner.most_calls)
             runner.prepare(name, calls)

@@ -13,7 +13,7 @@ from evoattn.bench import ceilings, choice, compare, machine, plots, report, tab
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import PASSES, Record, read, write, write_text
-from evoattn.bench.run import Plan, plan_settings, run
+from evoattn.bench.run import Plan, left, plan_settings, run
 from evoattn.cli.machine import pick
 from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress
 from evoattn.dispatch import BACKENDS
@@ -22,7 +22,7 @@ from evoattn.workloads import WORKLOADS, Workload, workload
 __all__ = ["add_parser", "among", "names_in", "workloads_of"]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "quick", "rounds", "note")
+_ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "quick", "rounds", "note", "compare")
 
 _ABOUT = """\
 Measures attention as the AlphaFold family runs it, forward and backward: evoattn's backends and every peer that is
@@ -101,10 +101,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(f"{w.name:<16} {w.where}" for w in WORKLOADS))
         return 0
+    begun = None if arguments.resume is None else _begun(arguments)
     if arguments.compare:
         before, after = (_read(path, "--compare") for path in arguments.compare)
         return _compare(before, after, arguments.threshold)
-    begun = None if arguments.resume is None else _begun(arguments)
     outputs = _outputs(arguments)
     if arguments.source is not None:
         record = _read(arguments.source, "--from")
@@ -189,7 +189,9 @@ def _measure(arguments: argparse.Namespace, begun: Record | None, after_problem:
     if begun is not None:
         device = _the_same_device(arguments, begun)
         plan = _plan_of(begun, arguments.budget)
-        begun.settings |= {"budget_s": plan.budget_s, "resumed": begun.settings.get("resumed", 0) + 1}
+        if not left(plan, begun):
+            return begun
+        begun.settings |= {"budget_s": plan.budget_s, "resumed": (begun.settings.get("resumed") or 0) + 1}
         with problem_progress(plan.budget_s) as progress:
             return run(plan, begun, device, clock_for(device), progress, after_problem)
     device = pick(arguments.device)
@@ -206,12 +208,15 @@ def _measure(arguments: argparse.Namespace, begun: Record | None, after_problem:
 def _begun(arguments: argparse.Namespace) -> Record:
     """The record to go on with; it is also where the result goes, unless --json names another file."""
     given = [option for option in _ASKED if getattr(arguments, option) not in (None, False)]
-    given += [] if arguments.source is None else ["from"]
+    given += ["device"] if arguments.device != "auto" else []
+    given += ["from"] if arguments.source is not None else []
     if given:
         raise RefusedError(f"--resume goes on with what the record was begun with: leave out --{given[0]}")
     record = _read(arguments.resume, "--resume")
+    if record.finished != "complete" and any(problem.cut is None for problem in record.problems):
+        raise RefusedError(f"--resume {str(arguments.resume)!r}: does not say what was cut short; an older version wrote it")
     if arguments.json is None:
-        arguments.json = arguments.resume
+        arguments.json = check_output(arguments.resume, "--resume", ".json")
     return record
 
 
@@ -222,7 +227,12 @@ def _the_same_device(arguments: argparse.Namespace, begun: Record) -> torch.devi
     for fact in sorted({*now, *begun.machine} - {"date"}):
         was, there_is = begun.machine.get(fact), now.get(fact)
         if was != there_is:
-            raise RefusedError(f"--resume {str(arguments.resume)!r}: was measured with {fact} {was}, here it is {there_is}")
+            hint = "; --commit tells where git cannot" if fact == "commit" else ""
+            raise RefusedError(
+                f"--resume {str(arguments.resume)!r}: was measured with {fact} {was}, here it is {there_is}{hint}"
+            )
+    if str(now["commit"]).endswith("-dirty"):
+        raise RefusedError("--resume: files differ from the commit, so this may not be what was measured; --commit says it is")
     return device
 
 
@@ -232,7 +242,7 @@ def _plan_of(begun: Record, budget: int | None) -> Plan:
         return Plan(
             workloads=tuple(map(workload, asked["workloads"])),
             **{name: tuple(asked[name]) for name in ("dtypes", "passes", "backends", "peers")},
-            rounds=asked["rounds"],
+            rounds=int(asked["rounds"]),
             budget_s=budget or asked.get("budget_s"),
         )
     except (KeyError, TypeError, ValueError) as error:

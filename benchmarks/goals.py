@@ -18,8 +18,9 @@ from evoattn.bench.clock import WallClock
 from evoattn.bench.correctness import inputs_of
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, backend_peer
+from evoattn.bench.plan import Plan, plan_settings
 from evoattn.bench.record import Record
-from evoattn.bench.run import Plan, plan_settings, run
+from evoattn.bench.run import run
 from evoattn.bench.runner import Runner
 from evoattn.workloads import workload
 

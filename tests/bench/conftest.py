@@ -8,8 +8,8 @@ import torch
 
 from evoattn.bench import peers
 from evoattn.bench.peers import PEERS, Peer, Prepared
+from evoattn.bench.plan import Plan
 from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
-from evoattn.bench.run import Plan
 from evoattn.testing import Inputs
 from evoattn.workloads import workload
 

@@ -13,8 +13,8 @@ from evoattn import cli
 from evoattn.backends import tiled
 from evoattn.bench import ceilings, plots
 from evoattn.bench import record as records
+from evoattn.bench.plan import Plan
 from evoattn.bench.record import Ceilings
-from evoattn.bench.run import Plan
 from evoattn.cli import bench, terminal
 
 from .conftest import a_record

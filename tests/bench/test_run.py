@@ -10,6 +10,7 @@ from evoattn import api, dispatch, testing
 from evoattn.backends import tiled
 from evoattn.bench import choice, correctness, run
 from evoattn.bench.peers import PEERS, Peer, Prepared
+from evoattn.bench.plan import Plan, left
 from evoattn.bench.record import PASSES, Record, Result
 from evoattn.bench.runner import Runner, copies_for
 from evoattn.testing import Inputs
@@ -24,7 +25,7 @@ def silent(problem: int, problems: int, what: str) -> None:
     """Progress that nobody looks at."""
 
 
-def measured(plan: run.Plan, clock: FakeClock, progress: object = silent) -> Record:
+def measured(plan: Plan, clock: FakeClock, progress: object = silent) -> Record:
     return run.run(plan, Record({}, {}), CPU, clock, progress)  # type: ignore[arg-type]
 
 
@@ -154,7 +155,7 @@ def test_a_workload_is_known_by_its_name(fakes: dict[str, Peer], clock: FakeCloc
     plan = a_plan(workloads=choice.chosen(None, [100], ()))
     record = Record({}, {}, problems=[dataclasses.replace(a_record(evoattn=[1.0]).problems[0], workload=workload("tri100"))])
     assert record.problems[0].workload != plan.workloads[0]
-    assert run.left(plan, record) == []
+    assert left(plan, record) == []
 
 
 def test_a_call_too_long_for_any_budget_is_not_tried_again(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ from evoattn.bench import correctness, machine
 from evoattn.bench.clock import Clock
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, Peer, RefusesError, backend_peer
+from evoattn.bench.plan import Plan, left, put
 from evoattn.bench.record import Problem, Record, Result, Timing
 from evoattn.bench.runner import Runner, copies_for
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
-__all__ = ["Plan", "Progress", "contenders", "left", "plan_settings", "run"]
+__all__ = ["Progress", "contenders", "run"]
 
 SHARE_OF_MEMORY = 0.6
 """What would hold more of the free memory than this is not begun."""
@@ -47,38 +48,6 @@ class Progress(Protocol):
     """Told before each step what is about to be done."""
 
     def __call__(self, problem: int, problems: int, what: str) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure.
-
-    Args:
-        workloads, dtypes: every one of the first in every one of the second; dtypes by torch's names.
-        passes: of "forward", "backward", "both".
-        backends: names of evoattn's backends; "auto" is what a plain call takes.
-        peers: names of `PEERS`.
-        rounds: of the timing.
-        budget_s: seconds for all of it, or None for as long as it takes.
-    """
-
-    workloads: tuple[Workload, ...]
-    dtypes: tuple[str, ...]
-    passes: tuple[str, ...]
-    backends: tuple[str, ...]
-    peers: tuple[str, ...]
-    rounds: int = 7
-    budget_s: float | None = None
-
-    @property
-    def problems(self) -> list[tuple[Workload, str]]:
-        """Workload and dtype, the most telling first: a later dtype comes to a workload later, so a cut takes some of each."""
-        turns = [
-            (number * (place + 1) + place, place, workload, dtype)
-            for number, workload in enumerate(self.workloads)
-            for place, dtype in enumerate(self.dtypes)
-        ]
-        return [(workload, dtype) for _, _, workload, dtype in sorted(turns, key=lambda turn: turn[:2])]
 
 
 def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Peer, Result]]:
@@ -118,39 +87,15 @@ def run(
     start, before = clock.now(), record.seconds or 0.0
     try:
         for workload, dtype in problems:
-            _put(course.problem(workload, dtype), record, plan)
+            put(course.problem(workload, dtype), record, plan)
             record.seconds = round(before + clock.now() - start, 1)
             after_problem(record)
         record.finished = "out of time" if any(problem.cut for problem in record.problems) else "complete"
     except KeyboardInterrupt:
         if course.current is not None:
-            _put(_as_far_as_it_came(course.current), record, plan)
+            put(_as_far_as_it_came(course.current), record, plan)
     record.seconds = round(before + clock.now() - start, 1)
     return record
-
-
-def left(plan: Plan, record: Record) -> list[tuple[Workload, str]]:
-    """What of a plan a record does not have, or was cut short."""
-    done = {_name(problem) for problem in record.problems if not problem.cut}
-    return [(workload, dtype) for workload, dtype in plan.problems if (workload.name, dtype) not in done]
-
-
-def _name(problem: Problem) -> tuple[str, str]:
-    return problem.workload.name, problem.dtype
-
-
-def _put(problem: Problem, record: Record, plan: Plan) -> None:
-    """A problem in its place, and in that of what was cut short, unless it was itself and has no more times than that."""
-    found = {_name(old): old for old in record.problems}
-    old = found.get(_name(problem))
-    if old is None or not problem.cut or _times(problem) > _times(old):
-        found[_name(problem)] = problem
-    order = {(workload.name, dtype): place for place, (workload, dtype) in enumerate(plan.problems)}
-    record.problems[:] = sorted(found.values(), key=lambda one: order.get(_name(one), len(order)))
-
-
-def _times(problem: Problem) -> int:
-    return sum(len(result.times) for result in problem.results)
 
 
 @dataclasses.dataclass
@@ -206,7 +151,7 @@ class _Course:
         problem.seconds = round(self.clock.now() - now, 1)
         return problem
 
-    def _cut_short(self, seconds: float) -> None:
+    def _cut_short(self, seconds: float = 0.0) -> None:
         """Note that a larger budget would have measured more, unless a call of so many seconds is too long for any."""
         if self.current is not None and self.end is not None and seconds <= _LONGEST_CALL_S:
             self.current.cut = True
@@ -313,14 +258,14 @@ class _Course:
             return None
         now = self.clock.now()
         if now > self.end:
-            self._cut_short(0.0)
+            self._cut_short()
             return f"the budget of {self.plan.budget_s:g} s was over"
         takes = self.compiled_s.get(peer.name, _COMPILES_S[self.device.type]) if peer.compiles else 0.0
         allowed = max(end - now, 0.0)
         if peer.compiles and peer.name not in self.compiled_s:
             allowed = min(self.end - now, max(allowed, _FIRST_SHARE * self.plan.budget_s))
         if takes > allowed:
-            self._cut_short(0.0)
+            self._cut_short()
             return f"compiles for about {takes:.0f} s, and this problem has {allowed:.0f} s of the budget left"
         return None
 
@@ -402,16 +347,3 @@ def _one_line(error: BaseException) -> str:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {line}" if line and not isinstance(error, RefusesError) else line or repr(error)
     return text if len(text) <= 200 else text[:197] + "..."
-
-
-def plan_settings(plan: Plan) -> dict[str, object]:
-    """A plan in words that JSON has."""
-    return {
-        "workloads": [workload.name for workload in plan.workloads],
-        "dtypes": list(plan.dtypes),
-        "passes": list(plan.passes),
-        "backends": list(plan.backends),
-        "peers": list(plan.peers),
-        "rounds": plan.rounds,
-        "budget_s": plan.budget_s,
-    }

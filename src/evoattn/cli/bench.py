@@ -12,12 +12,13 @@ import torch
 from evoattn.bench import ceilings, choice, compare, machine, plots, report, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
+from evoattn.bench.plan import Plan, left, plan_of, plan_settings
 from evoattn.bench.record import PASSES, Record, read, write, write_text
-from evoattn.bench.run import Plan, left, plan_settings, run
+from evoattn.bench.run import run
 from evoattn.cli.machine import pick
 from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress
 from evoattn.dispatch import BACKENDS
-from evoattn.workloads import WORKLOADS, Workload, workload
+from evoattn.workloads import WORKLOADS, Workload
 
 __all__ = ["add_parser", "among", "names_in", "workloads_of"]
 
@@ -106,10 +107,13 @@ def run_command(arguments: argparse.Namespace) -> int:
         before, after = (_read(path, "--compare") for path in arguments.compare)
         return _compare(before, after, arguments.threshold)
     outputs = _outputs(arguments)
+    after_problem = outputs.get("json", lambda record: None)
     if arguments.source is not None:
         record = _read(arguments.source, "--from")
+    elif begun is not None:
+        record = _resume(arguments, begun, after_problem)
     else:
-        record = _measure(arguments, begun, lambda record: outputs["json"](record) if "json" in outputs else None)
+        record = _measure(arguments, after_problem)
     for output in outputs.values():  # before the table: whoever reads that may stop early
         output(record)
     print(table.as_text(record))
@@ -185,15 +189,7 @@ def _compare(before: Record, after: Record, threshold: float) -> int:
     return 1 if found.regressions else 0
 
 
-def _measure(arguments: argparse.Namespace, begun: Record | None, after_problem: Callable[[Record], None]) -> Record:
-    if begun is not None:
-        device = _the_same_device(arguments, begun)
-        plan = _plan_of(begun, arguments.budget)
-        if not left(plan, begun):
-            return begun
-        begun.settings |= {"budget_s": plan.budget_s, "resumed": (begun.settings.get("resumed") or 0) + 1}
-        with problem_progress(plan.budget_s) as progress:
-            return run(plan, begun, device, clock_for(device), progress, after_problem)
+def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], None]) -> Record:
     device = pick(arguments.device)
     plan = _plan(arguments, choice.defaults(device.type, arguments.quick))
     clock = clock_for(device)
@@ -203,6 +199,19 @@ def _measure(arguments: argparse.Namespace, begun: Record | None, after_problem:
     record.ceilings = ceilings.measure(device, clock, plan.dtypes)
     with problem_progress(plan.budget_s) as progress:
         return run(plan, record, device, clock, progress, after_problem)
+
+
+def _resume(arguments: argparse.Namespace, record: Record, after_problem: Callable[[Record], None]) -> Record:
+    device = _the_same_device(arguments, record)
+    try:
+        plan = plan_of(record.settings, arguments.budget)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RefusedError(f"--resume: the record does not say what was asked for: {error}") from None
+    if not left(plan, record):
+        return record
+    record.settings |= {"budget_s": plan.budget_s, "resumed": (record.settings.get("resumed") or 0) + 1}
+    with problem_progress(plan.budget_s) as progress:
+        return run(plan, record, device, clock_for(device), progress, after_problem)
 
 
 def _begun(arguments: argparse.Namespace) -> Record:
@@ -234,19 +243,6 @@ def _the_same_device(arguments: argparse.Namespace, begun: Record) -> torch.devi
     if str(now["commit"]).endswith("-dirty"):
         raise RefusedError("--resume: files differ from the commit, so this may not be what was measured; --commit says it is")
     return device
-
-
-def _plan_of(begun: Record, budget: int | None) -> Plan:
-    asked = begun.settings
-    try:
-        return Plan(
-            workloads=tuple(map(workload, asked["workloads"])),
-            **{name: tuple(asked[name]) for name in ("dtypes", "passes", "backends", "peers")},
-            rounds=int(asked["rounds"]),
-            budget_s=budget or asked.get("budget_s"),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise RefusedError(f"--resume: the record does not say what was asked for: {error}") from None
 
 
 def _plan(arguments: argparse.Namespace, default: choice.Defaults) -> Plan:

@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from giant import giant
 from torch import Tensor
 
 import evoattn
@@ -63,14 +64,6 @@ def test_auto_takes_the_fastest() -> None:
     assert evoattn.explain(q, q, q).backend == ("hopper" if hopper.available else "triton")
     assert evoattn.explain(q.float(), q.float(), q.float()).backend == "triton"
     assert evoattn.explain(q.double(), q.double(), q.double()).backend == "tiled"
-
-
-def giant(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Few elements spread over more than 2^31: random where they are read, NaN all around."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    assert extent > 2**31
-    x = torch.full((extent,), torch.nan, dtype=dtype, device="cuda").as_strided(shape, stride)
-    return x.copy_(torch.randn(shape, device="cuda"))
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "pair_bias", "do"])

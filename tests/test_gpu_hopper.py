@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from giant import giant
 from torch import Tensor
 
 import evoattn
@@ -202,6 +203,41 @@ def test_more_rows_than_a_grid_axis_takes() -> None:
     testing.check(forward(inputs), inputs)
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "pair_bias", "do"])
+def test_offsets_past_2_to_31(which: str) -> None:
+    case = testing.Case("far", n=5, h=2, lq=96, lk=96, d=32, dtype=torch.bfloat16, mask_bias="finite", pair_bias="b1hqk")
+    inputs = case.make(seed=4, device="cuda")
+    if which == "pair_bias":
+        far = giant((1, 1, 2, 96, 96), (1, 1, 96, 2**25, 1))
+    else:
+        far = giant((1, 5, 96, 2, 32), (1, 2**30, 64, 32, 1))
+    inputs = dataclasses.replace(inputs, **{which: far})
+    small = dataclasses.replace(inputs, **{which: far.contiguous()})
+    results = testing.run(inputs, "hopper", deterministic=True)
+    expected = testing.run(small, "hopper", deterministic=True)
+    testing.check(expected, small)
+    for name, value in results.values.items():
+        torch.testing.assert_close(value, expected.values[name], rtol=0, atol=0)
+
+
+def test_rows_past_2_to_31_elements() -> None:
+    """All that a call reads and writes is longer than 2^31 elements: the last rows are those of a call of their own."""
+    n, l, h, d = 66_000, 256, 4, 32
+    mask = torch.rand(1, n, l, device="cuda") > 0.3
+    pair = torch.randn(1, 1, h, l, l, device="cuda", dtype=torch.bfloat16)
+    leaves = [torch.randn(1, n, l, h, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    do = torch.randn_like(leaves[0])
+    assert do.numel() > 2**31
+    o = evoattn.evoformer_attention(*leaves, mask=mask, pair_bias=pair, backend="hopper")
+    gradients = torch.autograd.grad(o, leaves, do)
+    last = slice(n - 3, n)
+    few = [x[:, last].detach().clone().requires_grad_() for x in leaves]
+    expected = evoattn.evoformer_attention(*few, mask=mask[:, last], pair_bias=pair, backend="hopper")
+    assert torch.equal(o[:, last], expected)
+    for gradient, other in zip(gradients, torch.autograd.grad(expected, few, do[:, last]), strict=True):
+        assert testing.relative_error(gradient[:, last], other) < 2e-3
+
+
 def test_a_side_stream() -> None:
     inputs = example()
     expected = forward(inputs).values
@@ -298,8 +334,17 @@ CHANGES = [
     {"lq": 640, "lk": 640, "pair_bias": "b1h1k"},
     {"lq": 700, "lk": 700, "gradients": ("q",)},
     {"lq": 700, "lk": 700, "gradients": ("k", "v")},
+    # so many rows that the kernel of the keys rounds d(pair bias); the terms' kernel clears it, or torch where there is none
+    {"n": 40, "lq": 384, "lk": 384},
+    {"n": 40, "lq": 70, "lk": 388, "dtype": torch.float16, "lse_gradient": True},
+    {"n": 33, "lq": 384, "lk": 384, "mask": None},
+    {"n": 32, "lq": 200, "lk": 100, "lead": (2,), "pair_bias": "11hqk"},
+    {"n": 40, "lq": 130, "lk": 260, "pair_bias": "b11qk", "d": 64},
+    {"n": 40, "lq": 100, "lk": 100, "gradients": ("k", "pair_bias")},
+    {"n": 600, "lq": 20, "lk": 24, "h": 1, "mask": None},
     # the gradient of a mask bias
     {"mask_bias": "finite"},
+    {"mask_bias": "finite", "n": 40, "lq": 256, "lk": 256},
     {"mask_bias": "finite", "lq": 65, "lk": 65, "d": 8, "dtype": torch.float16, "pair_bias": None, "mask": None},
     {"mask_bias": "finite", "lq": 384, "lk": 384, "n": 70, "dtype": torch.float16},
     {"mask_bias": "finite", "lq": 200, "lk": 288, "mask": None, "gradients": ("q", "mask_bias")},
@@ -372,15 +417,15 @@ def test_deterministic_gradients_are_bit_equal(length: int, n: int, mask_bias: s
         assert torch.equal(value, second[name]), name
 
 
-@pytest.mark.parametrize("length", [384, 640])
-def test_graph_of_a_training_step(length: int) -> None:
-    inputs = example(lq=length, lk=length)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("length", "n"), [(384, 8), (384, 40), (640, 8)])
+def test_graph_of_a_training_step(length: int, n: int, deterministic: bool) -> None:
+    inputs = example(lq=length, lk=length, n=n)
     leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
 
     def step() -> tuple[Tensor, ...]:
-        o = evoattn.evoformer_attention(
-            inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, backend="hopper", deterministic=True
-        )
+        call = {"mask": inputs.mask, "pair_bias": inputs.pair_bias, "backend": "hopper", "deterministic": deterministic}
+        o = evoattn.evoformer_attention(inputs.q, inputs.k, inputs.v, **call)  # type: ignore[call-overload]
         return o, *torch.autograd.grad(o, leaves, inputs.do)
 
     side = torch.cuda.Stream()
@@ -395,10 +440,13 @@ def test_graph_of_a_training_step(length: int) -> None:
         for leaf in leaves:
             leaf.copy_(torch.randn_like(leaf))
     graph.replay()
-    graph.replay()
+    graph.replay()  # twice: a sum that is not cleared inside the graph shows
     torch.cuda.synchronize()
     for value, expected in zip(captured, step(), strict=True):
-        assert torch.equal(value, expected)
+        if deterministic:
+            assert torch.equal(value, expected)
+        else:
+            assert testing.relative_error(value, expected) < 5e-3
 
 
 def test_auto_takes_both_passes() -> None:

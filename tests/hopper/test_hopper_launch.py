@@ -13,6 +13,7 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
 from evoattn.backends.hopper import launch  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper.workspace import Workspace  # noqa: E402
 
 CPU = torch.device("cpu", 0)
 
@@ -45,7 +46,7 @@ def test_a_launch_takes_addresses(launched: list[tuple[Any, ...]]) -> None:
     x, y, z = torch.empty(5, 16)[:, :8], torch.empty(5, 8), torch.empty(3)
     run = launch.plan(Copy(), CPU, x, y, z, 9)
     others = [torch.empty_like(t) for t in (x, y, z)]
-    run(*others)
+    run(*(t.data_ptr() for t in others))
     extents, stream, *rest = launched[0]
     assert tuple(extents) == (5, 16, 8, 3)
     assert stream == 77
@@ -54,13 +55,13 @@ def test_a_launch_takes_addresses(launched: list[tuple[Any, ...]]) -> None:
 
 def test_what_a_kernel_does_not_take_takes_no_place(launched: list[tuple[Any, ...]]) -> None:
     x = torch.empty(5, 8)
-    launch.plan(Copy(third=False), CPU, x, x, None, 4)(x, x, None)
+    launch.plan(Copy(third=False), CPU, x, x, None, 4)(x.data_ptr(), x.data_ptr(), None)
     assert launched[0][2:] == (x.data_ptr(), x.data_ptr(), 4)
 
 
 def test_the_stride_of_an_axis_of_size_1_does_not_matter(launched: list[tuple[Any, ...]]) -> None:
     x = torch.empty(1, 8).as_strided((1, 8), (3, 1))
-    launch.plan(Copy(), CPU, x, x, torch.empty(1).as_strided((1,), (5,)), 0)(x, x, x)
+    launch.plan(Copy(), CPU, x, x, torch.empty(1).as_strided((1,), (5,)), 0)(1, 2, 3)
     assert tuple(launched[0][0]) == (1, 8, 1, 1)
 
 
@@ -77,6 +78,14 @@ def test_the_stride_of_an_axis_of_size_1_does_not_matter(launched: list[tuple[An
 def test_a_tensor_that_the_kernel_does_not_take_is_refused(x: torch.Tensor, y: torch.Tensor, launched: list[Any]) -> None:
     with pytest.raises(ValueError, match="Copy takes no tensor of shape"):
         launch.plan(Copy(), CPU, x, y, torch.empty(3), 0)
+
+
+def test_a_workspace_has_room_for_all_that_is_added() -> None:
+    workspace = Workspace(torch.device("cpu"))
+    few, more = torch.empty(7, dtype=torch.int32, device="meta"), torch.empty(3, 50, device="meta")
+    starts = [workspace.add(x) for x in (few, more, few)]
+    assert starts == [0, 256, 1024]
+    assert workspace.make().nbytes >= 1024 + few.nbytes
 
 
 def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,39 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
     assert {x.data_ptr() for x in of_qkv[1:]} <= arguments["KeyGradients"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "rounds"),
+    [
+        ({}, True),
+        ({"mask": None, "lk": 384}, True),
+        ({"n": 31}, False),  # too few rows to hide it
+        ({"lk": 70}, False),  # lines of the sum are longer than those of the gradient
+        ({"lq": 640, "lk": 640}, False),  # every warp is busy: the pair bias streams
+        ({"pair_bias": "b1h1k"}, False),  # queries are still to be summed
+    ],
+    ids=str,
+)
+def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], rounds: bool, launched: list[Any]) -> None:
+    """One piece of memory is cleared, added to and rounded; a launch less where the kernel of the keys has time for it."""
+    settings = {"n": 32, "h": 2, "lq": 72, "lk": 72, "d": 32, "mask": "random", "pair_bias": "b1hqk", **changes}
+    c = canonical(testing.Case("rounds", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
+    needs = (True, True, True, False, True)
+    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
+    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
+    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
+    run = bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
+    _, dpair_bias = run(*tensors, *of_qkv)
+    arguments = dict(launched)
+    added = arguments["QueryGradients"][13]  # after sizes, stream and eleven other tensors
+    assert dpair_bias is not None and dpair_bias.shape == c.pair_bias.shape and dpair_bias.dtype == c.q.dtype  # type: ignore[union-attr]
+    if "Rows" in arguments:
+        assert added in arguments["Rows"]
+    if rounds:
+        assert arguments["KeyGradients"][11:13] == (added, dpair_bias.data_ptr())
+    else:
+        assert added not in arguments["KeyGradients"]
+
+
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("of_b", "of_n"), [(2, 3), (2, 1), (1, 3), (1, 1)])
 def test_the_gradient_of_a_mask_bias_alone(

@@ -22,11 +22,15 @@ from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, query_variant
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
 from evoattn.backends.hopper.clusters import resident_clusters
-from evoattn.backends.hopper.fwd import contiguous, fold, loadable, row_plan
+from evoattn.backends.hopper.fwd import changed, contiguous, fold, loadable, row_plan
 from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.prepare import Tiles
+from evoattn.backends.hopper.workspace import Workspace
 
 __all__ = ["plan_backward"]
+
+_ROWS_THAT_HIDE_ROUNDING = 32
+"""One warp of a block rounds d(pair bias) while the others go through n rows: it needs the time of a dozen."""
 
 
 def plan_backward(
@@ -50,30 +54,43 @@ def plan_backward(
     cluster = split["cluster"]
     at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, device)
     clusters, key_blocks = min(at_once, b * h * panels * n), min(processors, b * h * key_panels * n)
-    keys_of_terms = math.prod(split.values()) * SLICE if first else key_panels * ROWS
-    terms = row_plan(mask, mask_bias, q, lk, room=keys_of_terms, always=lk != keys_of_terms)
-    has = {"pair": pair_bias is not None, "row": terms is not None}
     partial = of_pair and deterministic
 
-    # How all that the kernels see lies in memory. In the place of what is not there they get another address, and do not look.
-    like = functools.partial(torch.empty, device="meta", dtype=torch.float32)
-    inputs: dict[str, Tensor] = {}
-    changes: dict[int, Callable[[Tensor], Tensor]] = {}
-    for i, name, x in ((0, "do", do), (2, "q", q), (3, "k", k), (4, "v", v), (8, "o", o)):
-        inputs[name], changes[i] = loadable(o if x is None else x, factor if name == "q" else 1.0)
-    of_lse, change_dlse = (lse, None) if dlse is None else contiguous(dlse)
-    nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
-    pair = nowhere if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)
-    row, row_b, row_n = (like(1, 8), 0, 0) if terms is None else (terms.like, terms.row_b, terms.row_n)
-    stats = like(b, n, h, panels * TILE)
-    outputs = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
-
     # d(pair bias): where blocks add to it, or leave their parts of it; axes of size 1 are summed at last, in float32
+    like = functools.partial(torch.empty, device="meta", dtype=torch.float32)
     given = (1, 1, 1, 1) if pair_bias is None else tuple(pair_bias.shape)
     whole = given == (b, h, lq, lk)
     over = tuple(axis for axis, size in enumerate(given) if size == 1 and (b, h, lq, lk)[axis] != 1 and (partial or axis > 1))
     sums = like(b, h, lq, lk, dtype=q.dtype if whole else torch.float32) if partial else like(*given[:2], lq, -(-lk // 4) * 4)
     parts = like((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4) if partial else sums
+    variant = key_variant(d, lq, pair_bias is not None)
+    rounds = of_pair and second and not partial and not over and lk % 4 == 0 and n >= _ROWS_THAT_HIDE_ROUNDING
+    rounds = rounds and variant["streams"] + bool(variant["ring"]) < 4
+    of_pair_bias = torch.empty(given, dtype=q.dtype, device="meta")
+
+    workspace = Workspace(device)
+    keys_of_terms = math.prod(split.values()) * SLICE if first else key_panels * ROWS
+    needs_terms = mask is not None or mask_bias is not None or lk != keys_of_terms
+    clears = sums if of_pair and not partial else None
+    terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=needs_terms, clears=clears)
+    has = {"pair": pair_bias is not None, "row": terms is not None}
+
+    # How all that the kernels see lies in memory. In the place of what is not there they get another address, and do not look.
+    inputs: dict[str, Tensor] = {}
+    changes: list[tuple[int, Callable[[Tensor], Tensor]]] = []
+    for i, name, x in ((0, "do", do), (2, "q", q), (3, "k", k), (4, "v", v), (8, "o", o)):
+        inputs[name], change = loadable(o if x is None else x, factor if name == "q" else 1.0)
+        if change is not None:
+            changes.append((i, change))
+    of_lse = lse
+    if dlse is not None:
+        of_lse, change = contiguous(dlse)
+        changes.append((1, change))
+    nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
+    pair = nowhere if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)
+    row, row_b, row_n = (like(1, 8), 0, 0) if terms is None else (terms.like, terms.row_b, terms.row_n)
+    stats = like(b, n, h, panels * TILE)
+    outputs = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
 
     # d(mask bias): each head leaves its part of it, in float32; heads and axes of size 1 are summed at last
     of_heads = like(b, n, h, lk)
@@ -95,47 +112,59 @@ def plan_backward(
         total = plan(summed, device, parts, sums, n, clusters)
     laid = like(*given[:2], key_panels, panels, ROWS * ROWS, dtype=q.dtype)
     if second:
-        variant = key_variant(d, lq, pair_bias is not None)
         tiles = plan(Tiles(dtype), device, pair, laid) if variant["ring"] else None
         tensors = (*(inputs[name] for name in ("q", "k", "v", "do")), laid if tiles else pair, row, stats, *outputs[1:])
-        made = KeyGradients(dtype, d, **has, mask_gradient=of_mask, **variant)  # type: ignore[arg-type, assignment]
-        key_kernel = plan(made, device, *tensors, of_heads, unit, row_b, row_n, key_blocks)
+        fours = [x.view(-1, 4) for x in (sums, of_pair_bias)] if rounds else (None, None)
+        made = KeyGradients(dtype, d, **has, mask_gradient=of_mask, rounds=rounds, **variant)  # type: ignore[arg-type, assignment]
+        key_kernel = plan(made, device, *tensors, of_heads, *fours, unit, row_b, row_n, key_blocks)
+
+    at_stats, at_laid = workspace.add(stats), workspace.add(laid) if tiles else 0
+    at_parts = workspace.add(parts) if partial else 0
+    unwanted = [0 if need else workspace.add(x) for x, need in zip(outputs, needs, strict=False)]
 
     def run(*tensors: Any) -> tuple[Tensor | None, Tensor | None]:
-        do = torch.zeros_like(tensors[8]) if tensors[0] is None else tensors[0]
-        do, q, k, v, o = (changes[i](x) for i, x in zip(changes, (do, *tensors[2:5], tensors[8]), strict=True))
-        _, dlse, _, _, _, mask, mask_bias, pair, _, lse = tensors[:10]
-        dq, dk, dv = (new(how) if x is None else x for x, how in zip(tensors[10:], outputs, strict=True))
-        dlse = lse if change_dlse is None else change_dlse(dlse)
+        if tensors[0] is None:
+            tensors = (torch.zeros_like(tensors[8]), *tensors[1:])
+        if changes:
+            tensors = changed(tensors, changes)
+        room = workspace.make()
+        start = room.data_ptr()
+        do, dlse, q, k, v, mask, mask_bias, pair, o, lse, *wanted = [None if x is None else x.data_ptr() for x in tensors]
+        dq, dk, dv = [start + at if x is None else x for x, at in zip(wanted, unwanted, strict=True)]
+        dlse = lse if dlse is None else dlse
         pair = k if pair is None else pair
-        statistic, room, dpair, bias = new(stats), lse, None, pair
+        statistic, bias = start + at_stats, pair
+        added = new(sums) if clears is not None else None
+        to_add = lse if added is None else added.data_ptr()
         dmask = new(of_heads) if of_mask else None
-        if partial:
-            room = new(parts)
-        elif of_pair:
-            room = dpair = new(sums).zero_()
+        dpair = new(of_pair_bias) if rounds else None
+        if added is not None and terms is None:
+            added.zero_()
         if tiles is not None:
-            bias = new(laid)
+            bias = start + at_laid
             tiles(pair, bias)
         # From here each kernel starts while the one before it runs: all that they write is there by now, and nothing may come
         # between. The first waits for the terms where it reads them, the second for the first where it reads its statistics.
-        row = k if terms is None else terms.make(mask, mask_bias)[0]
+        row = k if terms is None else terms.make(start, mask, mask_bias, to_add)[0]
         if query_kernel is not None:
-            query_kernel(q, k, v, o, do, pair, row, lse, dlse, statistic, dq, room)
+            to_leave = start + at_parts if partial else to_add
+            query_kernel(q, k, v, o, do, pair, row, lse, dlse, statistic, dq, to_leave)
         elif statistics is not None:
             statistics(o, do, lse, dlse, statistic)
         if key_kernel is not None:
-            key_kernel(q, k, v, do, bias, row, statistic, dk, dv, dmask)
+            of_masks = None if dmask is None else dmask.data_ptr()
+            rounded = (None, None) if dpair is None else (to_add, dpair.data_ptr())
+            key_kernel(q, k, v, do, bias, row, statistic, dk, dv, of_masks, *rounded)
         if total is not None:
-            dpair = new(sums)
-            total(room, dpair)
-        if first and factor != 1.0:
-            dq.mul_(factor)
+            added = new(sums)
+            total(start + at_parts, added.data_ptr())
+        if first and factor != 1.0 and tensors[10] is not None:
+            tensors[10].mul_(factor)
         if dmask is not None:
             dmask = dmask.sum(2).sum_to_size(of_bias.shape).to(of_bias.dtype)
-        if dpair is not None:
-            dpair = dpair if dpair.shape[-1] == lk else dpair[..., :lk]
-            dpair = (dpair.sum(over, keepdim=True) if over else dpair).to(q.dtype)
+        if dpair is None and added is not None:
+            dpair = added if added.shape[-1] == lk else added[..., :lk]
+            dpair = (dpair.sum(over, keepdim=True) if over else dpair).to(tensors[2].dtype)
         return dmask, dpair
 
     def new(how: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class KeyGradients(KeySteps, Kernel):
         channels: D.
         pair, row: whether there is a pair bias, a key-wise bias.
         mask_gradient: whether the gradient of the mask bias is wanted.
+        rounds: whether a warp that has nothing to bring in gives d(pair bias), which `bwd_dq` summed, the dtype of the others.
         blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
         ring: tiles of a pair bias that streams instead, laid out by `prepare.Tiles`, and takes any length.
         streams, stages: rows n at a time, stages of each.
@@ -60,20 +61,24 @@ class KeyGradients(KeySteps, Kernel):
         pair: bool,
         row: bool,
         mask_gradient: bool = False,
+        rounds: bool = False,
         blocks: int = 6,
         ring: int = 0,
         streams: int = 3,
         stages: int = 3,
     ):
-        self.dtype, self.channels, self.pair, self.row, self.mask_gradient = dtype, channels, pair, row, mask_gradient
+        self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
+        self.mask_gradient, self.rounds = mask_gradient, rounds
         self.blocks, self.ring, self.streams, self.stages = blocks, ring, streams, stages
         self.D, self.steps = padded(channels), -(-channels // 16)
         self.width = 16 * self.steps
         self.resident, self.streamed = pair and ring == 0, pair and ring > 0
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
+        if rounds and streams + self.streamed == 4:
+            raise ValueError("each warp has something to bring in, none is left to round")
         tiles = {"blocks": blocks, "ring": ring or None, "streams": streams, "stages": stages}
-        self.name_after(dtype, channels=channels, pair=pair, row=row, mask_gradient=mask_gradient, **tiles)
+        self.name_after(dtype, channels=channels, pair=pair, row=row, mask_gradient=mask_gradient, rounds=rounds, **tiles)
 
     def layouts(self):
         n = self.streams * self.stages
@@ -97,6 +102,8 @@ class KeyGradients(KeySteps, Kernel):
         dk: cute.Tensor,
         dv: cute.Tensor,
         dmask: Any,
+        added: Any,
+        dpair: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -104,7 +111,8 @@ class KeyGradients(KeySteps, Kernel):
         stream: cuda.CUstream,
     ):
         """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k], or [b|1,h|1,tiles of k,tiles of q,64 * 64] where it streams;
-        row, stats as in `bwd_dq`; dmask float32 [b,n,h,k], each head's part of the gradient of the mask bias, or None."""
+        row, stats as in `bwd_dq`; dmask float32 [b,n,h,k], each head's part of the gradient of the mask bias, or None;
+        added float32 and dpair, both [fours, 4], d(pair bias) as it was added up and as it is wanted, or None."""
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
@@ -115,9 +123,9 @@ class KeyGradients(KeySteps, Kernel):
         aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
         aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
         aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
-        self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, dmask, scale, row_b, row_n).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        self.kernel(
+            aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, dmask, added, dpair, scale, row_b, row_n
+        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -140,6 +148,8 @@ class KeyGradients(KeySteps, Kernel):
         row: cute.Tensor,
         stats: cute.Tensor,
         dmask: Any,
+        added: Any,
+        dpair: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -214,6 +224,9 @@ class KeyGradients(KeySteps, Kernel):
             elif const_expr(self.streamed):
                 if s == NS:
                     self.produce_bias(span, sizes, pair, ring, bfull, bempty)
+            if const_expr(self.rounds):
+                if s == 3:
+                    self.round_off(added, dpair, bid, blocks, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
@@ -411,16 +424,29 @@ class KeyGradients(KeySteps, Kernel):
                         st = Int32(0)
                         ph ^= 1
 
+    @cute.jit
+    def round_off(self, added: cute.Tensor, dpair: cute.Tensor, bid: Int32, blocks: Int32, lane: Int32):
+        """this block's part of d(pair bias), once `bwd_dq` is through"""
+        arch.griddepcontrol_wait()
+        for x in cutlass.range(bid * 32 + lane, added.shape[0], blocks * 32, unroll=4):
+            exact, rounded = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, self.dtype)
+            cute.autovec_copy(added[x, None], exact)
+            rounded.store(exact.load().to(self.dtype))
+            cute.autovec_copy(rounded, dpair[x, None])
+
     def arguments(self) -> tuple[Any, ...]:
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
         dmask = fake_words((B, N, H, KL)) if self.mask_gradient else None
+        fours = size()
+        added = Stand(Float32, (fours, 4), (4, 1), 16) if self.rounds else None
+        dpair = Stand(self.dtype, (fours, 4), (4, 1), 8) if self.rounds else None
         q, k, v, do, dk, dv = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
         pair = fake_pair(self.dtype, Q, KL, False)
         if self.streamed:
             pair = Stand(self.dtype, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
         return (
             *(q, k, v, do, pair, terms(self.dtype)),
-            *(fake_words((B, N, H, size()), 16), dk, dv, dmask, Float32(0), Int32(0), Int32(0), Int32(0)),
+            *(fake_words((B, N, H, size()), 16), dk, dv, dmask, added, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.memory import loads_wide
 from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows
 from evoattn.backends.hopper.primitives import padded
+from evoattn.backends.hopper.workspace import Workspace
 
-__all__ = ["contiguous", "fold", "loadable", "plan_forward", "row_plan"]
+__all__ = ["changed", "contiguous", "fold", "loadable", "plan_forward", "row_plan"]
 
 _LEAST, _MOST = 2.0**-12, 2.0**12
 
@@ -46,22 +47,28 @@ def plan_forward(
     blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, b * n * h * panels)
     deal = min(max(round(blocks / (b * h * panels)), 1), n)
 
-    terms = row_plan(mask, mask_bias, q, lk, always=row)
+    workspace = Workspace(device)
+    terms = row_plan(mask, mask_bias, q, lk, workspace, always=row)
     of_rows = (None, None, 0, 0) if terms is None else (terms.like, terms.ends, terms.row_b, terms.row_n)
+    at_laid = 0 if laid is None else workspace.add(laid)
     (q, change_q), (k, change_k), (v, change_v) = loadable(q, factor), loadable(k), loadable(v)
+    changes = [(i, change) for i, change in enumerate((change_q, change_k, change_v)) if change is not None]
     o = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta"))
     lse = torch.empty((b, n, h, lq), device="meta", dtype=torch.float32)
     seen = pair if laid is None else laid
     kernel = plan(variant, device, q, k, v, *of_rows[:2], seen, o, lse, *of_rows[2:], unit, deal, blocks)
 
     def run(*tensors: Any) -> None:
-        q, k, v, mask, mask_bias, pair, o, lse = tensors
-        q, k, v = change_q(q), change_k(k), change_v(v)
+        if changes:
+            tensors = changed(tensors, changes)
+        q, k, v, mask, mask_bias, pair, o, lse = [None if x is None else x.data_ptr() for x in tensors]
+        room = workspace.make()
+        start = room.data_ptr()
         if pairs is not None:
-            given, pair = pair, torch.empty(laid.shape, dtype=q.dtype, device=device)  # type: ignore[union-attr]
+            given, pair = pair, start + at_laid
             pairs(given, pair)
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
-        row, ends = (None, None) if terms is None else terms.make(mask, mask_bias)
+        row, ends = (None, None) if terms is None else terms.make(start, mask, mask_bias)
         kernel(q, k, v, row, ends, pair, o, lse)
 
     return run
@@ -71,13 +78,13 @@ class KeyTerms(NamedTuple):
     """What makes the terms of a key-wise bias, once a call.
 
     Args:
-        make: mask and mask_bias -> the terms [r, keys * TERMS], and how many keys each row has up to the last that is not
-            masked, int32 [r].
+        make: where a call's workspace starts, mask, mask_bias, and what to clear if it clears anything, as addresses -> those
+            of the terms [r, keys * TERMS], and of how many keys each row has up to the last that is not masked, int32 [r].
         like, ends: how both lie in memory.
         row_b, row_n: how far r goes from one b, and one n, to the next.
     """
 
-    make: Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+    make: Callable[..., tuple[int, int]]
     like: Tensor
     ends: Tensor
     row_b: int
@@ -85,34 +92,45 @@ class KeyTerms(NamedTuple):
 
 
 def row_plan(
-    mask: Tensor | None, mask_bias: Tensor | None, q: Tensor, lk: int, *, room: int = 0, always: bool
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    q: Tensor,
+    lk: int,
+    workspace: Workspace,
+    *,
+    room: int = 0,
+    always: bool,
+    clears: Tensor | None = None,
 ) -> KeyTerms | None:
-    """The terms of a key-wise bias for at least `room` keys; None where there is none and `always` is False."""
+    """The terms of a key-wise bias for at least `room` keys; None where there is none and `always` is False.
+
+    clears: how float32 memory lies that the same launch clears.
+    """
     if mask is None and mask_bias is None and not always:
         return None
     bias_type = None if mask_bias is None else types[mask_bias.dtype]
     given = [x.shape[:2] for x in (mask, mask_bias) if x is not None]
     of_b = max((shape[0] for shape in given), default=1)
     of_n = max((shape[1] for shape in given), default=1)
-    shape = (of_b * of_n, -(-max(lk, room) // KEYS) * KEYS * TERMS)
-    dtype, device = q.dtype, q.device
-    like = torch.empty(shape, dtype=dtype, device="meta")
-    ends = torch.empty(shape[:1], dtype=torch.int32, device="meta")
-    kernel = plan(Rows(types[dtype], mask=mask is not None, bias=bias_type), device, mask, mask_bias, like, ends, lk, of_n)
+    like = torch.empty(of_b * of_n, -(-max(lk, room) // KEYS) * KEYS * TERMS, dtype=q.dtype, device="meta")
+    ends = torch.empty(of_b * of_n, dtype=torch.int32, device="meta")
+    words = None if clears is None else torch.empty(clears.numel() // 4, 4, device="meta")
+    variant = Rows(types[q.dtype], mask=mask is not None, bias=bias_type, clears=clears is not None)
+    kernel = plan(variant, q.device, mask, mask_bias, like, ends, words, lk, of_n)
+    at_terms, at_ends = workspace.add(like), workspace.add(ends)
 
-    def make(mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        terms, ends = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:1], dtype=torch.int32, device=device)
-        kernel(mask, mask_bias, terms, ends)
-        return terms, ends
+    def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, int]:
+        kernel(mask, mask_bias, start + at_terms, start + at_ends, cleared)
+        return start + at_terms, start + at_ends
 
     return KeyTerms(make, like, ends, of_n if of_b > 1 else 0, int(of_n > 1))
 
 
-def loadable(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def loadable(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """How q, k, v, o or do lies in memory for the kernels, and what makes it so: a copy where it is multiplied by something, or
-    its rows do not start on 16 bytes."""
+    its rows do not start on 16 bytes; None where it lies so."""
     if factor == 1.0 and loads_wide(x):
-        return x, lambda x: x
+        return x, None
     return contiguous(x, factor)
 
 
@@ -125,6 +143,14 @@ def contiguous(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor
         return (seen if factor == 1.0 else seen * factor).contiguous()
 
     return torch.empty(shape, dtype=x.dtype, device="meta"), change
+
+
+def changed(tensors: tuple[Any, ...], changes: Iterable[tuple[int, Callable[[Tensor], Tensor]]]) -> tuple[Any, ...]:
+    """A call's tensors, those that the kernels do not take as they lie in memory copied."""
+    found = list(tensors)
+    for i, change in changes:
+        found[i] = change(found[i])
+    return tuple(found)
 
 
 def fold(scale: float, least: float = _LEAST) -> tuple[float, float]:

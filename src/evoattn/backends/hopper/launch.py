@@ -201,7 +201,7 @@ def strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> li
 
 
 def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
-    """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of the tensors alone.
+    """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
 
     Args:
         kernel: compiled if it is not yet.
@@ -224,8 +224,8 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
     index = device.index
     stream = torch._C._cuda_getCurrentRawStream  # what Triton and torch's own compiler ask; torch.cuda wraps it in an object
 
-    def launch(*tensors: torch.Tensor | None) -> None:
-        function(known, stream(index), *[x.data_ptr() for x in tensors if x is not None], *numbers)
+    def launch(*addresses: int | None) -> None:
+        function(known, stream(index), *[x for x in addresses if x is not None], *numbers)
 
     return launch
 

@@ -24,6 +24,7 @@ TERMS = 8
 _THREADS = 128
 _WARPS = _THREADS // 32
 _EACH = 2  # vectors of eight elements that a thread brings over
+_CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 
 
 class Rows(Kernel):
@@ -34,11 +35,12 @@ class Rows(Kernel):
     Args:
         dtype: cutlass type of the terms.
         mask, bias: whether they are given, and of which type the bias is.
+        clears: whether it clears what a later kernel adds to, float32 [words, 4].
     """
 
-    def __init__(self, dtype: Any, *, mask: bool, bias: Any):
-        self.dtype, self.mask, self.bias = dtype, mask, bias
-        self.name_after(dtype, mask=mask, bias=bias)
+    def __init__(self, dtype: Any, *, mask: bool, bias: Any, clears: bool = False):
+        self.dtype, self.mask, self.bias, self.clears = dtype, mask, bias, clears
+        self.name_after(dtype, mask=mask, bias=bias, clears=clears)
 
     def arguments(self) -> tuple[Any, ...]:
         def keys(dtype: Any, align: int) -> Any:
@@ -46,24 +48,61 @@ class Rows(Kernel):
 
         mask = keys(Uint8, 1) if self.mask else None
         bias = keys(self.bias, self.bias.width // 8) if self.bias is not None else None
-        return mask, bias, terms(self.dtype), ends(), Int32(0), Int32(0)
+        cleared = Stand(Float32, (size(), 4), (4, 1), 16) if self.clears else None
+        return mask, bias, terms(self.dtype), ends(), cleared, Int32(0), Int32(0)
 
     @cute.jit
     def __call__(
-        self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, keys: Int32, n: Int32, stream: cuda.CUstream
+        self,
+        mask: Any,
+        bias: Any,
+        terms: cute.Tensor,
+        ends: cute.Tensor,
+        cleared: Any,
+        keys: Int32,
+        n: Int32,
+        stream: cuda.CUstream,
     ):
-        self.kernel(mask, bias, terms, ends, keys, n).launch(grid=(terms.shape[0], 1, 1), block=(_THREADS, 1, 1), stream=stream)
+        blocks = terms.shape[0]
+        if const_expr(self.clears):
+            blocks = cutlass.max(blocks, (cleared.shape[0] + _CLEARED - 1) // _CLEARED)
+        self.kernel(mask, bias, terms, ends, cleared, keys, n).launch(
+            grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, keys: Int32, n: Int32):
+    def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, cleared: Any, keys: Int32, n: Int32):
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
-        rb, rn = r // n, r % n
         smem = SmemAllocator()
         tops = cute.make_tensor(smem.allocate_array(Float32, _WARPS), cute.make_layout(_WARPS))
         lasts = cute.make_tensor(smem.allocate_array(Int32, _WARPS), cute.make_layout(_WARPS))
-        warp, lane = arch.warp_idx(), arch.lane_idx()
+        if const_expr(self.clears):
+            nothing = cute.make_rmem_tensor(4, Float32)
+            nothing.fill(0.0)
+            for x in cutlass.range(r * _CLEARED + tid, cutlass.min((r + 1) * _CLEARED, cleared.shape[0]), _THREADS):
+                cute.autovec_copy(nothing, cleared[x, None])
+        if r < terms.shape[0]:
+            self.fill(mask, bias, terms, ends, keys, n, r, tid, tops, lasts)
+
+    @cute.jit
+    def fill(
+        self,
+        mask: Any,
+        bias: Any,
+        terms: cute.Tensor,
+        ends: cute.Tensor,
+        keys: Int32,
+        n: Int32,
+        r: Int32,
+        tid: Int32,
+        tops: cute.Tensor,
+        lasts: cute.Tensor,
+    ):
+        """the terms and the end of row r, by all threads of a block"""
+        rb, rn = r // n, r % n
+        warp, lane = tid // 32, tid % 32
         top = -Float32.inf
         if const_expr(self.bias is not None):
             for j in cutlass.range(tid, keys, _THREADS):

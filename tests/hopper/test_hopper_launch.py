@@ -55,8 +55,10 @@ def test_a_launch_takes_addresses(launched: list[tuple[Any, ...]]) -> None:
 
 def test_what_a_kernel_does_not_take_takes_no_place(launched: list[tuple[Any, ...]]) -> None:
     x = torch.empty(5, 8)
-    launch.plan(Copy(third=False), CPU, x, x, None, 4)(x.data_ptr(), x.data_ptr(), None)
-    assert launched[0][2:] == (x.data_ptr(), x.data_ptr(), 4)
+    run = launch.plan(Copy(third=False), CPU, x, x, None, 4)
+    run(1, 2, None)
+    run(1, 2, 3)
+    assert [arguments[2:] for arguments in launched] == [(1, 2, 4)] * 2
 
 
 def test_the_stride_of_an_axis_of_size_1_does_not_matter(launched: list[tuple[Any, ...]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,24 +54,18 @@ def plan_backward(
     cluster = split["cluster"]
     at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, device)
     clusters, key_blocks = min(at_once, b * h * panels * n), min(processors, b * h * key_panels * n)
-    partial = of_pair and deterministic
-
-    # d(pair bias): where blocks add to it, or leave their parts of it; axes of size 1 are summed at last, in float32
-    like = functools.partial(torch.empty, device="meta", dtype=torch.float32)
-    given = (1, 1, 1, 1) if pair_bias is None else tuple(pair_bias.shape)
-    whole = given == (b, h, lq, lk)
-    over = tuple(axis for axis, size in enumerate(given) if size == 1 and (b, h, lq, lk)[axis] != 1 and (partial or axis > 1))
-    sums = like(b, h, lq, lk, dtype=q.dtype if whole else torch.float32) if partial else like(*given[:2], lq, -(-lk // 4) * 4)
-    parts = like((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4) if partial else sums
     variant = key_variant(d, lq, pair_bias is not None)
-    rounds = of_pair and second and not partial and not over and lk % 4 == 0 and n >= _ROWS_THAT_HIDE_ROUNDING
-    rounds = rounds and variant["streams"] + bool(variant["ring"]) < 4
-    of_pair_bias = torch.empty(given, dtype=q.dtype, device="meta")
+    idle = second and variant["streams"] + bool(variant["ring"]) < 4  # a warp of the kernel of the keys
+    sizes = (b, n, h, lq, lk)
+    gradient = None if pair_bias is None or not of_pair else PairGradient.of(pair_bias, sizes, deterministic, idle)
+    partial = gradient is not None and gradient.partial
 
+    like = functools.partial(torch.empty, device="meta", dtype=torch.float32)
+    parts = like((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4)
     workspace = Workspace(device)
     keys_of_terms = math.prod(split.values()) * SLICE if first else key_panels * ROWS
     needs_terms = mask is not None or mask_bias is not None or lk != keys_of_terms
-    clears = sums if of_pair and not partial else None
+    clears = None if gradient is None or partial else gradient.sums
     terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=needs_terms, clears=clears)
     has = {"pair": pair_bias is not None, "row": terms is not None}
 
@@ -103,18 +97,20 @@ def plan_backward(
         tensors = (*(inputs[name] for name in ("q", "k", "v", "o", "do")), pair, row, lse, of_lse, stats, outputs[0])
         numbers = (unit, row_b, row_n, clusters * cluster)
         made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector)
-        query_kernel = plan(made, device, *tensors, parts if of_pair else nowhere[..., :4], *numbers)
+        left = parts if partial else nowhere[..., :4] if clears is None else clears
+        query_kernel = plan(made, device, *tensors, left, *numbers)
     elif second:
         found = Statistics(dtype, d, dlse=dlse is not None)
         statistics = plan(found, device, inputs["o"], inputs["do"], lse, of_lse, stats, unit)
-    if partial:
-        summed = PanelSum(types[sums.dtype], **split, vector=lk % 2 == 0)
-        total = plan(summed, device, parts, sums, n, clusters)
-    laid = like(*given[:2], key_panels, panels, ROWS * ROWS, dtype=q.dtype)
+    if gradient is not None and partial:
+        summed = PanelSum(types[gradient.sums.dtype], **split, vector=lk % 2 == 0)
+        total = plan(summed, device, parts, gradient.sums, n, clusters)
+    laid = like(*pair.shape[:2], key_panels, panels, ROWS * ROWS, dtype=q.dtype)
     if second:
         tiles = plan(Tiles(dtype), device, pair, laid) if variant["ring"] else None
         tensors = (*(inputs[name] for name in ("q", "k", "v", "do")), laid if tiles else pair, row, stats, *outputs[1:])
-        fours = [x.view(-1, 4) for x in (sums, of_pair_bias)] if rounds else (None, None)
+        rounds = gradient is not None and gradient.rounds
+        fours = [x.view(-1, 4) for x in (gradient.sums, gradient.wanted)] if rounds else (None, None)  # type: ignore[union-attr]
         made = KeyGradients(dtype, d, **has, mask_gradient=of_mask, rounds=rounds, **variant)  # type: ignore[arg-type, assignment]
         key_kernel = plan(made, device, *tensors, of_heads, *fours, unit, row_b, row_n, key_blocks)
 
@@ -134,43 +130,80 @@ def plan_backward(
         dlse = lse if dlse is None else dlse
         pair = k if pair is None else pair
         statistic, bias = start + at_stats, pair
-        added = new(sums) if clears is not None else None
-        to_add = lse if added is None else added.data_ptr()
+        sums = None if gradient is None else new(gradient.sums)
+        to_sums = None if sums is None else sums.data_ptr()
+        to_leave = start + at_parts if partial else to_sums
         dmask = new(of_heads) if of_mask else None
-        dpair = new(of_pair_bias) if rounds else None
-        if added is not None and terms is None:
-            added.zero_()
+        to_mask = None if dmask is None else dmask.data_ptr()
+        dpair = new(gradient.wanted) if gradient is not None and gradient.rounds else None
+        to_pair = None if dpair is None else dpair.data_ptr()
+        if clears is not None and terms is None:
+            sums.zero_()  # type: ignore[union-attr]
         if tiles is not None:
             bias = start + at_laid
             tiles(pair, bias)
         # From here each kernel starts while the one before it runs: all that they write is there by now, and nothing may come
         # between. The first waits for the terms where it reads them, the second for the first where it reads its statistics.
-        row = k if terms is None else terms.make(start, mask, mask_bias, to_add)[0]
+        row = k if terms is None else terms.make(start, mask, mask_bias, to_sums)[0]
         if query_kernel is not None:
-            to_leave = start + at_parts if partial else to_add
-            query_kernel(q, k, v, o, do, pair, row, lse, dlse, statistic, dq, to_leave)
+            query_kernel(q, k, v, o, do, pair, row, lse, dlse, statistic, dq, lse if to_leave is None else to_leave)
         elif statistics is not None:
             statistics(o, do, lse, dlse, statistic)
         if key_kernel is not None:
-            of_masks = None if dmask is None else dmask.data_ptr()
-            rounded = (None, None) if dpair is None else (to_add, dpair.data_ptr())
-            key_kernel(q, k, v, do, bias, row, statistic, dk, dv, of_masks, *rounded)
+            key_kernel(q, k, v, do, bias, row, statistic, dk, dv, to_mask, to_sums, to_pair)
         if total is not None:
-            added = new(sums)
-            total(start + at_parts, added.data_ptr())
+            total(to_leave, to_sums)
         if first and factor != 1.0 and tensors[10] is not None:
             tensors[10].mul_(factor)
         if dmask is not None:
             dmask = dmask.sum(2).sum_to_size(of_bias.shape).to(of_bias.dtype)
-        if dpair is None and added is not None:
-            dpair = added if added.shape[-1] == lk else added[..., :lk]
-            dpair = (dpair.sum(over, keepdim=True) if over else dpair).to(tensors[2].dtype)
+        if gradient is not None and dpair is None:
+            dpair = gradient.finish(sums)  # type: ignore[arg-type]
         return dmask, dpair
 
     def new(how: Tensor) -> Tensor:
         return torch.empty_strided(how.shape, how.stride(), dtype=how.dtype, device=device)
 
     return run
+
+
+class PairGradient(NamedTuple):
+    """How d(pair bias) is found: blocks add to sums that were cleared, or leave parts that are summed in a fixed order.
+
+    Args:
+        wanted: how it lies in memory.
+        sums: how what is added to does, or what the parts are summed to.
+        partial: whether blocks leave parts.
+        rounds: whether the kernel of the keys writes it from the sums.
+        over: axes that are still to be summed.
+        keys: how many the sums have; lines are up to three longer.
+    """
+
+    wanted: Tensor
+    sums: Tensor
+    partial: bool
+    rounds: bool
+    over: tuple[int, ...]
+    keys: int
+
+    @classmethod
+    def of(cls, pair_bias: Tensor, sizes: tuple[int, int, int, int, int], deterministic: bool, idle: bool) -> PairGradient:
+        """Of a pair bias [b|1,h|1,q|1,k|1] for sizes b, n, h, q, k; `idle`: the kernel of the keys has a warp to spare."""
+        b, n, h, lq, lk = sizes
+        shape, full = tuple(pair_bias.shape), (b, h, lq, lk)
+        over = tuple(axis for axis in range(4) if shape[axis] != full[axis] and (deterministic or axis > 1))
+        wanted = torch.empty(shape, dtype=pair_bias.dtype, device="meta")
+        if deterministic:
+            sums = torch.empty(full, dtype=torch.float32 if over else pair_bias.dtype, device="meta")
+        else:
+            sums = torch.empty((*shape[:2], lq, -(-lk // 4) * 4), dtype=torch.float32, device="meta")
+        rounds = idle and not deterministic and not over and lk % 4 == 0 and n >= _ROWS_THAT_HIDE_ROUNDING
+        return cls(wanted, sums, deterministic, rounds, over, lk)
+
+    def finish(self, sums: Tensor) -> Tensor:
+        """d(pair bias) of the sums, where nobody rounded them."""
+        lines = sums if sums.shape[-1] == self.keys else sums[..., : self.keys]
+        return (lines.sum(self.over, keepdim=True) if self.over else lines).to(self.wanted.dtype)
 
 
 def _by_two(x: Tensor) -> bool:

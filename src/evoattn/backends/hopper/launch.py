@@ -203,6 +203,8 @@ def strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> li
 def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
     """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
 
+    It takes one for each tensor and each None, and looks at those of the tensors.
+
     Args:
         kernel: compiled if it is not yet.
         device: where the tensors will be.
@@ -213,6 +215,7 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
     stands = kernel.arguments()
     extents: dict[int, int] = {}
     numbers = []
+    taken = [i for i, stand in enumerate(stands) if isinstance(stand, Stand)]
     for stand, given in zip(stands, arguments, strict=True):
         if isinstance(stand, Stand):
             values = (*given.shape, *strides(stand, given.shape, given.stride()))
@@ -225,7 +228,7 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
     stream = torch._C._cuda_getCurrentRawStream  # what Triton and torch's own compiler ask; torch.cuda wraps it in an object
 
     def launch(*addresses: int | None) -> None:
-        function(known, stream(index), *[x for x in addresses if x is not None], *numbers)
+        function(known, stream(index), *[addresses[i] for i in taken], *numbers)
 
     return launch
 

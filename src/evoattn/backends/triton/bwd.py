@@ -21,6 +21,7 @@ from evoattn.backends.triton.bwd_pair import Pair, plan_pair
 from evoattn.backends.triton.bwd_plan import Call, round_up
 from evoattn.backends.triton.bwd_preprocess import plan_statistics
 from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, layout_for, strided
+from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.prepare import RowBias, plan_rows
 from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
@@ -74,26 +75,29 @@ class Backward:
         dk: Tensor | None,
         dv: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
+        # What torch clears comes before our kernels and what it sums after them, so that they are neighbours in the stream.
+        do = torch.zeros((), dtype=o.dtype, device=self.device) if do is None else do
+        sums = None if self.mask is None else self.mask.begin()
+        pair = self.pair.begin(pair_bias)
         stats = empty(self.stats, self.device)
         # What is not given is never read: any tensor stands in for it.
-        row, runs = (stats, stats) if self.rows is None else self.rows(mask, mask_bias)
-        do = torch.zeros((), dtype=o.dtype, device=self.device) if do is None else do
         dlse = lse if dlse is None else dlse
-        pair = self.pair.begin(pair_bias)
+        row, runs = (stats, stats) if self.rows is None else self.rows(mask, mask_bias)
+        self.pair.copy(pair_bias, pair)
         by_query, by_key = (q, q) if pair.by_query is None or pair.by_key is None else (pair.by_query, pair.by_key)
         inputs = (q, k, v, do, stats)
+        spans = row if self.pair.in_order is None else self.pair.in_order.find_spans(row)
         if self.statistics is not None:
             self.statistics(o, do, lse, dlse, stats)
         if self.dq is not None:
             to_dq, to_sums = q if dq is None else dq, stats if pair.sums is None else pair.sums
             self.dq(*inputs, o, lse, dlse, row, runs, by_query, to_dq, to_sums)
-        sums = None if self.mask is None else self.mask.begin()
         if self.dkdv is not None:
             to_dk, to_dv = k if dk is None else dk, v if dv is None else dv
             self.dkdv(*inputs, row, by_key, to_dk, to_dv, stats if sums is None else sums)
+        of_pair = pair.sums if self.pair.in_order is None else self.pair.in_order(inputs, row, spans, by_query)
         dmask_bias = None if self.mask is None or sums is None else self.mask.finish(sums)
-        dpair_bias = pair.sums if self.pair.in_order is None else self.pair.in_order(inputs, row, by_query)
-        return dmask_bias, self.pair.finish(pair, dpair_bias)
+        return dmask_bias, self.pair.finish(pair, of_pair)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +168,9 @@ def plan_backward(
     of_mask = None if mask_bias is None or not needs[3] else _plan_mask_gradient(call, mask_bias, deterministic)
     statistics, dq = _plan_dq(call, pair, needs[0])
     dkdv = _plan_dkdv(call, pair, needs[1], needs[2], of_mask)
-    return Backward(q.device, call.stats, call.rows, pair, statistics, dq, dkdv, of_mask)
+    backward = Backward(q.device, call.stats, call.rows, pair, statistics, dq, dkdv, of_mask)
+    _overlap(backward)
+    return backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +198,28 @@ def _plan_rows(
         return None
     unit = scale * _LOG2E if launch.folds(scale) else 1.0
     return plan_rows(mask, mask_bias, problem.lk, device, tiles.dq.block_k, unit=unit)
+
+
+def _overlap(call: Backward) -> None:
+    """Say in which order a call launches and who loads whose results, so that neighbours overlap."""
+    straight, transposed = (None if copy is None else copy[1] for copy in (call.pair.straight, call.pair.transposed))
+    rows = None if call.rows is None else call.rows.launch
+    in_order = call.pair.in_order
+    spans = None if in_order is None or in_order.spans is None else in_order.spans[1]
+    prepared = (rows, straight, transposed, spans, call.statistics)
+    # Where no kernel of their own makes the statistics, dq does.
+    with_statistics = prepared if call.statistics is not None else (*prepared, call.dq)
+    overlap(
+        call.device,
+        (rows, ()),
+        (straight, ()),
+        (transposed, ()),
+        (spans, (rows,)),
+        (call.statistics, ()),
+        (call.dq, prepared),
+        (call.dkdv, with_statistics),
+        (None if in_order is None else in_order.launch, with_statistics),
+    )
 
 
 def _plan_mask_gradient(call: Call, mask_bias: Tensor, deterministic: bool) -> _MaskGradient:

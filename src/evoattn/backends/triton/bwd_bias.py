@@ -7,6 +7,7 @@ import triton.language as tl
 
 from evoattn.backends.triton.bwd_dq import score_gradient
 from evoattn.backends.triton.launch import Kernel
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.primitives import LOG2E, decode, load_pair_bias, load_row_bias, load_tile, wide
 
 __all__ = ["pair_gradient_kernel"]
@@ -53,12 +54,14 @@ def pair_gradient_kernel(
     FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program owns a tile of queries and keys of one (b, h), and one of `splits` shares of the rows n.
 
     It loops over its share of the rows from the first to the last where the key tile is live.
     It writes its float32 sum once: the tile, or its sum along an axis of size 1, which then counts tiles instead.
     """
+    wait_to_load(WAIT)
     block_k, block_q, h, rest = decode(tl.program_id(0), blocks_k, blocks_q, heads)
     split = rest % splits
     b = (rest // splits).to(tl.int64)
@@ -118,6 +121,7 @@ def pair_gradient_kernel(
             b_q, b_do, b_k, b_v, b_lse, b_delta, b_pair, b_row, unit, True, HAS_ROW, FOLD, PRECISION
         )  # [q,k]
 
+    wait_to_store(WAIT)
     # An axis of size 1 keeps one entry a tile, so that the caller can add those up in a fixed order.
     p_partial += panel
     if FULL_Q and FULL_K:

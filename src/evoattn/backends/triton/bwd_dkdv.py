@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.primitives import LOG2E, decode, load_pair_bias, load_row_bias, load_tile, store_tile, wide
 
 __all__ = ["MASK_ADD", "MASK_NONE", "MASK_STORE", "dkdv_kernel"]
@@ -93,6 +94,7 @@ def dkdv_kernel(
     FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_K keys of one (b, n, h).
 
@@ -129,6 +131,7 @@ def dkdv_kernel(
 
     b_k = load_tile(p_k, o_k, o_d, stride_kl * GRAIN, stride_kd, left_k, D, not EVEN_K, D != BLOCK_D)  # [k,d]
     b_v = load_tile(p_v, o_k, o_c, stride_vl * GRAIN, stride_vc, left_k, C, not EVEN_K, C != BLOCK_C)  # [k,c]
+    wait_to_load(WAIT)
     b_row = 0.0
     tiles = tl.cdiv(lq, BLOCK_Q)
     if HAS_ROW:
@@ -173,6 +176,7 @@ def dkdv_kernel(
             if MASK_MODE != _NONE:
                 b_dmask += tl.sum(b_ds, 1)
 
+    wait_to_store(WAIT)
     out = row * lk + start
     stride_out = tl.cast(1, tl.int32)
     if HEADS_INSIDE:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from evoattn.backends.triton.bwd_preprocess import row_statistics
 from evoattn.backends.triton.launch import Kernel
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.primitives import (
     LOG2E,
     load_pair_bias,
@@ -112,6 +113,7 @@ def dq_kernel(
     FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_Q queries of ROWS neighbouring rows n of one (b, h), which share every tile of pair bias.
 
@@ -165,6 +167,8 @@ def dq_kernel(
             p_this = p_o + n * stride_on * GRAIN
             b_o = load_tile(p_this, o_q, o_c, stride_ol * GRAIN, stride_oc, left_q, C, not EVEN_Q, C != BLOCK_C)  # [q,c]
             b_os = b_os + (b_o,)
+    wait_to_load(WAIT)
+    wait_to_store(WAIT)  # the statistics are stored soon, and then each tile of the pair-bias gradient
     b_lses = ()
     b_deltas = ()
     b_dqs = ()

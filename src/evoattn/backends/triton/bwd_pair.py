@@ -95,19 +95,17 @@ class Pair:
         return bool(self.lq % tile.block_q or self.lk % tile.block_k)
 
     def begin(self, bias: Tensor | None) -> PairTensors:
-        """Make the copies, and the memory of the gradient."""
+        """The memory of the copies and of the gradient, whose sums are cleared."""
         if bias is None or self.bias is None:
             return PairTensors()
         by_query, memory, result, sums = bias, None, None, None
         if self.straight is not None:
             by_query = empty(self.straight[0], self.device)
-            self.straight[1](bias, by_query)
         by_key = by_query
         if self.transposed is not None:
             by_key = empty(self.transposed[0], self.device)
             if self.storage:
                 by_key = memory = torch.empty_strided((self.storage,), (1,), dtype=self.bias.dtype, device=self.device)
-            self.transposed[1](bias, by_key)
         if self.result is not None:
             whole = self.result
             result = empty(whole, self.device) if memory is None else memory.as_strided(whole.shape, whole.stride)
@@ -116,6 +114,12 @@ class Pair:
                 if self.cleared:
                     sums.zero_()
         return PairTensors(by_query, by_key, sums, result)
+
+    def copy(self, bias: Tensor | None, tensors: PairTensors) -> None:
+        """Make the copies."""
+        for made, copy in ((self.straight, tensors.by_query), (self.transposed, tensors.by_key)):
+            if made is not None and bias is not None and copy is not None:
+                made[1](bias, copy)
 
     def finish(self, tensors: PairTensors, sums: Tensor | None) -> Tensor | None:
         """The gradient in the bias's shape and dtype, from sums over it or over something larger."""
@@ -145,13 +149,17 @@ class InOrder:
     spans: tuple[Strided, Launch] | None
     launch: Launch
 
-    def __call__(self, inputs: tuple[Tensor, ...], row: Tensor, bias: Tensor) -> Tensor:
-        """The sums, from q, k, v, do and statistics, the row bias and the pair bias by query."""
+    def find_spans(self, row: Tensor) -> Tensor:
+        """The spans, from the row bias; without one, that itself stands in for them."""
+        if self.spans is None:
+            return row
+        spans = empty(self.spans[0], self.device)
+        self.spans[1](row, spans)
+        return spans
+
+    def __call__(self, inputs: tuple[Tensor, ...], row: Tensor, spans: Tensor, bias: Tensor) -> Tensor:
+        """The sums, from q, k, v, do and statistics, the row bias, its spans and the pair bias by query."""
         partial = empty(self.partial, self.device)
-        spans = row
-        if self.spans is not None:
-            spans = empty(self.spans[0], self.device)
-            self.spans[1](row, spans)
         self.launch(*inputs, row, spans, bias, partial)
         used = partial.as_strided(self.used, self.partial.stride)
         return (used.sum(self.summed, keepdim=True) if self.summed else used)[:, 0]

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, layout_for
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.prepare import RowBias
 from evoattn.backends.triton.primitives import LOG2E, decode, load_tile, wide
 
@@ -92,12 +93,14 @@ def statistics_kernel(
     GRAIN: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     WIDE: tl.constexpr,
+    WAIT: tl.constexpr,
 ):
     """One program owns BLOCK_Q queries of one (b, n, h).
 
     It reads o and do once and loops over nothing.
     It writes lse in log2 units (+inf for a row that attends to nothing, and past the end) and delta, once each.
     """
+    wait_to_load(WAIT)
     # Heads run fastest: in the layout bnlhd they are neighbours in memory.
     h, block, n, b = decode(tl.program_id(0), heads, blocks, n_rows)
     b = b.to(tl.int64)
@@ -117,6 +120,7 @@ def statistics_kernel(
     b_lse, b_delta = row_statistics(p_lse + row * lq + start, p_dlse, b_o, b_do, o_in, left, stride_dlse_q, HAS_DLSE)
     p_stats += row * (padded_q * PAD) + start
     inside = o_in < padded_q * PAD - block * BLOCK_Q
+    wait_to_store(WAIT)
     tl.store(p_stats + o_in, b_lse, mask=inside)
     tl.store(p_stats + half * PAD + o_in, b_delta, mask=inside)
 
@@ -174,12 +178,14 @@ def pack_kernel(
     PAD: tl.constexpr,
     EVEN: tl.constexpr,
     TRANSPOSE: tl.constexpr,
+    WAIT: tl.constexpr,
 ):
     """One program owns a BLOCK x BLOCK tile of one (b, h) of the pair bias.
 
     It loops over nothing.
     It writes the tile once, transposed or not, with zeros past the ends.
     """
+    wait_to_load(WAIT)
     block_q, block_k, h, b = decode(tl.program_id(0), blocks_q, blocks_k, heads)
     o_q = (block_q * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     o_k = (block_k * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -193,9 +199,12 @@ def pack_kernel(
     else:
         p_packed += o_q[:, None] * padded_k + o_k[None, :]
     if EVEN:
-        tl.store(p_packed, tl.load(p_tile))
+        b_pair = tl.load(p_tile)  # [q,k]
+        wait_to_store(WAIT)
+        tl.store(p_packed, b_pair)
     else:
         b_pair = tl.load(p_tile, mask=(o_q[:, None] < lq) & (o_k[None, :] < lk), other=0.0)  # [q,k]
+        wait_to_store(WAIT)
         tl.store(p_packed, b_pair, mask=(o_q[:, None] < padded_q) & (o_k[None, :] < padded_k))
 
 
@@ -237,12 +246,15 @@ def plan_pack(pair_bias: Strided, padded_q: int, padded_k: int, *, transpose: bo
 
 @Kernel
 @triton.jit(do_not_specialize=["stride_row_b", "stride_row_n", "n_rows", "tiles"])
-def row_spans_kernel(p_row, p_spans, stride_row_b, stride_row_n, n_rows, tiles, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
+def row_spans_kernel(
+    p_row, p_spans, stride_row_b, stride_row_n, n_rows, tiles, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr
+):
     """One program owns one key tile of one b.
 
     It loops over the rows n, BLOCK_N at a time.
     It writes the first row that has a live key in the tile, and the last plus one.
     """
+    wait_to_load(WAIT)
     pid = tl.program_id(0)
     o_in = tl.arange(0, BLOCK_N)
     p_tile = p_row + (pid // tiles).to(tl.int64) * stride_row_b + (pid % tiles) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
@@ -257,6 +269,7 @@ def row_spans_kernel(p_row, p_spans, stride_row_b, stride_row_n, n_rows, tiles, 
         b_end = tl.where(b_live, o_n + 1, b_end)
     # A tile without a live row spans 0 to 0. Were it 2**31 - 1 to 0, a pipelined loop would count past 2**31 before it looks.
     end = tl.max(b_end, 0)
+    wait_to_store(WAIT)
     tl.store(p_spans + 2 * pid, tl.minimum(tl.min(b_first, 0), end))
     tl.store(p_spans + 2 * pid + 1, end)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, strided
+from evoattn.backends.triton.overlap import overlap, wait_to_load, wait_to_store
 from evoattn.backends.triton.prepare import RowBias, copied, loads_wide, needs_copy, plan_rows
 from evoattn.backends.triton.primitives import (
     FLOOR,
@@ -93,7 +94,7 @@ def forward_kernel(
     D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GRAIN: tl.constexpr, GRAIN_PAIR: tl.constexpr,
     HAS_PAIR: tl.constexpr, HAS_ROW: tl.constexpr, EVEN_K: tl.constexpr, HEADS_INSIDE: tl.constexpr, TENSOR_MAP: tl.constexpr,
-    FOLD: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    FOLD: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_Q queries of one (b, n, h).
 
@@ -127,6 +128,7 @@ def forward_kernel(
     b_acc = tl.zeros([BLOCK_Q, BLOCK_C], tl.float32)  # [q,c]
     b_max = tl.full([BLOCK_Q], FLOOR, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
+    wait_to_load(WAIT)
 
     whole = lk // BLOCK_K
     runs = 1
@@ -155,6 +157,7 @@ def forward_kernel(
                 D, C, BLOCK_Q, BLOCK_D, BLOCK_C, BLOCK_K, HAS_PAIR, HAS_ROW, True, TENSOR_MAP, FOLD, PRECISION, WIDE,
             )  # fmt: skip
 
+    wait_to_store(WAIT)
     b_o, b_lse = finish(b_acc, b_max, b_sum)
     row = (b * n_rows + n) * heads + h
     tl.store(p_lse + row * lq + start_q + o_in, b_lse, mask=o_in < left_q)
@@ -193,15 +196,15 @@ class Forward:
         o: Tensor,
         lse: Tensor,
     ) -> None:
-        row = runs = lse  # stands in for what is not given: never read
-        if self.rows is not None:
-            row, runs = self.rows(mask, mask_bias)
         p_pair = q
         if pair_bias is not None:
             p_pair = pair_bias
             if self.copy_pair is not None and self.pair is not None:
                 p_pair = launch.empty(self.copy_pair, q.device)
                 p_pair.copy_(pair_bias.as_strided(self.pair.shape, self.pair.stride))
+        row = runs = lse  # stands in for what is not given: never read
+        if self.rows is not None:
+            row, runs = self.rows(mask, mask_bias)
         for start in self.launches:
             start(q, k, v, row, runs, p_pair, o, lse)
 
@@ -244,6 +247,8 @@ def plan_forward(
         fold,
         heads_inside=layout == "bnlhd",
     )
+    row = None if rows is None else rows.launch
+    overlap(q.device, (row, ()), *((start, (row,)) for start in launches))
     return Forward(rows, pair, copy_pair, launches)
 
 

@@ -230,7 +230,7 @@ class Kernel:
     def plan(
         self, programs: int, *numbers: float, through_map: tuple[int, dict[str, list[int]]] | None = None, **constants: Any
     ) -> Launch:
-        """A launch of `programs` programs that lacks nothing but the tensors.
+        """A launch of `programs` programs that lacks nothing but tensors, and its place among those of the call (`overlap`).
 
         through_map: which of them goes through a tensor map, and what that map is (see `tensor_map`).
         """

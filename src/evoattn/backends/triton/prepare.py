@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, empty, strided, strides
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
 __all__ = [
     "PADDING",
@@ -106,12 +107,14 @@ def rows_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
+    WAIT: tl.constexpr,
 ):
     """One program owns one row (b, n) of keys.
 
     It loops over chunks of keys twice: for the largest entry (only with a mask_bias), then to write.
     It writes the row bias once, padding included, and the runs of live tiles as it meets their two ends.
     """
+    wait_to_load(WAIT)
     pid = tl.program_id(0)
     b = (pid // n_rows).to(tl.int64)
     n = (pid % n_rows).to(tl.int64)
@@ -130,6 +133,7 @@ def rows_kernel(
         top = tl.max(tl.max(b_top, 1), 0)
         shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)
 
+    wait_to_store(WAIT)
     begun = 0
     ended = 0
     # One tile past the last, which is dead, closes a run that reaches the end.

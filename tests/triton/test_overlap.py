@@ -1,0 +1,269 @@
+"""Launches that overlap: what is complete when one starts, and that the machine code waits. Nothing here runs on a GPU."""
+
+import contextlib
+import itertools
+import pathlib
+import re
+import sys
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from ahead_of_time import target
+
+from evoattn.backends import triton as backend
+from evoattn.backends.triton import bwd, fwd, launch
+from evoattn.backends.triton.launch import Kernel, Launch
+from evoattn.backends.triton.overlap import overlap
+from evoattn.tuning import Config
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+TO_LOAD, TO_STORE = 1, 2
+
+QUIET = {"empty_strided", "as_strided"}
+"""What torch may do between our launches: nothing of it runs in the stream."""
+
+MADE = {"p_row", "p_runs", "p_spans", "p_stats", "p_pair"}
+"""Arguments that an earlier kernel of the call may have written."""
+
+NEEDS = (
+    (True, True, True, True, True),
+    (False, False, False, False, True),
+    (True, False, False, False, False),
+    (False, True, True, True, False),
+)
+PAIRS = (None, (1, 4, 1, 1), (1, 4, 0, 1), (1, 4, 0, 0), (4, 4, 0, 0))
+"""Sizes of pair biases [b,h,q,k]; 0 stands for the whole length."""
+
+CALLS = [
+    (length, n, mask, mask_bias, pair, dtype)
+    for length, n, mask, mask_bias, pair, dtype in itertools.product(
+        (96, 100, 397), (1, 2, 8), (False, True), (False, True), PAIRS, (torch.bfloat16, torch.float32)
+    )
+    if pair is None or pair[0] == 1 or n == 1
+]
+
+
+def call(
+    length: int, n: int, mask: bool, mask_bias: bool, pair: tuple[int, ...] | None, dtype: torch.dtype, device: str = "meta"
+) -> tuple[Tensor | None, ...]:
+    """q, k, v, mask, mask_bias, pair_bias, o and lse, of which nothing is ever read."""
+    b = 1 if pair is None else pair[0]
+    q, k, v, o = (torch.empty(b, n, length, 4, 32, dtype=dtype, device=device).transpose(2, 3) for _ in range(4))
+    of_mask = torch.empty(1, n, length, dtype=torch.bool, device=device) if mask else None
+    of_bias = torch.empty(1, 1, length, device=device) if mask_bias else None
+    of_pair = None if pair is None else torch.empty([size or length for size in pair], dtype=dtype, device=device)
+    return q, k, v, of_mask, of_bias, of_pair, o, torch.empty(b, n, 4, length, device=device)
+
+
+def forward(tensors: tuple[Any, ...]) -> None:
+    q, *_, o, lse = tensors
+    inputs = tensors[:6]
+    backend.plan_forward(*inputs, scale=q.shape[-1] ** -0.5, layout="bnlhd", config=Config())(*inputs, o, lse)
+
+
+def backward(tensors: tuple[Any, ...], needs: tuple[bool, ...], deterministic: bool, given: str = "do") -> None:
+    q, k, v, _, mask_bias, pair, o, lse = tensors
+    needs = (*needs[:3], needs[3] and mask_bias is not None, needs[4] and pair is not None)
+    cotangents = (o if "do" in given else None, lse if "dlse" in given else None)
+    options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "needs": needs, "deterministic": deterministic}
+    run = backend.plan_backward(*cotangents, *tensors, **options, config=Config())
+    run(*cotangents, *tensors, *(torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=False)))
+
+
+class Stream(TorchDispatchMode):
+    """What a call does, in order: names of torch's operators, and launches with the memory that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str | tuple[Launch, set[int]]] = []
+        self.chain: list[Launch] = []
+        self.fresh: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.events.append(function.overloadpacket.__name__)
+        if self.events[-1] == "empty_strided":
+            self.fresh.add(memory(made))
+        elif self.events[-1] == "copy_":
+            self.fresh.discard(memory(made))
+        return made
+
+    @property
+    def launches(self) -> list[tuple[Launch, set[int]]]:
+        return [event for event in self.events if not isinstance(event, str)]
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
+    """Records instead of launching."""
+    stream = Stream()
+
+    def record(self: Launch, *tensors: Tensor) -> None:
+        stream.events.append((self, {memory(x) for x in tensors}))
+
+    def noted(device: torch.device, *chain: Any) -> None:
+        overlap(device, *chain)
+        stream.chain += [one for one, _ in chain if one is not None]
+
+    with contextlib.ExitStack() as patches:
+        for owner, attribute, value in (
+            (Launch, "__call__", record),
+            (fwd, "overlap", noted),
+            (bwd, "overlap", noted),
+            (launch, "capability", lambda device: capability),
+            (launch, "shared_memory_limit", lambda device: 232_448),
+        ):
+            patches.enter_context(unittest.mock.patch.object(owner, attribute, value))
+        patches.enter_context(stream)
+        yield stream
+
+
+def check(stream: Stream) -> None:
+    """That the plan knows the order of the launches, and that nobody loads what may not be there."""
+    assert [one for one, _ in stream.launches] == stream.chain
+    first, last = (stream.events.index(event) for event in (stream.launches[0], stream.launches[-1]))
+    assert {event for event in stream.events[first:last] if isinstance(event, str)} <= QUIET
+    complete = 0
+    maker: dict[int, int] = {}
+    for place, (one, given) in enumerate(stream.launches):
+        assert one.constants.get("launch_pdl", False) == (place > 0)
+        wait = one.constants["WAIT"]
+        loaded = [maker[x] for x in given if x in maker]
+        assert wait == TO_LOAD or all(other < complete for other in loaded), one.kernel.jitted.fn.__name__
+        complete = place if wait == TO_LOAD else complete
+        maker |= dict.fromkeys(given & stream.fresh - maker.keys(), place)
+
+
+@pytest.mark.parametrize("length", [96, 100, 397])
+def test_nothing_is_loaded_before_it_is_complete(length: int) -> None:
+    """Memory that a call allocates is written by the first kernel that it is given to, and loaded by the others."""
+    for sizes in (sizes for sizes in CALLS if sizes[0] == length):
+        with recorded(HOPPER) as stream:
+            forward(call(*sizes))
+        check(stream)
+        for needs, deterministic, given in itertools.product(NEEDS, (False, True), ("do", "dlse", "do dlse")):
+            if any(needs[:3]) or sizes[4] is not None:
+                with recorded(HOPPER) as stream:
+                    backward(call(*sizes), needs, deterministic, given)
+                check(stream)
+
+
+def test_what_a_kernel_waits_for() -> None:
+    """Leftover queries load rows while the main tiles run; dK and dV load statistics while dQ runs, unless that makes them."""
+    waits: dict[tuple[str, str], list[int]] = {}
+    for name, length, n, mask in (("masked", 397, 8, True), ("plain", 384, 1, False)):
+        tensors = call(length, n, mask, False, (1, 4, 0, 0), torch.bfloat16)
+        for run in (forward, lambda x: backward(x, NEEDS[0], False)):
+            with recorded(HOPPER) as stream:
+                run(tensors)
+            for one, _ in stream.launches:
+                waits.setdefault((name, one.kernel.jitted.fn.__name__), []).append(one.constants["WAIT"])
+    assert waits["masked", "forward_kernel"] == [TO_LOAD, TO_STORE]
+    assert waits["masked", "dq_kernel"] == [TO_LOAD]
+    assert waits["masked", "dkdv_kernel"] == [TO_STORE]
+    assert waits["plain", "dkdv_kernel"] == [TO_LOAD]
+
+
+@pytest.mark.parametrize("capability", [AMPERE, None])
+def test_other_cards_launch_one_after_another(capability: tuple[int, int] | None) -> None:
+    with recorded(capability) as stream:
+        forward(call(397, 8, True, False, (1, 4, 0, 0), torch.bfloat16))
+        backward(call(397, 8, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
+    assert len(stream.launches) > 8
+    assert {(one.constants["WAIT"], "launch_pdl" in one.constants) for one, _ in stream.launches} == {(0, False)}
+
+
+def test_a_chain() -> None:
+    """Who waits early lets the next one start with all before itself complete; who waits late, with what it found complete."""
+    a, b, c, d, e = (Launch(Kernel(None), 1, (), {}, None) for _ in range(5))
+    with unittest.mock.patch.object(launch, "capability", return_value=HOPPER):
+        overlap(torch.device("cuda"), (a, ()), (None, (a,)), (b, ()), (c, (a,)), (d, (b, None)), (e, (d,)))
+    assert [x.constants["WAIT"] for x in (a, b, c, d, e)] == [TO_STORE, TO_STORE, TO_LOAD, TO_STORE, TO_LOAD]
+    assert ["launch_pdl" in x.constants for x in (a, b, c, d, e)] == [False, True, True, True, True]
+
+
+def faults(ptx: str) -> list[str]:
+    """Why not every program waits before its first store; empty when each does."""
+    lines = ptx.splitlines()
+
+    def where(pattern: str) -> list[int]:
+        return [number for number, line in enumerate(lines) if re.search(pattern, line)]
+
+    if len(where(r"griddepcontrol\.launch_dependents")) != 1:
+        return ["does not let the next kernel start"]
+    waits = where(r"^\s*griddepcontrol\.wait")
+    if len(waits) != 1:
+        return [f"waits {len(waits)} times"]
+    labels = {line.split(":")[0].strip(): number for number, line in enumerate(lines) if re.match(r"\$L__BB\w+:", line)}
+    jumps = [(number, labels[lines[number].rstrip(";").split()[-1]]) for number in where(r"\bbra(\.uni)?\s+\$L")]
+    return [
+        *("ends without waiting" for end in where(r"^\s*(@!?%p\d+\s+)?(ret|exit);") if end < waits[0]),
+        *("jumps over the wait" for jump, to in jumps if jump < waits[0] < to),
+        *("stores before it waits" for store in where(r"\b(st|red|atom)\.\S*global|\.global\.shared") if store < waits[0]),
+    ]
+
+
+def loaded_early(kernel: Any) -> list[str]:
+    """Loads before the wait that go through what an earlier kernel may have written."""
+    names = kernel.src.fn.arg_names
+    reached = {f"{kernel.metadata.name}_param_{i}" for i, name in enumerate(names) if name in MADE}
+    found = []
+    for line in kernel.asm["ptx"].split("griddepcontrol.wait")[0].splitlines():
+        words = re.findall(r"%\w+|\w+_param_\d+", line.split("//")[0])
+        if re.search(r"\bld\.global|\.shared\.global", line):
+            found += [line for word in re.findall(r"\[\s*(%\w+)", line) if word in reached]
+        elif reached & set(words[1:]):
+            reached.add(words[0])
+    return found
+
+
+def compiled_for(arch: str) -> list[Any]:
+    """Every kernel, with every way to wait that the backend plans for it."""
+    with target(arch) as compiled:
+        for mask, pair, dtype in ((True, (1, 4, 0, 0), torch.bfloat16), (False, None, torch.float32)):
+            forward(call(397, 384, mask, False, pair, dtype, "cpu"))
+        backward(call(397, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False)
+        backward(call(384, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
+        backward(call(384, 384, False, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
+        backward(call(384, 1, False, True, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False, "do dlse")
+    return compiled
+
+
+def test_the_machine_code_waits() -> None:
+    kernels = compiled_for("sm_90")
+    early = {kernel.metadata.name.removesuffix("_kernel") for kernel in kernels if kernel.metadata.launch_pdl}
+    assert early == {"forward", "pack", "row_spans", "statistics", "dq", "dkdv", "pair_gradient"}
+    assert {kernel.metadata.name: found for kernel in kernels if (found := faults(kernel.asm["ptx"]))} == {}
+    waiting = [kernel for kernel in kernels if kernel.src.constants[(kernel.src.fn.arg_names.index("WAIT"),)] == TO_LOAD]
+    assert {kernel.metadata.name for kernel in waiting} >= {"forward_kernel", "row_spans_kernel", "dq_kernel", "dkdv_kernel"}
+    assert {kernel.metadata.name: found for kernel in waiting if (found := loaded_early(kernel))} == {}
+
+
+def test_older_cards_know_nothing_of_it() -> None:
+    kernels = compiled_for("sm_80")
+    assert len(kernels) > 20
+    assert not any("griddepcontrol" in kernel.asm["ptx"] or kernel.metadata.launch_pdl for kernel in kernels)
+
+
+def test_faults_are_found() -> None:
+    start, wait = "\tgriddepcontrol.launch_dependents; // $0", "\tgriddepcontrol.wait; // $0"
+    store, end = "\tst.global.b32 [%rd1], %r1;", "\tret;"
+    assert faults("\n".join((start, wait, store, end))) == []
+    assert faults("\n".join((start, store, wait, end))) == ["stores before it waits"]
+    assert faults("\n".join((start, "\t@%p1 bra \t$L__BB0_2;", wait, "$L__BB0_2:", end))) == ["jumps over the wait"]
+    assert faults("\n".join((start, "\t@%p1 ret;", wait, end))) == ["ends without waiting"]
+    assert faults("\n".join((start, store, end))) == ["waits 0 times"]
+    assert faults("\n".join((wait, store, end))) == ["does not let the next kernel start"]

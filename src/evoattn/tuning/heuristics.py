@@ -97,18 +97,18 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
 
 
 def forward_registers(problem: Problem, tiles: ForwardTiles) -> int | None:
-    """The most registers a thread may have, or None to leave that to the compiler.
+    """The most registers a thread may have with 16-bit inputs, or None to leave that to the compiler.
 
     The code for a ragged last key tile costs Hopper's main tile 26 registers in Triton 3.6, and with them the fourth program on
     a processor: 0.277 ms instead of 0.254 at N = L = 397. With 128 two registers are spilled, outside the loop.
     Without a pair bias compilers take 92 to 101 for the same code; 96 keep five programs on a processor and spill nothing.
     """
-    if problem.capability is None or problem.capability[0] != 9:
+    if problem.capability is None or problem.capability[0] != 9 or problem.dtype == torch.float32:
         return None
     if tiles == _HALF_TILES[0][1][_HOPPER]:
         return 128 if problem.lk % tiles.block_k else None
-    half = problem.dtype != torch.float32 and _power_of_two(max(problem.d, problem.c)) == 32
-    return 96 if half and problem.pair_bias is None and tiles == _HOPPER_WITHOUT_PAIR else None
+    crowded = tiles == _HOPPER_WITHOUT_PAIR and problem.pair_bias is None and _power_of_two(max(problem.d, problem.c)) == 32
+    return 96 if crowded else None
 
 
 def forward_shared_bytes(problem: Problem, tiles: ForwardTiles) -> int:

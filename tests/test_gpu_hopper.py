@@ -340,6 +340,7 @@ CHANGES = [
     {"n": 33, "lq": 384, "lk": 384, "mask": None},
     {"n": 32, "lq": 200, "lk": 100, "lead": (2,), "pair_bias": "11hqk"},
     {"n": 40, "lq": 130, "lk": 260, "pair_bias": "b11qk", "d": 64},
+    {"n": 40, "lq": 512, "lk": 512, "d": 64},
     {"n": 40, "lq": 100, "lk": 100, "gradients": ("k", "pair_bias")},
     {"n": 600, "lq": 20, "lk": 24, "h": 1, "mask": None},
     # the gradient of a mask bias

@@ -58,14 +58,17 @@ def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype
     assert count(names, "STG") == 1, "a quad's two keys, once a row"
 
 
-@pytest.mark.parametrize("channels", [8, 32, 64])
-def test_the_kernel_of_the_keys_has_registers_to_round(channels, tmp_path):
-    chosen = bwd_plan.key_variant(channels, 384, pair=True)
+@pytest.mark.parametrize(("channels", "length"), [(8, 384), (32, 384), (64, 384), (64, 640)])
+def test_the_kernel_of_the_keys_has_registers_to_round(channels, length, tmp_path):
+    chosen = bwd_plan.key_variant(channels, length, pair=True)
     names = instructions(bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, rounds=True, **chosen), tmp_path)
     assert count(names, "WARPGROUP.DEPBAR") == 3, "as without it"
     assert count(names, "LDL", "STL") == 0
+
+
+def test_no_warp_is_left_to_round_where_three_streams_and_the_bias_come_in():
     with pytest.raises(ValueError, match="none is left to round"):
-        bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, rounds=True, ring=8)
+        bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, rounds=True, **bwd_plan.key_variant(32, 640, pair=True))
 
 
 @pytest.mark.parametrize(

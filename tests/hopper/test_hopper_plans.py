@@ -104,7 +104,8 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
         ({"mask": None, "lk": 384}, True),
         ({"n": 31}, False),  # too few rows to hide it
         ({"lk": 70}, False),  # lines of the sum are longer than those of the gradient
-        ({"lq": 640, "lk": 640}, False),  # every warp is busy: the pair bias streams
+        ({"lq": 640, "lk": 640}, False),  # every warp is busy: three streams, and the pair bias
+        ({"lq": 640, "lk": 640, "d": 64}, True),  # two streams
         ({"pair_bias": "b1h1k"}, False),  # queries are still to be summed
     ],
     ids=str,
@@ -128,6 +129,40 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
         assert arguments["KeyGradients"][11:13] == (added, dpair_bias.data_ptr())
     else:
         assert added not in arguments["KeyGradients"]
+
+
+@pytest.mark.parametrize("most", [2 * 72 * 72 - 1, 32 * 4096 - 1], ids=["sums", "rows"])
+def test_torch_clears_more_than_32_bits_count(most: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bwd, "_MOST_IN_32_BITS", most)
+    case = testing.Case("many", n=32, h=2, lq=72, lk=72, d=32, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk")
+    c = canonical(case.make(seed=1))
+    needs = (True, True, True, False, True)
+    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
+    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
+    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
+    run = bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
+    _, dpair_bias = run(*tensors, *of_qkv)
+    arguments = dict(launched)
+    added = arguments["QueryGradients"][13]
+    assert added not in arguments["Rows"]
+    if added not in arguments["KeyGradients"]:  # torch rounds too
+        assert dpair_bias is not None and not dpair_bias.any(), "cleared, and nothing was added"
+    assert (added in arguments["KeyGradients"]) == (most >= 2 * 72 * 72)
+
+
+@pytest.mark.parametrize("needs", [(False, True, True, False, False), (True, False, False, False, True)], ids=str)
+def test_no_memory_for_what_no_kernel_makes(
+    needs: tuple[bool, ...], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    make = bwd.Workspace.make
+    monkeypatch.setattr(bwd.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
+    c = canonical(testing.Case("few", n=64, h=4, lq=64, lk=64, d=64, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1))
+    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
+    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
+    of_qkv = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
+    bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    assert sizes[0] < c.q.nbytes
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])

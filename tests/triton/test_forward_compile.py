@@ -8,6 +8,8 @@ import json
 import os
 import pathlib
 import sys
+import types
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ OTHER_VERSION = 1.15
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One call whose kernel is compiled; sizes matter only by what the launcher makes of them. `spills`: bytes that may be."""
+    """One call whose kernel is compiled; sizes matter only by what the launcher makes of them. `spills`: bytes, by card."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
@@ -43,7 +45,7 @@ class Compiled:
     mask: bool = True
     pair_bias: torch.dtype | None = torch.bfloat16
     n: int = 384
-    spills: int = 0
+    spills: Mapping[str, int] = types.MappingProxyType({})
 
     def compile(self, arch: str) -> Report:
         """The report of the first forward kernel that the launcher starts for this call."""
@@ -67,8 +69,8 @@ CASES = (
     Compiled("d128", d=128),
     Compiled("d256", d=256),
     Compiled("d32_float32", dtype=torch.float32, pair_bias=torch.float32),
-    # 128 queries on Hopper: 80 bytes with two stages, when 397 took 1.08 ms; with a limit of registers 640, and 1.66 ms
-    Compiled("d32_float32_ragged", dtype=torch.float32, pair_bias=torch.float32, length=397, spills=96),
+    # 88 bytes; 80 with two stages, when 397 took 1.08 ms; 640 with a limit of registers, and 1.66 ms
+    Compiled("d32_float32_ragged", dtype=torch.float32, pair_bias=torch.float32, length=397, spills={"sm_90": 96}),
     Compiled("d128_float32", dtype=torch.float32, pair_bias=torch.float32, d=128),
     Compiled("d256_float32", dtype=torch.float32, pair_bias=torch.float32, d=256),
 )
@@ -88,7 +90,7 @@ def test_forward_compiles(arch: str) -> None:
     failures = []
     for case in CASES:
         made = case.compile(arch)
-        if spills(made) > case.spills:
+        if spills(made) > case.spills.get(arch, 0):
             failures.append(f"{case.name}: {made.spills} bytes spilled, {made.registers} registers")
         if made.shared > SHARED_LIMITS[arch]:
             failures.append(f"{case.name}: {made.shared} bytes of shared memory, {SHARED_LIMITS[arch]} there are")

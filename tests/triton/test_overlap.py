@@ -1,4 +1,4 @@
-"""Launches that overlap: what is complete when one starts, and that the machine code waits. Nothing here runs on a GPU."""
+"""Launches that overlap: what is complete when one starts, and that the PTX waits. Nothing here runs on a GPU."""
 
 import contextlib
 import itertools
@@ -242,13 +242,14 @@ def compiled_for(arch: str) -> list[Any]:
     return compiled
 
 
-def test_the_machine_code_waits() -> None:
+def test_the_ptx_waits() -> None:
     kernels = compiled_for("sm_90")
     early = {kernel.metadata.name.removesuffix("_kernel") for kernel in kernels if kernel.metadata.launch_pdl}
     assert early == {"forward", "pack", "row_spans", "statistics", "dq", "dkdv", "pair_gradient"}
     assert {kernel.metadata.name: found for kernel in kernels if (found := faults(kernel.asm["ptx"]))} == {}
     waiting = [kernel for kernel in kernels if kernel.src.constants[(kernel.src.fn.arg_names.index("WAIT"),)] == TO_LOAD]
     assert {kernel.metadata.name for kernel in waiting} >= {"forward_kernel", "row_spans_kernel", "dq_kernel", "dkdv_kernel"}
+    assert all(f"{kernel.metadata.name}_param_" in kernel.asm["ptx"] for kernel in waiting), "what loads are traced back to"
     assert {kernel.metadata.name: found for kernel in waiting if (found := loaded_early(kernel))} == {}
 
 

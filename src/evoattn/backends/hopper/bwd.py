@@ -24,10 +24,13 @@ from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
 from evoattn.backends.hopper.clusters import resident_clusters
 from evoattn.backends.hopper.fwd import changed, contiguous, fold, loadable, row_plan
 from evoattn.backends.hopper.launch import plan, types
-from evoattn.backends.hopper.prepare import Tiles
+from evoattn.backends.hopper.prepare import CLEARED, Tiles
 from evoattn.backends.hopper.workspace import Workspace
 
 __all__ = ["plan_backward"]
+
+_MOST_IN_32_BITS = 2**31 - 1
+"""The kernels that clear and round the sums of d(pair bias) count their elements in 32 bits; torch does it for more."""
 
 _ROWS_THAT_HIDE_ROUNDING = 32
 """One warp of a block rounds d(pair bias) while the others go through n rows: it needs the time of a dozen."""
@@ -65,7 +68,8 @@ def plan_backward(
     workspace = Workspace(device)
     keys_of_terms = math.prod(split.values()) * SLICE if first else key_panels * ROWS
     needs_terms = mask is not None or mask_bias is not None or lk != keys_of_terms
-    clears = None if gradient is None or partial else gradient.sums
+    added = None if gradient is None or partial else gradient.sums
+    clears = None if added is None or max(added.numel(), 4 * CLEARED * b * n) > _MOST_IN_32_BITS else added
     terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=needs_terms, clears=clears)
     has = {"pair": pair_bias is not None, "row": terms is not None}
 
@@ -97,7 +101,7 @@ def plan_backward(
         tensors = (*(inputs[name] for name in ("q", "k", "v", "o", "do")), pair, row, lse, of_lse, stats, outputs[0])
         numbers = (unit, row_b, row_n, clusters * cluster)
         made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector)
-        left = parts if partial else nowhere[..., :4] if clears is None else clears
+        left = parts if partial else nowhere[..., :4] if added is None else added
         query_kernel = plan(made, device, *tensors, left, *numbers)
     elif second:
         found = Statistics(dtype, d, dlse=dlse is not None)
@@ -116,7 +120,10 @@ def plan_backward(
 
     at_stats, at_laid = workspace.add(stats), workspace.add(laid) if tiles else 0
     at_parts = workspace.add(parts) if partial else 0
-    unwanted = [0 if need else workspace.add(x) for x, need in zip(outputs, needs, strict=False)]
+    made_by = (query_kernel, key_kernel, key_kernel)  # what a kernel makes and nobody wants has a place too
+    which = zip(outputs, needs, made_by, strict=False)
+    unwanted = [workspace.add(x) if kernel is not None and not need else 0 for x, need, kernel in which]
+    by_torch = added is not None and (terms is None or clears is None)
 
     def run(*tensors: Any) -> tuple[Tensor | None, Tensor | None]:
         if tensors[0] is None:
@@ -137,13 +144,14 @@ def plan_backward(
         to_mask = None if dmask is None else dmask.data_ptr()
         dpair = new(gradient.wanted) if gradient is not None and gradient.rounds else None
         to_pair = None if dpair is None else dpair.data_ptr()
-        if clears is not None and terms is None:
+        if by_torch:
             sums.zero_()  # type: ignore[union-attr]
         if tiles is not None:
             bias = start + at_laid
             tiles(pair, bias)
-        # From here each kernel starts while the one before it runs: all that they write is there by now, and nothing may come
-        # between. The first waits for the terms where it reads them, the second for the first where it reads its statistics.
+        # From here each kernel starts while the one before it runs: memory for all that they write is made by now, and nothing
+        # may come between. The first waits for the terms where it reads them, the second for the first where it reads its
+        # statistics.
         row = k if terms is None else terms.make(start, mask, mask_bias, to_sums)[0]
         if query_kernel is not None:
             query_kernel(q, k, v, o, do, pair, row, lse, dlse, statistic, dq, lse if to_leave is None else to_leave)
@@ -171,12 +179,12 @@ class PairGradient(NamedTuple):
     """How d(pair bias) is found: blocks add to sums that were cleared, or leave parts that are summed in a fixed order.
 
     Args:
-        wanted: how it lies in memory.
-        sums: how what is added to does, or what the parts are summed to.
+        wanted: how d(pair bias) lies in memory.
+        sums: how that lies in memory which blocks add to, or which the parts are summed to.
         partial: whether blocks leave parts.
         rounds: whether the kernel of the keys writes it from the sums.
         over: axes that are still to be summed.
-        keys: how many the sums have; lines are up to three longer.
+        keys: of a line of the sums, which may be up to three longer.
     """
 
     wanted: Tensor
@@ -198,6 +206,7 @@ class PairGradient(NamedTuple):
         else:
             sums = torch.empty((*shape[:2], lq, -(-lk // 4) * 4), dtype=torch.float32, device="meta")
         rounds = idle and not deterministic and not over and lk % 4 == 0 and n >= _ROWS_THAT_HIDE_ROUNDING
+        rounds = rounds and sums.numel() <= _MOST_IN_32_BITS
         return cls(wanted, sums, deterministic, rounds, over, lk)
 
     def finish(self, sums: Tensor) -> Tensor:

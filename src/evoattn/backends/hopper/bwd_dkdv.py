@@ -47,7 +47,7 @@ class KeyGradients(KeySteps, Kernel):
         channels: D.
         pair, row: whether there is a pair bias, a key-wise bias.
         mask_gradient: whether the gradient of the mask bias is wanted.
-        rounds: whether a warp that has nothing to bring in gives d(pair bias), which `bwd_dq` summed, the dtype of the others.
+        rounds: whether a warp that has nothing to bring in rounds d(pair bias), which `bwd_dq` added up in float32, to dtype.
         blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
         ring: tiles of a pair bias that streams instead, laid out by `prepare.Tiles`, and takes any length.
         streams, stages: rows n at a time, stages of each.

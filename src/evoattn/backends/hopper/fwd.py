@@ -62,8 +62,10 @@ def plan_forward(
         if changes:
             tensors = changed(tensors, changes)
         q, k, v, mask, mask_bias, pair, o, lse = [None if x is None else x.data_ptr() for x in tensors]
-        room = workspace.make()
-        start = room.data_ptr()
+        start = 0
+        if workspace.bytes:
+            room = workspace.make()
+            start = room.data_ptr()
         if pairs is not None:
             given, pair = pair, start + at_laid
             pairs(given, pair)

@@ -203,7 +203,7 @@ def strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> li
 def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
     """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
 
-    It takes one for each tensor and each None, and looks at those of the tensors.
+    It takes one for each argument but the numbers, which come last, and passes on those that the variant takes.
 
     Args:
         kernel: compiled if it is not yet.

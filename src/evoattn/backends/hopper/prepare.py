@@ -18,13 +18,13 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, size, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
-__all__ = ["TERMS", "Pairs", "Rows", "Tiles"]
+__all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
 
 TERMS = 8
 _THREADS = 128
 _WARPS = _THREADS // 32
 _EACH = 2  # vectors of eight elements that a thread brings over
-_CLEARED = 8 * _THREADS  # vectors of four words that a block clears
+CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 
 
 class Rows(Kernel):
@@ -65,7 +65,7 @@ class Rows(Kernel):
     ):
         blocks = terms.shape[0]
         if const_expr(self.clears):
-            blocks = cutlass.max(blocks, (cleared.shape[0] + _CLEARED - 1) // _CLEARED)
+            blocks = cutlass.max(blocks, (cleared.shape[0] + CLEARED - 1) // CLEARED)
         self.kernel(mask, bias, terms, ends, cleared, keys, n).launch(
             grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream
         )
@@ -81,7 +81,7 @@ class Rows(Kernel):
         if const_expr(self.clears):
             nothing = cute.make_rmem_tensor(4, Float32)
             nothing.fill(0.0)
-            for x in cutlass.range(r * _CLEARED + tid, cutlass.min((r + 1) * _CLEARED, cleared.shape[0]), _THREADS):
+            for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, cleared.shape[0]), _THREADS):
                 cute.autovec_copy(nothing, cleared[x, None])
         if r < terms.shape[0]:
             self.fill(mask, bias, terms, ends, keys, n, r, tid, tops, lasts)

@@ -1,4 +1,4 @@
-"""What the kernels of a call leave for each other, in one piece of memory: one allocation a call."""
+"""What only the kernels of a call read and write, in one piece of memory: one allocation a call."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ import json
 import os
 import pathlib
 import sys
-import types
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -45,7 +43,7 @@ class Compiled:
     mask: bool = True
     pair_bias: torch.dtype | None = torch.bfloat16
     n: int = 384
-    spills: Mapping[str, int] = types.MappingProxyType({})
+    spills: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def compile(self, arch: str) -> Report:
         """The report of the first forward kernel that the launcher starts for this call."""

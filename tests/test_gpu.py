@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from giant import giant
+from gpu_checks import check_in_turn, check_offsets
 from torch import Tensor
 
 import evoattn
@@ -68,19 +68,7 @@ def test_auto_takes_the_fastest() -> None:
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "pair_bias", "do"])
 def test_offsets_past_2_to_31(which: str) -> None:
-    case = testing.Case("far", n=5, h=2, lq=96, lk=96, d=32, dtype=torch.bfloat16, mask_bias="finite", pair_bias="b1hqk")
-    inputs = case.make(seed=4, device="cuda")
-    if which == "pair_bias":
-        far = giant((1, 1, 2, 96, 96), (1, 1, 96, 2**25, 1))
-    else:
-        far = giant((1, 5, 96, 2, 32), (1, 2**30, 64, 32, 1))
-    inputs = dataclasses.replace(inputs, **{which: far})
-    small = dataclasses.replace(inputs, **{which: far.contiguous()})
-    results = testing.run(inputs, "triton", deterministic=True)
-    expected = testing.run(small, "triton", deterministic=True)
-    testing.check(expected, small)
-    for name, value in results.values.items():
-        torch.testing.assert_close(value, expected.values[name], rtol=0, atol=0)
+    check_offsets(which, "triton")
 
 
 @pytest.mark.parametrize("lead", [(1,), (70_000,)], ids=["rows", "batch"])
@@ -198,18 +186,7 @@ def test_two_deterministic_runs_are_bit_equal(length: int, pattern: str) -> None
     {"mask": None, "n": 1, "lq": 384, "lk": 384},
 ], ids=["left_over", "small", "statistics_by_dq"])  # fmt: skip
 def test_calls_in_turn_keep_to_themselves(changes: dict[str, object]) -> None:
-    """Kernels of a call overlap. Memory given out again holds what the call before made of other inputs: a load that comes too
-    early shows."""
-    both = [dataclasses.replace(example(**changes).case, name=name).make(seed, "cuda") for seed, name in enumerate("ab")]
-    expected = []
-    for inputs in both:
-        expected.append(testing.run(inputs, "triton", deterministic=True).values)
-        torch.cuda.synchronize()
-    for _ in range(30):
-        runs = [testing.run(inputs, "triton", deterministic=True).values for inputs in both]
-        for values, right in zip(runs, expected, strict=True):
-            for name, value in values.items():
-                assert torch.equal(value, right[name]), name
+    check_in_turn(example(**changes).case, "triton", deterministic=True)
 
 
 def test_compile_on_the_gpu() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from giant import giant
+from gpu_checks import check_in_turn, check_offsets
 from torch import Tensor
 
 import evoattn
@@ -205,19 +205,7 @@ def test_more_rows_than_a_grid_axis_takes() -> None:
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "pair_bias", "do"])
 def test_offsets_past_2_to_31(which: str) -> None:
-    case = testing.Case("far", n=5, h=2, lq=96, lk=96, d=32, dtype=torch.bfloat16, mask_bias="finite", pair_bias="b1hqk")
-    inputs = case.make(seed=4, device="cuda")
-    if which == "pair_bias":
-        far = giant((1, 1, 2, 96, 96), (1, 1, 96, 2**25, 1))
-    else:
-        far = giant((1, 5, 96, 2, 32), (1, 2**30, 64, 32, 1))
-    inputs = dataclasses.replace(inputs, **{which: far})
-    small = dataclasses.replace(inputs, **{which: far.contiguous()})
-    results = testing.run(inputs, "hopper", deterministic=True)
-    expected = testing.run(small, "hopper", deterministic=True)
-    testing.check(expected, small)
-    for name, value in results.values.items():
-        torch.testing.assert_close(value, expected.values[name], rtol=0, atol=0)
+    check_offsets(which, "hopper")
 
 
 def test_rows_past_2_to_31_elements() -> None:
@@ -421,22 +409,7 @@ def test_deterministic_gradients_are_bit_equal(length: int, n: int, mask_bias: s
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("length", "n"), [(100, 5), (384, 40)])
 def test_calls_in_turn_keep_to_themselves(length: int, n: int, deterministic: bool) -> None:
-    """Kernels of a call overlap. Memory given out again holds what the call before made of other inputs: a load that comes too
-    early shows."""
-    settings: dict = {"n": n, "h": 4, "lq": length, "lk": length, "d": 32, "dtype": torch.bfloat16, "mask": "random"}
-    both = [testing.Case("turn", **settings, pair_bias="b1hqk").make(seed, "cuda") for seed in (1, 2)]
-    expected = []
-    for inputs in both:
-        expected.append(testing.run(inputs, "hopper", deterministic=deterministic).values)
-        torch.cuda.synchronize()
-    for _ in range(30):
-        runs = [testing.run(inputs, "hopper", deterministic=deterministic).values for inputs in both]
-        for values, right in zip(runs, expected, strict=True):
-            for name, value in values.items():
-                if deterministic or name != "dpair_bias":
-                    assert torch.equal(value, right[name]), name
-                else:  # added up in any order
-                    assert testing.relative_error(value, right[name]) < 5e-3
+    check_in_turn(example(n=n, lq=length, lk=length).case, "hopper", deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -64,6 +64,14 @@ def tensors_of(c: Canonical, needs: tuple[bool, ...]) -> tuple[Tensor | None, ..
     return tensors
 
 
+def launch_backward(c: Canonical, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of mask_bias and pair_bias of a backward that adds in memory, with random o, do and lse."""
+    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
+    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
+    of_qkv = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
+    return bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
     c = canonical(case.make(seed=1))
@@ -114,12 +122,7 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
     """One piece of memory is cleared, added to and rounded; a launch less where the kernel of the keys has time for it."""
     settings = {"n": 32, "h": 2, "lq": 72, "lk": 72, "d": 32, "mask": "random", "pair_bias": "b1hqk", **changes}
     c = canonical(testing.Case("rounds", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
-    needs = (True, True, True, False, True)
-    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
-    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
-    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
-    run = bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
-    _, dpair_bias = run(*tensors, *of_qkv)
+    _, dpair_bias = launch_backward(c, (True, True, True, False, True))
     arguments = dict(launched)
     added = arguments["QueryGradients"][13]  # after sizes, stream and eleven other tensors
     assert dpair_bias is not None and dpair_bias.shape == c.pair_bias.shape and dpair_bias.dtype == c.q.dtype  # type: ignore[union-attr]
@@ -136,12 +139,7 @@ def test_torch_clears_more_than_32_bits_count(most: int, launched: list[Any], mo
     monkeypatch.setattr(bwd, "_MOST_IN_32_BITS", most)
     case = testing.Case("many", n=32, h=2, lq=72, lk=72, d=32, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk")
     c = canonical(case.make(seed=1))
-    needs = (True, True, True, False, True)
-    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
-    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
-    of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
-    run = bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
-    _, dpair_bias = run(*tensors, *of_qkv)
+    _, dpair_bias = launch_backward(c, (True, True, True, False, True))
     arguments = dict(launched)
     added = arguments["QueryGradients"][13]
     assert added not in arguments["Rows"]
@@ -158,10 +156,7 @@ def test_no_memory_for_what_no_kernel_makes(
     make = bwd.Workspace.make
     monkeypatch.setattr(bwd.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
     c = canonical(testing.Case("few", n=64, h=4, lq=64, lk=64, d=64, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1))
-    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
-    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
-    of_qkv = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
-    bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    launch_backward(c, needs)
     assert sizes[0] < c.q.nbytes
 
 

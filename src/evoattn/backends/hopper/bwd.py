@@ -61,16 +61,15 @@ def plan_backward(
     idle = second and variant["streams"] + bool(variant["ring"]) < 4  # a warp of the kernel of the keys
     sizes = (b, n, h, lq, lk)
     gradient = None if pair_bias is None or not of_pair else PairGradient.of(pair_bias, sizes, deterministic, idle)
-    partial = gradient is not None and gradient.partial
+    partial = gradient is not None and deterministic
 
     like = functools.partial(torch.empty, device="meta", dtype=torch.float32)
     parts = like((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4)
     workspace = Workspace(device)
     keys_of_terms = math.prod(split.values()) * SLICE if first else key_panels * ROWS
-    needs_terms = mask is not None or mask_bias is not None or lk != keys_of_terms
     added = None if gradient is None or partial else gradient.sums
     clears = None if added is None or max(added.numel(), 4 * CLEARED * b * n) > _MOST_IN_32_BITS else added
-    terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=needs_terms, clears=clears)
+    terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=lk != keys_of_terms, clears=clears)
     has = {"pair": pair_bias is not None, "row": terms is not None}
 
     # How all that the kernels see lies in memory. In the place of what is not there they get another address, and do not look.
@@ -181,7 +180,6 @@ class PairGradient(NamedTuple):
     Args:
         wanted: how d(pair bias) lies in memory.
         sums: how that lies in memory which blocks add to, or which the parts are summed to.
-        partial: whether blocks leave parts.
         rounds: whether the kernel of the keys writes it from the sums.
         over: axes that are still to be summed.
         keys: of a line of the sums, which may be up to three longer.
@@ -189,7 +187,6 @@ class PairGradient(NamedTuple):
 
     wanted: Tensor
     sums: Tensor
-    partial: bool
     rounds: bool
     over: tuple[int, ...]
     keys: int
@@ -207,7 +204,7 @@ class PairGradient(NamedTuple):
             sums = torch.empty((*shape[:2], lq, -(-lk // 4) * 4), dtype=torch.float32, device="meta")
         rounds = idle and not deterministic and not over and lk % 4 == 0 and n >= _ROWS_THAT_HIDE_ROUNDING
         rounds = rounds and sums.numel() <= _MOST_IN_32_BITS
-        return cls(wanted, sums, deterministic, rounds, over, lk)
+        return cls(wanted, sums, rounds, over, lk)
 
     def finish(self, sums: Tensor) -> Tensor:
         """d(pair bias) of the sums, where nobody rounded them."""

@@ -216,7 +216,9 @@ def test_extra_memory_is_outputs_lse_and_delta() -> None:
     leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
 
     def step() -> tuple[Tensor, ...]:
-        o = evoattn.evoformer_attention(inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias)
+        o = evoattn.evoformer_attention(
+            inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, backend="triton"
+        )
         return torch.autograd.grad(o, leaves, inputs.do)
 
     step()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -40,6 +41,9 @@ class FakeClock:
     def now(self) -> float:
         self.time += self.tick
         return self.time
+
+    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @pytest.fixture

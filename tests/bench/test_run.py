@@ -1,7 +1,10 @@
 """The benchmark's course: what is wrong gets no time, what fails shows why, Ctrl-C and the budget keep what is done."""
 
+import contextlib
 import dataclasses
 import math
+import signal
+import time
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from evoattn import api, dispatch, testing
 from evoattn.backends import tiled
 from evoattn.bench import choice, correctness, run
+from evoattn.bench.clock import Clock, WallClock
 from evoattn.bench.peers import PEERS, Peer, Prepared
 from evoattn.bench.plan import Plan, left
 from evoattn.bench.record import PASSES, Record, Result
@@ -25,7 +29,7 @@ def silent(problem: int, problems: int, what: str) -> None:
     """Progress that nobody looks at."""
 
 
-def measured(plan: Plan, clock: FakeClock, progress: object = silent) -> Record:
+def measured(plan: Plan, clock: Clock, progress: object = silent) -> Record:
     return run.run(plan, Record({}, {}), CPU, clock, progress)  # type: ignore[arg-type]
 
 
@@ -189,6 +193,28 @@ def test_compiling_takes_no_rounds_away(fakes: dict[str, Peer], clock: FakeClock
     for result in first.results:
         assert {name: len(time.samples_ms) for name, time in result.times.items()} == dict.fromkeys(PASSES, 7)
     assert first.seconds is not None and first.seconds > 1500
+
+
+def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that tunes itself for minutes: the budget holds, the others have their times, and the record says what is left."""
+
+    def tunes(inputs: Inputs) -> Prepared:
+        for _ in range(6000):
+            with contextlib.suppress(Exception):  # one config after the other, whatever becomes of it
+                time.sleep(0.01)
+        return fakes["right"].prepare(inputs)
+
+    measured(a_plan(peers=("right",), rounds=2), WallClock())  # what is imported once takes its time here
+    PEERS["tunes"] = Peer("tunes", "tunes", tunes)
+    monkeypatch.setattr(run, "_LIMIT_SHARE", 0.05)
+    before = signal.getsignal(signal.SIGALRM)
+    record = measured(a_plan(peers=("tunes", "right"), budget_s=50.0, rounds=2), WallClock())
+    found = results(record)
+    assert found["tunes"].status == "left out" and not found["tunes"].times
+    assert found["tunes"].reason == "its first calls were ended after 2 s, half of what was left of the budget"
+    assert found["right"].times and found["evoattn"].times
+    assert record.finished == "out of time"
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
 def test_what_evoattn_compiles_is_not_its_peers_loss(

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 
-__all__ = ["Clock", "CudaClock", "WallClock", "clock_for"]
+__all__ = ["Clock", "CudaClock", "TookTooLong", "WallClock", "clock_for"]
+
+
+class TookTooLong(BaseException):
+    """Raised inside what a clock's `limit` ends. No Exception, which a peer that tunes may swallow."""
+
+
+@contextmanager
+def _limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TookTooLong` in what runs for longer, at the next line of Python that it comes to. None sets no limit.
+
+    Nor is there one outside the main thread and where the system has no timer, as on Windows.
+    """
+    if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Clock(Protocol):
@@ -28,6 +57,9 @@ class Clock(Protocol):
     def now(self) -> float:
         """Seconds of the wall clock."""
 
+    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
+        """Ends what runs in it when so many seconds of the wall clock are over, by `TookTooLong`."""
+
 
 class WallClock:
     """For the CPU, where a call returns when it is done."""
@@ -45,6 +77,9 @@ class WallClock:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
+        return _limit(seconds)
 
 
 class CudaClock:
@@ -82,6 +117,9 @@ class CudaClock:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
+        return _limit(seconds)
 
 
 def clock_for(device: torch.device) -> Clock:

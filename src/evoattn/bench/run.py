@@ -12,7 +12,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn.bench import correctness, machine
-from evoattn.bench.clock import Clock
+from evoattn.bench.clock import Clock, TookTooLong
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, Peer, RefusesError, backend_peer
 from evoattn.bench.plan import Plan, left, put
@@ -31,6 +31,9 @@ _COMPILES_S = {"cpu": 30.0, "cuda": 4.0}
 
 _FIRST_SHARE = 0.2
 """Of the budget: what the very first compilation of a peer may take, whatever its problem's share is."""
+
+_LIMIT_SHARE = 0.5
+"""Of what is left of the budget: what a contender's first calls may take before they are ended."""
 
 _LONGEST_CALL_S = 4.0
 _LONGEST_SHARE = 0.05
@@ -195,11 +198,18 @@ class _Course:
         if reason:
             result.status, result.reason = "left out", reason
             return None
+        seconds = None if self.end is None else _LIMIT_SHARE * (self.end - self.clock.now())
         try:
             if not peer.biased:
                 inputs = correctness.without_biases(inputs)
                 expected = correctness.truth(correctness.first_part(inputs))
-            runner = self._first_calls(peer, inputs, expected, result)
+            with self.clock.limit(seconds):
+                runner = self._first_calls(peer, inputs, expected, result)
+        except TookTooLong:
+            self._cut_short()
+            result.status = "left out"
+            result.reason = f"its first calls were ended after {seconds:.0f} s, half of what was left of the budget"
+            runner = None
         except Exception as error:  # whatever a peer raises is its reason, and the run goes on
             result.status, result.reason = _status(error), _one_line(error)
             runner = None

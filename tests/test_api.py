@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import evoattn
-from evoattn import api, ops, testing
+from evoattn import api, dispatch, ops, testing
 from evoattn.api import Layout
 from evoattn.canonical import canonicalise
 from evoattn.cli.measure import peak_bytes
@@ -299,7 +299,7 @@ def test_explain_names_the_backend_of_the_backward(monkeypatch: pytest.MonkeyPat
             return ["has no gradient of q"] if problem.needs[0] else []
         return [] if name == "reference" else ["not here"]
 
-    monkeypatch.setattr(api, "refusals", refusals)
+    monkeypatch.setattr(dispatch, "refusals", refusals)
     monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
     q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
     explanation = evoattn.explain(q, q, q)
@@ -308,3 +308,18 @@ def test_explain_names_the_backend_of_the_backward(monkeypatch: pytest.MonkeyPat
     assert "backward by reference" in str(explanation)
     with torch.no_grad():
         assert evoattn.explain(q, q, q).backward_backend is None
+
+
+def test_explain_tells_what_leaves_a_pass_to_a_faster_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the forward alone, so the passes have different backends, and the reason stands with those of refusals."""
+
+    def faster(problem: Problem) -> tuple[str, str] | None:
+        return None if any(problem.needs) else ("reference", "it has no tiles")
+
+    monkeypatch.setattr(dispatch.backend_module("tiled"), "faster", faster, raising=False)
+    monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
+    q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
+    explanation = evoattn.explain(q, q, q)
+    assert (explanation.backend, explanation.backward_backend) == ("reference", "tiled")
+    assert explanation.refused == {"tiled": ["leaves it to reference: it has no tiles"]}
+    assert evoattn.explain(q, q, q, backend="tiled").backend == "tiled"

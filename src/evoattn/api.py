@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evoattn import eager, ops
 from evoattn.canonical import Canonical, canonicalise
-from evoattn.dispatch import AUTO_ORDER, BACKENDS, backend_module, refusals
+from evoattn.dispatch import AUTO_ORDER, BACKENDS, backend_module, objections
 from evoattn.layouts import to_canonical, to_user
 from evoattn.numerics import row_shift
 from evoattn.problem import Problem, describe
@@ -158,7 +158,7 @@ class Explanation:
         config: the tile config that this backend would use, of the forward where the backward has its own.
         backward_backend: the backend of the backward, if that is another one.
         backward: the tiles of each kernel of the backward that gradients need, where the backend has some of its own.
-        refused: for each backend that was asked and does not take it, all its reasons.
+        refused: for each backend that was asked and does not take it, all its reasons; one may know another to be faster.
         copies: what would be copied because of how the arguments lie in memory, each with the reason.
         tuned: for which directions, "forward", "backward" or "both", `evoattn tune` found the config on this machine.
     """
@@ -240,12 +240,11 @@ def explain(
     settings = config or Config()
     asked = AUTO_ORDER if backend == "auto" else (backend,)
     alone = dataclasses.replace(problem, needs=(False,) * 5)
-    reasons = {name: refusals(name, alone, settings) for name in asked}
+    reasons = objections(asked, alone, settings)
     chosen = next((name for name in asked if not reasons[name]), None)
-    with_gradients = {name: refusals(name, problem, settings) for name in asked} if any(problem.needs) else reasons
+    with_gradients = objections(asked, problem, settings) if any(problem.needs) else reasons
     chosen_backward = next((name for name in asked if not with_gradients[name]), None)
-    if chosen_backward != chosen:  # the passes are chosen one by one
-        reasons = with_gradients
+    refused = {name: [*dict.fromkeys((*reasons[name], *with_gradients[name]))] for name in asked}  # chosen one by one
     copies = [
         f"{name}: its leading axes cannot be merged as a view"
         for name, x in (("q", q), ("k", k), ("v", v))
@@ -261,7 +260,7 @@ def explain(
         problem=problem,
         backend=chosen,
         config=None if chosen is None else backend_module(chosen).resolve(problem, settings),
-        refused={name: why for name, why in reasons.items() if why},
+        refused={name: why for name, why in refused.items() if why},
         copies=copies,
         backward=backward,
         backward_backend=chosen_backward if chosen_backward != chosen else None,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import cast
 
 from evoattn.backends import Backend
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["AUTO_ORDER", "BACKENDS", "backend_module", "refusals", "select"]
+__all__ = ["AUTO_ORDER", "BACKENDS", "backend_module", "objections", "refusals", "select"]
 
 AUTO_ORDER = ("hopper", "triton", "tiled")
-"""`auto` takes the first of these that has no reason to refuse."""
+"""`auto` takes the first of these that has no objection."""
 
 BACKENDS = (*AUTO_ORDER, "reference")
 """Every name that `backend=` takes besides "auto"."""
@@ -30,17 +31,30 @@ def refusals(name: str, problem: Problem, config: Config) -> list[str]:
     return ([unavailable] if unavailable else []) + backend.unsupported(problem, config)
 
 
+def objections(names: Iterable[str], problem: Problem, config: Config) -> dict[str, list[str]]:
+    """For each of the backends asked, why it does not run a problem; the first without a reason does.
+
+    One that could, but knows another of them to be faster, leaves it to that one.
+    """
+    found = {name: refusals(name, problem, config) for name in names}
+    able = [name for name in found if not found[name]]
+    if len(able) > 1:
+        known = getattr(backend_module(able[0]), "faster", None)
+        faster = None if known is None else known(problem)
+        if faster is not None and faster[0] in able:
+            found[able[0]] = ["leaves it to {}: {}".format(*faster)]
+    return found
+
+
 def select(problem: Problem, backend: str, config: Config) -> Backend:
     """The backend that runs a problem.
 
     Raises:
         ValueError: the named backend (or, for "auto", every backend) refuses; the message lists all reasons.
     """
-    names = AUTO_ORDER if backend == "auto" else (backend,)
-    refused = []
-    for name in names:
-        reasons = refusals(name, problem, config)
+    found = objections(AUTO_ORDER if backend == "auto" else (backend,), problem, config)
+    for name, reasons in found.items():
         if not reasons:
             return backend_module(name)
-        refused += [f"{name}: {reason}" for reason in reasons]
+    refused = [f"{name}: {reason}" for name, reasons in found.items() for reason in reasons]
     raise ValueError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused))

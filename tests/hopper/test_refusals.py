@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from evoattn import dispatch
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
@@ -162,6 +163,43 @@ def test_a_scale_that_a_log_sum_exp_is_divided_by_in_float16(scale: float) -> No
     assert factor * unit == scale and math.frexp(abs(factor))[0] == 0.5
     assert (factor == 1.0) == (scale >= 64**-0.5)
     assert 66_000 / unit / STEP < torch.finfo(torch.float16).max
+
+
+FEW = {"lq": 32, "lk": 64}
+ROWS = {"lk": 513, "h": 16, "n": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend"),
+    [
+        ({}, "hopper"),
+        (FEW, "triton"),
+        ({**FEW, "needs": ALL}, "triton"),
+        ({**FEW, "lq": 33}, "hopper"),
+        ({**FEW, "lk": 65}, "hopper"),
+        ({"lk": 32}, "hopper"),
+        ({"lk": 32, "needs": ALL}, "triton"),
+        ({"lk": 33, "needs": ALL}, "hopper"),
+        (ROWS, "triton"),
+        ({**ROWS, "n": 5}, "hopper"),
+        ({**ROWS, "lk": 512}, "hopper"),
+        ({**ROWS, "lk": 512, "d": 48, "c": 48}, "triton"),
+        ({**ROWS, "pair_bias": None}, "hopper"),
+        ({**ROWS, "needs": ALL}, "hopper"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_faster_of_two(changes: dict, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what both measured; a named backend runs what it can, and auto stays where the other refuses."""
+    for name in ("hopper", "triton"):
+        monkeypatch.setattr(dispatch.backend_module(name), "availability", lambda: None)
+    problem = dataclasses.replace(PLAIN, **{"n": 64, "lq": 768, "lk": 768, **changes})
+    assert dispatch.select(problem, "auto", Config()) is dispatch.backend_module(backend)
+    assert dispatch.select(problem, "hopper", Config()) is hopper
+    objection = dispatch.objections(dispatch.AUTO_ORDER, problem, Config())["hopper"]
+    assert [text.split(":")[0] for text in objection] == ["leaves it to triton"] * (backend == "triton")
+    monkeypatch.setattr(dispatch.backend_module("triton"), "availability", lambda: "Triton is not installed")
+    assert dispatch.select(problem, "auto", Config()) is hopper
 
 
 def test_a_scale_of_zero() -> None:

@@ -20,7 +20,11 @@ __all__ = ["Backend", "Passes", "Plans"]
 
 
 class Backend(Protocol):
-    """What every backend module has."""
+    """What every backend module has.
+
+    One may also have `faster(problem) -> tuple[str, str] | None`: the backend that runs a problem in less time, and why; `auto`
+    then goes to that one, if it takes the problem.
+    """
 
     NAME: str
     """What users pass as `backend=`."""

@@ -59,13 +59,13 @@ def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Peer, Result]]:
         None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
     )
     taken = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)  # type: ignore[arg-type]
+    of_backward = taken.backward_backend if set(plan.passes) != {"forward"} else None
     found: list[tuple[Peer, Result]] = []
     for backend in plan.backends:
         if backend == "auto":
-            of_backward = taken.backward_backend if set(plan.passes) != {"forward"} else None
             result = Result("evoattn", backend=taken.backend or "none", backward_backend=of_backward or "")
             found.insert(0, (backend_peer("auto", "evoattn"), result))
-        elif "auto" not in plan.backends or backend != taken.backend:
+        elif "auto" not in plan.backends or backend != taken.backend or of_backward is not None:
             name = f"evoattn/{backend}"
             found.append((backend_peer(backend, name), Result(name, backend=backend)))
     return [*found, *((PEERS[name], Result(name)) for name in plan.peers)]

@@ -15,7 +15,17 @@ from evoattn.devices import installed, on_device_of
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 
-__all__ = ["NAME", "availability", "copies", "plan_backward", "plan_forward", "resolve", "resolve_backward", "unsupported"]
+__all__ = [
+    "NAME",
+    "availability",
+    "copies",
+    "faster",
+    "plan_backward",
+    "plan_forward",
+    "resolve",
+    "resolve_backward",
+    "unsupported",
+]
 
 NAME = "hopper"
 
@@ -23,6 +33,8 @@ _CAPABILITY = (9, 0)
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
 _RESIDENT_KEYS, _RESIDENT_CHANNELS = 512, 32
+_FEW_QUERIES, _FEW_KEYS, _FEWEST_KEYS = 32, 64, 32
+_FEW_TILES = 384
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -65,6 +77,24 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
     return reasons
 
 
+def faster(problem: Problem) -> tuple[str, str] | None:
+    """The backend that runs the problem, the forward or the backward of some needs, in less time, and why.
+
+    As measured on an H200 in CUDA graphs; the table is in docs/performance.md.
+    """
+    few = problem.lq <= _FEW_QUERIES and problem.lk <= _FEW_KEYS
+    if any(problem.needs):
+        if few or problem.lk <= _FEWEST_KEYS:
+            return "triton", f"{problem.lq} queries and {problem.lk} keys fill little of the tiles of this backward"
+        return None
+    if few:
+        return "triton", f"{problem.lq} queries and {problem.lk} keys fill little of the tiles of this forward"
+    tiles = problem.b * problem.h * problem.n * -(-problem.lq // 128)
+    if problem.pair_bias is not None and _streams(problem) and tiles <= _FEW_TILES:
+        return "triton", f"{tiles} tiles of queries leave processors idle where rows share a pair_bias that streams"
+    return None
+
+
 def resolve(problem: Problem, config: Config) -> Config:
     """The tiles, which are the same for every problem."""
     return Config(block_q=128, block_k=64)
@@ -98,7 +128,7 @@ def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor 
     ]
     if pair_bias is None:
         return found
-    if problem.lk > _RESIDENT_KEYS or problem.d > _RESIDENT_CHANNELS:
+    if _streams(problem):
         found.append("pair_bias: laid out anew once a call, to be streamed")
     elif pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
         found.append("pair_bias: laid out anew once a call, its keys one after another")
@@ -150,6 +180,11 @@ def plan_backward(
     tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
     run = bwd.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
     return on_device_of(q, run)
+
+
+def _streams(problem: Problem) -> bool:
+    """Whether the forward has no room for the pair bias of a tile of queries, and brings it in for each two rows."""
+    return problem.lk > _RESIDENT_KEYS or problem.d > _RESIDENT_CHANNELS
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:

@@ -318,6 +318,16 @@ CHANGES = [
     {"lq": 768, "lk": 768, "d": 48},
     {"lq": 768, "lk": 700, "d": 64},
     {"lq": 640, "lk": 640, "pair_bias": None},
+    # without a pair bias: four warpgroups, a block's keys exactly or fewer, and blocks that share them
+    {"lq": 130, "lk": 128, "pair_bias": None, "n": 40},
+    {"lq": 100, "lk": 100, "pair_bias": None, "d": 8, "lse_gradient": True},
+    {"lq": 200, "lk": 250, "pair_bias": None, "dtype": torch.float16},
+    {"lq": 384, "lk": 384, "pair_bias": None, "mask": "empty_rows", "n": 70},
+    {"lq": 512, "lk": 512, "pair_bias": None, "n": 70},
+    {"lq": 300, "lk": 500, "pair_bias": None, "mask": None, "d": 16},
+    {"lq": 600, "lk": 700, "pair_bias": None, "d": 24, "dtype": torch.float16},
+    {"lq": 300, "lk": 1000, "pair_bias": None, "n": 40, "h": 1},
+    {"lq": 200, "lk": 1500, "pair_bias": None, "mask": "padding"},
     {"lq": 640, "lk": 640, "pair_bias": "11hqk", "lead": (2,)},
     {"lq": 640, "lk": 640, "pair_bias": "b1h1k"},
     {"lq": 700, "lk": 700, "gradients": ("q",)},
@@ -443,6 +453,14 @@ def test_graph_of_a_training_step(length: int, n: int, deterministic: bool) -> N
                 assert torch.equal(value, expected)
             else:
                 assert testing.relative_error(value, expected) < 5e-3
+
+
+def test_auto_takes_the_forward_of_few_rows_from_triton() -> None:
+    inputs = example(n=3, lq=640, lk=640)
+    q, k, v, pair_bias = (x.requires_grad_() for x in inputs.differentiable.values())
+    explanation = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)
+    assert (explanation.backend, explanation.backward_backend) == ("triton", "hopper")
+    testing.check(testing.run(inputs, "auto"), inputs)
 
 
 def test_auto_takes_both_passes() -> None:

@@ -34,6 +34,18 @@ def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
     assert count(names, "LDL") < 64
 
 
+@pytest.mark.parametrize(
+    ("channels", "length"),
+    [(32, length) for length in (128, 256, 384, 512, 768, 1024, 2048)] + [(c, 1024) for c in (8, 16, 24)],
+)
+def test_products_of_dq_are_not_serialised_without_a_pair_bias(channels, length, tmp_path):
+    chosen = bwd_plan.query_variant(channels, length, pair=False)
+    kernel = bwd_dq.QueryGradients(cutlass.BFloat16, channels, pair=False, row=True, bias_gradient=False, **chosen)
+    names = instructions(kernel, tmp_path)
+    assert count(names, "WARPGROUP.DEPBAR") == chosen["slices"] + 1
+    assert count(names, "LDL") < 16, "two numbers that the loops do not change"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("channels", "length"),

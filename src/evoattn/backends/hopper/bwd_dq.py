@@ -1,6 +1,6 @@
 """The backward kernel of the queries: dq and d(pair bias).
 
-A persistent block owns a panel, 64 queries of one (b, h), and loops over rows n. Three warpgroups (or two) split the keys; each
+A persistent block owns a panel, 64 queries of one (b, h), and loops over rows n. Two to four warpgroups split the keys; each
 keeps its part of d(pair bias) in registers, so that it is written once a panel and block, and the pair bias itself, in float32,
 in shared memory. dq of a row is summed over the warpgroups through shared memory.
 
@@ -84,7 +84,8 @@ class QueryGradients(QuerySteps, Kernel):
         self.tiles = slices // stage
         self.dlse, self.partial = dlse, partial
         self.threads = (groups + 1) * 128
-        self.registers = (160, 32) if groups == 3 else (240, 24)
+        self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
+        self.key_producers = 2 if groups == 4 else groups  # warps; one more of the four brings in queries
         options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial}
         tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
         self.name_after(dtype, channels=channels, **options, **tiles, vector=vector)
@@ -250,10 +251,10 @@ class QueryGradients(QuerySteps, Kernel):
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - WG * 4
             span, sizes = (begin, end, bid, each), (N, H, NQ, LQ)
-            if s < WG:
+            if s < self.key_producers:
                 of_keys = ((aK, kG, kS), (aV, vG, vS))
                 self.produce_keys(s, rank, span, sizes, row, row_b, row_n, pR, full, empty, of_keys)
-            elif s == WG:
+            elif s == self.key_producers:
                 of_rows = ((aQ, qG, qS), (aO, oG, oS), (aG, gG, gS))
                 self.produce_rows(rank, lane, span, sizes, lse, dlse, stats, inverse, sN, order, qfull, qempty, of_rows)
         else:
@@ -403,7 +404,7 @@ class QueryGradients(QuerySteps, Kernel):
         empty: cute.Pointer,
         copies,
     ):
-        """Bring in the keys of warpgroup s, a stage after the other."""
+        """Bring in the keys of warpgroup s, and of s + 2 where there are four, a stage after the other."""
         begin, end, bid, each = span
         N, H, NQ, _ = sizes
         (aK, kG, kS), (aV, vG, vS) = copies
@@ -420,19 +421,21 @@ class QueryGradients(QuerySteps, Kernel):
             for position in cutlass.range(n1 - n0, unroll=1):
                 n = row_at(position, N, known)
                 for j in cutlass.range(TL, unroll=1):
-                    i = s * ST + st
-                    tile = (rank * WG + s) * TL + j
-                    sleep_until(empty + i, ph ^ 1)
-                    with arch.elect_one():
-                        arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * D * 2 + (unit * 2 if self.row else 0))
-                    cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
-                    cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
-                    if const_expr(self.row):
-                        gR = cute.local_tile(row, (1, unit), (b * row_b + n * row_n, tile))
-                        sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
+                    for y in range_constexpr(WG // self.key_producers):
+                        g = s + y * self.key_producers
+                        i = g * ST + st
+                        tile = (rank * WG + g) * TL + j
+                        sleep_until(empty + i, ph ^ 1)
                         with arch.elect_one():
-                            g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
-                            cute.copy(bulk, g1, s1, mbar_ptr=full + i)
+                            arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * D * 2 + (unit * 2 if self.row else 0))
+                        cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
+                        cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
+                        if const_expr(self.row):
+                            gR = cute.local_tile(row, (1, unit), (b * row_b + n * row_n, tile))
+                            sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
+                            with arch.elect_one():
+                                g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
+                                cute.copy(bulk, g1, s1, mbar_ptr=full + i)
                     st += 1
                     if st == ST:
                         st = Int32(0)

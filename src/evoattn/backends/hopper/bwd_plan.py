@@ -11,14 +11,16 @@ _CLUSTER = 8
 # keys of a block: warpgroups, slices of 32 keys of each, slices of a stage, stages
 _ALONE = ((192, 3, 2, 2, 3), (288, 3, 3, 3, 2), (384, 3, 4, 2, 3), (448, 2, 7, 1, 5), (512, 2, 8, 2, 3))
 _SHARING = ((288, 3, 3, 3, 2), (384, 2, 6, 2, 3), (448, 2, 7, 1, 5), (512, 2, 8, 2, 3))
-_WITHOUT_PAIR = (*_ALONE[:3], (576, 3, 6, 2, 3), (768, 3, 8, 2, 3))
+_WITHOUT_PAIR_SHARING = ((576, 3, 6, 2, 3), (768, 3, 8, 2, 3))
+_WITHOUT_PAIR = ((128, 2, 2, 2, 3), *_ALONE[:3], (512, 4, 4, 2, 3), *_WITHOUT_PAIR_SHARING, (1024, 4, 8, 2, 3))
 _WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 
 
 def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None:
     """groups, slices, stage, stages, cluster for `keys` keys of `channels`; None where no variant has room."""
     for cluster in range(1, _CLUSTER + 1):
-        variants = _WIDE if channels > 32 else (_ALONE if cluster == 1 else _SHARING) if pair else _WITHOUT_PAIR
+        alone, sharing = (_ALONE, _SHARING) if pair else (_WITHOUT_PAIR, _WITHOUT_PAIR_SHARING)
+        variants = _WIDE if channels > 32 else alone if cluster == 1 else sharing
         for room, groups, slices, stage, stages in variants:
             chosen = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
             if keys <= cluster * room and query_shared(channels, pair, **chosen) <= SHARED:

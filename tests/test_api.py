@@ -1,6 +1,7 @@
 """The public call: strides, gradients only where asked, layouts, explain, backends, determinism, memory."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -316,10 +317,20 @@ def test_explain_tells_what_leaves_a_pass_to_a_faster_backend(monkeypatch: pytes
     def faster(problem: Problem) -> tuple[str, str] | None:
         return None if any(problem.needs) else ("reference", "it has no tiles")
 
+    def copies(name: str, problem: Problem, *tensors: object) -> list[str]:
+        return [f"{name}: q", *[f"{name}: k once a backward"] * any(problem.needs)]
+
+    for name in ("tiled", "reference"):
+        monkeypatch.setattr(dispatch.backend_module(name), "copies", functools.partial(copies, name))
     monkeypatch.setattr(dispatch.backend_module("tiled"), "faster", faster, raising=False)
     monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
+    monkeypatch.setattr(
+        api, "tuned_directions", lambda name, problem: {"tiled": ("both", "backward"), "reference": ("forward",)}[name]
+    )
     q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
     explanation = evoattn.explain(q, q, q)
     assert (explanation.backend, explanation.backward_backend) == ("reference", "tiled")
+    assert explanation.copies == ["reference: q", "tiled: q", "tiled: k once a backward"], "of each pass by who runs it"
+    assert explanation.tuned == ("forward", "backward")
     assert explanation.refused == {"tiled": ["leaves it to reference: it has no tiles"]}
     assert evoattn.explain(q, q, q, backend="tiled").backend == "tiled"

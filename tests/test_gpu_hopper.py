@@ -267,12 +267,19 @@ def test_graph_capture_and_replay(length: int) -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("backend", ["hopper", "auto"])
 @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
-def test_awkward_gradients(case: testing.Case, dtype: torch.dtype) -> None:
-    """Whoever takes the backward of an awkward case, it fits this forward."""
+def test_awkward_gradients(case: testing.Case, backend: str, dtype: torch.dtype) -> None:
+    """By this backend where it takes them; and whomever `auto` takes for each pass, the two fit."""
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
-    testing.check(testing.run(inputs, "auto"), inputs)
-    testing.check(testing.run(inputs, "auto", deterministic=True), inputs)
+    try:
+        results = testing.run(inputs, backend)
+    except ValueError as refusal:
+        if backend == "auto" or "cannot run this problem" not in str(refusal):
+            raise
+        pytest.skip(str(refusal).splitlines()[1])
+    testing.check(results, inputs)
+    testing.check(testing.run(inputs, backend, deterministic=True), inputs)
 
 
 CHANGES = [
@@ -324,6 +331,8 @@ CHANGES = [
     {"lq": 200, "lk": 250, "pair_bias": None, "dtype": torch.float16},
     {"lq": 384, "lk": 384, "pair_bias": None, "mask": "empty_rows", "n": 70},
     {"lq": 512, "lk": 512, "pair_bias": None, "n": 70},
+    {"lq": 512, "lk": 512, "pair_bias": None, "mask": None, "lse_gradient": True},
+    {"lq": 200, "lk": 1024, "pair_bias": None, "dtype": torch.float16},
     {"lq": 300, "lk": 500, "pair_bias": None, "mask": None, "d": 16},
     {"lq": 600, "lk": 700, "pair_bias": None, "d": 24, "dtype": torch.float16},
     {"lq": 300, "lk": 1000, "pair_bias": None, "n": 40, "h": 1},
@@ -453,14 +462,6 @@ def test_graph_of_a_training_step(length: int, n: int, deterministic: bool) -> N
                 assert torch.equal(value, expected)
             else:
                 assert testing.relative_error(value, expected) < 5e-3
-
-
-def test_auto_takes_the_forward_of_few_rows_from_triton() -> None:
-    inputs = example(n=3, lq=640, lk=640)
-    q, k, v, pair_bias = (x.requires_grad_() for x in inputs.differentiable.values())
-    explanation = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)
-    assert (explanation.backend, explanation.backward_backend) == ("triton", "hopper")
-    testing.check(testing.run(inputs, "auto"), inputs)
 
 
 def test_auto_takes_both_passes() -> None:

@@ -251,20 +251,30 @@ def explain(
         if x.numel() and x.data_ptr() != getattr(canonical, name).data_ptr()
     ]
     backward: dict[str, dict[str, int]] = {}
-    if chosen is not None:
-        copies += backend_module(chosen).copies(problem, canonical.q, canonical.k, canonical.v, canonical.pair_bias)
+    # What each pass copies, and has found tuned; a backend tells both at once where it runs both.
+    told = ((chosen, alone), (chosen_backward, problem)) if chosen_backward != chosen else ((chosen, problem),)
+    for name, asks in told:
+        if name is not None:
+            copies += backend_module(name).copies(asks, canonical.q, canonical.k, canonical.v, canonical.pair_bias)
     if chosen_backward is not None:
         resolve_backward = getattr(backend_module(chosen_backward), "resolve_backward", None)
         backward = resolve_backward(problem, settings) if resolve_backward is not None else {}
+    tuned: tuple[str, ...] = ()
+    if chosen is not None and settings == Config():
+        of_backward = () if chosen_backward is None else tuned_directions(chosen_backward, problem)
+        tuned = (
+            *(direction for direction in tuned_directions(chosen, problem) if direction != "backward"),
+            *(direction for direction in of_backward if direction == "backward"),
+        )
     return Explanation(
         problem=problem,
         backend=chosen,
         config=None if chosen is None else backend_module(chosen).resolve(problem, settings),
         refused={name: why for name, why in refused.items() if why},
-        copies=copies,
+        copies=list(dict.fromkeys(copies)),
         backward=backward,
         backward_backend=chosen_backward if chosen_backward != chosen else None,
-        tuned=() if chosen is None or settings != Config() else tuned_directions(chosen, problem),
+        tuned=tuned,
     )
 
 

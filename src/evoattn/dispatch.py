@@ -42,7 +42,8 @@ def objections(names: Iterable[str], problem: Problem, config: Config) -> dict[s
         known = getattr(backend_module(able[0]), "faster", None)
         faster = None if known is None else known(problem)
         if faster is not None and faster[0] in able:
-            found[able[0]] = ["leaves it to {}: {}".format(*faster)]
+            for name in able[: able.index(faster[0])]:
+                found[name] = ["leaves it to {}: {}".format(*faster)]
     return found
 
 

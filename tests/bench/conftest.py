@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from evoattn.bench import peers
+from evoattn.bench.clock import TookTooLong
 from evoattn.bench.peers import PEERS, Peer, Prepared
 from evoattn.bench.plan import Plan
 from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
@@ -42,8 +43,12 @@ class FakeClock:
         self.time += self.tick
         return self.time
 
-    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def limit(self, seconds: float | None) -> Iterator[None]:
+        begun = self.time
+        yield
+        if seconds is not None and self.time - begun > seconds:
+            raise TookTooLong
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import re
 import signal
 import time
 
@@ -12,7 +13,7 @@ import torch
 from evoattn import api, dispatch, testing
 from evoattn.backends import tiled
 from evoattn.bench import choice, correctness, run
-from evoattn.bench.clock import Clock, WallClock
+from evoattn.bench.clock import Clock, TookTooLong, WallClock
 from evoattn.bench.peers import PEERS, Peer, Prepared
 from evoattn.bench.plan import Plan, left
 from evoattn.bench.record import PASSES, Record, Result
@@ -188,7 +189,7 @@ def test_compiling_takes_no_rounds_away(fakes: dict[str, Peer], clock: FakeClock
         return fakes["right"].prepare(inputs)
 
     PEERS["tunes"] = Peer("tunes", "tunes", tuned)
-    plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("tunes",), budget_s=2000.0, rounds=7)
+    plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("tunes",), budget_s=3500.0, rounds=7)
     first = measured(plan, clock).problems[0]
     for result in first.results:
         assert {name: len(time.samples_ms) for name, time in result.times.items()} == dict.fromkeys(PASSES, 7)
@@ -196,9 +197,11 @@ def test_compiling_takes_no_rounds_away(fakes: dict[str, Peer], clock: FakeClock
 
 
 def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that tunes itself for minutes: the budget holds, the others have their times, and the record says what is left."""
+    """As one that tunes itself for minutes: the others have their times, and the next problem loses none to it."""
+    begun: list[int] = []
 
     def tunes(inputs: Inputs) -> Prepared:
+        begun.append(inputs.case.lq)
         for _ in range(6000):
             with contextlib.suppress(Exception):  # one config after the other, whatever becomes of it
                 time.sleep(0.01)
@@ -208,13 +211,50 @@ def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Peer], m
     PEERS["tunes"] = Peer("tunes", "tunes", tunes)
     monkeypatch.setattr(run, "_LIMIT_SHARE", 0.05)
     before = signal.getsignal(signal.SIGALRM)
-    record = measured(a_plan(peers=("tunes", "right"), budget_s=50.0, rounds=2), WallClock())
-    found = results(record)
-    assert found["tunes"].status == "left out" and not found["tunes"].times
-    assert found["tunes"].reason == "its first calls were ended after 2 s, half of what was left of the budget"
-    assert found["right"].times and found["evoattn"].times
-    assert record.finished == "out of time"
+    workloads = (workload("tri16"), workload("tri17"))
+    record = measured(a_plan(workloads=workloads, peers=("tunes", "right"), budget_s=50.0, rounds=2), WallClock())
+    reasons = ("were ended after . s of the budget", "had not ended after . s on another problem")
+    for problem, reason in zip(record.problems, reasons, strict=True):
+        found = {result.name: result for result in problem.results}
+        assert found["tunes"].status == "left out" and not found["tunes"].times
+        assert re.fullmatch(f"its first calls {reason}", found["tunes"].reason)
+        assert found["right"].times and found["evoattn"].times and problem.cut
+    assert begun == [16] and record.finished == "out of time"
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+
+
+def test_what_evoattn_compiles_is_not_ended(fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tiled.forward
+
+    def compiled(*arguments: object, **options: object) -> object:
+        clock.time += 1500.0
+        monkeypatch.setattr(tiled, "forward", right)
+        return right(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tiled, "forward", compiled)
+    found = results(measured(a_plan(peers=("right",), budget_s=2000.0), clock))
+    assert found["evoattn"].times and found["evoattn"].first_call_s > 1500  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_limit_leaves_nothing_behind(swallows: bool) -> None:
+    """Wherever the signal comes, and though something swallows its first exception."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def sleeps() -> None:
+        if swallows:
+            with contextlib.suppress(TookTooLong):
+                time.sleep(5)
+        time.sleep(5)
+
+    with pytest.raises(TookTooLong), WallClock().limit(0.01):
+        sleeps()
+    for late in range(200):
+        with contextlib.suppress(TookTooLong), WallClock().limit(1e-3):
+            end = time.perf_counter() + 1e-3 + (late - 100) * 1e-6
+            while time.perf_counter() < end:
+                pass
+        assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_what_evoattn_compiles_is_not_its_peers_loss(

@@ -34,13 +34,15 @@ def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
     assert count(names, "LDL") < 64
 
 
+@pytest.mark.parametrize("change", [{}, {"row": False}, {"dlse": True}, {"dtype": "float16"}], ids=str)
 @pytest.mark.parametrize(
-    ("channels", "length"),
-    [(32, length) for length in (128, 256, 384, 512, 768, 1024, 2048)] + [(c, 1024) for c in (8, 16, 24)],
+    ("channels", "length"), [(32, 128), (32, 384), (32, 512), (8, 1024), (16, 1024), (24, 1024), (32, 1024), (32, 2048)]
 )
-def test_products_of_dq_are_not_serialised_without_a_pair_bias(channels, length, tmp_path):
-    chosen = bwd_plan.query_variant(channels, length, pair=False)
-    kernel = bwd_dq.QueryGradients(cutlass.BFloat16, channels, pair=False, row=True, bias_gradient=False, **chosen)
+def test_products_of_dq_are_not_serialised_without_a_pair_bias(channels, length, change, tmp_path):
+    chosen = (
+        {"pair": False, "row": True, "bias_gradient": False} | bwd_plan.query_variant(channels, length, pair=False) | change
+    )
+    kernel = bwd_dq.QueryGradients(DTYPES[chosen.pop("dtype", "bfloat16")], channels, **chosen)
     names = instructions(kernel, tmp_path)
     assert count(names, "WARPGROUP.DEPBAR") == chosen["slices"] + 1
     assert count(names, "LDL") < 16, "two numbers that the loops do not change"

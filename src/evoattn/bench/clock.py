@@ -19,23 +19,34 @@ class TookTooLong(BaseException):
     """Raised inside what a clock's `limit` ends. No Exception, which a peer that tunes may swallow."""
 
 
+_AGAIN_S = 1.0
+"""After this the exception comes again, where something swallowed it."""
+
+
 @contextmanager
 def _limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TookTooLong` in what runs for longer, at the next line of Python that it comes to. None sets no limit.
+    """Raise `TookTooLong` in what runs for longer, at the next line of Python that this thread comes to. None sets no limit.
 
-    Nor is there one outside the main thread and where the system has no timer, as on Windows.
+    Nor is there one outside the main thread and where the system has no timer, as on Windows. What autograd runs in a thread of
+    its own, as the backward of a GPU, comes to its end first.
     """
     if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    armed = True
+
     def end(number: int, frame: object) -> None:
-        raise TookTooLong
+        if armed:
+            raise TookTooLong
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
-        yield
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _AGAIN_S)
+            yield
+        finally:
+            armed = False  # a signal may come until here, and the outer block still has its turn
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)

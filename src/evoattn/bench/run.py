@@ -33,7 +33,7 @@ _FIRST_SHARE = 0.2
 """Of the budget: what the very first compilation of a peer may take, whatever its problem's share is."""
 
 _LIMIT_SHARE = 0.5
-"""Of what is left of the budget: what a contender's first calls may take before they are ended."""
+"""Of what is left of the budget: what a peer's first calls may take before they are ended."""
 
 _LONGEST_CALL_S = 4.0
 _LONGEST_SHARE = 0.05
@@ -125,6 +125,7 @@ class _Course:
         self.problems = len(problems)
         self.end = None if plan.budget_s is None else clock.now() + plan.budget_s
         self.compiled_s: dict[str, float] = {}
+        self.ended_s: dict[str, float] = {}
         self.number = 0
         self.longest_s = _LONGEST_CALL_S
         self.rounds_s = 0.0
@@ -198,17 +199,17 @@ class _Course:
         if reason:
             result.status, result.reason = "left out", reason
             return None
-        seconds = None if self.end is None else _LIMIT_SHARE * (self.end - self.clock.now())
+        begun, limit = self.clock.now(), None if result.backend else self._limit()
         try:
             if not peer.biased:
                 inputs = correctness.without_biases(inputs)
                 expected = correctness.truth(correctness.first_part(inputs))
-            with self.clock.limit(seconds):
+            with self.clock.limit(limit):
                 runner = self._first_calls(peer, inputs, expected, result)
         except TookTooLong:
             self._cut_short()
-            result.status = "left out"
-            result.reason = f"its first calls were ended after {seconds:.0f} s, half of what was left of the budget"
+            seconds = self.ended_s[peer.name] = self.clock.now() - begun
+            result.status, result.reason = "left out", f"its first calls were ended after {seconds:.0f} s of the budget"
             runner = None
         except Exception as error:  # whatever a peer raises is its reason, and the run goes on
             result.status, result.reason = _status(error), _one_line(error)
@@ -258,6 +259,10 @@ class _Course:
             self.compiled_s[peer.name] = seconds
         return round(seconds, 3)
 
+    def _limit(self) -> float | None:
+        """Seconds that a peer's first calls may take."""
+        return None if self.end is None else _LIMIT_SHARE * max(self.end - self.clock.now(), 0.0)
+
     def _not_begun(self, peer: Peer, inputs: Inputs, end: float | None) -> str | None:
         scores = inputs.case.h * inputs.k.shape[2] * inputs.do[..., 0, 0].numel()
         needed = int(peer.score_copies * scores * inputs.q.element_size())
@@ -270,6 +275,10 @@ class _Course:
         if now > self.end:
             self._cut_short()
             return f"the budget of {self.plan.budget_s:g} s was over"
+        limit, ended = self._limit(), self.ended_s.get(peer.name)
+        if ended is not None and limit is not None and limit <= ended:
+            self._cut_short()
+            return f"its first calls had not ended after {ended:.0f} s on another problem"
         takes = self.compiled_s.get(peer.name, _COMPILES_S[self.device.type]) if peer.compiles else 0.0
         allowed = max(end - now, 0.0)
         if peer.compiles and peer.name not in self.compiled_s:

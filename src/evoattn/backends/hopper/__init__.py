@@ -32,10 +32,13 @@ NAME = "hopper"
 _CAPABILITY = (9, 0)
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
-_RESIDENT_KEYS, _RESIDENT_CHANNELS = 512, 32
-_FEW_QUERIES, _FEW_KEYS, _FEWEST_KEYS = 32, 64, 32
-_FEW_TILES = 384
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
+
+_RESIDENT_KEYS, _RESIDENT_CHANNELS = 512, 32
+"""Up to these the forward keeps the pair bias of a tile of queries in shared memory."""
+
+_FEW_QUERIES, _FEW_KEYS, _FEWEST_KEYS = 32, 64, 32
+"""Up to these queries and keys, or for a backward up to so few keys, `triton` was faster on an H200."""
 
 
 @functools.cache
@@ -78,20 +81,16 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 
 
 def faster(problem: Problem) -> tuple[str, str] | None:
-    """The backend that runs the problem, the forward or the backward of some needs, in less time, and why.
+    """The backend that runs a forward, or the backward of some needs, in less time, and why; docs/performance.md has the table.
 
-    As measured on an H200 in CUDA graphs; the table is in docs/performance.md.
+    A forward of `triton` must not meet a backward of this backend: in float16 that takes biases below -65,504 for that number,
+    and the log-sum-exp with them. So what leaves the forward leaves the backward too.
     """
+    backward = any(problem.needs)
     few = problem.lq <= _FEW_QUERIES and problem.lk <= _FEW_KEYS
-    if any(problem.needs):
-        if few or problem.lk <= _FEWEST_KEYS:
-            return "triton", f"{problem.lq} queries and {problem.lk} keys fill little of the tiles of this backward"
-        return None
-    if few:
-        return "triton", f"{problem.lq} queries and {problem.lk} keys fill little of the tiles of this forward"
-    tiles = problem.b * problem.h * problem.n * -(-problem.lq // 128)
-    if problem.pair_bias is not None and _streams(problem) and tiles <= _FEW_TILES:
-        return "triton", f"{tiles} tiles of queries leave processors idle where rows share a pair_bias that streams"
+    if few or (backward and problem.lk <= _FEWEST_KEYS):
+        which = "backward" if backward else "forward"
+        return "triton", f"{problem.lq} queries and {problem.lk} keys fill little of the tiles of its {which}"
     return None
 
 
@@ -128,7 +127,7 @@ def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor 
     ]
     if pair_bias is None:
         return found
-    if _streams(problem):
+    if problem.lk > _RESIDENT_KEYS or problem.d > _RESIDENT_CHANNELS:
         found.append("pair_bias: laid out anew once a call, to be streamed")
     elif pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
         found.append("pair_bias: laid out anew once a call, its keys one after another")
@@ -180,11 +179,6 @@ def plan_backward(
     tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
     run = bwd.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
     return on_device_of(q, run)
-
-
-def _streams(problem: Problem) -> bool:
-    """Whether the forward has no room for the pair bias of a tile of queries, and brings it in for each two rows."""
-    return problem.lk > _RESIDENT_KEYS or problem.d > _RESIDENT_CHANNELS
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:

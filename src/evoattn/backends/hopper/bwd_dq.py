@@ -247,7 +247,7 @@ class QueryGradients(QuerySteps, Kernel):
         vS, vG = parts(aV, tV, (self.keys, D), sV)
         xS, xG = parts(aR, tR, (16, D), sX)
         if wid >= WG * 4:
-            # ================= producers: a warp for each warpgroup's keys, one for the queries
+            # ================= producers: warps for the keys of one warpgroup each, or of two; one for the queries
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - WG * 4
             span, sizes = (begin, end, bid, each), (N, H, NQ, LQ)

@@ -34,9 +34,12 @@ def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
     assert count(names, "LDL") < 64
 
 
-@pytest.mark.parametrize("change", [{}, {"row": False}, {"dlse": True}, {"dtype": "float16"}], ids=str)
 @pytest.mark.parametrize(
-    ("channels", "length"), [(32, 128), (32, 384), (32, 512), (8, 1024), (16, 1024), (24, 1024), (32, 1024), (32, 2048)]
+    ("channels", "length", "change"),
+    [(32, length, {}) for length in (128, 384, 512, 1024, 2048)]
+    + [(channels, 1024, {}) for channels in (8, 16, 24)]
+    + [(32, 512, change) for change in ({"row": False}, {"dlse": True}, {"dtype": "float16"})],
+    ids=str,
 )
 def test_products_of_dq_are_not_serialised_without_a_pair_bias(channels, length, change, tmp_path):
     chosen = (

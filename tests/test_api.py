@@ -15,7 +15,7 @@ from evoattn.api import Layout
 from evoattn.canonical import canonicalise
 from evoattn.cli.measure import peak_bytes
 from evoattn.problem import Problem
-from evoattn.tuning import Config
+from evoattn.tuning import Config, user
 
 
 def make(**changes: object) -> testing.Inputs:
@@ -324,9 +324,8 @@ def test_explain_tells_what_leaves_a_pass_to_a_faster_backend(monkeypatch: pytes
         monkeypatch.setattr(dispatch.backend_module(name), "copies", functools.partial(copies, name))
     monkeypatch.setattr(dispatch.backend_module("tiled"), "faster", faster, raising=False)
     monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
-    monkeypatch.setattr(
-        api, "tuned_directions", lambda name, problem: {"tiled": ("both", "backward"), "reference": ("forward",)}[name]
-    )
+    found = {("tiled", "both"), ("tiled", "backward"), ("reference", "forward")}
+    monkeypatch.setattr(user, "tuned", lambda backend, direction, problem: Config() if (backend, direction) in found else None)
     q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
     explanation = evoattn.explain(q, q, q)
     assert (explanation.backend, explanation.backward_backend) == ("reference", "tiled")

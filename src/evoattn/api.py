@@ -251,21 +251,12 @@ def explain(
         if x.numel() and x.data_ptr() != getattr(canonical, name).data_ptr()
     ]
     backward: dict[str, dict[str, int]] = {}
-    # What each pass copies, and has found tuned; a backend tells both at once where it runs both.
-    told = ((chosen, alone), (chosen_backward, problem)) if chosen_backward != chosen else ((chosen, problem),)
-    for name, asks in told:
+    for name, asks in ((chosen, alone), (chosen_backward, problem)):
         if name is not None:
             copies += backend_module(name).copies(asks, canonical.q, canonical.k, canonical.v, canonical.pair_bias)
     if chosen_backward is not None:
         resolve_backward = getattr(backend_module(chosen_backward), "resolve_backward", None)
         backward = resolve_backward(problem, settings) if resolve_backward is not None else {}
-    tuned: tuple[str, ...] = ()
-    if chosen is not None and settings == Config():
-        of_backward = () if chosen_backward is None else tuned_directions(chosen_backward, problem)
-        tuned = (
-            *(direction for direction in tuned_directions(chosen, problem) if direction != "backward"),
-            *(direction for direction in of_backward if direction == "backward"),
-        )
     return Explanation(
         problem=problem,
         backend=chosen,
@@ -274,7 +265,7 @@ def explain(
         copies=list(dict.fromkeys(copies)),
         backward=backward,
         backward_backend=chosen_backward if chosen_backward != chosen else None,
-        tuned=tuned,
+        tuned=() if settings != Config() else tuned_directions(chosen, chosen_backward, problem),
     )
 
 

@@ -223,7 +223,9 @@ def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Peer], m
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
-def test_what_evoattn_compiles_is_not_ended(fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiles_first(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """evoattn's first forward takes 1,500 s more."""
     right = tiled.forward
 
     def compiled(*arguments: object, **options: object) -> object:
@@ -232,6 +234,10 @@ def test_what_evoattn_compiles_is_not_ended(fakes: dict[str, Peer], clock: FakeC
         return right(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tiled, "forward", compiled)
+
+
+@pytest.mark.usefixtures("compiles_first")
+def test_what_evoattn_compiles_is_not_ended(fakes: dict[str, Peer], clock: FakeClock) -> None:
     found = results(measured(a_plan(peers=("right",), budget_s=2000.0), clock))
     assert found["evoattn"].times and found["evoattn"].first_call_s > 1500  # type: ignore[operator]
 
@@ -257,17 +263,10 @@ def test_a_limit_leaves_nothing_behind(swallows: bool) -> None:
         assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.usefixtures("compiles_first")
 def test_what_evoattn_compiles_is_not_its_peers_loss(
     fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = tiled.forward
-
-    def compiled(*arguments: object, **options: object) -> object:
-        clock.time += 1500.0
-        monkeypatch.setattr(tiled, "forward", right)
-        return right(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tiled, "forward", compiled)
     monkeypatch.setattr(run, "_FIRST_SHARE", 0.0)
     monkeypatch.setitem(run._COMPILES_S, "cpu", 500.0)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("compiles",), budget_s=3000.0)

@@ -23,35 +23,6 @@ _AGAIN_S = 1.0
 """After this the exception comes again, where something swallowed it."""
 
 
-@contextmanager
-def _limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TookTooLong` in what runs for longer, at the next line of Python that this thread comes to. None sets no limit.
-
-    Nor is there one outside the main thread and where the system has no timer, as on Windows. What autograd runs in a thread of
-    its own, as the backward of a GPU, comes to its end first.
-    """
-    if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    armed = True
-
-    def end(number: int, frame: object) -> None:
-        if armed:
-            raise TookTooLong
-
-    before = signal.signal(signal.SIGALRM, end)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _AGAIN_S)
-            yield
-        finally:
-            armed = False  # a signal may come until here, and the outer block still has its turn
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-
-
 class Clock(Protocol):
     """How calls are timed; tests bring their own."""
 
@@ -72,7 +43,42 @@ class Clock(Protocol):
         """Ends what runs in it when so many seconds of the wall clock are over, by `TookTooLong`."""
 
 
-class WallClock:
+class _RealTime:
+    """What clocks of real time share."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    @contextmanager
+    def limit(self, seconds: float | None) -> Iterator[None]:
+        """Raise `TookTooLong` in what runs for longer, at the next line of Python that this thread comes to.
+
+        None sets no limit; nor is there one outside the main thread and where the system has no timer, as on Windows. What
+        autograd runs in a thread of its own, as the backward of a GPU, comes to its end first.
+        """
+        if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        armed = True
+
+        def end(number: int, frame: object) -> None:
+            if armed:
+                raise TookTooLong
+
+        before = signal.signal(signal.SIGALRM, end)
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _AGAIN_S)
+                yield
+            finally:
+                armed = False  # a signal may come until here, and the outer block still has its turn
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+
+
+class WallClock(_RealTime):
     """For the CPU, where a call returns when it is done."""
 
     target_s = 0.05
@@ -86,14 +92,8 @@ class WallClock:
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         return None
 
-    def now(self) -> float:
-        return time.perf_counter()
 
-    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
-        return _limit(seconds)
-
-
-class CudaClock:
+class CudaClock(_RealTime):
     """Events around calls that are queued one after the other, as a model queues them.
 
     Where the device waits for the host, that is part of the time.
@@ -125,12 +125,6 @@ class CudaClock:
             found.append(time.perf_counter() - start)
         torch.cuda.synchronize(self.device)
         return statistics.median(found)
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
-        return _limit(seconds)
 
 
 def clock_for(device: torch.device) -> Clock:

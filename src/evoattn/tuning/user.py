@@ -67,9 +67,10 @@ def preferred(backend: str, direction: str, problem: Problem, config: Config) ->
     return config if config != _NOTHING_SET else tuned(backend, direction, problem) or config
 
 
-def tuned_directions(backend: str, problem: Problem) -> tuple[str, ...]:
-    """For which directions something was found for problems like this one."""
-    return tuple(direction for direction in DIRECTIONS if tuned(backend, direction, problem))
+def tuned_directions(forward: str | None, backward: str | None, problem: Problem) -> tuple[str, ...]:
+    """For which directions something was found for problems like this one, by the backends of the two passes."""
+    backends = {"forward": forward, "backward": backward, "both": forward}
+    return tuple(name for name in DIRECTIONS if (backend := backends[name]) is not None and tuned(backend, name, problem))
 
 
 def key(backend: str, direction: str, problem: Problem) -> str:

@@ -75,6 +75,9 @@ class KeyGradients(KeySteps, Kernel):
         self.resident, self.streamed = pair and ring == 0, pair and ring > 0
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
+        # Slices of a stage whose products for dk and dv run on in the next slice's arithmetic: that takes registers, and, after
+        # the last of a stage, a stage that is given back later.
+        self.run_on = 0 if channels == 48 else 1 if stages == 2 else 2
         if rounds and streams + self.streamed == 4:
             raise ValueError("each warp has something to bring in, none is left to round")
         tiles = {"blocks": blocks, "ring": ring or None, "streams": streams, "stages": stages}
@@ -174,6 +177,7 @@ class KeyGradients(KeySteps, Kernel):
             else None
         )
         ring = smem.allocate_array(self.dtype, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
+        tiles = cute.make_tensor(ring, cute.make_layout((8, 128, 4, max(RG, 1)), stride=(1, 8, 1024, ROWS * QUERIES)))
         pS = smem.allocate_array(Float32, NS * ST * TILE, byte_alignment=128)
         full = smem.allocate_array(Int64, NS * ST)
         empty = smem.allocate_array(Int64, NS * ST)
@@ -243,6 +247,7 @@ class KeyGradients(KeySteps, Kernel):
                 cute.make_layout(((8, 4), (8, 2), (2, NS * ST)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
             )
             f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
+            deltas = cute.make_tensor(pS + 4 * QUERIES, cute.make_layout((2, 4, 4, 2, NS * ST), stride=(1, 2, 8, SLICE, TILE)))
             S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
             T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
             X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
@@ -286,7 +291,7 @@ class KeyGradients(KeySteps, Kernel):
                     warpgroup.commit_group()
                     if const_expr(self.streamed):
                         arch.mbarrier_wait(bfull + bt, bp)
-                        self.take_bias(bias, ring, bt, 0, wt)
+                        self.take_bias(bias, tiles, bt, 0, wt)
                     warpgroup.wait_group(0)
                     release(kempty + s, lane)  # a product has used k and v: only then have they left shared memory
                 while m < count:
@@ -296,11 +301,12 @@ class KeyGradients(KeySteps, Kernel):
                         if more:
                             self.load_row(own, row, b * row_b + row_at(m + NS, N, known) * row_n, k0)
                     sums.fill(0.0)
+                    before = st
                     for j in cutlass.range(NT, unroll=1):
                         so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                         old = st
                         for u in range_constexpr(2):
-                            P, dS = self.gradient(S, T, pS + (so + old) * TILE + 4 * QUERIES + u * SLICE, t4, scale, bias, sums)
+                            P, dS = self.gradient(S, T, deltas[None, t4, None, u, so + old], scale, bias, sums)
                             nu = 2 * j + u + 1
                             if const_expr(u == 1):
                                 st += 1
@@ -323,14 +329,27 @@ class KeyGradients(KeySteps, Kernel):
                                     arch.mbarrier_wait(full + so + st, ph)
                                     if const_expr(self.streamed):
                                         arch.mbarrier_wait(bfull + bt, bp)
+                            if const_expr(u == 1 and self.run_on > 0):
+                                warpgroup.wait_group(0)
+                            elif const_expr(u == 0 and self.run_on == 2):
+                                if j > 0:
+                                    warpgroup.wait_group(0)
+                                    release(empty + so + before, lane)
                             self.preload(S, mine, nu)
                             warpgroup.fence()
-                            self.step(P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, so + old, 1 - u, so + st, j > 0)
+                            self.scores(S, T, rK, rV, rR, fQ, fG, f1, 1 - u, so + st)
+                            warpgroup.commit_group()
+                            self.products(P, dS, X, Y, fQt, fGt, u, so + old, j > 0)
                             warpgroup.commit_group()
                             if const_expr(self.streamed):
-                                self.take_bias(bias, ring, bt, 1 - u, wt)
-                            warpgroup.wait_group(0)
-                        release(empty + so + old, lane)
+                                self.take_bias(bias, tiles, bt, 1 - u, wt)
+                            warpgroup.wait_group(1 if u < self.run_on else 0)
+                        before = old
+                        if const_expr(self.run_on < 2):
+                            release(empty + so + old, lane)
+                    if const_expr(self.run_on == 2):
+                        warpgroup.wait_group(0)
+                        release(empty + s * ST + before, lane)
                     if more:
                         release(kempty + s, lane)
                     if const_expr(self.mask_gradient):

@@ -79,10 +79,7 @@ class KeySteps:
     def take_bias(self, bias, ring, tile, u, wt):
         """this thread's part of slice u of a tile of the pair bias, as `prepare.Tiles` laid it out"""
         for x in range(2):
-            start = (ring + ((tile * 4 + 2 * u + x) * 128 + wt) * 8).align(16)
-            cute.autovec_copy(
-                cute.make_tensor(start, cute.make_layout(8)), cute.make_tensor(bias.iterator + 8 * x, cute.make_layout(8))
-            )
+            cute.autovec_copy(ring[None, wt, 2 * u + x, tile], cute.make_tensor(bias.iterator + 8 * x, cute.make_layout(8)))
 
     def scores(self, S, T, rK, rV, rR, fQ, fG, f1, sl, i):
         """S = K Q^T + biases and T = V dO^T of slice sl of stage i"""
@@ -93,15 +90,14 @@ class KeySteps:
         for kk in range(self.steps):
             cute.gemm(multiply(self.dtype, False, K, SLICE, kk > 0), T, rV[None, None, kk], fG[None, None, kk, sl, i], T)
 
-    def step(self, P, dS, X, Y, S, T, rK, rV, rR, fQ, fG, f1, fQt, fGt, u, i, nu, ni, started):
-        """dv += P dO and dk += dS Q of slice u of stage i; S and T of slice nu of stage ni"""
+    def products(self, P, dS, X, Y, fQt, fGt, u, i, started):
+        """dv += P dO and dk += dS Q of slice u of stage i"""
         for to, left, right in ((Y, P, fGt), (X, dS, fQt)):
             for kk in range(2):
                 op = multiply(self.dtype, False, MN, self.width, True if u > 0 or kk > 0 else started)
                 cute.gemm(op, to, left[kk][None, None, 0], right[None, None, u * 2 + kk, i], to)
-        self.scores(S, T, rK, rV, rR, fQ, fG, f1, nu, ni)
 
-    def gradient(self, S, T, deltas, t4, scale, bias, sums):
+    def gradient(self, S, T, deltas, scale, bias, sums):
         """P and dS of a slice [k,q], in the dtype of a product's left side; `bias` is still to be added where it streams.
 
         `sums` grow by dS of this thread's two keys, unrounded, where the mask bias has a gradient."""
@@ -110,7 +106,7 @@ class KeySteps:
             p[y] = exp2(fma(S[y], scale, bias[y].to(Float32)) * LOG2E if self.streamed else S[y] * (scale * LOG2E))
         for x in range(4):
             two = cute.make_rmem_tensor(2, Float32)  # -delta of two queries
-            cute.autovec_copy(cute.make_tensor((deltas + 8 * x + 2 * t4).align(8), cute.make_layout(2)), two)
+            cute.autovec_copy(deltas[None, x], two)
             for y in range(4):
                 d[4 * x + y] = p[4 * x + y] * (T[4 * x + y] + two[y % 2])
                 if self.mask_gradient:

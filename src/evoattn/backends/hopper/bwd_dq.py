@@ -336,15 +336,15 @@ class QueryGradients(QuerySteps, Kernel):
                         go = arch.make_warp_uniform(qp ^ 1)
                         self.preload(S, self.late(mine, dS, LQ), nu)
                         warpgroup.fence()
-                        self.step(
-                            dS, R, fKt, u, so + old, S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, nu % SL, so + st
-                        )
+                        self.products(dS, R, fKt, u, so + old)
+                        if const_expr(u == self.slices - 1):
+                            warpgroup.commit_group()
+                        self.scores(S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, nu % SL, so + st)
                         warpgroup.commit_group()
-                        warpgroup.wait_group(0)
+                        # the scores of the next row are on their way while dq of this one is summed
+                        warpgroup.wait_group(1 if u == self.slices - 1 else 0)
                         if const_expr(u % SL == SL - 1):
                             release(empty + so + old, lane)
-                    if more:
-                        release(qempty, lane)
                     # ---- dq of this row: one warpgroup in turn adds what the others leave in shared memory
                     if s != turn:
                         if it > 0:
@@ -356,8 +356,14 @@ class QueryGradients(QuerySteps, Kernel):
                             cute.autovec_copy(
                                 cute.make_tensor(R.iterator + 4 * x, cute.make_layout(4)), part[None, wt, x, slot]
                             )
+                        warpgroup.wait_group(0)
+                        if more:
+                            release(qempty, lane)
                         arch.barrier_arrive(barrier_id=1 + turn, number_of_threads=WG * 128)
                     else:
+                        warpgroup.wait_group(0)
+                        if more:
+                            release(qempty, lane)
                         arch.barrier(barrier_id=1 + turn, number_of_threads=WG * 128)
                         for y in range_constexpr(WG - 1):
                             for x in range_constexpr(across):

@@ -108,12 +108,11 @@ class QuerySteps:
             op = multiply(self.dtype, True, K, SLICE, kk > 0)
             cute.gemm(op, T, fG[None, None, kk], fV[None, None, kk, sl, i], T)
 
-    def step(self, dS, R, fKt, u, i, S, T, rQ, fG, ones, fK, fV, fR, sl, ni):
-        """dq += dS K of slice u, in stage i; S and T of slice sl of stage ni"""
+    def products(self, dS, R, fKt, u, i):
+        """dq += dS K of slice u, in stage i"""
         for kk in range(2):
             op = multiply(self.dtype, False, MN, self.width, u > 0 or kk > 0)
             cute.gemm(op, R, dS[kk][None, None, 0], fKt[None, None, (u % self.stage) * 2 + kk, i], R)
-        self.scores(S, T, rQ, fG, ones, fK, fV, fR, sl, ni)
 
     def gradient(self, S, T, nl, nd, c, db, u):
         """dS of slice u, in the dtype of a product's left side; its sum over rows n stays in float32"""

@@ -325,6 +325,10 @@ CHANGES = [
     {"lq": 768, "lk": 768, "d": 48},
     {"lq": 768, "lk": 700, "d": 64},
     {"lq": 640, "lk": 640, "pair_bias": None},
+    {"lq": 640, "lk": 640, "pair_bias": "11hqk", "lead": (2,)},
+    {"lq": 640, "lk": 640, "pair_bias": "b1h1k"},
+    {"lq": 700, "lk": 700, "gradients": ("q",)},
+    {"lq": 700, "lk": 700, "gradients": ("k", "v")},
     # without a pair bias: four warpgroups, a block's keys exactly or fewer, and blocks that share them
     {"lq": 130, "lk": 128, "pair_bias": None, "n": 40},
     {"lq": 100, "lk": 100, "pair_bias": None, "d": 8, "lse_gradient": True},
@@ -338,18 +342,15 @@ CHANGES = [
     {"lq": 300, "lk": 1000, "pair_bias": None, "n": 40, "h": 1},
     {"lq": 200, "lk": 1500, "pair_bias": None, "mask": "padding"},
     {"lq": 200, "lk": 2048, "pair_bias": None, "n": 40},
+    {"lq": 100, "lk": 2500, "pair_bias": None, "h": 1},
     {"lq": 100, "lk": 4000, "pair_bias": None, "h": 1, "dtype": torch.float16},
     {"lq": 70, "lk": 8192, "pair_bias": None, "h": 1, "n": 3},
-    # with one: two warpgroups up to 256 keys
+    # with a pair bias: two warpgroups up to 256 keys
     {"lq": 130, "lk": 128, "n": 70, "dtype": torch.float16},
     {"lq": 200, "lk": 192, "n": 70, "lse_gradient": True},
     {"lq": 130, "lk": 150, "d": 16, "mask": "empty_rows"},
     {"lq": 256, "lk": 256, "n": 70},
     {"lq": 100, "lk": 250, "d": 8, "mask": None, "dtype": torch.float16},
-    {"lq": 640, "lk": 640, "pair_bias": "11hqk", "lead": (2,)},
-    {"lq": 640, "lk": 640, "pair_bias": "b1h1k"},
-    {"lq": 700, "lk": 700, "gradients": ("q",)},
-    {"lq": 700, "lk": 700, "gradients": ("k", "v")},
     # so many rows that the kernel of the keys rounds d(pair bias); the terms' kernel clears it, or torch where there is none
     {"n": 40, "lq": 384, "lk": 384},
     {"n": 40, "lq": 70, "lk": 388, "dtype": torch.float16, "lse_gradient": True},

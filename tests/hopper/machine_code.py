@@ -14,7 +14,10 @@ __all__ = ["count", "instructions"]
 
 
 def instructions(kernel: launch.Kernel, folder: pathlib.Path) -> list[str]:
-    """The machine instructions of a kernel, by name; `folder` takes what the disassembler reads."""
+    """The machine instructions of a kernel, by name; a wait for products, "WARPGROUP.DEPBAR.LE n", says how many may run on.
+
+    `folder` takes what the disassembler reads.
+    """
     path = folder / "kernel.o"
     launch.build(kernel).export_to_c(str(path), function_name="kernel")
     data = path.read_bytes()
@@ -22,7 +25,8 @@ def instructions(kernel: launch.Kernel, folder: pathlib.Path) -> list[str]:
     cubin.write_bytes(data[data.index(b"\x7fELF", 16) :])
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     text = subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text, re.MULTILINE)
+    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(?: gsb0, 0x(\d))?"
+    return [f"{name} {left}".rstrip() for name, left in re.findall(line, text, re.MULTILINE)]
 
 
 def count(names: list[str], *starts: str) -> int:

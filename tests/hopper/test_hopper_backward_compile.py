@@ -18,9 +18,10 @@ from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_pr
 BOTH = {"pair": True, "row": True}
 
 
-def waits_of(kernel: bwd_dkdv.KeyGradients) -> int:
-    """Of two slices of a stage, and of the first of a row; then of the products that run on in the next slice's arithmetic."""
-    return 3 + {0: 0, 1: 1, 2: 3}[kernel.run_on]
+def check_waits(names: list[str], kernel: bwd_dkdv.KeyGradients) -> None:
+    """Two slices of a stage are waited for, and the first of a row; then the products that run on in the next slice."""
+    assert count(names, "WARPGROUP.DEPBAR") == 3 + {0: 0, 1: 1, 2: 3}[kernel.run_on]
+    assert count(names, "WARPGROUP.DEPBAR.LE 1") == kernel.run_on
 
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -30,14 +31,15 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 @pytest.mark.parametrize(
     ("channels", "length"),
     [(c, 384) for c in (8, 16, 24, 32, 48, 64)]
-    + [(32, length) for length in (256, 397, 512, 768, 1024, 2048)]
+    + [(32, length) for length in (128, 192, 256, 288, 397, 512, 576, 768, 1024, 2048)]
     + [(c, 768) for c in (24, 48, 64)],
 )
 def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
     chosen = bwd_plan.query_variant(channels, length, pair=True)
     names = instructions(bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, **chosen), tmp_path)
     waits = count(names, "WARPGROUP.DEPBAR")
-    assert waits == chosen["slices"] + 3, "each slice of keys, and the first of a panel and of a row, which one warpgroup sums"
+    assert waits == chosen["slices"] + 3, "each slice, the first of a panel, and of a row before either way to sum dq"
+    assert count(names, "WARPGROUP.DEPBAR.LE 1") == 1, "the scores of the next row run on"
     assert count(names, "LDL") < 64
 
 
@@ -45,6 +47,7 @@ def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
     ("channels", "length", "change"),
     [(32, length, {}) for length in (128, 384, 512, 1024, 2048)]
     + [(channels, 1024, {}) for channels in (8, 16, 24)]
+    + [(24, 2048, {}), (32, 2500, {}), (32, 2048, {"dtype": "float16"})]
     + [(32, 512, change) for change in ({"row": False}, {"dlse": True}, {"dtype": "float16"})],
     ids=str,
 )
@@ -67,7 +70,7 @@ def test_products_of_dk_and_dv_are_not_serialised(channels, length, dtype, tmp_p
     chosen = bwd_plan.key_variant(channels, length, pair=True)
     kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, **chosen)
     names = instructions(kernel, tmp_path)
-    assert count(names, "WARPGROUP.DEPBAR") == waits_of(kernel)
+    check_waits(names, kernel)
     assert count(names, "LDL") == 0
 
 
@@ -78,7 +81,7 @@ def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype
     chosen = bwd_plan.key_variant(channels, length, pair=pair)
     kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, pair=pair, row=True, mask_gradient=True, **chosen)
     names = instructions(kernel, tmp_path)
-    assert count(names, "WARPGROUP.DEPBAR") == waits_of(kernel), "as without it"
+    check_waits(names, kernel)
     assert count(names, "LDL", "STL") == 0
     assert count(names, "STG") == 1, "a quad's two keys, once a row"
 
@@ -88,7 +91,7 @@ def test_the_kernel_of_the_keys_has_registers_to_round(channels, length, tmp_pat
     chosen = bwd_plan.key_variant(channels, length, pair=True)
     kernel = bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, rounds=True, **chosen)
     names = instructions(kernel, tmp_path)
-    assert count(names, "WARPGROUP.DEPBAR") == waits_of(kernel), "as without it"
+    check_waits(names, kernel)
     assert count(names, "LDL", "STL") == 0
 
 
@@ -108,7 +111,7 @@ def test_other_variants_of_dq_compile(change, tmp_path):
 @pytest.mark.parametrize("change", [{"pair": False}, {"row": False}])
 def test_other_variants_of_dk_and_dv_compile(change, tmp_path):
     kernel = bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **(BOTH | change))
-    assert count(instructions(kernel, tmp_path), "WARPGROUP.DEPBAR") == waits_of(kernel)
+    check_waits(instructions(kernel, tmp_path), kernel)
 
 
 def test_the_small_kernels_compile(tmp_path):
@@ -139,3 +142,14 @@ def test_every_length_has_room(channels, pair):
 def test_more_keys_are_refused():
     assert bwd_plan.query_variant(32, 4097, pair=True) is None
     assert bwd_plan.query_variant(64, 2049, pair=True) is None
+    assert bwd_plan.query_variant(32, 8193, pair=False) is None
+    assert bwd_plan.query_variant(64, 3073, pair=False) is None
+
+
+@pytest.mark.parametrize(
+    ("channels", "length", "slices"),
+    [(32, 384, 2), (8, 384, 2), (32, 1024, 2), (32, 512, 1), (64, 384, 1), (64, 768, 2), (48, 768, 0)],
+)
+def test_products_of_dk_and_dv_run_on_where_registers_and_stages_allow(channels, length, slices):
+    chosen = bwd_plan.key_variant(channels, length, pair=True)
+    assert bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, **chosen).run_on == slices

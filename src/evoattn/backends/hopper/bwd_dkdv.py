@@ -1,8 +1,8 @@
 """The backward kernel of the keys: dk, dv, and each head's part of the gradient of the mask bias.
 
-A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in three streams, a warpgroup each. It works on
-transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory in
-float32, as the accumulators hold it, or streams, a tile for all three rows; q, do and the statistics of each query stream. -lse
+A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in two or three streams, a warpgroup each. It
+works on transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory
+in float32, as the accumulators hold it, or streams, a tile for all streams; q, do and the statistics of each query stream. -lse
 comes with the scores: a query's words meet the key-wise bias in one product of 16 channels.
 """
 
@@ -77,7 +77,7 @@ class KeyGradients(KeySteps, Kernel):
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
         # Slices of a stage whose products for dk and dv run on in the next slice's arithmetic: that takes registers, and, after
         # the last of a stage, a stage that is given back later.
-        self.run_on = 0 if channels == 48 else 1 if stages == 2 else 2
+        self.run_on = 0 if channels == 48 else min(stages - 1, 2)
         if rounds and streams + self.streamed == 4:
             raise ValueError("each warp has something to bring in, none is left to round")
         tiles = {"blocks": blocks, "ring": ring or None, "streams": streams, "stages": stages}
@@ -177,7 +177,7 @@ class KeyGradients(KeySteps, Kernel):
             else None
         )
         ring = smem.allocate_array(self.dtype, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
-        tiles = cute.make_tensor(ring, cute.make_layout((8, 128, 4, max(RG, 1)), stride=(1, 8, 1024, ROWS * QUERIES)))
+        bias_tiles = cute.make_tensor(ring, cute.make_layout((8, 128, 4, max(RG, 1)), stride=(1, 8, 1024, ROWS * QUERIES)))
         pS = smem.allocate_array(Float32, NS * ST * TILE, byte_alignment=128)
         full = smem.allocate_array(Int64, NS * ST)
         empty = smem.allocate_array(Int64, NS * ST)
@@ -291,7 +291,7 @@ class KeyGradients(KeySteps, Kernel):
                     warpgroup.commit_group()
                     if const_expr(self.streamed):
                         arch.mbarrier_wait(bfull + bt, bp)
-                        self.take_bias(bias, tiles, bt, 0, wt)
+                        self.take_bias(bias, bias_tiles, bt, 0, wt)
                     warpgroup.wait_group(0)
                     release(kempty + s, lane)  # a product has used k and v: only then have they left shared memory
                 while m < count:
@@ -301,7 +301,7 @@ class KeyGradients(KeySteps, Kernel):
                         if more:
                             self.load_row(own, row, b * row_b + row_at(m + NS, N, known) * row_n, k0)
                     sums.fill(0.0)
-                    before = st
+                    held = st
                     for j in cutlass.range(NT, unroll=1):
                         so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                         old = st
@@ -334,7 +334,7 @@ class KeyGradients(KeySteps, Kernel):
                             elif const_expr(u == 0 and self.run_on == 2):
                                 if j > 0:
                                     warpgroup.wait_group(0)
-                                    release(empty + so + before, lane)
+                                    release(empty + so + held, lane)
                             self.preload(S, mine, nu)
                             warpgroup.fence()
                             self.scores(S, T, rK, rV, rR, fQ, fG, f1, 1 - u, so + st)
@@ -342,14 +342,14 @@ class KeyGradients(KeySteps, Kernel):
                             self.products(P, dS, X, Y, fQt, fGt, u, so + old, j > 0)
                             warpgroup.commit_group()
                             if const_expr(self.streamed):
-                                self.take_bias(bias, tiles, bt, 1 - u, wt)
+                                self.take_bias(bias, bias_tiles, bt, 1 - u, wt)
                             warpgroup.wait_group(1 if u < self.run_on else 0)
-                        before = old
+                        held = old
                         if const_expr(self.run_on < 2):
                             release(empty + so + old, lane)
                     if const_expr(self.run_on == 2):
                         warpgroup.wait_group(0)
-                        release(empty + s * ST + before, lane)
+                        release(empty + s * ST + held, lane)
                     if more:
                         release(kempty + s, lane)
                     if const_expr(self.mask_gradient):

@@ -76,10 +76,12 @@ class KeySteps:
             for x in range(4):
                 cute.autovec_copy(mine[None, 4 * u + x], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
 
-    def take_bias(self, bias, ring, tile, u, wt):
+    def take_bias(self, bias, bias_tiles, tile, u, wt):
         """this thread's part of slice u of a tile of the pair bias, as `prepare.Tiles` laid it out"""
         for x in range(2):
-            cute.autovec_copy(ring[None, wt, 2 * u + x, tile], cute.make_tensor(bias.iterator + 8 * x, cute.make_layout(8)))
+            cute.autovec_copy(
+                bias_tiles[None, wt, 2 * u + x, tile], cute.make_tensor(bias.iterator + 8 * x, cute.make_layout(8))
+            )
 
     def scores(self, S, T, rK, rV, rR, fQ, fG, f1, sl, i):
         """S = K Q^T + biases and T = V dO^T of slice sl of stage i"""

@@ -341,7 +341,7 @@ class QueryGradients(QuerySteps, Kernel):
                             warpgroup.commit_group()
                         self.scores(S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, nu % SL, so + st)
                         warpgroup.commit_group()
-                        # the scores of the next row are on their way while dq of this one is summed
+                        # the scores of the next row are on their way while dq of this one goes to shared memory
                         warpgroup.wait_group(1 if u == self.slices - 1 else 0)
                         if const_expr(u % SL == SL - 1):
                             release(empty + so + old, lane)

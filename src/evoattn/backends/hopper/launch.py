@@ -1,6 +1,6 @@
 """Compiled kernels: made once, kept in memory and on disk, planned once for tensors that lie in memory alike.
 
-The compiler takes 2 to 4 s a kernel. What it makes is an object file of about 150 KB, which later processes load in 25 ms.
+The compiler takes 1 to 5 s a kernel. What it makes is an object file of about 150 KB, which later processes load in 25 ms.
 A launch takes addresses: sizes and strides are packed when it is planned, so that a call makes no views of its tensors.
 """
 

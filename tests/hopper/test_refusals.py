@@ -28,6 +28,7 @@ PLAIN = Problem(
     pair_bias=torch.bfloat16,
 )
 ALL = (True, True, True, False, True)
+OF_QKV = (True, True, True, False, False)
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -50,10 +51,10 @@ def reasons(config: Config | None = None, **changes: object) -> list[str]:
         {"lq": 1, "lk": 5000},
         {"needs": ALL},
         {"needs": ALL, "lq": 4096, "lk": 4096},
-        {"needs": (True, True, True, False, False), "pair_bias": None, "lk": 8192},
+        {"needs": OF_QKV, "pair_bias": None, "lk": 8192},
         {"needs": ALL, "lk": 2048, "d": 64, "c": 64},
         {"needs": ALL, "lk": 3072, "d": 48, "c": 48},
-        {"needs": (True, True, True, False, False), "n": 1, "pair_bias": None},
+        {"needs": OF_QKV, "n": 1, "pair_bias": None},
         {"needs": ALL, "d": 64, "c": 64},
         {"needs": (False, True, True, False, False), "lq": 9000, "pair_bias": None},
         {"needs": (True,) * 5, "mask_bias": torch.bfloat16},
@@ -79,7 +80,7 @@ def test_takes(changes: dict) -> None:
         ({"n": 1}, "a pair_bias that two or more rows share, got 1 row"),
         ({"needs": ALL, "n": 1}, "a pair_bias that two or more rows share, got 1 row"),
         ({"needs": ALL, "lk": 4097}, "no room for 4097 keys of 32 channels"),
-        ({"needs": (True, True, True, False, False), "pair_bias": None, "lk": 8193}, "no room for 8193 keys of 32 channels"),
+        ({"needs": OF_QKV, "pair_bias": None, "lk": 8193}, "no room for 8193 keys of 32 channels"),
         ({"needs": ALL, "lk": 2049, "d": 64, "c": 64}, "no room for 2049 keys of 64 channels"),
         ({"needs": ALL, "lk": 3073, "d": 48, "c": 48}, "no room for 3073 keys of 48 channels"),
     ],

@@ -344,8 +344,9 @@ class KeyGradients(KeySteps, Kernel):
                             if const_expr(self.streamed):
                                 self.take_bias(bias, bias_tiles, bt, 1 - u, wt)
                             warpgroup.wait_group(1 if u < self.run_on else 0)
-                        held = old
-                        if const_expr(self.run_on < 2):
+                        if const_expr(self.run_on == 2):
+                            held = old
+                        else:
                             release(empty + so + old, lane)
                     if const_expr(self.run_on == 2):
                         warpgroup.wait_group(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
@@ -356,14 +356,10 @@ class QueryGradients(QuerySteps, Kernel):
                             cute.autovec_copy(
                                 cute.make_tensor(R.iterator + 4 * x, cute.make_layout(4)), part[None, wt, x, slot]
                             )
-                        warpgroup.wait_group(0)
-                        if more:
-                            release(qempty, lane)
+                        self.give_back_queries(qempty, more, lane)
                         arch.barrier_arrive(barrier_id=1 + turn, number_of_threads=WG * 128)
                     else:
-                        warpgroup.wait_group(0)
-                        if more:
-                            release(qempty, lane)
+                        self.give_back_queries(qempty, more, lane)
                         arch.barrier(barrier_id=1 + turn, number_of_threads=WG * 128)
                         for y in range_constexpr(WG - 1):
                             for x in range_constexpr(across):
@@ -394,6 +390,13 @@ class QueryGradients(QuerySteps, Kernel):
             arch.cp_async_bulk_wait_group(0)
         if const_expr(CL > 1):
             self.meet()  # no block leaves while another one may still write to its shared memory
+
+    @cute.jit
+    def give_back_queries(self, qempty: cute.Pointer, more: Boolean, lane: Int32):
+        """Once the scores of the next row are there, if there is one: only then has its q left shared memory."""
+        warpgroup.wait_group(0)
+        if more:
+            release(qempty, lane)
 
     @cute.jit
     def produce_keys(

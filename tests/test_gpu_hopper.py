@@ -413,6 +413,16 @@ def test_gradients_of_far_log_sum_exps(far: float, dtype: torch.dtype) -> None:
         testing.check(results, inputs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("length", [100, 640])
+@pytest.mark.parametrize("times", [2.0**-4, 2.0**11])
+def test_gradients_of_small_and_large_cotangents(times: float, length: int, dtype: torch.dtype) -> None:
+    """delta is subtracted by a product, in terms of dtype: float16 has few exponents for them."""
+    inputs = example(dtype=dtype, lq=length)
+    inputs = dataclasses.replace(inputs, do=inputs.do * times)
+    testing.check(testing.run(inputs, "hopper"), inputs)
+
+
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_gradients_with_a_pair_bias_of_any_alignment(offset: int) -> None:
     inputs = example()

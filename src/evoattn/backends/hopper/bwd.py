@@ -108,9 +108,10 @@ def plan_backward(
     if gradient is not None and partial:
         summed = PanelSum(types[gradient.sums.dtype], **split, vector=lk % 2 == 0)
         total = plan(summed, device, parts, gradient.sums, n, clusters)
-    laid = like(*pair.shape[:2], key_panels, panels, ROWS * ROWS, dtype=q.dtype)
+    wide = variant["wide"]
+    laid = like(*pair.shape[:2], key_panels, panels, ROWS * ROWS, dtype=torch.float32 if wide else q.dtype)
     if second:
-        tiles = plan(Tiles(dtype), device, pair, laid) if variant["ring"] else None
+        tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None
         tensors = (*(inputs[name] for name in ("q", "k", "v", "do")), laid if tiles else pair, row, stats, *outputs[1:])
         rounds = gradient is not None and gradient.rounds
         fours = [x.view(-1, 4) for x in (gradient.sums, gradient.wanted)] if rounds else (None, None)  # type: ignore[union-attr]

@@ -50,6 +50,7 @@ class KeyGradients(KeySteps, Kernel):
         rounds: whether a warp that has nothing to bring in rounds d(pair bias), which `bwd_dq` added up in float32, to dtype.
         blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
         ring: tiles of a pair bias that streams instead, laid out by `prepare.Tiles`, and takes any length.
+        wide: whether those are float32, as the accumulators hold it.
         streams, stages: rows n at a time, stages of each.
     """
 
@@ -64,6 +65,7 @@ class KeyGradients(KeySteps, Kernel):
         rounds: bool = False,
         blocks: int = 6,
         ring: int = 0,
+        wide: bool = False,
         streams: int = 3,
         stages: int = 3,
     ):
@@ -78,9 +80,10 @@ class KeyGradients(KeySteps, Kernel):
         # Slices of a stage whose products for dk and dv run on in the next slice's arithmetic: that takes registers, and, after
         # the last of a stage, a stage that is given back later.
         self.run_on = 0 if channels == 48 else min(stages - 1, 2)
+        self.tile = Float32 if wide else dtype
         if rounds and streams + self.streamed == 4:
             raise ValueError("each warp has something to bring in, none is left to round")
-        tiles = {"blocks": blocks, "ring": ring or None, "streams": streams, "stages": stages}
+        tiles = {"blocks": blocks, "ring": ring or None, "wide": wide, "streams": streams, "stages": stages}
         self.name_after(dtype, channels=channels, pair=pair, row=row, mask_gradient=mask_gradient, rounds=rounds, **tiles)
 
     def layouts(self):
@@ -176,8 +179,8 @@ class KeyGradients(KeySteps, Kernel):
             if const_expr(self.resident)
             else None
         )
-        ring = smem.allocate_array(self.dtype, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
-        bias_tiles = cute.make_tensor(ring, cute.make_layout((8, 128, 4, max(RG, 1)), stride=(1, 8, 1024, ROWS * QUERIES)))
+        ring = smem.allocate_array(self.tile, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
+        tiles = cute.make_tensor(ring, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, ROWS * QUERIES)))
         pS = smem.allocate_array(Float32, NS * ST * TILE, byte_alignment=128)
         full = smem.allocate_array(Int64, NS * ST)
         empty = smem.allocate_array(Int64, NS * ST)
@@ -241,26 +244,25 @@ class KeyGradients(KeySteps, Kernel):
             fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
             fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sQt, self.width)))
             fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sGt, self.width)))
-            # the words of a query fill 8 of 16 channels; the other 8 are the same again, see load_row
+            # the words of a query fill 8 of 16 channels; the other 8 are the same again, see take_rows
             s1 = cute.make_tensor(
                 cute.recast_ptr(pS, dtype=self.dtype),
                 cute.make_layout(((8, 4), (8, 2), (2, NS * ST)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
             )
             f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
-            deltas = cute.make_tensor(pS + 4 * QUERIES, cute.make_layout((2, 4, 4, 2, NS * ST), stride=(1, 2, 8, SLICE, TILE)))
             S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
             T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
             X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
             Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
             rK, rV = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(2))
-            rR = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16)))
+            rR, rD = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16))) for _ in range(2))
+            self.take_deltas(rD, t4, lane)
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
             rows = ldm.partition_S(sK)
             own = cute.make_rmem_tensor(6, Int32)
             own.fill(0)
             st, ph, kp, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
             mine = panel[None, wt, None] if const_expr(self.resident) else None
-            bias = cute.make_rmem_tensor(16, self.dtype)
             sums = cute.make_rmem_tensor(2, Float32)
             bt, bp = Int32(0), Int32(0)
             while at < end:
@@ -276,37 +278,36 @@ class KeyGradients(KeySteps, Kernel):
                         self.load_panel(mine, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
                     arch.barrier(barrier_id=1, number_of_threads=NS * 128)
                     again = Boolean(True)
-                m, count = s, n1 - n0
+                m, count, n = s, n1 - n0, Int32(0)
                 if m < count:
-                    n = row_at(m, N, known)
+                    n = arch.make_warp_uniform(row_at(m, N, known))
                     if const_expr(self.row):
                         arch.griddepcontrol_wait()
                         self.load_row(own, row, b * row_b + n * row_n, k0)
-                    self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kp)
+                    self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, inverse, kfull, kp)
                     kp ^= 1
                     arch.mbarrier_wait(full + s * ST + st, ph)
-                    self.preload(S, mine, 0)
-                    warpgroup.fence()
-                    self.scores(S, T, rK, rV, rR, fQ, fG, f1, 0, s * ST + st)
-                    warpgroup.commit_group()
                     if const_expr(self.streamed):
                         arch.mbarrier_wait(bfull + bt, bp)
-                        self.take_bias(bias, bias_tiles, bt, 0, wt)
+                    self.preload(S, tiles[None, wt, None, bt] if const_expr(self.streamed) else mine, 0, inverse)
+                    warpgroup.fence()
+                    self.scores(S, T, rK, rV, rR, rD, fQ, fG, f1, 0, s * ST + st)
+                    warpgroup.commit_group()
                     warpgroup.wait_group(0)
                     release(kempty + s, lane)  # a product has used k and v: only then have they left shared memory
                 while m < count:
-                    n = row_at(m, N, known)
-                    more = m + NS < count
-                    if const_expr(self.row):
-                        if more:
-                            self.load_row(own, row, b * row_b + row_at(m + NS, N, known) * row_n, k0)
+                    more, following = m + NS < count, n
+                    if more:
+                        following = arch.make_warp_uniform(row_at(m + NS, N, known))
+                        if const_expr(self.row):
+                            self.load_row(own, row, b * row_b + following * row_n, k0)
                     sums.fill(0.0)
                     held = st
                     for j in cutlass.range(NT, unroll=1):
                         so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                         old = st
                         for u in range_constexpr(2):
-                            P, dS = self.gradient(S, T, deltas[None, t4, None, u, so + old], scale, bias, sums)
+                            P, dS = self.gradient(S, T, scale, sums)
                             nu = 2 * j + u + 1
                             if const_expr(u == 1):
                                 st += 1
@@ -317,7 +318,7 @@ class KeyGradients(KeySteps, Kernel):
                                 if last:
                                     nu = Int32(0)
                                     if more:
-                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, kfull, kp)
+                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, inverse, kfull, kp)
                                         kp ^= 1
                                 if const_expr(self.streamed):
                                     release(bempty + bt, lane)
@@ -335,14 +336,17 @@ class KeyGradients(KeySteps, Kernel):
                                 if j > 0:
                                     warpgroup.wait_group(0)
                                     release(empty + so + held, lane)
-                            self.preload(S, mine, nu)
+                            # after the last row both start from what is there, and nobody looks at the outcome: a branch
+                            # around what the accumulators start from would make each product wait for the one before
+                            if const_expr(self.streamed):
+                                self.preload(S, tiles[None, wt, None, bt], 1 - u, inverse)
+                            else:
+                                self.preload(S, mine, nu, inverse)
                             warpgroup.fence()
-                            self.scores(S, T, rK, rV, rR, fQ, fG, f1, 1 - u, so + st)
+                            self.scores(S, T, rK, rV, rR, rD, fQ, fG, f1, 1 - u, so + st)
                             warpgroup.commit_group()
                             self.products(P, dS, X, Y, fQt, fGt, u, so + old, j > 0)
                             warpgroup.commit_group()
-                            if const_expr(self.streamed):
-                                self.take_bias(bias, bias_tiles, bt, 1 - u, wt)
                             warpgroup.wait_group(1 if u < self.run_on else 0)
                         if const_expr(self.run_on == 2):
                             held = old
@@ -363,7 +367,7 @@ class KeyGradients(KeySteps, Kernel):
                     arch.sync_warp()
                     store_rows(Y, Float32(1.0), sX[None, None, wid], lane, self.dtype)
                     self.send(aY, yS[None, wid], yG[None, i * 4 + w, h, n, b])
-                    m += NS
+                    m, n = m + NS, following
                 if const_expr(self.streamed):
                     if m < count + s:  # the last round has no row for this stream
                         for _ in cutlass.range(NT, unroll=1):
@@ -392,7 +396,7 @@ class KeyGradients(KeySteps, Kernel):
             i, h, b = place(pan, NK, H)
             m, count = s, n1 - n0
             while m < count:
-                n = row_at(m, N, known)
+                n = arch.make_warp_uniform(row_at(m, N, known))  # or the compiler works it out anew for each copy
                 sleep_until(kempty + s, kp ^ 1)
                 with arch.elect_one():
                     arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
@@ -425,7 +429,7 @@ class KeyGradients(KeySteps, Kernel):
         N, H, NK, NT = sizes
         NS, RG = self.streams, self.ring
         st, ph, at = Int32(0), Int32(0), begin
-        copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
+        copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.tile)
         while at < end:
             pan, n0, n1 = stretch(at, end, N)
             at += n1 - n0
@@ -436,7 +440,7 @@ class KeyGradients(KeySteps, Kernel):
                     sleep_until(bempty + st, ph ^ 1)
                     to = cute.make_tensor(ring + st * ROWS * QUERIES, cute.make_layout(ROWS * QUERIES))
                     with arch.elect_one():
-                        arch.mbarrier_arrive_and_expect_tx(bfull + st, ROWS * QUERIES * 2)
+                        arch.mbarrier_arrive_and_expect_tx(bfull + st, ROWS * QUERIES * self.tile.width // 8)
                         g2, s2 = cpasync.group_bulk_copy_modes(tiles[j, None], to)
                         cute.copy(copy, g2, s2, mbar_ptr=bfull + st)
                     st += 1
@@ -465,7 +469,7 @@ class KeyGradients(KeySteps, Kernel):
         q, k, v, do, dk, dv = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
         pair = fake_pair(self.dtype, Q, KL, False)
         if self.streamed:
-            pair = Stand(self.dtype, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
+            pair = Stand(self.tile, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
         return (
             *(q, k, v, do, pair, terms(self.dtype)),
             *(fake_words((B, N, H, size()), 16), dk, dv, dmask, added, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),

@@ -9,9 +9,9 @@ from cutlass import BFloat16, Float32, Int32, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, exp2
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, delta_units, exp2, hidden_zero, step_of
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LOG2E, MASKED, fma, multiply, packed
+from evoattn.backends.hopper.primitives import LOG2E, MASKED, multiply, packed, three_terms
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -23,8 +23,7 @@ class KeySteps:
     D: int
     steps: int
     width: int
-    resident: bool
-    streamed: bool
+    pair: bool
     mask_gradient: bool
 
     def send(self, atom, tile, to):
@@ -41,24 +40,42 @@ class KeySteps:
             for y, word in enumerate((0, 1) if self.dtype is BFloat16 else (0, 1, 3)):
                 own[3 * x + y] = words[r, (k0 + 8 * x) * (TERMS // 2) + word]
 
-    def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, kfull, kp):
-        """k and v of 64 keys into registers, and what meets a query's words: 1 1 1 hi hi hi lo veto, 0 0 0 mid mid 0 0 veto
+    def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, inverse, kfull, kp):
+        """k and v of 64 keys into registers, and what meets a query's channels: 1 1 1 t0 veto t2 0 0, 0 0 0 t1 veto 0 0 0
 
-        In float16 the first three are STEP.
+        t are terms of the key's bias / scale. float16 counts both in STEP, which stands for 1 too.
         """
         arch.mbarrier_wait(kfull + s, kp)
         for x, to in enumerate((rK, rV)):
             cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
-        one = 0x3F80 if self.dtype is BFloat16 else 0x4C00  # the bits of 1, and of STEP
-        pick = lambda *of: cutlass.select_(
-            t4 == 0, of[0], cutlass.select_(t4 == 1, of[1], cutlass.select_(t4 == 2, of[2], of[3]))
-        )
+        step, zero = step_of(self.dtype), self.dtype(0.0)
+        one, parts = self.dtype(step), cute.recast_tensor(own, self.dtype)
         for x in range(2):
-            high, middle = own[3 * x] & 0xFFFF, own[3 * x] & Int32(-65536)
-            low, veto = own[3 * x + 1] & 0xFFFF, own[3 * x + 2] & Int32(-65536)
-            above = high << 16
-            packed(rR)[x] = pick(Int32(one | one << 16), above | one, above | high, low | veto)
-            packed(rR)[2 + x] = pick(Int32(0), middle, (middle >> 16) & 0xFFFF, veto)
+            hi, mid, lo, veto = (parts[6 * x + y] for y in (0, 1, 2, 4))
+            bias = (hi.to(Float32) + mid.to(Float32) + lo.to(Float32)) * (inverse * Float32(1.0 / step))
+            if self.dtype is not BFloat16:
+                bias = Float32(cutlass.select_(bias < -65504.0, Float32(-65504.0), bias))
+            t0, t1, t2 = three_terms(bias, self.dtype)
+            first, second = (
+                ((one, one), (one, t0), (veto, t2), (zero, zero)),
+                ((zero, zero), (zero, t1), (veto, zero), (zero, zero)),
+            )
+            for y, quarters in enumerate((first, second)):
+                for z in range(2):
+                    of = [quarter[z] for quarter in quarters]
+                    rR[2 * x + 4 * y + z] = cutlass.select_(
+                        t4 == 0, of[0], cutlass.select_(t4 == 1, of[1], cutlass.select_(t4 == 2, of[2], of[3]))
+                    )
+
+    def take_deltas(self, rD, t4, lane):
+        """What meets a query's channels in V dO^T, which then has delta subtracted: 0 0 0 0 u2 0 u0 u1, and zeros."""
+        u0, u1, u2 = (self.dtype(x) for x in delta_units(self.dtype))
+        zero = self.dtype(0.0)
+        rD[0] = rD[2] = cutlass.select_(t4 == 2, u2, cutlass.select_(t4 == 3, u0, zero))
+        rD[1] = rD[3] = cutlass.select_(t4 == 3, u1, zero)
+        packed(rD)[2] = packed(rD)[3] = hidden_zero()
+        for x in range(4):  # or the compiler makes them anew before each product, and has to wait for others for that
+            packed(rD)[x] = arch.shuffle_sync(packed(rD)[x], lane)
 
     def load_panel(self, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
         """this thread's part of slice u of the pair bias, as the accumulators of the scores hold it"""
@@ -70,27 +87,24 @@ class KeySteps:
                 values[y] = arch.fmax(bias, Float32(MASKED)) * inverse
             cute.autovec_copy(values, mine[None, 4 * u + x])
 
-    def preload(self, S, mine, u):
-        """start the accumulators of slice u from the pair bias"""
-        if self.resident:
+    def preload(self, S, bias, u, inverse):
+        """start the accumulators of a slice from the pair bias: slice u of what stays, or of a tile of what streams"""
+        if self.pair:
             for x in range(4):
-                cute.autovec_copy(mine[None, 4 * u + x], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
+                four = cute.make_rmem_tensor(4, bias.element_type)
+                cute.autovec_copy(bias[None, 4 * u + x], four)
+                for y in range(4):
+                    S[4 * x + y] = four[y] if bias.element_type is Float32 else four[y].to(Float32) * inverse
 
-    def take_bias(self, bias, bias_tiles, tile, u, wt):
-        """this thread's part of slice u of a tile of the pair bias, as `prepare.Tiles` laid it out"""
-        for x in range(2):
-            cute.autovec_copy(
-                bias_tiles[None, wt, 2 * u + x, tile], cute.make_tensor(bias.iterator + 8 * x, cute.make_layout(8))
-            )
-
-    def scores(self, S, T, rK, rV, rR, fQ, fG, f1, sl, i):
-        """S = K Q^T + biases and T = V dO^T of slice sl of stage i"""
+    def scores(self, S, T, rK, rV, rR, rD, fQ, fG, f1, sl, i):
+        """S = K Q^T + biases - LSE and T = V dO^T - delta of slice sl of stage i"""
         for kk in range(self.steps):
-            op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.resident)
+            op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair)
             cute.gemm(op, S, rK[None, None, kk], fQ[None, None, kk, sl, i], S)
         cute.gemm(multiply(self.dtype, False, K, SLICE), S, rR[None, None, 0], f1[None, None, 0, (sl, i)], S)
+        cute.gemm(multiply(self.dtype, False, K, SLICE, False), T, rD[None, None, 0], f1[None, None, 0, (sl, i)], T)
         for kk in range(self.steps):
-            cute.gemm(multiply(self.dtype, False, K, SLICE, kk > 0), T, rV[None, None, kk], fG[None, None, kk, sl, i], T)
+            cute.gemm(multiply(self.dtype, False, K, SLICE), T, rV[None, None, kk], fG[None, None, kk, sl, i], T)
 
     def products(self, P, dS, X, Y, fQt, fGt, u, i, started):
         """dv += P dO and dk += dS Q of slice u of stage i"""
@@ -99,20 +113,17 @@ class KeySteps:
                 op = multiply(self.dtype, False, MN, self.width, True if u > 0 or kk > 0 else started)
                 cute.gemm(op, to, left[kk][None, None, 0], right[None, None, u * 2 + kk, i], to)
 
-    def gradient(self, S, T, deltas, scale, bias, sums):
-        """P and dS of a slice [k,q], in the dtype of a product's left side; `bias` is still to be added where it streams.
+    def gradient(self, S, T, scale, sums):
+        """P and dS of a slice [k,q], in the dtype of a product's left side.
 
         `sums` grow by dS of this thread's two keys, unrounded, where the mask bias has a gradient."""
         p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
         for y in range(16):
-            p[y] = exp2(fma(S[y], scale, bias[y].to(Float32)) * LOG2E if self.streamed else S[y] * (scale * LOG2E))
-        for x in range(4):
-            two = cute.make_rmem_tensor(2, Float32)  # -delta of two queries
-            cute.autovec_copy(deltas[None, x], two)
-            for y in range(4):
-                d[4 * x + y] = p[4 * x + y] * (T[4 * x + y] + two[y % 2])
-                if self.mask_gradient:
-                    sums[y // 2] += d[4 * x + y]
+            p[y] = exp2(S[y] * (scale * LOG2E))
+        for y in range(16):
+            d[y] = p[y] * T[y]
+            if self.mask_gradient:
+                sums[y // 2 % 2] += d[y]
         return self.halves(p), self.halves(d)
 
     @cute.jit

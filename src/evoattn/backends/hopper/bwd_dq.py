@@ -428,7 +428,7 @@ class QueryGradients(QuerySteps, Kernel):
             at += n1 - n0
             _, h, b = place(pan, NQ, H)
             for position in cutlass.range(n1 - n0, unroll=1):
-                n = row_at(position, N, known)
+                n = arch.make_warp_uniform(row_at(position, N, known))  # or the compiler works it out anew for each copy
                 for j in cutlass.range(TL, unroll=1):
                     for y in range_constexpr(WG // self.key_producers):
                         g = s + y * self.key_producers
@@ -480,7 +480,7 @@ class QueryGradients(QuerySteps, Kernel):
             at += n1 - n0
             i, h, b = place(pan, NQ, H)
             for position in cutlass.range(n1 - n0, unroll=1):
-                n = row_at(position, N, known)
+                n = arch.make_warp_uniform(row_at(position, N, known))  # or the compiler works it out anew for each copy
                 for x in range_constexpr(2):
                     q = i * ROWS + x * 32 + lane
                     value = lse[b, n, h, cutlass.min(q, LQ - 1)]

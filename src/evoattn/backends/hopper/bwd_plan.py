@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 SHARED = 232_448
 """Bytes of shared memory that a block of sm_90 may have."""
 
@@ -53,21 +55,24 @@ def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int
     return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 5) * 8
 
 
-def key_variant(channels: int, queries: int, pair: bool) -> dict[str, int]:
-    """blocks, ring, streams, stages for `queries` queries of `channels`."""
+def key_variant(channels: int, queries: int, pair: bool) -> dict[str, Any]:
+    """blocks, ring, wide, streams, stages for `queries` queries of `channels`."""
     streams = 3 if channels <= 48 else 2
-    stays = {"blocks": -(-queries // 64) if pair else 0, "ring": 0}
-    passes = {"blocks": 0, "ring": 8 if channels <= 32 else 4}
-    wanted = [{**panel, "streams": streams, "stages": stages} for panel in (stays, passes) for stages in (4, 3, 2)]
-    return next(variant for variant in wanted if key_shared(channels, **variant) <= SHARED)
+    stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "wide": False}
+    # 48 channels wait for L2: they take the pair bias as it is, in half the bytes, and convert it
+    passes: dict[str, Any] = {"blocks": 0, "ring": 4, "wide": channels != 48}
+    least = 2 if channels <= 48 else 3  # stages that what stays has to leave room for
+    wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
+    variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
+    return next(variant for variant in variants if key_shared(channels, **variant) <= SHARED)
 
 
-def key_shared(channels: int, blocks: int, ring: int, streams: int, stages: int) -> int:
+def key_shared(channels: int, blocks: int, ring: int, wide: bool, streams: int, stages: int) -> int:
     """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
     across = _padded(channels)
-    stage = 2 * 64 * across * 2 + 5 * 64 * 4
+    stage = 2 * 64 * across * 2 + 4 * 64 * 4
     row = 2 * 64 * across * 2 + 4 * 16 * across * 2
-    return blocks * 16384 + ring * (8192 + 16) + streams * (stages * (stage + 16) + row + 16)
+    return blocks * 16384 + ring * (64 * 64 * (4 if wide else 2) + 16) + streams * (stages * (stage + 16) + row + 16)
 
 
 def _padded(channels: int) -> int:

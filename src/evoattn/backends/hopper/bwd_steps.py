@@ -14,7 +14,7 @@ from evoattn.backends.hopper.primitives import VETO, mma_m16n8k16, packed, three
 
 SLICE = 32  # scores of a row that a warpgroup holds at a time
 ROWS = 64  # rows of a warpgroup
-TILE = 5 * ROWS  # words of statistics of 64 queries, see write_statistics
+TILE = 4 * ROWS  # words of statistics of 64 queries, see write_statistics
 NEVER = -1e30  # in place of -lse where a query has no probabilities
 STEP = 16.0  # float16 takes -lse / scale in these: a pair bias brings it to -524,032, and a little beyond
 
@@ -36,27 +36,47 @@ def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
     odd = cutlass.select_(t4 == 0, a0, cutlass.select_(t4 == 1, a1, cutlass.select_(t4 == 2, a2, veto)))
     to[0] = to[2] = even
     to[1] = to[3] = odd
-    words = packed(to)
-    # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product
-    words[2] = words[3] = arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
+    packed(to)[2] = packed(to)[3] = hidden_zero()
+
+
+def hidden_zero() -> Any:
+    """A zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product."""
+    return arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
+
+
+def delta_terms(delta: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """delta in terms of dtype, counted in `delta_units`. In float16 off by 2^-23 of it, or 2^-27, and infinite from 2^25 on."""
+    if dtype is BFloat16:
+        return three_terms(delta, dtype)
+    large, small, _ = delta_units(dtype)
+    high = (delta * Float32(1.0 / large)).to(dtype)
+    return high, ((delta - high.to(Float32) * Float32(large)) * Float32(1.0 / small)).to(dtype), dtype(0.0)
+
+
+def delta_units(dtype: Any) -> tuple[float, float, float]:
+    """What the terms of delta are counted in."""
+    return (1.0, 1.0, 1.0) if dtype is BFloat16 else (512.0, 0.25, 0.0)
+
+
+def step_of(dtype: Any) -> float:
+    """What -LSE / scale and a key's bias / scale are counted in, in the kernel of the keys."""
+    return 1.0 if dtype is BFloat16 else STEP
 
 
 def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
-    """What `bwd_dkdv` needs of query q of a tile: words [4 * q, ..] for its product, and -delta.
+    """What `bwd_dkdv` needs of query q of a tile, as eight channels of its products: l0 l1 l2 u w u d0 d1.
 
-    The product adds -lse / scale, three terms of `low` times alpha = 1 / scale, and a key's bias, whose terms meet alpha's.
+    l are terms of -LSE / scale, from `low` times alpha = 1 / scale; u meets the terms of a key's bias; d are terms of -delta,
+    d2 stands in w in bfloat16. float16 has VETO there, which meets a masked key.
     """
-    if dtype is BFloat16:
-        low = arch.fmax(low * alpha, Float32(NEVER))
-    else:
-        low = arch.fmax(low * alpha * Float32(1.0 / STEP), Float32(-65504.0))
-    l0, l1, l2 = three_terms(low, dtype)
-    a0, a1, a2 = three_terms(alpha, dtype)
+    step = step_of(dtype)
+    low = arch.fmax(low * alpha * Float32(1.0 / step), Float32(NEVER if dtype is BFloat16 else -65504.0))
+    u, (d0, d1, d2) = dtype(step), delta_terms(delta, dtype)
+    w = d2 if dtype is BFloat16 else dtype(VETO)
     terms = cute.make_rmem_tensor(8, dtype)
-    for x, term in enumerate((l0, l1, l2, a0, a1, a2, a0, dtype(0.0 if dtype is BFloat16 else VETO))):
+    for x, term in enumerate((*three_terms(low, dtype), u, w, u, d0, d1)):
         terms[x] = term
     cute.autovec_copy(cute.recast_tensor(terms, Float32), cute.local_tile(to, (4,), (q,)))
-    to[4 * ROWS + q] = delta
 
 
 def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:

@@ -229,34 +229,43 @@ class Pairs(Kernel):
 class Tiles(Kernel):
     """pair_bias [b,h,q,k] of any strides -> tiles [b,h,tiles of k,tiles of q,64 * 64], zero past the ends.
 
-    Within a tile it lies as the threads of a warpgroup hold transposed scores: `bwd_dkdv` reads eight numbers at a time.
+    Within a tile it lies as the threads of a warpgroup hold transposed scores: `bwd_dkdv` reads four numbers at a time.
+
+    Args:
+        dtype: cutlass type of the pair bias.
+        wide: whether the tiles are float32, finite and over scale, as the accumulators hold it.
     """
 
-    def __init__(self, dtype: Any):
-        self.dtype = dtype
-        self.name_after(dtype)
+    def __init__(self, dtype: Any, *, wide: bool):
+        self.dtype, self.wide = dtype, wide
+        self.out = Float32 if wide else dtype
+        self.name_after(dtype, wide=wide)
 
     def arguments(self) -> tuple[Any, ...]:
         pair = Stand(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
-        return pair, Stand(self.dtype, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
+        out = Stand(self.out, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
+        return pair, out, Float32(0)
 
     @cute.jit
-    def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+    def __call__(self, pair: cute.Tensor, out: cute.Tensor, scale: Float32, stream: cuda.CUstream):
         b, h, of_k, of_q, _ = out.shape
-        self.kernel(pair, out).launch(grid=(b * h * of_k, of_q, 1), block=(_THREADS, 1, 1), stream=stream)
+        self.kernel(pair, out, Float32(1.0) / scale).launch(grid=(b * h * of_k, of_q, 1), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, pair: cute.Tensor, out: cute.Tensor):
+    def kernel(self, pair: cute.Tensor, out: cute.Tensor, inverse: Float32):
         tid, _, _ = arch.thread_idx()
         panel, j, _ = arch.block_idx()
         _, H, of_k, _, _ = out.shape
         i, h, b = panel % of_k, panel // of_k % H, panel // of_k // H
         key, query = i * 64 + tid // 32 * 16 + tid % 32 // 4, j * 64 + 2 * (tid % 4)
-        for x in range_constexpr(4):
-            held = cute.make_rmem_tensor(8, self.dtype)
-            for y in range_constexpr(8):
-                k, q = key + y // 2 % 2 * 8, query + 16 * x + y // 4 * 8 + y % 2
-                held[y] = self.dtype(0.0)
+        for x in range_constexpr(8):
+            held = cute.make_rmem_tensor(4, self.out)
+            for y in range_constexpr(4):
+                k, q = key + y // 2 * 8, query + 8 * x + y % 2
+                held[y] = self.out(0.0)
                 if k < pair.shape[3] and q < pair.shape[2]:
-                    held[y] = pair[b, h, q, k]
-            cute.autovec_copy(held, cute.local_tile(out[b, h, i, j, None], (8,), (x * _THREADS + tid,)))
+                    value = pair[b, h, q, k]
+                    if const_expr(self.wide):
+                        value = finite(value.to(Float32)) * inverse
+                    held[y] = value
+            cute.autovec_copy(held, cute.local_tile(out[b, h, i, j, None], (4,), (x * _THREADS + tid,)))

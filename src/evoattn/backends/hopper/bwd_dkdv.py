@@ -2,8 +2,8 @@
 
 A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in two or three streams, a warpgroup each. It
 works on transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory
-in float32, as the accumulators hold it, or streams, a tile for all streams; q, do and the statistics of each query stream. -lse
-comes with the scores: a query's words meet the key-wise bias in one product of 16 channels.
+in float32, as the accumulators hold it, or streams, a tile for all streams; q, do and the statistics of each query stream. What
+a query brings, -lse and -delta, comes by products too: eight channels of it meet the key-wise bias, or constants.
 """
 
 from __future__ import annotations

@@ -336,8 +336,8 @@ class KeyGradients(KeySteps, Kernel):
                                 if j > 0:
                                     warpgroup.wait_group(0)
                                     release(empty + so + held, lane)
-                            # after the last row both start from what is there, and nobody looks at the outcome: a branch
-                            # around what the accumulators start from would make each product wait for the one before
+                            # after the last row both start from what is there, perhaps in the middle of a copy, and nobody
+                            # looks at the outcome: a branch around this would make each product wait for the one before
                             if const_expr(self.streamed):
                                 self.preload(S, tiles[None, wt, None, bt], 1 - u, inverse)
                             else:

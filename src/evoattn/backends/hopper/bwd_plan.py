@@ -72,7 +72,8 @@ def key_shared(channels: int, blocks: int, ring: int, wide: bool, streams: int, 
     across = _padded(channels)
     stage = 2 * 64 * across * 2 + 4 * 64 * 4
     row = 2 * 64 * across * 2 + 4 * 16 * across * 2
-    return blocks * 16384 + ring * (64 * 64 * (4 if wide else 2) + 16) + streams * (stages * (stage + 16) + row + 16)
+    bias = blocks * 16384 + (ring * (64 * 64 * (4 if wide else 2) + 16) if ring else 144)  # an empty ring has its place too
+    return bias + streams * (stages * (stage + 16) + row + 16)
 
 
 def _padded(channels: int) -> int:

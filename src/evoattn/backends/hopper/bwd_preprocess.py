@@ -1,4 +1,4 @@
-"""The statistics of every query where `bwd_dq`, which also finds them, does not run: -lse in powers of two, and -delta."""
+"""The statistics of every query where `bwd_dq`, which also finds them, does not run: terms of -lse / scale, and of -delta."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from cutlass import BFloat16, Float32, Int32, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, delta_units, exp2, hidden_zero, step_of
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, delta_units, exp2, step_of
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LOG2E, MASKED, multiply, packed, three_terms
+from evoattn.backends.hopper.primitives import LOG2E, MASKED, keep, multiply, three_terms
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -71,11 +71,10 @@ class KeySteps:
         """What meets a query's channels in V dO^T, which then has delta subtracted: 0 0 0 0 u2 0 u0 u1, and zeros."""
         u0, u1, u2 = (self.dtype(x) for x in delta_units(self.dtype))
         zero = self.dtype(0.0)
+        rD.fill(zero)
         rD[0] = rD[2] = cutlass.select_(t4 == 2, u2, cutlass.select_(t4 == 3, u0, zero))
         rD[1] = rD[3] = cutlass.select_(t4 == 3, u1, zero)
-        packed(rD)[2] = packed(rD)[3] = hidden_zero()
-        for x in range(4):  # or the compiler makes them anew before each product, and has to wait for others for that
-            packed(rD)[x] = arch.shuffle_sync(packed(rD)[x], lane)
+        keep(rD, lane)
 
     def load_panel(self, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
         """this thread's part of slice u of the pair bias, as the accumulators of the scores hold it"""

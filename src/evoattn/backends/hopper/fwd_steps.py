@@ -10,7 +10,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from evoattn.backends.hopper.panel import ROWS
-from evoattn.backends.hopper.primitives import VETO, fma, multiply, packed, three_terms
+from evoattn.backends.hopper.primitives import VETO, fma, keep, multiply, three_terms
 
 __all__ = ["CHAIN", "HALVES", "SLICE", "ForwardSteps"]
 
@@ -97,9 +97,7 @@ class ForwardSteps:
         rA[1] = odd
         rA[2] = even
         rA[3] = odd
-        words = packed(rA)
-        for x in range_constexpr(4):  # or the compiler makes them anew before each product
-            words[x] = arch.shuffle_sync(words[x], arch.lane_idx())
+        keep(rA, arch.lane_idx())
 
     @cute.jit
     def chain(

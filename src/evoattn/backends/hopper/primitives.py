@@ -20,6 +20,7 @@ __all__ = [
     "finite_two",
     "fma",
     "k_major",
+    "keep",
     "mma_m16n8k16",
     "mn_major",
     "multiply",
@@ -86,6 +87,13 @@ def three_terms(x: Any, dtype: Any) -> tuple[Any, Any, Any]:
 def packed(fragment: Any) -> Any:
     """A register fragment of 16-bit numbers as 32-bit words."""
     return cute.recast_tensor(cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32)
+
+
+def keep(fragment: Any, lane: Any) -> None:
+    """Let constants of a product stay in registers: a shuffle hides that the compiler could make them anew before each."""
+    words = packed(fragment)
+    for x in range(cute.size(words)):
+        words[x] = arch.shuffle_sync(words[x], lane)
 
 
 def mma_m16n8k16(dtype: Any, c: Any, a: Any, b: Any) -> Any:

@@ -19,7 +19,6 @@ from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
 from evoattn.backends.hopper.bwd_schedule import opening, share
-from evoattn.backends.hopper.bwd_schedule import row as row_at
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
@@ -28,6 +27,7 @@ from evoattn.backends.hopper.bwd_steps import (
     fake_words,
     narrow,
     release,
+    row_at,
     sleep_until,
     store_rows,
 )
@@ -280,7 +280,7 @@ class KeyGradients(KeySteps, Kernel):
                     again = Boolean(True)
                 m, count, n = s, n1 - n0, Int32(0)
                 if m < count:
-                    n = arch.make_warp_uniform(row_at(m, N, known))
+                    n = row_at(m, N, known)
                     if const_expr(self.row):
                         arch.griddepcontrol_wait()
                         self.load_row(own, row, b * row_b + n * row_n, k0)
@@ -298,7 +298,7 @@ class KeyGradients(KeySteps, Kernel):
                 while m < count:
                     more, following = m + NS < count, n
                     if more:
-                        following = arch.make_warp_uniform(row_at(m + NS, N, known))
+                        following = row_at(m + NS, N, known)
                         if const_expr(self.row):
                             self.load_row(own, row, b * row_b + following * row_n, k0)
                     sums.fill(0.0)
@@ -396,7 +396,7 @@ class KeyGradients(KeySteps, Kernel):
             i, h, b = place(pan, NK, H)
             m, count = s, n1 - n0
             while m < count:
-                n = arch.make_warp_uniform(row_at(m, N, known))  # or the compiler works it out anew for each copy
+                n = row_at(m, N, known)
                 sleep_until(kempty + s, kp ^ 1)
                 with arch.elect_one():
                     arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, delta_units, exp2, step_of
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LOG2E, MASKED, keep, multiply, three_terms
+from evoattn.backends.hopper.primitives import LOG2E, MASKED, keep, multiply, of_quad, three_terms
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -60,12 +60,9 @@ class KeySteps:
                 ((one, one), (one, t0), (veto, t2), (zero, zero)),
                 ((zero, zero), (zero, t1), (veto, zero), (zero, zero)),
             )
-            for y, quarters in enumerate((first, second)):
+            for y, two in enumerate((first, second)):
                 for z in range(2):
-                    of = [quarter[z] for quarter in quarters]
-                    rR[2 * x + 4 * y + z] = cutlass.select_(
-                        t4 == 0, of[0], cutlass.select_(t4 == 1, of[1], cutlass.select_(t4 == 2, of[2], of[3]))
-                    )
+                    rR[2 * x + 4 * y + z] = of_quad(t4, *(pair[z] for pair in two))
 
     def take_deltas(self, rD, t4, lane):
         """What meets a query's channels in V dO^T, which then has delta subtracted: 0 0 0 0 u2 0 u0 u1, and zeros."""

@@ -9,6 +9,7 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warp
 
+from evoattn.backends.hopper.bwd_schedule import row
 from evoattn.backends.hopper.launch import Stand, free, size
 from evoattn.backends.hopper.primitives import VETO, mma_m16n8k16, packed, three_terms
 
@@ -19,6 +20,11 @@ NEVER = -1e30  # in place of -lse where a query has no probabilities
 STEP = 16.0  # float16 takes -lse / scale in these: a pair bias brings it to -524,032, and a little beyond
 
 
+def row_at(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:
+    """`bwd_schedule.row`, once: without the shuffle the compiler works it out anew for each copy that a warp starts."""
+    return arch.make_warp_uniform(row(position, n, panel))
+
+
 def sleep_until(barrier: Any, phase: Any) -> None:
     """Wait for a barrier as an idle producer: asleep, since spinning took 23% of the issue slots."""
     arch.inline_ptx(
@@ -26,19 +32,6 @@ def sleep_until(barrier: Any, phase: Any) -> None:
         "nanosleep.u32 100;\nbra AGAIN;\nDONE:\n}",
         read_only_args=[barrier.toint(), phase],
     )
-
-
-def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
-    """What the terms of a key-wise bias meet, as an A fragment of 16 channels: alpha's own terms, see prepare.py."""
-    a0, a1, a2 = three_terms(alpha, dtype)
-    veto = dtype(0.0 if dtype is BFloat16 else VETO)
-    even = cutlass.select_(t4 == 2, a1, cutlass.select_(t4 == 3, veto, a0))
-    odd = cutlass.select_(t4 == 0, a0, cutlass.select_(t4 == 1, a1, cutlass.select_(t4 == 2, a2, veto)))
-    to[0] = to[2] = even
-    to[1] = to[3] = odd
-    words = packed(to)
-    # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product
-    words[2] = words[3] = arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
 
 
 def delta_terms(delta: Any, dtype: Any) -> tuple[Any, Any, Any]:

@@ -30,7 +30,9 @@ from evoattn.backends.hopper.primitives import (
     LN2,
     LOG2E,
     VETO,
+    coefficients,
     k_major,
+    keep,
     mn_major,
     multiply,
     padded,
@@ -285,7 +287,9 @@ class Forward(ForwardSteps, Kernel):
             rQ = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, D)))
             fQ = mPI.make_fragment_A(hPI.partition_A(sQ))  # (., 1, step, tile)
             rA = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, 16)))
-            self.ones(rA, Float32(1.0) / scale, t4)
+            rA.fill(zero)
+            coefficients(rA, Float32(1.0) / scale, t4, self.dtype)
+            keep(rA, lane)
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mQK).get_slice(wt)
             qSrc, qDst = ldm.partition_S(sQ), ldm.retile(rQ)
             m = cute.make_rmem_tensor(2, Float32)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import Boolean, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from evoattn.backends.hopper.panel import ROWS
-from evoattn.backends.hopper.primitives import VETO, fma, keep, multiply, three_terms
+from evoattn.backends.hopper.primitives import fma, multiply
 
 __all__ = ["CHAIN", "HALVES", "SLICE", "ForwardSteps"]
 
@@ -82,22 +82,6 @@ class ForwardSteps:
     def tile(self, j, stage, half):
         """Where the pair bias of block j lies."""
         return (j if self.resident else stage) * HALVES + half
-
-    @cute.jit
-    def ones(self, rA: cute.Tensor, alpha: Float32, t4: Int32):
-        """A's constant rows for a key's terms: alpha's own terms, see prepare.py for their order."""
-        a0, a1, a2 = three_terms(alpha, self.dtype)
-        veto = self.dtype(0.0 if self.dtype is BFloat16 else VETO)
-        zero = self.dtype(0.0)
-        for i in range_constexpr(8):
-            rA[i] = zero
-        even = cutlass.select_(t4 == 2, a1, cutlass.select_(t4 == 3, veto, a0))
-        odd = cutlass.select_(t4 == 0, a0, cutlass.select_(t4 == 1, a1, cutlass.select_(t4 == 2, a2, veto)))
-        rA[0] = even
-        rA[1] = odd
-        rA[2] = even
-        rA[3] = odd
-        keep(rA, arch.lane_idx())
 
     @cute.jit
     def chain(

@@ -16,6 +16,7 @@ __all__ = [
     "MASKED",
     "SHALLOW",
     "VETO",
+    "coefficients",
     "finite",
     "finite_two",
     "fma",
@@ -24,6 +25,7 @@ __all__ = [
     "mma_m16n8k16",
     "mn_major",
     "multiply",
+    "of_quad",
     "packed",
     "padded",
     "three_terms",
@@ -87,6 +89,19 @@ def three_terms(x: Any, dtype: Any) -> tuple[Any, Any, Any]:
 def packed(fragment: Any) -> Any:
     """A register fragment of 16-bit numbers as 32-bit words."""
     return cute.recast_tensor(cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32)
+
+
+def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
+    """What the terms of a key-wise bias meet, in 8 of an A fragment's 16 channels: alpha's own terms, see prepare.py."""
+    a0, a1, a2 = three_terms(alpha, dtype)
+    veto = dtype(0.0 if dtype is BFloat16 else VETO)
+    to[0] = to[2] = select_(t4 == 2, a1, select_(t4 == 3, veto, a0))
+    to[1] = to[3] = of_quad(t4, a0, a1, a2, veto)
+
+
+def of_quad(t4: Any, *four: Any) -> Any:
+    """What is meant for this thread of a quad."""
+    return select_(t4 == 0, four[0], select_(t4 == 1, four[1], select_(t4 == 2, four[2], four[3])))
 
 
 def keep(fragment: Any, lane: Any) -> None:

@@ -19,7 +19,7 @@ from evoattn.backends.hopper.bwd_steps import (
     store_remote,
     write_statistics,
 )
-from evoattn.backends.hopper.primitives import MASKED, fma, multiply, packed
+from evoattn.backends.hopper.primitives import MASKED, finite, fma, multiply, packed
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -81,7 +81,7 @@ class QuerySteps:
             for x in range(4):
                 values = cute.make_rmem_tensor(4, Float32)
                 for y in range(4):
-                    bias = arch.fmax(held[y, x].to(Float32), Float32(MASKED)) * inverse
+                    bias = finite(held[y, x].to(Float32)) * inverse
                     values[y] = cutlass.select_(first_key + u * SLICE + 8 * x + y % 2 < LK, bias, Float32(MASKED))
                 cute.autovec_copy(values, mine[None, 4 * u + x])
 

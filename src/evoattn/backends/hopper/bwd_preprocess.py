@@ -58,12 +58,12 @@ class Statistics(Kernel):
                 cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (j,)), two)
                 for y in range_constexpr(8):
                     delta = delta + one[y].to(Float32) * two[y].to(Float32)
+            of[1] = -delta
             value = lse[b, n, h, q]
             if value > Float32(-float("inf")):
                 of[0] = -value
-            of[1] = -delta
-            if const_expr(self.dlse):
-                of[1] = dlse[b, n, h, q] - delta
+                if const_expr(self.dlse):
+                    of[1] = dlse[b, n, h, q] - delta
         to = cute.local_tile(stats[b, n, h, None], (TILE,), (x,))
         write_statistics(to, tid, of[0], of[1], Float32(1.0) / scale, self.dtype)
 

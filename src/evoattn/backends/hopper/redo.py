@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LN2, LOG2E, MASKED, mma_m16n8k16, packed
+from evoattn.backends.hopper.primitives import LN2, LOG2E, MASKED, SHALLOW, mma_m16n8k16, packed
 
 __all__ = ["QUERIES", "Redo"]
 
@@ -146,10 +146,13 @@ class Redo:
                 bias = terms[0] + terms[1] + terms[2]
                 dead = dead | (bias <= MASKED * 0.75) | (terms[3] < 0.0)
             for x in range_constexpr(2):
-                s = S[2 * x + y] * scale + bias
+                s, gone = S[2 * x + y] * scale + bias, dead
                 if const_expr(self.pair):
-                    s += pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), lines[x], key].to(Float32)
-                out[2 * x + y] = cutlass.select_(dead, -Float32.inf, s)
+                    # as it was given, or laid out anew, with MASKED for -inf
+                    more = pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), lines[x], key].to(Float32)
+                    gone = dead | (more == -Float32.inf) | (more == MASKED)
+                    s += cutlass.select_(more < SHALLOW, Float32(SHALLOW), more)
+                out[2 * x + y] = cutlass.select_(gone, -Float32.inf, s)
         return out
 
     def words(self, line: cute.Tensor, channel: Any) -> Any:

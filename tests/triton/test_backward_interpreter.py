@@ -70,6 +70,15 @@ else:
         """Every second one with sums in a fixed order; broadcast biases have both below."""
         check(case.make(seed=1), deterministic=AWKWARD.index(case) % 2 == 1)
 
+    @pytest.mark.parametrize("together", [1, 2])
+    def test_heads_in_turns(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many heads as the cache has room for; each of two b and six heads has its programs."""
+        use(monkeypatch, ALL_TILES["two_rows_together"])
+        monkeypatch.setattr(bwd, "_heads_together", lambda *_: together)
+        case = testing.Case("turns", lead=(2,), n=3, h=6, lq=20, lk=33, d=8, mask="random", pair_bias="b1hqk")
+        check(case.make(seed=4))
+        eager.forget()
+
     LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

@@ -20,9 +20,34 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import launch
+from evoattn.backends.triton import bwd, launch
 from evoattn.backends.triton.launch import Kernel, Launch, strided
+from evoattn.problem import describe
 from evoattn.tuning import Config
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "sums", "together"),
+    [
+        (4, 384, torch.float32, 4),
+        (4, 1024, torch.float32, 4),
+        (4, 2048, torch.float32, 1),
+        (4, 2048, None, 2),
+        (6, 1300, torch.float32, 3),
+    ],
+)
+def test_heads_share_half_of_the_cache(
+    heads: int, length: int, sums: torch.dtype | None, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair bias in 16 bits, and its gradient where it is added up in memory."""
+    monkeypatch.setattr(launch, "cache_bytes", lambda device: 60 * 2**20)
+    q = torch.empty(1, 2, heads, length, 32, dtype=torch.bfloat16, device="meta")
+    shape = (1, heads, length, length)
+    bias, of_sums = (launch.contiguous(shape, dtype) for dtype in (torch.bfloat16, sums or torch.float32))
+    found = bwd._heads_together(
+        describe(q, q, q, None, None, None), bias, None if sums is None else of_sums, torch.device("cpu")
+    )
+    assert found == together
 
 
 class Compiled:

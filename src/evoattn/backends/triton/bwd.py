@@ -264,6 +264,7 @@ def _plan_dq(call: Call, pair: Pair, need: bool) -> tuple[Launch | None, Launch 
         *call.stats_sizes(),
         blocks,
         groups,
+        _heads_together(problem, bias, sums, call.device),
         ROWS=tiles.rows,
         GRAIN_PAIR=of_bias.grain,
         GRAIN_DPAIR=of_sums.grain,
@@ -279,6 +280,13 @@ def _plan_dq(call: Call, pair: Pair, need: bool) -> tuple[Launch | None, Launch 
         **call.constants(tiles, of_bias, of_sums),
     )
     return statistics, dq
+
+
+def _heads_together(problem: Problem, bias: Strided | None, sums: Strided | None, device: torch.device) -> int:
+    """Heads that dQ's programs work on at a time: as many as half of the cache holds the pair bias and its gradient of."""
+    of_head = problem.lq * problem.lk * sum(x.dtype.itemsize for x in (bias, sums) if x is not None)
+    divisors = (x for x in range(problem.h, 1, -1) if problem.h % x == 0)
+    return next((x for x in divisors if x * of_head <= launch.cache_bytes(device) // 2), 1)
 
 
 def _plan_dkdv(call: Call, pair: Pair, need_dk: bool, need_dv: bool, mask: _MaskGradient | None) -> Launch | None:

@@ -71,7 +71,7 @@ def _add_pair_gradient(
         "stride_pair_b", "stride_pair_h", "stride_pair_q",
         "stride_dpair_b", "stride_dpair_h", "stride_dpair_q",
         "stride_row_b", "stride_row_n", "stride_runs_b", "stride_runs_n",
-        "n_rows", "heads", "lq", "lk", "padded_q", "half", "blocks", "groups",
+        "n_rows", "heads", "lq", "lk", "padded_q", "half", "blocks", "groups", "together",
     ]
 )  # fmt: skip
 def dq_kernel(
@@ -85,7 +85,7 @@ def dq_kernel(
     stride_pair_b, stride_pair_h, stride_pair_q, stride_pair_k,
     stride_dpair_b, stride_dpair_h, stride_dpair_q,
     stride_row_b, stride_row_n, stride_runs_b, stride_runs_n,
-    n_rows, heads, lq, lk, padded_q, half, blocks, groups,
+    n_rows, heads, lq, lk, padded_q, half, blocks, groups, together,
     D: tl.constexpr,
     C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -121,14 +121,17 @@ def dq_kernel(
     It writes dQ once, each tile of dS summed over its rows once (one addition in memory for ROWS rows), and, with MAKE_STATS,
     the statistics of its queries, which it otherwise reads (a kernel of their own takes .035 ms at tri384 on an H200).
     """
-    # Heads run fastest, rows n slowest: programs that run together add to different tiles of the gradient.
+    # Heads run fastest, then queries, then rows n: programs that run together add to different tiles of the gradient. But of so
+    # many heads only as the cache holds the pair bias and its gradient of.
     pid = tl.program_id(0)
-    h = (pid % heads).to(tl.int64)
-    rest = pid // heads
+    h = pid % together
+    rest = pid // together
     start_q = (rest % blocks) * BLOCK_Q
     rest = rest // blocks
     group = rest % groups
-    b = (rest // groups).to(tl.int64)
+    rest = rest // groups
+    h = (h + rest % (heads // together) * together).to(tl.int64)
+    b = (rest // (heads // together)).to(tl.int64)
     left_q = lq - start_q
     o_in = tl.arange(0, BLOCK_Q)
     o_q = wide(o_in, WIDE)

@@ -44,6 +44,7 @@ _MAX_SPLIT_CHANNELS = 64
 _MAX_TILE_ROWS = 256
 
 _NO_DEVICE_LIMIT = 1 << 30
+_UNKNOWN_CACHE = 32 << 20
 
 
 class Strided(NamedTuple):
@@ -208,6 +209,13 @@ def shared_memory_limit(device: torch.device) -> int:
     from triton.runtime import driver
 
     return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
+
+
+@functools.cache
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of second-level cache of `device`."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(properties, "L2_cache_size", 0) or _UNKNOWN_CACHE
 
 
 @functools.cache

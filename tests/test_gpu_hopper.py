@@ -11,7 +11,8 @@ from gpu_checks import check_in_turn, check_offsets
 from torch import Tensor
 
 import evoattn
-from evoattn import testing
+from evoattn import eager, testing
+from evoattn.backends.hopper import turns
 from evoattn.workloads import WORKLOADS
 
 STATUS = next(status for status in evoattn.backends() if status.name == "hopper")
@@ -317,6 +318,13 @@ CHANGES = [
     {"lq": 640, "lk": 640, "n": 70, "mask": "empty_rows"},
     {"lq": 1000, "lk": 1000, "mask": None, "pair_fill": True},
     {"lq": 640, "lk": 640, "dtype": torch.float16, "pair_fill": True},
+    {"lq": 640, "lk": 640, "d": 24, "pair_fill": True},
+    {"lq": 640, "lk": 640, "d": 48, "pair_fill": True},
+    {"lq": 640, "lk": 640, "d": 48, "dtype": torch.float16, "pair_fill": True},
+    {"lq": 640, "lk": 640, "d": 64, "pair_fill": True},
+    {"lq": 640, "lk": 640, "d": 64, "dtype": torch.float16, "pair_fill": True},
+    {"lq": 640, "lk": 640, "scale": 3e-5},
+    {"lq": 640, "lk": 640, "scale": -0.3, "dtype": torch.float16},
     {"lq": 600, "lk": 1500},
     {"lq": 1100, "lk": 300},
     {"lq": 100, "lk": 2048, "h": 1},
@@ -386,6 +394,81 @@ def test_gradients(changes: dict, deterministic: bool) -> None:
     testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
 
 
+WITHOUT_A_PAIR_BIAS = [
+    {},
+    {"dtype": torch.float16},
+    {"lq": 512, "lk": 512},
+    {"lq": 512, "lk": 512, "d": 16, "dtype": torch.float16, "n": 70},
+    {"lq": 384, "lk": 384, "d": 24, "mask": None, "n": 150},
+    {"lq": 1, "lk": 1},
+    {"lq": 64, "lk": 64, "mask": None, "n": 300},
+    {"lq": 65, "lk": 129, "d": 8},
+    {"lq": 130, "lk": 1},
+    {"lq": 1, "lk": 700, "mask": "padding"},
+    {"lq": 250, "lk": 333, "d": 8, "dtype": torch.float16, "mask": None},
+    {"lq": 300, "lk": 1000, "mask": "empty_rows", "n": 40},
+    {"lq": 1024, "lk": 100, "d": 16},
+    {"lq": 1000, "lk": 1500, "d": 8, "h": 1, "n": 3},
+    {"lq": 449, "lk": 448, "layout": "bnhld", "lead": (2,)},
+    {"lq": 200, "lk": 500, "lse_gradient": True, "mask": "empty_rows"},
+    {"lq": 200, "lk": 200, "d": 16, "lse_gradient": True, "cotangent": "expanded", "dtype": torch.float16},
+    {"scale": -0.3},
+    {"scale": 3e-5},
+    {"mask_bias": "finite", "lq": 397, "lk": 397},
+    {"mask_bias": "finite", "lq": 397, "lk": 130, "d": 8, "dtype": torch.float16, "mask": None},
+    {"mask_bias": "minus_1e9_rows", "lq": 397, "lk": 397, "d": 24, "lse_gradient": True},
+    {"mask_bias": "minus_inf_rows", "lq": 100, "lk": 512, "d": 16, "bias_dtype": torch.float32},
+    {"gradients": ("q", "v"), "mask_bias": "finite"},
+]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("one", [True, False], ids=["one_kernel", "two_kernels"])
+@pytest.mark.parametrize("changes", WITHOUT_A_PAIR_BIAS, ids=str)
+def test_gradients_without_a_pair_bias(changes: dict, one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a call has many rows, and as where it has few; twice, with the same bits."""
+    from evoattn.backends.hopper import bwd
+
+    inputs = example(pair_bias=None, **changes)
+    tiles = 16 if inputs.q.shape[-1] <= 16 else 8
+    monkeypatch.setattr(bwd, "whole_tiles", lambda *_: tiles if one else None)
+    eager.forget()
+    results = testing.run(inputs, "hopper")
+    testing.check(results, inputs)
+    again = testing.run(inputs, "hopper")
+    for name, value in results.values.items():
+        assert torch.equal(value, again.values[name]), name
+    eager.forget()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("pair_bias", ["b1hqk", "11hqk"])
+@pytest.mark.parametrize("changes", [{}, {"lq": 600, "lk": 600, "n": 40}, {"d": 48, "dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize("together", [1, 2])
+def test_heads_in_turns(
+    together: int, changes: dict, pair_bias: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where so many keep all processors busy."""
+    monkeypatch.setattr(turns, "divisor", lambda *_: together)
+    eager.forget()
+    inputs = example(**{"lead": (2,), "mask_bias": "finite", "pair_bias": pair_bias, "lq": 520, "lk": 520, **changes})
+    testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
+    eager.forget()
+
+
+@pytest.mark.parametrize("gradients", [("q", "k", "v"), ("k", "v")])
+def test_a_gradient_of_the_lse_of_queries_that_attend_to_nothing(gradients: tuple[str, ...]) -> None:
+    """It is asked for nowhere: NaN there reaches nothing."""
+    inputs = example(mask="empty_rows", lse_gradient=True, gradients=gradients)
+    dead = ~inputs.mask.any(-1)  # [b,n]
+    assert dead.any() and not dead.all()
+    expected = testing.run(inputs, "hopper")
+    poisoned = torch.where(dead[..., None, None], torch.nan, inputs.dlse)
+    results = testing.run(dataclasses.replace(inputs, dlse=poisoned), "hopper")
+    for name, value in expected.values.items():
+        assert torch.equal(results.values[name], value), name
+
+
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("of_b", "of_n"), [(2, 1), (1, 8), (1, 1)])
 def test_gradient_of_a_mask_bias_that_is_shared(of_b: int, of_n: int, bias_dtype: torch.dtype) -> None:
@@ -395,13 +478,14 @@ def test_gradient_of_a_mask_bias_that_is_shared(of_b: int, of_n: int, bias_dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("length", [192, 640])
 @pytest.mark.parametrize("far", [-6e4, -3e4, 3e4, 6e4])
-def test_gradients_of_far_log_sum_exps(far: float, dtype: torch.dtype) -> None:
+def test_gradients_of_far_log_sum_exps(far: float, length: int, dtype: torch.dtype) -> None:
     """A query that a finite pair bias switches off, or on, as a whole: nothing of it may reach the others as NaN.
 
     At 60,000 the log-sum-exp itself is rounded by up to 0.2% of the exponential, all that float16 is allowed otherwise.
     """
-    inputs = example(dtype=dtype)
+    inputs = example(dtype=dtype, lq=length)
     pair = inputs.pair_bias.clone()
     pair[..., ::5, :] = far
     inputs = dataclasses.replace(inputs, pair_bias=pair)
@@ -415,7 +499,7 @@ def test_gradients_of_far_log_sum_exps(far: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("length", [100, 640])
-@pytest.mark.parametrize("times", [2.0**-4, 2.0**11])
+@pytest.mark.parametrize("times", [2.0**-8, 2.0**-4, 2.0**11])
 def test_gradients_of_small_and_large_cotangents(times: float, length: int, dtype: torch.dtype) -> None:
     """delta is subtracted by a product, in terms of dtype: float16 has few exponents for them."""
     inputs = example(dtype=dtype, lq=length)

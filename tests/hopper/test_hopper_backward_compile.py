@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from machine_code import count, instructions  # noqa: E402
 
-from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_preprocess, prepare  # noqa: E402
+from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_preprocess, bwd_whole, prepare  # noqa: E402
 
 BOTH = {"pair": True, "row": True}
 
@@ -75,6 +75,18 @@ def test_products_of_dk_and_dv_are_not_serialised(channels, length, dtype, tmp_p
     names = instructions(kernel, tmp_path)
     check_waits(names, kernel)
     assert count(names, "LDL") == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("change", [{}, {"mask_gradient": True, "dlse": True}, {"row": False}], ids=str)
+@pytest.mark.parametrize("channels", [8, 16, 24, 32])
+def test_products_of_whole_rows_are_not_serialised(channels, change, dtype, tmp_path):
+    tiles = bwd_plan.whole_tiles(channels, (1, 66, 2, 512, 512), 132)
+    kernel = bwd_whole.WholeGradients(DTYPES[dtype], channels, **({"row": True} | change), tiles=tiles)
+    names = instructions(kernel, tmp_path)
+    assert count(names, "WARPGROUP.DEPBAR") == 4, "both halves of a tile, what runs on in the second, and dq"
+    assert count(names, "WARPGROUP.DEPBAR.LE 1") == 1
+    assert count(names, "LDL", "STL") == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,6 +155,28 @@ def test_every_length_has_room(channels, pair):
         assert bwd_plan.query_shared(channels, pair, **query) <= bwd_plan.SHARED
         assert key["ring"] or not pair or key["blocks"] * 64 >= length
         assert bwd_plan.key_shared(channels, **key) <= bwd_plan.SHARED
+
+
+@pytest.mark.parametrize(
+    ("channels", "sizes", "tiles"),
+    [
+        (32, (1, 384, 8, 512, 512), 8),
+        (24, (1, 66, 2, 65, 65), 8),
+        (16, (2, 33, 2, 1024, 8192), 16),
+        (8, (1, 66, 2, 1024, 65), 16),
+        (32, (1, 66, 2, 513, 512), None),  # more queries than shared memory holds
+        (48, (1, 66, 2, 65, 65), None),
+        (32, (1, 66, 2, 64, 512), None),  # one tile of queries, or keys
+        (32, (1, 66, 2, 512, 64), None),
+        (32, (1, 67, 2, 512, 512), None),  # two rows more than processors
+        (32, (1, 57, 4, 512, 512), 8),  # 228 of 264
+        (32, (1, 56, 4, 512, 512), None),
+    ],
+)
+def test_what_one_kernel_takes_whole(channels, sizes, tiles):
+    assert bwd_plan.whole_tiles(channels, sizes, 132) == tiles
+    if tiles:
+        assert bwd_plan.whole_shared(channels, tiles) <= bwd_plan.SHARED
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 
 from evoattn import testing
 from evoattn.backends import hopper
-from evoattn.backends.hopper import bwd, fwd, launch
+from evoattn.backends.hopper import bwd, fwd, launch, turns
 from evoattn.backends.hopper.memory import loads_wide
 from evoattn.canonical import Canonical, canonicalise
 from evoattn.layouts import to_canonical
@@ -103,6 +103,74 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
     arguments = {name: set(given) for name, given in launched}
     assert of_qkv[0].data_ptr() in arguments["QueryGradients"]
     assert {x.data_ptr() for x in of_qkv[1:]} <= arguments["KeyGradients"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bool, launched: list[Any]) -> None:
+    """One kernel finds all gradients; what nobody wants has a place too."""
+    case = testing.Case("whole", n=66, h=2, lq=100, lk=70, d=16, dtype=torch.bfloat16, mask_bias="finite" if masked else None)
+    c = canonical(case.make(seed=1))
+    needs = (True, False, True, masked, False)
+    o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(c.q.shape[:-1])
+    tensors = (torch.randn_like(o), dlse, *tensors_of(c, needs), o, lse)
+    of_qkv = [torch.empty(c.q.shape, dtype=o.dtype), None, torch.empty(c.v.shape, dtype=o.dtype)]
+    options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
+    dmask_bias, dpair_bias = bwd.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
+    assert [name for name, _ in launched] == ["Rows", "WholeGradients"]
+    given = dict(launched)["WholeGradients"]
+    do = tensors[0]
+    assert do is not None and given[2:7] == tuple(x.data_ptr() for x in (c.q, c.k, c.v, o, do))
+    assert given[8] == lse.data_ptr() and given[10] == of_qkv[0].data_ptr() and given[12] == of_qkv[2].data_ptr()  # type: ignore[union-attr]
+    assert given[11] not in (None, given[10], given[12]), "dk, which is not wanted"
+    assert dpair_bias is None and (dmask_bias is not None) == masked
+    if dmask_bias is not None:
+        assert dmask_bias.shape == c.mask_bias.shape  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("of_b", [1, 2])
+@pytest.mark.parametrize("together", [1, 2])
+def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn's launches take the addresses of its own heads, and what is laid out, cleared and allocated is for all."""
+    monkeypatch.setattr(turns, "divisor", lambda *_: together)
+    case = testing.Case(
+        "turns", lead=(2,), n=32, h=4, lq=640, lk=640, d=64, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk"
+    )
+    c = canonical(case.make(seed=1))
+    c = dataclasses.replace(c, pair_bias=c.pair_bias[:of_b])  # type: ignore[index]
+    pair = tensors_of(c, (True, True, True, False, True))[5]
+    q, k, v = (x.contiguous() for x in (c.q, c.k, c.v))
+    assert pair is not None
+    starts = [(0, h) for h in range(0, 4, together)] if of_b == 1 else [(b, h) for b in range(2) for h in range(0, 4, together)]
+
+    def addresses(x: Tensor, heads: int) -> list[int]:
+        return [(x[b:] if x.shape[0] > 1 else x).narrow(heads, h, together).data_ptr() for b, h in starts]
+
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
+    fwd.plan_forward(q, k, v, c.mask, None, pair, scale=0.2, layout="bnhld")(q, k, v, c.mask, None, pair, o, lse)
+    assert [name for name, _ in launched] == ["Pairs", "Rows", *["Forward"] * len(starts)]
+    forwards = [given for name, given in launched if name == "Forward"]
+    for place, x in ((2, q), (3, k), (4, v), (8, o), (9, lse)):
+        assert [given[place] for given in forwards] == addresses(x, 2)
+    assert len({given[7] for given in forwards}) == len(starts), "the pair bias, laid out anew"
+    assert len({given[5] for given in forwards}) == (1 if of_b == 1 else 2), "the rows' terms, of each b"
+    assert len({given[6] for given in forwards}) == (1 if of_b == 1 else 2), "their ends"
+
+    launched.clear()
+    needs, do = (True, True, True, False, True), torch.randn_like(o)
+    of_qkv = [torch.empty_like(x) for x in (q, k, v)]
+    tensors = (do, None, q, k, v, c.mask, None, pair, o, lse)
+    _, dpair = bwd.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    assert [name for name, _ in launched] == ["Tiles", "Rows", *["QueryGradients", "KeyGradients"] * len(starts)]
+    of_queries, of_keys = ([given for name, given in launched if name == f"{x}Gradients"] for x in ("Query", "Key"))
+    for place, x in ((2, q), (3, k), (4, v), (5, o), (6, do), (9, lse), (12, of_qkv[0])):
+        assert [given[place] for given in of_queries] == addresses(x, 2), place
+    for place, x in ((2, q), (3, k), (4, v), (5, do), (9, of_qkv[1]), (10, of_qkv[2])):
+        assert [given[place] for given in of_keys] == addresses(x, 2), place
+    assert dpair is not None and [given[12] for given in of_keys] == addresses(dpair, 1), "rounded in its turn"
+    assert [given[13] for given in of_queries] == [given[11] for given in of_keys], "sums of the same heads"
+    assert len({given[6] for given in of_keys}) == len(starts), "tiles of its own"
+    assert {given[8] for given in of_keys} == {given[11] for given in of_queries} and len({given[8] for given in of_keys}) == 1
 
 
 @pytest.mark.parametrize(

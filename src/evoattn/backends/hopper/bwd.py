@@ -18,13 +18,15 @@ from evoattn import layouts
 from evoattn.backends.hopper.bwd_bias import PanelSum
 from evoattn.backends.hopper.bwd_dkdv import KeyGradients
 from evoattn.backends.hopper.bwd_dq import QueryGradients
-from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, query_variant
+from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, query_variant, whole_tiles
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
+from evoattn.backends.hopper.bwd_whole import WholeGradients
 from evoattn.backends.hopper.clusters import resident_clusters
 from evoattn.backends.hopper.fwd import changed, contiguous, fold, loadable, row_plan
 from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.prepare import CLEARED, Tiles
+from evoattn.backends.hopper.turns import Turns, moved
 from evoattn.backends.hopper.workspace import Workspace
 
 __all__ = ["plan_backward"]
@@ -50,23 +52,26 @@ def plan_backward(
     factor, unit = fold(scale, 2.0 / STEP) if q.dtype == torch.float16 and pair_bias is not None else fold(scale)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
+    sizes = (b, n, h, lq, lk)
+    whole = whole_tiles(d, sizes, processors) if pair_bias is None and first and second else None
 
     nothing: dict[str, Any] = {"groups": 0, "slices": 0, "cluster": 1}
-    chosen = (query_variant(d, lk, pair_bias is not None) if first else None) or nothing
+    chosen = (query_variant(d, lk, pair_bias is not None) if first and not whole else None) or nothing
     split = {name: chosen[name] for name in nothing}
     cluster = split["cluster"]
     at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, device)
-    clusters, key_blocks = min(at_once, b * h * panels * n), min(processors, b * h * key_panels * n)
     variant = key_variant(d, lq, pair_bias is not None)
+    turns = Turns.of(q, pair_bias if variant["ring"] else None, key_panels * n, processors)
+    of_turn = turns.b * turns.h
+    clusters, key_blocks = min(at_once, of_turn * panels * n), min(processors, of_turn * key_panels * n)
     idle = second and variant["streams"] + bool(variant["ring"]) < 4  # a warp of the kernel of the keys
-    sizes = (b, n, h, lq, lk)
     gradient = None if pair_bias is None or not of_pair else PairGradient.of(pair_bias, sizes, deterministic, idle)
     partial = gradient is not None and deterministic
 
     like = functools.partial(torch.empty, device="meta", dtype=torch.float32)
-    parts = like((clusters + b * h * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4)
+    parts = like((clusters + of_turn * panels) * cluster, split["slices"] * 4, split["groups"] * 128, 4)
     workspace = Workspace(device)
-    keys_of_terms = math.prod(split.values()) * SLICE if first else key_panels * ROWS
+    keys_of_terms = math.prod(split.values()) * SLICE if chosen is not nothing else key_panels * ROWS
     added = None if gradient is None or partial else gradient.sums
     clears = None if added is None or max(added.numel(), 4 * CLEARED * b * n) > _MOST_IN_32_BITS else added
     terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=lk != keys_of_terms, clears=clears)
@@ -86,44 +91,77 @@ def plan_backward(
     nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
     pair = nowhere if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)
     row, row_b, row_n = (like(1, 8), 0, 0) if terms is None else (terms.like, terms.row_b, terms.row_n)
-    stats = like(b, n, h, panels * TILE)
+    stats = like(turns.b, n, turns.h, panels * TILE)
     outputs = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
+    wide = variant["wide"]
+    laid = like(*pair.shape[:2], key_panels, panels, ROWS * ROWS, dtype=torch.float32 if wide else q.dtype)
+    sums, wanted = (nowhere, nowhere) if gradient is None else (gradient.sums, gradient.wanted)
 
     # d(mask bias): each head leaves its part of it, in float32; heads and axes of size 1 are summed at last
     of_heads = like(b, n, h, lk)
     of_bias = like(1, 1, lk) if mask_bias is None else torch.empty_like(mask_bias, device="meta")
 
-    query_kernel = key_kernel = statistics = total = tiles = None
-    if first:
+    # What the first turn sees, and how many bytes further the others find the same: in the order of `launch`
+    of_rows = (*(inputs[name] for name in ("q", "k", "v", "o", "do")), lse, of_lse, *outputs, of_heads)
+    of_pairs = (pair, laid, sums, wanted)
+    by_b = None if terms is None else terms.by_b(row)
+    further = turns.further(*((x, 2) for x in of_rows), *((x, 1) for x in of_pairs), (by_b, None))
+    at_q, at_k, at_v, at_o, at_do, at_lse, at_dlse, at_dq, at_dk, at_dv, at_mask = (turns.cut(x, 2) for x in of_rows)
+    at_pair, at_laid, at_sums, at_wanted = (turns.cut(x, 1) for x in of_pairs)
+
+    whole_kernel = query_kernel = key_kernel = statistics = total = tiles = None
+    if whole:
+        wishes = {"mask_gradient": of_mask, "dlse": dlse is not None}
+        tensors = (at_q, at_k, at_v, at_o, at_do, row, at_lse, at_dlse, at_dq, at_dk, at_dv, at_mask)
+        made = WholeGradients(dtype, d, row=terms is not None, **wishes, tiles=whole)
+        whole_kernel = plan(made, device, *tensors, unit, row_b, row_n, min(processors, b * n * h))
+    elif first:
         wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial}
         vector = pair_bias is None or (lk % 2 == 0 and _by_two(pair_bias))
-        tensors = (*(inputs[name] for name in ("q", "k", "v", "o", "do")), pair, row, lse, of_lse, stats, outputs[0])
-        numbers = (unit, row_b, row_n, clusters * cluster)
-        made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector)
-        left = parts if partial else nowhere[..., :4] if added is None else added
-        query_kernel = plan(made, device, *tensors, left, *numbers)
+        made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector)  # type: ignore[assignment]
+        left = parts if partial else nowhere[..., :4] if added is None else at_sums
+        tensors = (at_q, at_k, at_v, at_o, at_do, at_pair, row, at_lse, at_dlse, stats, at_dq, left)
+        query_kernel = plan(made, device, *tensors, unit, row_b, row_n, clusters * cluster)
     elif second:
         found = Statistics(dtype, d, dlse=dlse is not None)
-        statistics = plan(found, device, inputs["o"], inputs["do"], lse, of_lse, stats, unit)
+        statistics = plan(found, device, at_o, at_do, at_lse, at_dlse, stats, unit)
     if gradient is not None and partial:
         summed = PanelSum(types[gradient.sums.dtype], **split, vector=lk % 2 == 0)
-        total = plan(summed, device, parts, gradient.sums, n, clusters)
-    wide = variant["wide"]
-    laid = like(*pair.shape[:2], key_panels, panels, ROWS * ROWS, dtype=torch.float32 if wide else q.dtype)
-    if second:
+        total = plan(summed, device, parts, at_sums, n, clusters)
+    if second and not whole:
         tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None
-        tensors = (*(inputs[name] for name in ("q", "k", "v", "do")), laid if tiles else pair, row, stats, *outputs[1:])
         rounds = gradient is not None and gradient.rounds
-        fours = [x.view(-1, 4) for x in (gradient.sums, gradient.wanted)] if rounds else (None, None)  # type: ignore[union-attr]
+        fours = [x.reshape(-1, 4) for x in (at_sums, at_wanted)] if rounds else (None, None)
         made = KeyGradients(dtype, d, **has, mask_gradient=of_mask, rounds=rounds, **variant)  # type: ignore[arg-type, assignment]
-        key_kernel = plan(made, device, *tensors, of_heads, *fours, unit, row_b, row_n, key_blocks)
+        tensors = (at_q, at_k, at_v, at_do, at_laid if tiles else at_pair, row, stats, at_dk, at_dv, at_mask, *fours)
+        key_kernel = plan(made, device, *tensors, unit, row_b, row_n, key_blocks)
 
-    at_stats, at_laid = workspace.add(stats), workspace.add(laid) if tiles else 0
-    at_parts = workspace.add(parts) if partial else 0
-    made_by = (query_kernel, key_kernel, key_kernel)  # what a kernel makes and nobody wants has a place too
+    place_of_stats = 0 if whole else workspace.add(stats)
+    place_of_tiles = workspace.add(laid) if tiles else 0
+    place_of_parts = workspace.add(parts) if partial else 0
+    made_by = (
+        whole_kernel or query_kernel,
+        whole_kernel or key_kernel,
+        whole_kernel or key_kernel,
+    )  # what a kernel makes and nobody wants has a place too
     which = zip(outputs, needs, made_by, strict=False)
     unwanted = [workspace.add(x) if kernel is not None and not need else 0 for x, need, kernel in which]
     by_torch = added is not None and (terms is None or clears is None)
+
+    def launch(start: int, q, k, v, o, do, lse, dlse, dq, dk, dv, dmask, pair, laid, sums, dpair, row) -> None:  # type: ignore[no-untyped-def]
+        """The main kernels of a turn. Each starts while the one before it runs: nothing may come between."""
+        if whole_kernel is not None:
+            whole_kernel(q, k, v, o, do, row, lse, dlse, dq, dk, dv, dmask)
+        stats, parts = start + place_of_stats, start + place_of_parts
+        if query_kernel is not None:
+            left = parts if partial else lse if sums is None else sums
+            query_kernel(q, k, v, o, do, pair, row, lse, dlse, stats, dq, left)
+        elif statistics is not None:
+            statistics(o, do, lse, dlse, stats)
+        if key_kernel is not None:
+            key_kernel(q, k, v, do, pair if tiles is None else laid, row, stats, dk, dv, dmask, sums, dpair)
+        if total is not None:
+            total(parts, sums)
 
     def run(*tensors: Any) -> tuple[Tensor | None, Tensor | None]:
         if tensors[0] is None:
@@ -136,31 +174,26 @@ def plan_backward(
         dq, dk, dv = [start + at if x is None else x for x, at in zip(wanted, unwanted, strict=True)]
         dlse = lse if dlse is None else dlse
         pair = k if pair is None else pair
-        statistic, bias = start + at_stats, pair
         sums = None if gradient is None else new(gradient.sums)
         to_sums = None if sums is None else sums.data_ptr()
-        to_leave = start + at_parts if partial else to_sums
         dmask = new(of_heads) if of_mask else None
         to_mask = None if dmask is None else dmask.data_ptr()
         dpair = new(gradient.wanted) if gradient is not None and gradient.rounds else None
         to_pair = None if dpair is None else dpair.data_ptr()
         if by_torch:
             sums.zero_()  # type: ignore[union-attr]
+        laid = start + place_of_tiles
         if tiles is not None:
-            bias = start + at_laid
-            tiles(pair, bias)
-        # From here each kernel starts while the one before it runs: memory for all that they write is made by now, and nothing
-        # may come between. The first waits for the terms where it reads them, the second for the first where it reads its
-        # statistics.
+            tiles(pair, laid)
+        # From here each kernel starts while the one before it runs: memory for all that they write is made by now. The first
+        # waits for the terms where it reads them, the second for the first where it reads its statistics.
         row = k if terms is None else terms.make(start, mask, mask_bias, to_sums)[0]
-        if query_kernel is not None:
-            query_kernel(q, k, v, o, do, pair, row, lse, dlse, statistic, dq, lse if to_leave is None else to_leave)
-        elif statistics is not None:
-            statistics(o, do, lse, dlse, statistic)
-        if key_kernel is not None:
-            key_kernel(q, k, v, do, bias, row, statistic, dk, dv, to_mask, to_sums, to_pair)
-        if total is not None:
-            total(to_leave, to_sums)
+        places = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, laid, to_sums, to_pair, row)
+        if len(further) == 1:
+            launch(start, *places)
+        else:
+            for steps in further:
+                launch(start, *moved(places, steps))
         if first and factor != 1.0 and tensors[10] is not None:
             tensors[10].mul_(factor)
         if dmask is not None:

@@ -284,7 +284,7 @@ class KeyGradients(KeySteps, Kernel):
                     if const_expr(self.row):
                         arch.griddepcontrol_wait()
                         self.load_row(own, row, b * row_b + n * row_n, k0)
-                    self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, inverse, kfull, kp)
+                    self.take_rows(ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse, kfull + s, kp)
                     kp ^= 1
                     arch.mbarrier_wait(full + s * ST + st, ph)
                     if const_expr(self.streamed):
@@ -318,7 +318,9 @@ class KeyGradients(KeySteps, Kernel):
                                 if last:
                                     nu = Int32(0)
                                     if more:
-                                        self.take_rows(ldm, rows, s, rK, rV, own, rR, t4, inverse, kfull, kp)
+                                        self.take_rows(
+                                            ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse, kfull + s, kp
+                                        )
                                         kp ^= 1
                                 if const_expr(self.streamed):
                                     release(bempty + bt, lane)

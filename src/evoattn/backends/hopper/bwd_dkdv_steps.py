@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, delta_units, exp2, step_of
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LOG2E, MASKED, keep, multiply, of_quad, three_terms
+from evoattn.backends.hopper.primitives import LOG2E, finite, keep, multiply, of_quad, three_terms
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -40,14 +40,14 @@ class KeySteps:
             for y, word in enumerate((0, 1) if self.dtype is BFloat16 else (0, 1, 3)):
                 own[3 * x + y] = words[r, (k0 + 8 * x) * (TERMS // 2) + word]
 
-    def take_rows(self, ldm, rows, s, rK, rV, own, rR, t4, inverse, kfull, kp):
+    def take_rows(self, ldm, rows, tiles, own, rR, t4, inverse, kfull, kp):
         """k and v of 64 keys into registers, and what meets a query's channels: 1 1 1 t0 veto t2 0 0, 0 0 0 t1 veto 0 0 0
 
         t are terms of the key's bias / scale. float16 counts both in STEP, which stands for 1 too.
         """
-        arch.mbarrier_wait(kfull + s, kp)
-        for x, to in enumerate((rK, rV)):
-            cute.copy(ldm, rows[None, None, None, 2 * s + x], ldm.retile(to))
+        arch.mbarrier_wait(kfull, kp)
+        for tile, to in tiles:
+            cute.copy(ldm, rows[None, None, None, tile], ldm.retile(to))
         step, zero = step_of(self.dtype), self.dtype(0.0)
         one, parts = self.dtype(step), cute.recast_tensor(own, self.dtype)
         for x in range(2):
@@ -80,7 +80,7 @@ class KeySteps:
             for y in range(4):
                 key, q = k0 + y // 2 * 8, u * SLICE + 8 * x + 2 * t4 + y % 2
                 bias = pair[b, h, cutlass.min(q, LQ - 1), cutlass.min(key, LK - 1)].to(Float32)
-                values[y] = arch.fmax(bias, Float32(MASKED)) * inverse
+                values[y] = finite(bias) * inverse
             cute.autovec_copy(values, mine[None, 4 * u + x])
 
     def preload(self, S, bias, u, inverse):

@@ -30,6 +30,9 @@ _WITHOUT_PAIR = (
     (512, 4, 4, 2, 3),
     *_WITHOUT_PAIR_SHARING,
 )
+_MOST_IDLE = 0.15
+"""Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
+
 _WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 
 
@@ -79,3 +82,23 @@ def key_shared(channels: int, blocks: int, ring: int, wide: bool, streams: int, 
 def _padded(channels: int) -> int:
     """The channels of a tile in shared memory, as `primitives.padded`, which needs CuTe DSL."""
     return max(16, 1 << (channels - 1).bit_length())
+
+
+def whole_tiles(channels: int, sizes: tuple[int, int, int, int, int], processors: int) -> int | None:
+    """The tiles of 64 queries that `WholeGradients` has room for, where it is the faster way; sizes are b, n, h, q, k.
+
+    It is not where queries or keys are one tile, which leaves warpgroups idle, nor where the last rows leave processors so.
+    """
+    b, n, h, queries, keys = sizes
+    tiles = {16: 16, 32: 8, 64: 0}[_padded(channels)]
+    rows = b * n * h
+    idle = 1 - rows / (-(-rows // processors) * processors)
+    return tiles if 64 < queries <= 64 * tiles and keys > 64 and idle <= _MOST_IDLE else None
+
+
+def whole_shared(channels: int, tiles: int) -> int:
+    """Bytes of shared memory of `WholeGradients`."""
+    across, width = _padded(channels), -(-channels // 16) * 16
+    queries = tiles * 64 * (2 * across * 2 + width * 4 + 16)
+    keys = 3 * (3 * 64 * across * 2 + 2 * 64 * 64 * 2)
+    return queries + keys + 3 * 4 * 8 * 4 + (2 * tiles + 9 + 3 * tiles) * 8

@@ -15,6 +15,7 @@ from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.memory import loads_wide
 from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows
 from evoattn.backends.hopper.primitives import padded
+from evoattn.backends.hopper.turns import Turns, moved
 from evoattn.backends.hopper.workspace import Workspace
 
 __all__ = ["changed", "contiguous", "fold", "loadable", "plan_forward", "row_plan"]
@@ -44,8 +45,11 @@ def plan_forward(
     variant = Forward(dtype, d, pair=pair is not None, row=row, exact=exact, resident=resident, aligned=aligned)
 
     panels = -(-lq // (HALVES * ROWS))
-    blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, b * n * h * panels)
-    deal = min(max(round(blocks / (b * h * panels)), 1), n)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    turns = Turns.of(q, None if resident else pair_bias, panels * n, processors)
+    panels *= turns.b * turns.h
+    blocks = min(processors, panels * n)
+    deal = min(max(round(blocks / panels), 1), n)
 
     workspace = Workspace(device)
     terms = row_plan(mask, mask_bias, q, lk, workspace, always=row)
@@ -56,7 +60,11 @@ def plan_forward(
     o = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta"))
     lse = torch.empty((b, n, h, lq), device="meta", dtype=torch.float32)
     seen = pair if laid is None else laid
-    kernel = plan(variant, device, q, k, v, *of_rows[:2], seen, o, lse, *of_rows[2:], unit, deal, blocks)
+    bias = None if seen is None else turns.cut(seen, 1)
+    of_turn = [turns.cut(x, 2) for x in (q, k, v, o, lse)]
+    kernel = plan(variant, device, *of_turn[:3], *of_rows[:2], bias, *of_turn[3:], *of_rows[2:], unit, deal, blocks)
+    by_b = (None, None) if terms is None else (terms.by_b(terms.like), terms.by_b(terms.ends))
+    further = turns.further((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b), (seen, 1), (o, 2), (lse, 2))
 
     def run(*tensors: Any) -> None:
         if changes:
@@ -71,7 +79,12 @@ def plan_forward(
             pairs(given, pair)
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
         row, ends = (None, None) if terms is None else terms.make(start, mask, mask_bias)
-        kernel(q, k, v, row, ends, pair, o, lse)
+        places = (q, k, v, row, ends, pair, o, lse)
+        if len(further) == 1:
+            kernel(*places)
+        else:
+            for steps in further:
+                kernel(*moved(places, steps))
 
     return run
 
@@ -91,6 +104,10 @@ class KeyTerms(NamedTuple):
     ends: Tensor
     row_b: int
     row_n: int
+
+    def by_b(self, x: Tensor) -> Tensor:
+        """The terms or the ends, [r,...], as [b|1,n|1,...]."""
+        return x.unflatten(0, (-1, self.row_b)) if self.row_b else x[None]
 
 
 def row_plan(

@@ -1,0 +1,525 @@
+"""The backward without a pair bias in one kernel: dq, dk, dv and each head's part of the gradient of the mask bias.
+
+Nothing is shared between rows n then, so a persistent block takes one (b, n, h) at a time and computes each score once, where
+`bwd_dq` and `bwd_dkdv` compute it twice. All queries of a row stay in shared memory: q, do, what each query brings to the
+products, and dq in float32. Three warpgroups take 64 keys each and go through all tiles of 64 queries, on transposed scores as
+`bwd_dkdv` does; dS goes through shared memory into the product for dq.
+
+The warpgroups begin at different tiles, and add to each tile's dq in turn, always in the same order: warpgroup s after s + 1,
+cyclically. Each begins with a third of the tiles of its own, to which it is the first to add.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
+from evoattn.backends.hopper.bwd_steps import (
+    NEVER,
+    ROWS,
+    SLICE,
+    TILE,
+    fake_words,
+    narrow,
+    release,
+    sleep_until,
+    write_statistics,
+)
+from evoattn.backends.hopper.launch import Kernel, channels, terms
+from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+QUERIES = 64  # queries of a tile
+GROUPS = 3  # warpgroups
+FIRST, LAST = 2, 4  # rounds of a row: flags beside a bit of the number of rounds
+
+
+class WholeGradients(KeySteps, Kernel):
+    """One variant of the kernel. Sizes, strides and scale are known when it runs.
+
+    Args:
+        dtype: cutlass type of q, k and v.
+        channels: D, 32 at most.
+        row: whether there is a key-wise bias.
+        mask_gradient: whether the gradient of the mask bias is wanted.
+        dlse: whether lse has a gradient.
+        tiles: tiles of 64 queries that there is room for.
+    """
+
+    def __init__(
+        self, dtype: Any, channels: int, *, row: bool, mask_gradient: bool = False, dlse: bool = False, tiles: int = 8
+    ):
+        self.dtype, self.channels, self.row = dtype, channels, row
+        self.mask_gradient, self.dlse, self.tiles, self.pair = mask_gradient, dlse, tiles, False
+        self.D, self.steps = padded(channels), -(-channels // 16)
+        self.width = 16 * self.steps
+        self.threads = (GROUPS + 1) * 128
+        self.name_after(dtype, channels=channels, row=row, mask_gradient=mask_gradient, dlse=dlse, tiles=tiles)
+
+    def layouts(self):
+        return (
+            k_major(self.dtype, ROWS, self.D, 3 * GROUPS),  # k twice and v, of each warpgroup
+            mn_major(self.dtype, self.D, ROWS, 3 * GROUPS),  # the same as right side of dS k
+            k_major(self.dtype, QUERIES, self.D, self.tiles),  # q, do
+            mn_major(self.dtype, self.D, QUERIES, self.tiles),  # the same as right sides of dS^T q and P^T do
+            k_major(self.dtype, 16, QUERIES, 2 * GROUPS * 4),  # dS^T, a warp's 16 keys, twice
+            mn_major(self.dtype, QUERIES, ROWS, 2 * GROUPS),  # the same as left side of dS k
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        row: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dmask: Any,
+        scale: Float32,
+        row_b: Int32,
+        row_n: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        """q, k, v, o, do, dq, dk, dv [b,n,h,l,d]; row [r, keys * TERMS]; lse, dlse [b,n,h,q]; dmask float32 [b,n,h,k], or None.
+
+        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover whole tiles of 64 keys.
+        """
+        lk, _, lq, _, _, _ = self.layouts()
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
+        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (ROWS, self.D))
+        aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (ROWS, self.D))
+        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (QUERIES, self.D))
+        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
+        self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, o, do, k, row, lse, dlse, dq, dk, dv, dmask, scale, row_b, row_n).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.row
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        aK: cute.CopyAtom,
+        tK: cute.Tensor,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        aQ: cute.CopyAtom,
+        tQ: cute.Tensor,
+        aG: cute.CopyAtom,
+        tG: cute.Tensor,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        gK: cute.Tensor,
+        row: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dmask: Any,
+        scale: Float32,
+        row_b: Int32,
+        row_n: Int32,
+    ):
+        D, QT = self.D, self.tiles
+        B, N, H, LQ, _ = o.shape
+        LK = gK.shape[3]
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        wid = arch.make_warp_uniform(arch.warp_idx())
+        lane = arch.lane_idx()
+        # ---- shared memory
+        smem = SmemAllocator()
+        lk, lkt, lq, lqt, ls, lst = self.layouts()
+        new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
+        sQ, sG, sK, sS = new(lq), new(lq), new(lk), new(ls)
+        sQt, sGt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sG.iterator, lqt.outer)
+        sKt, sSt = cute.make_tensor(sK.iterator, lkt.outer), cute.make_tensor(sS.iterator, lst.outer)
+        across = self.width // 8
+        # dq of a tile, as the accumulators hold it, each warp's part in one piece
+        sums = smem.allocate_tensor(
+            Float32, cute.make_layout((4, 32, across, 4, QT), stride=(1, 4, 128, 128 * across, 512 * across)), 128
+        )
+        pS = smem.allocate_array(Float32, QT * TILE, byte_alignment=128)
+        full = smem.allocate_array(Int64, QT)  # a tile of queries is there
+        empty = smem.allocate_array(Int64, QT)
+        kfull = smem.allocate_array(Int64, 2 * GROUPS)
+        kempty = smem.allocate_array(Int64, 2 * GROUPS)
+        vempty = smem.allocate_array(Int64, GROUPS)
+        added = smem.allocate_array(Int64, GROUPS * QT)  # a warpgroup has added to dq of a tile
+        book = cute.make_tensor(smem.allocate_array(Int32, GROUPS * 32), cute.make_layout((GROUPS * 4, 8), stride=(8, 1)))
+        if tid == 0:
+            for i in range_constexpr(QT):
+                arch.mbarrier_init(full + i, 2)
+                arch.mbarrier_init(empty + i, GROUPS * 4)
+            for i in range_constexpr(2 * GROUPS):
+                arch.mbarrier_init(kfull + i, 1)
+                arch.mbarrier_init(kempty + i, 4)
+            for i in range_constexpr(GROUPS):
+                arch.mbarrier_init(vempty + i, 4)
+            for i in range_constexpr(GROUPS * QT):
+                arch.mbarrier_init(added + i, 4)
+        arch.mbarrier_init_fence()
+        arch.sync_threads()
+        inverse = Float32(1.0) / scale
+        # ---- work: rows (b, n, h), one after the other
+        NK = (LK + ROWS - 1) // ROWS
+        NT = (LQ + QUERIES - 1) // QUERIES
+        rounds = (NK + GROUPS - 1) // GROUPS
+        items = B * N * H
+        second, third = NT // 3, 2 * NT // 3  # where warpgroups 1 and 2 begin
+
+        def parts(a, t, tile, s):
+            g = cute.local_tile(t, tile, (None, 0, None, None, None))
+            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
+
+        kS, kG = parts(aK, tK, (ROWS, D), sK)
+        vS, vG = parts(aV, tV, (ROWS, D), sK)
+        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ)
+        gS, gG = parts(aG, tG, (QUERIES, D), sG)
+        sizes = (N, H, NK, NT, LQ, second, third, rounds)
+        if wid >= GROUPS * 4:
+            # ================= one warp brings in, three find the statistics of a third of the tiles each
+            arch.setmaxregister_decrease(56)
+            s = wid - GROUPS * 4
+            if s == GROUPS:
+                copies = ((aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS))
+                self.produce(bid, blocks, items, sizes, copies, (full, empty, kfull, kempty, vempty))
+            else:
+                self.produce_statistics(s, bid, blocks, items, sizes, o, do, lse, dlse, inverse, pS, full, empty, lane)
+        else:
+            # ================= consumers
+            arch.setmaxregister_increase(152)
+            s, w, wt = wid // 4, wid % 4, tid % 128
+            g, t4 = lane // 4, lane % 4
+            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
+            D_K = self.transposed(True)
+            fQ = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sQ, (SLICE, D), (None, 0, None))))
+            fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
+            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sQt, self.width)))
+            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sGt, self.width)))
+            fS = D_K.make_fragment_A(D_K.get_slice(wt).partition_A(sSt))
+            fKt = D_K.make_fragment_B(D_K.get_slice(wt).partition_B(narrow(sKt, self.width)))
+            # the words of a query fill 8 of 16 channels; the other 8 are the same again, see take_rows
+            s1 = cute.make_tensor(
+                cute.recast_ptr(pS, dtype=self.dtype),
+                cute.make_layout(((8, 4), (8, 2), (2, QT)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
+            )
+            f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
+            S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
+            T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
+            X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
+            Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
+            R = D_K.make_fragment_C(D_K.partition_shape_C((QUERIES, self.width)))
+            rK = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D)))
+            rV = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D)))
+            rR, rD = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16))) for _ in range(2))
+            self.take_deltas(rD, t4, lane)
+            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
+            rows = ldm.partition_S(sK)
+            own = cute.make_rmem_tensor(6, Int32)
+            own.fill(0)
+            of_mask = cute.make_rmem_tensor(2, Float32)
+            begin = Int32(cutlass.select_(s == 0, Int32(0), cutlass.select_(s == 1, second, third)))
+            # What the loop over tiles does not need lives in shared memory: the row, how many rows and how many tiles of keys
+            # came before, the round, and h, n and b.
+            mine = book[wid, None]
+            if lane == 0:
+                mine[0], mine[1], mine[2] = bid, Int32(0), Int32(0)
+            arch.sync_warp()
+            at = Int32(0)  # tiles of scores so far
+            if const_expr(self.row):
+                arch.griddepcontrol_wait()
+            while mine[0] < items:
+                if lane == 0:
+                    mine[3] = Int32(0)
+                    mine[4], mine[5], mine[6] = self.place(mine[0], H, N)
+                arch.sync_warp()
+                while mine[3] < rounds:
+                    r, count, done = mine[3], mine[1], mine[2]
+                    flags = Int32(cutlass.select_(r == 0, FIRST, 0)) | Int32(cutlass.select_(r == rounds - 1, LAST, 0))
+                    flags = flags | (count * rounds + r & 1)
+                    ph = count & 1
+                    if r * GROUPS + s < NK:
+                        buffer = arch.make_warp_uniform(3 * s + (done & 1))
+                        if const_expr(self.row):
+                            self.load_row(own, row, mine[6] * row_b + mine[5] * row_n, (r * GROUPS + s) * ROWS + w * 16 + g)
+                        barrier = kfull + 2 * s + (done & 1)
+                        self.take_rows(ldm, rows, ((buffer, rK), (3 * s + 2, rV)), own, rR, t4, inverse, barrier, done >> 1 & 1)
+                        of_mask.fill(0.0)
+                        j = begin
+                        for t in cutlass.range(NT, unroll=1):
+                            j = arch.make_warp_uniform(j)
+                            at, buffer = arch.make_warp_uniform(at), arch.make_warp_uniform(buffer)
+                            to = sS[None, None, (2 * s + (at & 1)) * 4 + w]
+                            arch.mbarrier_wait(full + j, ph)
+                            warpgroup.fence()
+                            self.scores(S, T, rK, rV, rR, rD, fQ, fG, f1, 0, j)
+                            warpgroup.commit_group()
+                            warpgroup.wait_group(0)
+                            if t == 0:
+                                release(vempty + s, lane)  # a product has used v: only then has it left shared memory
+                            # ---- the first half of the tile's queries
+                            P, dS = self.gradient(S, T, scale, of_mask)
+                            self.leave(dS, to, 0, lane)
+                            warpgroup.fence()
+                            self.scores(S, T, rK, rV, rR, rD, fQ, fG, f1, 1, j)
+                            warpgroup.commit_group()
+                            self.products(P, dS, X, Y, fQt, fGt, 0, j, t > 0)
+                            warpgroup.commit_group()
+                            warpgroup.wait_group(1)
+                            # ---- the second half, and dq of the tile, in the scores' registers
+                            P, dS = self.gradient(S, T, scale, of_mask)
+                            self.leave(dS, to, 1, lane)
+                            arch.fence_proxy("async.shared", space="cta")
+                            warpgroup.wait_group(0)
+                            warpgroup.fence()
+                            self.products(P, dS, X, Y, fQt, fGt, 1, j, True)
+                            arch.barrier(barrier_id=1 + s, number_of_threads=128)
+                            self.query_products(R, fS, fKt, 2 * s + (at & 1), buffer)
+                            warpgroup.commit_group()
+                            warpgroup.wait_group(0)
+                            self.add_up(
+                                R, flags, s, j, NT, sums[None, lane, None, w, j], added, empty, dq, mine, w, scale, lane
+                            )
+                            at += 1
+                            j += 1
+                            if j == NT:
+                                j = Int32(0)
+                        release(kempty + 2 * s + (mine[2] & 1), lane)
+                        # ---- dk and dv go through what the next tile's dS will overwrite, and nobody reads any more
+                        h, n, b = mine[4], mine[5], mine[6]
+                        first = (mine[3] * GROUPS + s) * ROWS + w * 16
+                        if const_expr(self.mask_gradient):
+                            self.store_sums(of_mask, dmask[b, n, h, None], first + g, t4)
+                        room = cute.recast_ptr(sS[None, None, (2 * s + (at & 1)) * 4 + w].iterator, dtype=self.dtype)
+                        self.write(X, scale, room, dk[b, n, h, None, None], first, lane)
+                        self.write(Y, Float32(1.0), room, dv[b, n, h, None, None], first, lane)
+                        if lane == 0:
+                            mine[2] = mine[2] + 1
+                    else:
+                        # no keys are left for this warpgroup: it adds nothing, in its turn
+                        j = begin
+                        for _ in cutlass.range(NT, unroll=1):
+                            arch.mbarrier_wait(full + j, ph)
+                            self.add_up(
+                                None, flags, s, j, NT, sums[None, lane, None, w, j], added, empty, dq, mine, w, scale, lane
+                            )
+                            j += 1
+                            if j == NT:
+                                j = Int32(0)
+                    arch.sync_warp()
+                    if lane == 0:
+                        mine[3] = mine[3] + 1
+                    arch.sync_warp()
+                if lane == 0:
+                    mine[0] = mine[0] + blocks
+                    mine[1] = mine[1] + 1
+                arch.sync_warp()
+
+    def place(self, item, heads, n):
+        """h, n and b of a row"""
+        return item % heads, item // heads % n, item // heads // n
+
+    def transposed(self, accumulate: Any) -> Any:
+        """The product for dq: both sides in shared memory, of the left one [q,k] the queries are contiguous."""
+        source = warpgroup.OperandSource.SMEM
+        operation = warpgroup.MmaF16BF16Op(self.dtype, Float32, (QUERIES, self.width, 16), source, MN, MN)
+        tiled = cute.make_tiled_mma(operation)
+        tiled.set(warpgroup.Field.ACCUMULATE, accumulate)
+        return tiled
+
+    def query_products(self, R, fS, fKt, left, right):
+        """dq of a tile of queries, of this warpgroup's keys"""
+        for kk in range(ROWS // 16):
+            cute.gemm(self.transposed(kk > 0), R, fS[None, None, kk, left], fKt[None, None, kk, right], R)
+
+    def leave(self, dS, tile, u, lane):
+        """dS^T of half a tile of queries, a warp's 16 keys, in shared memory"""
+        stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        for kk in range(2):
+            to = cute.local_tile(tile, (1, 8), (lane % 16, 4 * u + 2 * kk + lane // 16))
+            cute.copy(stm, cute.make_tensor(dS[kk].iterator, cute.make_layout(8)), to[0, None])
+
+    @cute.jit
+    def add_up(
+        self,
+        R,
+        flags: Int32,
+        s: Int32,
+        j: Int32,
+        NT: Int32,
+        tile,
+        added: cute.Pointer,
+        empty: cute.Pointer,
+        dq: cute.Tensor,
+        mine,
+        w: Int32,
+        scale: Float32,
+        lane: Int32,
+    ):
+        """Add to dq of tile j after the warpgroup before; the last one writes it. Then the tile's queries are given back."""
+        before = Int32(cutlass.select_(s == 2, Int32(0), s + 1))
+        # the third that the tile lies in, where this warpgroup begins and where it ends
+        z = Int32(cutlass.select_(3 * j + 3 <= NT, Int32(0), cutlass.select_(3 * j + 3 <= 2 * NT, Int32(1), Int32(2))))
+        own = Int32(cutlass.select_(z == s, Int32(1), Int32(0)))
+        arch.mbarrier_wait(added + before * self.tiles + j, (flags ^ own) & 1)
+        total = cute.make_rmem_tensor(4 * (self.width // 8), Float32)
+        if flags & FIRST == 0 or own == 0:
+            for x in range_constexpr(self.width // 8):
+                cute.autovec_copy(tile[None, x], cute.make_tensor(total.iterator + 4 * x, cute.make_layout(4)))
+        else:
+            total.fill(0.0)
+        if const_expr(R is not None):
+            for x in range_constexpr(cute.size(total)):
+                total[x] = total[x] + R[x]
+        if flags & LAST != 0 and z == Int32(cutlass.select_(s == 0, Int32(2), s - 1)):
+            arch.sync_warp()
+            h, n, b = mine[4], mine[5], mine[6]
+            room = cute.recast_ptr(tile.iterator - lane * 4, dtype=self.dtype)
+            self.write(total, scale, room, dq[b, n, h, None, None], j * QUERIES + w * 16, lane)
+        else:
+            for x in range_constexpr(self.width // 8):
+                cute.autovec_copy(cute.make_tensor(total.iterator + 4 * x, cute.make_layout(4)), tile[None, x])
+        arch.sync_warp()
+        release(added + s * self.tiles + j, lane)
+        if flags & LAST != 0:
+            release(empty + j, lane)
+
+    @cute.jit
+    def write(self, values, factor: Float32, room: cute.Pointer, to: cute.Tensor, first: Int32, lane: Int32):
+        """A warp's 16 rows of an accumulator, times factor, to memory in 16 bytes a thread, by way of its own room"""
+        stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        pitch = self.width + 8
+        for x in range_constexpr(self.width // 16):
+            short = cute.make_rmem_tensor(8, self.dtype)
+            for y in range_constexpr(8):
+                short[y] = (values[8 * x + y] * factor).to(self.dtype)
+            at = (room + (lane % 16) * pitch + 16 * x + 8 * (lane // 16)).align(16)
+            cute.copy(stm, short, cute.make_tensor(at, cute.make_layout(8)))
+        arch.sync_warp()
+        each = self.channels // 8
+        for x in range_constexpr(-(-16 * each // 32)):
+            c = x * 32 + lane
+            line, part = c // each, c % each
+            if line < 16 and first + line < to.shape[0]:
+                held = cute.make_rmem_tensor(8, self.dtype)
+                cute.autovec_copy(cute.make_tensor((room + line * pitch + 8 * part).align(16), cute.make_layout(8)), held)
+                cute.autovec_copy(held, cute.local_tile(to[first + line, None], (8,), (part,)))
+        arch.sync_warp()
+
+    @cute.jit
+    def produce(self, bid: Int32, blocks: Int32, items: Int32, sizes, copies, bars):
+        """Bring in the keys and values of each warpgroup, and the tiles of queries of each row."""
+        N, H, NK, NT, _, second, third, rounds = sizes
+        (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
+        full, empty, kfull, kempty, vempty = bars
+        D = self.D
+        item, count = bid, Int32(0)
+        while item < items:
+            h, n, b = item % H, item // H % N, item // H // N
+            for r in cutlass.range(rounds, unroll=1):
+                for s in range_constexpr(GROUPS):
+                    i = r * GROUPS + s
+                    if i < NK:
+                        done = count * ((NK + GROUPS - 1 - s) // GROUPS) + r
+                        x, ph = done & 1, done >> 1 & 1
+                        sleep_until(kempty + 2 * s + x, ph ^ 1)
+                        sleep_until(vempty + s, (done & 1) ^ 1)
+                        with arch.elect_one():
+                            arch.mbarrier_arrive_and_expect_tx(kfull + 2 * s + x, 2 * ROWS * D * 2)
+                        cute.copy(aK, kG[None, i, h, n, b], kS[None, 3 * s + x], tma_bar_ptr=kfull + 2 * s + x)
+                        cute.copy(aV, vG[None, i, h, n, b], vS[None, 3 * s + 2], tma_bar_ptr=kfull + 2 * s + x)
+                if r == 0:
+                    # each third's first tiles first
+                    for y in cutlass.range(3 * (NT - third), unroll=1):
+                        z = y % 3
+                        start = Int32(cutlass.select_(z == 0, Int32(0), cutlass.select_(z == 1, second, third)))
+                        stop = Int32(cutlass.select_(z == 0, second, cutlass.select_(z == 1, third, NT)))
+                        j = start + y // 3
+                        if j < stop:
+                            sleep_until(empty + j, (count & 1) ^ 1)
+                            with arch.elect_one():
+                                arch.mbarrier_arrive_and_expect_tx(full + j, 2 * QUERIES * D * 2)
+                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, j], tma_bar_ptr=full + j)
+                            cute.copy(aG, gG[None, j, h, n, b], gS[None, j], tma_bar_ptr=full + j)
+            item += blocks
+            count += 1
+
+    @cute.jit
+    def produce_statistics(
+        self,
+        s: Int32,
+        bid: Int32,
+        blocks: Int32,
+        items: Int32,
+        sizes,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        inverse: Float32,
+        pS: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        lane: Int32,
+    ):
+        """What each query of a third of the tiles brings to the products: terms of -lse / scale, and of -delta."""
+        N, H, _, NT, LQ, second, third, _ = sizes
+        start = Int32(cutlass.select_(s == 0, Int32(0), cutlass.select_(s == 1, second, third)))
+        stop = Int32(cutlass.select_(s == 0, second, cutlass.select_(s == 1, third, NT)))
+        item, count = bid, Int32(0)
+        while item < items:
+            h, n, b = item % H, item // H % N, item // H // N
+            for j in cutlass.range(start, stop, unroll=1):
+                low, delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+                for x in range_constexpr(2):
+                    q = j * QUERIES + x * 32 + lane
+                    low[x], delta[x] = Float32(NEVER), Float32(0.0)
+                    if q < LQ:
+                        value = lse[b, n, h, q]
+                        for y in range_constexpr(self.channels // 8):
+                            one, two = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.dtype)
+                            cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (y,)), one)
+                            cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (y,)), two)
+                            for z in range_constexpr(8):
+                                delta[x] = delta[x] - one[z].to(Float32) * two[z].to(Float32)
+                        if value > Float32(-float("inf")):
+                            low[x] = -value
+                            if const_expr(self.dlse):
+                                delta[x] = delta[x] + dlse[b, n, h, q]
+                # while the tile's last readers are still at it, these are on their way
+                sleep_until(empty + j, (count & 1) ^ 1)
+                to = cute.make_tensor(pS + j * TILE, cute.make_layout(TILE))
+                for x in range_constexpr(2):
+                    write_statistics(to, x * 32 + lane, low[x], delta[x], inverse, self.dtype)
+                arch.fence_proxy("async.shared", space="cta")
+                arch.sync_warp()
+                release(full + j, lane)
+            item += blocks
+            count += 1
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        size = cute.sym_int
+        B, N, H, Q, KL = (size() for _ in range(5))
+        of_q = [channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, Q, Q, KL, KL)]
+        lse, dlse = fake_words((B, N, H, Q)), fake_words((B, N, H, Q))
+        dmask = fake_words((B, N, H, KL)) if self.mask_gradient else None
+        numbers = (Float32(0), Int32(0), Int32(0), Int32(0))
+        return *of_q[:5], terms(self.dtype), lse, dlse, *of_q[5:], dmask, *numbers

@@ -172,6 +172,11 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     assert len({given[6] for given in of_keys}) == len(starts), "tiles of its own"
     assert {given[8] for given in of_keys} == {given[11] for given in of_queries} and len({given[8] for given in of_keys}) == 1
 
+    launched.clear()
+    needs = (True, False, False, False, True)  # nothing streams then
+    bwd.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, of_qkv[0], None, None)
+    assert [name for name, _ in launched] == ["Rows", "QueryGradients"]
+
 
 @pytest.mark.parametrize(
     ("changes", "rounds"),

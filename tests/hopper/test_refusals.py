@@ -233,6 +233,10 @@ def test_the_tiles_of_the_backward_are_told() -> None:
     assert both["dq"]["block_k"] >= 384 and both["dq"]["cluster"] == 1
     assert both["dkdv"]["block_q"] == both["dkdv"]["block_k"] == 64
     assert tiles(needs=(False, False, False, True, False)) == {"dkdv": both["dkdv"]}
+    many = {"needs": ALL, "pair_bias": None, "n": 66, "h": 2, "lq": 200, "lk": 300, "d": 32, "c": 32}
+    assert tiles(**many) == {"whole": {"block_q": 64, "block_k": 64}}
+    assert set(tiles(**{**many, "pair_bias": torch.bfloat16})) == set(tiles(**{**many, "lq": 64})) == {"dq", "dkdv"}
+    assert set(tiles(**{**many, "needs": (False, True, True, False, False)})) == {"dkdv"}
     long = tiles(needs=(True, False, False, False, False), lk=1024)
     assert set(long) == {"dq"}
     assert long["dq"]["block_k"] * long["dq"]["cluster"] >= 1024 and long["dq"]["cluster"] > 1

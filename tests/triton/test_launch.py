@@ -48,6 +48,9 @@ def test_heads_share_half_of_the_cache(
         describe(q, q, q, None, None, None), bias, None if sums is None else of_sums, torch.device("cpu")
     )
     assert found == together
+    for of_all in ((1, 1, length, length), (1, heads, 1, length)):  # what heads share, or is small, is no reason to part them
+        small = launch.contiguous(of_all, torch.bfloat16)
+        assert bwd._heads_together(describe(q, q, q, None, None, None), small, None, torch.device("cpu")) == heads
 
 
 class Compiled:

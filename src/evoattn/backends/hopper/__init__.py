@@ -101,10 +101,13 @@ def resolve(problem: Problem, config: Config) -> Config:
 
 def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
     """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
-    from evoattn.backends.hopper.bwd_plan import key_variant, query_variant
+    from evoattn.backends.hopper.bwd_plan import key_variant, query_variant, whole_tiles
 
     of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
     pair = problem.pair_bias is not None
+    sizes = (problem.b, problem.n, problem.h, problem.lq, problem.lk)
+    if of_q and (of_k or of_v or of_mask_bias) and not pair and whole_tiles(problem.d, sizes, _processors()):
+        return {"whole": {"block_q": 64, "block_k": 64}}
     found = {}
     if of_q or of_pair_bias:
         chosen = query_variant(problem.d, problem.lk, pair) or {}
@@ -179,6 +182,11 @@ def plan_backward(
     tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
     run = bwd.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
     return on_device_of(q, run)
+
+
+def _processors() -> int:
+    """Of the current device, or of an H200 where there is none."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:

@@ -1,7 +1,7 @@
 """The backward pass on a Hopper GPU: what a call launches, worked out once for calls that look alike.
 
 `bwd_dq` runs first, and leaves for `bwd_dkdv` the two statistics of each query that it finds on the way; where no gradient of q
-or the pair bias is wanted, `bwd_preprocess` finds them.
+or the pair bias is wanted, `bwd_preprocess` finds them. Without a pair bias `bwd_whole` may do all of it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def plan_backward(
     cluster = split["cluster"]
     at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, device)
     variant = key_variant(d, lq, pair_bias is not None)
-    turns = Turns.of(q, pair_bias if variant["ring"] else None, key_panels * n, processors)
+    turns = Turns.of(q, pair_bias if second and variant["ring"] else None, key_panels * n, processors)
     of_turn = turns.b * turns.h
     clusters, key_blocks = min(at_once, of_turn * panels * n), min(processors, of_turn * key_panels * n)
     idle = second and variant["streams"] + bool(variant["ring"]) < 4  # a warp of the kernel of the keys
@@ -131,7 +131,7 @@ def plan_backward(
     if second and not whole:
         tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None
         rounds = gradient is not None and gradient.rounds
-        fours = [x.reshape(-1, 4) for x in (at_sums, at_wanted)] if rounds else (None, None)
+        fours = [x.view(-1, 4) for x in (at_sums, at_wanted)] if rounds else (None, None)
         made = KeyGradients(dtype, d, **has, mask_gradient=of_mask, rounds=rounds, **variant)  # type: ignore[arg-type, assignment]
         tensors = (at_q, at_k, at_v, at_do, at_laid if tiles else at_pair, row, stats, at_dk, at_dv, at_mask, *fours)
         key_kernel = plan(made, device, *tensors, unit, row_b, row_n, key_blocks)
@@ -139,17 +139,18 @@ def plan_backward(
     place_of_stats = 0 if whole else workspace.add(stats)
     place_of_tiles = workspace.add(laid) if tiles else 0
     place_of_parts = workspace.add(parts) if partial else 0
-    made_by = (
-        whole_kernel or query_kernel,
-        whole_kernel or key_kernel,
-        whole_kernel or key_kernel,
-    )  # what a kernel makes and nobody wants has a place too
+    # what a kernel makes and nobody wants has a place too
+    made_by = (whole_kernel,) * 3 if whole else (query_kernel, key_kernel, key_kernel)
     which = zip(outputs, needs, made_by, strict=False)
     unwanted = [workspace.add(x) if kernel is not None and not need else 0 for x, need, kernel in which]
     by_torch = added is not None and (terms is None or clears is None)
 
     def launch(start: int, q, k, v, o, do, lse, dlse, dq, dk, dv, dmask, pair, laid, sums, dpair, row) -> None:  # type: ignore[no-untyped-def]
-        """The main kernels of a turn. Each starts while the one before it runs: nothing may come between."""
+        """The main kernels of a turn. Nothing may come between: the second starts while the first runs.
+
+        The next turn's first waits for this one's last, which never says that another may start. So both may use the same
+        statistics and parts.
+        """
         if whole_kernel is not None:
             whole_kernel(q, k, v, o, do, row, lse, dlse, dq, dk, dv, dmask)
         stats, parts = start + place_of_stats, start + place_of_parts

@@ -17,7 +17,7 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class KeySteps:
-    """The part of `KeyGradients` that knows nothing of the queries' barriers."""
+    """The part of `KeyGradients` and `WholeGradients` that knows nothing of the queries' barriers."""
 
     dtype: Any
     D: int

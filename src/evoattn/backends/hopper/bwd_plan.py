@@ -1,4 +1,4 @@
-"""Which variant of the backward kernels serves which lengths: arguments of `QueryGradients` and `KeyGradients`."""
+"""Which variant of the backward kernels serves which sizes: arguments of `QueryGradients`, `KeyGradients`, `WholeGradients`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _WITHOUT_PAIR = (
     (512, 4, 4, 2, 3),
     *_WITHOUT_PAIR_SHARING,
 )
+_WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
+
 _MOST_IDLE = 0.15
 """Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
-
-_WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 
 
 def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None:
@@ -87,7 +87,7 @@ def _padded(channels: int) -> int:
 def whole_tiles(channels: int, sizes: tuple[int, int, int, int, int], processors: int) -> int | None:
     """The tiles of 64 queries that `WholeGradients` has room for, where it is the faster way; sizes are b, n, h, q, k.
 
-    It is not where queries or keys are one tile, which leaves warpgroups idle, nor where the last rows leave processors so.
+    It is not where queries or keys are one tile, which leaves warpgroups idle, nor where the last rows leave processors idle.
     """
     b, n, h, queries, keys = sizes
     tiles = {16: 16, 32: 8, 64: 0}[_padded(channels)]
@@ -101,4 +101,4 @@ def whole_shared(channels: int, tiles: int) -> int:
     across, width = _padded(channels), -(-channels // 16) * 16
     queries = tiles * 64 * (2 * across * 2 + width * 4 + 16)
     keys = 3 * (3 * 64 * across * 2 + 2 * 64 * 64 * 2)
-    return queries + keys + 3 * 4 * 8 * 4 + (2 * tiles + 9 + 3 * tiles) * 8
+    return queries + keys + 3 * 4 * 8 * 4 + (5 * tiles + 15) * 8

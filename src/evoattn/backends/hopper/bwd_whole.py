@@ -6,7 +6,7 @@ products, and dq in float32. Three warpgroups take 64 keys each and go through a
 `bwd_dkdv` does; dS goes through shared memory into the product for dq.
 
 The warpgroups begin at different tiles, and add to each tile's dq in turn, always in the same order: warpgroup s after s + 1,
-cyclically. Each begins with a third of the tiles of its own, to which it is the first to add.
+cyclically. Each begins with a third of the tiles of its own, where there are three, to which it is the first to add.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from evoattn.backends.hopper.bwd_steps import (
 )
 from evoattn.backends.hopper.launch import Kernel, channels, terms
 from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.schedule import place
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 QUERIES = 64  # queries of a tile
@@ -248,7 +249,7 @@ class WholeGradients(KeySteps, Kernel):
             while mine[0] < items:
                 if lane == 0:
                     mine[3] = Int32(0)
-                    mine[4], mine[5], mine[6] = self.place(mine[0], H, N)
+                    mine[4], mine[5], mine[6] = place(mine[0], H, N)
                 arch.sync_warp()
                 while mine[3] < rounds:
                     r, count, done = mine[3], mine[1], mine[2]
@@ -331,10 +332,6 @@ class WholeGradients(KeySteps, Kernel):
                     mine[0] = mine[0] + blocks
                     mine[1] = mine[1] + 1
                 arch.sync_warp()
-
-    def place(self, item, heads, n):
-        """h, n and b of a row"""
-        return item % heads, item // heads % n, item // heads // n
 
     def transposed(self, accumulate: Any) -> Any:
         """The product for dq: both sides in shared memory, of the left one [q,k] the queries are contiguous."""
@@ -432,7 +429,7 @@ class WholeGradients(KeySteps, Kernel):
         D = self.D
         item, count = bid, Int32(0)
         while item < items:
-            h, n, b = item % H, item // H % N, item // H // N
+            h, n, b = place(item, H, N)
             for r in cutlass.range(rounds, unroll=1):
                 for s in range_constexpr(GROUPS):
                     i = r * GROUPS + s
@@ -485,7 +482,7 @@ class WholeGradients(KeySteps, Kernel):
         stop = Int32(cutlass.select_(s == 0, second, cutlass.select_(s == 1, third, NT)))
         item, count = bid, Int32(0)
         while item < items:
-            h, n, b = item % H, item // H % N, item // H // N
+            h, n, b = place(item, H, N)
             for j in cutlass.range(start, stop, unroll=1):
                 low, delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
                 for x in range_constexpr(2):

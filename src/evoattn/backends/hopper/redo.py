@@ -148,7 +148,7 @@ class Redo:
             for x in range_constexpr(2):
                 s, gone = S[2 * x + y] * scale + bias, dead
                 if const_expr(self.pair):
-                    # as it was given, or laid out anew, with MASKED for -inf
+                    # as it was given, or laid out anew, with MASKED for -inf; the same number of a user's is taken for that too
                     more = pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), lines[x], key].to(Float32)
                     gone = dead | (more == -Float32.inf) | (more == MASKED)
                     s += cutlass.select_(more < SHALLOW, Float32(SHALLOW), more)

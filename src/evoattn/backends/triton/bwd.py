@@ -9,6 +9,7 @@ pair_gradient_kernel    the pair-bias gradient in a fixed order, where results m
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -284,7 +285,7 @@ def _plan_dq(call: Call, pair: Pair, need: bool) -> tuple[Launch | None, Launch 
 
 def _heads_together(problem: Problem, bias: Strided | None, sums: Strided | None, device: torch.device) -> int:
     """Heads that dQ's programs work on at a time: as many as half of the cache holds the pair bias and its gradient of."""
-    of_head = problem.lq * problem.lk * sum(x.dtype.itemsize for x in (bias, sums) if x is not None)
+    of_head = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in (bias, sums) if x is not None and x.shape[1] > 1)
     divisors = (x for x in range(problem.h, 1, -1) if problem.h % x == 0)
     return next((x for x in divisors if x * of_head <= launch.cache_bytes(device) // 2), 1)
 

@@ -121,8 +121,8 @@ def dq_kernel(
     It writes dQ once, each tile of dS summed over its rows once (one addition in memory for ROWS rows), and, with MAKE_STATS,
     the statistics of its queries, which it otherwise reads (a kernel of their own takes .035 ms at tri384 on an H200).
     """
-    # Heads run fastest, then queries, then rows n: programs that run together add to different tiles of the gradient. But of so
-    # many heads only as the cache holds the pair bias and its gradient of.
+    # Heads run fastest, then queries, then rows n: programs that run together add to different tiles of the gradient. But only
+    # `together` heads at a time, whose pair bias and gradient the cache holds.
     pid = tl.program_id(0)
     h = pid % together
     rest = pid // together

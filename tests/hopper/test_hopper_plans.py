@@ -122,7 +122,7 @@ def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bo
     do = tensors[0]
     assert do is not None and given[2:7] == tuple(x.data_ptr() for x in (c.q, c.k, c.v, o, do))
     assert given[8] == lse.data_ptr() and given[10] == of_qkv[0].data_ptr() and given[12] == of_qkv[2].data_ptr()  # type: ignore[union-attr]
-    assert given[11] not in (None, given[10], given[12]), "dk, which is not wanted"
+    assert given[11] not in (None, given[7], given[10], given[12]), "dk, which is not wanted, and the terms"
     assert dpair_bias is None and (dmask_bias is not None) == masked
     if dmask_bias is not None:
         assert dmask_bias.shape == c.mask_bias.shape  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ from evoattn.backends.hopper.clusters import resident_clusters
 from evoattn.backends.hopper.fwd import changed, contiguous, fold, loadable, row_plan
 from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.prepare import CLEARED, Tiles
-from evoattn.backends.hopper.turns import Turns, moved
+from evoattn.backends.hopper.turns import Turns, in_turn
 from evoattn.backends.hopper.workspace import Workspace
 
 __all__ = ["plan_backward"]
@@ -190,11 +190,7 @@ def plan_backward(
         # waits for the terms where it reads them, the second for the first where it reads its statistics.
         row = k if terms is None else terms.make(start, mask, mask_bias, to_sums)[0]
         places = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, laid, to_sums, to_pair, row)
-        if len(further) == 1:
-            launch(start, *places)
-        else:
-            for steps in further:
-                launch(start, *moved(places, steps))
+        in_turn(functools.partial(launch, start), places, further)
         if first and factor != 1.0 and tensors[10] is not None:
             tensors[10].mul_(factor)
         if dmask is not None:

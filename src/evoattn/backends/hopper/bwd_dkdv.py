@@ -25,11 +25,12 @@ from evoattn.backends.hopper.bwd_steps import (
     TILE,
     fake_pair,
     fake_words,
-    narrow,
     release,
     row_at,
     sleep_until,
     store_rows,
+    tile_copy,
+    tile_parts,
 )
 from evoattn.backends.hopper.launch import Kernel, Stand, channels, even, terms
 from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
@@ -121,14 +122,12 @@ class KeyGradients(KeySteps, Kernel):
         added float32 and dpair, both [fours, 4], d(pair bias) as it was added up and as it is wanted, or None."""
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
-        one = lambda layout: cute.slice_(layout, (None, None, 0))
-        aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (ROWS, self.D))
-        aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (ROWS, self.D))
-        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (QUERIES, self.D))
-        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
-        aX, tX = cpasync.make_tiled_tma_atom(store, view(dk), one(lo), (16, self.D))
-        aY, tY = cpasync.make_tiled_tma_atom(store, view(dv), one(lo), (16, self.D))
+        aK, tK = tile_copy(load, k, lk, (ROWS, self.D))
+        aV, tV = tile_copy(load, v, lk, (ROWS, self.D))
+        aQ, tQ = tile_copy(load, q, lq, (QUERIES, self.D))
+        aG, tG = tile_copy(load, do, lq, (QUERIES, self.D))
+        aX, tX = tile_copy(store, dk, lo, (16, self.D))
+        aY, tY = tile_copy(store, dv, lo, (16, self.D))
         self.kernel(
             aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, dmask, added, dpair, scale, row_b, row_n
         ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
@@ -209,16 +208,12 @@ class KeyGradients(KeySteps, Kernel):
         begin = Int32(cutlass.min(Int64(bid) * each, total))
         end = Int32(cutlass.min(Int64(bid + 1) * each, total))
 
-        def parts(a, t, tile, s):
-            g = cute.local_tile(t, tile, (None, 0, None, None, None))
-            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
-
-        kS, kG = parts(aK, tK, (ROWS, D), sK)
-        vS, vG = parts(aV, tV, (ROWS, D), sK)
-        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ)
-        gS, gG = parts(aG, tG, (QUERIES, D), sG)
-        xS, xG = parts(aX, tX, (16, D), sX)
-        yS, yG = parts(aY, tY, (16, D), sX)
+        kS, kG = tile_parts(aK, tK, (ROWS, D), sK)
+        vS, vG = tile_parts(aV, tV, (ROWS, D), sK)
+        qS, qG = tile_parts(aQ, tQ, (QUERIES, D), sQ)
+        gS, gG = tile_parts(aG, tG, (QUERIES, D), sG)
+        xS, xG = tile_parts(aX, tX, (16, D), sX)
+        yS, yG = tile_parts(aY, tY, (16, D), sX)
         if wid >= NS * 4:
             # ================= producers: a warp a stream, one for a pair bias that streams
             arch.setmaxregister_decrease(self.registers[1])
@@ -239,24 +234,10 @@ class KeyGradients(KeySteps, Kernel):
             arch.setmaxregister_increase(self.registers[0])
             s, w, wt = wid // 4, wid % 4, tid % 128
             g, t4 = lane // 4, lane % 4
-            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
-            fQ = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sQ, (SLICE, D), (None, 0, None))))
-            fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
-            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sQt, self.width)))
-            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sGt, self.width)))
-            # the words of a query fill 8 of 16 channels; the other 8 are the same again, see take_rows
-            s1 = cute.make_tensor(
-                cute.recast_ptr(pS, dtype=self.dtype),
-                cute.make_layout(((8, 4), (8, 2), (2, NS * ST)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
-            )
-            f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
-            S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
-            T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
-            X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
-            Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
-            rK, rV = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(2))
-            rR, rD = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16))) for _ in range(2))
-            self.take_deltas(rD, t4, lane)
+            S_K = multiply(self.dtype, False, K, SLICE)
+            fQ, fG, fQt, fGt, f1 = self.right_sides(sQ, sG, sQt, sGt, pS, NS * ST, wt)
+            S, T, X, Y = self.accumulators()
+            rK, rV, rR, rD = self.left_sides(t4, lane)
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
             rows = ldm.partition_S(sK)
             own = cute.make_rmem_tensor(6, Int32)

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, delta_units, exp2, step_of
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, TILE, delta_units, exp2, narrow, step_of
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LOG2E, finite, keep, multiply, of_quad, three_terms
 
@@ -25,6 +25,36 @@ class KeySteps:
     width: int
     pair: bool
     mask_gradient: bool
+
+    def right_sides(self, sQ, sG, sQt, sGt, pS, buffers, wt):
+        """What a thread of a warpgroup multiplies by: q and do, both as right sides of dS^T q and P^T do, and the statistics"""
+        S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
+        fQ, fG = (
+            S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(x, (SLICE, self.D), (None, 0, None))))
+            for x in (sQ, sG)
+        )
+        fQt, fGt = (P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(x, self.width))) for x in (sQt, sGt))
+        # the words of a query fill 8 of 16 channels; the other 8 are the same again, see take_rows
+        words = cute.make_tensor(
+            cute.recast_ptr(pS, dtype=self.dtype),
+            cute.make_layout(((8, 4), (8, 2), (2, buffers)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
+        )
+        return fQ, fG, fQt, fGt, S_K.make_fragment_B(S_K.get_slice(wt).partition_B(words))
+
+    def accumulators(self):
+        """S and T, the scores and dP of a slice, and X and Y, dk and dv of a row"""
+        S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
+        S, T = (S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE))) for _ in range(2))
+        X, Y = (P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width))) for _ in range(2))
+        return S, T, X, Y
+
+    def left_sides(self, t4, lane):
+        """k and v of 64 keys, what meets the statistics in the scores, and in dP"""
+        S_K = multiply(self.dtype, False, K, SLICE)
+        rK, rV = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, self.D))) for _ in range(2))
+        rR, rD = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16))) for _ in range(2))
+        self.take_deltas(rD, t4, lane)
+        return rK, rV, rR, rD
 
     def send(self, atom, tile, to):
         """16 rows from shared memory to their place"""

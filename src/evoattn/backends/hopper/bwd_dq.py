@@ -32,6 +32,8 @@ from evoattn.backends.hopper.bwd_steps import (
     row_at,
     sleep_until,
     store_rows,
+    tile_copy,
+    tile_parts,
 )
 from evoattn.backends.hopper.launch import Kernel, channels, terms
 from evoattn.backends.hopper.prepare import TERMS
@@ -127,14 +129,12 @@ class QueryGradients(QuerySteps, Kernel):
         """
         lq, lk, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
-        one = lambda layout: cute.slice_(layout, (None, None, 0))
-        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (ROWS, self.D))
-        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (ROWS, self.D))
-        aO, tO = cpasync.make_tiled_tma_atom(load, view(o), one(lq), (ROWS, self.D))
-        aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (self.keys, self.D))
-        aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (self.keys, self.D))
-        aR, tR = cpasync.make_tiled_tma_atom(store, view(dq), one(lo), (16, self.D))
+        aQ, tQ = tile_copy(load, q, lq, (ROWS, self.D))
+        aG, tG = tile_copy(load, do, lq, (ROWS, self.D))
+        aO, tO = tile_copy(load, o, lq, (ROWS, self.D))
+        aK, tK = tile_copy(load, k, lk, (self.keys, self.D))
+        aV, tV = tile_copy(load, v, lk, (self.keys, self.D))
+        aR, tR = tile_copy(store, dq, lo, (16, self.D))
         self.kernel(
             aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR, q, k, pair, row, lse, dlse, stats, dpair, scale, row_b, row_n
         ).launch(
@@ -235,16 +235,12 @@ class QueryGradients(QuerySteps, Kernel):
 
         sN = cute.make_tensor(pN, cute.make_layout((ROWS, 3)))
 
-        def parts(a, t, tile, s):
-            g = cute.local_tile(t, tile, (None, 0, None, None, None))
-            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
-
-        qS, qG = parts(aQ, tQ, (ROWS, D), sQ)
-        gS, gG = parts(aG, tG, (ROWS, D), sQ)
-        oS, oG = parts(aO, tO, (ROWS, D), sQ)
-        kS, kG = parts(aK, tK, (self.keys, D), sK)
-        vS, vG = parts(aV, tV, (self.keys, D), sV)
-        xS, xG = parts(aR, tR, (16, D), sX)
+        qS, qG = tile_parts(aQ, tQ, (ROWS, D), sQ)
+        gS, gG = tile_parts(aG, tG, (ROWS, D), sQ)
+        oS, oG = tile_parts(aO, tO, (ROWS, D), sQ)
+        kS, kG = tile_parts(aK, tK, (self.keys, D), sK)
+        vS, vG = tile_parts(aV, tV, (self.keys, D), sV)
+        xS, xG = tile_parts(aR, tR, (16, D), sX)
         if wid >= WG * 4:
             # ================= producers: warps for the keys of one warpgroup each, or of two; one for the queries
             arch.setmaxregister_decrease(self.registers[1])

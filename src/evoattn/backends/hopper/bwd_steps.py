@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import warp
+from cutlass.cute.nvgpu import cpasync, warp
 
 from evoattn.backends.hopper.bwd_schedule import row
 from evoattn.backends.hopper.launch import Stand, free, size
@@ -84,6 +84,19 @@ def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:
     first = cutlass.select_(odd, low[1], low[0])
     second = cutlass.select_(odd, high[3], high[2])
     return arch.shuffle_sync(first, source), arch.shuffle_sync(second, source)
+
+
+def tile_copy(operation: Any, x: Any, layout: Any, tile: tuple[int, int]) -> tuple[Any, Any]:
+    """What copies tiles [rows, channels] of a tensor [b,n,h,l,d], and the tensor as it takes it; `layout` has several tiles."""
+    view = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[3, 4, 2, 1, 0]))
+    return cpasync.make_tiled_tma_atom(operation, view, cute.slice_(layout, (None, None, 0)), tile)
+
+
+def tile_parts(atom: Any, x: Any, tile: tuple[int, int], shared: Any) -> tuple[Any, Any]:
+    """The tiles of `tile_copy` in shared memory, by buffer, and in the tensor, by tile, h, n and b."""
+    of_x = cute.local_tile(x, tile, (None, 0, None, None, None))
+    one = cute.make_layout(1)
+    return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(of_x, 0, 2))
 
 
 def narrow(tile: Any, width: int) -> Any:

@@ -20,7 +20,6 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
 from evoattn.backends.hopper.bwd_steps import (
     NEVER,
     ROWS,
@@ -30,19 +29,19 @@ from evoattn.backends.hopper.bwd_steps import (
     narrow,
     release,
     sleep_until,
+    tile_copy,
+    tile_parts,
     write_statistics,
 )
+from evoattn.backends.hopper.bwd_whole_steps import FIRST, GROUPS, LAST, QUERIES, WholeSteps
 from evoattn.backends.hopper.launch import Kernel, channels, terms
 from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
 from evoattn.backends.hopper.schedule import place
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
-QUERIES = 64  # queries of a tile
-GROUPS = 3  # warpgroups
-FIRST, LAST = 2, 4  # rounds of a row: flags beside a bit of the number of rounds
 
 
-class WholeGradients(KeySteps, Kernel):
+class WholeGradients(WholeSteps, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
@@ -101,12 +100,10 @@ class WholeGradients(KeySteps, Kernel):
         """
         lk, _, lq, _, _, _ = self.layouts()
         load = cpasync.CopyBulkTensorTileG2SOp()
-        view = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0]))
-        one = lambda layout: cute.slice_(layout, (None, None, 0))
-        aK, tK = cpasync.make_tiled_tma_atom(load, view(k), one(lk), (ROWS, self.D))
-        aV, tV = cpasync.make_tiled_tma_atom(load, view(v), one(lk), (ROWS, self.D))
-        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q), one(lq), (QUERIES, self.D))
-        aG, tG = cpasync.make_tiled_tma_atom(load, view(do), one(lq), (QUERIES, self.D))
+        aK, tK = tile_copy(load, k, lk, (ROWS, self.D))
+        aV, tV = tile_copy(load, v, lk, (ROWS, self.D))
+        aQ, tQ = tile_copy(load, q, lq, (QUERIES, self.D))
+        aG, tG = tile_copy(load, do, lq, (QUERIES, self.D))
         self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, o, do, k, row, lse, dlse, dq, dk, dv, dmask, scale, row_b, row_n).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.row
         )
@@ -183,17 +180,13 @@ class WholeGradients(KeySteps, Kernel):
         NT = (LQ + QUERIES - 1) // QUERIES
         rounds = (NK + GROUPS - 1) // GROUPS
         items = B * N * H
-        second, third = NT // 3, 2 * NT // 3  # where warpgroups 1 and 2 begin
+        thirds = (NT // 3, 2 * NT // 3, NT)  # of the tiles of queries: past the last of each
 
-        def parts(a, t, tile, s):
-            g = cute.local_tile(t, tile, (None, 0, None, None, None))
-            return cpasync.tma_partition(a, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
-
-        kS, kG = parts(aK, tK, (ROWS, D), sK)
-        vS, vG = parts(aV, tV, (ROWS, D), sK)
-        qS, qG = parts(aQ, tQ, (QUERIES, D), sQ)
-        gS, gG = parts(aG, tG, (QUERIES, D), sG)
-        sizes = (N, H, NK, NT, LQ, second, third, rounds)
+        kS, kG = tile_parts(aK, tK, (ROWS, D), sK)
+        vS, vG = tile_parts(aV, tV, (ROWS, D), sK)
+        qS, qG = tile_parts(aQ, tQ, (QUERIES, D), sQ)
+        gS, gG = tile_parts(aG, tG, (QUERIES, D), sG)
+        sizes = (N, H, NK, NT, LQ, thirds, rounds)
         if wid >= GROUPS * 4:
             # ================= one warp brings in, three find the statistics of a third of the tiles each
             arch.setmaxregister_decrease(56)
@@ -208,35 +201,20 @@ class WholeGradients(KeySteps, Kernel):
             arch.setmaxregister_increase(152)
             s, w, wt = wid // 4, wid % 4, tid % 128
             g, t4 = lane // 4, lane % 4
-            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
+            S_K = multiply(self.dtype, False, K, SLICE)
             D_K = self.transposed(True)
-            fQ = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sQ, (SLICE, D), (None, 0, None))))
-            fG = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sG, (SLICE, D), (None, 0, None))))
-            fQt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sQt, self.width)))
-            fGt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sGt, self.width)))
+            fQ, fG, fQt, fGt, f1 = self.right_sides(sQ, sG, sQt, sGt, pS, QT, wt)
             fS = D_K.make_fragment_A(D_K.get_slice(wt).partition_A(sSt))
             fKt = D_K.make_fragment_B(D_K.get_slice(wt).partition_B(narrow(sKt, self.width)))
-            # the words of a query fill 8 of 16 channels; the other 8 are the same again, see take_rows
-            s1 = cute.make_tensor(
-                cute.recast_ptr(pS, dtype=self.dtype),
-                cute.make_layout(((8, 4), (8, 2), (2, QT)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
-            )
-            f1 = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(s1))
-            S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
-            T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
-            X = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
-            Y = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
             R = D_K.make_fragment_C(D_K.partition_shape_C((QUERIES, self.width)))
-            rK = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D)))
-            rV = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D)))
-            rR, rD = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16))) for _ in range(2))
-            self.take_deltas(rD, t4, lane)
+            S, T, X, Y = self.accumulators()
+            rK, rV, rR, rD = self.left_sides(t4, lane)
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
             rows = ldm.partition_S(sK)
             own = cute.make_rmem_tensor(6, Int32)
             own.fill(0)
             of_mask = cute.make_rmem_tensor(2, Float32)
-            begin = Int32(cutlass.select_(s == 0, Int32(0), cutlass.select_(s == 1, second, third)))
+            begin, _ = self.third(s, thirds)
             # What the loop over tiles does not need lives in shared memory: the row, how many rows and how many tiles of keys
             # came before, the round, and h, n and b.
             mine = book[wid, None]
@@ -284,7 +262,7 @@ class WholeGradients(KeySteps, Kernel):
                             self.products(P, dS, X, Y, fQt, fGt, 0, j, t > 0)
                             warpgroup.commit_group()
                             warpgroup.wait_group(1)
-                            # ---- the second half, and dq of the tile, in the scores' registers
+                            # ---- the second half, and dq of the tile
                             P, dS = self.gradient(S, T, scale, of_mask)
                             self.leave(dS, to, 1, lane)
                             arch.fence_proxy("async.shared", space="cta")
@@ -333,97 +311,16 @@ class WholeGradients(KeySteps, Kernel):
                     mine[1] = mine[1] + 1
                 arch.sync_warp()
 
-    def transposed(self, accumulate: Any) -> Any:
-        """The product for dq: both sides in shared memory, of the left one [q,k] the queries are contiguous."""
-        source = warpgroup.OperandSource.SMEM
-        operation = warpgroup.MmaF16BF16Op(self.dtype, Float32, (QUERIES, self.width, 16), source, MN, MN)
-        tiled = cute.make_tiled_mma(operation)
-        tiled.set(warpgroup.Field.ACCUMULATE, accumulate)
-        return tiled
-
-    def query_products(self, R, fS, fKt, left, right):
-        """dq of a tile of queries, of this warpgroup's keys"""
-        for kk in range(ROWS // 16):
-            cute.gemm(self.transposed(kk > 0), R, fS[None, None, kk, left], fKt[None, None, kk, right], R)
-
-    def leave(self, dS, tile, u, lane):
-        """dS^T of half a tile of queries, a warp's 16 keys, in shared memory"""
-        stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        for kk in range(2):
-            to = cute.local_tile(tile, (1, 8), (lane % 16, 4 * u + 2 * kk + lane // 16))
-            cute.copy(stm, cute.make_tensor(dS[kk].iterator, cute.make_layout(8)), to[0, None])
-
-    @cute.jit
-    def add_up(
-        self,
-        R,
-        flags: Int32,
-        s: Int32,
-        j: Int32,
-        NT: Int32,
-        tile,
-        added: cute.Pointer,
-        empty: cute.Pointer,
-        dq: cute.Tensor,
-        mine,
-        w: Int32,
-        scale: Float32,
-        lane: Int32,
-    ):
-        """Add to dq of tile j after the warpgroup before; the last one writes it. Then the tile's queries are given back."""
-        before = Int32(cutlass.select_(s == 2, Int32(0), s + 1))
-        # the third that the tile lies in, where this warpgroup begins and where it ends
-        z = Int32(cutlass.select_(3 * j + 3 <= NT, Int32(0), cutlass.select_(3 * j + 3 <= 2 * NT, Int32(1), Int32(2))))
-        own = Int32(cutlass.select_(z == s, Int32(1), Int32(0)))
-        arch.mbarrier_wait(added + before * self.tiles + j, (flags ^ own) & 1)
-        total = cute.make_rmem_tensor(4 * (self.width // 8), Float32)
-        if flags & FIRST == 0 or own == 0:
-            for x in range_constexpr(self.width // 8):
-                cute.autovec_copy(tile[None, x], cute.make_tensor(total.iterator + 4 * x, cute.make_layout(4)))
-        else:
-            total.fill(0.0)
-        if const_expr(R is not None):
-            for x in range_constexpr(cute.size(total)):
-                total[x] = total[x] + R[x]
-        if flags & LAST != 0 and z == Int32(cutlass.select_(s == 0, Int32(2), s - 1)):
-            arch.sync_warp()
-            h, n, b = mine[4], mine[5], mine[6]
-            room = cute.recast_ptr(tile.iterator - lane * 4, dtype=self.dtype)
-            self.write(total, scale, room, dq[b, n, h, None, None], j * QUERIES + w * 16, lane)
-        else:
-            for x in range_constexpr(self.width // 8):
-                cute.autovec_copy(cute.make_tensor(total.iterator + 4 * x, cute.make_layout(4)), tile[None, x])
-        arch.sync_warp()
-        release(added + s * self.tiles + j, lane)
-        if flags & LAST != 0:
-            release(empty + j, lane)
-
-    @cute.jit
-    def write(self, values, factor: Float32, room: cute.Pointer, to: cute.Tensor, first: Int32, lane: Int32):
-        """A warp's 16 rows of an accumulator, times factor, to memory in 16 bytes a thread, by way of its own room"""
-        stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        pitch = self.width + 8
-        for x in range_constexpr(self.width // 16):
-            short = cute.make_rmem_tensor(8, self.dtype)
-            for y in range_constexpr(8):
-                short[y] = (values[8 * x + y] * factor).to(self.dtype)
-            at = (room + (lane % 16) * pitch + 16 * x + 8 * (lane // 16)).align(16)
-            cute.copy(stm, short, cute.make_tensor(at, cute.make_layout(8)))
-        arch.sync_warp()
-        each = self.channels // 8
-        for x in range_constexpr(-(-16 * each // 32)):
-            c = x * 32 + lane
-            line, part = c // each, c % each
-            if line < 16 and first + line < to.shape[0]:
-                held = cute.make_rmem_tensor(8, self.dtype)
-                cute.autovec_copy(cute.make_tensor((room + line * pitch + 8 * part).align(16), cute.make_layout(8)), held)
-                cute.autovec_copy(held, cute.local_tile(to[first + line, None], (8,), (part,)))
-        arch.sync_warp()
+    def third(self, z, ends):
+        """the first tile of a third of them, where warpgroup z begins, and past the last"""
+        first, second, third = ends
+        start = Int32(cutlass.select_(z == 0, Int32(0), cutlass.select_(z == 1, first, second)))
+        return start, Int32(cutlass.select_(z == 0, first, cutlass.select_(z == 1, second, third)))
 
     @cute.jit
     def produce(self, bid: Int32, blocks: Int32, items: Int32, sizes, copies, bars):
         """Bring in the keys and values of each warpgroup, and the tiles of queries of each row."""
-        N, H, NK, NT, _, second, third, rounds = sizes
+        N, H, NK, NT, _, thirds, rounds = sizes
         (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
         full, empty, kfull, kempty, vempty = bars
         D = self.D
@@ -444,10 +341,8 @@ class WholeGradients(KeySteps, Kernel):
                         cute.copy(aV, vG[None, i, h, n, b], vS[None, 3 * s + 2], tma_bar_ptr=kfull + 2 * s + x)
                 if r == 0:
                     # each third's first tiles first
-                    for y in cutlass.range(3 * (NT - third), unroll=1):
-                        z = y % 3
-                        start = Int32(cutlass.select_(z == 0, Int32(0), cutlass.select_(z == 1, second, third)))
-                        stop = Int32(cutlass.select_(z == 0, second, cutlass.select_(z == 1, third, NT)))
+                    for y in cutlass.range(3 * (NT - thirds[1]), unroll=1):
+                        start, stop = self.third(y % 3, thirds)
                         j = start + y // 3
                         if j < stop:
                             sleep_until(empty + j, (count & 1) ^ 1)
@@ -477,9 +372,8 @@ class WholeGradients(KeySteps, Kernel):
         lane: Int32,
     ):
         """What each query of a third of the tiles brings to the products: terms of -lse / scale, and of -delta."""
-        N, H, _, NT, LQ, second, third, _ = sizes
-        start = Int32(cutlass.select_(s == 0, Int32(0), cutlass.select_(s == 1, second, third)))
-        stop = Int32(cutlass.select_(s == 0, second, cutlass.select_(s == 1, third, NT)))
+        N, H, _, _, LQ, thirds, _ = sizes
+        start, stop = self.third(s, thirds)
         item, count = bid, Int32(0)
         while item < items:
             h, n, b = place(item, H, N)

@@ -15,7 +15,7 @@ from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.memory import loads_wide
 from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows
 from evoattn.backends.hopper.primitives import padded
-from evoattn.backends.hopper.turns import Turns, moved
+from evoattn.backends.hopper.turns import Turns, in_turn
 from evoattn.backends.hopper.workspace import Workspace
 
 __all__ = ["changed", "contiguous", "fold", "loadable", "plan_forward", "row_plan"]
@@ -79,12 +79,7 @@ def plan_forward(
             pairs(given, pair)
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
         row, ends = (None, None) if terms is None else terms.make(start, mask, mask_bias)
-        places = (q, k, v, row, ends, pair, o, lse)
-        if len(further) == 1:
-            kernel(*places)
-        else:
-            for steps in further:
-                kernel(*moved(places, steps))
+        in_turn(kernel, (q, k, v, row, ends, pair, o, lse), further)
 
     return run
 

@@ -8,12 +8,12 @@ of the same tensors. Where the pair bias stays in shared memory this gains nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Turns", "moved"]
+__all__ = ["Turns", "in_turn", "moved"]
 
 _LEAST_UNITS = 128
 """Rows of a panel that a processor has in a turn at least: a turn ends with some idle, as much as a few rows take."""
@@ -68,3 +68,12 @@ def divisor(count: int, least: int) -> int:
 def moved(addresses: Iterable[int | None], further: Iterable[int]) -> list[int | None]:
     """Addresses so many bytes further; None stays None."""
     return [None if address is None else address + more for address, more in zip(addresses, further, strict=True)]
+
+
+def in_turn(launch: Callable[..., Any], addresses: tuple[int | None, ...], further: tuple[tuple[int, ...], ...]) -> None:
+    """`launch` for each turn, with its addresses; where there is one, they are what they are."""
+    if len(further) == 1:
+        launch(*addresses)
+    else:
+        for steps in further:
+            launch(*moved(addresses, steps))

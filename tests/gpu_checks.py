@@ -8,9 +8,9 @@ from torch import Tensor
 from evoattn import testing
 
 
-def check_offsets(which: str, backend: str) -> None:
+def check_offsets(which: str, backend: str, pair_bias: str | None = "b1hqk") -> None:
     """Both passes with the elements of one tensor more than 2^31 apart: bit-equal to the same numbers side by side."""
-    case = testing.Case("far", n=5, h=2, lq=96, lk=96, d=32, dtype=torch.bfloat16, mask_bias="finite", pair_bias="b1hqk")
+    case = testing.Case("far", n=5, h=2, lq=96, lk=96, d=32, dtype=torch.bfloat16, mask_bias="finite", pair_bias=pair_bias)
     inputs = case.make(seed=4, device="cuda")
     if which == "pair_bias":
         far = giant((1, 1, 2, 96, 96), (1, 1, 96, 2**25, 1))

@@ -4,6 +4,7 @@ python -m pytest -m gpu tests/test_gpu_hopper.py
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gpu_checks import check_in_turn, check_offsets
 from torch import Tensor
 
 import evoattn
-from evoattn import eager, testing
+from evoattn import testing
 from evoattn.backends.hopper import turns
 from evoattn.workloads import WORKLOADS
 
@@ -20,6 +21,54 @@ STATUS = next(status for status in evoattn.backends() if status.name == "hopper"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not STATUS.available, reason=STATUS.reason or "available")]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without a pair bias one kernel finds all gradients, as where a call has many rows, and in this test at least once."""
+    from evoattn.backends.hopper import bwd
+
+    kernel, made = bwd.WholeGradients, []
+
+    def make(*args: object, **wishes: object) -> object:
+        made.append(kernel(*args, **wishes))
+        return made[-1]
+
+    monkeypatch.setattr(bwd, "WholeGradients", make)
+    monkeypatch.setattr(bwd, "whole_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
+    yield
+    assert made
+
+
+@pytest.fixture
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a call has few rows."""
+    from evoattn.backends.hopper import bwd
+
+    monkeypatch.setattr(bwd, "whole_tiles", lambda *_: None)
+
+
+@pytest.fixture
+def heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head at a time where a pair bias streams, as where one keeps all processors busy."""
+    monkeypatch.setattr(turns, "divisor", lambda *_: 1)
+
+
+WAYS = {
+    "kept": (None, {"lq": 384, "lk": 384}),
+    "streamed": ("heads_in_turns", {"lq": 640, "lk": 640}),
+    "no_pair_bias": ("one_kernel", {"lq": 384, "lk": 384, "pair_bias": None}),
+}
+"""Where a call's pair bias is: a fixture for it, and what the call looks like."""
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest) -> dict:
+    """What a call looks like that goes one of these ways."""
+    fixture, changes = WAYS[request.param]
+    if fixture is not None:
+        request.getfixturevalue(fixture)
+    return changes
 
 
 def forward(inputs: testing.Inputs, **changes: object) -> testing.Results:
@@ -209,11 +258,18 @@ def test_offsets_past_2_to_31(which: str) -> None:
     check_offsets(which, "hopper")
 
 
-def test_rows_past_2_to_31_elements() -> None:
+@pytest.mark.usefixtures("one_kernel")
+@pytest.mark.parametrize("which", ["q", "k", "v", "do"])
+def test_offsets_past_2_to_31_without_a_pair_bias(which: str) -> None:
+    check_offsets(which, "hopper", pair_bias=None)
+
+
+@pytest.mark.parametrize("with_pair_bias", [True, False])
+def test_rows_past_2_to_31_elements(with_pair_bias: bool) -> None:
     """All that a call reads and writes is longer than 2^31 elements: the last rows are those of a call of their own."""
     n, l, h, d = 66_000, 256, 4, 32
     mask = torch.rand(1, n, l, device="cuda") > 0.3
-    pair = torch.randn(1, 1, h, l, l, device="cuda", dtype=torch.bfloat16)
+    pair = torch.randn(1, 1, h, l, l, device="cuda", dtype=torch.bfloat16) if with_pair_bias else None
     leaves = [torch.randn(1, n, l, h, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     do = torch.randn_like(leaves[0])
     assert do.numel() > 2**31
@@ -423,43 +479,55 @@ WITHOUT_A_PAIR_BIAS = [
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("one", [True, False], ids=["one_kernel", "two_kernels"])
+@pytest.mark.parametrize("kernels", ["one_kernel", "two_kernels"])
 @pytest.mark.parametrize("changes", WITHOUT_A_PAIR_BIAS, ids=str)
-def test_gradients_without_a_pair_bias(changes: dict, one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_without_a_pair_bias(changes: dict, kernels: str, request: pytest.FixtureRequest) -> None:
     """As where a call has many rows, and as where it has few; twice, with the same bits."""
-    from evoattn.backends.hopper import bwd
-
+    request.getfixturevalue(kernels)
     inputs = example(pair_bias=None, **changes)
-    tiles = 16 if inputs.q.shape[-1] <= 16 else 8
-    monkeypatch.setattr(bwd, "whole_tiles", lambda *_: tiles if one else None)
-    eager.forget()
     results = testing.run(inputs, "hopper")
     testing.check(results, inputs)
     again = testing.run(inputs, "hopper")
     for name, value in results.values.items():
         assert torch.equal(value, again.values[name]), name
-    eager.forget()
+
+
+IN_TURNS = [
+    {},
+    {"lq": 600, "lk": 600, "n": 40},
+    {"d": 48, "dtype": torch.float16},
+    {"gradients": ("q",)},
+    {"gradients": ("k", "v")},
+    {"lse_gradient": True, "mask": "empty_rows"},
+]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("pair_bias", ["b1hqk", "11hqk"])
-@pytest.mark.parametrize("changes", [{}, {"lq": 600, "lk": 600, "n": 40}, {"d": 48, "dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize("changes", IN_TURNS, ids=str)
 @pytest.mark.parametrize("together", [1, 2])
 def test_heads_in_turns(
     together: int, changes: dict, pair_bias: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where so many keep all processors busy."""
     monkeypatch.setattr(turns, "divisor", lambda *_: together)
-    eager.forget()
     inputs = example(**{"lead": (2,), "mask_bias": "finite", "pair_bias": pair_bias, "lq": 520, "lk": 520, **changes})
-    testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
-    eager.forget()
+    results = testing.run(inputs, "hopper", deterministic=deterministic)
+    testing.check(results, inputs)
+    if deterministic:
+        again = testing.run(inputs, "hopper", deterministic=True)
+        for name, value in results.values.items():
+            assert torch.equal(value, again.values[name]), name
 
 
-@pytest.mark.parametrize("gradients", [("q", "k", "v"), ("k", "v")])
-def test_a_gradient_of_the_lse_of_queries_that_attend_to_nothing(gradients: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("gradients", "way"),
+    [(("q", "k", "v"), "kept"), (("k", "v"), "kept"), (("q", "k", "v"), "no_pair_bias")],
+    indirect=["way"],
+)
+def test_a_gradient_of_the_lse_of_queries_that_attend_to_nothing(gradients: tuple[str, ...], way: dict) -> None:
     """It is asked for nowhere: NaN there reaches nothing."""
-    inputs = example(mask="empty_rows", lse_gradient=True, gradients=gradients)
+    inputs = example(mask="empty_rows", lse_gradient=True, gradients=gradients, **way)
     dead = ~inputs.mask.any(-1)  # [b,n]
     assert dead.any() and not dead.all()
     expected = testing.run(inputs, "hopper")
@@ -530,15 +598,17 @@ def test_deterministic_gradients_are_bit_equal(length: int, n: int, mask_bias: s
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("length", "n"), [(100, 5), (384, 40)])
-def test_calls_in_turn_keep_to_themselves(length: int, n: int, deterministic: bool) -> None:
-    check_in_turn(example(n=n, lq=length, lk=length).case, "hopper", deterministic=deterministic)
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("n", [5, 40])
+def test_calls_in_turn_keep_to_themselves(n: int, way: dict, deterministic: bool) -> None:
+    check_in_turn(example(n=n, **way).case, "hopper", deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("length", "n"), [(384, 8), (384, 40), (640, 8)])
-def test_graph_of_a_training_step(length: int, n: int, deterministic: bool) -> None:
-    inputs = example(lq=length, lk=length, n=n)
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("n", [8, 40])
+def test_graph_of_a_training_step(n: int, way: dict, deterministic: bool) -> None:
+    inputs = example(n=n, **way)
     leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
 
     def step() -> tuple[Tensor, ...]:

@@ -21,9 +21,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import bwd, launch
+from evoattn.backends.triton.bwd_pair import shares
 from evoattn.backends.triton.launch import Kernel, Launch, strided
 from evoattn.problem import describe
 from evoattn.tuning import Config
+
+
+@pytest.mark.parametrize(
+    ("programs", "n", "expected"),
+    [(64, 256, 6), (144, 384, 5), (196, 397, 2), (256, 512, 3), (1024, 1024, 3), (2304, 5, 1), (64, 4, 4), (1, 1, 1)],
+)
+def test_shares_of_rows_fill_the_processors(programs: int, n: int, expected: int) -> None:
+    """The first six are what was fastest of one to six on an H200: tri256, 384, 397, 512, 1024 and diffusion768."""
+    assert shares(programs, n, at_once=396) == expected
 
 
 @pytest.mark.parametrize(

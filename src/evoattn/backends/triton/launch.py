@@ -27,6 +27,7 @@ __all__ = [
     "layout_for",
     "on_amd",
     "precision",
+    "programs_at_once",
     "shared_memory_limit",
     "split",
     "split_precision",
@@ -45,6 +46,7 @@ _MAX_TILE_ROWS = 256
 
 _NO_DEVICE_LIMIT = 1 << 30
 _UNKNOWN_CACHE = 32 << 20
+_UNKNOWN_PROGRAMS = 396  # three on each processor of an H200
 
 
 class Strided(NamedTuple):
@@ -216,6 +218,17 @@ def cache_bytes(device: torch.device) -> int:
     """Bytes of second-level cache of `device`."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(properties, "L2_cache_size", 0) or _UNKNOWN_CACHE
+
+
+@functools.cache
+def programs_at_once(device: torch.device, num_warps: int, max_registers: int) -> int:
+    """Programs of so many warps that run on `device` at a time, if registers are what limits them; 0: 255 a thread."""
+    if device.type != "cuda":
+        return _UNKNOWN_PROGRAMS
+    properties = torch.cuda.get_device_properties(device)
+    threads = num_warps * getattr(properties, "warp_size", 32)
+    each = getattr(properties, "regs_per_multiprocessor", 2**16) // (threads * (max_registers or 255))
+    return properties.multi_processor_count * max(each, 1)
 
 
 @functools.cache

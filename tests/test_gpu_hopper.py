@@ -55,6 +55,7 @@ def heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WAYS = {
+    "short": (None, {"lq": 100, "lk": 100}),
     "kept": (None, {"lq": 384, "lk": 384}),
     "streamed": ("heads_in_turns", {"lq": 640, "lk": 640}),
     "no_pair_bias": ("one_kernel", {"lq": 384, "lk": 384, "pair_bias": None}),

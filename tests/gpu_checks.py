@@ -25,6 +25,12 @@ def check_offsets(which: str, backend: str, pair_bias: str | None = "b1hqk") -> 
         torch.testing.assert_close(value, expected.values[name], rtol=0, atol=0)
 
 
+def check_same_bits(values: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Each of the expected values, bit for bit."""
+    for name, value in expected.items():
+        assert torch.equal(values[name], value), name
+
+
 def giant(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Few elements spread over more than 2^31: random where they are read, NaN all around."""
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

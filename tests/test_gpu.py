@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from gpu_checks import check_in_turn, check_offsets
+from gpu_checks import check_in_turn, check_offsets, check_same_bits
 from torch import Tensor
 
 import evoattn
@@ -129,8 +129,7 @@ def test_a_side_stream() -> None:
         late = dataclasses.replace(inputs, **{name: x.clone() for name, x in inputs.differentiable.items()})
         results = testing.run(late, "triton", deterministic=True)
     stream.synchronize()
-    for name, value in results.values.items():
-        assert torch.equal(value, expected.values[name]), name
+    check_same_bits(results.values, expected.values)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -175,9 +174,7 @@ def test_graph_capture_and_replay(deterministic: bool) -> None:
 @pytest.mark.parametrize("length", [64, 192, 397])
 def test_two_deterministic_runs_are_bit_equal(length: int, pattern: str) -> None:
     inputs = example(lq=length, lk=length, n=37, mask=None, mask_bias="finite", pair_bias=pattern, lse_gradient=True)
-    first, second = (testing.run(inputs, "triton", deterministic=True).values for _ in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    check_same_bits(*(testing.run(inputs, "triton", deterministic=True).values for _ in range(2)))
 
 
 @pytest.mark.parametrize("changes", [

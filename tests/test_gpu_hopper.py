@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_checks import check_in_turn, check_offsets
+from gpu_checks import check_in_turn, check_offsets, check_same_bits
 from torch import Tensor
 
 import evoattn
@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 @pytest.fixture
 def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without a pair bias one kernel finds all gradients, as where a call has many rows, and in this test at least once."""
-    from evoattn.backends.hopper import bwd
+    from evoattn.backends.hopper import bwd, bwd_plan
 
     kernel, made = bwd.WholeGradients, []
 
@@ -35,7 +35,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return made[-1]
 
     monkeypatch.setattr(bwd, "WholeGradients", make)
-    monkeypatch.setattr(bwd, "whole_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
+    monkeypatch.setattr(bwd_plan, "whole_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
     yield
     assert made
 
@@ -43,9 +43,9 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a call has few rows."""
-    from evoattn.backends.hopper import bwd
+    from evoattn.backends.hopper import bwd_plan
 
-    monkeypatch.setattr(bwd, "whole_tiles", lambda *_: None)
+    monkeypatch.setattr(bwd_plan, "whole_tiles", lambda *_: None)
 
 
 @pytest.fixture
@@ -228,9 +228,7 @@ def example(**changes: object) -> testing.Inputs:
 @pytest.mark.parametrize("length", [100, 397, 600])
 def test_two_runs_are_bit_equal(length: int) -> None:
     inputs = example(lq=length, lk=length, n=150)
-    first, second = forward(inputs).values, forward(inputs).values
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    check_same_bits(forward(inputs).values, forward(inputs).values)
 
 
 def test_rows_of_one_block_are_bit_equal_run_after_run() -> None:
@@ -294,8 +292,7 @@ def test_a_side_stream() -> None:
         late = dataclasses.replace(inputs, **{name: x.clone() for name, x in inputs.differentiable.items()})
         results = forward(late).values
     stream.synchronize()
-    for name, value in results.items():
-        assert torch.equal(value, expected[name]), name
+    check_same_bits(results, expected)
 
 
 @pytest.mark.parametrize("length", [192, 600])
@@ -488,9 +485,7 @@ def test_gradients_without_a_pair_bias(changes: dict, kernels: str, request: pyt
     inputs = example(pair_bias=None, **changes)
     results = testing.run(inputs, "hopper")
     testing.check(results, inputs)
-    again = testing.run(inputs, "hopper")
-    for name, value in results.values.items():
-        assert torch.equal(value, again.values[name]), name
+    check_same_bits(testing.run(inputs, "hopper").values, results.values)
 
 
 IN_TURNS = [
@@ -516,9 +511,7 @@ def test_heads_in_turns(
     results = testing.run(inputs, "hopper", deterministic=deterministic)
     testing.check(results, inputs)
     if deterministic:
-        again = testing.run(inputs, "hopper", deterministic=True)
-        for name, value in results.values.items():
-            assert torch.equal(value, again.values[name]), name
+        check_same_bits(testing.run(inputs, "hopper", deterministic=True).values, results.values)
 
 
 @pytest.mark.parametrize(
@@ -534,8 +527,7 @@ def test_a_gradient_of_the_lse_of_queries_that_attend_to_nothing(gradients: tupl
     expected = testing.run(inputs, "hopper")
     poisoned = torch.where(dead[..., None, None], torch.nan, inputs.dlse)
     results = testing.run(dataclasses.replace(inputs, dlse=poisoned), "hopper")
-    for name, value in expected.values.items():
-        assert torch.equal(results.values[name], value), name
+    check_same_bits(results.values, expected.values)
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
@@ -593,9 +585,7 @@ def test_gradients_with_a_pair_bias_of_any_alignment(offset: int) -> None:
 @pytest.mark.parametrize(("length", "n"), [(397, 300), (1000, 100)])
 def test_deterministic_gradients_are_bit_equal(length: int, n: int, mask_bias: str | None) -> None:
     inputs = example(n=n, lq=length, lk=length, mask_bias=mask_bias)
-    first, second = (testing.run(inputs, "hopper", deterministic=True).values for _ in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    check_same_bits(*(testing.run(inputs, "hopper", deterministic=True).values for _ in range(2)))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

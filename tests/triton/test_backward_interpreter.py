@@ -77,7 +77,6 @@ else:
         monkeypatch.setattr(bwd, "_heads_together", lambda *_: together)
         case = testing.Case("turns", lead=(2,), n=3, h=6, lq=20, lk=33, d=8, mask="random", pair_bias="b1hqk")
         check(case.make(seed=4))
-        eager.forget()
 
     LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
 

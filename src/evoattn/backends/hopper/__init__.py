@@ -101,12 +101,12 @@ def resolve(problem: Problem, config: Config) -> Config:
 
 def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
     """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
-    from evoattn.backends.hopper.bwd_plan import key_variant, query_variant, whole_tiles
+    from evoattn.backends.hopper.bwd_plan import key_variant, one_kernel, query_variant
 
     of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
     pair = problem.pair_bias is not None
     sizes = (problem.b, problem.n, problem.h, problem.lq, problem.lk)
-    if of_q and (of_k or of_v or of_mask_bias) and not pair and whole_tiles(problem.d, sizes, _processors()):
+    if one_kernel(problem.needs, pair, problem.d, sizes, _processors()):
         return {"whole": {"block_q": 64, "block_k": 64}}
     found = {}
     if of_q or of_pair_bias:

@@ -18,7 +18,7 @@ from evoattn import layouts
 from evoattn.backends.hopper.bwd_bias import PanelSum
 from evoattn.backends.hopper.bwd_dkdv import KeyGradients
 from evoattn.backends.hopper.bwd_dq import QueryGradients
-from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, query_variant, whole_tiles
+from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, one_kernel, query_variant
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
 from evoattn.backends.hopper.bwd_whole import WholeGradients
@@ -53,7 +53,7 @@ def plan_backward(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
     sizes = (b, n, h, lq, lk)
-    whole = whole_tiles(d, sizes, processors) if pair_bias is None and first and second else None
+    whole = one_kernel(needs, pair_bias is not None, d, sizes, processors)
 
     nothing: dict[str, Any] = {"groups": 0, "slices": 0, "cluster": 1}
     chosen = (query_variant(d, lk, pair_bias is not None) if first and not whole else None) or nothing

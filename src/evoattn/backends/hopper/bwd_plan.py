@@ -96,6 +96,15 @@ def whole_tiles(channels: int, sizes: tuple[int, int, int, int, int], processors
     return tiles if 64 < queries <= 64 * tiles and keys > 64 and idle <= _MOST_IDLE else None
 
 
+def one_kernel(
+    needs: tuple[bool, ...], pair: bool, channels: int, sizes: tuple[int, int, int, int, int], processors: int
+) -> int | None:
+    """`whole_tiles`, if one kernel may find all that a call wants: without a pair bias, what queries and what keys hold."""
+    of_q, of_k, of_v, of_mask, _ = needs
+    both = of_q and (of_k or of_v or of_mask)
+    return whole_tiles(channels, sizes, processors) if both and not pair else None
+
+
 def whole_shared(channels: int, tiles: int) -> int:
     """Bytes of shared memory of `WholeGradients`."""
     across, width = _padded(channels), -(-channels // 16) * 16

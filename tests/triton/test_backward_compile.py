@@ -64,6 +64,7 @@ CASES = (
     Compiled("d16", d=16),
     Compiled("d32"),
     Compiled("d32_in_order", deterministic=True),
+    Compiled("d32_in_order_left_over", length=397, deterministic=True),
     Compiled("d32_ragged", length=397),
     Compiled("d32_mask", pair_bias=None),
     Compiled("d32_float16_wide_bias", dtype=torch.float16, pair_bias=torch.float32),
@@ -80,7 +81,7 @@ CASES = (
 )
 
 
-LINES = ("d32", "d32_in_order", "d128", "d256", "d32_float32", "d128_float32")
+LINES = ("d32", "d32_in_order", "d32_in_order_left_over", "d128", "d256", "d32_float32", "d128_float32")
 """Cases that between them use the lines of the tables for other cards than Hopper's; `__main__` compiles all cases."""
 
 TYPICAL = ("d32", "d128", "d32_float32", "d128_float32")

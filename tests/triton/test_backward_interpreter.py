@@ -32,7 +32,7 @@ else:
     interpreter.patch()
 
     from evoattn import eager, testing
-    from evoattn.backends.triton import bwd, launch
+    from evoattn.backends.triton import bwd, bwd_pair, launch
     from evoattn.tuning import Config
     from evoattn.tuning.heuristics_backward import BackwardTiles, Tiles
 
@@ -102,6 +102,18 @@ else:
         use(monkeypatch, ALL_TILES["two_rows_together"])
         case = testing.Case("shape", lead=(2,), n=3, lq=37, lk=35, mask="random", pair_bias=pair_bias, lse_gradient=True)
         check(case.make(seed=4), deterministic=deterministic)
+
+    @pytest.mark.parametrize("spans", [True, False], ids=["spans", "all_rows"])
+    @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1h1k", "b1hq1", "11111"])
+    def test_rows_in_turns(monkeypatch: pytest.MonkeyPatch, pair_bias: str, spans: bool) -> None:
+        """Two shares of seven rows, at most three rows of each in a turn; queries and keys left over in tiles of their own."""
+        use(monkeypatch, ALL_TILES["unequal"])
+        monkeypatch.setattr(bwd_pair, "shares", lambda *_: 2)
+        monkeypatch.setattr(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 3))
+        monkeypatch.setattr(bwd_pair, "_ROWS_WORTH_SPANS", 1 if spans else 8)
+        sizes = {"lead": (2,), "n": 7, "h": 1, "lq": 41, "lk": 71, "d": 12}
+        case = testing.Case("turns", **sizes, mask="padding", pair_bias=pair_bias, lse_gradient=True)  # type: ignore[arg-type]
+        check(case.make(seed=4), deterministic=True)
 
     def test_nothing_is_read_past_a_pair_bias_of_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         """Lengths that divide by 64 under tiles of 128, in the middle of memory that is NaN all around."""

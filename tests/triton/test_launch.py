@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import bwd, launch
-from evoattn.backends.triton.bwd_pair import shares
+from evoattn.backends.triton.bwd_pair import rows_of_a_turn, shares
 from evoattn.backends.triton.launch import Kernel, Launch, strided
 from evoattn.problem import describe
 from evoattn.tuning import Config
@@ -29,11 +29,30 @@ from evoattn.tuning import Config
 
 @pytest.mark.parametrize(
     ("programs", "n", "expected"),
-    [(64, 256, 6), (144, 384, 5), (196, 397, 2), (256, 512, 3), (1024, 1024, 3), (2304, 5, 1), (64, 4, 4), (1, 1, 1)],
+    [
+        (16, 100, 8),
+        (64, 256, 6),
+        (144, 384, 8),
+        (196, 397, 2),
+        (256, 512, 3),
+        (1024, 1024, 3),
+        (2304, 5, 1),
+        (64, 4, 4),
+        (1, 1, 1),
+    ],
 )
 def test_shares_of_rows_fill_the_processors(programs: int, n: int, expected: int) -> None:
-    """The first six are what was fastest of one to six on an H200: tri256, 384, 397, 512, 1024 and diffusion768."""
+    """tri100, 256 and 384, tri397 if all of its tiles were whole, tri512, 1024 and diffusion768."""
     assert shares(programs, n, at_once=396) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "splits", "expected"), [(384, 5, 77), (1024, 3, 342), (1536, 2, 38), (2048, 2, 32), (8192, 1, 32)]
+)
+def test_rows_of_a_turn_stay_in_the_cache(length: int, splits: int, expected: int) -> None:
+    """Triangles with 32 channels: all rows of a share, or as many of 1,536 as half the cache holds, and then the least."""
+    row = 2 * length * 64 * 2
+    assert rows_of_a_turn(-(-length // splits), row, splits, cache=60_000_000) == expected
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def _overlap(call: Backward) -> None:
         (call.statistics, ()),
         (call.dq, prepared),
         (call.dkdv, with_statistics),
-        (None if in_order is None else in_order.launch, with_statistics),
+        *((one, with_statistics) for one in (() if in_order is None else in_order.launches)),
     )
 
 

@@ -23,7 +23,7 @@ __all__ = ["pair_gradient_kernel"]
         "stride_pair_b", "stride_pair_h", "stride_pair_q",
         "stride_row_b", "stride_row_n", "stride_spans_b", "stride_spans_k",
         "n_rows", "heads", "lq", "lk", "padded_q", "half", "blocks_q", "blocks_k", "splits",
-        "units_q", "units_k",
+        "units_q", "units_k", "before_q", "before_k", "turn", "rows",
     ]
 )  # fmt: skip
 def pair_gradient_kernel(
@@ -34,13 +34,17 @@ def pair_gradient_kernel(
     stride_dob, stride_don, stride_doh, stride_dol, stride_doc,
     stride_pair_b, stride_pair_h, stride_pair_q, stride_pair_k,
     stride_row_b, stride_row_n, stride_spans_b, stride_spans_k,
-    n_rows, heads, lq, lk, padded_q, half, blocks_q, blocks_k, splits, units_q, units_k,
+    n_rows, heads, lq, lk, padded_q, half, blocks_q, blocks_k, splits, units_q, units_k, before_q, before_k, turn, rows,
     D: tl.constexpr,
     C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GOES_ON: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     STAGES: tl.constexpr,
     GRAIN: tl.constexpr,
     GRAIN_PAIR: tl.constexpr,
@@ -58,8 +62,11 @@ def pair_gradient_kernel(
 ):  # fmt: skip
     """One program owns a tile of queries and keys of one (b, h), and one of `splits` shares of the rows n.
 
-    It loops over its share of the rows from the first to the last where the key tile is live.
-    It writes its float32 sum once: the tile, or its sum along an axis of size 1, which then counts tiles instead.
+    The tiles of a launch are BLOCK_Q by BLOCK_K and come behind `before_q` and `before_k` tiles of TILE_Q by TILE_K, which are
+    another launch's. A program loops over those rows of its share that are this launch's turn, `rows` at most; with HAS_SPANS
+    what is shared are the rows from the first to the last where the key tile is live.
+    It writes its float32 sum once, with GOES_ON to what the turn before wrote: the tile, or its sum along an axis of size 1,
+    which then counts tiles instead.
     """
     wait_to_load(WAIT)
     block_k, block_q, h, rest = decode(tl.program_id(0), blocks_k, blocks_q, heads)
@@ -73,10 +80,14 @@ def pair_gradient_kernel(
     o_k = wide(o_in_k, WIDE)
     o_d = wide(tl.arange(0, BLOCK_D), WIDE)
     o_c = wide(tl.arange(0, BLOCK_C), WIDE)
-    start_q = (block_q * BLOCK_Q).to(tl.int64)
-    start_k = (block_k * BLOCK_K).to(tl.int64)
-    left_q = lq - block_q * BLOCK_Q
-    left_k = lk - block_k * BLOCK_K
+    first_q = before_q * TILE_Q + block_q * BLOCK_Q
+    first_k = before_k * TILE_K + block_k * BLOCK_K
+    block_q += before_q
+    block_k += before_k
+    start_q = tl.cast(first_q, tl.int64)
+    start_k = tl.cast(first_k, tl.int64)
+    left_q = lq - first_q
+    left_k = lk - first_k
     unit = scale * LOG2E
     p_pair += (b * stride_pair_b + h * stride_pair_h + start_q * stride_pair_q) * GRAIN_PAIR
     b_pair = load_pair_bias(
@@ -93,12 +104,15 @@ def pair_gradient_kernel(
     p_stats += (b * n_rows * heads + h) * (padded_q * PAD) + start_q
     begin = 0
     end = n_rows
-    if HAS_ROW:
+    if HAS_SPANS:
         begin = tl.load(p_spans)
         end = tl.load(p_spans + 1)
     share = tl.cdiv(tl.maximum(end - begin, 0), splits)
     begin += split * share
-    for i in tl.range(begin, tl.minimum(begin + share, end), num_stages=STAGES):
+    share = tl.maximum(tl.minimum(share, end - begin), 0)
+    before = tl.minimum(turn * rows, share)
+    begin += before
+    for i in tl.range(begin, begin + tl.minimum(rows, share - before), num_stages=STAGES):
         n = tl.cast(i, tl.int64)
         b_row = 0.0
         if HAS_ROW:
@@ -125,10 +139,17 @@ def pair_gradient_kernel(
     # An axis of size 1 keeps one entry a tile, so that the caller can add those up in a fixed order.
     p_partial += panel
     if FULL_Q and FULL_K:
-        tl.store(p_partial + (start_q + o_q)[:, None] * (units_k * PAD) + (start_k + o_k)[None, :], b_sum)
+        p_sum = p_partial + (start_q + o_q)[:, None] * (units_k * PAD) + (start_k + o_k)[None, :]
+        b_all = b_sum  # [q,k]
     elif FULL_Q:
-        tl.store(p_partial + (start_q + o_q) * (units_k * PAD) + block_k, tl.sum(b_sum, 1))
+        p_sum = p_partial + (start_q + o_q) * (units_k * PAD) + block_k
+        b_all = tl.sum(b_sum, 1)  # [q]
     elif FULL_K:
-        tl.store(p_partial + block_q.to(tl.int64) * (units_k * PAD) + start_k + o_k, tl.sum(b_sum, 0))
+        p_sum = p_partial + block_q.to(tl.int64) * (units_k * PAD) + start_k + o_k
+        b_all = tl.sum(b_sum, 0)  # [k]
     else:
-        tl.store(p_partial + block_q.to(tl.int64) * (units_k * PAD) + block_k, tl.sum(tl.sum(b_sum, 1), 0))
+        p_sum = p_partial + block_q.to(tl.int64) * (units_k * PAD) + block_k
+        b_all = tl.sum(tl.sum(b_sum, 1), 0)
+    if GOES_ON:
+        b_all += tl.load(p_sum)
+    tl.store(p_sum, b_all)

@@ -17,11 +17,11 @@ from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
 from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, PAIR_STORE
 from evoattn.backends.triton.bwd_plan import Call, round_up
 from evoattn.backends.triton.bwd_preprocess import PAD, plan_pack, plan_row_spans
-from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, layout_for, programs_at_once
+from evoattn.backends.triton.launch import Launch, Strided, cache_bytes, contiguous, empty, layout_for, programs_at_once
 from evoattn.backends.triton.prepare import loads_wide
 from evoattn.tuning.heuristics_backward import Tiles
 
-__all__ = ["Pair", "PairTensors", "plan_pair", "shares"]
+__all__ = ["Pair", "PairTensors", "plan_pair", "rows_of_a_turn", "shares"]
 
 _ROWS_WORTH_A_COPY = 4
 """Rows n from which a copy of the pair bias, made once, costs less than narrow loads of the original on every row."""
@@ -29,8 +29,20 @@ _ROWS_WORTH_A_COPY = 4
 _SMALL = 100
 """A copy of the pair bias in memory of its own may take one hundredth of what the outputs take."""
 
-_MOST_SPLITS = 6
+_MOST_SPLITS = 8
 """Shares of the rows n, each with a float32 pair-bias gradient of its own: what they cost in memory stays small."""
+
+_SMALLEST = 16
+"""Queries or keys that a matrix product takes at least."""
+
+_ROWS_TO_DRIFT = 192
+"""Where fewer rows of a head fill the cache, programs that go through all of them read from memory what others have read."""
+
+_ROWS_WORTH_SPANS = 128
+"""Rows from which a kernel that finds the live ones first costs less than the others do."""
+
+_LEAST_ROWS = 32
+"""Rows of a turn: each turn reads and writes the sums once more."""
 
 _WORTH_A_SHARE = 1.05
 """More shares must make the pair-gradient kernel this much faster."""
@@ -138,8 +150,8 @@ class InOrder:
         partial: [b, splits, h, q, k], a share of the sums each; an axis of the bias that is 1 counts tiles instead.
         used: the part of it that holds something.
         summed: its axes over which shares are added up.
-        spans: the rows n that are live, and what finds them, where there is a row bias.
-        launch: the kernel.
+        spans: the rows n that are live, and what finds them, where there is a row bias and so many rows that it pays.
+        launches: the kernel, for whole tiles first, and as many rows as the cache holds.
     """
 
     device: torch.device
@@ -147,7 +159,7 @@ class InOrder:
     used: tuple[int, ...]
     summed: tuple[int, ...]
     spans: tuple[Strided, Launch] | None
-    launch: Launch
+    launches: tuple[Launch, ...]
 
     def find_spans(self, row: Tensor) -> Tensor:
         """The spans, from the row bias; without one, that itself stands in for them."""
@@ -160,7 +172,8 @@ class InOrder:
     def __call__(self, inputs: tuple[Tensor, ...], row: Tensor, spans: Tensor, bias: Tensor) -> Tensor:
         """The sums, from q, k, v, do and statistics, the row bias, its spans and the pair bias by query."""
         partial = empty(self.partial, self.device)
-        self.launch(*inputs, row, spans, bias, partial)
+        for launch in self.launches:
+            launch(*inputs, row, spans, bias, partial)
         used = partial.as_strided(self.used, self.partial.stride)
         return (used.sum(self.summed, keepdim=True) if self.summed else used)[:, 0]
 
@@ -209,50 +222,115 @@ def _with_copies(call: Call, pair: Pair, bias: Strided, *, reuse: bool) -> Pair:
 def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
     problem, tiles = call.problem, call.tiles.pair
     bias = pair.by_query
+    strips = _strips(problem.lq, problem.lk, tiles)
     blocks_q, blocks_k = -(-problem.lq // tiles.block_q), -(-problem.lk // tiles.block_k)
-    programs = problem.b * problem.h * blocks_q * blocks_k
-    splits = shares(programs, problem.n, programs_at_once(call.device, tiles.num_warps, tiles.max_registers))
+    whole = problem.b * problem.h * strips[0][0].blocks * strips[0][1].blocks
+    splits = shares(whole, problem.n, programs_at_once(call.device, tiles.num_warps, tiles.max_registers))
     # An axis of size 1 holds one partial sum a tile.
     size_q = round_up(blocks_q * tiles.block_q if pair.full_q else blocks_q, PAD)
     size_k = round_up(blocks_k * tiles.block_k if pair.full_k else blocks_k, PAD)
     partial = contiguous((problem.b, splits, problem.h, size_q, size_k), torch.float32)
-    spans = None if call.rows is None else plan_row_spans(call.rows, problem.b, problem.n, tiles.block_k)
-    of_bias = layout_for(bias)
-    launch = pair_gradient_kernel.plan(
-        programs * splits,
-        call.scale,
-        *call.layout.strides[:20],
-        *of_bias.strides,
-        *call.row_strides(),
-        *((0, 0) if spans is None else spans[0].stride[:2]),
-        problem.n,
-        problem.h,
-        problem.lq,
-        problem.lk,
-        *call.stats_sizes(),
-        blocks_q,
-        blocks_k,
-        splits,
-        size_q // PAD,
-        size_k // PAD,
-        GRAIN_PAIR=of_bias.grain,
-        MASK_PAIR=pair.masked(bias, tiles),
-        FULL_Q=pair.full_q,
-        FULL_K=pair.full_k,
-        **call.constants(tiles, of_bias, layout_for(contiguous(partial.shape[1:], torch.float32))),
-    )
+    few = problem.n < _ROWS_WORTH_SPANS
+    spans = None if call.rows is None or few else plan_row_spans(call.rows, problem.b, problem.n, tiles.block_k)
+    of_bias, of_partial = layout_for(bias), layout_for(contiguous(partial.shape[1:], torch.float32))
+
+    row = (problem.lq + problem.lk) * (problem.d + problem.c) * problem.dtype.itemsize
+    rows = rows_of_a_turn(-(-problem.n // splits), row, splits, cache_bytes(call.device))
+
+    def plan(q: _Strip, k: _Strip, turn: int) -> Launch:
+        of_strip = {"BLOCK_Q": q.block, "BLOCK_K": k.block, "EVEN_Q": q.even, "EVEN_K": k.even}
+        return pair_gradient_kernel.plan(
+            problem.b * problem.h * q.blocks * k.blocks * splits,
+            call.scale,
+            *call.layout.strides[:20],
+            *of_bias.strides,
+            *call.row_strides(),
+            *((0, 0) if spans is None else spans[0].stride[:2]),
+            problem.n,
+            problem.h,
+            problem.lq,
+            problem.lk,
+            *call.stats_sizes(),
+            q.blocks,
+            k.blocks,
+            splits,
+            size_q // PAD,
+            size_k // PAD,
+            q.before,
+            k.before,
+            turn,
+            rows,
+            TILE_Q=tiles.block_q,
+            TILE_K=tiles.block_k,
+            GOES_ON=turn > 0,
+            HAS_SPANS=spans is not None,
+            GRAIN_PAIR=of_bias.grain,
+            MASK_PAIR=pair.masked(bias, tiles),
+            FULL_Q=pair.full_q,
+            FULL_K=pair.full_k,
+            **call.constants(tiles, of_bias, of_partial) | of_strip,
+        )
+
     used = (*partial.shape[:3], problem.lq if pair.full_q else blocks_q, problem.lk if pair.full_k else blocks_k)
     sizes = (given.shape[0], 1, *given.shape[1:])
     summed = tuple(axis for axis, size in enumerate(sizes) if size == 1 and used[axis] > 1)
-    return InOrder(call.device, partial, used, summed, spans, launch)
+    turns = range(-(-problem.n // (splits * rows)))
+    launches = tuple(plan(q, k, turn) for turn in turns for q, k in strips)
+    return InOrder(call.device, partial, used, summed, spans, launches)
+
+
+def rows_of_a_turn(share: int, row: int, splits: int, cache: int) -> int:
+    """Rows of each of `splits` shares that go together, of `share`: all, unless few rows of so many bytes fill the cache.
+
+    Programs that work on one head read the same rows at about the same time, and so from the cache; the more rows there are,
+    the further they drift apart.
+    """
+    fit = cache // row
+    return share if fit >= _ROWS_TO_DRIFT else min(share, max(_LEAST_ROWS, fit // (2 * splits)))
+
+
+class _Strip(NamedTuple):
+    """Tiles of one size along an axis.
+
+    Args:
+        before: tiles of the whole size before them.
+        blocks: how many.
+        block: their size.
+        even: whether they are full.
+    """
+
+    before: int
+    blocks: int
+    block: int
+    even: bool
+
+    @classmethod
+    def of(cls, length: int, block: int) -> tuple[_Strip, _Strip | None]:
+        """The whole tiles of an axis, and a smaller one for what is left over, if that is half a tile or less."""
+        blocks, left = divmod(length, block)
+        small = max(_SMALLEST, 1 << (left - 1).bit_length()) if left else block
+        if small >= block or not blocks:
+            return cls(0, -(-length // block), block, left == 0), None
+        return cls(0, blocks, block, True), cls(blocks, 1, small, left == small)
+
+
+def _strips(lq: int, lk: int, tiles: Tiles) -> list[tuple[_Strip, _Strip]]:
+    """What is launched, queries and keys: whole tiles first, then queries that are left over, then all of the keys that are.
+
+    At `tri397`, where 13 are left over, tiles of 64 alone count 27% too many scores.
+    """
+    (whole_q, left_q), (whole_k, left_k) = _Strip.of(lq, tiles.block_q), _Strip.of(lk, tiles.block_k)
+    all_q = _Strip(0, -(-lq // tiles.block_q), tiles.block_q, lq % tiles.block_q == 0)
+    parts = ((whole_q, whole_k), (left_q, whole_k), (all_q, left_k))
+    return [(q, k) for q, k in parts if q is not None and k is not None]
 
 
 def shares(programs: int, n: int, at_once: int) -> int:
     """Shares of the rows n of which as many programs each, all alike, leave the fewest processors without work at the end.
 
     A kernel of w programs of which m run at a time takes ceil(w / m) turns, each for a share of the rows. At `tri397`, 196
-    programs and 396 at a time, three shares took 940 us and two 862, the whole backward; at `tri256`, 64 programs, four 241
-    and six 218.
+    programs and 396 at a time, three shares took 940 us and two 862, the whole backward, all tiles being whole; at `tri256`,
+    64 programs, four 241 and six 218.
     """
     turns = {each: math.ceil(programs * each / at_once) / each for each in range(1, min(n, _MOST_SPLITS) + 1)}
     return next(each for each, needed in turns.items() if needed <= _WORTH_A_SHARE * min(turns.values()))

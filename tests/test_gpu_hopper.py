@@ -200,12 +200,23 @@ def adversary(kind: str, dtype: torch.dtype, length: int, channels: int) -> test
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("channels", [32, 48, 64])
+@pytest.mark.parametrize("channels", [8, 32, 48, 64])
 @pytest.mark.parametrize("length", [200, 384, 700])
 @pytest.mark.parametrize("kind", ADVERSARIES)
 def test_a_wrong_reference_is_found_and_done_again(kind: str, length: int, channels: int, dtype: torch.dtype) -> None:
     inputs = adversary(kind, dtype, length, channels)
     testing.check(forward(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("channels", [8, 16, 32])
+@pytest.mark.parametrize("scale", [None, 0.37, -0.2])
+def test_a_large_pair_bias_is_added_exactly(scale: float | None, channels: int, dtype: torch.dtype) -> None:
+    """Where the inverse of a scale is no number of dtype; taken in one term it would leave an error of 0.01 and more."""
+    inputs = example(d=channels, scale=scale, dtype=dtype)
+    inputs = dataclasses.replace(inputs, pair_bias=inputs.pair_bias * 30)
+    ours, expected = forward(inputs).values["lse"], testing.oracle(inputs).values["lse"]
+    torch.testing.assert_close(ours.double(), expected.double(), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "pair_bias"])

@@ -6,8 +6,9 @@ memory where it fits, and is streamed once for two rows where it does not; only 
 go on into registers; 64 channels leave no room there, and the tensor cores read them from shared memory at every step.
 
 Scores reach the registers complete: Q K^T, the pair bias (through an identity matrix) and the key-wise bias (as extra
-channels) all come from the tensor cores. The softmax measures from the largest score of the first 32 keys instead of a
-running maximum. A row for which that overflows is found by its sum and done again, exactly, by `redo`.
+channels) all come from the tensor cores. With 8 channels half of a product's 16 are free; they take what the scale leaves over
+where its inverse, which a pair bias meets, is rounded. The softmax measures from the largest score of the first 32 keys instead
+of a running maximum. A row for which that overflows is found by its sum and done again, exactly, by `redo`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from evoattn.backends.hopper.primitives import (
     LOG2E,
     VETO,
     coefficients,
+    fma,
     k_major,
     keep,
     mn_major,
@@ -56,7 +58,8 @@ class Forward(ForwardSteps, Kernel):
         channels: D = C.
         pair: whether there is a pair bias.
         row: whether there is a key-wise bias; a length that is no multiple of 64 needs one for its end.
-        exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly.
+        exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly,
+            or with 8 channels q is.
         resident: whether the pair bias of a panel stays in shared memory.
         aligned: whether all lines of keys in the pair bias start on 16 bytes, where it stays.
     """
@@ -65,6 +68,9 @@ class Forward(ForwardSteps, Kernel):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
         self.resident, self.streamed, self.long, self.aligned = resident, pair and not resident, not resident, aligned
         self.D = padded(channels)
+        self.twice = channels == 8  # a product's 16 channels meet the 8 of a key twice
+        self.of_keys = 8 if self.twice else self.D
+        self.of_stage = self.of_keys + self.D + (TERMS if row else 0)
         self.steps = -(-channels // 16)
         self.prepared = row or self.streamed  # a kernel of prepare.py comes before; this one starts while it runs
         self.slots = 1 if channels < 64 else 2
@@ -72,7 +78,7 @@ class Forward(ForwardSteps, Kernel):
         self.stages = 3 if resident and pair else {16: 5, 32: 5, 64: 3}[self.D]
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
-        self.terms = 1 if exact else 2
+        self.terms = 1 if exact or self.twice else 2
         options = {"pair": pair, "row": row, "exact": exact, "long": self.long}
         self.name_after(dtype, channels=channels, **options, aligned=aligned and pair and resident)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
@@ -95,7 +101,7 @@ class Forward(ForwardSteps, Kernel):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block; what the compiler does not check."""
-        tiles = 2 * CONSUMERS * ROWS * self.D + 2 * STREAMS * self.stages * KEYS * self.D
+        tiles = 2 * CONSUMERS * ROWS * self.D + STREAMS * self.stages * KEYS * (self.of_keys + self.D)
         terms = self.terms * SLICE * SLICE + STREAMS * self.stages * KEYS * TERMS
         return 2 * (tiles + terms + self.tiles_of_pair * ROWS * KEYS) + 2048
 
@@ -107,7 +113,7 @@ class Forward(ForwardSteps, Kernel):
     def layouts(self):
         return (
             k_major(self.dtype, ROWS, self.D, self.slots * CONSUMERS),  # q
-            k_major(self.dtype, KEYS, self.D, STREAMS * self.stages),  # k
+            k_major(self.dtype, KEYS, self.of_keys, STREAMS * self.stages),  # k
             mn_major(self.dtype, self.D, KEYS, STREAMS * self.stages),  # v
             k_major(self.dtype, ROWS, KEYS, self.tiles_of_pair),  # pair bias
             k_major(self.dtype, SLICE, SLICE, self.terms),  # identity / scale
@@ -140,7 +146,7 @@ class Forward(ForwardSteps, Kernel):
         one = lambda layout: cute.slice_(layout, (None, None, 0))
         order = [3, 4, 2, 1, 0]
         aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q, order), one(lq), (ROWS, D))
-        aK, tK = cpasync.make_tiled_tma_atom(load, view(k, order), one(lk), (KEYS, D))
+        aK, tK = cpasync.make_tiled_tma_atom(load, view(k, order), one(lk), (KEYS, self.of_keys))
         aV, tV = cpasync.make_tiled_tma_atom(load, view(v, [4, 3, 2, 1, 0]), one(lv), (D, KEYS))
         aO, tO = cpasync.make_tiled_tma_atom(store, view(o, order), one(lo), (16, D))
         aP, tP = aQ, tQ
@@ -239,7 +245,7 @@ class Forward(ForwardSteps, Kernel):
             )
 
         qS, qG = part(aQ, tQ, (ROWS, D), (None, 0, None, None, None), sQ)
-        kS, kG = part(aK, tK, (KEYS, D), (None, 0, None, None, None), sK)
+        kS, kG = part(aK, tK, (KEYS, self.of_keys), (None, 0, None, None, None), sK)
         vS, vG = part(aV, tV, (D, KEYS), (0, None, None, None, None), sV)
         oS, oG = part(aO, tO, (16, D), (None, 0, None, None, None), sO)
         pS, pG = qS, qG
@@ -262,25 +268,29 @@ class Forward(ForwardSteps, Kernel):
             s, half, w = wg // HALVES, wg % HALVES, wid % 4
             wt = tid % 128
             g, t4 = lane // 4, lane % 4
-            c = scale * LOG2E
+            applied, inverse, excess = scale, Float32(1.0) / scale, Float32(0.0)
+            if const_expr(self.twice):
+                inverse = inverse.to(self.dtype).to(Float32)
+                applied, excess = Float32(1.0) / inverse, fma(scale, inverse, Float32(-1.0))
+            c = applied * LOG2E
             floor = Float32(DEAD) if const_expr(self.dtype is BFloat16) else c * (-VETO * VETO)
             mQK = multiply(self.dtype, False, K, SLICE)
             mPI = multiply(self.dtype, True, K, SLICE)
             mPV = multiply(self.dtype, False, MN, 16 * self.steps)
             hQK, hPI, hPV = mQK.get_slice(wt), mPI.get_slice(wt), mPV.get_slice(wt)
-            fK = mQK.make_fragment_B(
-                hQK.partition_B(cute.local_tile(sK, (SLICE, D), (None, 0, None)))
-            )  # (., 1, step, slice, stage)
+            # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A. So do 8 channels
+            # of K, which meet what `take` makes of q.
+            eights = cute.make_layout(((8, 4), (8, 2), 2, STREAMS * ST), stride=((8, 64), (1, 0), 256, 512))
+            ofK = cute.local_tile(sK, (SLICE, D), (None, 0, None))
+            if const_expr(self.twice):
+                ofK = cute.make_tensor(sK.iterator, eights)
+            fK = mQK.make_fragment_B(hQK.partition_B(ofK))  # (., 1, step, slice, stage)
             fP = mPI.make_fragment_A(hPI.partition_A(sP))  # (., 1, step, tile)
             fI = mPI.make_fragment_B(hPI.partition_B(sI))  # (., 1, step, 1)
             fV = mPV.make_fragment_B(
                 hPV.partition_B(cute.local_tile(sV, (16 * self.steps, KEYS), (0, 0, None)))
             )  # (., 1, step, stage)
-            # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A.
-            tR = cute.make_tensor(
-                pR, cute.make_layout(((8, 4), (8, 2), (2, STREAMS * ST)), stride=((8, 64), (1, 0), (256, 512)))
-            )
-            fR = mQK.make_fragment_B(hQK.partition_B(tR))
+            fR = mQK.make_fragment_B(hQK.partition_B(cute.make_tensor(pR, eights)))
             S0 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
             S1 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
             O = mPV.make_fragment_C(mPV.partition_shape_C((ROWS, 16 * self.steps)))
@@ -288,14 +298,14 @@ class Forward(ForwardSteps, Kernel):
             fQ = mPI.make_fragment_A(hPI.partition_A(sQ))  # (., 1, step, tile)
             rA = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, 16)))
             rA.fill(zero)
-            coefficients(rA, Float32(1.0) / scale, t4, self.dtype)
+            coefficients(rA, inverse, t4, self.dtype)
             keep(rA, lane)
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mQK).get_slice(wt)
             qSrc, qDst = ldm.partition_S(sQ), ldm.retile(rQ)
             m = cute.make_rmem_tensor(2, Float32)
             l = cute.make_rmem_tensor(4, Float32)
             frags = (rA, fK, fR, fP, fI)
-            arriving = (qfull, ldm, qSrc, qDst)
+            arriving = (qfull, ldm, qSrc, qDst, rQ, excess)
             # What the loop over rows does not need at every step lives in shared memory: registers decide its speed.
             st, ph, qph, again, rounds = Int32(0), Int32(0), Int32(0), Boolean(False), Int32(0)
             mine = book[wid, None]
@@ -571,7 +581,7 @@ class Forward(ForwardSteps, Kernel):
                                 )
                     arch.mbarrier_wait(empty + i, ph ^ 1)
                     with arch.elect_one():
-                        arch.mbarrier_arrive_and_expect_tx(full + i, 2 * KEYS * D * 2 + (KEYS * TERMS * 2 if self.row else 0))
+                        arch.mbarrier_arrive_and_expect_tx(full + i, 2 * KEYS * self.of_stage)
                     if const_expr(self.row):
                         gR = cute.local_tile(row, (1, KEYS * TERMS), (b * row_b + nn * row_n, j))
                         sR = cute.make_tensor(pR + i * KEYS * TERMS, cute.make_layout((1, KEYS * TERMS)))

@@ -29,6 +29,7 @@ class ForwardSteps:
     steps: int
     stages: int
     slots: int
+    twice: bool
     terms: int
     offset: float
     pair: bool
@@ -54,12 +55,15 @@ class ForwardSteps:
 
     @cute.jit
     def take(self, arriving, s: Int32, half: Int32, turn: Int32, phase: Int32):
-        """Wait for a row's queries."""
-        qfull, ldm, source, target = arriving
+        """Wait for a row's queries. With 8 channels the other 8 are what the scale leaves over, times q."""
+        qfull, ldm, source, target, held, excess = arriving
         slot, phase = self.slot(s, turn, phase)
         arch.mbarrier_wait(qfull + slot, phase)
         if const_expr(self.slots == 1):
             cute.copy(ldm, source[None, None, None, s * HALVES + half], target)
+            if const_expr(self.twice):
+                for x in range_constexpr(4):
+                    held[4 + x] = (held[x].to(Float32) * excess).to(self.dtype)
 
     @cute.jit
     def taken(self, qempty: cute.Pointer, lane: Int32):
@@ -150,7 +154,7 @@ class ForwardSteps:
             tiled = multiply(self.dtype, self.slots == 2, K, SLICE, step > 0)
             cute.gemm(tiled, S, queries[None, None, step], fK[None, None, step, part, stage], S)
         if self.row:
-            cute.gemm(multiply(self.dtype, False, K, SLICE), S, rA[None, None, 0], fR[None, None, 0, (part, stage)], S)
+            cute.gemm(multiply(self.dtype, False, K, SLICE), S, rA[None, None, 0], fR[None, None, 0, part, stage], S)
         if self.pair:
             for term in range(self.terms):
                 for x in range(2):

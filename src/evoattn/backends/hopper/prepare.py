@@ -67,11 +67,12 @@ class Rows(Kernel):
         if const_expr(self.clears):
             blocks = cutlass.max(blocks, (cleared.shape[0] + CLEARED - 1) // CLEARED)
         self.kernel(mask, bias, terms, ends, cleared, keys, n).launch(
-            grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream
+            grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, cleared: Any, keys: Int32, n: Int32):
+        arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()

@@ -59,8 +59,8 @@ def padded(channels: int) -> int:
 
 
 def k_major(dtype: Any, rows: int, columns: int, buffers: int) -> Any:
-    """Swizzled layout of `buffers` tiles [rows, columns] whose columns are contiguous."""
-    kind = _SWIZZLED[min(columns, 64)][0]
+    """Layout of `buffers` tiles [rows, columns] whose columns are contiguous: swizzled, but for 8 columns."""
+    kind = warpgroup.SmemLayoutAtomKind.K_INTER if columns == 8 else _SWIZZLED[min(columns, 64)][0]
     return tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, buffers), (0, 1, 2))
 
 

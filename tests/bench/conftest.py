@@ -21,12 +21,13 @@ class FakeClock:
 
     target_s = 1.0
 
-    def __init__(self, tick: float = 0.0, host: float | None = None, slow: str = "") -> None:
+    def __init__(self, tick: float = 0.0, host: float | None = None, slow: str = "", lead: int = 0) -> None:
+        self.lead = lead
         self.time, self.tick, self.host, self.slow = 0.0, tick, host, slow
         self.order: list[str] = []
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
-        for number in range(count):
+        for number in range(self.lead + count):
             call(number)
         owner = getattr(call, "__self__", None)
         self.order.append(f"{owner.peer.name}.{call.__name__}" if owner else "?")

@@ -91,6 +91,12 @@ def test_host_time_where_the_clock_has_one(fakes: dict[str, Peer]) -> None:
     assert found["compiles"].host_us == {"forward": 25.0, "backward": 25.0, "both": 25.0}
 
 
+def test_calls_that_lead_have_graphs_of_their_own(fakes: dict[str, Peer]) -> None:
+    """A compiled backward runs once on each; without them it would fail."""
+    found = results(measured(a_plan(peers=("compiles",)), FakeClock(lead=2)))
+    assert set(found["compiles"].times) == {"forward", "backward", "both"}
+
+
 def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Peer], clock: FakeClock) -> None:
     plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("right",))
 

@@ -206,7 +206,7 @@ class _Climb:
             return None
 
     def _samples(self, runner: Runner, count: int) -> float:
-        runner.prepare(self.direction, count)
+        runner.prepare(self.direction, self.clock.lead + count)
         return 1e3 * self.clock.calls(runner.passes()[self.direction], count) / count
 
     def _count(self, runner: Runner) -> int:

@@ -306,7 +306,7 @@ def _launches(
             through_map = (_PAIR_ARGUMENT, launch.tensor_map(pair, (1, 1, block_q, tiles.block_k)))
         start = forward_kernel.plan(
             blocks * n * h * b, scale, *strides, *row_strides, n, h, lq, lk, first_q, blocks,
-            **constants, BLOCK_Q=block_q, num_warps=tiles.warps(block_q), through_map=through_map,
+            **constants, BLOCK_Q=block_q, num_warps=tiles.warps_left_over(block_q, problem.dtype), through_map=through_map,
         )  # fmt: skip
         launches.append(start)
     return tuple(launches)

@@ -17,7 +17,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
+from evoattn.backends.hopper.bwd_dkdv_feed import QUERIES, KeyFeed
 from evoattn.backends.hopper.bwd_schedule import opening, share
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
@@ -37,10 +37,9 @@ from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padd
 from evoattn.backends.hopper.schedule import place, stretch
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
-QUERIES = 64  # queries of a stage
 
 
-class KeyGradients(KeySteps, Kernel):
+class KeyGradients(KeyFeed, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
@@ -361,75 +360,6 @@ class KeyGradients(KeySteps, Kernel):
                                 bt = Int32(0)
                                 bp ^= 1
             arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def produce(self, s: Int32, span, sizes, stats: cute.Tensor, pS: cute.Pointer, bars, copies):
-        """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other."""
-        begin, end, bid, each = span
-        N, H, NK, NT = sizes
-        full, empty, kfull, kempty = bars
-        (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
-        D, ST, NS = self.D, self.stages, self.streams
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
-        while at < end:
-            pan, n0, n1 = stretch(at, end, N)
-            known = opening(pan, N, each, bid, at)
-            at += n1 - n0
-            i, h, b = place(pan, NK, H)
-            m, count = s, n1 - n0
-            while m < count:
-                n = row_at(m, N, known)
-                sleep_until(kempty + s, kp ^ 1)
-                with arch.elect_one():
-                    arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
-                cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
-                cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)
-                kp ^= 1
-                arch.griddepcontrol_wait()
-                for j in cutlass.range(NT, unroll=1):
-                    x = s * ST + st
-                    sleep_until(empty + x, ph ^ 1)
-                    with arch.elect_one():
-                        arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + TILE * 4)
-                    cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
-                    cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
-                    from_ = cute.local_tile(stats[b, n, h, None], (TILE,), (j,))
-                    to = cute.make_tensor(pS + x * TILE, cute.make_layout(TILE))
-                    with arch.elect_one():
-                        g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
-                        cute.copy(bulk, g1, s1, mbar_ptr=full + x)
-                    st += 1
-                    if st == ST:
-                        st = Int32(0)
-                        ph ^= 1
-                m += NS
-
-    @cute.jit
-    def produce_bias(self, span, sizes, pair: cute.Tensor, ring: cute.Pointer, bfull: cute.Pointer, bempty: cute.Pointer):
-        """Bring in the tiles of the pair bias, each once for all streams."""
-        begin, end, _, _ = span
-        N, H, NK, NT = sizes
-        NS, RG = self.streams, self.ring
-        st, ph, at = Int32(0), Int32(0), begin
-        copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.tile)
-        while at < end:
-            pan, n0, n1 = stretch(at, end, N)
-            at += n1 - n0
-            i, h, b = place(pan, NK, H)
-            tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
-            for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
-                for j in cutlass.range(NT, unroll=1):
-                    sleep_until(bempty + st, ph ^ 1)
-                    to = cute.make_tensor(ring + st * ROWS * QUERIES, cute.make_layout(ROWS * QUERIES))
-                    with arch.elect_one():
-                        arch.mbarrier_arrive_and_expect_tx(bfull + st, ROWS * QUERIES * self.tile.width // 8)
-                        g2, s2 = cpasync.group_bulk_copy_modes(tiles[j, None], to)
-                        cute.copy(copy, g2, s2, mbar_ptr=bfull + st)
-                    st += 1
-                    if st == RG:
-                        st = Int32(0)
-                        ph ^= 1
 
     @cute.jit
     def round_off(self, added: cute.Tensor, dpair: cute.Tensor, bid: Int32, blocks: Int32, lane: Int32):

@@ -19,18 +19,15 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.bwd_dq_steps import QuerySteps
-from evoattn.backends.hopper.bwd_schedule import opening, share
+from evoattn.backends.hopper.bwd_dq_feed import QueryFeed
+from evoattn.backends.hopper.bwd_schedule import share
 from evoattn.backends.hopper.bwd_steps import (
-    NEVER,
     ROWS,
     SLICE,
     fake_pair,
     fake_words,
     narrow,
     release,
-    row_at,
-    sleep_until,
     store_rows,
     tile_copy,
     tile_parts,
@@ -43,7 +40,7 @@ from evoattn.backends.hopper.schedule import place, stretch
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
-class QueryGradients(QuerySteps, Kernel):
+class QueryGradients(QueryFeed, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
@@ -395,119 +392,6 @@ class QueryGradients(QuerySteps, Kernel):
         warpgroup.wait_group(0)
         if more:
             release(qempty, lane)
-
-    @cute.jit
-    def produce_keys(
-        self,
-        s: Int32,
-        rank: Int32,
-        span,
-        sizes,
-        row: cute.Tensor,
-        row_b: Int32,
-        row_n: Int32,
-        pR: cute.Pointer,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        copies,
-    ):
-        """Bring in the keys of warpgroup s, and of s + 2 where there are four, a stage after the other."""
-        begin, end, bid, each = span
-        N, H, NQ, _ = sizes
-        (aK, kG, kS), (aV, vG, vS) = copies
-        WG, ST, TL, D, unit = self.groups, self.stages, self.tiles, self.D, self.keys * TERMS
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
-        st, ph, at = Int32(0), Int32(0), begin
-        if const_expr(self.row):
-            arch.griddepcontrol_wait()
-        while at < end:
-            pan, n0, n1 = stretch(at, end, N)
-            known = opening(pan, N, each, bid, at)
-            at += n1 - n0
-            _, h, b = place(pan, NQ, H)
-            for position in cutlass.range(n1 - n0, unroll=1):
-                n = row_at(position, N, known)
-                for j in cutlass.range(TL, unroll=1):
-                    for y in range_constexpr(WG // self.key_producers):
-                        g = s + y * self.key_producers
-                        i = g * ST + st
-                        tile = (rank * WG + g) * TL + j
-                        sleep_until(empty + i, ph ^ 1)
-                        with arch.elect_one():
-                            arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * D * 2 + (unit * 2 if self.row else 0))
-                        cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
-                        cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
-                        if const_expr(self.row):
-                            gR = cute.local_tile(row, (1, unit), (b * row_b + n * row_n, tile))
-                            sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
-                            with arch.elect_one():
-                                g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
-                                cute.copy(bulk, g1, s1, mbar_ptr=full + i)
-                    st += 1
-                    if st == ST:
-                        st = Int32(0)
-                        ph ^= 1
-
-    @cute.jit
-    def produce_rows(
-        self,
-        rank: Int32,
-        lane: Int32,
-        span,
-        sizes,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        stats: cute.Tensor,
-        inverse: Float32,
-        sN: cute.Tensor,
-        order: cute.Tensor,
-        qfull: cute.Pointer,
-        qempty: cute.Pointer,
-        copies,
-    ):
-        """Bring in q, o, do and lse of each row, and leave the statistics of the row before for the other kernel."""
-        begin, end, bid, each = span
-        N, H, NQ, LQ = sizes
-        (aQ, qG, qS), (aO, oG, oS), (aG, gG, gS) = copies
-        D, ph, at = self.D, Int32(0), begin
-        own, old, extra = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
-        pb, pn, pt, pi, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        while at < end:
-            pan, n0, n1 = stretch(at, end, N)
-            known = opening(pan, N, each, bid, at)
-            at += n1 - n0
-            i, h, b = place(pan, NQ, H)
-            for position in cutlass.range(n1 - n0, unroll=1):
-                n = row_at(position, N, known)
-                for x in range_constexpr(2):
-                    q = i * ROWS + x * 32 + lane
-                    value = lse[b, n, h, cutlass.min(q, LQ - 1)]
-                    real = q < LQ and value > Float32(-float("inf"))
-                    own[x] = cutlass.select_(real, -value, Float32(NEVER))
-                    if const_expr(self.dlse):
-                        extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)], Float32(0.0))
-                sleep_until(qempty, ph ^ 1)
-                if count > 0 and rank == 0:
-                    self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
-                pb, pn, pt, pi = b, n, h, i
-                for x in range_constexpr(2):
-                    sN[x * 32 + lane, 0] = own[x] * LOG2E
-                    if const_expr(self.dlse):
-                        sN[x * 32 + lane, 2] = extra[x]
-                    old[x] = own[x]
-                arch.sync_warp()
-                with arch.elect_one():
-                    order[count % 4] = n
-                    arch.mbarrier_arrive_and_expect_tx(qfull, 3 * ROWS * D * 2)
-                cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)
-                cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)
-                cute.copy(aG, gG[None, i, h, n, b], gS[None, 2 + ph], tma_bar_ptr=qfull)
-                count += 1
-                ph ^= 1
-        if count > 0:
-            sleep_until(qempty, ph ^ 1)
-            if rank == 0:
-                self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
 
     def arguments(self) -> tuple[Any, ...]:
         """What stands for the arguments of `__call__` when it is compiled, without the stream."""

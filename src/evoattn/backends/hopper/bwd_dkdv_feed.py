@@ -1,0 +1,97 @@
+"""What the producer warps of the kernel of the keys bring in: rows, their queries, and a pair bias that streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import cpasync
+
+from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
+from evoattn.backends.hopper.bwd_schedule import opening
+from evoattn.backends.hopper.bwd_steps import ROWS, TILE, row_at, sleep_until
+from evoattn.backends.hopper.schedule import place, stretch
+
+__all__ = ["QUERIES", "KeyFeed"]
+
+QUERIES = 64  # queries of a stage
+
+
+class KeyFeed(KeySteps):
+    """One warp for each stream of rows, one for the pair bias; `KeyGradients` says what the attributes are."""
+
+    stages: int
+    streams: int
+    ring: int
+    tile: Any
+
+    @cute.jit
+    def produce(self, s: Int32, span, sizes, stats: cute.Tensor, pS: cute.Pointer, bars, copies):
+        """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other."""
+        begin, end, bid, each = span
+        N, H, NK, NT = sizes
+        full, empty, kfull, kempty = bars
+        (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
+        D, ST, NS = self.D, self.stages, self.streams
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
+        while at < end:
+            pan, n0, n1 = stretch(at, end, N)
+            known = opening(pan, N, each, bid, at)
+            at += n1 - n0
+            i, h, b = place(pan, NK, H)
+            m, count = s, n1 - n0
+            while m < count:
+                n = row_at(m, N, known)
+                sleep_until(kempty + s, kp ^ 1)
+                with arch.elect_one():
+                    arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
+                cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
+                cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)
+                kp ^= 1
+                arch.griddepcontrol_wait()
+                for j in cutlass.range(NT, unroll=1):
+                    x = s * ST + st
+                    sleep_until(empty + x, ph ^ 1)
+                    with arch.elect_one():
+                        arch.mbarrier_arrive_and_expect_tx(full + x, 2 * QUERIES * D * 2 + TILE * 4)
+                    cute.copy(aQ, qG[None, j, h, n, b], qS[None, x], tma_bar_ptr=full + x)
+                    cute.copy(aG, gG[None, j, h, n, b], gS[None, x], tma_bar_ptr=full + x)
+                    from_ = cute.local_tile(stats[b, n, h, None], (TILE,), (j,))
+                    to = cute.make_tensor(pS + x * TILE, cute.make_layout(TILE))
+                    with arch.elect_one():
+                        g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
+                        cute.copy(bulk, g1, s1, mbar_ptr=full + x)
+                    st += 1
+                    if st == ST:
+                        st = Int32(0)
+                        ph ^= 1
+                m += NS
+
+    @cute.jit
+    def produce_bias(self, span, sizes, pair: cute.Tensor, ring: cute.Pointer, bfull: cute.Pointer, bempty: cute.Pointer):
+        """Bring in the tiles of the pair bias, each once for all streams."""
+        begin, end, _, _ = span
+        N, H, NK, NT = sizes
+        NS, RG = self.streams, self.ring
+        st, ph, at = Int32(0), Int32(0), begin
+        copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.tile)
+        while at < end:
+            pan, n0, n1 = stretch(at, end, N)
+            at += n1 - n0
+            i, h, b = place(pan, NK, H)
+            tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
+            for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
+                for j in cutlass.range(NT, unroll=1):
+                    sleep_until(bempty + st, ph ^ 1)
+                    to = cute.make_tensor(ring + st * ROWS * QUERIES, cute.make_layout(ROWS * QUERIES))
+                    with arch.elect_one():
+                        arch.mbarrier_arrive_and_expect_tx(bfull + st, ROWS * QUERIES * self.tile.width // 8)
+                        g2, s2 = cpasync.group_bulk_copy_modes(tiles[j, None], to)
+                        cute.copy(copy, g2, s2, mbar_ptr=bfull + st)
+                    st += 1
+                    if st == RG:
+                        st = Int32(0)
+                        ph ^= 1

@@ -1,0 +1,113 @@
+"""What the producer warps of the kernel of whole rows bring in, and what each query brings to the products."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, release, sleep_until, write_statistics
+from evoattn.backends.hopper.bwd_whole_steps import GROUPS, QUERIES, WholeSteps
+from evoattn.backends.hopper.schedule import place
+
+__all__ = ["WholeFeed"]
+
+
+class WholeFeed(WholeSteps):
+    """One warp for keys and queries, three for statistics; `WholeGradients` says what the attributes are."""
+
+    dlse: bool
+
+    def third(self, z, ends):
+        """the first tile of a third of them, where warpgroup z begins, and past the last"""
+        first, second, third = ends
+        start = Int32(cutlass.select_(z == 0, Int32(0), cutlass.select_(z == 1, first, second)))
+        return start, Int32(cutlass.select_(z == 0, first, cutlass.select_(z == 1, second, third)))
+
+    @cute.jit
+    def produce(self, bid: Int32, blocks: Int32, items: Int32, sizes, copies, bars):
+        """Bring in the keys and values of each warpgroup, and the tiles of queries of each row."""
+        N, H, NK, NT, _, thirds, rounds = sizes
+        (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
+        full, empty, kfull, kempty, vempty = bars
+        D = self.D
+        item, count = bid, Int32(0)
+        while item < items:
+            h, n, b = place(item, H, N)
+            for r in cutlass.range(rounds, unroll=1):
+                for s in range_constexpr(GROUPS):
+                    i = r * GROUPS + s
+                    if i < NK:
+                        done = count * ((NK + GROUPS - 1 - s) // GROUPS) + r
+                        x, ph = done & 1, done >> 1 & 1
+                        sleep_until(kempty + 2 * s + x, ph ^ 1)
+                        sleep_until(vempty + s, (done & 1) ^ 1)
+                        with arch.elect_one():
+                            arch.mbarrier_arrive_and_expect_tx(kfull + 2 * s + x, 2 * ROWS * D * 2)
+                        cute.copy(aK, kG[None, i, h, n, b], kS[None, 3 * s + x], tma_bar_ptr=kfull + 2 * s + x)
+                        cute.copy(aV, vG[None, i, h, n, b], vS[None, 3 * s + 2], tma_bar_ptr=kfull + 2 * s + x)
+                if r == 0:
+                    # each third's first tiles first
+                    for y in cutlass.range(3 * (NT - thirds[1]), unroll=1):
+                        start, stop = self.third(y % 3, thirds)
+                        j = start + y // 3
+                        if j < stop:
+                            sleep_until(empty + j, (count & 1) ^ 1)
+                            with arch.elect_one():
+                                arch.mbarrier_arrive_and_expect_tx(full + j, 2 * QUERIES * D * 2)
+                            cute.copy(aQ, qG[None, j, h, n, b], qS[None, j], tma_bar_ptr=full + j)
+                            cute.copy(aG, gG[None, j, h, n, b], gS[None, j], tma_bar_ptr=full + j)
+            item += blocks
+            count += 1
+
+    @cute.jit
+    def produce_statistics(
+        self,
+        s: Int32,
+        bid: Int32,
+        blocks: Int32,
+        items: Int32,
+        sizes,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        inverse: Float32,
+        pS: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        lane: Int32,
+    ):
+        """What each query of a third of the tiles brings to the products: terms of -lse / scale, and of -delta."""
+        N, H, _, _, LQ, thirds, _ = sizes
+        start, stop = self.third(s, thirds)
+        item, count = bid, Int32(0)
+        while item < items:
+            h, n, b = place(item, H, N)
+            for j in cutlass.range(start, stop, unroll=1):
+                low, delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+                for x in range_constexpr(2):
+                    q = j * QUERIES + x * 32 + lane
+                    low[x], delta[x] = Float32(NEVER), Float32(0.0)
+                    if q < LQ:
+                        value = lse[b, n, h, q]
+                        for y in range_constexpr(self.channels // 8):
+                            one, two = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.dtype)
+                            cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (y,)), one)
+                            cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (y,)), two)
+                            for z in range_constexpr(8):
+                                delta[x] = delta[x] - one[z].to(Float32) * two[z].to(Float32)
+                        if value > Float32(-float("inf")):
+                            low[x] = -value
+                            if const_expr(self.dlse):
+                                delta[x] = delta[x] + dlse[b, n, h, q]
+                # while the tile's last readers are still at it, these are on their way
+                sleep_until(empty + j, (count & 1) ^ 1)
+                to = cute.make_tensor(pS + j * TILE, cute.make_layout(TILE))
+                for x in range_constexpr(2):
+                    write_statistics(to, x * 32 + lane, low[x], delta[x], inverse, self.dtype)
+                arch.fence_proxy("async.shared", space="cta")
+                arch.sync_warp()
+                release(full + j, lane)
+            item += blocks
+            count += 1

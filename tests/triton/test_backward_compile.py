@@ -77,6 +77,7 @@ CASES = (
     Compiled("d32_float32", dtype=torch.float32, pair_bias=torch.float32, spills=FLOAT_SPILLS),
     Compiled("d64_float32", dtype=torch.float32, pair_bias=torch.float32, d=64, spills=FLOAT_SPILLS),
     Compiled("d128_float32", dtype=torch.float32, pair_bias=torch.float32, d=128),
+    Compiled("d128_float32_in_order", length=397, dtype=torch.float32, pair_bias=torch.float32, d=128, deterministic=True),
     Compiled("d256_float32", dtype=torch.float32, pair_bias=torch.float32, d=256),
 )
 

@@ -53,6 +53,8 @@ else:
             dkdv=dataclasses.replace(SMALL, block_q=64, num_warps=1),
             pair=dataclasses.replace(SMALL, block_q=32, block_k=64),
         ),
+        # So large that what is left over has tiles of its own.
+        "left_over": BackwardTiles(dq=PAIRED, dkdv=SMALL, pair=dataclasses.replace(SMALL, block_q=64, block_k=64)),
     }
 
     def use(monkeypatch: pytest.MonkeyPatch, tiles: BackwardTiles) -> None:
@@ -107,11 +109,11 @@ else:
     @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1h1k", "b1hq1", "11111"])
     def test_rows_in_turns(monkeypatch: pytest.MonkeyPatch, pair_bias: str, spans: bool) -> None:
         """Two shares of seven rows, at most three rows of each in a turn; queries and keys left over in tiles of their own."""
-        use(monkeypatch, ALL_TILES["unequal"])
+        use(monkeypatch, ALL_TILES["left_over"])
         monkeypatch.setattr(bwd_pair, "shares", lambda *_: 2)
         monkeypatch.setattr(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 3))
         monkeypatch.setattr(bwd_pair, "_ROWS_WORTH_SPANS", 1 if spans else 8)
-        sizes = {"lead": (2,), "n": 7, "h": 1, "lq": 41, "lk": 71, "d": 12}
+        sizes = {"lead": (2,), "n": 7, "h": 1, "lq": 70, "lk": 71, "d": 12}
         case = testing.Case("turns", **sizes, mask="padding", pair_bias=pair_bias, lse_gradient=True)  # type: ignore[arg-type]
         check(case.make(seed=4), deterministic=True)
 

@@ -22,7 +22,7 @@ from evoattn.backends import triton as backend
 from evoattn.backends.triton import launch
 from evoattn.problem import Problem
 from evoattn.tuning import Config
-from evoattn.tuning.heuristics import forward_shared_bytes, forward_tiles
+from evoattn.tuning.heuristics import forward_registers, forward_shared_bytes, forward_tiles
 
 RECORD = pathlib.Path(__file__).parent / "instructions.json"
 ROOM = 1.03
@@ -123,6 +123,14 @@ def test_configs_fit_in_shared_memory(dtype: torch.dtype, shared_limit: int) -> 
             assert forward_shared_bytes(problem, tiles) <= shared_limit
             kept = forward_tiles(problem, Config(block_k=16, num_stages=1), shared_limit)
             assert (kept.block_k, kept.num_stages) == (16, 1)
+
+
+def test_a_limit_of_registers_that_spills_is_not_set() -> None:
+    """In float32 with 16 channels: only for whole tiles of keys and a pair bias that comes through a tensor map."""
+    for lk, maps, expected in ((384, True, 168), (384, False, None), (397, True, None)):
+        problem = Problem("cuda", (9, 0), torch.float32, 4, 384, 4, 384, lk, 16, 16, mask=True, pair_bias=torch.float32)
+        tiles = forward_tiles(problem, Config(), SHARED_LIMITS["sm_90"])
+        assert forward_registers(problem, tiles, maps=maps) == expected
 
 
 def test_float32_products_follow_torch() -> None:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from ahead_of_time import target
 
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import bwd, fwd, launch
+from evoattn.backends.triton import bwd, bwd_pair, fwd, launch
 from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
 from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.backends.triton.overlap import overlap
@@ -113,7 +113,9 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
     stream = Stream()
 
     def record(self: Launch, *tensors: Tensor) -> None:
-        parts = tensors[:-1] if self.kernel is pair_gradient_kernel else tensors  # its launches write parts of the last
+        parts = (
+            tensors[:-1] if self.kernel is pair_gradient_kernel else tensors
+        )  # its launches write parts of the last, and read their own
         stream.events.append((self, {memory(x) for x in parts}))
 
     def noted(device: torch.device, *chain: Any) -> None:
@@ -125,6 +127,7 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
             (Launch, "__call__", record),
             (fwd, "overlap", noted),
             (bwd, "overlap", noted),
+            (bwd_pair, "_ROWS_WORTH_SPANS", 2),
             (launch, "capability", lambda device: capability),
             (launch, "shared_memory_limit", lambda device: 232_448),
         ):
@@ -218,10 +221,10 @@ def faults(ptx: str) -> list[str]:
     ]
 
 
-def loaded_early(kernel: Any) -> list[str]:
-    """Loads before the wait that go through what an earlier kernel may have written."""
+def loaded_early(kernel: Any, made: set[str]) -> list[str]:
+    """Loads before the wait that go through arguments that an earlier kernel may have written."""
     names = kernel.src.fn.arg_names
-    reached = {f"{kernel.metadata.name}_param_{i}" for i, name in enumerate(names) if name in MADE}
+    reached = {f"{kernel.metadata.name}_param_{i}" for i, name in enumerate(names) if name in made}
     found = []
     for line in kernel.asm["ptx"].split("griddepcontrol.wait")[0].splitlines():
         words = re.findall(r"%\w+|\w+_param_\d+", line.split("//")[0])
@@ -232,13 +235,20 @@ def loaded_early(kernel: Any) -> list[str]:
     return found
 
 
+def constant(kernel: Any, name: str) -> Any:
+    """What a kernel was compiled with, None where it has no such constant."""
+    names = kernel.src.fn.arg_names
+    return kernel.src.constants.get((names.index(name),)) if name in names else None
+
+
 def compiled_for(arch: str) -> list[Any]:
     """Every kernel, with every way to wait that the backend plans for it."""
     with target(arch) as compiled:
         for mask, pair, dtype in ((True, (1, 4, 0, 0), torch.bfloat16), (False, None, torch.float32)):
             forward(call(397, 384, mask, False, pair, dtype, "cpu"))
         backward(call(397, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False)
-        backward(call(384, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
+        with unittest.mock.patch.object(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 40)):
+            backward(call(397, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
         backward(call(384, 384, False, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
         backward(call(384, 1, False, True, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False, "do dlse")
     return compiled
@@ -252,7 +262,10 @@ def test_the_ptx_waits() -> None:
     waiting = [kernel for kernel in kernels if kernel.src.constants[(kernel.src.fn.arg_names.index("WAIT"),)] == TO_LOAD]
     assert {kernel.metadata.name for kernel in waiting} >= {"forward_kernel", "row_spans_kernel", "dq_kernel", "dkdv_kernel"}
     assert all(f"{kernel.metadata.name}_param_" in kernel.asm["ptx"] for kernel in waiting), "what loads are traced back to"
-    assert {kernel.metadata.name: found for kernel in waiting if (found := loaded_early(kernel))} == {}
+    assert {kernel.metadata.name: found for kernel in waiting if (found := loaded_early(kernel, MADE))} == {}
+    going_on = [kernel for kernel in kernels if constant(kernel, "GOES_ON")]
+    assert len(going_on) >= 3
+    assert [found for kernel in going_on if (found := loaded_early(kernel, {"p_partial"}))] == []
 
 
 def test_older_cards_know_nothing_of_it() -> None:

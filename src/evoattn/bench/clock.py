@@ -33,7 +33,7 @@ class Clock(Protocol):
     """Calls that come first and are not counted."""
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
-        """Seconds that `count` calls take one after the other, behind `lead` others: of call(0), call(1), ... the last."""
+        """Seconds that `count` calls take one after the other, from call(lead) on; those before are not counted."""
 
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         """Seconds until a call returns to Python while the device still works, the median of `count`; None where calls return

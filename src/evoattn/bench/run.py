@@ -337,7 +337,7 @@ class _Course:
             host = self.clock.host_s(call, calls)
             if host is not None:
                 result.host_us[name] = round(1e6 * host, 1)
-            row.count = max(1, min(runner.most_calls, round(self.clock.target_s / max(seconds, 1e-7))))
+            row.count = max(1, min(runner.most_calls - self.clock.lead, round(self.clock.target_s / max(seconds, 1e-7))))
             rows.append(row)
         return rows
 

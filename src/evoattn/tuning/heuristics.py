@@ -10,7 +10,7 @@ from evoattn.problem import Problem
 from evoattn.tuning import user
 from evoattn.tuning.config import Config
 
-__all__ = ["ForwardTiles", "forward_registers", "forward_shared_bytes", "forward_tiles"]
+__all__ = ["ForwardTiles", "forward_registers", "forward_shared_bytes", "forward_tiles", "least_warps"]
 
 _FULL_CARD = 256
 """Programs below which halving the query tile beats its lower reuse: fewer than two for each of an H200's 132 processors."""
@@ -33,14 +33,6 @@ class ForwardTiles:
             return self.num_warps
         return min(self.num_warps, max(least, block_q // _MIN_TILE))
 
-    def warps_left_over(self, block_q: int, dtype: torch.dtype) -> int:
-        """Of a tile of block_q queries that are left over; it runs beside those of whole tiles.
-
-        With 16 bits two warps at least: 0.222 ms and not 0.265 at N = 128, L = 397, D = 128, where one spills; 0.238 and not
-        0.242 at `tri397`. In float32 one: 0.957 ms there, 0.984 with two.
-        """
-        return self.warps(block_q, least=1 if dtype == torch.float32 else 2)
-
 
 def _tiles(block_q: int, block_k: int, num_warps: int, num_stages: int) -> ForwardTiles:
     return ForwardTiles(block_q, block_k, num_warps, num_stages)
@@ -52,7 +44,7 @@ _HALF_TILES: tuple[tuple[int, tuple[ForwardTiles, ForwardTiles, ForwardTiles]], 
     # 127 registers on Hopper, so that four programs fit on a processor; mma.sync keeps more alive, and takes 64 x 64
     (32, (_tiles(128, 32, 4, 3), _tiles(128, 32, 4, 3), _tiles(64, 64, 4, 3))),
     # H200, D = 48 and 64: N = L = 384 0.274 and 0.258 ms, 64 x 64 0.284 and 0.260; `diffusion768` 0.462, 0.488; N = L = 397,
-    # D = 64, 0.363, 0.453; without a pair bias, N = 256, L = 512, D = 64, 0.229, 0.254. It spills 40 bytes at most.
+    # D = 64, 0.363, 0.453; without a pair bias, N = 256, L = 512, D = 64, 0.229, 0.254. It spills 48 bytes at most.
     (64, (_tiles(128, 64, 4, 3), _tiles(64, 64, 4, 3), _tiles(64, 64, 4, 3))),
     # H200, N = 64, L = 512, D = 128: 0.151 ms, 128 x 64 with 8 warps 0.165 ms
     (128, (_tiles(64, 32, 4, 3), _tiles(64, 32, 4, 3), _tiles(64, 32, 4, 3))),
@@ -71,7 +63,8 @@ _FLOAT_TILES: tuple[tuple[int, tuple[ForwardTiles, ForwardTiles, ForwardTiles]],
     (128, (_tiles(64, 32, 8, 2), _tiles(64, 32, 8, 2), _tiles(32, 32, 8, 2))),
     (256, (_tiles(32, 32, 8, 1), _tiles(32, 32, 8, 1), _tiles(32, 32, 8, 1))),
 )
-"""float32 inputs, likewise; chosen so that nothing spills, but for 88 bytes on Hopper where the last key tile is ragged."""
+"""float32 inputs, likewise; chosen so that nothing spills, but on Hopper for 88 bytes where the last key tile is ragged, and
+what a limit of registers costs (`forward_registers`)."""
 
 
 def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> ForwardTiles:
@@ -105,19 +98,29 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
     return tiles
 
 
-def forward_registers(problem: Problem, tiles: ForwardTiles) -> int | None:
+def least_warps(dtype: torch.dtype) -> int:
+    """Warps at least for a tile of queries that are left over.
+
+    With 16 bits two: 0.222 ms and not 0.265 at N = 128, L = 397, D = 128, where one spills; 0.238 and not 0.242 at `tri397`. In
+    float32 one: 0.957 ms there, 0.984 with two.
+    """
+    return 1 if dtype == torch.float32 else 2
+
+
+def forward_registers(problem: Problem, tiles: ForwardTiles, *, maps: bool) -> int | None:
     """The most registers a thread may have, or None to leave that to the compiler.
 
     The code for a ragged last key tile costs Hopper's main tile 26 registers in Triton 3.6, and with them the fourth program on
     a processor: 0.277 ms instead of 0.254 at N = L = 397. With 128 two registers are spilled, outside the loop.
     Without a pair bias compilers take 92 to 101 for the same code; 96 keep five programs on a processor and spill nothing.
     In float32 16 channels take 202; with 168 three programs fit, not two, and 40 bytes spill: 2.01 ms instead of 2.14 for four
-    templates. A ragged last key tile would spill 200, and 32 channels 160, which costs more than it gains.
+    templates. A ragged last key tile would spill 200, a pair bias that does not come through a tensor map (`maps`) 368, and 32
+    channels 160, which costs more than it gains.
     """
     if problem.capability is None or problem.capability[0] != 9:
         return None
     if problem.dtype == torch.float32:
-        few = max(problem.d, problem.c) <= 16 and problem.pair_bias is not None and problem.lk % tiles.block_k == 0
+        few = max(problem.d, problem.c) <= 16 and maps and problem.lk % tiles.block_k == 0
         return 168 if few and tiles == _FLOAT_TILES[0][1][_HOPPER] else None
     if tiles == _HALF_TILES[0][1][_HOPPER]:
         return 128 if problem.lk % tiles.block_k else None

@@ -40,7 +40,7 @@ def plan_forward(
     if pair is not None and (not resident or pair.stride(3) != 1):
         laid = q.new_empty((*pair.shape[:3], -(-lk // 8) * 8), device="meta")
         pairs = plan(Pairs(dtype, 8 if wide else 1), device, pair, laid)
-    exact = pair is None or _exact(1.0 / unit, q.dtype)
+    exact = pair is None or d == 8 or _exact(1.0 / unit, q.dtype)
     aligned = wide or laid is not None
     variant = Forward(dtype, d, pair=pair is not None, row=row, exact=exact, resident=resident, aligned=aligned)
 

@@ -58,8 +58,8 @@ class Forward(ForwardFeed, Kernel):
         channels: D = C.
         pair: whether there is a pair bias.
         row: whether there is a key-wise bias; a length that is no multiple of 64 needs one for its end.
-        exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly,
-            or with 8 channels q is.
+        exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly.
+            With 8 channels it need not be: one term is taken, and q makes up for it.
         resident: whether the pair bias of a panel stays in shared memory.
         aligned: whether all lines of keys in the pair bias start on 16 bytes, where it stays.
     """

@@ -72,6 +72,7 @@ class Rows(Kernel):
 
     @cute.kernel
     def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, cleared: Any, keys: Int32, n: Int32):
+        # In this order: most warps of the next kernel wait for nothing, and all before this one has to be complete by then.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()

@@ -32,6 +32,9 @@ _SMALL = 100
 _MOST_SPLITS = 8
 """Shares of the rows n, each with a float32 pair-bias gradient of its own: what they cost in memory stays small."""
 
+_WORTH_A_STRIP = 64
+"""Queries and keys of tiles that are large enough to have what is left over in smaller ones."""
+
 _SMALLEST = 16
 """Queries or keys that a matrix product takes at least."""
 
@@ -151,7 +154,7 @@ class InOrder:
         used: the part of it that holds something.
         summed: its axes over which shares are added up.
         spans: the rows n that are live, and what finds them, where there is a row bias and so many rows that it pays.
-        launches: the kernel, for whole tiles first, and as many rows as the cache holds.
+        launches: the kernel, for each turn of rows once a strip of tiles, whole ones first.
     """
 
     device: torch.device
@@ -317,10 +320,13 @@ class _Strip(NamedTuple):
 def _strips(lq: int, lk: int, tiles: Tiles) -> list[tuple[_Strip, _Strip]]:
     """What is launched, queries and keys: whole tiles first, then queries that are left over, then all of the keys that are.
 
-    At `tri397`, where 13 are left over, tiles of 64 alone count 27% too many scores.
+    At `tri397`, where 13 are left over, tiles of 64 alone count 27% too many scores. Smaller tiles, those of float32, are not
+    split: with 128 channels, 16 by 16 would spill 3,456 bytes.
     """
+    all_q, all_k = (_Strip(0, -(-size // x), x, size % x == 0) for size, x in ((lq, tiles.block_q), (lk, tiles.block_k)))
+    if min(tiles.block_q, tiles.block_k) < _WORTH_A_STRIP:
+        return [(all_q, all_k)]
     (whole_q, left_q), (whole_k, left_k) = _Strip.of(lq, tiles.block_q), _Strip.of(lk, tiles.block_k)
-    all_q = _Strip(0, -(-lq // tiles.block_q), tiles.block_q, lq % tiles.block_q == 0)
     parts = ((whole_q, whole_k), (left_q, whole_k), (all_q, left_k))
     return [(q, k) for q, k in parts if q is not None and k is not None]
 

@@ -28,7 +28,7 @@ from evoattn.backends.triton.primitives import (
 )
 from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
-from evoattn.tuning.heuristics import ForwardTiles, forward_registers, forward_tiles
+from evoattn.tuning.heuristics import ForwardTiles, forward_registers, forward_tiles, least_warps
 
 __all__ = ["forward_kernel", "plan_forward"]
 
@@ -293,7 +293,7 @@ def _launches(
         "WIDE": launch.is_wide(*qkv, pair),
         "num_stages": tiles.num_stages,
     }
-    registers = forward_registers(problem, tiles)
+    registers = forward_registers(problem, tiles, maps=maps)
     if registers is not None:
         constants["maxnreg"] = registers
     strides = sum((launch.units(x, 5, grain) for x in qkv), ()) + launch.units(pair, 4, grain_pair)
@@ -306,7 +306,7 @@ def _launches(
             through_map = (_PAIR_ARGUMENT, launch.tensor_map(pair, (1, 1, block_q, tiles.block_k)))
         start = forward_kernel.plan(
             blocks * n * h * b, scale, *strides, *row_strides, n, h, lq, lk, first_q, blocks,
-            **constants, BLOCK_Q=block_q, num_warps=tiles.warps_left_over(block_q, problem.dtype), through_map=through_map,
+            **constants, BLOCK_Q=block_q, num_warps=tiles.warps(block_q, least_warps(problem.dtype)), through_map=through_map,
         )  # fmt: skip
         launches.append(start)
     return tuple(launches)

@@ -113,9 +113,8 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
     stream = Stream()
 
     def record(self: Launch, *tensors: Tensor) -> None:
-        parts = (
-            tensors[:-1] if self.kernel is pair_gradient_kernel else tensors
-        )  # its launches write parts of the last, and read their own
+        # Launches of that kernel share the last: each writes a part of it, and reads no other.
+        parts = tensors[:-1] if self.kernel is pair_gradient_kernel else tensors
         stream.events.append((self, {memory(x) for x in parts}))
 
     def noted(device: torch.device, *chain: Any) -> None:

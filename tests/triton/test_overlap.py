@@ -246,6 +246,7 @@ def compiled_for(arch: str) -> list[Any]:
         for mask, pair, dtype in ((True, (1, 4, 0, 0), torch.bfloat16), (False, None, torch.float32)):
             forward(call(397, 384, mask, False, pair, dtype, "cpu"))
         backward(call(397, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False)
+        backward(call(384, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
         with unittest.mock.patch.object(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 40)):
             backward(call(397, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
         backward(call(384, 384, False, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)

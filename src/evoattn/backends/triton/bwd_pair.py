@@ -308,12 +308,17 @@ class _Strip(NamedTuple):
     even: bool
 
     @classmethod
-    def of(cls, length: int, block: int) -> tuple[_Strip, _Strip | None]:
+    def all(cls, length: int, block: int) -> _Strip:
+        """All of an axis in tiles of one size."""
+        return cls(0, -(-length // block), block, length % block == 0)
+
+    @classmethod
+    def parted(cls, length: int, block: int) -> tuple[_Strip, _Strip | None]:
         """The whole tiles of an axis, and a smaller one for what is left over, if that is half a tile or less."""
         blocks, left = divmod(length, block)
         small = max(_SMALLEST, 1 << (left - 1).bit_length()) if left else block
         if small >= block or not blocks:
-            return cls(0, -(-length // block), block, left == 0), None
+            return cls.all(length, block), None
         return cls(0, blocks, block, True), cls(blocks, 1, small, left == small)
 
 
@@ -323,10 +328,10 @@ def _strips(lq: int, lk: int, tiles: Tiles) -> list[tuple[_Strip, _Strip]]:
     At `tri397`, where 13 are left over, tiles of 64 alone count 27% too many scores. Smaller tiles, those of float32, are not
     split: with 128 channels, 16 by 16 would spill 3,456 bytes.
     """
-    all_q, all_k = (_Strip(0, -(-size // x), x, size % x == 0) for size, x in ((lq, tiles.block_q), (lk, tiles.block_k)))
+    all_q = _Strip.all(lq, tiles.block_q)
     if min(tiles.block_q, tiles.block_k) < _WORTH_A_STRIP:
-        return [(all_q, all_k)]
-    (whole_q, left_q), (whole_k, left_k) = _Strip.of(lq, tiles.block_q), _Strip.of(lk, tiles.block_k)
+        return [(all_q, _Strip.all(lk, tiles.block_k))]
+    (whole_q, left_q), (whole_k, left_k) = _Strip.parted(lq, tiles.block_q), _Strip.parted(lk, tiles.block_k)
     parts = ((whole_q, whole_k), (left_q, whole_k), (all_q, left_k))
     return [(q, k) for q, k in parts if q is not None and k is not None]
 

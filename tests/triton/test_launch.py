@@ -229,9 +229,9 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 
 @pytest.mark.parametrize(("capability", "mask", "lengths", "counts"), [
-    (HOPPER, True, range(1, 301), {"forward": 14, "dq": 7, "dkdv": 9, "rows": 2, "pack": 13, "statistics": 1}),
-    (AMPERE, True, range(1, 301), {"forward": 14, "dq": 7, "dkdv": 7, "rows": 3, "pack": 13, "statistics": 1}),
-    (HOPPER, False, range(1, 301), {"forward": 14, "dq": 8, "dkdv": 9, "rows": 2, "pack": 15, "statistics": 1}),
+    (HOPPER, True, range(1, 301), {"forward": 16, "dq": 12, "dkdv": 8, "rows": 3, "pack": 13, "statistics": 1}),
+    (AMPERE, True, range(1, 301), {"forward": 16, "dq": 10, "dkdv": 7, "rows": 3, "pack": 13, "statistics": 1}),
+    (HOPPER, False, range(1, 301), {"forward": 16, "dq": 13, "dkdv": 8, "rows": 3, "pack": 15, "statistics": 1}),
 ])  # fmt: skip
 def test_three_hundred_lengths(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mask: bool, lengths: range, counts: dict[str, int]
@@ -243,13 +243,17 @@ def test_three_hundred_lengths(
     assert counter.counts() == counts
 
 
-def test_a_length_past_384_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_past_640_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once every remainder by 128 has been seen, with tiles that are all as large as they get."""
     counter = Counter(monkeypatch, HOPPER)
-    for length in range(129, 385):
+    for length in range(129, 384):
+        plan_training_step(length, 512, True)
+    short = counter.counts()
+    assert short == {"forward": 8, "dq": 3, "dkdv": 3, "rows": 1, "pack": 11, "statistics": 1}
+    for length in range(384, 641):
         plan_training_step(length, 512, True)
     before = counter.counts()
-    assert before == {"forward": 7, "dq": 3, "dkdv": 3, "rows": 1, "pack": 11, "statistics": 1}
-    for length in (*range(385, 700, 3), 768, 1024, 1031, 2048):
+    assert before == short | {"forward": 15, "rows": 2}
+    for length in (*range(641, 900, 3), 1024, 1031, 2048):
         plan_training_step(length, 512, True)
     assert counter.counts() == before

@@ -180,6 +180,7 @@ def from_workload(workload: Workload, dtype: torch.dtype) -> Case:
     )
 
 
+_QKV = ("q", "k", "v")
 _BOTH = {"mask_bias": "finite", "pair_bias": "b1hqk"}
 
 AWKWARD: tuple[Case, ...] = (
@@ -231,6 +232,18 @@ AWKWARD: tuple[Case, ...] = (
     Case("one_query_one_key_head_first", layout="bnhld", lq=1, kv_heads=1, h=4, pair_bias="hqk"),
     Case("own_scale", scale=0.37, **_BOTH),  # type: ignore[arg-type]
     Case("negative_scale", scale=-0.5, **_BOTH),  # type: ignore[arg-type]
+    Case("few_point", n=40, h=4, lq=1, lk=4, d=16, mask="random", gradients=_QKV),
+    Case("few_of_all", n=40, lq=3, lk=5, mask="empty_rows", mask_bias="finite", gradients=_QKV, lse_gradient=True),
+    Case("few_column", n=30, h=3, lq=4, lk=16, d=24, c=5, layout="bnhld", mask="random", gradients=_QKV),
+    Case("few_backward", n=30, h=3, lq=8, lk=13, d=24, c=40, mask="random", mask_bias="finite", gradients=_QKV),
+    Case("few_one_query", n=9, lq=1, lk=61, d=16, mask="padding", gradients=_QKV),
+    Case("few_without_bias", lead=(2, 3), n=7, lq=5, lk=9, d=40, scale=-0.3, gradients=_QKV, cotangent="expanded"),
+    Case("few_minus_inf_rows", n=70, lq=2, lk=2, mask_bias="minus_inf_rows", gradients=_QKV, lse_gradient=True),
+    Case("few_minus_1e9_rows", n=70, lq=2, lk=7, mask_bias="minus_1e9_rows", bias_dtype=torch.float32, gradients=_QKV),
+    Case("few_transposed", n=9, lq=4, lk=8, d=32, strides="transposed", mask="random", gradients=_QKV),
+    Case("few_sliced", n=9, lq=4, lk=8, d=33, strides="sliced", mask_bias="finite", gradients=_QKV, spread=60.0),
+    Case("few_with_all_gradients", n=9, lq=4, lk=8, mask="random", mask_bias="finite"),
+    *(Case(f"few_only_{name}", n=5, lq=6, lk=3, mask_bias="finite", gradients=(name,)) for name in ("q", "k", "v")),
     *(Case(f"only_{name}", gradients=(name,), **_BOTH) for name in ("q", "k", "v", "mask_bias", "pair_bias")),  # type: ignore[arg-type]
 )
 """What broke other kernels: every backend must take these, in every dtype that it takes."""

@@ -10,7 +10,7 @@ from evoattn.problem import Problem
 from evoattn.tuning import user
 from evoattn.tuning.config import Config
 
-__all__ = ["ForwardTiles", "forward_registers", "forward_shared_bytes", "forward_tiles", "least_warps"]
+__all__ = ["LEFT_OVER_WARPS", "ForwardTiles", "forward_shared_bytes", "forward_tiles"]
 
 _FULL_CARD = 256
 """Programs below which halving the query tile beats its lower reuse: fewer than two for each of an H200's 132 processors."""
@@ -18,14 +18,23 @@ _FULL_CARD = 256
 _MIN_TILE = 16
 
 
+LEFT_OVER_WARPS = 2
+"""Warps at least for a tile of queries that are left over; H200, ms, one warp behind it: `tri397` 0.238, 0.242; N = 128, L 397,
+D = 128 0.222, 0.265; float32, D = 64 0.588, 0.627 (four 0.606), D = 32 0.303, 0.306 (0.314)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles:
-    """A resolved configuration of the forward kernel; every field is set."""
+    """A resolved configuration of the forward kernel; every field is set.
+
+    `max_registers`: most registers a thread on NVIDIA cards, so that one more program fits; 0: as the compiler likes.
+    """
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
     def warps(self, block_q: int, least: int = 1) -> int:
         """Warps for a tile of block_q rows, which is smaller than self.block_q where a few queries are left over."""
@@ -34,37 +43,106 @@ class ForwardTiles:
         return min(self.num_warps, max(least, block_q // _MIN_TILE))
 
 
-def _tiles(block_q: int, block_k: int, num_warps: int, num_stages: int) -> ForwardTiles:
-    return ForwardTiles(block_q, block_k, num_warps, num_stages)
+_Family = tuple[tuple[int, ForwardTiles], ...]
+"""The first line whose number holds the channels."""
 
-
-_HOPPER, _BLACKWELL, _OTHER = range(3)
-
-_HALF_TILES: tuple[tuple[int, tuple[ForwardTiles, ForwardTiles, ForwardTiles]], ...] = (
-    # 127 registers on Hopper, so that four programs fit on a processor; mma.sync keeps more alive, and takes 64 x 64
-    (32, (_tiles(128, 32, 4, 3), _tiles(128, 32, 4, 3), _tiles(64, 64, 4, 3))),
-    # H200, D = 48 and 64: N = L = 384 0.274 and 0.258 ms, 64 x 64 0.284 and 0.260; `diffusion768` 0.462, 0.488; N = L = 397,
-    # D = 64, 0.363, 0.453; without a pair bias, N = 256, L = 512, D = 64, 0.229, 0.254. It spills 48 bytes at most.
-    (64, (_tiles(128, 64, 4, 3), _tiles(64, 64, 4, 3), _tiles(64, 64, 4, 3))),
-    # H200, N = 64, L = 512, D = 128: 0.151 ms, 128 x 64 with 8 warps 0.165 ms
-    (128, (_tiles(64, 32, 4, 3), _tiles(64, 32, 4, 3), _tiles(64, 32, 4, 3))),
-    # H200, the same with D = 256: 0.221 ms, 64 x 32 with 4 warps 0.259 ms; elsewhere what does not spill
-    (256, (_tiles(128, 64, 8, 2), _tiles(32, 32, 4, 2), _tiles(64, 32, 8, 2))),
+_HALF: _Family = (
+    (64, ForwardTiles(64, 64, 4, 3)),
+    (128, ForwardTiles(64, 32, 4, 3)),
+    (256, ForwardTiles(64, 32, 8, 2)),
 )
-"""16-bit inputs, for Hopper, Blackwell (capability 10) and all others: the first line whose number holds the channels."""
+"""16-bit inputs; mma.sync keeps more registers alive than wgmma."""
 
-_HOPPER_WITHOUT_PAIR = _tiles(64, 64, 4, 3)
-"""MSA column attention, H200, N = 384, L = 512, D = 32: 0.523 ms; 128 x 32 0.587 ms."""
-
-_FLOAT_TILES: tuple[tuple[int, tuple[ForwardTiles, ForwardTiles, ForwardTiles]], ...] = (
-    # H200, N = L = 384: 0.769 ms, with two stages 0.814, 64 x 32 0.962; four templates of 16 channels 2.166, 2.333 and 2.198
-    (32, (_tiles(128, 32, 4, 3), _tiles(64, 32, 4, 2), _tiles(64, 32, 4, 2))),
-    (64, (_tiles(64, 32, 4, 2), _tiles(64, 32, 8, 2), _tiles(32, 32, 4, 2))),
-    (128, (_tiles(64, 32, 8, 2), _tiles(64, 32, 8, 2), _tiles(32, 32, 8, 2))),
-    (256, (_tiles(32, 32, 8, 1), _tiles(32, 32, 8, 1), _tiles(32, 32, 8, 1))),
+_HALF_BLACKWELL: _Family = (
+    (32, ForwardTiles(128, 32, 4, 3)),
+    *_HALF[:2],
+    (256, ForwardTiles(32, 32, 4, 2)),
 )
-"""float32 inputs, likewise; chosen so that nothing spills, but on Hopper for 88 bytes where the last key tile is ragged, and
-what a limit of registers costs (`forward_registers`)."""
+"""16-bit inputs on compute capability 10: what does not spill."""
+
+_FLOAT: _Family = (
+    (32, ForwardTiles(64, 32, 4, 2)),
+    (64, ForwardTiles(32, 32, 4, 2)),
+    (128, ForwardTiles(32, 32, 8, 2)),
+    (256, ForwardTiles(32, 32, 8, 1)),
+)
+"""float32 inputs; chosen so that nothing spills."""
+
+_FLOAT_BLACKWELL: _Family = (
+    _FLOAT[0],
+    (64, ForwardTiles(64, 32, 8, 2)),
+    (128, ForwardTiles(64, 32, 8, 2)),
+    _FLOAT[3],
+)
+
+_FEW_QUERIES = 64
+_LONG = 384
+_LONG_AND_RAGGED = 512
+
+
+def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
+    """16-bit inputs on Hopper, each with what it was measured against on an H200, ms.
+
+    A limit of registers keeps one more program on a processor, and up to 64 bytes spill for it. The code for a ragged last tile
+    costs the main loop registers too.
+    """
+    few = problem.b * problem.n * problem.h * -(-problem.lq // 128) < _FULL_CARD
+    ragged = problem.lk % 64 != 0
+    long = min(problem.lq, problem.lk) >= (_LONG_AND_RAGGED if ragged else _LONG)
+    if channels > 128:
+        # N = 64, L = 512, D = 256: 0.221; 64 x 32 with 4 warps 0.259
+        return ForwardTiles(128, 64, 8, 2)
+    if channels > 64:
+        # N = 96, D = 128: L = 384 0.111, 64 x 32 with 4 warps 0.128; without a pair bias L = 512 0.156, 0.204
+        return ForwardTiles(128, 32, 8, 3, max_registers=128)
+    if channels > 32:
+        if problem.pair_bias is not None and long:
+            # `diffusion768` 0.425, 4 warps 0.460; `wide384` 0.243, 0.258; N = 200, L = 765 0.450, 0.479; `wide397` 0.363, 0.349
+            return ForwardTiles(128, 64, 8, 3, max_registers=128)
+        # N = L = 384, D = 48 and 64: 0.274 and 0.258, 64 x 64 0.284 and 0.260; without a pair bias L = 512 0.229, 0.254
+        return ForwardTiles(128, 64, 4, 3)
+    if problem.pair_bias is None and problem.lq > _FEW_QUERIES:
+        # `msa_column` 0.477, three stages 0.486, 64 x 64 0.530; 397 sequences 0.374, 0.372, 0.411; 128 sequences 0.053, 0.053,
+        # 0.059. Of 64 x 64 five programs fit with 96 registers.
+        return ForwardTiles(64, 64, 4, 3, max_registers=96) if few else ForwardTiles(128, 64, 4, 4, max_registers=128)
+    if problem.pair_bias is not None and few:
+        # 16 heads, D = 24, one row: L = 384 0.0080, 64 x 32 0.0102; 768 0.0182, 0.0206; 1,024 0.0241, 0.0267
+        return ForwardTiles(64, 128, 4, 3)
+    if problem.pair_bias is not None and long:
+        # `tri384` 0.175, 128 x 32 0.178; `tri512` 0.381, 0.396; `tri1024` 2.74, 2.89; `template384` 0.597, 0.641;
+        # `extra_msa_row` 0.806, 0.862; 765 1.24, 1.27; 1,001 2.70, 2.78. The same at 256 and 448; slower at 320 (0.117, 0.114)
+        # and 397 (0.239, 0.232)
+        return ForwardTiles(128, 64, 4, 3, max_registers=168)
+    # 127 registers, so that four programs fit; 0.254 and not 0.277 at N = L = 397
+    return ForwardTiles(128, 32, 4, 3, max_registers=128 if problem.lk % 32 else 0)
+
+
+def _hopper_float(problem: Problem, channels: int) -> ForwardTiles:
+    """float32 inputs on Hopper, likewise; they spill 32 bytes at most but for what is said."""
+    if channels > 128:
+        return ForwardTiles(32, 32, 8, 1)
+    if channels > 64:
+        return ForwardTiles(64, 32, 8, 2)
+    if channels > 32:
+        # N = 128, D = 64: L = 384 0.458, 64 x 32 with 4 warps 0.580, without a pair bias 0.432, 0.560; L = 397 0.712, 128 x 32
+        # 0.623, 64 x 32 0.699
+        return ForwardTiles(128, 32, 4, 2) if problem.lk % 64 else ForwardTiles(128, 64, 8, 2)
+    # `template384` 2.01, without the limit 2.14: three programs fit, not two, and 40 bytes spill. A ragged last tile would
+    # spill 200, 32 channels 160.
+    limited = channels == 16 and problem.pair_bias is not None and problem.lk % 32 == 0
+    # N = L = 384: 0.769, with two stages 0.814, 64 x 32 0.962; four templates of 16 channels 2.166, 2.333 and 2.198
+    return ForwardTiles(128, 32, 4, 3, max_registers=168 if limited else 0)
+
+
+def _table(problem: Problem) -> ForwardTiles:
+    """The tiles for a problem's channels, dtype and card, whatever its size."""
+    channels = _power_of_two(max(problem.d, problem.c))
+    major = problem.capability[0] if problem.capability else 0
+    full = problem.dtype == torch.float32
+    if major == 9:
+        return (_hopper_float if full else _hopper_half)(problem, channels)
+    family = (_FLOAT_BLACKWELL if full else _HALF_BLACKWELL) if major == 10 else (_FLOAT if full else _HALF)
+    return next(tiles for most, tiles in family if channels <= most)
 
 
 def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> ForwardTiles:
@@ -76,18 +154,13 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
         shared_limit: bytes of shared memory that one program may use.
     """
     config = user.preferred("triton", "forward", problem, config)
-    table = _FLOAT_TILES if problem.dtype == torch.float32 else _HALF_TILES
-    channels = _power_of_two(max(problem.d, problem.c))
-    family = {9: _HOPPER, 10: _BLACKWELL}.get(problem.capability[0], _OTHER) if problem.capability else _OTHER
-    tiles = next(families[family] for most, families in table if channels <= most)
-    if family == _HOPPER and problem.pair_bias is None and table is _HALF_TILES and channels <= 32:
-        tiles = _HOPPER_WITHOUT_PAIR
-    block_q, block_k = tiles.block_q, tiles.block_k
+    table = _table(problem)
+    block_q, block_k = table.block_q, table.block_k
     if problem.b * problem.n * problem.h * -(-problem.lq // block_q) < _FULL_CARD and block_q > 64:
         block_q = 64
     block_q = min(block_q, _power_of_two(problem.lq))
     block_k = min(block_k, _power_of_two(problem.lk))
-    tiles = dataclasses.replace(tiles, block_q=block_q, block_k=block_k, num_warps=tiles.warps(block_q))
+    tiles = dataclasses.replace(table, block_q=block_q, block_k=block_k, num_warps=table.warps(block_q))
     given = {name: value for name, value in config.given().items() if name != "score_bytes"}
     tiles = dataclasses.replace(tiles, **given)
     while forward_shared_bytes(problem, tiles) > shared_limit:
@@ -95,37 +168,7 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
         if smaller is None:
             break
         tiles = smaller
-    return tiles
-
-
-def least_warps(dtype: torch.dtype) -> int:
-    """Warps at least for a tile of queries that are left over.
-
-    With 16 bits two: 0.222 ms and not 0.265 at N = 128, L = 397, D = 128, where one spills; 0.238 and not 0.242 at `tri397`. In
-    float32 one: 0.957 ms there, 0.984 with two.
-    """
-    return 1 if dtype == torch.float32 else 2
-
-
-def forward_registers(problem: Problem, tiles: ForwardTiles, *, maps: bool) -> int | None:
-    """The most registers a thread may have, or None to leave that to the compiler.
-
-    The code for a ragged last key tile costs Hopper's main tile 26 registers in Triton 3.6, and with them the fourth program on
-    a processor: 0.277 ms instead of 0.254 at N = L = 397. With 128 two registers are spilled, outside the loop.
-    Without a pair bias compilers take 92 to 101 for the same code; 96 keep five programs on a processor and spill nothing.
-    In float32 16 channels take 202; with 168 three programs fit, not two, and 40 bytes spill: 2.01 ms instead of 2.14 for four
-    templates. A ragged last key tile would spill 200, a pair bias that does not come through a tensor map (`maps`) 368, and 32
-    channels 160, which costs more than it gains.
-    """
-    if problem.capability is None or problem.capability[0] != 9:
-        return None
-    if problem.dtype == torch.float32:
-        few = max(problem.d, problem.c) <= 16 and maps and problem.lk % tiles.block_k == 0
-        return 168 if few and tiles == _FLOAT_TILES[0][1][_HOPPER] else None
-    if tiles == _HALF_TILES[0][1][_HOPPER]:
-        return 128 if problem.lk % tiles.block_k else None
-    crowded = tiles == _HOPPER_WITHOUT_PAIR and problem.pair_bias is None and _power_of_two(max(problem.d, problem.c)) == 32
-    return 96 if crowded else None
+    return tiles if tiles == table else dataclasses.replace(tiles, max_registers=0)
 
 
 def forward_shared_bytes(problem: Problem, tiles: ForwardTiles) -> int:

@@ -16,11 +16,22 @@ __all__ = ["BackwardTiles", "Tiles", "backward_shared_bytes", "backward_tiles"]
 _MIN_TILE = 16
 
 _WARPGROUP_ROWS = 64
+_WARPS_OF_A_GROUP = 4
 _WORTH_A_TILE = 0.08
 """Share of padded queries from which two tiles of 64 beat one of 128, which is 5% faster when it is full."""
 
 _FEW_KEYS = 1 << 17
 """Keys in all rows and heads below which one-warp programs leave an H200 idle: .065 ms instead of .027 at 16 heads of 768."""
+
+
+_FULL_CARD = 264
+"""Programs of dQ, of one row each, that an H200 runs two of on a processor."""
+
+_SHARES_ROWS = 528
+"""Programs of one row from which two share a tile of bias: at a triangle of 50 one alone takes .0146 ms, two .0163, the whole
+backward; at 100 .0352 and .0328."""
+
+_SHORT = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +72,10 @@ class _Line:
 
     Args:
         most: channels that it serves.
-        dq, dq_alone: with and without the pair-bias gradient; None where they are the same.
-        dkdv, dkdv_few: with many programs on each processor, and with few; None likewise.
-        pair: the pair-bias gradient in a fixed order.
+        dq, dq_alone, dq_few: with and without the pair-bias gradient, and with few programs; None where they are the same.
+        dkdv, dkdv_ragged, dkdv_few: with many programs on each processor; the same where the last tile of queries is not whole,
+            or channels are not a power of two; with few programs. None likewise.
+        pair, pair_short: the pair-bias gradient in a fixed order, and of short lengths; None likewise.
     """
 
     most: int
@@ -71,7 +83,10 @@ class _Line:
     dkdv: Tiles
     pair: Tiles
     dq_alone: Tiles | None = None
+    dq_few: Tiles | None = None
+    dkdv_ragged: Tiles | None = None
     dkdv_few: Tiles | None = None
+    pair_short: Tiles | None = None
 
 
 _HOPPER: tuple[_Line, ...] = (
@@ -79,7 +94,8 @@ _HOPPER: tuple[_Line, ...] = (
         most=16,
         dq=Tiles(64, 32, 4, 3, rows=2, max_registers=168),
         dq_alone=Tiles(128, 32, 4, 3, max_registers=128),
-        dkdv=Tiles(32, 32, 1, 3),
+        # The whole backward, (32, 32) behind it: 1.613 ms for 1.730 at `template384`, 2.16 for 2.31 at `extra_msa_row`.
+        dkdv=Tiles(32, 64, 1, 3),
         dkdv_few=Tiles(128, 64, 4, 2),
         pair=Tiles(64, 64, 4, 3, max_registers=168),
     ),
@@ -89,12 +105,18 @@ _HOPPER: tuple[_Line, ...] = (
         dq=Tiles(64, 32, 4, 3, rows=2, max_registers=168),
         # .195 ms at tri384, .50 at the MSA column; 64 queries .211.
         dq_alone=Tiles(128, 32, 4, 3, max_registers=128),
-        # One warp never waits for another: .248 ms at tri384, where 4 warps with wgmma take .263 at best. (32, 32) takes .250,
-        # and .713 for .660 at the MSA column; masked channels or queries make (64, 32) spill.
-        dkdv=Tiles(64, 32, 1, 3),
+        # The whole backward of one row, 16 heads, D = 24: L = 384, 768 and 1,024 .023, .050, .071 ms; 32 keys .025, .054, .080.
+        dq_few=Tiles(64, 128, 4, 3),
+        # Each warp has 32 keys and seldom waits for the other. The whole backward, one warp with (64, 32) behind it: .520 ms,
+        # .538 at tri384; 1.127, 1.163 at tri512 (float16); 1.160, 1.180 at the MSA column; the same at tri1024. Masked
+        # channels or queries make both spill; 4 warps with wgmma are slower.
+        dkdv=Tiles(64, 64, 2, 3),
+        dkdv_ragged=Tiles(32, 32, 1, 3),
         dkdv_few=Tiles(128, 64, 4, 2),
         # .199 ms at tri384 in 4 splits; .214 without the limit.
         pair=Tiles(64, 64, 4, 3, max_registers=168),
+        # The whole backward at triangles of 50, 100 and 128: .020, .044 and .051 ms, .023, .052 and .059 with (64, 64).
+        pair_short=Tiles(32, 32, 1, 3),
     ),
     _Line(
         most=64,
@@ -175,6 +197,17 @@ _FLOAT: tuple[_Line, ...] = (
 """float32 inputs."""
 
 
+_FLOAT_HOPPER: tuple[_Line, ...] = (
+    # The whole backward, what `_FLOAT` has behind it: N = 384, D = 16 1.86 ms, 1.99
+    _Line(most=16, dq=_FLOAT[0].dq, dkdv=Tiles(32, 128, 8, 1), pair=_FLOAT[0].pair),
+    # dQ alone 2.85 ms at tri384, 3.14; dK and dV alone 3.07. Without a pair bias, N = 128, H 8, L = 512: 2.86 and 2.86, 2.97
+    _Line(most=32, dq=Tiles(128, 32, 8, 2, max_registers=128), dkdv=Tiles(32, 64, 4, 3), pair=_FLOAT[0].pair),
+    # N = 128, L = 384, D = 64: dQ alone 1.77 ms, dK and dV alone 1.91, 2.09
+    _Line(most=64, dq=Tiles(128, 64, 8, 1), dkdv=Tiles(32, 128, 8, 1), pair=_FLOAT[1].pair),
+    *_FLOAT[2:],
+)
+"""float32 inputs on compute capability 9.x, measured on an H200."""
+
 _FLOAT_BLACKWELL: tuple[_Line, ...] = (
     *_FLOAT[:2],
     # Compiled, not measured: (32, 16) spills 464 bytes on 10.0 and 496 on 12.0.
@@ -187,7 +220,7 @@ _FLOAT_BLACKWELL: tuple[_Line, ...] = (
 def _table(dtype: torch.dtype, capability: tuple[int, int] | None) -> tuple[_Line, ...]:
     major = 0 if capability is None else capability[0]
     if dtype == torch.float32:
-        return _FLOAT_BLACKWELL if major >= 10 else _FLOAT
+        return _FLOAT_BLACKWELL if major >= 10 else _FLOAT_HOPPER if major == 9 else _FLOAT
     return _HOPPER if major == 9 else _HALF
 
 
@@ -204,26 +237,32 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
     config = user.preferred("triton", "backward", problem, config)
     channels = _power_of_two(max(problem.d, problem.c))
     line = next(line for line in _table(problem.dtype, capability) if channels <= line.most)
+    of_heads = problem.b * problem.n * problem.h
     sums_pair = problem.pair_bias is not None and problem.needs[4] and not problem.deterministic
     dq = line.dq if sums_pair else line.dq_alone or line.dq
-    if problem.n == 1:
+    blocks = -(-problem.lq // _WARPGROUP_ROWS)
+    if of_heads * blocks < _FULL_CARD:
+        dq = line.dq_few or dq
+    if problem.n == 1 or of_heads * blocks < _SHARES_ROWS:
         dq = dataclasses.replace(dq, rows=1)
     saved = _padding(problem.lq, dq.block_q) - _padding(problem.lq, _WARPGROUP_ROWS)
     if dq.block_q > _WARPGROUP_ROWS and saved > _WORTH_A_TILE:
-        dq = dataclasses.replace(dq, block_q=_WARPGROUP_ROWS)
+        limit = dq.max_registers if dq.num_warps == _WARPS_OF_A_GROUP else 0
+        dq = dataclasses.replace(dq, block_q=_WARPGROUP_ROWS, num_warps=_WARPS_OF_A_GROUP, max_registers=limit)
+    short = max(problem.lq, problem.lk) <= _SHORT
+    pair = (line.pair_short if short else None) or line.pair
     dkdv = line.dkdv
-    if problem.b * problem.n * problem.h * problem.lk < _FEW_KEYS:
+    if of_heads * problem.lk < _FEW_KEYS and problem.lq > _SHORT:
         dkdv = line.dkdv_few or dkdv
-    elif dkdv.num_warps == 1 and (problem.lq % dkdv.block_q or not problem.d == problem.c == channels):
-        dkdv = dataclasses.replace(dkdv, block_q=32)
+    elif problem.lq % dkdv.block_q or not problem.d == problem.c == channels:
+        dkdv = line.dkdv_ragged or dkdv
     given = {name: value for name, value in config.given().items() if name != "score_bytes"}
 
     def fitted(tile: Tiles) -> Tiles:
-        tile = dataclasses.replace(
-            tile,
-            block_q=min(tile.block_q, _power_of_two(problem.lq)),
-            block_k=min(tile.block_k, _power_of_two(problem.lk)),
-        )
+        block_q = min(tile.block_q, _power_of_two(problem.lq))
+        block_k = min(tile.block_k, _power_of_two(problem.lk))
+        warps = tile.num_warps if block_q >= min(tile.block_q, _WARPGROUP_ROWS) else min(tile.num_warps, block_q // _MIN_TILE)
+        tile = dataclasses.replace(tile, block_q=block_q, block_k=block_k, num_warps=warps)
         if given:
             tile = dataclasses.replace(tile, max_registers=0, **given)
         while backward_shared_bytes(problem, tile) > shared_limit:
@@ -233,7 +272,7 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
             tile = smaller
         return tile
 
-    return BackwardTiles(dq=fitted(dq), dkdv=fitted(dkdv), pair=fitted(line.pair))
+    return BackwardTiles(dq=fitted(dq), dkdv=fitted(dkdv), pair=fitted(pair))
 
 
 def backward_shared_bytes(problem: Problem, tiles: Tiles) -> int:

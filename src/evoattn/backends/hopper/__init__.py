@@ -14,6 +14,7 @@ from torch import Tensor
 from evoattn.devices import installed, on_device_of
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
+from evoattn.tuning.heuristics_few import few_tiles
 
 __all__ = [
     "NAME",
@@ -88,7 +89,7 @@ def faster(problem: Problem) -> tuple[str, str] | None:
     """
     backward = any(problem.needs)
     few = problem.lq <= _FEW_QUERIES and problem.lk <= _FEW_KEYS
-    if few or (backward and problem.lk <= _FEWEST_KEYS):
+    if few or few_tiles("forward", problem, Config()) is not None or (backward and problem.lk <= _FEWEST_KEYS):
         which = "backward" if backward else "forward"
         return "triton", f"{problem.lq} queries and {problem.lk} keys fill little of the tiles of its {which}"
     return None

@@ -5,6 +5,7 @@ Importing this package does not import Triton: the kernels are imported when a c
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -72,7 +73,11 @@ def resolve(problem: Problem, config: Config) -> Config:
     """The forward's tiles for this problem on the current device: the table's choice under what `config` sets."""
     from evoattn.backends.triton.launch import shared_memory_limit
     from evoattn.tuning.heuristics import forward_tiles
+    from evoattn.tuning.heuristics_few import few_tiles
 
+    few = few_tiles("forward", problem, config)
+    if few is not None:
+        return Config(block_q=1, block_k=few.block_k, num_warps=few.num_warps)
     tiles = forward_tiles(problem, config, shared_memory_limit(_device_for(problem)))
     return Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
@@ -81,7 +86,11 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
     """The tiles of the backward's kernels: those of its gradients that are wanted."""
     from evoattn.backends.triton.launch import capability, shared_memory_limit
     from evoattn.tuning.heuristics_backward import backward_tiles
+    from evoattn.tuning.heuristics_few import few_tiles
 
+    few = few_tiles("backward", problem, config)
+    if few is not None:
+        return {"few": dataclasses.asdict(few)}
     device = _device_for(problem)
     tiles = backward_tiles(problem, config, shared_memory_limit(device), capability(device))
     of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs

@@ -4,6 +4,8 @@ statistics              delta, and lse in log2 units
 dq_kernel               dQ, and the pair-bias gradient (by addition in memory, or stored where nothing is to be summed)
 dkdv_kernel             dK, dV, and the row-bias gradient
 pair_gradient_kernel    the pair-bias gradient in a fixed order, where results must be bit-equal from run to run
+
+Few queries and few keys without a pair bias go to `few` instead: one kernel makes all.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, dq_kernel
 from evoattn.backends.triton.bwd_pair import Pair, plan_pair
 from evoattn.backends.triton.bwd_plan import Call, round_up
 from evoattn.backends.triton.bwd_preprocess import plan_statistics
+from evoattn.backends.triton.few import plan_backward_few
 from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, layout_for, strided
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.prepare import RowBias, plan_rows
 from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
 from evoattn.tuning.heuristics_backward import BackwardTiles, backward_tiles
+from evoattn.tuning.heuristics_few import few_tiles
 
 __all__ = ["plan_backward"]
 
@@ -147,6 +151,9 @@ def plan_backward(
             None if mask_bias is None or not needs[3] else tuple(mask_bias.shape),
             None if pair_bias is None or not needs[4] else tuple(pair_bias.shape),
         )
+    few = few_tiles("backward", problem, config)
+    if few is not None:
+        return plan_backward_few(do, dlse, q, k, v, mask, mask_bias, o, few, scale=scale, layout=layout, needs=needs[:3])
     tiles = backward_tiles(problem, config, launch.shared_memory_limit(q.device), launch.capability(q.device))
     padded_q = round_up(problem.lq, max(tiles.dq.block_q, tiles.dkdv.block_q, tiles.pair.block_q))
     of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)

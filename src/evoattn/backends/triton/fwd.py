@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from evoattn.backends.triton import launch
+from evoattn.backends.triton.few import plan_forward_few
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, strided
 from evoattn.backends.triton.overlap import overlap, wait_to_load, wait_to_store
 from evoattn.backends.triton.prepare import RowBias, copied, loads_wide, needs_copy, plan_rows
@@ -28,11 +29,14 @@ from evoattn.backends.triton.primitives import (
 )
 from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
-from evoattn.tuning.heuristics import ForwardTiles, forward_registers, forward_tiles, least_warps
+from evoattn.tuning.heuristics import LEFT_OVER_WARPS, ForwardTiles, forward_tiles
+from evoattn.tuning.heuristics_few import few_tiles
 
 __all__ = ["forward_kernel", "plan_forward"]
 
 _LOG2E = 1.4426950408889634
+
+_MIN_TILE = 16
 
 _PAIR_ARGUMENT = 5
 """Where p_pair stands among the kernel's arguments."""
@@ -43,7 +47,7 @@ def _step(
     b_q, b_acc, b_max, b_sum, p_k, p_v, p_row, p_pair, pair_b, pair_h, pair_q, o_pair_q, first_k, unit,
     stride_k, stride_kd, stride_v, stride_vc, stride_pair_q, stride_pair_k, lk,
     D: tl.constexpr, C: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, MAP_K: tl.constexpr,
     HAS_PAIR: tl.constexpr, HAS_ROW: tl.constexpr, TAIL: tl.constexpr, TENSOR_MAP: tl.constexpr, FOLD: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +63,9 @@ def _step(
     b_pair = 0.0
     b_row = 0.0
     if HAS_PAIR and TENSOR_MAP:
-        b_pair = p_pair.load([pair_b, pair_h, pair_q, first_k]).reshape([BLOCK_Q, BLOCK_K])  # [q,k], 0 outside
+        b_pair = p_pair.load([pair_b, pair_h, pair_q, first_k]).reshape([BLOCK_Q, MAP_K])  # [q,k], 0 outside
+        if BLOCK_K < MAP_K:  # a map loads tiles of one size: of two halves the first
+            b_pair, _ = tl.split(b_pair.reshape([BLOCK_Q, 2, BLOCK_K]).permute(0, 2, 1))
     elif HAS_PAIR:
         p_tile = p_pair + start * stride_pair_k
         b_pair = load_pair_bias(p_tile, o_pair_q, o_k, stride_pair_q, stride_pair_k, 0, left, False, TAIL)  # [q,k]
@@ -92,7 +98,8 @@ def forward_kernel(
     stride_row_b, stride_row_n, stride_runs_b, stride_runs_n,
     n_rows, heads, lq, lk, first_q, blocks,
     D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GRAIN: tl.constexpr, GRAIN_PAIR: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr, STAGES: tl.constexpr,
+    GRAIN: tl.constexpr, GRAIN_PAIR: tl.constexpr,
     HAS_PAIR: tl.constexpr, HAS_ROW: tl.constexpr, EVEN_K: tl.constexpr, HEADS_INSIDE: tl.constexpr, TENSOR_MAP: tl.constexpr,
     FOLD: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
@@ -147,14 +154,14 @@ def forward_kernel(
             b_acc, b_max, b_sum = _step(
                 b_q, b_acc, b_max, b_sum, p_k, p_v, p_row, p_pair, pair_b, pair_h, start_q, o_pair_q, tile * BLOCK_K, unit,
                 stride_kl * GRAIN, stride_kd, stride_vl * GRAIN, stride_vc, stride_pair_q * GRAIN_PAIR, stride_pair_k, lk,
-                D, C, BLOCK_Q, BLOCK_D, BLOCK_C, BLOCK_K, HAS_PAIR, HAS_ROW, False, TENSOR_MAP, FOLD, PRECISION, WIDE,
+                D, C, BLOCK_Q, BLOCK_D, BLOCK_C, BLOCK_K, BLOCK_K, HAS_PAIR, HAS_ROW, False, TENSOR_MAP, FOLD, PRECISION, WIDE,
             )  # fmt: skip
     if not EVEN_K:  # noqa: SIM102 (this one is resolved when the kernel is compiled, the next one when it runs)
         if end > whole:
             b_acc, b_max, b_sum = _step(
                 b_q, b_acc, b_max, b_sum, p_k, p_v, p_row, p_pair, pair_b, pair_h, start_q, o_pair_q, whole * BLOCK_K, unit,
                 stride_kl * GRAIN, stride_kd, stride_vl * GRAIN, stride_vc, stride_pair_q * GRAIN_PAIR, stride_pair_k, lk,
-                D, C, BLOCK_Q, BLOCK_D, BLOCK_C, BLOCK_K, HAS_PAIR, HAS_ROW, True, TENSOR_MAP, FOLD, PRECISION, WIDE,
+                D, C, BLOCK_Q, BLOCK_D, BLOCK_C, TAIL_K, BLOCK_K, HAS_PAIR, HAS_ROW, True, TENSOR_MAP, FOLD, PRECISION, WIDE,
             )  # fmt: skip
 
     wait_to_store(WAIT)
@@ -233,6 +240,9 @@ def plan_forward(
     problem = dataclasses.replace(
         describe(q, k, v, mask, mask_bias, pair_bias), capability=launch.capability(q.device), needs=(False,) * 5
     )
+    few = few_tiles("forward", problem, config)
+    if few is not None:
+        return plan_forward_few(q, k, v, mask, mask_bias, few, scale=scale, layout=layout)
     tiles = forward_tiles(problem, config, launch.shared_memory_limit(q.device))
     rows = None
     if mask is not None or mask_bias is not None:
@@ -293,9 +303,8 @@ def _launches(
         "WIDE": launch.is_wide(*qkv, pair),
         "num_stages": tiles.num_stages,
     }
-    registers = forward_registers(problem, tiles, maps=maps)
-    if registers is not None:
-        constants["maxnreg"] = registers
+    # A pair bias that no map brings takes more registers, for addresses: with a limit they would spill.
+    limit = {"maxnreg": tiles.max_registers} if tiles.max_registers and (pair is None or maps) else {}
     strides = sum((launch.units(x, 5, grain) for x in qkv), ()) + launch.units(pair, 4, grain_pair)
     row_strides = (0, 0, 0, 0) if rows is None else rows.strides
     launches = []
@@ -304,12 +313,24 @@ def _launches(
         through_map = None
         if pair is not None and maps:
             through_map = (_PAIR_ARGUMENT, launch.tensor_map(pair, (1, 1, block_q, tiles.block_k)))
+        whole = block_q == tiles.block_q
         start = forward_kernel.plan(
             blocks * n * h * b, scale, *strides, *row_strides, n, h, lq, lk, first_q, blocks,
-            **constants, BLOCK_Q=block_q, num_warps=tiles.warps(block_q, least_warps(problem.dtype)), through_map=through_map,
+            **constants, **(limit if whole else {}), BLOCK_Q=block_q, TAIL_K=_tail(lk, tiles) if whole else tiles.block_k,
+            num_warps=tiles.warps(block_q, LEFT_OVER_WARPS), through_map=through_map,
         )  # fmt: skip
         launches.append(start)
     return tuple(launches)
+
+
+def _tail(lk: int, tiles: ForwardTiles) -> int:
+    """Keys of the ragged last tile: half of a whole one where that holds what is left over.
+
+    Not where warps share queries: Triton 3.6 reads outside of memory for 64 queries and 16 keys in float32 with 8 warps.
+    """
+    half = tiles.block_k // 2
+    halves = half >= _MIN_TILE and 0 < lk % tiles.block_k <= half and tiles.block_q >= _MIN_TILE * tiles.num_warps
+    return half if halves else tiles.block_k
 
 
 def _nothing(*tensors: Tensor | None) -> None:

@@ -1,0 +1,371 @@
+"""Few queries and few keys (template pointwise attention, shallow alignments): one launch a pass, many rows a program.
+
+A tensor-core product has 16 queries and 16 keys at least, so one query with four keys would compute 64 scores for each that it
+needs, in a program for each (b, n, h). Here a program takes all keys and values of many (b, n, h) into registers, once, and
+multiplies on the ALUs in float32: what is left is the time to read and write. No program adds to what another one writes, so
+the order of sums is fixed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from evoattn.backends.triton import launch
+from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, layout_for, strided
+from evoattn.backends.triton.primitives import FLOOR, LN2, LOG2E
+from evoattn.tuning.heuristics_few import FewTiles
+
+__all__ = ["backward_few_kernel", "forward_few_kernel", "plan_backward_few", "plan_forward_few"]
+
+# Not lq: with one query there is no loop, and what it would keep from query to query needs no registers.
+_SIZES = ["n_rows", "heads", "total", "lk"]
+_STRIDES_QKV = [
+    "stride_qb", "stride_qn", "stride_qh", "stride_ql", "stride_kb", "stride_kn", "stride_kh", "stride_kl",
+    "stride_vb", "stride_vn", "stride_vh", "stride_vl",
+]  # fmt: skip
+_STRIDES_ROW = ["stride_mask_b", "stride_mask_n", "stride_bias_b", "stride_bias_n"]
+
+
+@triton.jit
+def _places(n_rows, heads, total, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """The program's rows [r] of all (b, n, h), heads fastest, with their b, n and h; and which of them there are.
+
+    Those past the end do the last one's work once more: nothing of theirs is stored.
+    """
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    o_row = pid * ROWS + tl.arange(0, ROWS)
+    inside = o_row < total
+    o_row = tl.minimum(o_row, total - 1)
+    rest = o_row // heads
+    return o_row, rest // n_rows, rest % n_rows, o_row % heads, inside
+
+
+@triton.jit
+def _load_keys(
+    p_keys,
+    o_first,
+    stride_l,
+    stride_c,
+    lk,
+    COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """[r,k,c]: all keys, or values, of each row; 0 outside."""
+    o_k = tl.arange(0, BLOCK_K)[None, :, None]
+    o_c = tl.arange(0, BLOCK_C)[None, None, :]
+    p_tile = p_keys + o_first[:, None, None] + o_k * stride_l + o_c * stride_c
+    if EVEN_K and COLS == BLOCK_C:
+        return tl.load(p_tile)
+    return tl.load(p_tile, mask=(o_k < lk) & (o_c < COLS), other=0.0)
+
+
+@triton.jit
+def _load_row(p_row, o_first, stride_c, COLS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """[r,c] in float32: one query, or what belongs to one, of each row; 0 outside."""
+    o_c = tl.arange(0, BLOCK_C)[None, :]
+    p_tile = p_row + o_first[:, None] + o_c * stride_c
+    b_row = tl.load(p_tile) if COLS == BLOCK_C else tl.load(p_tile, mask=o_c < COLS, other=0.0)
+    return b_row.to(tl.float32)
+
+
+@triton.jit
+def _store_row(p_row, o_first, b_row, inside, COLS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The way back of `_load_row`, with stride 1, for the rows there are."""
+    o_c = tl.arange(0, BLOCK_C)[None, :]
+    tl.store(p_row + o_first[:, None] + o_c, b_row.to(p_row.dtype.element_ty), mask=inside[:, None] & (o_c < COLS))
+
+
+@triton.jit
+def _row_bias(
+    p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """[r,k]: mask and mask bias in log2 units, measured from the row shift (`evoattn.numerics`), -inf past the end."""
+    o_k = tl.arange(0, BLOCK_K)[None, :]
+    inside = o_k < lk
+    b_row = tl.where(inside, tl.zeros([ROWS, BLOCK_K], tl.float32), float("-inf"))
+    if HAS_BIAS:
+        b_row += tl.load(p_bias + o_bias[:, None] + o_k * stride_bias, mask=inside, other=0.0).to(tl.float32)
+    if HAS_MASK:
+        b_mask = tl.load(p_mask + o_mask[:, None] + o_k * stride_mask, mask=inside, other=0)
+        b_row = tl.where(b_mask != 0, b_row, float("-inf"))
+    if HAS_BIAS:
+        b_top = tl.max(b_row, 1)
+        b_row -= tl.where(tl.abs(b_top) < float("inf"), b_top, 0.0)[:, None]
+    return b_row * LOG2E
+
+
+@Kernel
+@triton.jit(do_not_specialize=[*_STRIDES_QKV, *_STRIDES_ROW, *_SIZES])
+def forward_few_kernel(
+    p_q, p_k, p_v, p_mask, p_bias, p_o, p_lse, scale,
+    stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
+    stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
+    stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
+    stride_mask_b, stride_mask_n, stride_mask, stride_bias_b, stride_bias_n, stride_bias,
+    n_rows, heads, total, lq, lk,
+    D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, GRAIN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS_INSIDE: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program owns all queries and keys of ROWS rows (b, n, h).
+
+    It reads keys and values once, then loops over queries.
+    It writes o and lse once.
+    """
+    o_row, b, n, h, inside = _places(n_rows, heads, total, ROWS, WIDE)
+    o_q = (b * stride_qb + n * stride_qn + h * stride_qh) * GRAIN
+    o_k = (b * stride_kb + n * stride_kn + h * stride_kh) * GRAIN
+    o_v = (b * stride_vb + n * stride_vn + h * stride_vh) * GRAIN
+    b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K)  # [r,k,d]
+    b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K)  # [r,k,c]
+    o_mask, o_bias = b * stride_mask_b + n * stride_mask_n, b * stride_bias_b + n * stride_bias_n
+    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, ROWS, BLOCK_K, HAS_MASK, HAS_BIAS)
+    b_k = b_k.to(tl.float32)
+    b_v = b_v.to(tl.float32)
+    for query in range(lq):
+        b_q = _load_row(p_q, o_q + query * (stride_ql * GRAIN), stride_qd, D, BLOCK_D)  # [r,d]
+        b_s = tl.sum(b_q[:, None, :] * b_k, 2) * (scale * LOG2E) + b_row  # [r,k]
+        b_max = tl.maximum(tl.max(b_s, 1), FLOOR)  # [r]
+        b_p = tl.math.exp2(b_s - b_max[:, None])  # [r,k]
+        b_sum = tl.sum(b_p, 1)
+        b_empty = b_sum == 0.0
+        b_o = tl.sum(b_p[:, :, None] * b_v, 1) * (1.0 / tl.where(b_empty, 1.0, b_sum))[:, None]  # [r,c]
+        b_lse = tl.where(b_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN2)
+        o_stat = o_row * lq + query
+        tl.store(p_lse + o_stat, b_lse, mask=inside)
+        o_out = ((b * n_rows + n) * lq + query) * heads + h if HEADS_INSIDE else o_stat
+        _store_row(p_o, o_out * C, b_o, inside, C, BLOCK_C)
+
+
+@Kernel
+@triton.jit(
+    do_not_specialize=[
+        *_STRIDES_QKV, *_STRIDES_ROW, *_SIZES,
+        "stride_dob", "stride_don", "stride_doh", "stride_dol", "stride_ob", "stride_on", "stride_oh", "stride_ol",
+        "stride_dlse_b", "stride_dlse_n", "stride_dlse_h", "stride_dlse_q",
+    ]
+)  # fmt: skip
+def backward_few_kernel(
+    p_q, p_k, p_v, p_mask, p_bias, p_do, p_o, p_lse, p_dlse, p_dq, p_dk, p_dv, scale,
+    stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
+    stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
+    stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
+    stride_dob, stride_don, stride_doh, stride_dol, stride_doc,
+    stride_ob, stride_on, stride_oh, stride_ol, stride_oc,
+    stride_dlse_b, stride_dlse_n, stride_dlse_h, stride_dlse_q,
+    stride_mask_b, stride_mask_n, stride_mask, stride_bias_b, stride_bias_n, stride_bias,
+    n_rows, heads, total, lq, lk,
+    D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, GRAIN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DLSE: tl.constexpr,
+    NEED_DQ: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HEADS_INSIDE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program owns all queries and keys of ROWS rows (b, n, h).
+
+    It reads keys and values once, then loops over queries, whose delta it makes on the way.
+    It writes dq once a query, and dk and dv once.
+    """
+    o_row, b, n, h, inside = _places(n_rows, heads, total, ROWS, WIDE)
+    o_q = (b * stride_qb + n * stride_qn + h * stride_qh) * GRAIN
+    o_k = (b * stride_kb + n * stride_kn + h * stride_kh) * GRAIN
+    o_v = (b * stride_vb + n * stride_vn + h * stride_vh) * GRAIN
+    o_do = (b * stride_dob + n * stride_don + h * stride_doh) * GRAIN
+    o_o = (b * stride_ob + n * stride_on + h * stride_oh) * GRAIN
+    o_dlse = b * stride_dlse_b + n * stride_dlse_n + h * stride_dlse_h
+    b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K)  # [r,k,d]
+    b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K)  # [r,k,c]
+    o_mask, o_bias = b * stride_mask_b + n * stride_mask_n, b * stride_bias_b + n * stride_bias_n
+    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, ROWS, BLOCK_K, HAS_MASK, HAS_BIAS)
+    b_dk = tl.zeros([ROWS, BLOCK_K, BLOCK_D], tl.float32)  # [r,k,d]
+    b_dv = tl.zeros([ROWS, BLOCK_K, BLOCK_C], tl.float32)  # [r,k,c]
+    for query in range(lq):
+        b_q = _load_row(p_q, o_q + query * (stride_ql * GRAIN), stride_qd, D, BLOCK_D)  # [r,d]
+        b_do = _load_row(p_do, o_do + query * (stride_dol * GRAIN), stride_doc, C, BLOCK_C)  # [r,c]
+        b_o = _load_row(p_o, o_o + query * (stride_ol * GRAIN), stride_oc, C, BLOCK_C)  # [r,c]
+        o_stat = o_row * lq + query
+        b_lse = tl.load(p_lse + o_stat)  # [r]
+        b_delta = tl.sum(b_o * b_do, 1)  # [r]
+        if HAS_DLSE:
+            b_delta -= tl.load(p_dlse + o_dlse + query * stride_dlse_q)
+        b_empty = b_lse == float("-inf")
+        b_lse = tl.where(b_empty, float("inf"), b_lse * LOG2E)
+        b_delta = tl.where(b_empty, 0.0, b_delta)
+        b_s = tl.sum(b_q[:, None, :] * b_k.to(tl.float32), 2) * (scale * LOG2E) + b_row  # [r,k]
+        b_p = tl.math.exp2(b_s - b_lse[:, None])  # [r,k]
+        b_dp = tl.sum(b_do[:, None, :] * b_v.to(tl.float32), 2)  # [r,k]
+        b_ds = b_p * (b_dp - b_delta[:, None]) * scale  # [r,k]
+        if NEED_DQ:
+            b_dq = tl.sum(b_ds[:, :, None] * b_k.to(tl.float32), 1)  # [r,d]
+            o_out = ((b * n_rows + n) * lq + query) * heads + h if HEADS_INSIDE else o_stat
+            _store_row(p_dq, o_out * D, b_dq, inside, D, BLOCK_D)
+        if NEED_DK:
+            b_dk += b_ds[:, :, None] * b_q[:, None, :]
+        if NEED_DV:
+            b_dv += b_p[:, :, None] * b_do[:, None, :]
+    stride_l = 1
+    o_first = o_row * lk
+    if HEADS_INSIDE:
+        stride_l = heads
+        o_first = (b * n_rows + n) * lk * heads + h
+    if NEED_DK:
+        _store_keys(p_dk, o_first, stride_l, b_dk, inside, lk, D, BLOCK_K, BLOCK_D)
+    if NEED_DV:
+        _store_keys(p_dv, o_first, stride_l, b_dv, inside, lk, C, BLOCK_K, BLOCK_C)
+
+
+@triton.jit
+def _store_keys(
+    p_keys, o_first, stride_l, b_keys, inside, lk, COLS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """[r,k,c] to memory that is contiguous but for the order of keys and heads, for the rows and keys there are."""
+    o_k = tl.arange(0, BLOCK_K)[None, :, None]
+    o_c = tl.arange(0, BLOCK_C)[None, None, :]
+    p_tile = p_keys + (o_first[:, None, None] + o_k * stride_l) * COLS + o_c
+    tl.store(p_tile, b_keys.to(p_keys.dtype.element_ty), mask=inside[:, None, None] & (o_k < lk) & (o_c < COLS))
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardFew:
+    """The launch of a forward. Call it with the tensors, and with o and lse to write."""
+
+    launch: Launch
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        mask_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        # What is not given is never read: any tensor stands in for it.
+        self.launch(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, o, lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardFew:
+    """The launch of a backward. Call it with the tensors, and with dq, dk and dv to write (None where not wanted)."""
+
+    launch: Launch
+
+    def __call__(
+        self,
+        do: Tensor | None,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        mask_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+    ) -> tuple[None, None]:
+        do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do
+        mask, mask_bias, dlse = (lse if x is None else x for x in (mask, mask_bias, dlse))
+        dq, dk, dv = (o if x is None else x for x in (dq, dk, dv))
+        self.launch(q, k, v, mask, mask_bias, do, o, lse, dlse, dq, dk, dv)
+        return None, None
+
+
+def plan_forward_few(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    tiles: FewTiles,
+    *,
+    scale: float,
+    layout: str,
+) -> Callable[..., None]:
+    """What computes o and lse of tensors that lie in memory like these, which `heuristics_few` has tiles for."""
+    strides, sizes, constants = _common(strided(q), strided(k), strided(v), mask, mask_bias, tiles, layout, ())
+    programs = -(-math.prod(q.shape[:3]) // tiles.rows)
+    return ForwardFew(forward_few_kernel.plan(programs, scale, *strides, *sizes, **constants))
+
+
+def plan_backward_few(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    o: Tensor,
+    tiles: FewTiles,
+    *,
+    scale: float,
+    layout: str,
+    needs: tuple[bool, bool, bool],
+) -> Callable[..., tuple[None, None]]:
+    """What computes dq, dk and dv, of which `needs` says which are wanted, likewise."""
+    of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
+    of_dlse = None if dlse is None else strided(dlse)
+    more = (of_do, strided(o))
+    strides, sizes, constants = _common(strided(q), strided(k), strided(v), mask, mask_bias, tiles, layout, more, of_dlse)
+    constants.update(zip(("NEED_DQ", "NEED_DK", "NEED_DV"), needs, strict=True), HAS_DLSE=dlse is not None)
+    programs = -(-math.prod(q.shape[:3]) // tiles.rows)
+    return BackwardFew(backward_few_kernel.plan(programs, scale, *strides, *sizes, **constants))
+
+
+def _common(
+    q: Strided,
+    k: Strided,
+    v: Strided,
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    tiles: FewTiles,
+    layout: str,
+    more: tuple[Strided, ...],
+    dlse: Strided | None = None,
+) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    """Strides (of dlse too where there are more tensors), sizes and constants of a launch."""
+    b, n, h, lq, d = q.shape
+    lk, c = k.shape[-2], v.shape[-1]
+    of_all = layout_for(q, k, v, *more)
+    of_mask = launch.strides(None if mask is None else strided(mask), 3)
+    of_bias = launch.strides(None if mask_bias is None else strided(mask_bias), 3)
+    of_dlse = launch.strides(dlse, 4) if more else ()
+    results = (contiguous((b, n, h, max(lq, lk), max(d, c)), torch.float32),)
+    biases = (strided(x) for x in (mask, mask_bias) if x is not None)
+    constants = {
+        "D": d,
+        "C": c,
+        "BLOCK_D": triton.next_power_of_2(d),
+        "BLOCK_C": triton.next_power_of_2(c),
+        "ROWS": tiles.rows,
+        "BLOCK_K": tiles.block_k,
+        "EVEN_K": lk == tiles.block_k,
+        "GRAIN": of_all.grain,
+        "HAS_MASK": mask is not None,
+        "HAS_BIAS": mask_bias is not None,
+        "HEADS_INSIDE": layout == "bnlhd",
+        "WIDE": any(_extent(x) >= 1 << 31 for x in (q, k, v, *more, *results, *biases, *(() if dlse is None else (dlse,)))),
+        "num_warps": tiles.num_warps,
+    }
+    return (*of_all.strides, *of_dlse, *of_mask, *of_bias), (n, h, b * n * h, lq, lk), constants
+
+
+def _extent(tensor: Strided) -> int:
+    """Elements from the tensor's first to its last."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))

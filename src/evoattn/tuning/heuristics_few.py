@@ -1,0 +1,88 @@
+"""Which problems have so few queries and keys that the Triton backend needs no tiles of scores, and its programs for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from evoattn.problem import Problem
+from evoattn.tuning import user
+from evoattn.tuning.config import Config
+
+__all__ = ["FewTiles", "few_tiles"]
+
+_MOST_SCORES = {"forward": 64, "backward": 128}
+"""Scores of a row (b, n, h) of several queries. H200, bfloat16, 32,768 rows of 32 channels, queries x keys, us, then in tiles:
+forward 8 x 8 42, 58; 4 x 16 45, 51; 8 x 16 73, 52; backward 8 x 8 75, 213; 8 x 16 132, 218; 16 x 16 231, 228."""
+
+_MOST_KEYS = 64
+"""Of several queries."""
+
+_MOST_KEYS_OF_ONE = 256
+"""Of one query. H200, bfloat16, 32,768 rows of 32 channels, forward 282 us, in tiles 381; backward 581, 1,414. Few keys go at
+the rate of memory: 131,072 rows with 16 take 68 and 140 us."""
+
+_MOST_BITS = 1 << 15
+"""Of a row's keys, so that a warp has registers for them, the values, and the gradients of both."""
+
+_MOST_BITS_OF_ONE = 1 << 17
+"""Of one query's keys, for two warps: nothing is kept from query to query."""
+
+_WARP_BITS = 1 << 16
+"""Of one query's keys, for one warp."""
+
+_PROGRAM_BITS = 1 << 14
+"""Of the keys of all rows of a program: 1,024 elements of 16 bits, 32 a thread."""
+
+_MORE_PROGRAM_BITS = 1 << 15
+"""The same where it is faster: one query, forward (32 keys 133 us, not 150), and 16 keys, backward (8 x 16 132 us, not 217)."""
+
+_LEAST_BLOCK = 4
+"""Keys that a program has room for at least: fewer are not worth a variant of their own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FewTiles:
+    """A program of the kernels for few queries and keys.
+
+    Args:
+        rows: rows (b, n, h), a power of two.
+        block_k: keys that there is room for, a power of two.
+        num_warps: one where that has enough registers: a row's sums then never wait for another warp.
+    """
+
+    rows: int
+    block_k: int
+    num_warps: int
+
+
+def few_tiles(direction: str, problem: Problem, config: Config) -> FewTiles | None:
+    """Tiles for the kernels of few queries and keys; None for a problem that goes the usual way.
+
+    Those kernels take no pair bias, and no gradient of the mask bias. Tiles that the user set or `evoattn tune` found are those
+    of the usual way.
+
+    Args:
+        direction: "forward" or "backward".
+        problem: the call; its `needs` count for a backward.
+        config: what the user set.
+    """
+    one = problem.lq == 1
+    few = (
+        problem.lk <= _MOST_KEYS_OF_ONE
+        if one
+        else problem.lk <= _MOST_KEYS and problem.lq * problem.lk <= _MOST_SCORES[direction]
+    )
+    if not few or problem.pair_bias is not None or (direction == "backward" and problem.needs[3]):
+        return None
+    block_k = max(_LEAST_BLOCK, _power_of_two(problem.lk))
+    of_row = block_k * _power_of_two(max(problem.d, problem.c))
+    bits = of_row * problem.dtype.itemsize * 8
+    if bits > (_MOST_BITS_OF_ONE if one else _MOST_BITS) or user.preferred("triton", direction, problem, config).given():
+        return None
+    more = one if direction == "forward" else block_k == 16 or (one and block_k > 16)
+    rows = max(1, (_MORE_PROGRAM_BITS if more else _PROGRAM_BITS) // bits)
+    return FewTiles(rows, block_k, 1 if bits <= _WARP_BITS else 2)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (max(size, 1) - 1).bit_length()

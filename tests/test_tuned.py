@@ -16,6 +16,7 @@ from evoattn.problem import Problem
 from evoattn.tuning import Config, tiled_plan, user
 from evoattn.tuning.heuristics import forward_tiles
 from evoattn.tuning.heuristics_backward import backward_tiles
+from evoattn.tuning.heuristics_few import few_tiles
 
 ON_CPU = Problem("cpu", None, torch.float32, b=1, n=64, h=4, lq=64, lk=64, d=32, c=32, mask=True, pair_bias=torch.float32)
 ON_GPU = dataclasses.replace(ON_CPU, device="cuda", capability=(9, 0), dtype=torch.bfloat16, lq=384, lk=384, n=384)
@@ -60,12 +61,22 @@ def test_the_triton_tables_look_too() -> None:
     save(ON_GPU, "triton", "forward", block_q=64, block_k=64, num_warps=8, num_stages=2)
     save(ON_GPU, "triton", "backward", block_q=32, block_k=64, num_warps=4, num_stages=2)
     forward = forward_tiles(ON_GPU, Config(), SHARED)
-    assert dataclasses.astuple(forward) == (64, 64, 8, 2)
+    assert dataclasses.astuple(forward) == (64, 64, 8, 2, 0)
     assert forward_tiles(ON_GPU, Config(block_q=32), SHARED).num_warps != 8, "a config of the user's replaces all of it"
     backward = backward_tiles(ON_GPU, Config(), SHARED, (9, 0))
     assert {(tiles.block_q, tiles.block_k) for tiles in (backward.dq, backward.dkdv, backward.pair)} == {(32, 64)}
     other = dataclasses.replace(ON_GPU, d=64, c=64)
-    assert dataclasses.astuple(forward_tiles(other, Config(), SHARED)) != (64, 64, 8, 2)
+    assert dataclasses.astuple(forward_tiles(other, Config(), SHARED)) != (64, 64, 8, 2, 0)
+
+
+def test_few_queries_and_keys_ask_no_table() -> None:
+    """A find for 16 queries and 16 keys is kept under the same key as one query's."""
+    point = dataclasses.replace(ON_GPU, lq=1, lk=16, pair_bias=None)
+    before = few_tiles("forward", point, Config())
+    save(dataclasses.replace(point, lq=16), "triton", "forward", block_q=16)
+    assert user.tuned("triton", "forward", point) is not None
+    assert few_tiles("forward", point, Config()) == before is not None
+    assert few_tiles("forward", point, Config(block_q=16)) is None
 
 
 def test_the_forward_finds_what_was_saved_for_the_described_call() -> None:

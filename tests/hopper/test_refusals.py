@@ -182,6 +182,11 @@ FEW = {"lq": 32, "lk": 64}
         ({"lk": 32}, "hopper"),
         ({"lk": 32, "needs": ALL}, "triton"),
         ({"lk": 33, "needs": ALL}, "hopper"),
+        ({"lq": 1, "lk": 200}, "hopper"),
+        ({"lq": 1, "lk": 200, "pair_bias": None}, "triton"),
+        ({"lq": 1, "lk": 200, "pair_bias": None, "needs": (True, True, True, True, False)}, "triton"),
+        ({"lq": 2, "lk": 200, "pair_bias": None}, "hopper"),
+        ({"lq": 1, "lk": 257, "pair_bias": None}, "hopper"),
     ],
     ids=str,
 )
@@ -207,12 +212,13 @@ def test_whoever_is_named_as_faster_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     assert dispatch.objections(dispatch.AUTO_ORDER, PLAIN, Config()) == {"hopper": left, "triton": left, "tiled": []}
 
 
-@pytest.mark.parametrize("lk", [1, 32, 64, 65, 600])
+@pytest.mark.parametrize("lk", [1, 32, 64, 65, 256, 600])
 @pytest.mark.parametrize("lq", [1, 32, 33, 600])
 @pytest.mark.parametrize("n", [2, 500])
-def test_no_forward_of_triton_meets_a_backward_of_hopper(n: int, lq: int, lk: int) -> None:
+@pytest.mark.parametrize("pair_bias", [torch.bfloat16, None], ids=str)
+def test_no_forward_of_triton_meets_a_backward_of_hopper(n: int, lq: int, lk: int, pair_bias: torch.dtype | None) -> None:
     """They differ in what they make of biases below -65,504 in float16."""
-    problem = dataclasses.replace(PLAIN, n=n, lq=lq, lk=lk)
+    problem = dataclasses.replace(PLAIN, n=n, lq=lq, lk=lk, pair_bias=pair_bias)
     if hopper.faster(problem) is not None:
         assert hopper.faster(dataclasses.replace(problem, needs=ALL)) is not None
 

@@ -32,7 +32,7 @@ else:
     interpreter.patch()
 
     from evoattn import eager, testing
-    from evoattn.backends.triton import bwd, bwd_pair, launch
+    from evoattn.backends.triton import bwd, bwd_pair, few, launch
     from evoattn.tuning import Config
     from evoattn.tuning.heuristics_backward import BackwardTiles, Tiles
 
@@ -71,6 +71,15 @@ else:
     def test_awkward_case(case: testing.Case) -> None:
         """Every second one with sums in a fixed order; broadcast biases have both below."""
         check(case.make(seed=1), deterministic=AWKWARD.index(case) % 2 == 1)
+
+    @pytest.mark.parametrize("name", ["few_of_all", "few_column", "few_backward", "few_one_query"])
+    def test_few_with_long_offsets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both passes with offsets of 64 bits, in float32 and bfloat16."""
+        monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
+        case = next(case for case in testing.AWKWARD if case.name == name)
+        for dtype in (torch.float32, torch.bfloat16):
+            eager.forget()
+            check(dataclasses.replace(case, dtype=dtype).make(seed=5))
 
     @pytest.mark.parametrize("together", [1, 2])
     def test_heads_in_turns(together: int, monkeypatch: pytest.MonkeyPatch) -> None:

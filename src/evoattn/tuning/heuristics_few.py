@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from evoattn.problem import Problem
-from evoattn.tuning import user
 from evoattn.tuning.config import Config
 
 __all__ = ["FewTiles", "few_tiles"]
@@ -58,8 +57,8 @@ class FewTiles:
 def few_tiles(direction: str, problem: Problem, config: Config) -> FewTiles | None:
     """Tiles for the kernels of few queries and keys; None for a problem that goes the usual way.
 
-    Those kernels take no pair bias, and no gradient of the mask bias. Tiles that the user set or `evoattn tune` found are those
-    of the usual way.
+    Those kernels take no pair bias, and no gradient of the mask bias. Tiles that the user sets are those of the usual way; what
+    `evoattn tune` found is not asked, since its table tells no lengths up to 16 apart.
 
     Args:
         direction: "forward" or "backward".
@@ -77,7 +76,7 @@ def few_tiles(direction: str, problem: Problem, config: Config) -> FewTiles | No
     block_k = max(_LEAST_BLOCK, _power_of_two(problem.lk))
     of_row = block_k * _power_of_two(max(problem.d, problem.c))
     bits = of_row * problem.dtype.itemsize * 8
-    if bits > (_MOST_BITS_OF_ONE if one else _MOST_BITS) or user.preferred("triton", direction, problem, config).given():
+    if bits > (_MOST_BITS_OF_ONE if one else _MOST_BITS) or config.given():
         return None
     more = one if direction == "forward" else block_k == 16 or (one and block_k > 16)
     rows = max(1, (_MORE_PROGRAM_BITS if more else _PROGRAM_BITS) // bits)

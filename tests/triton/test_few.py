@@ -1,0 +1,83 @@
+"""Which problems go to the kernels of few queries and keys, and what their plans launch; no kernel runs or is compiled here."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from evoattn.backends import triton as backend
+from evoattn.backends.triton import few
+from evoattn.backends.triton.launch import Kernel, Launch
+from evoattn.problem import Problem
+from evoattn.tuning import Config
+from evoattn.tuning.heuristics_few import FewTiles, few_tiles
+
+POINT = Problem("cuda", (9, 0), torch.bfloat16, b=1, n=16384, h=4, lq=1, lk=4, d=16, c=16, mask=True)
+ALL = (True,) * 5
+
+
+@pytest.mark.parametrize(("changes", "forward", "backward"), [
+    ({}, FewTiles(32, 4, 1), FewTiles(16, 4, 1)),
+    ({"lk": 1}, FewTiles(32, 4, 1), FewTiles(16, 4, 1)),
+    ({"lk": 5}, FewTiles(16, 8, 1), FewTiles(8, 8, 1)),
+    ({"lk": 16, "c": 24}, FewTiles(4, 16, 1), FewTiles(4, 16, 1)),
+    ({"lk": 256, "d": 32, "c": 32}, FewTiles(1, 256, 2), FewTiles(1, 256, 2)),
+    ({"lk": 256, "d": 33}, None, None),
+    ({"lk": 257}, None, None),
+    ({"dtype": torch.float32}, FewTiles(16, 4, 1), FewTiles(8, 4, 1)),
+    ({"lq": 8, "lk": 8}, FewTiles(8, 8, 1), FewTiles(8, 8, 1)),
+    ({"lq": 8, "lk": 9}, None, FewTiles(8, 16, 1)),
+    ({"lq": 9, "lk": 16}, None, None),
+    ({"lq": 2, "lk": 64}, None, FewTiles(1, 64, 1)),
+    ({"lq": 64, "lk": 2}, None, FewTiles(16, 4, 1)),
+    ({"lq": 2, "lk": 32, "d": 128}, None, None),
+    ({"pair_bias": torch.bfloat16}, None, None),
+    ({"mask_bias": torch.float32}, FewTiles(32, 4, 1), FewTiles(16, 4, 1)),
+    ({"mask_bias": torch.float32, "needs": ALL}, FewTiles(32, 4, 1), None),
+], ids=str)  # fmt: skip
+def test_what_goes_there(changes: dict[str, Any], forward: FewTiles | None, backward: FewTiles | None) -> None:
+    problem = dataclasses.replace(POINT, **changes)
+    assert few_tiles("forward", problem, Config()) == forward
+    assert few_tiles("backward", problem, Config()) == backward
+    assert few_tiles("forward", problem, Config(block_k=16)) is None
+
+
+def test_explain_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend.resolve(POINT, Config()) == Config(block_q=1, block_k=4, num_warps=1)
+    needs = dataclasses.replace(POINT, needs=(True, True, True, False, False))
+    assert backend.resolve_backward(needs, Config()) == {"few": {"rows": 16, "block_k": 4, "num_warps": 1}}
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+def test_a_launch_a_pass_and_few_variants(monkeypatch: pytest.MonkeyPatch, long: bool) -> None:
+    """Offsets are 64 bits wide where any of them leaves 32; nothing else but room and divisibility is a constant."""
+    launches: list[Launch] = []
+    plan = Kernel.plan
+
+    def planned(kernel: Kernel, programs: int, *numbers: float, **constants: Any) -> Launch:
+        launches.append(plan(kernel, programs, *numbers, **constants))
+        return launches[-1]
+
+    monkeypatch.setattr(Kernel, "plan", planned)
+    for lk in (1, 2, 3, 4):
+        n = 1 << 26 if long else 100 + lk
+        q = torch.empty(1, n, 1, 4, 16, device="meta").transpose(2, 3)
+        k = torch.empty(1, n, lk, 4, 16, device="meta").transpose(2, 3)
+        lse = torch.empty(1, n, 4, 1, device="meta")
+        mask = torch.empty(1, n, lk, dtype=torch.bool, device="meta")
+        options: dict[str, Any] = {"scale": 0.25, "layout": "bnlhd", "config": Config()}
+        backend.plan_forward(q, k, k, mask, None, None, **options)
+        needs = (True, True, True, False, False)
+        backend.plan_backward(q, None, q, k, k, mask, None, None, q, lse, needs=needs, deterministic=True, **options)
+    assert len(launches) == 8
+    assert [each.programs for each in launches[:2]] == [-(-4 * n // 16), -(-4 * n // 8)] if long else [26, 51]
+    assert {each.constants["WIDE"] for each in launches} == {long}
+    assert len({repr(each.constants) for each in launches}) == 4, "two kernels, with four keys and with fewer"
+
+
+def test_the_extent_of_a_tensor() -> None:
+    assert few._extent(few.strided(torch.empty(3, 4, 5))) == 59
+    assert few._extent(few.strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14

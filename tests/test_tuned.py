@@ -77,6 +77,8 @@ def test_few_queries_and_keys_ask_no_table() -> None:
     assert user.tuned("triton", "forward", point) is not None
     assert few_tiles("forward", point, Config()) == before is not None
     assert few_tiles("forward", point, Config(block_q=16)) is None
+    assert user.tuned_directions("triton", "triton", point) == ()
+    assert user.tuned_directions("triton", "triton", dataclasses.replace(point, lq=16)) == ("forward",)
 
 
 def test_the_forward_finds_what_was_saved_for_the_described_call() -> None:

@@ -1,5 +1,6 @@
 """`evoattn tune`: it climbs to what is faster, keeps nothing wrong and nothing within noise, and shows and clears its table."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import evoattn
 from evoattn import cli
 from evoattn.backends import tiled
 from evoattn.bench import search
@@ -186,3 +188,17 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for piece in ("--show", "--clear", "EVOATTN_CACHE_DIR", "examples:", "exit status"):
         assert piece in text
+
+
+def test_few_queries_and_keys_have_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels for them ask no table, and what plain torch would find nobody would ask for."""
+    explain = evoattn.explain
+
+    def explained(*arguments: object, backend: str, **options: object) -> object:
+        if backend != "triton":
+            return explain(*arguments, backend=backend, **options)  # type: ignore[arg-type]
+        return dataclasses.replace(explain(*arguments, backend="tiled", **options), config=Config(num_warps=1))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(evoattn, "explain", explained)
+    point = workload("template_point").shrunk()
+    assert list(search.tune(point, "float32", CPU, FakeClock(), 1e9, lambda what: None)) == []

@@ -41,16 +41,19 @@ class Compiled:
     deterministic: bool = False
     n: int = 384
     spills: int = FEW_SPILLS
+    queries: int | None = None
 
     def compile(self, arch: str) -> list[Report]:
         """The reports of the kernels that the launcher starts for this call."""
         shape = (1, self.n, self.length, 4, self.d)
         q, k, v, o, do = (torch.empty(shape, dtype=self.dtype, device="meta").transpose(2, 3) for _ in range(5))
+        queries = self.queries or self.length
+        q, o, do = (x[:, :, :, :queries] for x in (q, o, do))
         mask = torch.empty(1, self.n, self.length, dtype=torch.bool, device="meta") if self.mask else None
         pair = None
         if self.pair_bias is not None:
-            pair = torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias, device="meta")
-        lse = torch.empty(1, self.n, 4, self.length, device="meta")
+            pair = torch.empty(1, 4, queries, self.length, dtype=self.pair_bias, device="meta")
+        lse = torch.empty(1, self.n, 4, queries, device="meta")
         with target(arch) as compiled:
             tensors = (do, None, q, k, v, mask, None, pair, o, lse)
             needs = (True, True, True, False, pair is not None)
@@ -73,6 +76,9 @@ CASES = (
     Compiled("d64_in_order", d=64, deterministic=True),
     Compiled("d128", d=128),
     Compiled("d256", d=256),
+    Compiled("d32_few_queries", queries=16, pair_bias=None),
+    Compiled("d64_few_queries", d=64, queries=16, pair_bias=None),
+    Compiled("d128_few_queries", d=128, queries=16),
     Compiled("single", n=1, d=24, mask=False),
     Compiled("d32_float32", dtype=torch.float32, pair_bias=torch.float32, spills=FLOAT_SPILLS),
     Compiled("d64_float32", dtype=torch.float32, pair_bias=torch.float32, d=64, spills=FLOAT_SPILLS),

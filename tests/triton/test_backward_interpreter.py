@@ -31,6 +31,7 @@ else:
 
     interpreter.patch()
 
+    import evoattn
     from evoattn import eager, testing
     from evoattn.backends.triton import bwd, bwd_pair, few, launch
     from evoattn.tuning import Config
@@ -80,6 +81,32 @@ else:
         for dtype in (torch.float32, torch.bfloat16):
             eager.forget()
             check(dataclasses.replace(case, dtype=dtype).make(seed=5))
+
+    @pytest.mark.parametrize("step", [1 << 30, 1 << 31], ids=["units", "elements"])
+    @pytest.mark.parametrize("which", ["q", "k", "v", "do"])
+    def test_few_with_rows_far_apart(which: str, step: int) -> None:
+        """Two and three queries or keys whose offsets pass 32 bits; memory between them is never touched."""
+        case = testing.Case("far", n=1, h=1, lq=3, lk=2, d=16, dtype=torch.float16, layout="bnhld", gradients=("q", "k", "v"))
+        inputs = case.make(seed=6)
+        near = getattr(inputs, which)
+        rows = near.shape[-2]
+        far = torch.empty((rows - 1) * step + 16, dtype=torch.float16).as_strided((1, 1, 1, rows, 16), (1, 1, 1, step, 1))
+        far.copy_(near)
+        leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        spread = [far.requires_grad_() if name == which else x for name, x in zip("qkv", leaves, strict=True)]
+        found = []
+        for (q, k, v), do in ((leaves, inputs.do), (spread, far if which == "do" else inputs.do)):
+            o = evoattn.evoformer_attention(q, k, v, layout="bnhld", backend="triton")
+            found.append((o, *torch.autograd.grad(o, (q, k, v), do)))
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+    @pytest.mark.parametrize("lk", [3, 4])
+    def test_few_with_an_infinite_query(lk: int) -> None:
+        """Keys that are not there, which only three keys have, make no NaN of it."""
+        q, k, v = torch.randn(1, 1, 1, 1, 8), -torch.rand(1, 1, lk, 1, 8) - 0.1, torch.randn(1, 1, lk, 1, 8)
+        q[..., 0] = torch.inf
+        o, lse = evoattn.evoformer_attention(q, k, v, backend="triton", return_lse=True)
+        assert o.eq(0).all() and lse.isneginf().all()
 
     @pytest.mark.parametrize("together", [1, 2])
     def test_heads_in_turns(together: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import few
+from evoattn.backends.triton import few, launch
 from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.problem import Problem
 from evoattn.tuning import Config
@@ -32,7 +32,9 @@ ALL = (True,) * 5
     ({"lq": 8, "lk": 9}, None, FewTiles(8, 16, 1)),
     ({"lq": 9, "lk": 16}, None, None),
     ({"lq": 2, "lk": 64}, None, FewTiles(1, 64, 1)),
-    ({"lq": 64, "lk": 2}, None, FewTiles(16, 4, 1)),
+    ({"lq": 16, "lk": 2}, FewTiles(16, 4, 1), FewTiles(16, 4, 1)),
+    ({"lq": 17, "lk": 2}, None, None),
+    ({"lk": 32}, FewTiles(4, 32, 1), FewTiles(4, 32, 1)),
     ({"lq": 2, "lk": 32, "d": 128}, None, None),
     ({"pair_bias": torch.bfloat16}, None, None),
     ({"mask_bias": torch.float32}, FewTiles(32, 4, 1), FewTiles(16, 4, 1)),
@@ -43,10 +45,12 @@ def test_what_goes_there(changes: dict[str, Any], forward: FewTiles | None, back
     assert few_tiles("forward", problem, Config()) == forward
     assert few_tiles("backward", problem, Config()) == backward
     assert few_tiles("forward", problem, Config(block_k=16)) is None
+    assert few_tiles("forward", problem, Config(score_bytes=1 << 20)) == forward, "no tiles of a GPU's"
 
 
-def test_explain_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend.resolve(POINT, Config()) == Config(block_q=1, block_k=4, num_warps=1)
+def test_explain_tells_them() -> None:
+    assert backend.unsupported(POINT, backend.resolve(POINT, Config())) == []
+    assert backend.resolve(POINT, Config()) == Config(num_warps=1)
     needs = dataclasses.replace(POINT, needs=(True, True, True, False, False))
     assert backend.resolve_backward(needs, Config()) == {"few": {"rows": 16, "block_k": 4, "num_warps": 1}}
 
@@ -76,6 +80,16 @@ def test_a_launch_a_pass_and_few_variants(monkeypatch: pytest.MonkeyPatch, long:
     assert [each.programs for each in launches[:2]] == [-(-4 * n // 16), -(-4 * n // 8)] if long else [26, 51]
     assert {each.constants["WIDE"] for each in launches} == {long}
     assert len({repr(each.constants) for each in launches}) == 4, "two kernels, with four keys and with fewer"
+
+
+@pytest.mark.parametrize(("step", "grain"), [((1 << 31) - 16, 16), (1 << 31, 1)])
+def test_rows_far_apart_are_no_units(step: int, grain: int) -> None:
+    """Kernels multiply units by the grain in 32 bits."""
+    far = few.Strided((1, 1, 1, 2, 16), (0, 0, 0, step, 1), torch.bfloat16)
+    near = few.Strided((1, 1, 1, 2, 16), (1 << 33, 1 << 33, 1 << 33, 16, 1), torch.bfloat16)
+    assert launch.grain(near) == 16
+    assert launch.layout_for(near, far).grain == grain
+    assert launch.layout_for(near, far).strides[8] == step // grain
 
 
 def test_the_extent_of_a_tensor() -> None:

@@ -59,7 +59,8 @@ CASES = (
     # In a backward, where half as many rows, and no spills, take 217 us and not 132 on an H200 (`heuristics_few`)
     Compiled("16_keys", 4, 16, 32, spills=600),
     Compiled("one_query_16_keys", 1, 16, 32),
-    Compiled("most_keys", 1, 64, 32),
+    Compiled("most_keys", 1, 256, 32),
+    Compiled("most_queries", 16, 4, 32, spills=16),
     Compiled("most_channels", 1, 8, 256),
     Compiled("most_float32", 1, 32, 32, torch.float32),
 )
@@ -71,7 +72,8 @@ def test_fits(case: Compiled, arch: str) -> None:
     """One kernel a pass, within shared memory, and nothing spilled but where it is faster."""
     reports = case.compile(arch)
     assert [r.name for r in reports] == ["forward_few_kernel", "backward_few_kernel"]
-    assert [r for r in reports if r.shared > SHARED_LIMITS[arch] or r.spills > case.spills] == []
+    allowed = {"forward_few_kernel": 0, "backward_few_kernel": case.spills}
+    assert [r for r in reports if r.shared > SHARED_LIMITS[arch] or r.spills > allowed[r.name]] == []
 
 
 if __name__ == "__main__":

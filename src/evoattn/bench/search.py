@@ -20,6 +20,7 @@ from evoattn.dispatch import AUTO_ORDER, refusals
 from evoattn.problem import Problem
 from evoattn.testing import Inputs
 from evoattn.tuning import Config, user
+from evoattn.tuning.heuristics_few import few_tiles
 from evoattn.workloads import Workload
 
 __all__ = ["Found", "neighbours", "tune"]
@@ -109,6 +110,8 @@ def tune(
         # The first of auto's that takes the problem and has tiles to choose: one with fixed tiles refuses even its own.
         for name in AUTO_ORDER:
             chosen = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias, backend=name)  # type: ignore[arg-type]
+            if name == "triton" and chosen.config is not None and few_tiles("forward", chosen.problem, Config()) is not None:
+                return  # few queries and few keys: kernels that ask no table
             if chosen.config is not None and not refusals(name, chosen.problem, chosen.config):
                 break
         else:

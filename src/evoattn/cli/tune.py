@@ -130,7 +130,11 @@ def _print(found: list[Found], device: torch.device) -> None:
                 *(f"{one.before_ms:.3f}", after, gain, str(one.tried), "; ".join(notes)),
             ]
         )
-    print(table.aligned(rows) if found else "nothing was searched to its end")
+    print(
+        table.aligned(rows)
+        if found
+        else "nothing was searched to its end, or nothing has tiles to choose (few queries and few keys have none)"
+    )
     if any(one.config for one in found):
         print(f"\nkept in {user.path(device.type == 'cpu')}; evoattn tune --clear removes it")
 

@@ -57,6 +57,10 @@ class Config:
         """The fields that were set, by name."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
+    def tiles(self) -> dict[str, int]:
+        """Of the fields that were set, those that say how a kernel on a GPU is cut."""
+        return {name: value for name, value in self.given().items() if name != "score_bytes"}
+
     def to_text(self) -> str:
         """One line of JSON that `from_text` reads; the form in which a config passes through an operator."""
         return json.dumps(self.given(), sort_keys=True)

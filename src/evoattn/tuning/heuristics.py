@@ -161,7 +161,7 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
     block_q = min(block_q, _power_of_two(problem.lq))
     block_k = min(block_k, _power_of_two(problem.lk))
     tiles = dataclasses.replace(table, block_q=block_q, block_k=block_k, num_warps=table.warps(block_q))
-    given = {name: value for name, value in config.given().items() if name != "score_bytes"}
+    given = config.tiles()
     tiles = dataclasses.replace(tiles, **given)
     while forward_shared_bytes(problem, tiles) > shared_limit:
         smaller = _smaller(tiles, given)

@@ -75,6 +75,7 @@ class _Line:
         dq, dq_alone, dq_few: with and without the pair-bias gradient, and with few programs; None where they are the same.
         dkdv, dkdv_ragged, dkdv_few: with many programs on each processor; the same where the last tile of queries is not whole,
             or channels are not a power of two; with few programs. None likewise.
+        few_warps: whether dQ takes one warp for each 16 of less than 64 queries.
         pair, pair_short: the pair-bias gradient in a fixed order, and of short lengths; None likewise.
     """
 
@@ -86,6 +87,7 @@ class _Line:
     dq_few: Tiles | None = None
     dkdv_ragged: Tiles | None = None
     dkdv_few: Tiles | None = None
+    few_warps: bool = False
     pair_short: Tiles | None = None
 
 
@@ -107,6 +109,8 @@ _HOPPER: tuple[_Line, ...] = (
         dq_alone=Tiles(128, 32, 4, 3, max_registers=128),
         # The whole backward of one row, 16 heads, D = 24: L = 384, 768 and 1,024 .023, .050, .071 ms; 32 keys .025, .054, .080.
         dq_few=Tiles(64, 128, 4, 3),
+        # The whole backward of 16 and 32 sequences, N = 384, H 8: .017 and .031 ms, with 4 warps .026 and .047.
+        few_warps=True,
         # Each warp has 32 keys and seldom waits for the other. The whole backward, one warp with (64, 32) behind it: .520 ms,
         # .538 at tri384; 1.127, 1.163 at tri512 (float16); 1.160, 1.180 at the MSA column; the same at tri1024. Masked
         # channels or queries make both spill; 4 warps with wgmma are slower.
@@ -256,13 +260,14 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
         dkdv = line.dkdv_few or dkdv
     elif problem.lq % dkdv.block_q or not problem.d == problem.c == channels:
         dkdv = line.dkdv_ragged or dkdv
-    given = {name: value for name, value in config.given().items() if name != "score_bytes"}
+    given = config.tiles()
 
     def fitted(tile: Tiles) -> Tiles:
-        block_q = min(tile.block_q, _power_of_two(problem.lq))
-        block_k = min(tile.block_k, _power_of_two(problem.lk))
-        warps = tile.num_warps if block_q >= min(tile.block_q, _WARPGROUP_ROWS) else min(tile.num_warps, block_q // _MIN_TILE)
-        tile = dataclasses.replace(tile, block_q=block_q, block_k=block_k, num_warps=warps)
+        tile = dataclasses.replace(
+            tile,
+            block_q=min(tile.block_q, _power_of_two(problem.lq)),
+            block_k=min(tile.block_k, _power_of_two(problem.lk)),
+        )
         if given:
             tile = dataclasses.replace(tile, max_registers=0, **given)
         while backward_shared_bytes(problem, tile) > shared_limit:
@@ -272,6 +277,9 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
             tile = smaller
         return tile
 
+    few_queries = _power_of_two(problem.lq)
+    if line.few_warps and few_queries < _WARPGROUP_ROWS and not given:
+        dq = dataclasses.replace(dq, num_warps=min(dq.num_warps, few_queries // _MIN_TILE))
     return BackwardTiles(dq=fitted(dq), dkdv=fitted(dkdv), pair=fitted(pair))
 
 

@@ -13,6 +13,7 @@ _MOST_SCORES = {"forward": 64, "backward": 128}
 """Scores of a row (b, n, h) of several queries. H200, bfloat16, 32,768 rows of 32 channels, queries x keys, us, then in tiles:
 forward 8 x 8 42, 58; 4 x 16 45, 51; 8 x 16 73, 52; backward 8 x 8 75, 213; 8 x 16 132, 218; 16 x 16 231, 228."""
 
+_MOST_QUERIES = 16
 _MOST_KEYS = 64
 """Of several queries."""
 
@@ -33,7 +34,8 @@ _PROGRAM_BITS = 1 << 14
 """Of the keys of all rows of a program: 1,024 elements of 16 bits, 32 a thread."""
 
 _MORE_PROGRAM_BITS = 1 << 15
-"""The same where it is faster: one query, forward (32 keys 133 us, not 150), and 16 keys, backward (8 x 16 132 us, not 217)."""
+"""The same where it is faster: one query, forward (32 keys 133 us, not 150) and from 16 keys on backward (141, not 155), and
+several with 16 keys, backward (8 x 16 132 us, not 217)."""
 
 _LEAST_BLOCK = 4
 """Keys that a program has room for at least: fewer are not worth a variant of their own."""
@@ -66,17 +68,14 @@ def few_tiles(direction: str, problem: Problem, config: Config) -> FewTiles | No
         config: what the user set.
     """
     one = problem.lq == 1
-    few = (
-        problem.lk <= _MOST_KEYS_OF_ONE
-        if one
-        else problem.lk <= _MOST_KEYS and problem.lq * problem.lk <= _MOST_SCORES[direction]
-    )
+    several = problem.lq <= _MOST_QUERIES and problem.lk <= _MOST_KEYS and problem.lq * problem.lk <= _MOST_SCORES[direction]
+    few = problem.lk <= _MOST_KEYS_OF_ONE if one else several
     if not few or problem.pair_bias is not None or (direction == "backward" and problem.needs[3]):
         return None
     block_k = max(_LEAST_BLOCK, _power_of_two(problem.lk))
     of_row = block_k * _power_of_two(max(problem.d, problem.c))
     bits = of_row * problem.dtype.itemsize * 8
-    if bits > (_MOST_BITS_OF_ONE if one else _MOST_BITS) or config.given():
+    if bits > (_MOST_BITS_OF_ONE if one else _MOST_BITS) or config.tiles():
         return None
     more = one if direction == "forward" else block_k == 16 or (one and block_k > 16)
     rows = max(1, (_MORE_PROGRAM_BITS if more else _PROGRAM_BITS) // bits)

@@ -21,6 +21,7 @@ from evoattn._version import __version__
 from evoattn.cache import VARIABLE, folder
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
+from evoattn.tuning.heuristics_few import few_tiles
 
 __all__ = [
     "DIRECTIONS",
@@ -70,7 +71,15 @@ def preferred(backend: str, direction: str, problem: Problem, config: Config) ->
 def tuned_directions(forward: str | None, backward: str | None, problem: Problem) -> tuple[str, ...]:
     """For which directions something was found for problems like this one, by the backends of the two passes."""
     backends = {"forward": forward, "backward": backward, "both": forward}
-    return tuple(name for name in DIRECTIONS if (backend := backends[name]) is not None and tuned(backend, name, problem))
+
+    def asked(backend: str, direction: str) -> bool:
+        return backend != "triton" or direction == "both" or few_tiles(direction, problem, _NOTHING_SET) is None
+
+    return tuple(
+        name
+        for name in DIRECTIONS
+        if (backend := backends[name]) is not None and asked(backend, name) and tuned(backend, name, problem)
+    )
 
 
 def key(backend: str, direction: str, problem: Problem) -> str:

@@ -77,7 +77,7 @@ def resolve(problem: Problem, config: Config) -> Config:
 
     few = few_tiles("forward", problem, config)
     if few is not None:
-        return Config(block_q=1, block_k=few.block_k, num_warps=few.num_warps)
+        return Config(num_warps=few.num_warps)
     tiles = forward_tiles(problem, config, shared_memory_limit(_device_for(problem)))
     return Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 

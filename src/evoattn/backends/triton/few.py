@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, layout_for, strided
-from evoattn.backends.triton.primitives import FLOOR, LN2, LOG2E
+from evoattn.backends.triton.primitives import FLOOR, LN2, LOG2E, wide
 from evoattn.tuning.heuristics_few import FewTiles
 
 __all__ = ["backward_few_kernel", "forward_few_kernel", "plan_backward_few", "plan_forward_few"]
@@ -61,9 +61,10 @@ def _load_keys(
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     EVEN_K: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """[r,k,c]: all keys, or values, of each row; 0 outside."""
-    o_k = tl.arange(0, BLOCK_K)[None, :, None]
+    o_k = wide(tl.arange(0, BLOCK_K), WIDE)[None, :, None]
     o_c = tl.arange(0, BLOCK_C)[None, None, :]
     p_tile = p_keys + o_first[:, None, None] + o_k * stride_l + o_c * stride_c
     if EVEN_K and COLS == BLOCK_C:
@@ -90,10 +91,10 @@ def _store_row(p_row, o_first, b_row, inside, COLS: tl.constexpr, BLOCK_C: tl.co
 @triton.jit
 def _row_bias(
     p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """[r,k]: mask and mask bias in log2 units, measured from the row shift (`evoattn.numerics`), -inf past the end."""
-    o_k = tl.arange(0, BLOCK_K)[None, :]
+    o_k = wide(tl.arange(0, BLOCK_K), WIDE)[None, :]
     inside = o_k < lk
     b_row = tl.where(inside, tl.zeros([ROWS, BLOCK_K], tl.float32), float("-inf"))
     if HAS_BIAS:
@@ -129,15 +130,19 @@ def forward_few_kernel(
     o_q = (b * stride_qb + n * stride_qn + h * stride_qh) * GRAIN
     o_k = (b * stride_kb + n * stride_kn + h * stride_kh) * GRAIN
     o_v = (b * stride_vb + n * stride_vn + h * stride_vh) * GRAIN
-    b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K)  # [r,k,d]
-    b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K)  # [r,k,c]
+    b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K, WIDE)  # [r,k,d]
+    b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K, WIDE)  # [r,k,c]
     o_mask, o_bias = b * stride_mask_b + n * stride_mask_n, b * stride_bias_b + n * stride_bias_n
-    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, ROWS, BLOCK_K, HAS_MASK, HAS_BIAS)
+    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, ROWS, BLOCK_K, HAS_MASK, HAS_BIAS, WIDE)
     b_k = b_k.to(tl.float32)
     b_v = b_v.to(tl.float32)
+    o_past = (tl.arange(0, BLOCK_K) >= lk)[None, :]  # an infinite query makes NaN of keys that are not there
     for query in range(lq):
-        b_q = _load_row(p_q, o_q + query * (stride_ql * GRAIN), stride_qd, D, BLOCK_D)  # [r,d]
+        at = tl.cast(query, tl.int64) if WIDE else query
+        b_q = _load_row(p_q, o_q + at * (stride_ql * GRAIN), stride_qd, D, BLOCK_D)  # [r,d]
         b_s = tl.sum(b_q[:, None, :] * b_k, 2) * (scale * LOG2E) + b_row  # [r,k]
+        if not EVEN_K:
+            b_s = tl.where(o_past, float("-inf"), b_s)
         b_max = tl.maximum(tl.max(b_s, 1), FLOOR)  # [r]
         b_p = tl.math.exp2(b_s - b_max[:, None])  # [r,k]
         b_sum = tl.sum(b_p, 1)
@@ -184,25 +189,29 @@ def backward_few_kernel(
     o_do = (b * stride_dob + n * stride_don + h * stride_doh) * GRAIN
     o_o = (b * stride_ob + n * stride_on + h * stride_oh) * GRAIN
     o_dlse = b * stride_dlse_b + n * stride_dlse_n + h * stride_dlse_h
-    b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K)  # [r,k,d]
-    b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K)  # [r,k,c]
+    b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K, WIDE)  # [r,k,d]
+    b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K, WIDE)  # [r,k,c]
     o_mask, o_bias = b * stride_mask_b + n * stride_mask_n, b * stride_bias_b + n * stride_bias_n
-    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, ROWS, BLOCK_K, HAS_MASK, HAS_BIAS)
+    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, ROWS, BLOCK_K, HAS_MASK, HAS_BIAS, WIDE)
+    o_past = (tl.arange(0, BLOCK_K) >= lk)[None, :]  # an infinite query makes NaN of keys that are not there
     b_dk = tl.zeros([ROWS, BLOCK_K, BLOCK_D], tl.float32)  # [r,k,d]
     b_dv = tl.zeros([ROWS, BLOCK_K, BLOCK_C], tl.float32)  # [r,k,c]
     for query in range(lq):
-        b_q = _load_row(p_q, o_q + query * (stride_ql * GRAIN), stride_qd, D, BLOCK_D)  # [r,d]
-        b_do = _load_row(p_do, o_do + query * (stride_dol * GRAIN), stride_doc, C, BLOCK_C)  # [r,c]
-        b_o = _load_row(p_o, o_o + query * (stride_ol * GRAIN), stride_oc, C, BLOCK_C)  # [r,c]
+        at = tl.cast(query, tl.int64) if WIDE else query
+        b_q = _load_row(p_q, o_q + at * (stride_ql * GRAIN), stride_qd, D, BLOCK_D)  # [r,d]
+        b_do = _load_row(p_do, o_do + at * (stride_dol * GRAIN), stride_doc, C, BLOCK_C)  # [r,c]
+        b_o = _load_row(p_o, o_o + at * (stride_ol * GRAIN), stride_oc, C, BLOCK_C)  # [r,c]
         o_stat = o_row * lq + query
         b_lse = tl.load(p_lse + o_stat)  # [r]
         b_delta = tl.sum(b_o * b_do, 1)  # [r]
         if HAS_DLSE:
-            b_delta -= tl.load(p_dlse + o_dlse + query * stride_dlse_q)
+            b_delta -= tl.load(p_dlse + o_dlse + at * stride_dlse_q)
         b_empty = b_lse == float("-inf")
         b_lse = tl.where(b_empty, float("inf"), b_lse * LOG2E)
         b_delta = tl.where(b_empty, 0.0, b_delta)
         b_s = tl.sum(b_q[:, None, :] * b_k.to(tl.float32), 2) * (scale * LOG2E) + b_row  # [r,k]
+        if not EVEN_K:
+            b_s = tl.where(o_past, float("-inf"), b_s)
         b_p = tl.math.exp2(b_s - b_lse[:, None])  # [r,k]
         b_dp = tl.sum(b_do[:, None, :] * b_v.to(tl.float32), 2)  # [r,k]
         b_ds = b_p * (b_dp - b_delta[:, None]) * scale  # [r,k]

@@ -116,11 +116,14 @@ def grain(*tensors: Strided | None) -> int:
     """The largest power of two up to 16 that divides every stride of the tensors but their innermost one.
 
     Kernels take strides in units of it, as a constant: so a row of 24 channels still loads 16 bytes at a time, and the only
-    variants are five grains, whatever the lengths.
+    variants are five grains, whatever the lengths. Where two rows lie 2**31 elements apart it is 1: kernels turn units back
+    into elements in 32 bits, which such a stride does not fit.
     """
     common = _MAX_GRAIN
     for tensor in tensors:
         if tensor is not None:
+            if len(tensor.shape) > 1 and tensor.shape[-2] > 1 and tensor.stride[-2] >= 1 << 31:
+                return 1
             for size, step in zip(tensor.shape[:-1], tensor.stride[:-1], strict=True):
                 common = math.gcd(common, step if size > 1 else 0)
     return common

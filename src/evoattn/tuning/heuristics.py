@@ -17,7 +17,6 @@ _FULL_CARD = 256
 
 _MIN_TILE = 16
 
-
 LEFT_OVER_WARPS = 2
 """Warps at least for a tile of queries that are left over; H200, ms, one warp behind it: `tri397` 0.238, 0.242; N = 128, L 397,
 D = 128 0.222, 0.265; float32, D = 64 0.588, 0.627 (four 0.606), D = 32 0.303, 0.306 (0.314)."""
@@ -78,6 +77,7 @@ _FLOAT_BLACKWELL: _Family = (
 _FEW_QUERIES = 64
 _LONG = 384
 _LONG_AND_RAGGED = 512
+"""Queries and keys from which tiles of 64 keys are faster, where they are whole and where the last one is not."""
 
 
 def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
@@ -86,7 +86,7 @@ def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
     A limit of registers keeps one more program on a processor, and up to 64 bytes spill for it. The code for a ragged last tile
     costs the main loop registers too.
     """
-    few = problem.b * problem.n * problem.h * -(-problem.lq // 128) < _FULL_CARD
+    few_programs = problem.b * problem.n * problem.h * -(-problem.lq // 128) < _FULL_CARD
     ragged = problem.lk % 64 != 0
     long = min(problem.lq, problem.lk) >= (_LONG_AND_RAGGED if ragged else _LONG)
     if channels > 128:
@@ -104,8 +104,8 @@ def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
     if problem.pair_bias is None and problem.lq > _FEW_QUERIES:
         # `msa_column` 0.477, three stages 0.486, 64 x 64 0.530; 397 sequences 0.374, 0.372, 0.411; 128 sequences 0.053, 0.053,
         # 0.059. Of 64 x 64 five programs fit with 96 registers.
-        return ForwardTiles(64, 64, 4, 3, max_registers=96) if few else ForwardTiles(128, 64, 4, 4, max_registers=128)
-    if problem.pair_bias is not None and few:
+        return ForwardTiles(64, 64, 4, 3, max_registers=96) if few_programs else ForwardTiles(128, 64, 4, 4, max_registers=128)
+    if problem.pair_bias is not None and few_programs:
         # 16 heads, D = 24, one row: L = 384 0.0080, 64 x 32 0.0102; 768 0.0182, 0.0206; 1,024 0.0241, 0.0267
         return ForwardTiles(64, 128, 4, 3)
     if problem.pair_bias is not None and long:
@@ -118,7 +118,7 @@ def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
 
 
 def _hopper_float(problem: Problem, channels: int) -> ForwardTiles:
-    """float32 inputs on Hopper, likewise; they spill 32 bytes at most but for what is said."""
+    """float32 inputs on Hopper, likewise; `tests/triton/test_forward_compile.py` holds what they spill."""
     if channels > 128:
         return ForwardTiles(32, 32, 8, 1)
     if channels > 64:

@@ -9,13 +9,12 @@ import torch
 from evoattn.problem import Problem
 from evoattn.tuning import user
 from evoattn.tuning.config import Config
+from evoattn.tuning.sizes import MIN_TILE, power_of_two
 
 __all__ = ["LEFT_OVER_WARPS", "ForwardTiles", "forward_shared_bytes", "forward_tiles"]
 
 _FULL_CARD = 256
 """Programs below which halving the query tile beats its lower reuse: fewer than two for each of an H200's 132 processors."""
-
-_MIN_TILE = 16
 
 LEFT_OVER_WARPS = 2
 """Warps at least for a tile of queries that are left over; H200, ms, one warp behind it: `tri397` 0.238, 0.242; N = 128, L 397,
@@ -39,7 +38,7 @@ class ForwardTiles:
         """Warps for a tile of block_q rows, which is smaller than self.block_q where a few queries are left over."""
         if block_q >= self.block_q:
             return self.num_warps
-        return min(self.num_warps, max(least, block_q // _MIN_TILE))
+        return min(self.num_warps, max(least, block_q // MIN_TILE))
 
 
 _Family = tuple[tuple[int, ForwardTiles], ...]
@@ -136,7 +135,7 @@ def _hopper_float(problem: Problem, channels: int) -> ForwardTiles:
 
 def _table(problem: Problem) -> ForwardTiles:
     """The tiles for a problem's channels, dtype and card, whatever its size."""
-    channels = _power_of_two(max(problem.d, problem.c))
+    channels = power_of_two(max(problem.d, problem.c))
     major = problem.capability[0] if problem.capability else 0
     full = problem.dtype == torch.float32
     if major == 9:
@@ -158,8 +157,8 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
     block_q, block_k = table.block_q, table.block_k
     if problem.b * problem.n * problem.h * -(-problem.lq // block_q) < _FULL_CARD and block_q > 64:
         block_q = 64
-    block_q = min(block_q, _power_of_two(problem.lq))
-    block_k = min(block_k, _power_of_two(problem.lk))
+    block_q = min(block_q, power_of_two(problem.lq))
+    block_k = min(block_k, power_of_two(problem.lk))
     tiles = dataclasses.replace(table, block_q=block_q, block_k=block_k, num_warps=table.warps(block_q))
     given = config.tiles()
     tiles = dataclasses.replace(tiles, **given)
@@ -174,11 +173,11 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
 def forward_shared_bytes(problem: Problem, tiles: ForwardTiles) -> int:
     """Shared memory of one forward program: `num_stages` tiles of keys, values, pair bias and row bias, and the queries."""
     element = problem.dtype.itemsize
-    channels = _power_of_two(problem.d) + _power_of_two(problem.c)
+    channels = power_of_two(problem.d) + power_of_two(problem.c)
     pair = 0 if problem.pair_bias is None else tiles.block_q * tiles.block_k * problem.pair_bias.itemsize
     row = 4 * tiles.block_k if problem.mask or problem.mask_bias is not None else 0
     stage = tiles.block_k * channels * element + pair + row
-    return tiles.num_stages * stage + tiles.block_q * _power_of_two(problem.d) * element
+    return tiles.num_stages * stage + tiles.block_q * power_of_two(problem.d) * element
 
 
 def _smaller(tiles: ForwardTiles, given: dict[str, int]) -> ForwardTiles | None:
@@ -187,10 +186,6 @@ def _smaller(tiles: ForwardTiles, given: dict[str, int]) -> ForwardTiles | None:
         return dataclasses.replace(tiles, num_stages=tiles.num_stages - 1)
     for name in ("block_k", "block_q"):
         size = getattr(tiles, name)
-        if size > _MIN_TILE and name not in given:
+        if size > MIN_TILE and name not in given:
             return dataclasses.replace(tiles, **{name: size // 2})
     return None
-
-
-def _power_of_two(size: int) -> int:
-    return max(_MIN_TILE, 1 << (max(size, 1) - 1).bit_length())

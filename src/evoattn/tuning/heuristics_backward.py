@@ -10,10 +10,9 @@ import torch
 from evoattn.problem import Problem
 from evoattn.tuning import user
 from evoattn.tuning.config import Config
+from evoattn.tuning.sizes import MIN_TILE, power_of_two
 
 __all__ = ["BackwardTiles", "Tiles", "backward_shared_bytes", "backward_tiles"]
-
-_MIN_TILE = 16
 
 _WARPGROUP_ROWS = 64
 _WARPS_OF_A_GROUP = 4
@@ -239,7 +238,7 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
         capability: compute capability of an NVIDIA card; None elsewhere.
     """
     config = user.preferred("triton", "backward", problem, config)
-    channels = _power_of_two(max(problem.d, problem.c))
+    channels = power_of_two(max(problem.d, problem.c))
     line = next(line for line in _table(problem.dtype, capability) if channels <= line.most)
     of_heads = problem.b * problem.n * problem.h
     sums_pair = problem.pair_bias is not None and problem.needs[4] and not problem.deterministic
@@ -265,8 +264,8 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
     def fitted(tile: Tiles) -> Tiles:
         tile = dataclasses.replace(
             tile,
-            block_q=min(tile.block_q, _power_of_two(problem.lq)),
-            block_k=min(tile.block_k, _power_of_two(problem.lk)),
+            block_q=min(tile.block_q, power_of_two(problem.lq)),
+            block_k=min(tile.block_k, power_of_two(problem.lk)),
         )
         if given:
             tile = dataclasses.replace(tile, max_registers=0, **given)
@@ -277,16 +276,16 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
             tile = smaller
         return tile
 
-    few_queries = _power_of_two(problem.lq)
+    few_queries = power_of_two(problem.lq)
     if line.few_warps and few_queries < _WARPGROUP_ROWS and not given:
-        dq = dataclasses.replace(dq, num_warps=min(dq.num_warps, few_queries // _MIN_TILE))
+        dq = dataclasses.replace(dq, num_warps=min(dq.num_warps, few_queries // MIN_TILE))
     return BackwardTiles(dq=fitted(dq), dkdv=fitted(dkdv), pair=fitted(pair))
 
 
 def backward_shared_bytes(problem: Problem, tiles: Tiles) -> int:
     """Shared memory of the hungriest of the three kernels with these tiles: staged inputs of every row, and what stays."""
     element = problem.dtype.itemsize
-    channels = _power_of_two(problem.d) + _power_of_two(problem.c)
+    channels = power_of_two(problem.d) + power_of_two(problem.c)
     area = tiles.block_q * tiles.block_k
     pair = 0 if problem.pair_bias is None else area * problem.pair_bias.itemsize
     streamed = max(tiles.block_q, tiles.block_k) * channels * element + 4 * (tiles.block_k + 2 * tiles.block_q)
@@ -303,7 +302,7 @@ def _smaller(tiles: Tiles, given: dict[str, int]) -> Tiles | None:
         return dataclasses.replace(tiles, rows=1)
     for name in ("block_k", "block_q"):
         size = getattr(tiles, name)
-        if size > _MIN_TILE and name not in given:
+        if size > MIN_TILE and name not in given:
             return dataclasses.replace(tiles, **{name: size // 2})
     return None
 
@@ -311,7 +310,3 @@ def _smaller(tiles: Tiles, given: dict[str, int]) -> Tiles | None:
 def _padding(length: int, block: int) -> float:
     """What a whole number of blocks computes beyond `length`, as a share of it."""
     return -length % block / max(length, 1)
-
-
-def _power_of_two(size: int) -> int:
-    return max(_MIN_TILE, 1 << (max(size, 1) - 1).bit_length())

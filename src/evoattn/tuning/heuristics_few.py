@@ -6,6 +6,7 @@ import dataclasses
 
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
+from evoattn.tuning.sizes import power_of_two
 
 __all__ = ["FewTiles", "few_tiles"]
 
@@ -72,15 +73,11 @@ def few_tiles(direction: str, problem: Problem, config: Config) -> FewTiles | No
     few = problem.lk <= _MOST_KEYS_OF_ONE if one else several
     if not few or problem.pair_bias is not None or (direction == "backward" and problem.needs[3]):
         return None
-    block_k = max(_LEAST_BLOCK, _power_of_two(problem.lk))
-    of_row = block_k * _power_of_two(max(problem.d, problem.c))
+    block_k = power_of_two(problem.lk, _LEAST_BLOCK)
+    of_row = block_k * power_of_two(max(problem.d, problem.c), 1)
     bits = of_row * problem.dtype.itemsize * 8
     if bits > (_MOST_BITS_OF_ONE if one else _MOST_BITS) or config.tiles():
         return None
     more = one if direction == "forward" else block_k == 16 or (one and block_k > 16)
     rows = max(1, (_MORE_PROGRAM_BITS if more else _PROGRAM_BITS) // bits)
     return FewTiles(rows, block_k, 1 if bits <= _WARP_BITS else 2)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (max(size, 1) - 1).bit_length()

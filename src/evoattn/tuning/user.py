@@ -22,6 +22,7 @@ from evoattn.cache import VARIABLE, folder
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 from evoattn.tuning.heuristics_few import few_tiles
+from evoattn.tuning.sizes import power_of_two
 
 __all__ = [
     "DIRECTIONS",
@@ -92,8 +93,8 @@ def key(backend: str, direction: str, problem: Problem) -> str:
         str(p.dtype),
         f"d{p.d}",
         f"c{p.c}",
-        f"q{min(_power(p.lq), _LONGEST_TOLD_APART)}",
-        f"k{min(_power(p.lk), _LONGEST_TOLD_APART)}",
+        f"q{min(power_of_two(p.lq), _LONGEST_TOLD_APART)}",
+        f"k{min(power_of_two(p.lk), _LONGEST_TOLD_APART)}",
         f"rows{(max(p.b * p.n * p.h, 1).bit_length() + _ROWS_TOLD_APART - 1) // _ROWS_TOLD_APART}",
         "ragged" if p.lk % 16 else "even",
         "row" if row else "-",
@@ -102,10 +103,6 @@ def key(backend: str, direction: str, problem: Problem) -> str:
     if direction == "backward":
         parts += ["dpair" if p.pair_bias is not None and p.needs[4] else "-", "fixed" if p.deterministic else "any"]
     return "/".join(parts).replace("torch.", "")
-
-
-def _power(length: int) -> int:
-    return 1 << (max(length, 16) - 1).bit_length()
 
 
 def path(on_cpu: bool) -> Path | None:

@@ -12,7 +12,7 @@ from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.prepare import RowBias
 from evoattn.backends.triton.primitives import LOG2E, decode, load_tile, wide
 
-__all__ = ["PAD", "plan_pack", "plan_row_spans", "plan_statistics", "row_statistics"]
+__all__ = ["PAD", "plan_pack", "plan_row_spans", "plan_statistics", "row_statistics", "without_empty_rows"]
 
 PAD = 16
 """Padded lengths are multiples of this. Kernels take them, and strides over them, in units of it, so that rows load wide."""
@@ -33,6 +33,12 @@ def row_statistics(p_lse, p_dlse, b_o, b_do, o_in, left, stride_dlse, HAS_DLSE: 
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [q]
     if HAS_DLSE:
         b_delta -= tl.load(p_dlse + o_in.to(tl.int64) * stride_dlse, mask=o_in < left, other=0.0)
+    return without_empty_rows(b_lse, b_delta)
+
+
+@triton.jit
+def without_empty_rows(b_lse, b_delta):
+    """lse [q] in log2 units and delta [q] such that a row that attends to nothing, whose lse is -inf, has P = 0 and dS = 0."""
     b_empty = b_lse == float("-inf")
     return tl.where(b_empty, float("inf"), b_lse * LOG2E), tl.where(b_empty, 0.0, b_delta)
 

@@ -8,7 +8,6 @@ the order of sums is fixed.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, layout_for, strided
-from evoattn.backends.triton.primitives import FLOOR, LN2, LOG2E, wide
+from evoattn.backends.triton.bwd_preprocess import without_empty_rows
+from evoattn.backends.triton.launch import Kernel, Strided, contiguous, layout_for, strided
+from evoattn.backends.triton.prepare import row_tile
+from evoattn.backends.triton.primitives import FLOOR, LOG2E, finish, load_tile, wide
 from evoattn.tuning.heuristics_few import FewTiles
 
 __all__ = ["backward_few_kernel", "forward_few_kernel", "plan_backward_few", "plan_forward_few"]
@@ -75,10 +76,7 @@ def _load_keys(
 @triton.jit
 def _load_row(p_row, o_first, stride_c, COLS: tl.constexpr, BLOCK_C: tl.constexpr):
     """[r,c] in float32: one query, or what belongs to one, of each row; 0 outside."""
-    o_c = tl.arange(0, BLOCK_C)[None, :]
-    p_tile = p_row + o_first[:, None] + o_c * stride_c
-    b_row = tl.load(p_tile) if COLS == BLOCK_C else tl.load(p_tile, mask=o_c < COLS, other=0.0)
-    return b_row.to(tl.float32)
+    return load_tile(p_row, o_first, tl.arange(0, BLOCK_C), 1, stride_c, 0, COLS, False, COLS != BLOCK_C).to(tl.float32)
 
 
 @triton.jit
@@ -91,17 +89,14 @@ def _store_row(p_row, o_first, b_row, inside, COLS: tl.constexpr, BLOCK_C: tl.co
 @triton.jit
 def _row_bias(
     p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """[r,k]: mask and mask bias in log2 units, measured from the row shift (`evoattn.numerics`), -inf past the end."""
-    o_k = wide(tl.arange(0, BLOCK_K), WIDE)[None, :]
-    inside = o_k < lk
-    b_row = tl.where(inside, tl.zeros([ROWS, BLOCK_K], tl.float32), float("-inf"))
-    if HAS_BIAS:
-        b_row += tl.load(p_bias + o_bias[:, None] + o_k * stride_bias, mask=inside, other=0.0).to(tl.float32)
-    if HAS_MASK:
-        b_mask = tl.load(p_mask + o_mask[:, None] + o_k * stride_mask, mask=inside, other=0)
-        b_row = tl.where(b_mask != 0, b_row, float("-inf"))
+    """[r,k] mask and mask bias in log2 units, measured from the row shift (`evoattn.numerics`), -inf past the end.
+
+    [1,k] where neither is given.
+    """
+    o_k = tl.arange(0, BLOCK_K)[None, :]
+    b_row = row_tile(p_mask + o_mask[:, None], p_bias + o_bias[:, None], o_k, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)
     if HAS_BIAS:
         b_top = tl.max(b_row, 1)
         b_row -= tl.where(tl.abs(b_top) < float("inf"), b_top, 0.0)[:, None]
@@ -133,7 +128,7 @@ def forward_few_kernel(
     b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K, WIDE)  # [r,k,d]
     b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K, WIDE)  # [r,k,c]
     o_mask, o_bias = b * stride_mask_b + n * stride_mask_n, b * stride_bias_b + n * stride_bias_n
-    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, ROWS, BLOCK_K, HAS_MASK, HAS_BIAS, WIDE)
+    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, BLOCK_K, HAS_MASK, HAS_BIAS)
     b_k = b_k.to(tl.float32)
     b_v = b_v.to(tl.float32)
     o_past = (tl.arange(0, BLOCK_K) >= lk)[None, :]  # an infinite query makes NaN of keys that are not there
@@ -146,9 +141,7 @@ def forward_few_kernel(
         b_max = tl.maximum(tl.max(b_s, 1), FLOOR)  # [r]
         b_p = tl.math.exp2(b_s - b_max[:, None])  # [r,k]
         b_sum = tl.sum(b_p, 1)
-        b_empty = b_sum == 0.0
-        b_o = tl.sum(b_p[:, :, None] * b_v, 1) * (1.0 / tl.where(b_empty, 1.0, b_sum))[:, None]  # [r,c]
-        b_lse = tl.where(b_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN2)
+        b_o, b_lse = finish(tl.sum(b_p[:, :, None] * b_v, 1), b_max, b_sum)  # [r,c], [r]
         o_stat = o_row * lq + query
         tl.store(p_lse + o_stat, b_lse, mask=inside)
         o_out = ((b * n_rows + n) * lq + query) * heads + h if HEADS_INSIDE else o_stat
@@ -192,7 +185,7 @@ def backward_few_kernel(
     b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K, WIDE)  # [r,k,d]
     b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K, WIDE)  # [r,k,c]
     o_mask, o_bias = b * stride_mask_b + n * stride_mask_n, b * stride_bias_b + n * stride_bias_n
-    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, ROWS, BLOCK_K, HAS_MASK, HAS_BIAS, WIDE)
+    b_row = _row_bias(p_mask, p_bias, o_mask, o_bias, stride_mask, stride_bias, lk, BLOCK_K, HAS_MASK, HAS_BIAS)
     o_past = (tl.arange(0, BLOCK_K) >= lk)[None, :]  # an infinite query makes NaN of keys that are not there
     b_dk = tl.zeros([ROWS, BLOCK_K, BLOCK_D], tl.float32)  # [r,k,d]
     b_dv = tl.zeros([ROWS, BLOCK_K, BLOCK_C], tl.float32)  # [r,k,c]
@@ -206,9 +199,7 @@ def backward_few_kernel(
         b_delta = tl.sum(b_o * b_do, 1)  # [r]
         if HAS_DLSE:
             b_delta -= tl.load(p_dlse + o_dlse + at * stride_dlse_q)
-        b_empty = b_lse == float("-inf")
-        b_lse = tl.where(b_empty, float("inf"), b_lse * LOG2E)
-        b_delta = tl.where(b_empty, 0.0, b_delta)
+        b_lse, b_delta = without_empty_rows(b_lse, b_delta)
         b_s = tl.sum(b_q[:, None, :] * b_k.to(tl.float32), 2) * (scale * LOG2E) + b_row  # [r,k]
         if not EVEN_K:
             b_s = tl.where(o_past, float("-inf"), b_s)
@@ -245,56 +236,6 @@ def _store_keys(
     tl.store(p_tile, b_keys.to(p_keys.dtype.element_ty), mask=inside[:, None, None] & (o_k < lk) & (o_c < COLS))
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardFew:
-    """The launch of a forward. Call it with the tensors, and with o and lse to write."""
-
-    launch: Launch
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        mask_bias: Tensor | None,
-        pair_bias: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        # What is not given is never read: any tensor stands in for it.
-        self.launch(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, o, lse)
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardFew:
-    """The launch of a backward. Call it with the tensors, and with dq, dk and dv to write (None where not wanted)."""
-
-    launch: Launch
-
-    def __call__(
-        self,
-        do: Tensor | None,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        mask_bias: Tensor | None,
-        pair_bias: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-    ) -> tuple[None, None]:
-        do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do
-        mask, mask_bias, dlse = (lse if x is None else x for x in (mask, mask_bias, dlse))
-        dq, dk, dv = (o if x is None else x for x in (dq, dk, dv))
-        self.launch(q, k, v, mask, mask_bias, do, o, lse, dlse, dq, dk, dv)
-        return None, None
-
-
 def plan_forward_few(
     q: Tensor,
     k: Tensor,
@@ -309,7 +250,14 @@ def plan_forward_few(
     """What computes o and lse of tensors that lie in memory like these, which `heuristics_few` has tiles for."""
     strides, sizes, constants = _common(strided(q), strided(k), strided(v), mask, mask_bias, tiles, layout, ())
     programs = -(-math.prod(q.shape[:3]) // tiles.rows)
-    return ForwardFew(forward_few_kernel.plan(programs, scale, *strides, *sizes, **constants))
+    start = forward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
+
+    def run(*tensors: Tensor | None) -> None:
+        q, k, v, mask, mask_bias, _, o, lse = tensors
+        # What is not given is never read: any tensor stands in for it.
+        start(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, o, lse)  # type: ignore[arg-type]
+
+    return run
 
 
 def plan_backward_few(
@@ -334,7 +282,16 @@ def plan_backward_few(
     strides, sizes, constants = _common(strided(q), strided(k), strided(v), mask, mask_bias, tiles, layout, more, of_dlse)
     constants.update(zip(("NEED_DQ", "NEED_DK", "NEED_DV"), needs, strict=True), HAS_DLSE=dlse is not None)
     programs = -(-math.prod(q.shape[:3]) // tiles.rows)
-    return BackwardFew(backward_few_kernel.plan(programs, scale, *strides, *sizes, **constants))
+    start = backward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
+
+    def run(*tensors: Tensor | None) -> tuple[None, None]:
+        do, dlse, q, k, v, mask, mask_bias, _, o, lse, *results = tensors
+        do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do  # type: ignore[union-attr]
+        mask, mask_bias, dlse = (lse if x is None else x for x in (mask, mask_bias, dlse))
+        start(q, k, v, mask, mask_bias, do, o, lse, dlse, *(o if x is None else x for x in results))  # type: ignore[arg-type]
+        return None, None
+
+    return run
 
 
 def _common(

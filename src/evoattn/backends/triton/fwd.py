@@ -31,12 +31,11 @@ from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
 from evoattn.tuning.heuristics import LEFT_OVER_WARPS, ForwardTiles, forward_tiles
 from evoattn.tuning.heuristics_few import few_tiles
+from evoattn.tuning.sizes import MIN_TILE
 
 __all__ = ["forward_kernel", "plan_forward"]
 
 _LOG2E = 1.4426950408889634
-
-_MIN_TILE = 16
 
 _PAIR_ARGUMENT = 5
 """Where p_pair stands among the kernel's arguments."""
@@ -329,7 +328,7 @@ def _tail(lk: int, tiles: ForwardTiles) -> int:
     Not where warps share queries: Triton 3.6 reads outside of memory for 64 queries and 16 keys in float32 with 8 warps.
     """
     half = tiles.block_k // 2
-    halves = half >= _MIN_TILE and 0 < lk % tiles.block_k <= half and tiles.block_q >= _MIN_TILE * tiles.num_warps
+    halves = half >= MIN_TILE and 0 < lk % tiles.block_k <= half and tiles.block_q >= MIN_TILE * tiles.num_warps
     return half if halves else tiles.block_k
 
 

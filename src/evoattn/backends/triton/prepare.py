@@ -19,6 +19,7 @@ __all__ = [
     "loads_wide",
     "needs_copy",
     "plan_rows",
+    "row_tile",
 ]
 
 PADDING = 128
@@ -60,7 +61,7 @@ class RowBias:
 
 
 @triton.jit
-def _row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
+def row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
     """mask_bias where the mask allows, else -inf; -inf outside [0, lk). Natural units, not shifted."""
     inside = (o_k >= 0) & (o_k < lk)
     b_row = tl.where(inside, 0.0, float("-inf"))
@@ -129,7 +130,7 @@ def rows_kernel(
     if HAS_BIAS:
         b_top = tl.full([TILES, BLOCK_K], float("-inf"), tl.float32)  # [tile,k]
         for first in tl.range(0, lk, TILES * BLOCK_K):
-            b_top = tl.maximum(b_top, _row_tile(p_mask, p_bias, first + o_in, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS))
+            b_top = tl.maximum(b_top, row_tile(p_mask, p_bias, first + o_in, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS))
         top = tl.max(tl.max(b_top, 1), 0)
         shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)
 
@@ -139,9 +140,9 @@ def rows_kernel(
     # One tile past the last, which is dead, closes a run that reaches the end.
     for first in tl.range(0, padded + BLOCK_K, TILES * BLOCK_K):
         o_k = first + o_in
-        b_row = _row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)  # [tile,k]
+        b_row = row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)  # [tile,k]
         tl.store(p_out + o_k, (b_row - shift) * factor, mask=o_k < padded)
-        b_before = _row_tile(p_mask, p_bias, o_k - BLOCK_K, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)
+        b_before = row_tile(p_mask, p_bias, o_k - BLOCK_K, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)
         # NaN counts as live: it has to reach the output.
         b_live = tl.max((b_row != float("-inf")).to(tl.int32), 1)  # [tile]
         b_lived = tl.max((b_before != float("-inf")).to(tl.int32), 1)

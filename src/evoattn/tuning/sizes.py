@@ -1,0 +1,13 @@
+"""The sizes that tiles come in."""
+
+from __future__ import annotations
+
+__all__ = ["MIN_TILE", "power_of_two"]
+
+MIN_TILE = 16
+"""Queries or keys that a matrix product takes at least."""
+
+
+def power_of_two(size: int, least: int = MIN_TILE) -> int:
+    """The smallest power of two that is neither below size nor below `least`."""
+    return max(least, 1 << (max(size, 1) - 1).bit_length())

@@ -54,6 +54,14 @@ def heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "divisor", lambda *_: 1)
 
 
+@pytest.fixture
+def rows_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward looks for rows that a mask switches off, as where a call has many scores."""
+    from evoattn.backends.hopper import bwd_plan
+
+    monkeypatch.setattr(bwd_plan, "_LEAST_SCORES_TO_SKIP", 0)
+
+
 WAYS = {
     "short": (None, {"lq": 100, "lk": 100}),
     "kept": (None, {"lq": 384, "lk": 384}),
@@ -456,6 +464,55 @@ CHANGES = [
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_gradients(changes: dict, deterministic: bool) -> None:
     inputs = example(**changes)
+    testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
+
+
+def masked(kind: str, like: Tensor) -> Tensor:
+    """A mask [b,n,k] that leaves few keys, rows or batches."""
+    mask, (batches, n, keys) = torch.ones_like(like), like.shape
+    if kind == "ends":
+        ends = torch.randint(0, keys + 1, (batches, n, 1), generator=torch.Generator().manual_seed(7))
+        mask &= torch.arange(keys, device=mask.device) < ends.to(mask.device)
+    elif kind == "padding":
+        mask[:, n // 2 :] = False
+        mask[..., keys // 2 :] = False
+    elif kind == "shared":
+        mask = (torch.arange(keys, device=mask.device) < keys // 3).expand(batches, 1, keys)
+    elif kind == "batch":
+        mask[0] = False
+    elif kind == "one_key":
+        mask[:] = False
+        mask[-1, n // 2, keys // 2] = True
+    else:
+        assert kind == "nothing"
+        mask[:] = False
+    return mask
+
+
+LEFT_OUT = [
+    {},
+    {"lq": 640, "lk": 640, "dtype": torch.float16},
+    {"lq": 130, "lk": 1500, "n": 3},
+    {"lq": 300, "lk": 397, "d": 8, "layout": "bnhld"},
+    {"d": 64, "lq": 200, "lk": 384, "dtype": torch.float16},
+    {"d": 48, "lq": 640, "lk": 300, "lse_gradient": True},
+    {"n": 150, "lq": 100, "lk": 130, "mask_bias": "finite"},
+    {"mask_bias": "minus_inf_rows", "lq": 200, "lk": 200},
+    {"pair_bias": None, "lq": 300, "lk": 500, "mask_bias": "finite"},
+    {"pair_bias": None, "d": 64, "lq": 200, "lk": 384, "lse_gradient": True},
+    {"gradients": ("k", "v")},
+    {"gradients": ("q", "k", "pair_bias")},
+]
+
+
+@pytest.mark.usefixtures("poisoned", "rows_left_out")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["ends", "padding", "shared", "batch", "one_key", "nothing"])
+@pytest.mark.parametrize("changes", LEFT_OUT, ids=str)
+def test_gradients_where_a_mask_leaves_rows_out(changes: dict, kind: str, deterministic: bool) -> None:
+    """What is left out has gradients of zero; rows whose bias alone is -inf are not left out."""
+    inputs = example(**{"lead": (2,), "n": 10, **changes})
+    inputs = dataclasses.replace(inputs, mask=masked(kind, inputs.mask))
     testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
 
 

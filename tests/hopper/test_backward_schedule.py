@@ -1,7 +1,9 @@
 """The order in which the blocks of the Hopper backward take rows, on the CPU: every row of every panel once."""
 
+import bisect
 import itertools
 import os
+import random
 
 import pytest
 
@@ -11,16 +13,18 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 from evoattn.backends.hopper import bwd_schedule as schedule
 
 
-def stretches(panels: int, n: int, blocks: int):
-    """(block, its time, panel, row) of all units, as the kernels walk through them."""
-    each = schedule.share(panels * n, blocks)
+def stretches(rows: list[int], blocks: int):
+    """(block, its time, panel, row) of all units, as the kernels walk through them; rows[panel] there are of each panel."""
+    starts = list(itertools.accumulate(rows, initial=0))
+    total = starts[-1]
+    each = max(schedule.share(total, blocks), 1)
     for block in range(blocks):
-        at, end = min(block * each, panels * n), min((block + 1) * each, panels * n)
+        at, end = min(block * each, total), min((block + 1) * each, total)
         while at < end:
-            panel = at // n
-            first = at - panel * n
-            count = min(n - first, end - at)
-            known = schedule.opening(panel, n, each, block, at)
+            panel = bisect.bisect_right(starts, at) - 1
+            start, n = starts[panel], rows[panel]
+            count = min(start + n - at, end - at)
+            known = schedule.opening(start, n, each, block, at)
             for position in range(count):
                 yield block, at + position - block * each, panel, schedule.row(position, n, known)
             at += count
@@ -32,13 +36,23 @@ SIZES = [*itertools.product(range(1, 4), range(1, 6), range(1, 6)), (6, 48, 33),
 @pytest.mark.parametrize("blocks", sorted({size[2] for size in SIZES}))
 def test_every_row_once(blocks: int) -> None:
     for panels, n, _ in (size for size in SIZES if size[2] == blocks):
-        done = [(panel, row) for _, _, panel, row in stretches(panels, n, blocks)]
+        done = [(panel, row) for _, _, panel, row in stretches([n] * panels, blocks)]
         assert sorted(done) == list(itertools.product(range(panels), range(n))), (panels, n, blocks)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 33])
+def test_every_row_that_is_left_once(blocks: int) -> None:
+    """Where a mask leaves some panels fewer rows, or none."""
+    for seed in range(40):
+        left = random.Random(seed)
+        rows = [left.choice((0, left.randint(0, 40))) for _ in range(left.randint(1, 12))]
+        done = [(panel, row) for _, _, panel, row in stretches(rows, blocks)]
+        assert sorted(done) == [(panel, row) for panel, n in enumerate(rows) for row in range(n)], rows
 
 
 @pytest.mark.parametrize(("panels", "n", "blocks", "apart"), [(16, 64, 17, 8), (16, 64, 33, 8)])
 def test_panels_go_through_the_rows_together(panels: int, n: int, blocks: int, apart: int) -> None:
     at_time: dict[int, list[int]] = {}
-    for _, time, _, row in stretches(panels, n, blocks):
+    for _, time, _, row in stretches([n] * panels, blocks):
         at_time.setdefault(time, []).append(row)
     assert max(max(rows) - min(rows) for rows in at_time.values()) <= apart

@@ -171,6 +171,10 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     assert [given[13] for given in of_queries] == [given[11] for given in of_keys], "sums of the same heads"
     assert len({given[6] for given in of_keys}) == len(starts), "tiles of its own"
     assert {given[8] for given in of_keys} == {given[11] for given in of_queries} and len({given[8] for given in of_keys}) == 1
+    assert [given[13] for given in of_keys] == addresses(of_qkv[0], 2), "dq, of which the kernel of the keys clears rows"
+    assert [given[14:16] for given in of_keys] == [given[14:16] for given in of_queries], "the rows that a mask leaves"
+    assert len({given[14:16] for given in of_keys}) == (1 if of_b == 1 else 2), "of each b"
+    assert next(given for name, given in launched if name == "Rows")[6:8] == of_keys[0][14:16]
 
     launched.clear()
     needs = (True, False, False, False, True)  # nothing streams then
@@ -205,6 +209,34 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
         assert arguments["KeyGradients"][11:13] == (added, dpair_bias.data_ptr())
     else:
         assert added not in arguments["KeyGradients"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs", "skips"),
+    [
+        ({}, (True, True, True, False, True), True),
+        ({"mask": None}, (True, True, True, False, True), False),
+        ({"mask": None, "mask_bias": "finite"}, (True, True, True, True, True), False),
+        ({"n": 4}, (True, True, True, False, True), False),  # few scores
+        ({}, (True, False, False, False, True), False),  # no kernel of the keys
+        ({}, (False, True, False, False, False), True),
+    ],
+    ids=str,
+)
+def test_who_leaves_rows_out(changes: dict[str, Any], needs: tuple[bool, ...], skips: bool, launched: list[Any]) -> None:
+    """Both kernels or neither, where a mask may switch rows off and there is much to do; that of the keys clears dq then."""
+    settings = {"n": 140, "h": 4, "lq": 260, "lk": 260, "d": 16, "mask": "padding", "pair_bias": "b1hqk", **changes}
+    c = canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
+    o, lse = torch.empty_like(c.q), torch.empty(c.q.shape[:-1])
+    tensors = (torch.empty_like(o), None, *tensors_of(c, needs), o, lse)
+    of_qkv = [torch.empty_like(x) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
+    bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    given = dict(launched)
+    lists = given["Rows"][-4:-2] if skips else ()  # before the number of keys, and of rows
+    for name in ("QueryGradients", "KeyGradients"):
+        assert name not in given or set(lists) <= set(given[name])
+    if "KeyGradients" in given and of_qkv[0] is not None:
+        assert (of_qkv[0].data_ptr() in given["KeyGradients"]) == skips
 
 
 @pytest.mark.parametrize("most", [2 * 72 * 72 - 1, 32 * 4096 - 1], ids=["sums", "rows"])

@@ -98,7 +98,16 @@ CASES = (
         length=397,
         spills={"sm_80": 136, "sm_86": 64, "sm_89": 64, "sm_90": 688, "sm_120": 112},
     ),
-    Compiled("d128_float32", dtype=torch.float32, pair_bias=torch.float32, d=128),
+    Compiled("d128_float32", dtype=torch.float32, pair_bias=torch.float32, d=128, spills={"sm_90": 48}),
+    # Nearly all outside of the main loop. sm_90: 0.384 ms in spite of it, where exact products take 7.86 (N = 24)
+    Compiled(
+        "d128_float32_ragged",
+        dtype=torch.float32,
+        pair_bias=torch.float32,
+        d=128,
+        length=397,
+        spills={"sm_80": 968, "sm_86": 912, "sm_89": 912, "sm_90": 568, "sm_100": 984, "sm_120": 960},
+    ),
     Compiled("d256_float32", dtype=torch.float32, pair_bias=torch.float32, d=256),
 )
 
@@ -175,7 +184,8 @@ def test_registers_are_limited_where_it_is_faster(
     (torch.bfloat16, 410, 32, [(32, 32), (32, 32)]),
     (torch.bfloat16, 1001, 32, [(64, 64)]),
     (torch.bfloat16, 1030, 32, [(64, 32), (64, 64)]),
-    (torch.float32, 397, 128, [(32, 32), (32, 32)]),
+    (torch.float32, 397, 128, [(32, 16), (32, 32)]),
+    (torch.float32, 397, 200, [(32, 32), (32, 32)]),
 ], ids=str)  # fmt: skip
 def test_half_a_tile_for_few_keys_left_over(dtype: torch.dtype, length: int, d: int, tails: list[tuple[int, int]]) -> None:
     """For whole tiles of queries, and not where warps share queries: (64, 32) with 8 warps in the last."""
@@ -188,8 +198,8 @@ def test_float32_products_follow_torch() -> None:
     try:
         for tf32, exact, split in ((False, "ieee", "tf32x3"), (True, "tf32", "tf32")):
             matmul.allow_tf32 = tf32
-            assert (launch.precision(torch.float32), launch.split_precision(torch.float32, 64)) == (exact, split)
-            assert launch.split_precision(torch.float32, 128) == exact
+            assert (launch.precision(torch.float32), launch.split_precision(torch.float32, 128)) == (exact, split)
+            assert launch.split_precision(torch.float32, 129) == exact
             assert launch.split_precision(torch.bfloat16, 64) == "ieee"
     finally:
         matmul.allow_tf32 = before

@@ -102,20 +102,22 @@ def resolve(problem: Problem, config: Config) -> Config:
 
 def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
     """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
-    from evoattn.backends.hopper.bwd_plan import key_variant, one_kernel, query_variant
+    from evoattn.backends.hopper.bwd_plan import key_variant, one_kernel, query_variant, skips_rows
 
     of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
     pair = problem.pair_bias is not None
     sizes = (problem.b, problem.n, problem.h, problem.lq, problem.lk)
     if one_kernel(problem.needs, pair, problem.d, sizes, _processors()):
         return {"whole": {"block_q": 64, "block_k": 64}}
+    skips = skips_rows(problem.mask, problem.needs, sizes)
     found = {}
     if of_q or of_pair_bias:
         chosen = query_variant(problem.d, problem.lk, pair) or {}
         keys = chosen["groups"] * chosen["slices"] * 32
         found["dq"] = {"block_q": 64, "block_k": keys, "num_stages": chosen["stages"], "cluster": chosen["cluster"]}
     if of_k or of_v or of_mask_bias:
-        found["dkdv"] = {"block_q": 64, "block_k": 64, "num_stages": key_variant(problem.d, problem.lq, pair)["stages"]}
+        stages = key_variant(problem.d, problem.lq, pair, skips)["stages"]
+        found["dkdv"] = {"block_q": 64, "block_k": 64, "num_stages": stages}
     return found
 
 

@@ -18,7 +18,7 @@ from evoattn import layouts
 from evoattn.backends.hopper.bwd_bias import PanelSum
 from evoattn.backends.hopper.bwd_dkdv import KeyGradients
 from evoattn.backends.hopper.bwd_dq import QueryGradients
-from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, one_kernel, query_variant
+from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, one_kernel, query_variant, skips_rows
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
 from evoattn.backends.hopper.bwd_whole import WholeGradients
@@ -55,12 +55,13 @@ def plan_backward(
     sizes = (b, n, h, lq, lk)
     whole = one_kernel(needs, pair_bias is not None, d, sizes, processors)
 
+    skips = not whole and skips_rows(mask is not None, needs, sizes)
     nothing: dict[str, Any] = {"groups": 0, "slices": 0, "cluster": 1}
     chosen = (query_variant(d, lk, pair_bias is not None) if first and not whole else None) or nothing
     split = {name: chosen[name] for name in nothing}
     cluster = split["cluster"]
     at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, device)
-    variant = key_variant(d, lq, pair_bias is not None)
+    variant = key_variant(d, lq, pair_bias is not None, skips)
     turns = Turns.of(q, pair_bias if second and variant["ring"] else None, key_panels * n, processors)
     of_turn = turns.b * turns.h
     clusters, key_blocks = min(at_once, of_turn * panels * n), min(processors, of_turn * key_panels * n)
@@ -74,7 +75,8 @@ def plan_backward(
     keys_of_terms = math.prod(split.values()) * SLICE if chosen is not nothing else key_panels * ROWS
     added = None if gradient is None or partial else gradient.sums
     clears = None if added is None or max(added.numel(), 4 * CLEARED * b * n) > _MOST_IN_32_BITS else added
-    terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=lk != keys_of_terms, clears=clears)
+    also = {"always": lk != keys_of_terms, "clears": clears, "lists": skips}
+    terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, **also)  # type: ignore[arg-type]
     has = {"pair": pair_bias is not None, "row": terms is not None}
 
     # How all that the kernels see lies in memory. In the place of what is not there they get another address, and do not look.
@@ -91,6 +93,7 @@ def plan_backward(
     nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
     pair = nowhere if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)
     row, row_b, row_n = (like(1, 8), 0, 0) if terms is None else (terms.like, terms.row_b, terms.row_n)
+    ends, order, starts = (None, None, None) if terms is None else (terms.ends, terms.order, terms.starts)
     stats = like(turns.b, n, turns.h, panels * TILE)
     outputs = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
     wide = variant["wide"]
@@ -104,23 +107,27 @@ def plan_backward(
     # What the first turn sees, and how many bytes further the others find the same: in the order of `launch`
     of_rows = (*(inputs[name] for name in ("q", "k", "v", "o", "do")), lse, of_lse, *outputs, of_heads)
     of_pairs = (pair, laid, sums, wanted)
-    by_b = None if terms is None else terms.by_b(row)
-    further = turns.further(*((x, 2) for x in of_rows), *((x, 1) for x in of_pairs), (by_b, None))
+    by_b = [None if terms is None or x is None else terms.by_b(x) for x in (row, ends)]
+    further = turns.further(
+        *((x, 2) for x in of_rows), *((x, 1) for x in of_pairs), *((x, None) for x in (*by_b, order, starts))
+    )
     at_q, at_k, at_v, at_o, at_do, at_lse, at_dlse, at_dq, at_dk, at_dv, at_mask = (turns.cut(x, 2) for x in of_rows)
     at_pair, at_laid, at_sums, at_wanted = (turns.cut(x, 1) for x in of_pairs)
+    at_order, at_starts = (None if x is None else x[: turns.b] for x in (order, starts))
 
     whole_kernel = query_kernel = key_kernel = statistics = total = tiles = None
+    tensors: tuple[Any, ...]
     if whole:
         wishes = {"mask_gradient": of_mask, "dlse": dlse is not None}
-        tensors = (at_q, at_k, at_v, at_o, at_do, row, at_lse, at_dlse, at_dq, at_dk, at_dv, at_mask)
+        tensors = (at_q, at_k, at_v, at_o, at_do, row, at_lse, at_dlse, at_dq, at_dk, at_dv, at_mask, ends)
         made = WholeGradients(dtype, d, row=terms is not None, **wishes, tiles=whole)
         whole_kernel = plan(made, device, *tensors, unit, row_b, row_n, min(processors, b * n * h))
     elif first:
-        wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial}
+        wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial, "skips": skips}
         vector = pair_bias is None or (lk % 2 == 0 and _by_two(pair_bias))
         made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector)  # type: ignore[assignment]
         left = parts if partial else nowhere[..., :4] if added is None else at_sums
-        tensors = (at_q, at_k, at_v, at_o, at_do, at_pair, row, at_lse, at_dlse, stats, at_dq, left)
+        tensors = (at_q, at_k, at_v, at_o, at_do, at_pair, row, at_lse, at_dlse, stats, at_dq, left, at_order, at_starts)
         query_kernel = plan(made, device, *tensors, unit, row_b, row_n, clusters * cluster)
     elif second:
         found = Statistics(dtype, d, dlse=dlse is not None)
@@ -132,9 +139,10 @@ def plan_backward(
         tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None
         rounds = gradient is not None and gradient.rounds
         fours = [x.view(-1, 4) for x in (at_sums, at_wanted)] if rounds else (None, None)
-        made = KeyGradients(dtype, d, **has, mask_gradient=of_mask, rounds=rounds, **variant)  # type: ignore[arg-type, assignment]
-        tensors = (at_q, at_k, at_v, at_do, at_laid if tiles else at_pair, row, stats, at_dk, at_dv, at_mask, *fours)
-        key_kernel = plan(made, device, *tensors, unit, row_b, row_n, key_blocks)
+        wishes = {"mask_gradient": of_mask, "rounds": rounds, "skips": skips, "clears": skips and of_q}
+        made = KeyGradients(dtype, d, **has, **wishes, **variant)  # type: ignore[arg-type, assignment]
+        tensors = (at_q, at_k, at_v, at_do, at_laid if tiles else at_pair, row, stats, at_dk, at_dv, at_mask)
+        key_kernel = plan(made, device, *tensors, *fours, at_dq, at_order, at_starts, unit, row_b, row_n, key_blocks)
 
     place_of_stats = 0 if whole else workspace.add(stats)
     place_of_tiles = workspace.add(laid) if tiles else 0
@@ -145,22 +153,24 @@ def plan_backward(
     unwanted = [workspace.add(x) if kernel is not None and not need else 0 for x, need, kernel in which]
     by_torch = added is not None and (terms is None or clears is None)
 
-    def launch(start: int, q, k, v, o, do, lse, dlse, dq, dk, dv, dmask, pair, laid, sums, dpair, row) -> None:  # type: ignore[no-untyped-def]
+    def launch(  # type: ignore[no-untyped-def]
+        start: int, q, k, v, o, do, lse, dlse, dq, dk, dv, dmask, pair, laid, sums, dpair, row, ends, order, starts
+    ) -> None:
         """The main kernels of a turn. Nothing may come between: the second starts while the first runs.
 
         The next turn's first waits for this one's last, which never says that another may start. So both may use the same
         statistics and parts.
         """
         if whole_kernel is not None:
-            whole_kernel(q, k, v, o, do, row, lse, dlse, dq, dk, dv, dmask)
+            whole_kernel(q, k, v, o, do, row, lse, dlse, dq, dk, dv, dmask, ends)
         stats, parts = start + place_of_stats, start + place_of_parts
         if query_kernel is not None:
             left = parts if partial else lse if sums is None else sums
-            query_kernel(q, k, v, o, do, pair, row, lse, dlse, stats, dq, left)
+            query_kernel(q, k, v, o, do, pair, row, lse, dlse, stats, dq, left, order, starts)
         elif statistics is not None:
             statistics(o, do, lse, dlse, stats)
         if key_kernel is not None:
-            key_kernel(q, k, v, do, pair if tiles is None else laid, row, stats, dk, dv, dmask, sums, dpair)
+            key_kernel(q, k, v, do, pair if tiles is None else laid, row, stats, dk, dv, dmask, sums, dpair, dq, order, starts)
         if total is not None:
             total(parts, sums)
 
@@ -188,8 +198,8 @@ def plan_backward(
             tiles(pair, laid)
         # From here each kernel starts while the one before it runs: memory for all that they write is made by now. The first
         # waits for the terms where it reads them, the second for the first where it reads its statistics.
-        row = k if terms is None else terms.make(start, mask, mask_bias, to_sums)[0]
-        places = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, laid, to_sums, to_pair, row)
+        of_keys = (k, None, None, None) if terms is None else terms.make(start, mask, mask_bias, to_sums)
+        places = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, laid, to_sums, to_pair, *of_keys)
         in_turn(functools.partial(launch, start), places, further)
         if first and factor != 1.0 and tensors[10] is not None:
             tensors[10].mul_(factor)

@@ -18,23 +18,22 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dkdv_feed import QUERIES, KeyFeed
-from evoattn.backends.hopper.bwd_schedule import opening, share
+from evoattn.backends.hopper.bwd_schedule import share
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
     TILE,
     fake_pair,
     fake_words,
+    fill_zeros,
     release,
-    row_at,
     sleep_until,
     store_rows,
     tile_copy,
     tile_parts,
 )
-from evoattn.backends.hopper.launch import Kernel, Stand, channels, even, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, channels, even, live_rows, terms
 from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
-from evoattn.backends.hopper.schedule import place, stretch
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -48,6 +47,8 @@ class KeyGradients(KeyFeed, Kernel):
         pair, row: whether there is a pair bias, a key-wise bias.
         mask_gradient: whether the gradient of the mask bias is wanted.
         rounds: whether a warp that has nothing to bring in rounds d(pair bias), which `bwd_dq` added up in float32, to dtype.
+        skips: whether it does the rows alone that a mask leaves to each panel, which `bwd_live` knows.
+        clears: whether it also clears dq of the rows that `bwd_dq` leaves out then.
         blocks: blocks of 64 queries whose pair bias fits in shared memory: the longest length it takes, where there is one.
         ring: tiles of a pair bias that streams instead, laid out by `prepare.Tiles`, and takes any length.
         wide: whether those are float32, as the accumulators hold it.
@@ -63,6 +64,8 @@ class KeyGradients(KeyFeed, Kernel):
         row: bool,
         mask_gradient: bool = False,
         rounds: bool = False,
+        skips: bool = False,
+        clears: bool = False,
         blocks: int = 6,
         ring: int = 0,
         wide: bool = False,
@@ -70,7 +73,7 @@ class KeyGradients(KeyFeed, Kernel):
         stages: int = 3,
     ):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
-        self.mask_gradient, self.rounds = mask_gradient, rounds
+        self.mask_gradient, self.rounds, self.skips, self.clears = mask_gradient, rounds, skips, clears
         self.blocks, self.ring, self.streams, self.stages = blocks, ring, streams, stages
         self.D, self.steps = padded(channels), -(-channels // 16)
         self.width = 16 * self.steps
@@ -84,7 +87,8 @@ class KeyGradients(KeyFeed, Kernel):
         if rounds and streams + self.streamed == 4:
             raise ValueError("each warp has something to bring in, none is left to round")
         tiles = {"blocks": blocks, "ring": ring or None, "wide": wide, "streams": streams, "stages": stages}
-        self.name_after(dtype, channels=channels, pair=pair, row=row, mask_gradient=mask_gradient, rounds=rounds, **tiles)
+        wishes = {"mask_gradient": mask_gradient, "rounds": rounds, "skips": skips, "clears": clears}
+        self.name_after(dtype, channels=channels, pair=pair, row=row, **wishes, **tiles)
 
     def layouts(self):
         n = self.streams * self.stages
@@ -92,7 +96,7 @@ class KeyGradients(KeyFeed, Kernel):
             k_major(self.dtype, ROWS, self.D, 2 * self.streams),  # k, v of a row
             k_major(self.dtype, QUERIES, self.D, n),  # q and do
             mn_major(self.dtype, self.D, QUERIES, n),  # the same as right sides of dS^T q and P^T do
-            k_major(self.dtype, 16, self.D, self.streams * 4),  # dk, dv, a warp's rows
+            k_major(self.dtype, 16, self.D, self.streams * 4 + self.skips),  # dk, dv, a warp's rows; zeros
         )
 
     @cute.jit
@@ -110,6 +114,9 @@ class KeyGradients(KeyFeed, Kernel):
         dmask: Any,
         added: Any,
         dpair: Any,
+        dq: Any,
+        order: Any,
+        starts: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -118,7 +125,9 @@ class KeyGradients(KeyFeed, Kernel):
     ):
         """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k], or [b|1,h|1,tiles of k,tiles of q,64 * 64] where it streams;
         row, stats as in `bwd_dq`; dmask float32 [b,n,h,k], each head's part of the gradient of the mask bias, or None;
-        added float32 and dpair, both [fours, 4], d(pair bias) as it was added up and as it is wanted, or None."""
+        added float32 and dpair, both [fours, 4], d(pair bias) as it was added up and as it is wanted, or None;
+        dq [b,n,h,l,d] if rows are to be cleared there, or None; order [b,2,n] and starts [b, panels + 1] as in `bwd_live`, or
+        None."""
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         aK, tK = tile_copy(load, k, lk, (ROWS, self.D))
@@ -127,9 +136,11 @@ class KeyGradients(KeyFeed, Kernel):
         aG, tG = tile_copy(load, do, lq, (QUERIES, self.D))
         aX, tX = tile_copy(store, dk, lo, (16, self.D))
         aY, tY = tile_copy(store, dv, lo, (16, self.D))
-        self.kernel(
-            aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, q, k, pair, row, stats, dmask, added, dpair, scale, row_b, row_n
-        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+        aZ, tZ = tile_copy(store, dq, lo, (16, self.D)) if const_expr(self.clears) else (aX, tX)
+        tiles = (aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, aZ, tZ)
+        self.kernel(*tiles, q, k, pair, row, stats, dmask, added, dpair, order, starts, scale, row_b, row_n).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(
@@ -146,6 +157,8 @@ class KeyGradients(KeyFeed, Kernel):
         tX: cute.Tensor,
         aY: cute.CopyAtom,
         tY: cute.Tensor,
+        aZ: cute.CopyAtom,
+        tZ: cute.Tensor,
         gQ: cute.Tensor,
         gK: cute.Tensor,
         pair: cute.Tensor,
@@ -154,6 +167,8 @@ class KeyGradients(KeyFeed, Kernel):
         dmask: Any,
         added: Any,
         dpair: Any,
+        order: Any,
+        starts: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -184,6 +199,7 @@ class KeyGradients(KeyFeed, Kernel):
         empty = smem.allocate_array(Int64, NS * ST)
         kfull = smem.allocate_array(Int64, NS)
         kempty = smem.allocate_array(Int64, NS)
+        order_of = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # of rows n, of each stream
         bfull = smem.allocate_array(Int64, max(RG, 1))
         bempty = smem.allocate_array(Int64, max(RG, 1))
         if tid == 0:
@@ -197,13 +213,17 @@ class KeyGradients(KeyFeed, Kernel):
                 arch.mbarrier_init(bfull + i, 1)
                 arch.mbarrier_init(bempty + i, NS * 4)
         arch.mbarrier_init_fence()
+        if const_expr(self.skips):
+            fill_zeros(sX[None, None, NS * 4], tid, self.threads)
         inverse = Float32(1.0) / scale
         arch.sync_threads()
         # ---- work: an equal share of all (panel, n)
         NK = (LK + ROWS - 1) // ROWS
         NT = (LQ + QUERIES - 1) // QUERIES
-        total = Int64(B * H * NK) * N
-        each = Int32(share(total, blocks))
+        sizes, live = (B, N, H, NK), (order, starts)
+        total = self.units(live, sizes)
+        some = total < Int64(B * H * NK) * N
+        each = cutlass.max(Int32(share(total, blocks)), 1)
         begin = Int32(cutlass.min(Int64(bid) * each, total))
         end = Int32(cutlass.min(Int64(bid + 1) * each, total))
 
@@ -213,18 +233,27 @@ class KeyGradients(KeyFeed, Kernel):
         gS, gG = tile_parts(aG, tG, (QUERIES, D), sG)
         xS, xG = tile_parts(aX, tX, (16, D), sX)
         yS, yG = tile_parts(aY, tY, (16, D), sX)
+        zS, zG = tile_parts(aZ, tZ, (16, D), sX)
         if wid >= NS * 4:
             # ================= producers: a warp a stream, one for a pair bias that streams
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
-            span, sizes = (begin, end, bid, each), (N, H, NK, NT)
+            busy = NS + int(self.streamed)  # the others clear what is left out; where there are none, all do it at last
+            span = (begin, end, bid, each)
             if s < NS:
                 bars = (full, empty, kfull, kempty)
                 copies = ((aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS))
-                self.produce(s, span, sizes, stats, pS, bars, copies)
+                self.produce(s, span, sizes, live, some, stats, pS, bars, copies, NT, lane, order_of[None, s])
             elif const_expr(self.streamed):
                 if s == NS:
-                    self.produce_bias(span, sizes, pair, ring, bfull, bempty)
+                    self.produce_bias(span, sizes, live, pair, ring, bfull, bempty, NT, lane)
+            if const_expr(self.skips):
+                if s >= busy % 4 and some:
+                    of_queries = (aZ, zS[None, NS * 4], zG) if const_expr(self.clears) else None
+                    of_keys = ((aX, xS[None, NS * 4], xG), (aY, yS[None, NS * 4], yG))
+                    zeros = (of_keys, of_queries, (LQ + 15) // 16)
+                    warps = 4 - busy % 4
+                    self.clear(live, sizes, zeros, dmask, bid * warps + 3 - s, blocks * warps, lane)
             if const_expr(self.rounds):
                 if s == 3:
                     self.round_off(added, dpair, bid, blocks, lane)
@@ -241,15 +270,14 @@ class KeyGradients(KeyFeed, Kernel):
             rows = ldm.partition_S(sK)
             own = cute.make_rmem_tensor(6, Int32)
             own.fill(0)
-            st, ph, kp, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
+            st, ph, turn, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
+            turns = order_of[None, s]
             mine = panel[None, wt, None] if const_expr(self.resident) else None
             sums = cute.make_rmem_tensor(2, Float32)
             bt, bp = Int32(0), Int32(0)
             while at < end:
-                pan, n0, n1 = stretch(at, end, N)
-                known = opening(pan, N, each, bid, at)
+                i, h, b, n0, n1, _, _ = self.come_to(at, end, live, sizes, lane)
                 at += n1 - n0
-                i, h, b = place(pan, NK, H)
                 k0 = i * ROWS + w * 16 + g
                 if const_expr(self.resident):
                     if again:
@@ -258,14 +286,13 @@ class KeyGradients(KeyFeed, Kernel):
                         self.load_panel(mine, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
                     arch.barrier(barrier_id=1, number_of_threads=NS * 128)
                     again = Boolean(True)
-                m, count, n = s, n1 - n0, Int32(0)
+                m, count = s, n1 - n0
                 if m < count:
-                    n = row_at(m, N, known)
                     if const_expr(self.row):
                         arch.griddepcontrol_wait()
-                        self.load_row(own, row, b * row_b + n * row_n, k0)
-                    self.take_rows(ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse, kfull + s, kp)
-                    kp ^= 1
+                        arch.mbarrier_wait(kfull + s, turn & 1)
+                        self.load_row(own, row, b * row_b + turns[turn & 3] * row_n, k0)
+                    self.take_rows(ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse, kfull + s, turn & 1)
                     arch.mbarrier_wait(full + s * ST + st, ph)
                     if const_expr(self.streamed):
                         arch.mbarrier_wait(bfull + bt, bp)
@@ -276,11 +303,10 @@ class KeyGradients(KeyFeed, Kernel):
                     warpgroup.wait_group(0)
                     release(kempty + s, lane)  # a product has used k and v: only then have they left shared memory
                 while m < count:
-                    more, following = m + NS < count, n
-                    if more:
-                        following = row_at(m + NS, N, known)
-                        if const_expr(self.row):
-                            self.load_row(own, row, b * row_b + following * row_n, k0)
+                    more = m + NS < count
+                    if const_expr(self.row):
+                        if more:
+                            self.load_row(own, row, b * row_b + turns[(turn + 1) & 3] * row_n, k0)
                     sums.fill(0.0)
                     held = st
                     for j in cutlass.range(NT, unroll=1):
@@ -299,9 +325,9 @@ class KeyGradients(KeyFeed, Kernel):
                                     nu = Int32(0)
                                     if more:
                                         self.take_rows(
-                                            ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse, kfull + s, kp
+                                            *(ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse),
+                                            *(kfull + s, (turn + 1) & 1),
                                         )
-                                        kp ^= 1
                                 if const_expr(self.streamed):
                                     release(bempty + bt, lane)
                                     bt += 1
@@ -339,6 +365,7 @@ class KeyGradients(KeyFeed, Kernel):
                         release(empty + s * ST + held, lane)
                     if more:
                         release(kempty + s, lane)
+                    n = turns[turn & 3]
                     if const_expr(self.mask_gradient):
                         self.store_sums(sums, dmask[b, n, h, None], k0, t4)
                     arch.cp_async_bulk_wait_group(0, read=True)
@@ -349,7 +376,7 @@ class KeyGradients(KeyFeed, Kernel):
                     arch.sync_warp()
                     store_rows(Y, Float32(1.0), sX[None, None, wid], lane, self.dtype)
                     self.send(aY, yS[None, wid], yG[None, i * 4 + w, h, n, b])
-                    m, n = m + NS, following
+                    m, turn = m + NS, turn + 1
                 if const_expr(self.streamed):
                     if m < count + s:  # the last round has no row for this stream
                         for _ in cutlass.range(NT, unroll=1):
@@ -380,10 +407,14 @@ class KeyGradients(KeyFeed, Kernel):
         added = Stand(Float32, (fours, 4), (4, 1), 16) if self.rounds else None
         dpair = Stand(self.dtype, (fours, 4), (4, 1), 8) if self.rounds else None
         q, k, v, do, dk, dv = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
+        dq = channels(self.dtype, (B, N, H, Q), self.channels) if self.clears else None
         pair = fake_pair(self.dtype, Q, KL, False)
         if self.streamed:
             pair = Stand(self.tile, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
         return (
             *(q, k, v, do, pair, terms(self.dtype)),
-            *(fake_words((B, N, H, size()), 16), dk, dv, dmask, added, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),
+            *(fake_words((B, N, H, size()), 16), dk, dv, dmask, added, dpair),
+            dq,
+            *(live_rows() if self.skips else (None, None)),
+            *(Float32(0), Int32(0), Int32(0), Int32(0)),
         )

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync
 
 from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
+from evoattn.backends.hopper.bwd_live import Line
 from evoattn.backends.hopper.bwd_schedule import opening
 from evoattn.backends.hopper.bwd_steps import ROWS, TILE, row_at, sleep_until
-from evoattn.backends.hopper.schedule import place, stretch
 
 __all__ = ["QUERIES", "KeyFeed"]
 
 QUERIES = 64  # queries of a stage
 
 
-class KeyFeed(KeySteps):
+class KeyFeed(Line, KeySteps):
     """One warp for each stream of rows, one for the pair bias; `KeyGradients` says what the attributes are."""
 
     stages: int
@@ -28,29 +28,49 @@ class KeyFeed(KeySteps):
     tile: Any
 
     @cute.jit
-    def produce(self, s: Int32, span, sizes, stats: cute.Tensor, pS: cute.Pointer, bars, copies):
-        """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other."""
+    def produce(
+        self,
+        s: Int32,
+        span,
+        sizes,
+        live,
+        some: Boolean,
+        stats: cute.Tensor,
+        pS: cute.Pointer,
+        bars,
+        copies,
+        NT: Int32,
+        lane: Int32,
+        mine: cute.Tensor,
+    ):
+        """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other.
+
+        `mine` is where consumers find which row n each of four in turn is, and, when a row is there, the one that follows.
+        """
         begin, end, bid, each = span
-        N, H, NK, NT = sizes
         full, empty, kfull, kempty = bars
         (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
         D, ST, NS = self.D, self.stages, self.streams
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        st, ph, kp, at = Int32(0), Int32(0), Int32(0), begin
+        st, ph, turn, at = Int32(0), Int32(0), Int32(0), begin
         while at < end:
-            pan, n0, n1 = stretch(at, end, N)
-            known = opening(pan, N, each, bid, at)
+            i, h, b, n0, n1, start, rows = self.come_to(at, end, live, sizes, lane)
+            known = opening(start, rows, each, bid, at)
             at += n1 - n0
-            i, h, b = place(pan, NK, H)
-            m, count = s, n1 - n0
+            m, count, n = s, n1 - n0, Int32(0)
+            if m < count:
+                n = self.row_of(row_at(m, rows, known), b, live, some)
             while m < count:
-                n = row_at(m, N, known)
-                sleep_until(kempty + s, kp ^ 1)
+                following = n
+                if m + NS < count:
+                    following = self.row_of(row_at(m + NS, rows, known), b, live, some)
+                sleep_until(kempty + s, (turn & 1) ^ 1)
                 with arch.elect_one():
+                    mine[turn & 3], mine[(turn + 1) & 3] = n, following
                     arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
                 cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
                 cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)
-                kp ^= 1
+                turn += 1
                 arch.griddepcontrol_wait()
                 for j in cutlass.range(NT, unroll=1):
                     x = s * ST + st
@@ -68,20 +88,29 @@ class KeyFeed(KeySteps):
                     if st == ST:
                         st = Int32(0)
                         ph ^= 1
-                m += NS
+                m, n = m + NS, following
 
     @cute.jit
-    def produce_bias(self, span, sizes, pair: cute.Tensor, ring: cute.Pointer, bfull: cute.Pointer, bempty: cute.Pointer):
+    def produce_bias(
+        self,
+        span,
+        sizes,
+        live,
+        pair: cute.Tensor,
+        ring: cute.Pointer,
+        bfull: cute.Pointer,
+        bempty: cute.Pointer,
+        NT: Int32,
+        lane: Int32,
+    ):
         """Bring in the tiles of the pair bias, each once for all streams."""
         begin, end, _, _ = span
-        N, H, NK, NT = sizes
         NS, RG = self.streams, self.ring
         st, ph, at = Int32(0), Int32(0), begin
         copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.tile)
         while at < end:
-            pan, n0, n1 = stretch(at, end, N)
+            i, h, b, n0, n1, _, _ = self.come_to(at, end, live, sizes, lane)
             at += n1 - n0
-            i, h, b = place(pan, NK, H)
             tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
             for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
                 for j in cutlass.range(NT, unroll=1):

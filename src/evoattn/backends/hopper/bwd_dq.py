@@ -32,7 +32,7 @@ from evoattn.backends.hopper.bwd_steps import (
     tile_copy,
     tile_parts,
 )
-from evoattn.backends.hopper.launch import Kernel, channels, terms
+from evoattn.backends.hopper.launch import Kernel, channels, live_rows, terms
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LOG2E, coefficients, k_major, mn_major, multiply, packed, padded
 from evoattn.backends.hopper.schedule import place, stretch
@@ -54,6 +54,8 @@ class QueryGradients(QueryFeed, Kernel):
         dlse: whether lse has a gradient.
         partial: whether each block leaves its part of d(pair bias) instead of adding it to what the others found.
         vector: whether lines of the pair bias start on 4 bytes, and the number of keys is even.
+        skips: whether rows whose keys are all masked are left out, but for the first of a block's stretch: `bwd_dkdv`, which
+            leaves them out too, clears their dq.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class QueryGradients(QueryFeed, Kernel):
         stages: int = 3,
         cluster: int = 1,
         vector: bool = True,
+        skips: bool = False,
     ):
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
         self.groups, self.slices, self.stage, self.stages, self.vector = groups, slices, stage, stages, vector
@@ -80,11 +83,11 @@ class QueryGradients(QueryFeed, Kernel):
         self.width = 16 * self.steps
         self.keys = stage * SLICE
         self.tiles = slices // stage
-        self.dlse, self.partial = dlse, partial
+        self.dlse, self.partial, self.skips = dlse, partial, skips
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
         self.key_producers = 2 if groups == 4 else groups  # warps; one more of the four brings in queries
-        options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial}
+        options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial, "skips": skips}
         tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
         self.name_after(dtype, channels=channels, **options, **tiles, vector=vector)
 
@@ -112,6 +115,8 @@ class QueryGradients(QueryFeed, Kernel):
         stats: cute.Tensor,
         dq: cute.Tensor,
         dpair: cute.Tensor,
+        order: Any,
+        starts: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -123,6 +128,7 @@ class QueryGradients(QueryFeed, Kernel):
         Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover cluster * groups * slices * 32 keys.
         stats [b,n,h,tiles of 64 queries * TILE] is left for `bwd_dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines a multiple of
         4 long; or, with `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `bwd_bias.PanelSum`.
+        order [b,2,n] and starts [b, panels + 1] as in `bwd_live`, or None.
         """
         lq, lk, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -132,9 +138,8 @@ class QueryGradients(QueryFeed, Kernel):
         aK, tK = tile_copy(load, k, lk, (self.keys, self.D))
         aV, tV = tile_copy(load, v, lk, (self.keys, self.D))
         aR, tR = tile_copy(store, dq, lo, (16, self.D))
-        self.kernel(
-            aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR, q, k, pair, row, lse, dlse, stats, dpair, scale, row_b, row_n
-        ).launch(
+        tiles = (aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR)
+        self.kernel(*tiles, q, k, pair, row, lse, dlse, stats, dpair, order, starts, scale, row_b, row_n).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
@@ -166,11 +171,14 @@ class QueryGradients(QueryFeed, Kernel):
         dlse: cute.Tensor,
         stats: cute.Tensor,
         dpair: cute.Tensor,
+        order: Any,
+        starts: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
     ):
-        arch.griddepcontrol_launch_dependents()  # `bwd_dkdv` comes to each processor that is through
+        if const_expr(not self.skips):
+            arch.griddepcontrol_launch_dependents()  # `bwd_dkdv` comes to each processor that is through
         D, ST, WG, SL, CL = self.D, self.stages, self.groups, self.stage, self.cluster
         B, N, H, LQ, _ = gQ.shape
         LK = gK.shape[3]
@@ -202,7 +210,8 @@ class QueryGradients(QueryFeed, Kernel):
         unit = self.keys * TERMS
         pR = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
         pN = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
-        order = cute.make_tensor(smem.allocate_array(Int32, 4), cute.make_layout(4))  # the rows n that consumers work on
+        # the rows n that consumers work on, and whether another one of the panel follows
+        work = cute.make_tensor(smem.allocate_array(Int32, 8), cute.make_layout((4, 2)))
         full = smem.allocate_array(Int64, WG * ST)
         empty = smem.allocate_array(Int64, WG * ST)
         qfull = smem.allocate_array(Int64, 1)
@@ -242,13 +251,13 @@ class QueryGradients(QueryFeed, Kernel):
             # ================= producers: warps for the keys of one warpgroup each, or of two; one for the queries
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - WG * 4
-            span, sizes = (begin, end, bid, each), (N, H, NQ, LQ)
+            span, sizes, live = (begin, end, bid, each), (N, H, NQ, LQ), (order, starts)
             if s < self.key_producers:
                 of_keys = ((aK, kG, kS), (aV, vG, vS))
-                self.produce_keys(s, rank, span, sizes, row, row_b, row_n, pR, full, empty, of_keys)
+                self.produce_keys(s, rank, lane, span, sizes, row, row_b, row_n, live, pR, full, empty, of_keys)
             elif s == self.key_producers:
                 of_rows = ((aQ, qG, qS), (aO, oG, oS), (aG, gG, gS))
-                self.produce_rows(rank, lane, span, sizes, lse, dlse, stats, inverse, sN, order, qfull, qempty, of_rows)
+                self.produce_rows(rank, lane, span, sizes, live, lse, dlse, stats, inverse, sN, work, qfull, qempty, of_rows)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
@@ -306,9 +315,13 @@ class QueryGradients(QueryFeed, Kernel):
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 release(qempty, lane)  # a product has used q: only then has it left shared memory
-                count = n1 - n0
-                for k in cutlass.range(count, unroll=1):
-                    more = k + 1 < count
+                more, left = Boolean(True), n1 - n0
+                while more:
+                    if const_expr(self.skips):
+                        more = work[it % 4, 1] > 0
+                    else:
+                        left -= 1
+                        more = left > 0
                     so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                     for u in range_constexpr(self.slices):
                         dS = self.gradient(S, T, nl, nd, scale * LOG2E, db, u)
@@ -371,7 +384,7 @@ class QueryGradients(QueryFeed, Kernel):
                             store_rows(R, scale, sX[None, None, wid], lane, self.dtype)
                             arch.fence_proxy("async.shared", space="cta")
                             arch.sync_warp()
-                            cute.copy(aR, xS[None, wid], xG[None, i * 4 + w, h, order[it % 4], b])
+                            cute.copy(aR, xS[None, wid], xG[None, i * 4 + w, h, work[it % 4, 0], b])
                             arch.cp_async_bulk_commit_group()
                     it += 1
                     turn += 1
@@ -405,5 +418,6 @@ class QueryGradients(QueryFeed, Kernel):
         return (
             *(q, k, v, o, do),
             *(fake_pair(self.dtype, Q, KL, self.vector), terms(self.dtype), lse, dlse, fake_words((B, N, H, size()), 16)),
-            *(dq, dpair, Float32(0), Int32(0), Int32(0), Int32(0)),
+            *(dq, dpair, *(live_rows() if self.skips else (None, None))),
+            *(Float32(0), Int32(0), Int32(0), Int32(0)),
         )

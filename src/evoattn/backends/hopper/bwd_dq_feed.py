@@ -8,7 +8,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync
 
 from evoattn.backends.hopper.bwd_dq_steps import QuerySteps
-from evoattn.backends.hopper.bwd_schedule import opening
+from evoattn.backends.hopper.bwd_schedule import opening, row
 from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, row_at, sleep_until
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LOG2E
@@ -25,17 +25,20 @@ class QueryFeed(QuerySteps):
     tiles: int
     keys: int
     key_producers: int
+    skips: bool
 
     @cute.jit
     def produce_keys(
         self,
         s: Int32,
         rank: Int32,
+        lane: Int32,
         span,
         sizes,
         row: cute.Tensor,
         row_b: Int32,
         row_n: Int32,
+        live,
         pR: cute.Pointer,
         full: cute.Pointer,
         empty: cute.Pointer,
@@ -50,13 +53,17 @@ class QueryFeed(QuerySteps):
         st, ph, at = Int32(0), Int32(0), begin
         if const_expr(self.row):
             arch.griddepcontrol_wait()
+        if const_expr(self.skips):
+            arch.griddepcontrol_launch_dependents()  # `bwd_dkdv` reads at once what this kernel has waited for
         while at < end:
             pan, n0, n1 = stretch(at, end, N)
-            known = opening(pan, N, each, bid, at)
+            known = opening(pan * N, N, each, bid, at)
             at += n1 - n0
             _, h, b = place(pan, NQ, H)
-            for position in cutlass.range(n1 - n0, unroll=1):
+            position, count = Int32(0), n1 - n0
+            while position < count:
                 n = row_at(position, N, known)
+                position = self.next_row(position, count, N, known, live, b, lane)
                 for j in cutlass.range(TL, unroll=1):
                     for y in range_constexpr(WG // self.key_producers):
                         g = s + y * self.key_producers
@@ -79,18 +86,35 @@ class QueryFeed(QuerySteps):
                         ph ^= 1
 
     @cute.jit
+    def next_row(self, position: Int32, count: Int32, n: Int32, known, live, b: Int32, lane: Int32) -> Int32:
+        """The position after this one of a row that is not left out, or `count`: a warp looks at 32 together."""
+        position += 1
+        if const_expr(self.skips):
+            order, starts = live
+            if starts[b, 1] < n:
+                there = Int32(0)
+                while position < count and there == 0:
+                    mine = position + lane
+                    some = order[b, 1, row(cutlass.min(mine, count - 1), n, known)] > 0
+                    there = arch.vote_ballot_sync(mine < count and some)
+                    position += Int32(cutlass.select_(there == 0, Int32(32), arch.popc((there & -there) - 1)))
+                position = cutlass.min(position, count)
+        return position
+
+    @cute.jit
     def produce_rows(
         self,
         rank: Int32,
         lane: Int32,
         span,
         sizes,
+        live,
         lse: cute.Tensor,
         dlse: cute.Tensor,
         stats: cute.Tensor,
         inverse: Float32,
         sN: cute.Tensor,
-        order: cute.Tensor,
+        work: cute.Tensor,
         qfull: cute.Pointer,
         qempty: cute.Pointer,
         copies,
@@ -102,13 +126,17 @@ class QueryFeed(QuerySteps):
         D, ph, at = self.D, Int32(0), begin
         own, old, extra = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         pb, pn, pt, pi, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        if const_expr(self.skips):
+            arch.griddepcontrol_wait()
         while at < end:
             pan, n0, n1 = stretch(at, end, N)
-            known = opening(pan, N, each, bid, at)
+            known = opening(pan * N, N, each, bid, at)
             at += n1 - n0
             i, h, b = place(pan, NQ, H)
-            for position in cutlass.range(n1 - n0, unroll=1):
+            position, rows = Int32(0), n1 - n0
+            while position < rows:
                 n = row_at(position, N, known)
+                following = self.next_row(position, rows, N, known, live, b, lane)
                 for x in range_constexpr(2):
                     q = i * ROWS + x * 32 + lane
                     value = lse[b, n, h, cutlass.min(q, LQ - 1)]
@@ -127,13 +155,16 @@ class QueryFeed(QuerySteps):
                     old[x] = own[x]
                 arch.sync_warp()
                 with arch.elect_one():
-                    order[count % 4] = n
+                    work[count % 4, 0] = n
+                    if const_expr(self.skips):
+                        work[count % 4, 1] = rows - following
                     arch.mbarrier_arrive_and_expect_tx(qfull, 3 * ROWS * D * 2)
                 cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)
                 cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)
                 cute.copy(aG, gG[None, i, h, n, b], gS[None, 2 + ph], tma_bar_ptr=qfull)
                 count += 1
                 ph ^= 1
+                position = following
         if count > 0:
             sleep_until(qempty, ph ^ 1)
             if rank == 0:

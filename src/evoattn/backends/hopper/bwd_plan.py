@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 SHARED = 232_448
@@ -35,6 +36,10 @@ _WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 _MOST_IDLE = 0.15
 """Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
 
+_LEAST_SCORES_TO_SKIP = 1 << 25
+_MOST_ROWS_TO_LIST = 1 << 16
+_MOST_BATCHES_TO_LIST = 32
+
 
 def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None:
     """groups, slices, stage, stages, cluster for `keys` keys of `channels`; None where no variant has room."""
@@ -58,7 +63,7 @@ def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int
     return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 5) * 8
 
 
-def key_variant(channels: int, queries: int, pair: bool) -> dict[str, Any]:
+def key_variant(channels: int, queries: int, pair: bool, skips: bool = False) -> dict[str, Any]:
     """blocks, ring, wide, streams, stages for `queries` queries of `channels`."""
     streams = 3 if channels <= 48 else 2
     stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "wide": False}
@@ -67,16 +72,16 @@ def key_variant(channels: int, queries: int, pair: bool) -> dict[str, Any]:
     least = 2 if channels <= 48 else 3  # stages that what stays has to leave room for
     wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
     variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
-    return next(variant for variant in variants if key_shared(channels, **variant) <= SHARED)
+    return next(variant for variant in variants if key_shared(channels, skips, **variant) <= SHARED)
 
 
-def key_shared(channels: int, blocks: int, ring: int, wide: bool, streams: int, stages: int) -> int:
+def key_shared(channels: int, skips: bool = False, *, blocks: int, ring: int, wide: bool, streams: int, stages: int) -> int:
     """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
     across = _padded(channels)
     stage = 2 * 64 * across * 2 + 4 * 64 * 4
     row = 2 * 64 * across * 2 + 4 * 16 * across * 2
     bias = blocks * 16384 + (ring * (64 * 64 * (4 if wide else 2) + 16) if ring else 144)  # an empty ring has its place too
-    return bias + streams * (stages * (stage + 16) + row + 16)
+    return bias + streams * (stages * (stage + 16) + row + 16) + skips * 16 * across * 2
 
 
 def _padded(channels: int) -> int:
@@ -103,6 +108,16 @@ def one_kernel(
     of_q, of_k, of_v, of_mask, _ = needs
     both = of_q and (of_k or of_v or of_mask)
     return whole_tiles(channels, sizes, processors) if both and not pair else None
+
+
+def skips_rows(mask: bool, needs: tuple[bool, ...], sizes: tuple[int, int, int, int, int]) -> bool:
+    """Whether the two kernels leave out what a mask switches off; sizes are b, n, h, q, k.
+
+    Few scores are done sooner than rows are listed. One block lists the rows of a batch, and all blocks go through the batches.
+    """
+    b, n, *_ = sizes
+    wanted = mask and any(needs[1:4])
+    return wanted and math.prod(sizes) >= _LEAST_SCORES_TO_SKIP and n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST
 
 
 def whole_shared(channels: int, tiles: int) -> int:

@@ -21,20 +21,20 @@ def share(units: Any, blocks: Any) -> Any:
     return (units + blocks - 1) // blocks
 
 
-def opening(panel: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
-    """What `row` wants to know of a panel of `n` rows, and of the block that comes to it with `unit`.
+def opening(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
+    """What `row` wants to know of a panel whose `n` rows begin at unit `start`, and of the block that comes to it with `unit`.
 
     Up to three kinds of blocks work on a panel: one that came from the panel before, blocks that do nothing else, and one that
     goes on to the next. Of the first it tells the phase, time modulo n, and how many of its rows lie past the turn of the phase
     and before it; then how many blocks do nothing else, the rows of the last, the place of this block among all, and its phase.
     """
-    past = panel * n % each
+    past = start % each
     mine = smaller(n, each - past)
     phase = past % n
     turned = larger(phase + mine - n, 0)
     whole = (past + n) // each
     last = (past + n) % each * _one(whole)
-    first = panel * n // each
+    first = start // each
     return phase, turned, mine - turned, larger(whole - 1, 0), last, block - first, (unit - block * each) % n
 
 

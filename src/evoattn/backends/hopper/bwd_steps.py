@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, cute
+from cutlass import BFloat16, Float32, Int32, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warp
 
@@ -117,6 +117,35 @@ def store_rows(values: Any, factor: Any, tile: Any, lane: Any, dtype: Any) -> No
         short.store(scaled.load().to(dtype))
         to = cute.local_tile(tile, (1, 8), (lane % 16, 2 * x + lane // 16))
         cute.copy(stm, short, to[0, None])
+
+
+@cute.jit
+def fill_zeros(tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> None:
+    """Zeros in a tile of shared memory, by all threads of a block, for the copy engine to take from there."""
+    width = cute.size(tile, mode=[1])
+    for x in cutlass.range(tid, cute.size(tile), threads):
+        tile[x // width, x % width] = tile.element_type(0.0)
+    arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def clear_rows(to: cute.Tensor, first: Int32, lane: Int32) -> None:
+    """Zeros in 64 rows of a tensor [l,d], or as many as there are from `first` on, by a warp."""
+    each = cute.size(to, mode=[1]) // 8
+    held = cute.make_rmem_tensor(8, to.element_type)
+    held.fill(0.0)
+    for x in range_constexpr(ROWS * each // 32):
+        line, part = (x * 32 + lane) // each, (x * 32 + lane) % each
+        if first + line < to.shape[0]:
+            cute.autovec_copy(held, cute.local_tile(to[first + line, None], (8,), (part,)))
+
+
+@cute.jit
+def clear_numbers(to: cute.Tensor, first: Int32, lane: Int32) -> None:
+    """Zeros in 64 numbers of a tensor [l], or as many as there are from `first` on, by a warp."""
+    for x in range_constexpr(ROWS // 32):
+        if first + x * 32 + lane < to.shape[0]:
+            to[first + x * 32 + lane] = Float32(0.0)
 
 
 def add_four(pointer: Any, a: Any, b: Any, c: Any, d: Any) -> None:

@@ -32,7 +32,7 @@ from evoattn.backends.hopper.bwd_steps import (
 )
 from evoattn.backends.hopper.bwd_whole_feed import WholeFeed
 from evoattn.backends.hopper.bwd_whole_steps import FIRST, GROUPS, LAST, QUERIES
-from evoattn.backends.hopper.launch import Kernel, channels, terms
+from evoattn.backends.hopper.launch import Kernel, channels, ends, terms
 from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
 from evoattn.backends.hopper.schedule import place
 
@@ -86,6 +86,7 @@ class WholeGradients(WholeFeed, Kernel):
         dk: cute.Tensor,
         dv: cute.Tensor,
         dmask: Any,
+        ends: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -94,7 +95,8 @@ class WholeGradients(WholeFeed, Kernel):
     ):
         """q, k, v, o, do, dq, dk, dv [b,n,h,l,d]; row [r, keys * TERMS]; lse, dlse [b,n,h,q]; dmask float32 [b,n,h,k], or None.
 
-        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover whole tiles of 64 keys.
+        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover whole tiles of 64 keys. ends [r]: how
+        many keys it has up to the last that is not masked; tiles beyond are cleared, all but the first.
         """
         lk, _, lq, _, _, _ = self.layouts()
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -102,7 +104,8 @@ class WholeGradients(WholeFeed, Kernel):
         aV, tV = tile_copy(load, v, lk, (ROWS, self.D))
         aQ, tQ = tile_copy(load, q, lq, (QUERIES, self.D))
         aG, tG = tile_copy(load, do, lq, (QUERIES, self.D))
-        self.kernel(aK, tK, aV, tV, aQ, tQ, aG, tG, o, do, k, row, lse, dlse, dq, dk, dv, dmask, scale, row_b, row_n).launch(
+        tiles = (aK, tK, aV, tV, aQ, tQ, aG, tG)
+        self.kernel(*tiles, o, do, k, row, lse, dlse, dq, dk, dv, dmask, ends, scale, row_b, row_n).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.row
         )
 
@@ -127,6 +130,7 @@ class WholeGradients(WholeFeed, Kernel):
         dk: cute.Tensor,
         dv: cute.Tensor,
         dmask: Any,
+        ends: Any,
         scale: Float32,
         row_b: Int32,
         row_n: Int32,
@@ -176,7 +180,6 @@ class WholeGradients(WholeFeed, Kernel):
         # ---- work: rows (b, n, h), one after the other
         NK = (LK + ROWS - 1) // ROWS
         NT = (LQ + QUERIES - 1) // QUERIES
-        rounds = (NK + GROUPS - 1) // GROUPS
         items = B * N * H
         thirds = (NT // 3, 2 * NT // 3, NT)  # of the tiles of queries: past the last of each
 
@@ -184,16 +187,19 @@ class WholeGradients(WholeFeed, Kernel):
         vS, vG = tile_parts(aV, tV, (ROWS, D), sK)
         qS, qG = tile_parts(aQ, tQ, (QUERIES, D), sQ)
         gS, gG = tile_parts(aG, tG, (QUERIES, D), sG)
-        sizes = (N, H, NK, NT, LQ, thirds, rounds)
+        sizes, where = (N, H, NK, NT, LQ, thirds), (ends, row_b, row_n)
         if wid >= GROUPS * 4:
             # ================= one warp brings in, three find the statistics of a third of the tiles each
             arch.setmaxregister_decrease(56)
             s = wid - GROUPS * 4
             if s == GROUPS:
                 copies = ((aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS))
-                self.produce(bid, blocks, items, sizes, copies, (full, empty, kfull, kempty, vempty))
+                self.produce(bid, blocks, items, sizes, where, copies, (full, empty, kfull, kempty, vempty))
             else:
-                self.produce_statistics(s, bid, blocks, items, sizes, o, do, lse, dlse, inverse, pS, full, empty, lane)
+                gradients = (dk, dv, dmask)
+                self.produce_statistics(
+                    s, bid, blocks, items, sizes, where, o, do, lse, dlse, gradients, inverse, pS, full, empty, lane
+                )
         else:
             # ================= consumers
             arch.setmaxregister_increase(152)
@@ -214,10 +220,10 @@ class WholeGradients(WholeFeed, Kernel):
             of_mask = cute.make_rmem_tensor(2, Float32)
             begin, _ = self.third(s, thirds)
             # What the loop over tiles does not need lives in shared memory: the row, how many rows and how many tiles of keys
-            # came before, the round, and h, n and b.
+            # came before, the round, h, n and b, and how many rounds came before.
             mine = book[wid, None]
             if lane == 0:
-                mine[0], mine[1], mine[2] = bid, Int32(0), Int32(0)
+                mine[0], mine[1], mine[2], mine[7] = bid, Int32(0), Int32(0), Int32(0)
             arch.sync_warp()
             at = Int32(0)  # tiles of scores so far
             if const_expr(self.row):
@@ -227,12 +233,14 @@ class WholeGradients(WholeFeed, Kernel):
                     mine[3] = Int32(0)
                     mine[4], mine[5], mine[6] = place(mine[0], H, N)
                 arch.sync_warp()
+                live = self.live_tiles(mine[5], mine[6], where, NK)
+                rounds = (live + GROUPS - 1) // GROUPS
                 while mine[3] < rounds:
                     r, count, done = mine[3], mine[1], mine[2]
                     flags = Int32(cutlass.select_(r == 0, FIRST, 0)) | Int32(cutlass.select_(r == rounds - 1, LAST, 0))
-                    flags = flags | (count * rounds + r & 1)
+                    flags = flags | (mine[7] & 1)
                     ph = count & 1
-                    if r * GROUPS + s < NK:
+                    if r * GROUPS + s < live:
                         buffer = arch.make_warp_uniform(3 * s + (done & 1))
                         if const_expr(self.row):
                             self.load_row(own, row, mine[6] * row_b + mine[5] * row_n, (r * GROUPS + s) * ROWS + w * 16 + g)
@@ -303,6 +311,7 @@ class WholeGradients(WholeFeed, Kernel):
                     arch.sync_warp()
                     if lane == 0:
                         mine[3] = mine[3] + 1
+                        mine[7] = mine[7] + 1
                     arch.sync_warp()
                 if lane == 0:
                     mine[0] = mine[0] + blocks
@@ -317,4 +326,5 @@ class WholeGradients(WholeFeed, Kernel):
         lse, dlse = fake_words((B, N, H, Q)), fake_words((B, N, H, Q))
         dmask = fake_words((B, N, H, KL)) if self.mask_gradient else None
         numbers = (Float32(0), Int32(0), Int32(0), Int32(0))
-        return *of_q[:5], terms(self.dtype), lse, dlse, *of_q[5:], dmask, *numbers
+        of_rows = ends() if self.row else None
+        return *of_q[:5], terms(self.dtype), lse, dlse, *of_q[5:], dmask, of_rows, *numbers

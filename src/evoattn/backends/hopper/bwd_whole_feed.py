@@ -6,7 +6,16 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, release, sleep_until, write_statistics
+from evoattn.backends.hopper.bwd_steps import (
+    NEVER,
+    ROWS,
+    TILE,
+    clear_numbers,
+    clear_rows,
+    release,
+    sleep_until,
+    write_statistics,
+)
 from evoattn.backends.hopper.bwd_whole_steps import GROUPS, QUERIES, WholeSteps
 from evoattn.backends.hopper.schedule import place
 
@@ -17,6 +26,7 @@ class WholeFeed(WholeSteps):
     """One warp for keys and queries, three for statistics; `WholeGradients` says what the attributes are."""
 
     dlse: bool
+    row: bool
 
     def third(self, z, ends):
         """the first tile of a third of them, where warpgroup z begins, and past the last"""
@@ -25,20 +35,34 @@ class WholeFeed(WholeSteps):
         return start, Int32(cutlass.select_(z == 0, first, cutlass.select_(z == 1, second, third)))
 
     @cute.jit
-    def produce(self, bid: Int32, blocks: Int32, items: Int32, sizes, copies, bars):
+    def live_tiles(self, n: Int32, b: Int32, where, tiles: Int32) -> Int32:
+        """Tiles of 64 keys of a row that are done: up to the last key that is not masked, or one."""
+        if const_expr(self.row):
+            ends, row_b, row_n = where
+            tiles = cutlass.min(cutlass.max((ends[b * row_b + n * row_n] + ROWS - 1) // ROWS, 1), tiles)
+        return tiles
+
+    @cute.jit
+    def produce(self, bid: Int32, blocks: Int32, items: Int32, sizes, where, copies, bars):
         """Bring in the keys and values of each warpgroup, and the tiles of queries of each row."""
-        N, H, NK, NT, _, thirds, rounds = sizes
+        N, H, NK, NT, _, thirds = sizes
         (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
         full, empty, kfull, kempty, vempty = bars
         D = self.D
         item, count = bid, Int32(0)
+        before = cute.make_rmem_tensor(GROUPS, Int32)  # tiles of keys so far, of each warpgroup
+        before.fill(0)
+        if const_expr(self.row):
+            arch.griddepcontrol_wait()
         while item < items:
             h, n, b = place(item, H, N)
-            for r in cutlass.range(rounds, unroll=1):
+            live = self.live_tiles(n, b, where, NK)
+            for r in cutlass.range((live + GROUPS - 1) // GROUPS, unroll=1):
                 for s in range_constexpr(GROUPS):
                     i = r * GROUPS + s
-                    if i < NK:
-                        done = count * ((NK + GROUPS - 1 - s) // GROUPS) + r
+                    if i < live:
+                        done = before[s]
+                        before[s] = done + 1
                         x, ph = done & 1, done >> 1 & 1
                         sleep_until(kempty + 2 * s + x, ph ^ 1)
                         sleep_until(vempty + s, (done & 1) ^ 1)
@@ -68,19 +92,27 @@ class WholeFeed(WholeSteps):
         blocks: Int32,
         items: Int32,
         sizes,
+        where,
         o: cute.Tensor,
         do: cute.Tensor,
         lse: cute.Tensor,
         dlse: cute.Tensor,
+        gradients,
         inverse: Float32,
         pS: cute.Pointer,
         full: cute.Pointer,
         empty: cute.Pointer,
         lane: Int32,
     ):
-        """What each query of a third of the tiles brings to the products: terms of -lse / scale, and of -delta."""
-        N, H, _, _, LQ, thirds, _ = sizes
+        """What each query of a third of the tiles brings to the products: terms of -lse / scale, and of -delta.
+
+        Of tiles of keys that are not done, a third each, it clears the gradients.
+        """
+        N, H, NK, _, LQ, thirds = sizes
+        dk, dv, dmask = gradients
         start, stop = self.third(s, thirds)
+        if const_expr(self.row):
+            arch.griddepcontrol_wait()
         item, count = bid, Int32(0)
         while item < items:
             h, n, b = place(item, H, N)
@@ -109,5 +141,10 @@ class WholeFeed(WholeSteps):
                 arch.fence_proxy("async.shared", space="cta")
                 arch.sync_warp()
                 release(full + j, lane)
+            for i in cutlass.range(self.live_tiles(n, b, where, NK) + s, NK, GROUPS, unroll=1):
+                clear_rows(dk[b, n, h, None, None], i * ROWS, lane)
+                clear_rows(dv[b, n, h, None, None], i * ROWS, lane)
+                if const_expr(self.mask_gradient):
+                    clear_numbers(dmask[b, n, h, None], i * ROWS, lane)
             item += blocks
             count += 1

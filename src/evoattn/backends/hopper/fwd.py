@@ -78,7 +78,7 @@ def plan_forward(
             given, pair = pair, start + at_laid
             pairs(given, pair)
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
-        row, ends = (None, None) if terms is None else terms.make(start, mask, mask_bias)
+        row, ends = (None, None) if terms is None else terms.make(start, mask, mask_bias)[:2]
         in_turn(kernel, (q, k, v, row, ends, pair, o, lse), further)
 
     return run
@@ -89,16 +89,20 @@ class KeyTerms(NamedTuple):
 
     Args:
         make: where a call's workspace starts, mask, mask_bias, and what to clear if it clears anything, as addresses -> those
-            of the terms [r, keys * TERMS], and of how many keys each row has up to the last that is not masked, int32 [r].
-        like, ends: how both lie in memory.
+            of the terms [r, keys * TERMS], of how many keys each row has up to the last that is not masked, int32 [r], and of
+            order and starts, as in `bwd_live`.
+        like, ends: how the first two lie in memory.
         row_b, row_n: how far r goes from one b, and one n, to the next.
+        order, starts: how these lie in memory, if they were asked for.
     """
 
-    make: Callable[..., tuple[int, int]]
+    make: Callable[..., tuple[int, int, int, int]]
     like: Tensor
     ends: Tensor
     row_b: int
     row_n: int
+    order: Tensor | None
+    starts: Tensor | None
 
     def by_b(self, x: Tensor) -> Tensor:
         """The terms or the ends, [r,...], as [b|1,n|1,...]."""
@@ -115,10 +119,12 @@ def row_plan(
     room: int = 0,
     always: bool,
     clears: Tensor | None = None,
+    lists: bool = False,
 ) -> KeyTerms | None:
     """The terms of a key-wise bias for at least `room` keys; None where there is none and `always` is False.
 
     clears: how float32 memory lies that the same launch clears.
+    lists: whether it lists the rows that the mask leaves to each panel of keys.
     """
     if mask is None and mask_bias is None and not always:
         return None
@@ -129,15 +135,23 @@ def row_plan(
     like = torch.empty(of_b * of_n, -(-max(lk, room) // KEYS) * KEYS * TERMS, dtype=q.dtype, device="meta")
     ends = torch.empty(of_b * of_n, dtype=torch.int32, device="meta")
     words = None if clears is None else torch.empty(clears.numel() // 4, 4, device="meta")
-    variant = Rows(types[q.dtype], mask=mask is not None, bias=bias_type, clears=clears is not None)
-    kernel = plan(variant, q.device, mask, mask_bias, like, ends, words, lk, of_n)
+    order = starts = None
+    at_order = at_starts = 0
+    if lists:
+        b, n = q.shape[:2]
+        order = torch.empty(b, 2, n, dtype=torch.int32, device="meta")
+        starts = torch.empty(b, -(-lk // KEYS) + 1, dtype=torch.int32, device="meta")
+        at_order, at_starts = workspace.add(order), workspace.add(starts)
+    variant = Rows(types[q.dtype], mask=mask is not None, bias=bias_type, clears=clears is not None, lists=lists)
+    kernel = plan(variant, q.device, mask, mask_bias, like, ends, words, order, starts, lk, of_n)
     at_terms, at_ends = workspace.add(like), workspace.add(ends)
 
-    def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, int]:
-        kernel(mask, mask_bias, start + at_terms, start + at_ends, cleared)
-        return start + at_terms, start + at_ends
+    def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, int, int, int]:
+        made = (start + at_terms, start + at_ends, start + at_order, start + at_starts)
+        kernel(mask, mask_bias, *made[:2], cleared, *made[2:])
+        return made
 
-    return KeyTerms(make, like, ends, of_n if of_b > 1 else 0, int(of_n > 1))
+    return KeyTerms(make, like, ends, of_n if of_b > 1 else 0, int(of_n > 1), order, starts)
 
 
 def loadable(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:

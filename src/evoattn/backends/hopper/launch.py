@@ -35,6 +35,7 @@ __all__ = [
     "ends",
     "even",
     "free",
+    "live_rows",
     "plan",
     "size",
     "terms",
@@ -102,6 +103,12 @@ def terms(dtype: Any) -> Any:
 def ends() -> Any:
     """What stands for the rows' numbers of keys up to the last that counts, int32 [r]."""
     return Stand(cutlass.Int32, (size(),), (1,), 4)
+
+
+def live_rows() -> tuple[Any, Any]:
+    """What stands for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 1]: see `bwd_live`."""
+    order = Stand(cutlass.Int32, (size(), 2, size()), (free(), free(), 1), 4)
+    return order, Stand(cutlass.Int32, (size(), size()), (free(), 1), 4)
 
 
 @functools.cache

@@ -15,16 +15,20 @@ from cutlass import BFloat16, Float32, Int32, Uint8, const_expr, cute, range_con
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, size, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, size, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
-__all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
+__all__ = ["CLEARED", "MOST_PANELS", "TERMS", "Pairs", "Rows", "Tiles"]
 
 TERMS = 8
+MOST_PANELS = 128
+"""Panels of 64 keys of the rows that are listed: of all keys that a backward kernel takes."""
+
 _THREADS = 128
 _WARPS = _THREADS // 32
 _EACH = 2  # vectors of eight elements that a thread brings over
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
+_CHUNK = 8  # keys that a thread looks at together, from the last to the first
 
 
 class Rows(Kernel):
@@ -36,11 +40,12 @@ class Rows(Kernel):
         dtype: cutlass type of the terms.
         mask, bias: whether they are given, and of which type the bias is.
         clears: whether it clears what a later kernel adds to, float32 [words, 4].
+        lists: whether it also lists the rows that `mask` leaves to each panel of 64 keys, as `bwd_live` reads them.
     """
 
-    def __init__(self, dtype: Any, *, mask: bool, bias: Any, clears: bool = False):
-        self.dtype, self.mask, self.bias, self.clears = dtype, mask, bias, clears
-        self.name_after(dtype, mask=mask, bias=bias, clears=clears)
+    def __init__(self, dtype: Any, *, mask: bool, bias: Any, clears: bool = False, lists: bool = False):
+        self.dtype, self.mask, self.bias, self.clears, self.lists = dtype, mask, bias, clears, lists
+        self.name_after(dtype, mask=mask, bias=bias, clears=clears, lists=lists)
 
     def arguments(self) -> tuple[Any, ...]:
         def keys(dtype: Any, align: int) -> Any:
@@ -49,7 +54,8 @@ class Rows(Kernel):
         mask = keys(Uint8, 1) if self.mask else None
         bias = keys(self.bias, self.bias.width // 8) if self.bias is not None else None
         cleared = Stand(Float32, (size(), 4), (4, 1), 16) if self.clears else None
-        return mask, bias, terms(self.dtype), ends(), cleared, Int32(0), Int32(0)
+        order, starts = live_rows() if self.lists else (None, None)
+        return mask, bias, terms(self.dtype), ends(), cleared, order, starts, Int32(0), Int32(0)
 
     @cute.jit
     def __call__(
@@ -59,6 +65,8 @@ class Rows(Kernel):
         terms: cute.Tensor,
         ends: cute.Tensor,
         cleared: Any,
+        order: Any,
+        starts: Any,
         keys: Int32,
         n: Int32,
         stream: cuda.CUstream,
@@ -66,12 +74,25 @@ class Rows(Kernel):
         blocks = terms.shape[0]
         if const_expr(self.clears):
             blocks = cutlass.max(blocks, (cleared.shape[0] + CLEARED - 1) // CLEARED)
-        self.kernel(mask, bias, terms, ends, cleared, keys, n).launch(
+        if const_expr(self.lists):
+            blocks = blocks + order.shape[0]
+        self.kernel(mask, bias, terms, ends, cleared, order, starts, keys, n).launch(
             grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, mask: Any, bias: Any, terms: cute.Tensor, ends: cute.Tensor, cleared: Any, keys: Int32, n: Int32):
+    def kernel(
+        self,
+        mask: Any,
+        bias: Any,
+        terms: cute.Tensor,
+        ends: cute.Tensor,
+        cleared: Any,
+        order: Any,
+        starts: Any,
+        keys: Int32,
+        n: Int32,
+    ):
         # In this order: most warps of the next kernel wait for nothing, and all before this one has to be complete by then.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
@@ -80,13 +101,59 @@ class Rows(Kernel):
         smem = SmemAllocator()
         tops = cute.make_tensor(smem.allocate_array(Float32, _WARPS), cute.make_layout(_WARPS))
         lasts = cute.make_tensor(smem.allocate_array(Int32, _WARPS), cute.make_layout(_WARPS))
+        if const_expr(self.lists):
+            counts = cute.make_tensor(smem.allocate_array(Int32, MOST_PANELS + 1), cute.make_layout(MOST_PANELS + 1))
+            r = r - order.shape[0]
+            if r < 0:
+                self.list_rows(mask, order, starts, counts, keys, r + order.shape[0], tid)
         if const_expr(self.clears):
             nothing = cute.make_rmem_tensor(4, Float32)
             nothing.fill(0.0)
-            for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, cleared.shape[0]), _THREADS):
-                cute.autovec_copy(nothing, cleared[x, None])
-        if r < terms.shape[0]:
+            if r >= 0:
+                for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, cleared.shape[0]), _THREADS):
+                    cute.autovec_copy(nothing, cleared[x, None])
+        if r >= 0 and r < terms.shape[0]:
             self.fill(mask, bias, terms, ends, keys, n, r, tid, tops, lasts)
+
+    @cute.jit
+    def list_rows(
+        self, mask: cute.Tensor, order: cute.Tensor, starts: cute.Tensor, counts: cute.Tensor, keys: Int32, b: Int32, tid: Int32
+    ):
+        """order and starts of batch b, by all threads of a block: rows are counted by their panels, then dealt."""
+        rows, panels = order.shape[2], starts.shape[1] - 1
+        for x in cutlass.range(tid, panels + 1, _THREADS):
+            counts[x] = Int32(0)
+        arch.sync_threads()
+        for n in cutlass.range(tid, rows, _THREADS):
+            live = self.live_panels(mask, b, n, keys)
+            order[b, 1, n] = live
+            arch.atomic_add(counts.iterator + live, Int32(1), sem="relaxed", scope="cta")
+        arch.sync_threads()
+        if tid == 0:
+            longer, units = Int32(0), Int32(0)
+            for y in cutlass.range(panels + 1):
+                x = panels - y
+                longer, counts[x] = longer + counts[x], longer
+            for x in cutlass.range(panels):  # as many rows have more than x panels
+                starts[b, x] = units
+                units += counts[x]
+            starts[b, panels] = units
+        arch.sync_threads()
+        for n in cutlass.range(tid, rows, _THREADS):
+            at = arch.atomic_add(counts.iterator + order[b, 1, n], Int32(1), sem="relaxed", scope="cta")
+            order[b, 0, at] = n
+
+    @cute.jit
+    def live_panels(self, mask: cute.Tensor, b: Int32, n: Int32, keys: Int32) -> Int32:
+        """Panels of 64 keys of a row up to the last key that is not masked."""
+        row = mask[cutlass.min(b, mask.shape[0] - 1), cutlass.min(n, mask.shape[1] - 1), None]
+        chunks, found = (keys + _CHUNK - 1) // _CHUNK, Int32(0)
+        while chunks > 0 and found == 0:
+            for x in range_constexpr(_CHUNK):
+                found = found | row[cutlass.min((chunks - 1) * _CHUNK + x, keys - 1)].to(Int32)
+            if found == 0:
+                chunks -= 1
+        return (chunks + 64 // _CHUNK - 1) // (64 // _CHUNK)
 
     @cute.jit
     def fill(

@@ -41,7 +41,7 @@ _FOLDABLE_SCALE = 1e-3
 """Below this, bias / scale could leave float32's range for a bias that is itself in range."""
 
 _MAX_GRAIN = 16
-_MAX_SPLIT_CHANNELS = 64
+_MAX_SPLIT_CHANNELS = 128
 _MAX_TILE_ROWS = 256
 
 _NO_DEVICE_LIMIT = 1 << 30
@@ -94,8 +94,8 @@ def split_precision(dtype: torch.dtype, channels: int) -> str:
     """Like `precision`, but float32 goes through the tensor cores as three TF32 products where that is as exact.
 
     A float32 number is the sum of two TF32 numbers to 22 bits. Measured on H200 against float64: 2.6e-7, where exact products
-    on the ALUs lose 5.3e-7 (their sums round more often) and take twice as long. Above 64 channels the parts no longer fit
-    in registers.
+    on the ALUs lose 5.3e-7 (their sums round more often) and take two to twenty times as long. Above 128 channels the parts
+    are far from fitting in registers, and the kernel of the pair bias' gradient is slower for them.
     """
     exact = precision(dtype)
     splits = dtype == torch.float32 and exact == "ieee" and channels <= _MAX_SPLIT_CHANNELS and not on_amd()

@@ -55,11 +55,20 @@ def heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def rows_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward looks for rows that a mask switches off, as where a call has many scores."""
-    from evoattn.backends.hopper import bwd_plan
+def rows_left_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backward leaves out rows that a mask switches off, as where a call has many scores; at least once in a test."""
+    from evoattn.backends.hopper import bwd, bwd_plan
 
+    kernel, made = bwd.KeyGradients, []
+
+    def make(*args: object, **wishes: object) -> object:
+        made.append(wishes["skips"])
+        return kernel(*args, **wishes)
+
+    monkeypatch.setattr(bwd, "KeyGradients", make)
     monkeypatch.setattr(bwd_plan, "_LEAST_SCORES_TO_SKIP", 0)
+    yield
+    assert any(made)
 
 
 WAYS = {
@@ -514,6 +523,33 @@ def test_gradients_where_a_mask_leaves_rows_out(changes: dict, kind: str, determ
     inputs = example(**{"lead": (2,), "n": 10, **changes})
     inputs = dataclasses.replace(inputs, mask=masked(kind, inputs.mask))
     testing.check(testing.run(inputs, "hopper", deterministic=deterministic), inputs)
+
+
+@pytest.mark.usefixtures("poisoned", "rows_left_out", "heads_in_turns")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["ends", "batch", "nothing"])
+def test_rows_left_out_of_heads_in_turns(kind: str, deterministic: bool) -> None:
+    """Each batch has a list of its own, and one of them may have nothing to do."""
+    inputs = example(lead=(2,), n=20, lq=520, lk=520)
+    inputs = dataclasses.replace(inputs, mask=masked(kind, inputs.mask))
+    results = testing.run(inputs, "hopper", deterministic=deterministic)
+    testing.check(results, inputs)
+    if deterministic:
+        check_same_bits(testing.run(inputs, "hopper", deterministic=True).values, results.values)
+
+
+@pytest.mark.usefixtures("poisoned", "one_kernel")
+@pytest.mark.parametrize(
+    "changes", [{}, {"mask_bias": "finite", "dtype": torch.float16}, {"d": 8, "lse_gradient": True}], ids=str
+)
+@pytest.mark.parametrize("kind", ["ends", "padding", "one_key", "nothing"])
+def test_whole_rows_end_where_a_mask_ends_them(kind: str, changes: dict) -> None:
+    """A block goes through several rows, each with tiles of keys of its own number."""
+    inputs = example(**{"n": 110, "lq": 130, "lk": 500, "pair_bias": None, **changes})
+    inputs = dataclasses.replace(inputs, mask=masked(kind, inputs.mask))
+    results = testing.run(inputs, "hopper")
+    testing.check(results, inputs)
+    check_same_bits(testing.run(inputs, "hopper").values, results.values)
 
 
 WITHOUT_A_PAIR_BIAS = [

@@ -110,6 +110,22 @@ def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype
     assert count(names, "STG") == 1 + 2 * skips, "a quad's two keys, once a row, and what is left out"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [8, 24, 32, 48, 64])
+def test_variants_of_the_other_dtype(channels, dtype, tmp_path):
+    """That leave rows out, or do not."""
+    skips = not SKIPS[dtype]
+    chosen = bwd_plan.key_variant(channels, 384, True, skips)
+    kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, skips=skips, clears=skips, **chosen)
+    names = instructions(kernel, tmp_path)
+    check_waits(names, kernel)
+    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if skips or channels == 48 else 0)
+    chosen = bwd_plan.query_variant(channels, 384, True)
+    kernel = bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, skips=skips, **chosen)
+    names = instructions(kernel, tmp_path)
+    assert count(names, "WARPGROUP.DEPBAR") == chosen["slices"] + 3 and count(names, "LDL") < 64
+
+
 @pytest.mark.parametrize(("channels", "length"), [(8, 384), (32, 384), (64, 256), (64, 384), (64, 640)])
 def test_the_kernel_of_the_keys_has_registers_to_round(channels, length, tmp_path):
     chosen = bwd_plan.key_variant(channels, length, True, skips=True)

@@ -18,7 +18,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 
 from evoattn import testing
 from evoattn.backends import hopper
-from evoattn.backends.hopper import bwd, fwd, launch, turns
+from evoattn.backends.hopper import bwd, bwd_plan, fwd, launch, prepare, turns
 from evoattn.backends.hopper.memory import loads_wide
 from evoattn.canonical import Canonical, canonicalise
 from evoattn.layouts import to_canonical
@@ -223,20 +223,56 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
     ],
     ids=str,
 )
-def test_who_leaves_rows_out(changes: dict[str, Any], needs: tuple[bool, ...], skips: bool, launched: list[Any]) -> None:
-    """Both kernels or neither, where a mask may switch rows off and there is much to do; that of the keys clears dq then."""
+def test_who_leaves_rows_out(
+    changes: dict[str, Any], needs: tuple[bool, ...], skips: bool, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kernels or none, where a mask may switch rows off and there is much to do; that of the keys clears dq then."""
+    kernels: list[Any] = []
+    note = launch.compiled
+    monkeypatch.setattr(launch, "compiled", lambda kernel: kernels.append(kernel) or note(kernel))
     settings = {"n": 140, "h": 4, "lq": 260, "lk": 260, "d": 16, "mask": "padding", "pair_bias": "b1hqk", **changes}
     c = canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
     o, lse = torch.empty_like(c.q), torch.empty(c.q.shape[:-1])
     tensors = (torch.empty_like(o), None, *tensors_of(c, needs), o, lse)
     of_qkv = [torch.empty_like(x) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
     bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    assert kernels
+    for kernel in kernels:
+        if isinstance(kernel, (bwd.QueryGradients, bwd.KeyGradients)):
+            assert kernel.skips == skips
+        if isinstance(kernel, bwd.KeyGradients):
+            assert kernel.clears == (skips and needs[0])
+        if isinstance(kernel, prepare.Rows):
+            assert kernel.lists == skips
     given = dict(launched)
     lists = given["Rows"][-4:-2] if skips else ()  # before the number of keys, and of rows
     for name in ("QueryGradients", "KeyGradients"):
         assert name not in given or set(lists) <= set(given[name])
     if "KeyGradients" in given and of_qkv[0] is not None:
         assert (of_qkv[0].data_ptr() in given["KeyGradients"]) == skips
+
+
+@pytest.mark.parametrize(
+    ("sizes", "channels", "pair", "skips"),
+    [
+        ((1, 140, 4, 260, 260), 32, True, True),
+        ((1, 140, 4, 64, 8192), 32, False, True),
+        ((1, 140, 4, 64, 8193), 32, False, False),  # as many panels are not listed
+        ((32, 140, 4, 64, 64), 32, True, True),
+        ((33, 140, 4, 64, 64), 32, True, False),
+        ((1, 65536, 4, 16, 16), 32, True, True),
+        ((1, 65537, 4, 16, 16), 32, True, False),
+        ((1, 140, 4, 260, 260), 48, True, True),
+        ((1, 140, 4, 260, 260), 48, False, False),  # it would cost a stage
+        ((1, 140, 4, 200, 200), 32, True, False),
+    ],
+    ids=str,
+)
+def test_where_rows_are_left_out(sizes: tuple[int, int, int, int, int], channels: int, pair: bool, skips: bool) -> None:
+    needs = (True, True, True, False, pair)
+    assert bwd_plan.skips_rows(True, needs, pair, channels, sizes) == skips
+    assert not bwd_plan.skips_rows(False, needs, pair, channels, sizes)
+    assert not bwd_plan.skips_rows(True, (True, False, False, False, pair), pair, channels, sizes)
 
 
 @pytest.mark.parametrize("most", [2 * 72 * 72 - 1, 32 * 4096 - 1], ids=["sums", "rows"])

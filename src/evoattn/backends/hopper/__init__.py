@@ -109,7 +109,7 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
     sizes = (problem.b, problem.n, problem.h, problem.lq, problem.lk)
     if one_kernel(problem.needs, pair, problem.d, sizes, _processors()):
         return {"whole": {"block_q": 64, "block_k": 64}}
-    skips = skips_rows(problem.mask, problem.needs, sizes)
+    skips = skips_rows(problem.mask, problem.needs, pair, problem.d, sizes)
     found = {}
     if of_q or of_pair_bias:
         chosen = query_variant(problem.d, problem.lk, pair) or {}
@@ -123,7 +123,7 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
 
 def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
     """q, k or v that the copy engine does not take; a pair bias that streams, or whose keys do not lie one after another."""
-    from evoattn.backends.hopper.bwd_plan import key_variant
+    from evoattn.backends.hopper.bwd_plan import key_variant, skips_rows
     from evoattn.backends.hopper.memory import loads_wide
 
     found = [
@@ -137,7 +137,9 @@ def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor 
         found.append("pair_bias: laid out anew once a call, to be streamed")
     elif pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
         found.append("pair_bias: laid out anew once a call, its keys one after another")
-    if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True)["ring"]:
+    sizes = (problem.b, problem.n, problem.h, problem.lq, problem.lk)
+    skips = skips_rows(problem.mask, problem.needs, True, problem.d, sizes)
+    if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True, skips)["ring"]:
         found.append("pair_bias: laid out anew once a backward, to be streamed")
     return found
 

@@ -55,7 +55,7 @@ def plan_backward(
     sizes = (b, n, h, lq, lk)
     whole = one_kernel(needs, pair_bias is not None, d, sizes, processors)
 
-    skips = not whole and skips_rows(mask is not None, needs, sizes)
+    skips = not whole and skips_rows(mask is not None, needs, pair_bias is not None, d, sizes)
     nothing: dict[str, Any] = {"groups": 0, "slices": 0, "cluster": 1}
     chosen = (query_variant(d, lk, pair_bias is not None) if first and not whole else None) or nothing
     split = {name: chosen[name] for name in nothing}
@@ -197,7 +197,8 @@ def plan_backward(
         if tiles is not None:
             tiles(pair, laid)
         # From here each kernel starts while the one before it runs: memory for all that they write is made by now. The first
-        # waits for the terms where it reads them, the second for the first where it reads its statistics.
+        # waits for the terms where it reads them, the second for the first where it reads its statistics. Order and starts it
+        # reads at once: the first lets it start only when it has waited for them.
         of_keys = (k, None, None, None) if terms is None else terms.make(start, mask, mask_bias, to_sums)
         places = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, laid, to_sums, to_pair, *of_keys)
         in_turn(functools.partial(launch, start), places, further)

@@ -199,7 +199,7 @@ class KeyGradients(KeyFeed, Kernel):
         empty = smem.allocate_array(Int64, NS * ST)
         kfull = smem.allocate_array(Int64, NS)
         kempty = smem.allocate_array(Int64, NS)
-        order_of = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # of rows n, of each stream
+        box = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # rows n, see `produce`
         bfull = smem.allocate_array(Int64, max(RG, 1))
         bempty = smem.allocate_array(Int64, max(RG, 1))
         if tid == 0:
@@ -238,21 +238,21 @@ class KeyGradients(KeyFeed, Kernel):
             # ================= producers: a warp a stream, one for a pair bias that streams
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
-            busy = NS + int(self.streamed)  # the others clear what is left out; where there are none, all do it at last
+            busy = (NS + int(self.streamed)) % 4  # the others clear what is left out; where there are none, all do it at last
             span = (begin, end, bid, each)
             if s < NS:
                 bars = (full, empty, kfull, kempty)
                 copies = ((aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS))
-                self.produce(s, span, sizes, live, some, stats, pS, bars, copies, NT, lane, order_of[None, s])
+                self.produce(s, span, sizes, live, some, stats, pS, bars, copies, NT, lane, box[None, s])
             elif const_expr(self.streamed):
                 if s == NS:
                     self.produce_bias(span, sizes, live, pair, ring, bfull, bempty, NT, lane)
             if const_expr(self.skips):
-                if s >= busy % 4 and some:
+                if s >= busy and some:
                     of_queries = (aZ, zS[None, NS * 4], zG) if const_expr(self.clears) else None
                     of_keys = ((aX, xS[None, NS * 4], xG), (aY, yS[None, NS * 4], yG))
                     zeros = (of_keys, of_queries, (LQ + 15) // 16)
-                    warps = 4 - busy % 4
+                    warps = 4 - busy
                     self.clear(live, sizes, zeros, dmask, bid * warps + 3 - s, blocks * warps, lane)
             if const_expr(self.rounds):
                 if s == 3:
@@ -271,7 +271,7 @@ class KeyGradients(KeyFeed, Kernel):
             own = cute.make_rmem_tensor(6, Int32)
             own.fill(0)
             st, ph, turn, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
-            turns = order_of[None, s]
+            numbers = box[None, s]
             mine = panel[None, wt, None] if const_expr(self.resident) else None
             sums = cute.make_rmem_tensor(2, Float32)
             bt, bp = Int32(0), Int32(0)
@@ -291,7 +291,7 @@ class KeyGradients(KeyFeed, Kernel):
                     if const_expr(self.row):
                         arch.griddepcontrol_wait()
                         arch.mbarrier_wait(kfull + s, turn & 1)
-                        self.load_row(own, row, b * row_b + turns[turn & 3] * row_n, k0)
+                        self.load_row(own, row, b * row_b + numbers[turn & 3] * row_n, k0)
                     self.take_rows(ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse, kfull + s, turn & 1)
                     arch.mbarrier_wait(full + s * ST + st, ph)
                     if const_expr(self.streamed):
@@ -306,7 +306,7 @@ class KeyGradients(KeyFeed, Kernel):
                     more = m + NS < count
                     if const_expr(self.row):
                         if more:
-                            self.load_row(own, row, b * row_b + turns[(turn + 1) & 3] * row_n, k0)
+                            self.load_row(own, row, b * row_b + numbers[(turn + 1) & 3] * row_n, k0)
                     sums.fill(0.0)
                     held = st
                     for j in cutlass.range(NT, unroll=1):
@@ -365,7 +365,7 @@ class KeyGradients(KeyFeed, Kernel):
                         release(empty + s * ST + held, lane)
                     if more:
                         release(kempty + s, lane)
-                    n = turns[turn & 3]
+                    n = numbers[turn & 3]
                     if const_expr(self.mask_gradient):
                         self.store_sums(sums, dmask[b, n, h, None], k0, t4)
                     arch.cp_async_bulk_wait_group(0, read=True)

@@ -41,11 +41,13 @@ class KeyFeed(Line, KeySteps):
         copies,
         NT: Int32,
         lane: Int32,
-        mine: cute.Tensor,
+        box: cute.Tensor,
     ):
         """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other.
 
-        `mine` is where consumers find which row n each of four in turn is, and, when a row is there, the one that follows.
+        In `box` consumers find the number n of each row in turn, and of the one that follows. Four are enough: a warp that
+        reads the number of turn t has given k and v back up to turn t + 1 at most, so by then t + 2 and t + 3 are written, and
+        t + 1 is written again with the same number.
         """
         begin, end, bid, each = span
         full, empty, kfull, kempty = bars
@@ -66,7 +68,7 @@ class KeyFeed(Line, KeySteps):
                     following = self.row_of(row_at(m + NS, rows, known), b, live, some)
                 sleep_until(kempty + s, (turn & 1) ^ 1)
                 with arch.elect_one():
-                    mine[turn & 3], mine[(turn + 1) & 3] = n, following
+                    box[turn & 3], box[(turn + 1) & 3] = n, following
                     arch.mbarrier_arrive_and_expect_tx(kfull + s, 2 * ROWS * D * 2)
                 cute.copy(aK, kG[None, i, h, n, b], kS[None, 2 * s], tma_bar_ptr=kfull + s)
                 cute.copy(aV, vG[None, i, h, n, b], vS[None, 2 * s + 1], tma_bar_ptr=kfull + s)

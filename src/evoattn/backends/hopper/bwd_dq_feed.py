@@ -87,7 +87,10 @@ class QueryFeed(QuerySteps):
 
     @cute.jit
     def next_row(self, position: Int32, count: Int32, n: Int32, known, live, b: Int32, lane: Int32) -> Int32:
-        """The position after this one of a row that is not left out, or `count`: a warp looks at 32 together."""
+        """The position after this one of a row that is not left out, or `count`: a warp looks at 32 together.
+
+        Only for warps that have waited for what `live` says.
+        """
         position += 1
         if const_expr(self.skips):
             order, starts = live

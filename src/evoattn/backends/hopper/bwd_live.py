@@ -48,9 +48,6 @@ class Line:
         """Of the panel that a block comes to with unit `at`: its place i, h, b; the first of its rows, and past the last, that
         the block does before `end`; its first unit, and its number of rows."""
         _, N, H, NK = sizes
-        pan, n0, n1 = stretch(at, end, N)
-        i, h, b = place(pan, NK, H)
-        start, n = pan * N, N
         if const_expr(self.skips):
             _, starts = live
             b, start = Int32(0), Int32(0)
@@ -71,6 +68,10 @@ class Line:
             start += first
             n0 = at - start
             n1 = cutlass.min(n, n0 + end - at)
+        else:
+            pan, n0, n1 = stretch(at, end, N)
+            i, h, b = place(pan, NK, H)
+            start, n = pan * N, N
         return i, h, b, n0, n1, start, n
 
     @cute.jit
@@ -116,3 +117,5 @@ class Line:
                 at += 32 * step
         arch.cp_async_bulk_commit_group()
         arch.cp_async_bulk_wait_group(0)
+        # where nothing is left to do nobody else waits, and this launch must not end before the one that let it start
+        arch.griddepcontrol_wait()

@@ -36,9 +36,17 @@ _WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 _MOST_IDLE = 0.15
 """Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
 
+MOST_PANELS = 128
+"""Panels of 64 keys of rows that are listed: their numbers lie in the shared memory of one block."""
+
 _LEAST_SCORES_TO_SKIP = 1 << 25
+"""As many take 0.08 ms; listing rows, and looking them up, takes some 2 us where nothing is left out."""
+
 _MOST_ROWS_TO_LIST = 1 << 16
+"""Of a batch: one block lists them."""
+
 _MOST_BATCHES_TO_LIST = 32
+"""All blocks go through them to find what they do."""
 
 
 def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None:
@@ -81,7 +89,7 @@ def key_shared(channels: int, skips: bool = False, *, blocks: int, ring: int, wi
     stage = 2 * 64 * across * 2 + 4 * 64 * 4
     row = 2 * 64 * across * 2 + 4 * 16 * across * 2
     bias = blocks * 16384 + (ring * (64 * 64 * (4 if wide else 2) + 16) if ring else 144)  # an empty ring has its place too
-    return bias + streams * (stages * (stage + 16) + row + 16) + skips * 16 * across * 2
+    return bias + streams * (stages * (stage + 16) + row + 32) + skips * 16 * across * 2
 
 
 def _padded(channels: int) -> int:
@@ -110,14 +118,16 @@ def one_kernel(
     return whole_tiles(channels, sizes, processors) if both and not pair else None
 
 
-def skips_rows(mask: bool, needs: tuple[bool, ...], sizes: tuple[int, int, int, int, int]) -> bool:
+def skips_rows(mask: bool, needs: tuple[bool, ...], pair: bool, channels: int, sizes: tuple[int, int, int, int, int]) -> bool:
     """Whether the two kernels leave out what a mask switches off; sizes are b, n, h, q, k.
 
-    Few scores are done sooner than rows are listed. One block lists the rows of a batch, and all blocks go through the batches.
+    They do not where a tile of zeros would take a stage: with 48 channels and no pair bias.
     """
-    b, n, *_ = sizes
-    wanted = mask and any(needs[1:4])
-    return wanted and math.prod(sizes) >= _LEAST_SCORES_TO_SKIP and n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST
+    b, n, _, queries, keys = sizes
+    listed = n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST and keys <= 64 * MOST_PANELS
+    if not (mask and any(needs[1:4]) and listed and math.prod(sizes) >= _LEAST_SCORES_TO_SKIP):
+        return False
+    return key_variant(channels, queries, pair, skips=True) == key_variant(channels, queries, pair)
 
 
 def whole_shared(channels: int, tiles: int) -> int:

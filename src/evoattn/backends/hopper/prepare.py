@@ -15,20 +15,19 @@ from cutlass import BFloat16, Float32, Int32, Uint8, const_expr, cute, range_con
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
+from evoattn.backends.hopper.bwd_plan import MOST_PANELS
 from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, size, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
-__all__ = ["CLEARED", "MOST_PANELS", "TERMS", "Pairs", "Rows", "Tiles"]
+__all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
 
 TERMS = 8
-MOST_PANELS = 128
-"""Panels of 64 keys of the rows that are listed: of all keys that a backward kernel takes."""
-
 _THREADS = 128
 _WARPS = _THREADS // 32
 _EACH = 2  # vectors of eight elements that a thread brings over
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 _CHUNK = 8  # keys that a thread looks at together, from the last to the first
+_PANEL = 64  # keys of a panel of `bwd_dkdv`
 
 
 class Rows(Kernel):
@@ -153,7 +152,7 @@ class Rows(Kernel):
                 found = found | row[cutlass.min((chunks - 1) * _CHUNK + x, keys - 1)].to(Int32)
             if found == 0:
                 chunks -= 1
-        return (chunks + 64 // _CHUNK - 1) // (64 // _CHUNK)
+        return (chunks + _PANEL // _CHUNK - 1) // (_PANEL // _CHUNK)
 
     @cute.jit
     def fill(

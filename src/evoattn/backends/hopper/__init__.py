@@ -102,28 +102,38 @@ def resolve(problem: Problem, config: Config) -> Config:
 
 def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
     """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
-    from evoattn.backends.hopper.bwd_plan import key_variant, one_kernel, query_variant, skips_rows
+    from evoattn.backends.hopper.bwd_plan import key_variant, one_kernel, query_variant
 
     of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
     pair = problem.pair_bias is not None
-    sizes = (problem.b, problem.n, problem.h, problem.lq, problem.lk)
-    if one_kernel(problem.needs, pair, problem.d, sizes, _processors()):
+    if one_kernel(problem.needs, pair, problem.d, _sizes(problem), _processors()):
         return {"whole": {"block_q": 64, "block_k": 64}}
-    skips = skips_rows(problem.mask, problem.needs, pair, problem.d, sizes)
     found = {}
     if of_q or of_pair_bias:
         chosen = query_variant(problem.d, problem.lk, pair) or {}
         keys = chosen["groups"] * chosen["slices"] * 32
         found["dq"] = {"block_q": 64, "block_k": keys, "num_stages": chosen["stages"], "cluster": chosen["cluster"]}
     if of_k or of_v or of_mask_bias:
-        stages = key_variant(problem.d, problem.lq, pair, skips)["stages"]
+        stages = key_variant(problem.d, problem.lq, pair, _skips(problem))["stages"]
         found["dkdv"] = {"block_q": 64, "block_k": 64, "num_stages": stages}
     return found
 
 
+def _sizes(problem: Problem) -> tuple[int, int, int, int, int]:
+    """b, n, h, q, k."""
+    return problem.b, problem.n, problem.h, problem.lq, problem.lk
+
+
+def _skips(problem: Problem) -> bool:
+    """Whether the two kernels of its backward leave out what a mask switches off."""
+    from evoattn.backends.hopper.bwd_plan import skips_rows
+
+    return skips_rows(problem.mask, problem.needs, problem.pair_bias is not None, problem.d, _sizes(problem))
+
+
 def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
     """q, k or v that the copy engine does not take; a pair bias that streams, or whose keys do not lie one after another."""
-    from evoattn.backends.hopper.bwd_plan import key_variant, skips_rows
+    from evoattn.backends.hopper.bwd_plan import key_variant
     from evoattn.backends.hopper.memory import loads_wide
 
     found = [
@@ -137,9 +147,7 @@ def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor 
         found.append("pair_bias: laid out anew once a call, to be streamed")
     elif pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
         found.append("pair_bias: laid out anew once a call, its keys one after another")
-    sizes = (problem.b, problem.n, problem.h, problem.lq, problem.lk)
-    skips = skips_rows(problem.mask, problem.needs, True, problem.d, sizes)
-    if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True, skips)["ring"]:
+    if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True, _skips(problem))["ring"]:
         found.append("pair_bias: laid out anew once a backward, to be streamed")
     return found
 

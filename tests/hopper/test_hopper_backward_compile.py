@@ -31,6 +31,24 @@ ONCE_A_ROW = 8
 """Loads and stores of numbers that a thread may keep in memory, once a panel or a row."""
 
 
+def check_dq(channels: int, length: int, dtype: str, skips: bool, folder: pathlib.Path) -> None:
+    chosen = bwd_plan.query_variant(channels, length, True)
+    kernel = bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, skips=skips, **chosen)
+    names = instructions(kernel, folder)
+    waits = count(names, "WARPGROUP.DEPBAR")
+    assert waits == chosen["slices"] + 3, "each slice, the first of a panel, and of a row before either way to sum dq"
+    assert count(names, "WARPGROUP.DEPBAR.LE 1") == 1, "the scores of the next row run on"
+    assert count(names, "LDL") < 64
+
+
+def check_dkdv(channels: int, length: int, dtype: str, skips: bool, folder: pathlib.Path) -> None:
+    chosen = bwd_plan.key_variant(channels, length, True, skips)
+    kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, skips=skips, clears=skips, **chosen)
+    names = instructions(kernel, folder)
+    check_waits(names, kernel)
+    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if skips or channels == 48 else 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("channels", "length"),
@@ -39,14 +57,7 @@ ONCE_A_ROW = 8
     + [(c, 768) for c in (24, 48, 64)],
 )
 def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
-    skips = SKIPS[dtype]
-    chosen = bwd_plan.query_variant(channels, length, True)
-    kernel = bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, skips=skips, **chosen)
-    names = instructions(kernel, tmp_path)
-    waits = count(names, "WARPGROUP.DEPBAR")
-    assert waits == chosen["slices"] + 3, "each slice, the first of a panel, and of a row before either way to sum dq"
-    assert count(names, "WARPGROUP.DEPBAR.LE 1") == 1, "the scores of the next row run on"
-    assert count(names, "LDL") < 64
+    check_dq(channels, length, dtype, SKIPS[dtype], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +87,7 @@ def test_products_of_dq_are_not_serialised_without_a_pair_bias(channels, length,
     + [(48, 192), (64, 256)],
 )
 def test_products_of_dk_and_dv_are_not_serialised(channels, length, dtype, tmp_path):
-    skips = SKIPS[dtype]
-    chosen = bwd_plan.key_variant(channels, length, True, skips)
-    kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, skips=skips, clears=skips, **chosen)
-    names = instructions(kernel, tmp_path)
-    check_waits(names, kernel)
-    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if skips or channels == 48 else 0)
+    check_dkdv(channels, length, dtype, SKIPS[dtype], tmp_path)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,16 +120,8 @@ def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype
 @pytest.mark.parametrize("channels", [8, 24, 32, 48, 64])
 def test_variants_of_the_other_dtype(channels, dtype, tmp_path):
     """That leave rows out, or do not."""
-    skips = not SKIPS[dtype]
-    chosen = bwd_plan.key_variant(channels, 384, True, skips)
-    kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, skips=skips, clears=skips, **chosen)
-    names = instructions(kernel, tmp_path)
-    check_waits(names, kernel)
-    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if skips or channels == 48 else 0)
-    chosen = bwd_plan.query_variant(channels, 384, True)
-    kernel = bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, skips=skips, **chosen)
-    names = instructions(kernel, tmp_path)
-    assert count(names, "WARPGROUP.DEPBAR") == chosen["slices"] + 3 and count(names, "LDL") < 64
+    check_dq(channels, 384, dtype, not SKIPS[dtype], tmp_path)
+    check_dkdv(channels, 384, dtype, not SKIPS[dtype], tmp_path)
 
 
 @pytest.mark.parametrize(("channels", "length"), [(8, 384), (32, 384), (64, 256), (64, 384), (64, 640)])

@@ -6,6 +6,7 @@
 import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,8 @@ class Compiled:
         return [report(kernel) for kernel in compiled if kernel.metadata.name in KERNELS]
 
 
+FLOAT: dict[str, Any] = {"dtype": torch.float32, "pair_bias": torch.float32}
+
 CASES = (
     Compiled("d16", d=16),
     Compiled("d32"),
@@ -84,19 +87,18 @@ CASES = (
     Compiled("d64_few_queries", d=64, queries=16, pair_bias=None),
     Compiled("d128_few_queries", d=128, queries=16),
     Compiled("single", n=1, d=24, mask=False),
-    Compiled("d32_float32", dtype=torch.float32, pair_bias=torch.float32, spills=FLOAT_SPILLS),
-    Compiled("d64_float32", dtype=torch.float32, pair_bias=torch.float32, d=64, spills=FLOAT_SPILLS),
-    Compiled("d128_float32", dtype=torch.float32, pair_bias=torch.float32, d=128, spills=WIDE_FLOAT_SPILLS),
+    Compiled("d32_float32", **FLOAT, spills=FLOAT_SPILLS),
+    Compiled("d64_float32", **FLOAT, d=64, spills=FLOAT_SPILLS),
+    Compiled("d128_float32", **FLOAT, d=128, spills=WIDE_FLOAT_SPILLS),
     Compiled(
         "d128_float32_in_order",
         length=397,
-        dtype=torch.float32,
-        pair_bias=torch.float32,
+        **FLOAT,
         d=128,
         deterministic=True,
         spills=WIDE_FLOAT_SPILLS,
     ),
-    Compiled("d256_float32", dtype=torch.float32, pair_bias=torch.float32, d=256),
+    Compiled("d256_float32", **FLOAT, d=256),
 )
 
 

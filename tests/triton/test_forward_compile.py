@@ -66,6 +66,8 @@ class Compiled:
 
 FEW = {"sm_90": 40}
 
+FLOAT: dict[str, Any] = {"dtype": torch.float32, "pair_bias": torch.float32}
+
 CASES = (
     # What `heuristics` says of these: 2 to 24% faster than tiles that spill nothing
     Compiled("d16", d=16, spills=FEW),
@@ -83,32 +85,30 @@ CASES = (
     Compiled("d32_left_over", length=397, left_over=True),
     Compiled("d64_left_over", d=64, length=397, left_over=True),
     Compiled("d128_left_over", d=128, length=397, left_over=True, spills=FEW),
-    Compiled("d16_float32", dtype=torch.float32, pair_bias=torch.float32, d=16, spills=FEW),
+    Compiled("d16_float32", **FLOAT, d=16, spills=FEW),
     Compiled("d128", d=128),
     Compiled("d256", d=256),
-    Compiled("d32_float32", dtype=torch.float32, pair_bias=torch.float32),
-    Compiled("d32_float32_ragged", dtype=torch.float32, pair_bias=torch.float32, length=397, spills=FEW),
-    Compiled("d64_float32", dtype=torch.float32, pair_bias=torch.float32, d=64, spills=FEW),
+    Compiled("d32_float32", **FLOAT),
+    Compiled("d32_float32_ragged", **FLOAT, length=397, spills=FEW),
+    Compiled("d64_float32", **FLOAT, d=64, spills=FEW),
     # sm_90: 0.623 ms in spite of it, where tiles of 64 queries take 0.699 (N = 128)
     Compiled(
         "d64_float32_ragged",
-        dtype=torch.float32,
-        pair_bias=torch.float32,
+        **FLOAT,
         d=64,
         length=397,
         spills={"sm_80": 136, "sm_86": 64, "sm_89": 64, "sm_90": 688, "sm_120": 112},
     ),
-    Compiled("d128_float32", dtype=torch.float32, pair_bias=torch.float32, d=128, spills={"sm_90": 48}),
+    Compiled("d128_float32", **FLOAT, d=128, spills={"sm_90": 48}),
     # Nearly all outside of the main loop. sm_90: 0.384 ms in spite of it, where exact products take 7.86 (N = 24)
     Compiled(
         "d128_float32_ragged",
-        dtype=torch.float32,
-        pair_bias=torch.float32,
+        **FLOAT,
         d=128,
         length=397,
         spills={"sm_80": 968, "sm_86": 912, "sm_89": 912, "sm_90": 568, "sm_100": 984, "sm_120": 960},
     ),
-    Compiled("d256_float32", dtype=torch.float32, pair_bias=torch.float32, d=256),
+    Compiled("d256_float32", **FLOAT, d=256),
 )
 
 

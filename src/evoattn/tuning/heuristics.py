@@ -61,7 +61,6 @@ _HALF_BLACKWELL: _Family = (
 _FLOAT: _Family = (
     (32, ForwardTiles(64, 32, 4, 2)),
     (64, ForwardTiles(32, 32, 4, 2)),
-    (128, ForwardTiles(32, 32, 8, 1)),
     (256, ForwardTiles(32, 32, 8, 1)),
 )
 """float32 inputs; chosen so that nothing spills, but where keys are left over: with 65 to 128 channels some 900 bytes there."""

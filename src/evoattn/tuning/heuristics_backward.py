@@ -197,7 +197,7 @@ _FLOAT: tuple[_Line, ...] = (
         pair=Tiles(16, 16, 4, 1),
     ),
 )
-"""float32 inputs elsewhere: compiled, not measured. 65 to 128 channels spill up to 350 bytes in dK and dV, 416 in `pair`."""
+"""float32 inputs elsewhere: compiled, not measured. 65 to 128 channels spill up to 352 bytes in dK and dV, 416 in `pair`."""
 
 
 _FLOAT_HOPPER: tuple[_Line, ...] = (

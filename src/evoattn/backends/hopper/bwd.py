@@ -54,8 +54,8 @@ def plan_backward(
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
     sizes = (b, n, h, lq, lk)
     whole = one_kernel(needs, pair_bias is not None, d, sizes, processors)
-
     skips = not whole and skips_rows(mask is not None, needs, pair_bias is not None, d, sizes)
+
     nothing: dict[str, Any] = {"groups": 0, "slices": 0, "cluster": 1}
     chosen = (query_variant(d, lk, pair_bias is not None) if first and not whole else None) or nothing
     split = {name: chosen[name] for name in nothing}
@@ -75,8 +75,8 @@ def plan_backward(
     keys_of_terms = math.prod(split.values()) * SLICE if chosen is not nothing else key_panels * ROWS
     added = None if gradient is None or partial else gradient.sums
     clears = None if added is None or max(added.numel(), 4 * CLEARED * b * n) > _MOST_IN_32_BITS else added
-    also = {"always": lk != keys_of_terms, "clears": clears, "lists": skips}
-    terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, **also)  # type: ignore[arg-type]
+    always = lk != keys_of_terms
+    terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=always, clears=clears, lists=skips)
     has = {"pair": pair_bias is not None, "row": terms is not None}
 
     # How all that the kernels see lies in memory. In the place of what is not there they get another address, and do not look.
@@ -107,7 +107,7 @@ def plan_backward(
     # What the first turn sees, and how many bytes further the others find the same: in the order of `launch`
     of_rows = (*(inputs[name] for name in ("q", "k", "v", "o", "do")), lse, of_lse, *outputs, of_heads)
     of_pairs = (pair, laid, sums, wanted)
-    by_b = [None if terms is None or x is None else terms.by_b(x) for x in (row, ends)]
+    by_b = (None, None) if terms is None else (terms.by_b(terms.like), terms.by_b(terms.ends))
     further = turns.further(
         *((x, 2) for x in of_rows), *((x, 1) for x in of_pairs), *((x, None) for x in (*by_b, order, starts))
     )

@@ -413,8 +413,7 @@ class KeyGradients(KeyFeed, Kernel):
             pair = Stand(self.tile, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
         return (
             *(q, k, v, do, pair, terms(self.dtype)),
-            *(fake_words((B, N, H, size()), 16), dk, dv, dmask, added, dpair),
-            dq,
+            *(fake_words((B, N, H, size()), 16), dk, dv, dmask, added, dpair, dq),
             *(live_rows() if self.skips else (None, None)),
             *(Float32(0), Int32(0), Int32(0), Int32(0)),
         )

@@ -95,7 +95,7 @@ def split_precision(dtype: torch.dtype, channels: int) -> str:
 
     A float32 number is the sum of two TF32 numbers to 22 bits. Measured on H200 against float64: 2.6e-7, where exact products
     on the ALUs lose 5.3e-7 (their sums round more often) and take two to twenty times as long. Above 128 channels the parts
-    are far from fitting in registers, and the kernel of the pair bias' gradient is slower for them.
+    are far from fitting in registers: the kernel of the pair bias' gradient spills kilobytes.
     """
     exact = precision(dtype)
     splits = dtype == torch.float32 and exact == "ieee" and channels <= _MAX_SPLIT_CHANNELS and not on_amd()

@@ -139,6 +139,13 @@ def test_a_folder_that_cannot_be_written_does_not_stop_a_call(folder: pathlib.Pa
     assert callable(launch.compiled(prepare.Pairs(cutlass.Float16, 8)))
 
 
+def test_a_kernel_that_is_not_kept(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(folder))
+    assert callable(launch.compiled(prepare.Pairs(cutlass.BFloat16, 8)))
+    assert list(folder.iterdir()) == []
+
+
 if __name__ == "__main__":
     import tempfile
 

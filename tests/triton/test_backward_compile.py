@@ -30,7 +30,7 @@ WIDE_FLOAT_SPILLS = 552
 """The same with 65 to 128 channels: 1.29 and 1.26 ms for dQ and for dK and dV, where exact products, which spill nothing, take
 4.64 and 4.84 (N = 24, L = 384)."""
 
-KERNELS = ("statistics_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
+KERNELS = ("statistics_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel", "total_kernel")
 
 
 @dataclasses.dataclass(frozen=True)

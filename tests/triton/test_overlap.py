@@ -32,7 +32,7 @@ TO_LOAD, TO_STORE = 1, 2
 QUIET = {"empty_strided", "as_strided"}
 """What torch may do between our launches: nothing of it runs in the stream."""
 
-MADE = {"p_row", "p_runs", "p_spans", "p_stats", "p_pair"}
+MADE = {"p_row", "p_runs", "p_spans", "p_stats", "p_pair", "p_shares"}
 """Arguments that an earlier kernel of the call may have written."""
 
 NEEDS = (
@@ -257,7 +257,7 @@ def compiled_for(arch: str) -> list[Any]:
 def test_the_ptx_waits() -> None:
     kernels = compiled_for("sm_90")
     early = {kernel.metadata.name.removesuffix("_kernel") for kernel in kernels if kernel.metadata.launch_pdl}
-    assert early == {"forward", "pack", "row_spans", "statistics", "dq", "dkdv", "pair_gradient"}
+    assert early == {"forward", "pack", "row_spans", "statistics", "dq", "dkdv", "pair_gradient", "total"}
     assert {kernel.metadata.name: found for kernel in kernels if (found := faults(kernel.asm["ptx"]))} == {}
     waiting = [kernel for kernel in kernels if kernel.src.constants[(kernel.src.fn.arg_names.index("WAIT"),)] == TO_LOAD]
     assert {kernel.metadata.name for kernel in waiting} >= {"forward_kernel", "row_spans_kernel", "dq_kernel", "dkdv_kernel"}

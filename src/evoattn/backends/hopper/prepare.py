@@ -11,7 +11,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Uint8, const_expr, cute, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
@@ -23,10 +23,11 @@ __all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
 
 TERMS = 8
 _THREADS = 128
-_WARPS = _THREADS // 32
+_LISTING = 512  # threads of a block where one lists rows: each looks at few
 _EACH = 2  # vectors of eight elements that a thread brings over
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
-_CHUNK = 8  # keys that a thread looks at together, from the last to the first
+_CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
+_WORD = 16  # keys of a word
 _PANEL = 64  # keys of a panel of `bwd_dkdv`
 
 
@@ -44,6 +45,7 @@ class Rows(Kernel):
 
     def __init__(self, dtype: Any, *, mask: bool, bias: Any, clears: bool = False, lists: bool = False):
         self.dtype, self.mask, self.bias, self.clears, self.lists = dtype, mask, bias, clears, lists
+        self.threads = _LISTING if lists else _THREADS
         self.name_after(dtype, mask=mask, bias=bias, clears=clears, lists=lists)
 
     def arguments(self) -> tuple[Any, ...]:
@@ -76,7 +78,7 @@ class Rows(Kernel):
         if const_expr(self.lists):
             blocks = blocks + order.shape[0]
         self.kernel(mask, bias, terms, ends, cleared, order, starts, keys, n).launch(
-            grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -98,8 +100,8 @@ class Rows(Kernel):
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
         smem = SmemAllocator()
-        tops = cute.make_tensor(smem.allocate_array(Float32, _WARPS), cute.make_layout(_WARPS))
-        lasts = cute.make_tensor(smem.allocate_array(Int32, _WARPS), cute.make_layout(_WARPS))
+        tops = cute.make_tensor(smem.allocate_array(Float32, self.threads // 32), cute.make_layout(self.threads // 32))
+        lasts = cute.make_tensor(smem.allocate_array(Int32, self.threads // 32), cute.make_layout(self.threads // 32))
         if const_expr(self.lists):
             counts = cute.make_tensor(smem.allocate_array(Int32, MOST_PANELS + 1), cute.make_layout(MOST_PANELS + 1))
             r = r - order.shape[0]
@@ -109,7 +111,7 @@ class Rows(Kernel):
             nothing = cute.make_rmem_tensor(4, Float32)
             nothing.fill(0.0)
             if r >= 0:
-                for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, cleared.shape[0]), _THREADS):
+                for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, cleared.shape[0]), self.threads):
                     cute.autovec_copy(nothing, cleared[x, None])
         if r >= 0 and r < terms.shape[0]:
             self.fill(mask, bias, terms, ends, keys, n, r, tid, tops, lasts)
@@ -120,10 +122,10 @@ class Rows(Kernel):
     ):
         """order and starts of batch b, by all threads of a block: rows are counted by their panels, then dealt."""
         rows, panels = order.shape[2], starts.shape[1] - 1
-        for x in cutlass.range(tid, panels + 1, _THREADS):
+        for x in cutlass.range(tid, panels + 1, self.threads):
             counts[x] = Int32(0)
         arch.sync_threads()
-        for n in cutlass.range(tid, rows, _THREADS):
+        for n in cutlass.range(tid, rows, self.threads):
             live = self.live_panels(mask, b, n, keys)
             order[b, 1, n] = live
             arch.atomic_add(counts.iterator + live, Int32(1), sem="relaxed", scope="cta")
@@ -138,7 +140,7 @@ class Rows(Kernel):
                 units += counts[x]
             starts[b, panels] = units
         arch.sync_threads()
-        for n in cutlass.range(tid, rows, _THREADS):
+        for n in cutlass.range(tid, rows, self.threads):
             at = arch.atomic_add(counts.iterator + order[b, 1, n], Int32(1), sem="relaxed", scope="cta")
             order[b, 0, at] = n
 
@@ -146,13 +148,42 @@ class Rows(Kernel):
     def live_panels(self, mask: cute.Tensor, b: Int32, n: Int32, keys: Int32) -> Int32:
         """Panels of 64 keys of a row up to the last key that is not masked."""
         row = mask[cutlass.min(b, mask.shape[0] - 1), cutlass.min(n, mask.shape[1] - 1), None]
-        chunks, found = (keys + _CHUNK - 1) // _CHUNK, Int32(0)
-        while chunks > 0 and found == 0:
-            for x in range_constexpr(_CHUNK):
-                found = found | row[cutlass.min((chunks - 1) * _CHUNK + x, keys - 1)].to(Int32)
-            if found == 0:
+        live = Int32(0)
+        if mask.stride[2] == 1:
+            live = self.last_of_words(row, keys)
+        else:
+            chunks = (keys + _CHUNK - 1) // _CHUNK
+            while chunks > 0 and live == 0:
+                for x in range_constexpr(_CHUNK):
+                    j = cutlass.min((chunks - 1) * _CHUNK + x, keys - 1)
+                    live = cutlass.max(live, Int32(cutlass.select_(row[j] != Uint8(0), j + 1, 0)))
                 chunks -= 1
-        return (chunks + _PANEL // _CHUNK - 1) // (_PANEL // _CHUNK)
+        return (live + _PANEL - 1) // _PANEL
+
+    @cute.jit
+    def last_of_words(self, row: cute.Tensor, keys: Int32) -> Int32:
+        """Keys of a row up to the last that is not masked, where they lie side by side.
+
+        It reads the words of 16 bytes that hold them, from the last to the first.
+        """
+        start = row.iterator.toint()
+        before = Int32(start) & (_WORD - 1)  # bytes of the first word that are not this row's
+        pointer = cute.make_ptr(Int32, start & ~(_WORD - 1), cute.AddressSpace.gmem, assumed_align=_WORD)
+        words, live = (before + keys + _WORD - 1) // _WORD, Int32(0)
+        while words > 0 and live <= 0:
+            held = [cute.make_rmem_tensor(4, Int32) for _ in range(_CHUNK)]
+            for x in range_constexpr(_CHUNK):
+                word = cutlass.max(words - 1 - x, 0)
+                cute.autovec_copy(cute.make_tensor((pointer + word * 4).align(_WORD), cute.make_layout(4)), held[x])
+            for x in range_constexpr(_CHUNK):
+                first = cutlass.max(words - 1 - x, 0) * _WORD - before
+                for y in range_constexpr(4):
+                    here = first + 4 * y
+                    bits = cutlass.min(cutlass.max(keys - here, 0), 4) * 8  # of this row
+                    last = Int32(arch.bfind(Uint32(held[x][y] & arch.shf(Int32(-1), Int32(0), bits, "clamp_left"))))
+                    live = cutlass.max(live, Int32(cutlass.select_(last >= 0, here + 1 + last // 8, 0)))
+            words -= _CHUNK
+        return live
 
     @cute.jit
     def fill(
@@ -173,17 +204,17 @@ class Rows(Kernel):
         warp, lane = tid // 32, tid % 32
         top = -Float32.inf
         if const_expr(self.bias is not None):
-            for j in cutlass.range(tid, keys, _THREADS):
+            for j in cutlass.range(tid, keys, self.threads):
                 top = arch.fmax(top, self.read(mask, bias, rb, rn, j))
             top = arch.warp_reduction_max(top)
             if lane == 0:
                 tops[warp] = top
             arch.sync_threads()
-            for x in range_constexpr(_WARPS):
+            for x in range_constexpr(self.threads // 32):
                 top = arch.fmax(top, tops[x])
         shift = Float32(cutlass.select_(cute.math.absf(top) < Float32.inf, top, Float32(0.0)))
         last = Int32(0)
-        for j in cutlass.range(tid, terms.shape[1] // TERMS, _THREADS):
+        for j in cutlass.range(tid, terms.shape[1] // TERMS, self.threads):
             x = -Float32.inf
             if j < keys:
                 x = self.read(mask, bias, rb, rn, j) - shift
@@ -195,7 +226,7 @@ class Rows(Kernel):
             lasts[warp] = last
         arch.sync_threads()
         if tid == 0:
-            for x in range_constexpr(_WARPS):
+            for x in range_constexpr(self.threads // 32):
                 last = cutlass.max(last, lasts[x])
             ends[r] = last
 

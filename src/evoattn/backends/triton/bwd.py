@@ -4,6 +4,7 @@ statistics              delta, and lse in log2 units
 dq_kernel               dQ, and the pair-bias gradient (by addition in memory, or stored where nothing is to be summed)
 dkdv_kernel             dK, dV, and the row-bias gradient
 pair_gradient_kernel    the pair-bias gradient in a fixed order, where results must be bit-equal from run to run
+total_kernel            its shares added up, or the sums rounded
 
 Few queries and few keys without a pair bias go to `few` instead: one kernel makes all.
 """
@@ -101,8 +102,9 @@ class Backward:
             to_dk, to_dv = k if dk is None else dk, v if dv is None else dv
             self.dkdv(*inputs, row, by_key, to_dk, to_dv, stats if sums is None else sums)
         of_pair = pair.sums if self.pair.in_order is None else self.pair.in_order(inputs, row, spans, by_query)
+        dpair_bias = self.pair.finish(pair, of_pair)
         dmask_bias = None if self.mask is None or sums is None else self.mask.finish(sums)
-        return dmask_bias, self.pair.finish(pair, of_pair)
+        return dmask_bias, dpair_bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +217,7 @@ def _overlap(call: Backward) -> None:
     in_order = call.pair.in_order
     spans = None if in_order is None or in_order.spans is None else in_order.spans[1]
     prepared = (rows, straight, transposed, spans, call.statistics)
+    of_pair = (call.dq,) if in_order is None else in_order.launches
     # Where no kernel of their own makes the statistics, dq does.
     with_statistics = prepared if call.statistics is not None else (*prepared, call.dq)
     overlap(
@@ -227,6 +230,7 @@ def _overlap(call: Backward) -> None:
         (call.dq, prepared),
         (call.dkdv, with_statistics),
         *((one, with_statistics) for one in (() if in_order is None else in_order.launches)),
+        (call.pair.total, of_pair),
     )
 
 

@@ -17,6 +17,7 @@ from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
 from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, PAIR_STORE
 from evoattn.backends.triton.bwd_plan import Call, round_up
 from evoattn.backends.triton.bwd_preprocess import PAD, plan_pack, plan_row_spans
+from evoattn.backends.triton.bwd_total import plan_total
 from evoattn.backends.triton.launch import Launch, Strided, cache_bytes, contiguous, empty, layout_for, programs_at_once
 from evoattn.backends.triton.prepare import loads_wide
 from evoattn.tuning.heuristics_backward import Tiles
@@ -31,6 +32,11 @@ _SMALL = 100
 
 _MOST_SPLITS = 8
 """Shares of the rows n, each with a float32 pair-bias gradient of its own: what they cost in memory stays small."""
+
+_MOST_SPLITS_OF_SHORT = 16
+"""Likewise for lengths up to _SHORT, whose tiles are few."""
+
+_SHORT = 128
 
 _WORTH_A_STRIP = 64
 """Queries and keys of tiles that are large enough to have what is left over in smaller ones."""
@@ -76,6 +82,7 @@ class Pair:
         sums: where partial sums are added up, if not in the result.
         cleared: whether sums start from 0.
         in_order: the kernel of a fixed order of summation.
+        total: adds up what it leaves, or rounds the sums, to the result; None where they are the result.
     """
 
     device: torch.device
@@ -92,6 +99,7 @@ class Pair:
     sums: Strided | None = None
     cleared: bool = False
     in_order: InOrder | None = None
+    total: Launch | None = None
 
     @property
     def by_query(self) -> Strided | None:
@@ -136,12 +144,11 @@ class Pair:
             if made is not None and bias is not None and copy is not None:
                 made[1](bias, copy)
 
-    def finish(self, tensors: PairTensors, sums: Tensor | None) -> Tensor | None:
-        """The gradient in the bias's shape and dtype, from sums over it or over something larger."""
-        result = tensors.result
-        if result is not None and sums is not None and sums is not result:
-            result.copy_(sums.as_strided(result.shape, sums.stride()))
-        return result
+    def finish(self, tensors: PairTensors, shares: Tensor | None) -> Tensor | None:
+        """The gradient in the bias's shape and dtype, from what was added up or left for it."""
+        if self.total is not None and tensors.result is not None and shares is not None:
+            self.total(shares, tensors.result)
+        return tensors.result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +159,6 @@ class InOrder:
         device: where everything is made.
         partial: [b, splits, h, q, k], a share of the sums each; an axis of the bias that is 1 counts tiles instead.
         used: the part of it that holds something.
-        summed: its axes over which shares are added up.
         spans: the rows n that are live, and what finds them, where there is a row bias and so many rows that it pays.
         launches: the kernel, for each turn of rows once a strip of tiles, whole ones first.
     """
@@ -160,7 +166,6 @@ class InOrder:
     device: torch.device
     partial: Strided
     used: tuple[int, ...]
-    summed: tuple[int, ...]
     spans: tuple[Strided, Launch] | None
     launches: tuple[Launch, ...]
 
@@ -173,12 +178,11 @@ class InOrder:
         return spans
 
     def __call__(self, inputs: tuple[Tensor, ...], row: Tensor, spans: Tensor, bias: Tensor) -> Tensor:
-        """The sums, from q, k, v, do and statistics, the row bias, its spans and the pair bias by query."""
+        """The shares, from q, k, v, do and statistics, the row bias, its spans and the pair bias by query."""
         partial = empty(self.partial, self.device)
         for launch in self.launches:
             launch(*inputs, row, spans, bias, partial)
-        used = partial.as_strided(self.used, self.partial.stride)
-        return (used.sum(self.summed, keepdim=True) if self.summed else used)[:, 0]
+        return partial
 
 
 def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bool) -> Pair:
@@ -198,12 +202,17 @@ def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bo
         # Tiles that a mask switches off are not visited.
         return dataclasses.replace(pair, mode=PAIR_STORE, cleared=call.rows is not None)
     if deterministic:
-        return dataclasses.replace(pair, in_order=_plan_in_order(call, pair, bias))
+        in_order = _plan_in_order(call, pair)
+        total = plan_total(in_order.partial, in_order.used, contiguous(bias.shape, bias.dtype))
+        return dataclasses.replace(pair, in_order=in_order, total=total)
     size_q = round_up(problem.lq, tile.block_q) if full_q else 1
     size_k = round_up(problem.lk, tile.block_k) if full_k else 1
     exact = bias.dtype == torch.float32 and (size_q, size_k) == bias.shape[2:]
-    sums = None if exact else contiguous((*bias.shape[:2], size_q, size_k), torch.float32)
-    return dataclasses.replace(pair, mode=PAIR_ADD, sums=sums, cleared=True)
+    if exact:
+        return dataclasses.replace(pair, mode=PAIR_ADD, cleared=True)
+    sums = contiguous((*bias.shape[:2], size_q, size_k), torch.float32)
+    total = plan_total(_one_share(sums), (bias.shape[0], 1, *bias.shape[1:]), contiguous(bias.shape, bias.dtype))
+    return dataclasses.replace(pair, mode=PAIR_ADD, sums=sums, cleared=True, total=total)
 
 
 def _with_copies(call: Call, pair: Pair, bias: Strided, *, reuse: bool) -> Pair:
@@ -222,13 +231,20 @@ def _with_copies(call: Call, pair: Pair, bias: Strided, *, reuse: bool) -> Pair:
     return dataclasses.replace(pair, transposed=plan_pack(bias, size_q, size_k, transpose=True), storage=storage)
 
 
-def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
+def _one_share(sums: Strided) -> Strided:
+    """Sums [b,h,q,k] as a share of themselves, [b,1,h,q,k]."""
+    (b, *shape), (step, *steps) = sums.shape, sums.stride
+    return sums._replace(shape=(b, 1, *shape), stride=(step, step, *steps))
+
+
+def _plan_in_order(call: Call, pair: Pair) -> InOrder:
     problem, tiles = call.problem, call.tiles.pair
     bias = pair.by_query
     strips = _strips(problem.lq, problem.lk, tiles)
     blocks_q, blocks_k = -(-problem.lq // tiles.block_q), -(-problem.lk // tiles.block_k)
     whole = problem.b * problem.h * strips[0][0].blocks * strips[0][1].blocks
-    splits = shares(whole, problem.n, programs_at_once(call.device, tiles.num_warps, tiles.max_registers))
+    most = _MOST_SPLITS_OF_SHORT if max(problem.lq, problem.lk) <= _SHORT else _MOST_SPLITS
+    splits = shares(whole, problem.n, programs_at_once(call.device, tiles.num_warps, tiles.max_registers), most)
     # An axis of size 1 holds one partial sum a tile.
     size_q = round_up(blocks_q * tiles.block_q if pair.full_q else blocks_q, PAD)
     size_k = round_up(blocks_k * tiles.block_k if pair.full_k else blocks_k, PAD)
@@ -275,11 +291,9 @@ def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
         )
 
     used = (*partial.shape[:3], problem.lq if pair.full_q else blocks_q, problem.lk if pair.full_k else blocks_k)
-    sizes = (given.shape[0], 1, *given.shape[1:])
-    summed = tuple(axis for axis, size in enumerate(sizes) if size == 1 and used[axis] > 1)
     turns = range(-(-problem.n // (splits * rows)))
     launches = tuple(plan(q, k, turn) for turn in turns for q, k in strips)
-    return InOrder(call.device, partial, used, summed, spans, launches)
+    return InOrder(call.device, partial, used, spans, launches)
 
 
 def rows_of_a_turn(share: int, row: int, splits: int, cache: int) -> int:
@@ -336,12 +350,12 @@ def _strips(lq: int, lk: int, tiles: Tiles) -> list[tuple[_Strip, _Strip]]:
     return [(q, k) for q, k in parts if q is not None and k is not None]
 
 
-def shares(programs: int, n: int, at_once: int) -> int:
-    """Shares of the rows n of which as many programs each, all alike, leave the fewest processors without work at the end.
+def shares(programs: int, n: int, at_once: int, most: int = _MOST_SPLITS) -> int:
+    """Shares of the rows n, `most` at most: with as many programs each, all alike, fewest processors are idle at the end.
 
     A kernel of w programs of which m run at a time takes ceil(w / m) turns, each for a share of the rows. At `tri397`, 196
     programs and 396 at a time, three shares took 940 us and two 862, the whole backward, all tiles being whole; at `tri256`,
     64 programs, four 241 and six 218.
     """
-    turns = {each: math.ceil(programs * each / at_once) / each for each in range(1, min(n, _MOST_SPLITS) + 1)}
+    turns = {each: math.ceil(programs * each / at_once) / each for each in range(1, min(n, most) + 1)}
     return next(each for each, needed in turns.items() if needed <= _WORTH_A_SHARE * min(turns.values()))

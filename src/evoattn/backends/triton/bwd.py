@@ -4,7 +4,7 @@ statistics              delta, and lse in log2 units
 dq_kernel               dQ, and the pair-bias gradient (by addition in memory, or stored where nothing is to be summed)
 dkdv_kernel             dK, dV, and the row-bias gradient
 pair_gradient_kernel    the pair-bias gradient in a fixed order, where results must be bit-equal from run to run
-total_kernel            its shares added up, or the sums rounded
+total_kernel            its shares added up
 
 Few queries and few keys without a pair bias go to `few` instead: one kernel makes all.
 """
@@ -217,7 +217,7 @@ def _overlap(call: Backward) -> None:
     in_order = call.pair.in_order
     spans = None if in_order is None or in_order.spans is None else in_order.spans[1]
     prepared = (rows, straight, transposed, spans, call.statistics)
-    of_pair = (call.dq,) if in_order is None else in_order.launches
+    in_shares = () if in_order is None else in_order.launches
     # Where no kernel of their own makes the statistics, dq does.
     with_statistics = prepared if call.statistics is not None else (*prepared, call.dq)
     overlap(
@@ -229,8 +229,8 @@ def _overlap(call: Backward) -> None:
         (call.statistics, ()),
         (call.dq, prepared),
         (call.dkdv, with_statistics),
-        *((one, with_statistics) for one in (() if in_order is None else in_order.launches)),
-        (call.pair.total, of_pair),
+        *((one, with_statistics) for one in in_shares),
+        (call.pair.total, in_shares),
     )
 
 

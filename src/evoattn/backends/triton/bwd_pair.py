@@ -82,7 +82,7 @@ class Pair:
         sums: where partial sums are added up, if not in the result.
         cleared: whether sums start from 0.
         in_order: the kernel of a fixed order of summation.
-        total: adds up what it leaves, or rounds the sums, to the result; None where they are the result.
+        total: adds up the shares that it leaves.
     """
 
     device: torch.device
@@ -144,11 +144,15 @@ class Pair:
             if made is not None and bias is not None and copy is not None:
                 made[1](bias, copy)
 
-    def finish(self, tensors: PairTensors, shares: Tensor | None) -> Tensor | None:
-        """The gradient in the bias's shape and dtype, from what was added up or left for it."""
-        if self.total is not None and tensors.result is not None and shares is not None:
-            self.total(shares, tensors.result)
-        return tensors.result
+    def finish(self, tensors: PairTensors, found: Tensor | None) -> Tensor | None:
+        """The gradient in the bias's shape and dtype, from the sums or shares that were found."""
+        result = tensors.result
+        if result is not None and found is not None and found is not result:
+            if self.total is None:
+                result.copy_(found.as_strided(result.shape, found.stride()))
+            else:
+                self.total(found, result)
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,11 +212,8 @@ def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bo
     size_q = round_up(problem.lq, tile.block_q) if full_q else 1
     size_k = round_up(problem.lk, tile.block_k) if full_k else 1
     exact = bias.dtype == torch.float32 and (size_q, size_k) == bias.shape[2:]
-    if exact:
-        return dataclasses.replace(pair, mode=PAIR_ADD, cleared=True)
-    sums = contiguous((*bias.shape[:2], size_q, size_k), torch.float32)
-    total = plan_total(_one_share(sums), (bias.shape[0], 1, *bias.shape[1:]), contiguous(bias.shape, bias.dtype))
-    return dataclasses.replace(pair, mode=PAIR_ADD, sums=sums, cleared=True, total=total)
+    sums = None if exact else contiguous((*bias.shape[:2], size_q, size_k), torch.float32)
+    return dataclasses.replace(pair, mode=PAIR_ADD, sums=sums, cleared=True)
 
 
 def _with_copies(call: Call, pair: Pair, bias: Strided, *, reuse: bool) -> Pair:
@@ -229,12 +230,6 @@ def _with_copies(call: Call, pair: Pair, bias: Strided, *, reuse: bool) -> Pair:
         return pair
     storage = max(numel, math.prod(bias.shape)) if inside else 0
     return dataclasses.replace(pair, transposed=plan_pack(bias, size_q, size_k, transpose=True), storage=storage)
-
-
-def _one_share(sums: Strided) -> Strided:
-    """Sums [b,h,q,k] as a share of themselves, [b,1,h,q,k]."""
-    (b, *shape), (step, *steps) = sums.shape, sums.stride
-    return sums._replace(shape=(b, 1, *shape), stride=(step, step, *steps))
 
 
 def _plan_in_order(call: Call, pair: Pair) -> InOrder:

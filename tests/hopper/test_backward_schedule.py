@@ -67,7 +67,7 @@ def test_panels_go_through_the_rows_together(panels: int, n: int, blocks: int, a
     ("channels", "keys"), [(32, 100), (32, 300), (32, 384), (32, 397), (32, 512), (16, 1500), (48, 700), (64, 384)]
 )
 def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None:
-    """Each slice is one warpgroup's; and where a row ends after some tiles, all of these are among those that are gone through."""
+    """Each slice is one warpgroup's; and where a row ends after some tiles, they are among those that are gone through."""
     variant = bwd_plan.query_variant(channels, keys, pair)
     kernel = QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, skips=True, **variant)
     groups = [(rank, s) for rank in range(kernel.cluster) for s in range(kernel.groups)]
@@ -77,7 +77,7 @@ def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None
     for group, j in itertools.product(of_all, range(kernel.tiles)):
         firsts = [kernel.key(j * kernel.stage + x, group) for x in range(kernel.stage)]
         assert firsts == [kernel.tile_of(j, group) * kernel.keys + x * 32 for x in range(kernel.stage)]
-    if kernel.least < kernel.tiles:
+    if kernel.exits:
         for tiles in range(len(groups) * kernel.tiles + 1):
             through = [
                 kernel.tile_of(j, x) for x, at in zip(of_all, groups, strict=True) for j in range(kernel.live_tiles(tiles, *at))

@@ -83,7 +83,7 @@ class QueryGradients(QueryFeed, Kernel):
         self.width = 16 * self.steps
         self.keys = stage * SLICE
         self.tiles = slices // stage
-        self.least = -(-self.tiles // 2) if skips and self.tiles > 2 else self.tiles
+        self.exits = self.tiles_to_end_at() if skips else ()
         self.dlse, self.partial, self.skips = dlse, partial, skips
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
@@ -324,7 +324,7 @@ class QueryGradients(QueryFeed, Kernel):
                         more = left > 0
                     so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                     tiles = Int32(self.tiles)
-                    if const_expr(self.least < self.tiles):
+                    if const_expr(len(self.exits) > 0):
                         # of two warpgroups that one warp brings in keys for, as many as of the first
                         tiles = arch.make_warp_uniform(self.live_tiles(work[it % 4, 2], rank, s % self.key_producers))
                     st, ph, qp = self.tiles_of_row(
@@ -422,7 +422,7 @@ class QueryGradients(QueryFeed, Kernel):
             self.ask(operands, dS, last, 0, go, so + old, so + st, apart=True)
             warpgroup.wait_group(1)
             release(empty + so + old, lane)
-        elif const_expr(j + 1 < self.least):
+        elif const_expr(j + 1 not in self.exits):
             arch.mbarrier_wait(full + so + st, ph)
             go = arch.make_warp_uniform(qp ^ 1)
             self.preload(S, self.late(mine, dS, LQ), last + 1)

@@ -65,7 +65,7 @@ class QueryFeed(QuerySteps):
                 n = row_at(position, N, known)
                 position = self.next_row(position, count, N, known, live, b, lane)
                 tiles = Int32(TL)
-                if const_expr(self.least < TL):
+                if const_expr(len(self.exits) > 0):
                     tiles = self.live_tiles(self.tiles_to(live, b, n), rank, s)
                 for j in cutlass.range(tiles, unroll=1):
                     for y in range_constexpr(WG // self.key_producers):
@@ -172,7 +172,7 @@ class QueryFeed(QuerySteps):
                     work[count % 4, 0] = n
                     if const_expr(self.skips):
                         work[count % 4, 1] = rows - following
-                    if const_expr(self.least < self.tiles):
+                    if const_expr(len(self.exits) > 0):
                         work[count % 4, 2] = self.tiles_to(live, b, n)
                     arch.mbarrier_arrive_and_expect_tx(qfull, 3 * ROWS * D * 2)
                 cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)

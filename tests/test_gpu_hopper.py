@@ -506,6 +506,8 @@ LEFT_OUT = [
     {"d": 64, "lq": 200, "lk": 384, "dtype": torch.float16},
     {"d": 48, "lq": 640, "lk": 300, "lse_gradient": True},
     {"n": 150, "lq": 100, "lk": 130, "mask_bias": "finite"},
+    {"n": 150, "lq": 70, "lk": 512},  # so many rows that a block goes through several
+    {"n": 150, "lq": 64, "lk": 384, "d": 64, "h": 2},
     {"mask_bias": "minus_inf_rows", "lq": 200, "lk": 200},
     {"pair_bias": None, "lq": 300, "lk": 500, "mask_bias": "finite"},
     {"pair_bias": None, "d": 64, "lq": 200, "lk": 384, "lse_gradient": True},

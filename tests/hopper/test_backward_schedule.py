@@ -10,7 +10,11 @@ import pytest
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
+import cutlass
+
+from evoattn.backends.hopper import bwd_plan
 from evoattn.backends.hopper import bwd_schedule as schedule
+from evoattn.backends.hopper.bwd_dq import QueryGradients
 
 
 def stretches(rows: list[int], blocks: int):
@@ -56,3 +60,26 @@ def test_panels_go_through_the_rows_together(panels: int, n: int, blocks: int, a
     for _, time, _, row in stretches([n] * panels, blocks):
         at_time.setdefault(time, []).append(row)
     assert max(max(rows) - min(rows) for rows in at_time.values()) <= apart
+
+
+@pytest.mark.parametrize("pair", [True, False])
+@pytest.mark.parametrize(
+    ("channels", "keys"), [(32, 100), (32, 300), (32, 384), (32, 397), (32, 512), (16, 1500), (48, 700), (64, 384)]
+)
+def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None:
+    """Each slice is one warpgroup's; and where a row ends after some tiles, they are among those that are gone through."""
+    variant = bwd_plan.query_variant(channels, keys, pair)
+    kernel = QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, skips=True, **variant)
+    groups = [(rank, s) for rank in range(kernel.cluster) for s in range(kernel.groups)]
+    of_all = [rank * kernel.groups + s for rank, s in groups]
+    slices = sorted(kernel.key(u, group) for group in of_all for u in range(kernel.slices))
+    assert slices == list(range(0, len(slices) * 32, 32))
+    for group, j in itertools.product(of_all, range(kernel.tiles)):
+        firsts = [kernel.key(j * kernel.stage + x, group) for x in range(kernel.stage)]
+        assert firsts == [kernel.tile_of(j, group) * kernel.keys + x * 32 for x in range(kernel.stage)]
+    if kernel.exits:
+        for tiles in range(len(groups) * kernel.tiles + 1):
+            through = [
+                kernel.tile_of(j, x) for x, at in zip(of_all, groups, strict=True) for j in range(kernel.live_tiles(tiles, *at))
+            ]
+            assert set(range(tiles)) <= set(through) and len(set(through)) == len(through)

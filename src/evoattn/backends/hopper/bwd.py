@@ -133,7 +133,7 @@ def plan_backward(
         found = Statistics(dtype, d, dlse=dlse is not None)
         statistics = plan(found, device, at_o, at_do, at_lse, at_dlse, stats, unit)
     if gradient is not None and partial:
-        summed = PanelSum(types[gradient.sums.dtype], **split, vector=lk % 2 == 0)
+        summed = PanelSum(types[gradient.sums.dtype], **split, stage=chosen["stage"], vector=lk % 2 == 0)
         total = plan(summed, device, parts, at_sums, n, clusters)
     if second and not whole:
         tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.bwd_schedule import share
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, fake_pair, fake_words
+from evoattn.backends.hopper.bwd_steps import ROWS, fake_pair, fake_words, key_of_slice
 from evoattn.backends.hopper.launch import Kernel
 
 
@@ -19,13 +19,14 @@ class PanelSum(Kernel):
 
     Args:
         dtype: cutlass type of d(pair bias).
-        groups, slices, cluster: as the variant of `QueryGradients` that left the parts.
+        groups, slices, stage, cluster: as the variant of `QueryGradients` that left the parts.
         vector: whether rows of d(pair bias) start on 4 bytes.
     """
 
-    def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, cluster: int = 1, vector: bool = True):
-        self.dtype, self.groups, self.slices, self.cluster, self.vector = dtype, groups, slices, cluster, vector
-        self.name_after(dtype, groups=groups, slices=slices, cluster=cluster, vector=vector)
+    def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, stage: int = 2, cluster: int = 1, vector: bool = True):
+        self.dtype, self.groups, self.slices, self.stage = dtype, groups, slices, stage
+        self.cluster, self.vector = cluster, vector
+        self.name_after(dtype, groups=groups, slices=slices, stage=stage, cluster=cluster, vector=vector)
 
     @cute.jit
     def __call__(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
@@ -53,7 +54,8 @@ class PanelSum(Kernel):
                 sums[y] = sums[y] + part[y]
         s, wt = tid // 128, tid % 128
         q = pan % NQ * ROWS + wt // 32 * 16 + wt % 32 // 4
-        k = ((rank * self.groups + s) * self.slices + x // 4) * SLICE + x % 4 * 8 + wt % 4 * 2
+        key = key_of_slice(x // 4, rank * self.groups + s, self.cluster * self.groups, self.slices, self.stage)
+        k = key + x % 4 * 8 + wt % 4 * 2
         for r in range_constexpr(2):
             if q + 8 * r < LQ and k < LK:
                 line = dpair[pan // NQ // H, pan // NQ % H, q + 8 * r, None]

@@ -83,6 +83,7 @@ class QueryGradients(QueryFeed, Kernel):
         self.width = 16 * self.steps
         self.keys = stage * SLICE
         self.tiles = slices // stage
+        self.exits = self.tiles_to_end_at() if skips else ()
         self.dlse, self.partial, self.skips = dlse, partial, skips
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
@@ -210,8 +211,8 @@ class QueryGradients(QueryFeed, Kernel):
         unit = self.keys * TERMS
         pR = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
         pN = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
-        # the rows n that consumers work on, and whether another one of the panel follows
-        work = cute.make_tensor(smem.allocate_array(Int32, 8), cute.make_layout((4, 2)))
+        # the rows n that consumers work on, whether another one of the panel follows, and their live tiles of keys
+        work = cute.make_tensor(smem.allocate_array(Int32, 12), cute.make_layout((4, 3)))
         full = smem.allocate_array(Int64, WG * ST)
         empty = smem.allocate_array(Int64, WG * ST)
         qfull = smem.allocate_array(Int64, 1)
@@ -294,7 +295,9 @@ class QueryGradients(QueryFeed, Kernel):
             nl, nd = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             st, ph, qp, it, turn, at = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), begin
             mine = panel[None, wt, None, s] if const_expr(self.pair) else None
-            first_key = (rank * WG + s) * self.slices * SLICE + 2 * t4
+            operands = (S, T, R, rQ, fG, ones, fK, fV, fKt, fR)
+            arriving, bars = (ldm, rows, rQ, rG, rO, nl, nd, sN), (full, empty, qfull)
+            first_key = self.key(0, rank * WG + s) + 2 * t4
             while at < end:
                 pan, n0, n1 = stretch(at, end, N)
                 at += n1 - n0
@@ -304,10 +307,7 @@ class QueryGradients(QueryFeed, Kernel):
                     self.load_panel(mine, pair, b % pair.shape[0], h % pair.shape[1], q0, first_key, LQ, LK, inverse)
                 if const_expr(self.bias_gradient):
                     db.fill(0.0)
-                arch.mbarrier_wait(qfull, qp)
-                self.take_rows(ldm, rows, qp, rQ, rG, rO, nl, nd, sN, wid, lane)
-                arch.sync_warp()
-                qp ^= 1
+                qp = self.next_rows(arriving, qfull, qp, wid, lane)
                 arch.mbarrier_wait(full + s * ST + st, ph)
                 self.preload(S, mine, 0)
                 warpgroup.fence()
@@ -323,36 +323,13 @@ class QueryGradients(QueryFeed, Kernel):
                         left -= 1
                         more = left > 0
                     so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
-                    for u in range_constexpr(self.slices):
-                        dS = self.gradient(S, T, nl, nd, scale * LOG2E, db, u)
-                        old = st
-                        if const_expr(u % SL == SL - 1):
-                            st += 1
-                            if st == ST:
-                                st = Int32(0)
-                                ph ^= 1
-                        if const_expr(u == self.slices - 1):
-                            if more:
-                                arch.mbarrier_wait(qfull, qp)
-                                self.take_rows(ldm, rows, qp, rQ, rG, rO, nl, nd, sN, wid, lane)
-                                arch.sync_warp()
-                                qp ^= 1
-                                arch.mbarrier_wait(full + so + st, ph)
-                        elif const_expr(u % SL == SL - 1):
-                            arch.mbarrier_wait(full + so + st, ph)
-                        nu = (u + 1) % self.slices
-                        go = arch.make_warp_uniform(qp ^ 1)
-                        self.preload(S, self.late(mine, dS, LQ), nu)
-                        warpgroup.fence()
-                        self.products(dS, R, fKt, u, so + old)
-                        if const_expr(u == self.slices - 1):
-                            warpgroup.commit_group()
-                        self.scores(S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, nu % SL, so + st)
-                        warpgroup.commit_group()
-                        # the scores of the next row are on their way while dq of this one goes to shared memory
-                        warpgroup.wait_group(1 if u == self.slices - 1 else 0)
-                        if const_expr(u % SL == SL - 1):
-                            release(empty + so + old, lane)
+                    tiles = Int32(self.tiles)
+                    if const_expr(len(self.exits) > 0):
+                        # of two warpgroups that one warp brings in keys for, as many as of the first
+                        tiles = arch.make_warp_uniform(self.live_tiles(work[it % 4, 2], rank, s % self.key_producers))
+                    st, ph, qp = self.tiles_of_row(
+                        0, tiles, more, operands, arriving, db, mine, bars, scale * LOG2E, so, st, ph, qp, LQ, wid, lane
+                    )
                     # ---- dq of this row: one warpgroup in turn adds what the others leave in shared memory
                     if s != turn:
                         if it > 0:
@@ -398,6 +375,99 @@ class QueryGradients(QueryFeed, Kernel):
             arch.cp_async_bulk_wait_group(0)
         if const_expr(CL > 1):
             self.meet()  # no block leaves while another one may still write to its shared memory
+
+    @cute.jit
+    def tiles_of_row(
+        self,
+        j: cutlass.Constexpr,
+        tiles: Int32,
+        more: Boolean,
+        operands,
+        arriving,
+        db: cute.Tensor,
+        mine: Any,
+        bars,
+        c: Float32,
+        so: Int32,
+        st: Int32,
+        ph: Int32,
+        qp: Int32,
+        LQ: Int32,
+        wid: Int32,
+        lane: Int32,
+    ):
+        """A row's tiles of keys from j on, up to the last of `tiles`; then the next row's first scores are on their way."""
+        S, T, *_ = operands
+        full, empty, qfull = bars
+        nl, nd = arriving[-3:-1]
+        SL, last = self.stage, (j + 1) * self.stage - 1
+        for u in range_constexpr(j * SL, last):
+            dS = self.gradient(S, T, nl, nd, c, db, u)
+            go = arch.make_warp_uniform(qp ^ 1)
+            self.preload(S, self.late(mine, dS, LQ), u + 1)
+            self.ask(operands, dS, u, (u + 1) % SL, go, so + st, so + st)
+            warpgroup.wait_group(0)
+        dS = self.gradient(S, T, nl, nd, c, db, last)
+        old = st
+        st += 1
+        if st == self.stages:
+            st = Int32(0)
+            ph ^= 1
+        if const_expr(j + 1 == self.tiles):
+            if more:
+                qp = self.next_rows(arriving, qfull, qp, wid, lane)
+                arch.mbarrier_wait(full + so + st, ph)
+            go = arch.make_warp_uniform(qp ^ 1)
+            self.preload(S, self.late(mine, dS, LQ), 0)
+            self.ask(operands, dS, last, 0, go, so + old, so + st, apart=True)
+            warpgroup.wait_group(1)
+            release(empty + so + old, lane)
+        elif const_expr(j + 1 not in self.exits):
+            arch.mbarrier_wait(full + so + st, ph)
+            go = arch.make_warp_uniform(qp ^ 1)
+            self.preload(S, self.late(mine, dS, LQ), last + 1)
+            self.ask(operands, dS, last, 0, go, so + old, so + st)
+            warpgroup.wait_group(0)
+            release(empty + so + old, lane)
+            st, ph, qp = self.tiles_of_row(
+                j + 1, tiles, more, operands, arriving, db, mine, bars, c, so, st, ph, qp, LQ, wid, lane
+            )
+        else:  # the row may end here: what follows is its next tile, or the first of the next row
+            over = tiles == j + 1
+            if over and more:
+                qp = self.next_rows(arriving, qfull, qp, wid, lane)
+            if more or not over:
+                arch.mbarrier_wait(full + so + st, ph)
+            go = arch.make_warp_uniform(qp ^ 1)
+            self.preload(S, self.late(mine, dS, LQ), last + 1, not over)
+            self.ask(operands, dS, last, 0, go, so + old, so + st, apart=True)
+            warpgroup.wait_group(1)
+            release(empty + so + old, lane)
+            if not over:
+                warpgroup.wait_group(0)
+                st, ph, qp = self.tiles_of_row(
+                    j + 1, tiles, more, operands, arriving, db, mine, bars, c, so, st, ph, qp, LQ, wid, lane
+                )
+        return st, ph, qp
+
+    def ask(self, operands, dS, u, part, go, old, i, apart=False):
+        """Issue dq += dS K of slice u, in stage `old`, and the scores of slice `part` of stage i; `apart`: in two groups."""
+        S, T, R, rQ, fG, ones, fK, fV, fKt, fR = operands
+        warpgroup.fence()
+        self.products(dS, R, fKt, u, old)
+        if apart:
+            warpgroup.commit_group()
+        self.scores(S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, part, i)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def next_rows(self, arriving, qfull: cute.Pointer, qp: Int32, wid: Int32, lane: Int32):
+        """Take the queries of the next row, once they are there."""
+        ldm, rows, rQ, rG, rO, nl, nd, sN = arriving
+        arch.mbarrier_wait(qfull, qp)
+        self.take_rows(ldm, rows, qp, rQ, rG, rO, nl, nd, sN, wid, lane)
+        arch.sync_warp()
+        return qp ^ 1
 
     @cute.jit
     def give_back_queries(self, qempty: cute.Pointer, more: Boolean, lane: Int32):

@@ -16,13 +16,13 @@ from evoattn.backends.hopper.schedule import place, stretch
 
 __all__ = ["QueryFeed"]
 
+_PANEL = 64  # keys of a panel of `bwd_dkdv`, in which `bwd_live` counts
+
 
 class QueryFeed(QuerySteps):
     """One or two warps for the keys, one for the rows; `QueryGradients` says what the attributes are."""
 
-    groups: int
     stages: int
-    tiles: int
     keys: int
     key_producers: int
     skips: bool
@@ -64,11 +64,14 @@ class QueryFeed(QuerySteps):
             while position < count:
                 n = row_at(position, N, known)
                 position = self.next_row(position, count, N, known, live, b, lane)
-                for j in cutlass.range(TL, unroll=1):
+                tiles = Int32(TL)
+                if const_expr(len(self.exits) > 0):
+                    tiles = self.live_tiles(self.tiles_to(live, b, n), rank, s)
+                for j in cutlass.range(tiles, unroll=1):
                     for y in range_constexpr(WG // self.key_producers):
                         g = s + y * self.key_producers
                         i = g * ST + st
-                        tile = (rank * WG + g) * TL + j
+                        tile = self.tile_of(j, rank * WG + g)
                         sleep_until(empty + i, ph ^ 1)
                         with arch.elect_one():
                             arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * D * 2 + (unit * 2 if self.row else 0))
@@ -84,6 +87,14 @@ class QueryFeed(QuerySteps):
                     if st == ST:
                         st = Int32(0)
                         ph ^= 1
+
+    def tile_of(self, j, group):
+        """Tile j of a warpgroup, as `key_of_slice` has it."""
+        return j * self.cluster * self.groups + group if self.tiles > 2 else group * self.tiles + j
+
+    def tiles_to(self, live, b, n):
+        """The tiles of a row's keys up to the last that is not masked."""
+        return (live[0][b, 1, n] * _PANEL + self.keys - 1) // self.keys
 
     @cute.jit
     def next_row(self, position: Int32, count: Int32, n: Int32, known, live, b: Int32, lane: Int32) -> Int32:
@@ -161,6 +172,8 @@ class QueryFeed(QuerySteps):
                     work[count % 4, 0] = n
                     if const_expr(self.skips):
                         work[count % 4, 1] = rows - following
+                    if const_expr(len(self.exits) > 0):
+                        work[count % 4, 2] = self.tiles_to(live, b, n)
                     arch.mbarrier_arrive_and_expect_tx(qfull, 3 * ROWS * D * 2)
                 cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)
                 cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)

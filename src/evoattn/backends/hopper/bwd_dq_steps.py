@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import cutlass
@@ -15,6 +16,7 @@ from evoattn.backends.hopper.bwd_steps import (
     TILE,
     add_four,
     exp2,
+    key_of_slice,
     row_products,
     store_remote,
     write_statistics,
@@ -37,9 +39,31 @@ class QuerySteps:
     row: bool
     dlse: bool
     bias_gradient: bool
+    groups: int
     slices: int
     stage: int
+    tiles: int
+    exits: tuple[int, ...]
     vector: bool
+
+    def key(self, u, group=0):
+        """The first key of slice u of a warpgroup; of the first, how far behind its slice 0."""
+        return key_of_slice(u, group, self.cluster * self.groups, self.slices, self.stage)
+
+    def tiles_to_end_at(self) -> tuple[int, ...]:
+        """After how many of a warpgroup's tiles of keys a row may end that a mask cuts short.
+
+        Each place takes registers, and 2% of the time of all rows with up to 32 channels, but nothing with more.
+        """
+        half = -(-self.tiles // 2)
+        return () if self.tiles <= 2 else (half,) if self.channels <= 32 else tuple(range(half, self.tiles))
+
+    def live_tiles(self, tiles, rank, s):
+        """How many tiles of keys warpgroup s goes through in a row with so many up to the last key that counts."""
+        around = self.cluster * self.groups
+        own = (tiles - rank * self.groups - s + around - 1) // around
+        ends = (*self.exits, self.tiles)
+        return ends[0] + sum(cutlass.min(cutlass.max(own - x, 0), 1) * (y - x) for x, y in itertools.pairwise(ends))
 
     @cute.jit
     def keep(self, stats: cute.Tensor, sN: cute.Tensor, low: cute.Tensor, i: Int32, inverse: Float32, lane: Int32):
@@ -71,7 +95,7 @@ class QuerySteps:
             held = cute.make_rmem_tensor((4, 4), self.dtype)
             for x in range(4):
                 for r in range(2):
-                    key = first_key + u * SLICE + 8 * x
+                    key = first_key + self.key(u) + 8 * x
                     if self.vector:
                         words = cute.recast_tensor(lines[r], Int32)
                         packed(held)[2 * x + r] = words[cutlass.min(key, (LK - 1) // 2 * 2) // 2]
@@ -82,7 +106,7 @@ class QuerySteps:
                 values = cute.make_rmem_tensor(4, Float32)
                 for y in range(4):
                     bias = finite(held[y, x].to(Float32)) * inverse
-                    values[y] = cutlass.select_(first_key + u * SLICE + 8 * x + y % 2 < LK, bias, Float32(MASKED))
+                    values[y] = cutlass.select_(first_key + self.key(u) + 8 * x + y % 2 < LK, bias, Float32(MASKED))
                 cute.autovec_copy(values, mine[None, 4 * u + x])
 
     def late(self, mine, dS, LQ):
@@ -91,9 +115,11 @@ class QuerySteps:
             return mine
         return cute.make_tensor(mine.iterator + (packed(dS[1])[3] & (LQ >> 31)) * 4, mine.layout)
 
-    def preload(self, S, mine, u):
-        """start the accumulators of slice u from the pair bias"""
+    def preload(self, S, mine, u, some=None):
+        """start the accumulators of slice u from the pair bias; of slice 0 where `some` is given and not so"""
         if self.pair:
+            if some is not None:
+                mine, u = cute.make_tensor(mine.iterator + cutlass.select_(some, Int32(u * 2048), Int32(0)), mine.layout), 0
             for x in range(4):
                 cute.autovec_copy(mine[None, 4 * u + x], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
 
@@ -178,7 +204,7 @@ class QuerySteps:
         line = dpair[b, h, cutlass.min(q, LQ - 1), None].iterator
         for u in range_constexpr(self.slices):
             for x in range_constexpr(4):
-                key = first_key + u * SLICE + 8 * x - 2 * (t4 % 2)
+                key = first_key + self.key(u) + 8 * x - 2 * (t4 % 2)
                 a, e, f, k = (db[4 * x + y, u] for y in range(4))
                 first = arch.shuffle_sync_bfly(cutlass.select_(odd, a, f), 1)
                 second = arch.shuffle_sync_bfly(cutlass.select_(odd, e, k), 1)

@@ -36,8 +36,9 @@ def check_dq(channels: int, length: int, dtype: str, skips: bool, folder: pathli
     kernel = bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, skips=skips, **chosen)
     names = instructions(kernel, folder)
     waits = count(names, "WARPGROUP.DEPBAR")
-    assert waits == chosen["slices"] + 3, "each slice, the first of a panel, and of a row before either way to sum dq"
-    assert count(names, "WARPGROUP.DEPBAR.LE 1") == 1, "the scores of the next row run on"
+    once = chosen["slices"] + 3  # each slice, the first of a panel, and of a row before either way to sum dq
+    assert waits == once + len(kernel.exits), "and where a row goes on that may end"
+    assert count(names, "WARPGROUP.DEPBAR.LE 1") == 1 + len(kernel.exits), "the scores of the next row run on"
     assert count(names, "LDL") < 64
 
 

@@ -479,9 +479,11 @@ def test_gradients(changes: dict, deterministic: bool) -> None:
 def masked(kind: str, like: Tensor) -> Tensor:
     """A mask [b,n,k] that leaves few keys, rows or batches."""
     mask, (batches, n, keys) = torch.ones_like(like), like.shape
-    if kind == "ends":
+    if kind in ("ends", "apart"):
         ends = torch.randint(0, keys + 1, (batches, n, 1), generator=torch.Generator().manual_seed(7))
         mask &= torch.arange(keys, device=mask.device) < ends.to(mask.device)
+        if kind == "apart":  # in memory
+            mask = torch.stack((mask, ~mask), -1)[..., 0]
     elif kind == "padding":
         mask[:, n // 2 :] = False
         mask[..., keys // 2 :] = False
@@ -504,6 +506,7 @@ LEFT_OUT = [
     {"lq": 130, "lk": 1500, "n": 3},
     {"lq": 300, "lk": 397, "d": 8, "layout": "bnhld"},
     {"d": 64, "lq": 200, "lk": 384, "dtype": torch.float16},
+    {"d": 64, "lq": 64, "lk": 640},
     {"d": 48, "lq": 640, "lk": 300, "lse_gradient": True},
     {"n": 150, "lq": 100, "lk": 130, "mask_bias": "finite"},
     {"n": 150, "lq": 70, "lk": 512},  # so many rows that a block goes through several
@@ -518,7 +521,7 @@ LEFT_OUT = [
 
 @pytest.mark.usefixtures("poisoned", "rows_left_out")
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", ["ends", "padding", "shared", "batch", "one_key", "nothing"])
+@pytest.mark.parametrize("kind", ["ends", "apart", "padding", "shared", "batch", "one_key", "nothing"])
 @pytest.mark.parametrize("changes", LEFT_OUT, ids=str)
 def test_gradients_where_a_mask_leaves_rows_out(changes: dict, kind: str, deterministic: bool) -> None:
     """What is left out has gradients of zero; rows whose bias alone is -inf are not left out."""

@@ -64,7 +64,7 @@ def test_panels_go_through_the_rows_together(panels: int, n: int, blocks: int, a
 
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize(
-    ("channels", "keys"), [(32, 100), (32, 300), (32, 384), (32, 397), (32, 512), (16, 1500), (48, 700), (64, 384)]
+    ("channels", "keys"), [(32, 100), (32, 300), (32, 384), (32, 397), (32, 512), (16, 1500), (48, 700), (64, 384), (64, 640)]
 )
 def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None:
     """Each slice is one warpgroup's; and where a row ends after some tiles, they are among those that are gone through."""

@@ -139,10 +139,14 @@ def test_a_folder_that_cannot_be_written_does_not_stop_a_call(folder: pathlib.Pa
     assert callable(launch.compiled(prepare.Pairs(cutlass.Float16, 8)))
 
 
-def test_a_kernel_that_is_not_kept(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_not_kept_needs_no_file(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError("No usable temporary directory")
+
     monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
-    monkeypatch.setattr(launch.tempfile, "tempdir", str(folder))
-    assert callable(launch.compiled(prepare.Pairs(cutlass.BFloat16, 8)))
+    monkeypatch.setattr(launch.tempfile, "mkstemp", refuse)
+    one, other = (launch.compiled(prepare.Pairs(cutlass.BFloat16, width)) for width in (1, 8))
+    assert callable(one) and callable(other) and one is not other
     assert list(folder.iterdir()) == []
 
 

@@ -110,7 +110,7 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return Made()
 
     monkeypatch.setattr(launch, "build", build)
-    monkeypatch.setattr(launch, "_module", lambda path: Module())
+    monkeypatch.setattr(launch, "_module", lambda path, function: Module())
     monkeypatch.setattr(launch.cache, "folder", lambda: None)
     kernels = [Copy() for _ in range(3)]
     for number, kernel in enumerate(kernels):

@@ -20,7 +20,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import bwd, launch
+from evoattn.backends.triton import bwd, bwd_pair, launch
 from evoattn.backends.triton.bwd_pair import rows_of_a_turn, shares
 from evoattn.backends.triton.launch import Kernel, Launch, strided
 from evoattn.problem import describe
@@ -30,7 +30,7 @@ from evoattn.tuning import Config
 @pytest.mark.parametrize(
     ("programs", "n", "expected"),
     [
-        (16, 100, 8),
+        (16, 250, 8),
         (64, 256, 6),
         (144, 384, 8),
         (196, 397, 2),
@@ -42,8 +42,19 @@ from evoattn.tuning import Config
     ],
 )
 def test_shares_of_rows_fill_the_processors(programs: int, n: int, expected: int) -> None:
-    """tri100, 256 and 384, tri397 if all of its tiles were whole, tri512, 1024 and diffusion768."""
+    """tri256 and 384, tri397 if all of its tiles were whole, tri512, 1024 and diffusion768."""
     assert shares(programs, n, at_once=396) == expected
+
+
+@pytest.mark.parametrize(("length", "most"), [(100, 16), (128, 16), (129, 8), (384, 8)])
+def test_short_lengths_have_more_shares(monkeypatch: pytest.MonkeyPatch, length: int, most: int) -> None:
+    monkeypatch.setattr(bwd_pair, "programs_at_once", lambda *_: 1 << 20)
+    q, pair = torch.empty(1, 64, 1, length, 32, dtype=torch.bfloat16), torch.empty(1, 1, length, length, dtype=torch.bfloat16)
+    lse = torch.empty(1, 64, 1, length)
+    needs = (True, True, True, False, True)
+    options = {"scale": 1.0, "layout": "bnhld", "needs": needs, "deterministic": True, "config": Config()}
+    planned = bwd.plan_backward(q, None, q, q, q, None, None, pair, q, lse, **options)
+    assert planned.pair.in_order.partial.shape[1] == most
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from evoattn import layouts
 from evoattn.backends.hopper.bwd_bias import PanelSum
 from evoattn.backends.hopper.bwd_dkdv import KeyGradients
 from evoattn.backends.hopper.bwd_dq import QueryGradients
-from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, one_kernel, query_variant, skips_rows
+from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, one_kernel, query_deal, query_variant, skips_rows
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
 from evoattn.backends.hopper.bwd_whole import WholeGradients
@@ -133,7 +133,8 @@ def plan_backward(
         found = Statistics(dtype, d, dlse=dlse is not None)
         statistics = plan(found, device, at_o, at_do, at_lse, at_dlse, stats, unit)
     if gradient is not None and partial:
-        summed = PanelSum(types[gradient.sums.dtype], **split, stage=chosen["stage"], vector=lk % 2 == 0)
+        deal = query_deal(d, chosen["slices"], chosen["stage"])
+        summed = PanelSum(types[gradient.sums.dtype], **split, deal=deal, vector=lk % 2 == 0)
         total = plan(summed, device, parts, at_sums, n, clusters)
     if second and not whole:
         tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None

@@ -19,14 +19,14 @@ class PanelSum(Kernel):
 
     Args:
         dtype: cutlass type of d(pair bias).
-        groups, slices, stage, cluster: as the variant of `QueryGradients` that left the parts.
+        groups, slices, cluster, deal: as the variant of `QueryGradients` that left the parts.
         vector: whether rows of d(pair bias) start on 4 bytes.
     """
 
-    def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, stage: int = 2, cluster: int = 1, vector: bool = True):
-        self.dtype, self.groups, self.slices, self.stage = dtype, groups, slices, stage
-        self.cluster, self.vector = cluster, vector
-        self.name_after(dtype, groups=groups, slices=slices, stage=stage, cluster=cluster, vector=vector)
+    def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, cluster: int = 1, deal: int = 0, vector: bool = True):
+        self.dtype, self.groups, self.slices, self.cluster = dtype, groups, slices, cluster
+        self.deal, self.vector = deal, vector
+        self.name_after(dtype, groups=groups, slices=slices, cluster=cluster, deal=deal or None, vector=vector)
 
     @cute.jit
     def __call__(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
@@ -54,7 +54,7 @@ class PanelSum(Kernel):
                 sums[y] = sums[y] + part[y]
         s, wt = tid // 128, tid % 128
         q = pan % NQ * ROWS + wt // 32 * 16 + wt % 32 // 4
-        key = key_of_slice(x // 4, rank * self.groups + s, self.cluster * self.groups, self.slices, self.stage)
+        key = key_of_slice(x // 4, rank * self.groups + s, self.cluster * self.groups, self.slices, self.deal)
         k = key + x % 4 * 8 + wt % 4 * 2
         for r in range_constexpr(2):
             if q + 8 * r < LQ and k < LK:

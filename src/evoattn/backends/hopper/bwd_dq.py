@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dq_feed import QueryFeed
+from evoattn.backends.hopper.bwd_plan import query_deal
 from evoattn.backends.hopper.bwd_schedule import share
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
@@ -55,7 +56,8 @@ class QueryGradients(QueryFeed, Kernel):
         partial: whether each block leaves its part of d(pair bias) instead of adding it to what the others found.
         vector: whether lines of the pair bias start on 4 bytes, and the number of keys is even.
         skips: whether rows whose keys are all masked are left out, but for the first of a block's stretch: `bwd_dkdv`, which
-            leaves them out too, clears their dq.
+            leaves them out too, clears their dq. Where keys are dealt (`query_deal`), a row that a mask cuts short ends after
+            half of a warpgroup's tiles or a later one, `exits`.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class QueryGradients(QueryFeed, Kernel):
         self.width = 16 * self.steps
         self.keys = stage * SLICE
         self.tiles = slices // stage
-        self.exits = self.tiles_to_end_at() if skips else ()
+        self.deal = query_deal(channels, slices, stage)
+        self.exits = tuple(range(-(-self.tiles // 2), self.tiles)) if skips and self.deal else ()  # tiles a row may end after
         self.dlse, self.partial, self.skips = dlse, partial, skips
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
@@ -325,8 +328,7 @@ class QueryGradients(QueryFeed, Kernel):
                     so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                     tiles = Int32(self.tiles)
                     if const_expr(len(self.exits) > 0):
-                        # of two warpgroups that one warp brings in keys for, as many as of the first
-                        tiles = arch.make_warp_uniform(self.live_tiles(work[it % 4, 2], rank, s % self.key_producers))
+                        tiles = arch.make_warp_uniform(self.live_tiles(work[it % 4, 2], rank, s))
                     st, ph, qp = self.tiles_of_row(
                         0, tiles, more, operands, arriving, db, mine, bars, scale * LOG2E, so, st, ph, qp, LQ, wid, lane
                     )
@@ -405,7 +407,7 @@ class QueryGradients(QueryFeed, Kernel):
             dS = self.gradient(S, T, nl, nd, c, db, u)
             go = arch.make_warp_uniform(qp ^ 1)
             self.preload(S, self.late(mine, dS, LQ), u + 1)
-            self.ask(operands, dS, u, (u + 1) % SL, go, so + st, so + st)
+            self.ask(operands, dS, u, (u + 1) % SL, go, so, st, st)
             warpgroup.wait_group(0)
         dS = self.gradient(S, T, nl, nd, c, db, last)
         old = st
@@ -419,14 +421,14 @@ class QueryGradients(QueryFeed, Kernel):
                 arch.mbarrier_wait(full + so + st, ph)
             go = arch.make_warp_uniform(qp ^ 1)
             self.preload(S, self.late(mine, dS, LQ), 0)
-            self.ask(operands, dS, last, 0, go, so + old, so + st, apart=True)
+            self.ask(operands, dS, last, 0, go, so, old, st, apart=True)
             warpgroup.wait_group(1)
             release(empty + so + old, lane)
         elif const_expr(j + 1 not in self.exits):
             arch.mbarrier_wait(full + so + st, ph)
             go = arch.make_warp_uniform(qp ^ 1)
             self.preload(S, self.late(mine, dS, LQ), last + 1)
-            self.ask(operands, dS, last, 0, go, so + old, so + st)
+            self.ask(operands, dS, last, 0, go, so, old, st)
             warpgroup.wait_group(0)
             release(empty + so + old, lane)
             st, ph, qp = self.tiles_of_row(
@@ -440,7 +442,7 @@ class QueryGradients(QueryFeed, Kernel):
                 arch.mbarrier_wait(full + so + st, ph)
             go = arch.make_warp_uniform(qp ^ 1)
             self.preload(S, self.late(mine, dS, LQ), last + 1, not over)
-            self.ask(operands, dS, last, 0, go, so + old, so + st, apart=True)
+            self.ask(operands, dS, last, 0, go, so, old, st, apart=True)
             warpgroup.wait_group(1)
             release(empty + so + old, lane)
             if not over:
@@ -450,14 +452,14 @@ class QueryGradients(QueryFeed, Kernel):
                 )
         return st, ph, qp
 
-    def ask(self, operands, dS, u, part, go, old, i, apart=False):
-        """Issue dq += dS K of slice u, in stage `old`, and the scores of slice `part` of stage i; `apart`: in two groups."""
+    def ask(self, operands, dS, u, part, go, so, old, st, apart=False):
+        """Issue dq += dS K of slice u, in stage `old`, and the scores of slice `part` of stage `st`; `apart`: in two groups."""
         S, T, R, rQ, fG, ones, fK, fV, fKt, fR = operands
         warpgroup.fence()
-        self.products(dS, R, fKt, u, old)
+        self.products(dS, R, fKt, u, so + old)
         if apart:
             warpgroup.commit_group()
-        self.scores(S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, part, i)
+        self.scores(S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, part, so + st)
         warpgroup.commit_group()
 
     @cute.jit

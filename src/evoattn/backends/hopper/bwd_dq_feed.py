@@ -8,6 +8,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync
 
 from evoattn.backends.hopper.bwd_dq_steps import QuerySteps
+from evoattn.backends.hopper.bwd_plan import PANEL
 from evoattn.backends.hopper.bwd_schedule import opening, row
 from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, row_at, sleep_until
 from evoattn.backends.hopper.prepare import TERMS
@@ -16,11 +17,9 @@ from evoattn.backends.hopper.schedule import place, stretch
 
 __all__ = ["QueryFeed"]
 
-_PANEL = 64  # keys of a panel of `bwd_dkdv`, in which `bwd_live` counts
-
 
 class QueryFeed(QuerySteps):
-    """One or two warps for the keys, one for the rows; `QueryGradients` says what the attributes are."""
+    """Two or three warps for the keys, one for the rows; `QueryGradients` says what the attributes are."""
 
     stages: int
     keys: int
@@ -88,13 +87,9 @@ class QueryFeed(QuerySteps):
                         st = Int32(0)
                         ph ^= 1
 
-    def tile_of(self, j, group):
-        """Tile j of a warpgroup, as `key_of_slice` has it."""
-        return j * self.cluster * self.groups + group if self.tiles > 2 else group * self.tiles + j
-
     def tiles_to(self, live, b, n):
-        """The tiles of a row's keys up to the last that is not masked."""
-        return (live[0][b, 1, n] * _PANEL + self.keys - 1) // self.keys
+        """The tiles of a row's keys up to the end of the last panel that has one that is not masked."""
+        return (live[0][b, 1, n] * PANEL + self.keys - 1) // self.keys
 
     @cute.jit
     def next_row(self, position: Int32, count: Int32, n: Int32, known, live, b: Int32, lane: Int32) -> Int32:

@@ -42,21 +42,18 @@ class QuerySteps:
     groups: int
     slices: int
     stage: int
+    deal: int
     tiles: int
     exits: tuple[int, ...]
     vector: bool
 
     def key(self, u, group=0):
         """The first key of slice u of a warpgroup; of the first, how far behind its slice 0."""
-        return key_of_slice(u, group, self.cluster * self.groups, self.slices, self.stage)
+        return key_of_slice(u, group, self.cluster * self.groups, self.slices, self.deal)
 
-    def tiles_to_end_at(self) -> tuple[int, ...]:
-        """After how many of a warpgroup's tiles of keys a row may end that a mask cuts short.
-
-        Each place takes registers, and 2% of the time of all rows with up to 32 channels, but nothing with more.
-        """
-        half = -(-self.tiles // 2)
-        return () if self.tiles <= 2 else (half,) if self.channels <= 32 else tuple(range(half, self.tiles))
+    def tile_of(self, j, group):
+        """Which of all tiles of keys is tile j of a warpgroup."""
+        return j * self.cluster * self.groups + group if self.deal else group * self.tiles + j
 
     def live_tiles(self, tiles, rank, s):
         """How many tiles of keys warpgroup s goes through in a row with so many up to the last key that counts."""

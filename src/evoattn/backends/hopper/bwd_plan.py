@@ -36,8 +36,11 @@ _WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 _MOST_IDLE = 0.15
 """Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
 
+PANEL = 64
+"""Keys that a block of the kernel of the keys owns, and in which a row's live keys are counted."""
+
 MOST_PANELS = 128
-"""Panels of 64 keys of rows that are listed: their numbers lie in the shared memory of one block."""
+"""Panels of keys of rows that are listed: their numbers lie in the shared memory of one block."""
 
 _LEAST_SCORES_TO_SKIP = 1 << 25
 """`tri256` has twice as many: looking costs 1.5 of its 120 us where nothing is left out, H200."""
@@ -59,6 +62,15 @@ def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None
             if keys <= cluster * room and query_shared(channels, pair, **chosen) <= SHARED:
                 return chosen
     return None
+
+
+def query_deal(channels: int, slices: int, stage: int) -> int:
+    """Slices of keys that are dealt to the warpgroups of `QueryGradients` at a time, or 0 where they are not dealt.
+
+    Where they are, a row may end early that a mask cuts short. That takes registers, and costs other rows nothing with 48 and
+    64 channels, but up to 5% with fewer.
+    """
+    return stage if channels > 32 and slices // stage > 2 else 0
 
 
 def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int, stages: int, cluster: int) -> int:
@@ -124,7 +136,7 @@ def skips_rows(mask: bool, needs: tuple[bool, ...], pair: bool, channels: int, s
     They do not where a tile of zeros would take a stage: with 48 channels and no pair bias.
     """
     b, n, _, queries, keys = sizes
-    listed = n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST and keys <= 64 * MOST_PANELS
+    listed = n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST and keys <= PANEL * MOST_PANELS
     if not (mask and any(needs[1:4]) and listed and math.prod(sizes) >= _LEAST_SCORES_TO_SKIP):
         return False
     return key_variant(channels, queries, pair, skips=True) == key_variant(channels, queries, pair)

@@ -20,15 +20,9 @@ NEVER = -1e30  # in place of -lse where a query has no probabilities
 STEP = 16.0  # float16 takes -lse / scale in these: a pair bias brings it to -524,032, and a little beyond
 
 
-def key_of_slice(u: Any, group: Any, groups: int, slices: int, stage: int) -> Any:
-    """The first key of slice u of a warpgroup in `bwd_dq`.
-
-    More than two tiles of `stage` slices go round the warpgroups, so that all of them have less to do in a row that a mask
-    cuts short. Of two, the keys of a warpgroup lie side by side: to look for the end took 5% longer where there is none.
-    """
-    if slices // stage > 2:
-        return ((u // stage * groups + group) * stage + u % stage) * SLICE
-    return (group * slices + u) * SLICE
+def key_of_slice(u: Any, group: Any, groups: int, slices: int, deal: int) -> Any:
+    """The first key of slice u of a warpgroup in `bwd_dq`, whose keys lie side by side or are dealt `deal` slices at a time."""
+    return ((u // deal * groups + group) * deal + u % deal) * SLICE if deal else (group * slices + u) * SLICE
 
 
 def row_at(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:

@@ -252,24 +252,26 @@ def compiled(kernel: Kernel) -> Any:
     with _compiler:
         path = None if kept is None else kept / "hopper" / f"{kernel.name}-{key}.o"
         if path is not None and path.exists():
-            return getattr(_module(path), function)
+            return getattr(_module(str(path), function), function)
         made = build(kernel)
         if path is not None:
             try:
                 _keep(made, path, function)
-                return getattr(_module(path), function)
+                return getattr(_module(str(path), function), function)
             except OSError:  # no room or no right to write: this process has the kernel all the same
                 pass
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "kernel.o")
-            made.export_to_c(str(path), function_name=function)
-            return getattr(_module(path), function)
+        handle = os.memfd_create(function)
+        try:
+            made.export_to_c(f"/proc/self/fd/{handle}", function_name=function)
+            return getattr(_module(f"/proc/self/fd/{handle}", function), function)
+        finally:
+            os.close(handle)
 
 
 @functools.cache
-def _module(path: pathlib.Path) -> Any:
-    """What an object file holds. It is kept: a function of it does not outlive it, and fails by hanging."""
-    return load_module(str(path), enable_tvm_ffi=True)
+def _module(path: str, function: str) -> Any:
+    """The object file of a function. It is kept: the function does not outlive it, and fails by hanging."""
+    return load_module(path, enable_tvm_ffi=True)
 
 
 def _keep(made: Any, path: pathlib.Path, function: str) -> None:

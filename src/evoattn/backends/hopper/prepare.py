@@ -15,7 +15,7 @@ from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr, cute, r
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.bwd_plan import MOST_PANELS
+from evoattn.backends.hopper.bwd_plan import MOST_PANELS, PANEL
 from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, size, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
 
@@ -28,7 +28,6 @@ _EACH = 2  # vectors of eight elements that a thread brings over
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 _CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
 _WORD = 16  # keys of a word
-_PANEL = 64  # keys of a panel of `bwd_dkdv`
 
 
 class Rows(Kernel):
@@ -158,7 +157,7 @@ class Rows(Kernel):
                     j = cutlass.min((chunks - 1) * _CHUNK + x, keys - 1)
                     live = cutlass.max(live, Int32(cutlass.select_(row[j] != Uint8(0), j + 1, 0)))
                 chunks -= 1
-        return (live + _PANEL - 1) // _PANEL
+        return (live + PANEL - 1) // PANEL
 
     @cute.jit
     def last_of_words(self, row: cute.Tensor, keys: Int32) -> Int32:

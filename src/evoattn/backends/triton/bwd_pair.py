@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class Pair:
         sums: where partial sums are added up, if not in the result.
         cleared: whether sums start from 0.
         in_order: the kernel of a fixed order of summation.
-        total: adds up the shares that it leaves.
+        total: adds up the shares that it leaves; None where torch does.
     """
 
     device: torch.device
@@ -147,12 +148,14 @@ class Pair:
     def finish(self, tensors: PairTensors, found: Tensor | None) -> Tensor | None:
         """The gradient in the bias's shape and dtype, from the sums or shares that were found."""
         result = tensors.result
-        if result is not None and found is not None and found is not result:
-            if self.total is None:
-                result.copy_(found.as_strided(result.shape, found.stride()))
-            else:
-                self.total(found, result)
-        return result
+        if result is None or found is None or found is result:
+            return result
+        if self.total is not None:
+            self.total(found, result)
+            return result
+        if self.in_order is not None:
+            found = self.in_order.add_up(found, result.shape)
+        return result.copy_(found.as_strided(result.shape, found.stride()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +190,12 @@ class InOrder:
         for launch in self.launches:
             launch(*inputs, row, spans, bias, partial)
         return partial
+
+    def add_up(self, partial: Tensor, shape: Sequence[int]) -> Tensor:
+        """The sum of the shares over axes of size 1 of a bias of this shape, by torch."""
+        sizes = (shape[0], 1, *shape[1:])
+        used = partial.as_strided(self.used, self.partial.stride)
+        return used.sum([axis for axis, size in enumerate(sizes) if size == 1], keepdim=True)[:, 0]
 
 
 def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bool) -> Pair:

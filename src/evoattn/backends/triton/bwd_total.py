@@ -17,6 +17,9 @@ _AT_ONCE = (1, 8, 16)
 _TILE_Q = 16
 _TILE_K = 64
 
+_MOST_IN_SERIES = 64
+"""Tiles that one program adds up, each of all splits: torch, which adds in parallel, does it for more."""
+
 
 @Kernel
 @triton.jit(
@@ -55,13 +58,17 @@ def total_kernel(
     tl.store(p_result, b_sum.to(p_result.dtype.element_ty), mask=inside)
 
 
-def plan_total(shares: Strided, used: tuple[int, ...], result: Strided) -> Launch:
+def plan_total(shares: Strided, used: tuple[int, ...], result: Strided) -> Launch | None:
     """The launch of (shares, result) that adds up shares [b,splits,h,q,k] to the contiguous gradient [b|1,h|1,q|1,k|1].
+
+    None where a bias that broadcasts has so many that a program would take long.
 
     used: the part of the shares that holds something; along axes of the result of size 1 all of it is added up.
     """
     b, heads, size_q, size_k = result.shape
     each = [size if axis == 1 else 1 for size, axis in zip((used[0], *used[2:]), result.shape, strict=True)]
+    if math.prod(each) > _MOST_IN_SERIES:
+        return None
     blocks_q, blocks_k = math.ceil(size_q / _TILE_Q), math.ceil(size_k / _TILE_K)
     stride_b, stride_split, stride_h, stride_q, _ = shares.stride
     sizes = (heads, size_q, size_k, blocks_q, blocks_k)

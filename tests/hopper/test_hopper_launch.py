@@ -95,19 +95,24 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = []
     inside = threading.Semaphore(1)
 
+    names = {}
+
     class Made:
+        def __init__(self, name: str):
+            self.name = name
+
         def export_to_c(self, path: str, function_name: str) -> None:
-            pass
+            names[function_name] = self.name
 
     class Module:
         def __getattr__(self, function: str) -> str:
-            return function
+            return names[function]
 
     def build(kernel: launch.Kernel) -> Made:
         at_once.append(inside.acquire(blocking=False))
         time.sleep(0.05)
         inside.release()
-        return Made()
+        return Made(kernel.name)
 
     monkeypatch.setattr(launch, "build", build)
     monkeypatch.setattr(launch, "_module", lambda path, function: Module())
@@ -116,5 +121,5 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, kernel in enumerate(kernels):
         kernel.name = f"thread {number}"
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        assert len(set(pool.map(launch.compiled, kernels))) == 3
+        assert list(pool.map(launch.compiled, kernels)) == [kernel.name for kernel in kernels]
     assert at_once == [True] * 3

@@ -30,7 +30,7 @@ from evoattn.tuning import Config
 @pytest.mark.parametrize(
     ("programs", "n", "expected"),
     [
-        (16, 250, 8),
+        (16, 100, 8),
         (64, 256, 6),
         (144, 384, 8),
         (196, 397, 2),
@@ -42,7 +42,7 @@ from evoattn.tuning import Config
     ],
 )
 def test_shares_of_rows_fill_the_processors(programs: int, n: int, expected: int) -> None:
-    """tri256 and 384, tri397 if all of its tiles were whole, tri512, 1024 and diffusion768."""
+    """tri100 with no more than others, 256 and 384, tri397 if all of its tiles were whole, tri512, 1024 and diffusion768."""
     assert shares(programs, n, at_once=396) == expected
 
 

@@ -10,7 +10,7 @@ import torch
 from evoattn.problem import Problem
 from evoattn.tuning import user
 from evoattn.tuning.config import Config
-from evoattn.tuning.sizes import MIN_TILE, power_of_two
+from evoattn.tuning.sizes import MIN_TILE, SHORT, power_of_two
 
 __all__ = ["BackwardTiles", "Tiles", "backward_shared_bytes", "backward_tiles"]
 
@@ -29,8 +29,6 @@ _FULL_CARD = 264
 _SHARES_ROWS = 528
 """Programs of one row from which two share a tile of bias: at a triangle of 50 one alone takes .0146 ms, two .0163, the whole
 backward; at 100 .0352 and .0328."""
-
-_SHORT = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +246,10 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
     if dq.block_q > _WARPGROUP_ROWS and saved > _WORTH_A_TILE:
         limit = dq.max_registers if dq.num_warps == _WARPS_OF_A_GROUP else 0
         dq = dataclasses.replace(dq, block_q=_WARPGROUP_ROWS, num_warps=_WARPS_OF_A_GROUP, max_registers=limit)
-    short = max(problem.lq, problem.lk) <= _SHORT
+    short = max(problem.lq, problem.lk) <= SHORT
     pair = (line.pair_short if short else None) or line.pair
     dkdv = line.dkdv
-    if of_heads * problem.lk < _FEW_KEYS and problem.lq > _SHORT:
+    if of_heads * problem.lk < _FEW_KEYS and problem.lq > SHORT:
         dkdv = line.dkdv_few or dkdv
     elif problem.lq % dkdv.block_q or not problem.d == problem.c == channels:
         dkdv = line.dkdv_ragged or dkdv

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["MIN_TILE", "power_of_two"]
+__all__ = ["MIN_TILE", "SHORT", "power_of_two"]
 
 MIN_TILE = 16
 """Queries or keys that a matrix product takes at least."""
+
+SHORT = 128
+"""Queries and keys up to which a backward has tiles, and shares of its rows, of its own."""
 
 
 def power_of_two(size: int, least: int = MIN_TILE) -> int:

@@ -252,20 +252,25 @@ def compiled(kernel: Kernel) -> Any:
     with _compiler:
         path = None if kept is None else kept / "hopper" / f"{kernel.name}-{key}.o"
         if path is not None and path.exists():
-            return getattr(_module(str(path), function), function)
+            return _loaded(str(path), function)
         made = build(kernel)
         if path is not None:
             try:
                 _keep(made, path, function)
-                return getattr(_module(str(path), function), function)
+                return _loaded(str(path), function)
             except OSError:  # no room or no right to write: this process has the kernel all the same
                 pass
         handle = os.memfd_create(function)
         try:
             made.export_to_c(f"/proc/self/fd/{handle}", function_name=function)
-            return getattr(_module(f"/proc/self/fd/{handle}", function), function)
+            return _loaded(f"/proc/self/fd/{handle}", function)
         finally:
             os.close(handle)
+
+
+def _loaded(path: str, function: str) -> Any:
+    """A function of an object file."""
+    return getattr(_module(path, function), function)
 
 
 @functools.cache

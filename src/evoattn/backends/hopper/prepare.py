@@ -45,6 +45,7 @@ class Rows(Kernel):
     def __init__(self, dtype: Any, *, mask: bool, bias: Any, clears: bool = False, lists: bool = False):
         self.dtype, self.mask, self.bias, self.clears, self.lists = dtype, mask, bias, clears, lists
         self.threads = _LISTING if lists else _THREADS
+        self.warps = self.threads // 32
         self.name_after(dtype, mask=mask, bias=bias, clears=clears, lists=lists)
 
     def arguments(self) -> tuple[Any, ...]:
@@ -99,8 +100,8 @@ class Rows(Kernel):
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
         smem = SmemAllocator()
-        tops = cute.make_tensor(smem.allocate_array(Float32, self.threads // 32), cute.make_layout(self.threads // 32))
-        lasts = cute.make_tensor(smem.allocate_array(Int32, self.threads // 32), cute.make_layout(self.threads // 32))
+        tops = cute.make_tensor(smem.allocate_array(Float32, self.warps), cute.make_layout(self.warps))
+        lasts = cute.make_tensor(smem.allocate_array(Int32, self.warps), cute.make_layout(self.warps))
         if const_expr(self.lists):
             counts = cute.make_tensor(smem.allocate_array(Int32, MOST_PANELS + 1), cute.make_layout(MOST_PANELS + 1))
             r = r - order.shape[0]
@@ -209,7 +210,7 @@ class Rows(Kernel):
             if lane == 0:
                 tops[warp] = top
             arch.sync_threads()
-            for x in range_constexpr(self.threads // 32):
+            for x in range_constexpr(self.warps):
                 top = arch.fmax(top, tops[x])
         shift = Float32(cutlass.select_(cute.math.absf(top) < Float32.inf, top, Float32(0.0)))
         last = Int32(0)
@@ -225,7 +226,7 @@ class Rows(Kernel):
             lasts[warp] = last
         arch.sync_threads()
         if tid == 0:
-            for x in range_constexpr(self.threads // 32):
+            for x in range_constexpr(self.warps):
                 last = cutlass.max(last, lasts[x])
             ends[r] = last
 

@@ -217,7 +217,7 @@ def _overlap(call: Backward) -> None:
     in_order = call.pair.in_order
     spans = None if in_order is None or in_order.spans is None else in_order.spans[1]
     prepared = (rows, straight, transposed, spans, call.statistics)
-    in_shares = () if in_order is None else in_order.launches
+    in_shares, total = ((), None) if in_order is None else (in_order.launches, in_order.total)
     # Where no kernel of their own makes the statistics, dq does.
     with_statistics = prepared if call.statistics is not None else (*prepared, call.dq)
     overlap(
@@ -230,7 +230,7 @@ def _overlap(call: Backward) -> None:
         (call.dq, prepared),
         (call.dkdv, with_statistics),
         *((one, with_statistics) for one in in_shares),
-        (call.pair.total, in_shares),
+        (total, in_shares),
     )
 
 

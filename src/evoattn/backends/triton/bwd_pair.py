@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from evoattn.backends.triton.bwd_total import plan_total
 from evoattn.backends.triton.launch import Launch, Strided, cache_bytes, contiguous, empty, layout_for, programs_at_once
 from evoattn.backends.triton.prepare import loads_wide
 from evoattn.tuning.heuristics_backward import Tiles
+from evoattn.tuning.sizes import SHORT
 
 __all__ = ["Pair", "PairTensors", "plan_pair", "rows_of_a_turn", "shares"]
 
@@ -35,9 +35,7 @@ _MOST_SPLITS = 8
 """Shares of the rows n, each with a float32 pair-bias gradient of its own: what they cost in memory stays small."""
 
 _MOST_SPLITS_OF_SHORT = 16
-"""Likewise for lengths up to _SHORT, whose tiles are few."""
-
-_SHORT = 128
+"""Likewise for lengths up to SHORT, whose tiles are few."""
 
 _WORTH_A_STRIP = 64
 """Queries and keys of tiles that are large enough to have what is left over in smaller ones."""
@@ -83,7 +81,6 @@ class Pair:
         sums: where partial sums are added up, if not in the result.
         cleared: whether sums start from 0.
         in_order: the kernel of a fixed order of summation.
-        total: adds up the shares that it leaves; None where torch does.
     """
 
     device: torch.device
@@ -100,7 +97,6 @@ class Pair:
     sums: Strided | None = None
     cleared: bool = False
     in_order: InOrder | None = None
-    total: Launch | None = None
 
     @property
     def by_query(self) -> Strided | None:
@@ -150,11 +146,8 @@ class Pair:
         result = tensors.result
         if result is None or found is None or found is result:
             return result
-        if self.total is not None:
-            self.total(found, result)
-            return result
         if self.in_order is not None:
-            found = self.in_order.add_up(found, result.shape)
+            return self.in_order.finish(found, result)
         return result.copy_(found.as_strided(result.shape, found.stride()))
 
 
@@ -168,6 +161,7 @@ class InOrder:
         used: the part of it that holds something.
         spans: the rows n that are live, and what finds them, where there is a row bias and so many rows that it pays.
         launches: the kernel, for each turn of rows once a strip of tiles, whole ones first.
+        total: what adds up the shares; None where torch does.
     """
 
     device: torch.device
@@ -175,6 +169,7 @@ class InOrder:
     used: tuple[int, ...]
     spans: tuple[Strided, Launch] | None
     launches: tuple[Launch, ...]
+    total: Launch | None
 
     def find_spans(self, row: Tensor) -> Tensor:
         """The spans, from the row bias; without one, that itself stands in for them."""
@@ -191,11 +186,14 @@ class InOrder:
             launch(*inputs, row, spans, bias, partial)
         return partial
 
-    def add_up(self, partial: Tensor, shape: Sequence[int]) -> Tensor:
-        """The sum of the shares over axes of size 1 of a bias of this shape, by torch."""
-        sizes = (shape[0], 1, *shape[1:])
+    def finish(self, partial: Tensor, result: Tensor) -> Tensor:
+        """The gradient, [b|1,h|1,q|1,k|1], from the shares."""
+        if self.total is not None:
+            self.total(partial, result)
+            return result
+        sizes = (result.shape[0], 1, *result.shape[1:])
         used = partial.as_strided(self.used, self.partial.stride)
-        return used.sum([axis for axis, size in enumerate(sizes) if size == 1], keepdim=True)[:, 0]
+        return result.copy_(used.sum([axis for axis, size in enumerate(sizes) if size == 1], keepdim=True)[:, 0])
 
 
 def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bool) -> Pair:
@@ -215,9 +213,7 @@ def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bo
         # Tiles that a mask switches off are not visited.
         return dataclasses.replace(pair, mode=PAIR_STORE, cleared=call.rows is not None)
     if deterministic:
-        in_order = _plan_in_order(call, pair)
-        total = plan_total(in_order.partial, in_order.used, contiguous(bias.shape, bias.dtype))
-        return dataclasses.replace(pair, in_order=in_order, total=total)
+        return dataclasses.replace(pair, in_order=_plan_in_order(call, pair, bias))
     size_q = round_up(problem.lq, tile.block_q) if full_q else 1
     size_k = round_up(problem.lk, tile.block_k) if full_k else 1
     exact = bias.dtype == torch.float32 and (size_q, size_k) == bias.shape[2:]
@@ -241,13 +237,13 @@ def _with_copies(call: Call, pair: Pair, bias: Strided, *, reuse: bool) -> Pair:
     return dataclasses.replace(pair, transposed=plan_pack(bias, size_q, size_k, transpose=True), storage=storage)
 
 
-def _plan_in_order(call: Call, pair: Pair) -> InOrder:
+def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
     problem, tiles = call.problem, call.tiles.pair
     bias = pair.by_query
     strips = _strips(problem.lq, problem.lk, tiles)
     blocks_q, blocks_k = -(-problem.lq // tiles.block_q), -(-problem.lk // tiles.block_k)
     whole = problem.b * problem.h * strips[0][0].blocks * strips[0][1].blocks
-    most = _MOST_SPLITS_OF_SHORT if max(problem.lq, problem.lk) <= _SHORT else _MOST_SPLITS
+    most = _MOST_SPLITS_OF_SHORT if max(problem.lq, problem.lk) <= SHORT else _MOST_SPLITS
     splits = shares(whole, problem.n, programs_at_once(call.device, tiles.num_warps, tiles.max_registers), most)
     # An axis of size 1 holds one partial sum a tile.
     size_q = round_up(blocks_q * tiles.block_q if pair.full_q else blocks_q, PAD)
@@ -297,7 +293,8 @@ def _plan_in_order(call: Call, pair: Pair) -> InOrder:
     used = (*partial.shape[:3], problem.lq if pair.full_q else blocks_q, problem.lk if pair.full_k else blocks_k)
     turns = range(-(-problem.n // (splits * rows)))
     launches = tuple(plan(q, k, turn) for turn in turns for q, k in strips)
-    return InOrder(call.device, partial, used, spans, launches)
+    total = plan_total(partial, used, contiguous(given.shape, given.dtype))
+    return InOrder(call.device, partial, used, spans, launches, total)
 
 
 def rows_of_a_turn(share: int, row: int, splits: int, cache: int) -> int:

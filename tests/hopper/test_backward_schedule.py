@@ -19,19 +19,22 @@ from evoattn.backends.hopper.bwd_dq import QueryGradients
 
 def stretches(rows: list[int], blocks: int):
     """(block, its time, panel, row) of all units, as the kernels walk through them; rows[panel] there are of each panel."""
-    starts = list(itertools.accumulate(rows, initial=0))
+    change = schedule.CHANGE
+    if len(set(rows)) == 1 and rows[0]:
+        change = schedule.change_of(rows[0], schedule.share(sum(rows), blocks))
+    starts = list(itertools.accumulate((n + change if n else 0 for n in rows), initial=0))
     total = starts[-1]
     each = max(schedule.share(total, blocks), 1)
     for block in range(blocks):
         at, end = min(block * each, total), min((block + 1) * each, total)
         while at < end:
             panel = bisect.bisect_right(starts, at) - 1
-            start, n = starts[panel], rows[panel]
-            count = min(start + n - at, end - at)
-            known = schedule.opening(start, n, each, block, at)
-            for position in range(count):
-                yield block, at + position - block * each, panel, schedule.row(position, n, known)
-            at += count
+            start, n = starts[panel] + change, rows[panel]
+            first = max(at - start, 0)
+            known = schedule.opening(start, n, each, block, start + first)
+            for position in range(min(n, end - start) - first):
+                yield block, start + first + position - block * each, panel, schedule.row(position, n, known)
+            at = min(start + n, end)
 
 
 SIZES = [*itertools.product(range(1, 4), range(1, 6), range(1, 6)), (6, 48, 33), (7, 40, 3), (3, 1, 20)]
@@ -52,6 +55,46 @@ def test_every_row_that_is_left_once(blocks: int) -> None:
         rows = [left.choice((0, left.randint(0, 40))) for _ in range(left.randint(1, 12))]
         done = [(panel, row) for _, _, panel, row in stretches(rows, blocks)]
         assert sorted(done) == [(panel, row) for panel, n in enumerate(rows) for row in range(n)], rows
+
+
+@pytest.mark.parametrize("change", [0, 1, 3])
+def test_equal_panels_are_shared_by_time(change: int) -> None:
+    """The units that come before a time are those of a line in which each panel has its change before its rows."""
+    for panels, n in itertools.product(range(1, 4), range(1, 6)):
+        line = [unit for panel in range(panels) for unit in (*[None] * change, *range(panel * n, panel * n + n))]
+        for time in range(len(line) + 1):
+            assert schedule.reached(time, n, change) == sum(unit is not None for unit in line[:time])
+        for panel in range(panels):
+            assert line[schedule.first_row(panel, n, change)] == panel * n
+
+
+def test_blocks_that_change_panels_have_fewer_rows() -> None:
+    """Two panels, three blocks: the first two each have the change to a panel in their time, the last has none."""
+    done = [block for block, *_ in stretches([48] * 2, 3)]
+    assert [done.count(block) for block in range(3)] == [31, 31, 34]
+
+
+@pytest.mark.parametrize(("panels", "n", "blocks"), [(6, 48, 33), (7, 40, 3), (24, 384, 132), (16, 256, 132), (3, 1, 20)])
+def test_the_parts_of_a_deterministic_sum_are_found(panels: int, n: int, blocks: int) -> None:
+    """`PanelSum` adds up a slot of each block from the first to the last of a panel, as `bwd_dq` leaves them."""
+    each = schedule.share(panels * n, blocks)
+    change = schedule.change_of(n, each)
+    each = schedule.share(panels * (n + change), blocks)
+    at_work: dict[int, set[int]] = {}
+    for block in range(blocks):
+        times = (min(x * each, panels * (n + change)) for x in (block, block + 1))
+        for unit in range(*(schedule.reached(time, n, change) for time in times)):
+            at_work.setdefault(unit // n, set()).add(block)
+    slots = [panel + block for panel, of_panel in at_work.items() for block in of_panel]
+    assert len(set(slots)) == len(slots)
+    for panel, of_panel in at_work.items():
+        start = schedule.first_row(panel, n, change)
+        assert of_panel == set(range(start // each, (start + n - 1) // each + 1))
+
+
+def test_blocks_that_need_not_change_do_not() -> None:
+    done = [(block, panel) for block, _, panel, _ in stretches([48] * 2, 6)]
+    assert len(set(done)) == 6 and all(done.count(x) == 16 for x in done)
 
 
 @pytest.mark.parametrize(("panels", "n", "blocks", "apart"), [(16, 64, 17, 8), (16, 64, 33, 8)])

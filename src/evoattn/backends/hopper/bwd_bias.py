@@ -9,7 +9,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.bwd_schedule import share
+from evoattn.backends.hopper.bwd_plan import changes
+from evoattn.backends.hopper.bwd_schedule import change_of, first_row, share
 from evoattn.backends.hopper.bwd_steps import ROWS, fake_pair, fake_words, key_of_slice
 from evoattn.backends.hopper.launch import Kernel
 
@@ -25,7 +26,7 @@ class PanelSum(Kernel):
 
     def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, cluster: int = 1, deal: int = 0, vector: bool = True):
         self.dtype, self.groups, self.slices, self.cluster = dtype, groups, slices, cluster
-        self.deal, self.vector = deal, vector
+        self.deal, self.vector, self.changes = deal, vector, changes(True, cluster)
         self.name_after(dtype, groups=groups, slices=slices, cluster=cluster, deal=deal or None, vector=vector)
 
     @cute.jit
@@ -43,8 +44,13 @@ class PanelSum(Kernel):
         pan, x, rank = arch.block_idx()
         B, H, LQ, LK = dpair.shape
         NQ = (LQ + ROWS - 1) // ROWS
-        each = Int32(share(Int64(B * H * NQ) * n, blocks))
-        first, last = pan * n // each, ((pan + 1) * n - 1) // each
+        panels, change = Int64(B * H * NQ), Int32(0)
+        each = Int32(share(panels * n, blocks))
+        if const_expr(self.changes):
+            change = change_of(n, each)
+            each = Int32(share(panels * (n + change), blocks))
+        start = first_row(pan, n, change)
+        first, last = start // each, (start + n - 1) // each
         sums = cute.make_rmem_tensor(4, Float32)
         sums.fill(0.0)
         for c in cutlass.range(first, last + 1):

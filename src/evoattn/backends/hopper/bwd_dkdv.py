@@ -78,6 +78,7 @@ class KeyGradients(KeyFeed, Kernel):
         self.D, self.steps = padded(channels), -(-channels // 16)
         self.width = 16 * self.steps
         self.resident, self.streamed = pair and ring == 0, pair and ring > 0
+        self.changes = self.resident
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
         # Slices of a stage whose products for dk and dv run on in the next slice's arithmetic: that takes registers, and, after
@@ -219,12 +220,11 @@ class KeyGradients(KeyFeed, Kernel):
             fill_zeros(sX[None, None, NS * 4], tid, self.threads)
         inverse = Float32(1.0) / scale
         arch.sync_threads()
-        # ---- work: an equal share of all (panel, n)
+        # ---- work: an equal share of the time that all (panel, n) take
         NK = (LK + ROWS - 1) // ROWS
         NT = (LQ + QUERIES - 1) // QUERIES
         sizes, live = (B, N, H, NK), (order, starts)
-        total = self.units(live, sizes)
-        some = total < Int64(B * H * NK) * N
+        total, change, some = self.measure(live, sizes, blocks)
         each = cutlass.max(Int32(share(total, blocks)), 1)
         begin = Int32(cutlass.min(Int64(bid) * each, total))
         end = Int32(cutlass.min(Int64(bid + 1) * each, total))
@@ -241,7 +241,7 @@ class KeyGradients(KeyFeed, Kernel):
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
             busy = (NS + int(self.streamed)) % 4  # the others clear what is left out; where there are none, all do it at last
-            span = (begin, end, bid, each)
+            span = (begin, end, bid, each, change)
             if s < NS:
                 bars = (full, empty, kfull, kempty)
                 copies = ((aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS))
@@ -278,8 +278,8 @@ class KeyGradients(KeyFeed, Kernel):
             sums = cute.make_rmem_tensor(2, Float32)
             bt, bp = Int32(0), Int32(0)
             while at < end:
-                i, h, b, n0, n1, _, _ = self.come_to(at, end, live, sizes, lane)
-                at += n1 - n0
+                i, h, b, n0, n1, start, length = self.come_to(at, end, change, live, sizes, lane)
+                at = cutlass.min(start + length, end)
                 k0 = i * ROWS + w * 16 + g
                 if const_expr(self.resident):
                     if again:

@@ -49,16 +49,16 @@ class KeyFeed(Line, KeySteps):
         reads the number of turn t has given k and v back up to turn t + 1 at most, so by then t + 2 and t + 3 are written, and
         t + 1 is written again with the same number.
         """
-        begin, end, bid, each = span
+        begin, end, bid, each, change = span
         full, empty, kfull, kempty = bars
         (aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS) = copies
         D, ST, NS = self.D, self.stages, self.streams
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         st, ph, turn, at = Int32(0), Int32(0), Int32(0), begin
         while at < end:
-            i, h, b, n0, n1, start, rows = self.come_to(at, end, live, sizes, lane)
-            known = opening(start, rows, each, bid, at)
-            at += n1 - n0
+            i, h, b, n0, n1, start, rows = self.come_to(at, end, change, live, sizes, lane)
+            known = opening(start, rows, each, bid, start + n0)
+            at = cutlass.min(start + rows, end)
             m, count, n = s, n1 - n0, Int32(0)
             if m < count:
                 n = self.row_of(row_at(m, rows, known), b, live, some)
@@ -106,13 +106,13 @@ class KeyFeed(Line, KeySteps):
         lane: Int32,
     ):
         """Bring in the tiles of the pair bias, each once for all streams."""
-        begin, end, _, _ = span
+        begin, end, _, _, change = span
         NS, RG = self.streams, self.ring
         st, ph, at = Int32(0), Int32(0), begin
         copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.tile)
         while at < end:
-            i, h, b, n0, n1, _, _ = self.come_to(at, end, live, sizes, lane)
-            at += n1 - n0
+            i, h, b, n0, n1, start, rows = self.come_to(at, end, change, live, sizes, lane)
+            at = cutlass.min(start + rows, end)
             tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
             for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
                 for j in cutlass.range(NT, unroll=1):

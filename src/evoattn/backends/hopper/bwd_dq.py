@@ -21,8 +21,8 @@ from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dq_feed import QueryFeed
 from evoattn.backends.hopper.bwd_dq_row import QueryRow
-from evoattn.backends.hopper.bwd_plan import query_deal
-from evoattn.backends.hopper.bwd_schedule import share
+from evoattn.backends.hopper.bwd_plan import changes, query_deal
+from evoattn.backends.hopper.bwd_schedule import change_of, reached, share
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
     SLICE,
@@ -89,6 +89,7 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         self.deal = query_deal(channels, slices, stage)
         self.exits = tuple(range(-(-self.tiles // 2), self.tiles)) if skips and self.deal else ()  # tiles a row may end after
         self.dlse, self.partial, self.skips = dlse, partial, skips
+        self.changes = changes(pair, cluster)
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
         self.key_producers = 2 if groups == 4 else groups  # warps; one more of the four brings in queries
@@ -236,13 +237,19 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
                 arch.mbarrier_init(passed, 4)
         arch.mbarrier_init_fence()
         self.meet()
-        # ---- work: an equal share of all (panel, n)
+        # ---- work: an equal share of the time that all (panel, n) take
         inverse = Float32(1.0) / scale
         NQ = (LQ + ROWS - 1) // ROWS
-        total = Int64(B * H * NQ) * N
+        panels, change = Int64(B * H * NQ), Int32(0)
+        total = panels * N
         each = Int32(share(total, blocks))
-        begin = Int32(cutlass.min(Int64(bid) * each, total))
-        end = Int32(cutlass.min(Int64(bid + 1) * each, total))
+        if const_expr(self.changes):
+            change = change_of(N, each)
+            total += panels * change
+            each = Int32(share(total, blocks))
+        begin, end = (Int32(cutlass.min(Int64(x) * each, total)) for x in (bid, bid + 1))
+        if const_expr(self.changes):
+            begin, end = reached(begin, N, change), reached(end, N, change)
 
         sN = cute.make_tensor(pN, cute.make_layout((ROWS, 3)))
 
@@ -256,7 +263,7 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
             # ================= producers: warps for the keys of one warpgroup each, or of two; one for the queries
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - WG * 4
-            span, sizes, live = (begin, end, bid, each), (N, H, NQ, LQ), (order, starts)
+            span, sizes, live = (begin, end, bid, each, change), (N, H, NQ, LQ), (order, starts)
             if s < self.key_producers:
                 of_keys = ((aK, kG, kS), (aV, vG, vS))
                 self.produce_keys(s, rank, lane, span, sizes, row, row_b, row_n, live, pR, full, empty, of_keys)

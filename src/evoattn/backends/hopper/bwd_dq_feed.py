@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from evoattn.backends.hopper.bwd_dq_steps import QuerySteps
 from evoattn.backends.hopper.bwd_plan import PANEL
-from evoattn.backends.hopper.bwd_schedule import opening, row
+from evoattn.backends.hopper.bwd_schedule import first_row, opening, row
 from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, row_at, sleep_until
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LOG2E
@@ -44,7 +44,7 @@ class QueryFeed(QuerySteps):
         copies,
     ):
         """Bring in the keys of warpgroup s, and of s + 2 where there are four, a stage after the other."""
-        begin, end, bid, each = span
+        begin, end, bid, each, change = span
         N, H, NQ, _ = sizes
         (aK, kG, kS), (aV, vG, vS) = copies
         WG, ST, TL, D, unit = self.groups, self.stages, self.tiles, self.D, self.keys * TERMS
@@ -56,7 +56,8 @@ class QueryFeed(QuerySteps):
             arch.griddepcontrol_launch_dependents()  # `bwd_dkdv` reads at once what this kernel has waited for
         while at < end:
             pan, n0, n1 = stretch(at, end, N)
-            known = opening(pan * N, N, each, bid, at)
+            start = first_row(pan, N, change)
+            known = opening(start, N, each, bid, start + n0)
             at += n1 - n0
             _, h, b = place(pan, NQ, H)
             position, count = Int32(0), n1 - n0
@@ -129,7 +130,7 @@ class QueryFeed(QuerySteps):
         copies,
     ):
         """Bring in q, o, do and lse of each row, and leave the statistics of the row before for the other kernel."""
-        begin, end, bid, each = span
+        begin, end, bid, each, change = span
         N, H, NQ, LQ = sizes
         (aQ, qG, qS), (aO, oG, oS), (aG, gG, gS) = copies
         D, ph, at = self.D, Int32(0), begin
@@ -139,7 +140,8 @@ class QueryFeed(QuerySteps):
             arch.griddepcontrol_wait()
         while at < end:
             pan, n0, n1 = stretch(at, end, N)
-            known = opening(pan * N, N, each, bid, at)
+            start = first_row(pan, N, change)
+            known = opening(start, N, each, bid, start + n0)
             at += n1 - n0
             i, h, b = place(pan, NQ, H)
             position, rows = Int32(0), n1 - n0

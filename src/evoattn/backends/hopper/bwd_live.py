@@ -2,8 +2,8 @@
 
 `prepare.Rows` lists for each b its rows by their panels of 64 keys up to the last that is not masked, most first: order[b,0,n];
 order[b,1,n] is how many panels row n has. The rows of a panel are the first of the list, and units (panel, row) lie in a line,
-as in `bwd_schedule`: starts [b, panels + 1] says where each panel of a head begins, and where the head ends. What is not in the
-line has gradients of zero.
+as in `bwd_schedule`: starts [b, panels + 2] says where each panel of a head begins, where the head ends, and how many panels
+have a row. These come first; the others take no time. What is not in the line has gradients of zero.
 
 All is read past the first cache, which may hold what lay there before this kernel began.
 """
@@ -16,8 +16,9 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
+from evoattn.backends.hopper.bwd_schedule import CHANGE, change_of, first_row, share
 from evoattn.backends.hopper.bwd_steps import ROWS, clear_numbers
-from evoattn.backends.hopper.schedule import place, stretch
+from evoattn.backends.hopper.schedule import place
 
 __all__ = ["Line"]
 
@@ -27,52 +28,73 @@ def _read(x: Any, *at: Any) -> Any:
 
 
 class Line:
-    """The units of a launch, for kernels with `skips`; without it each panel has all rows."""
+    """The units of a launch, for kernels with `skips`; without it each panel has all rows.
+
+    changes: whether the time of a change to another panel counts.
+    """
 
     skips: bool
+    changes: bool
 
     @cute.jit
-    def units(self, live, sizes) -> Int64:
-        """How many there are."""
+    def measure(self, live, sizes, blocks: Int32):
+        """The time that all units take, that of a change to another panel, and whether any row is left out of any panel."""
         B, N, H, NK = sizes
-        total = Int64(B * H * NK) * N
+        panels = Int64(B * H * NK)
+        units, some, change = panels * N, Boolean(False), Int32(0)
         if const_expr(self.skips):
             _, starts = live
-            total = Int64(0)
+            units, used = Int64(0), Int64(0)
             for b in cutlass.range(B, unroll=1):
-                total += Int64(H) * _read(starts, b, NK)
-        return total
+                units += Int64(H) * _read(starts, b, NK)
+                if const_expr(self.changes):
+                    used += Int64(H) * _read(starts, b, NK + 1)
+            some = units < panels * N
+            panels = used
+        if const_expr(self.changes):
+            change = Int32(CHANGE)
+            if not some:
+                change = change_of(N, Int32(share(units, blocks)))
+            units += panels * change
+        return units, change, some
 
     @cute.jit
-    def come_to(self, at: Int32, end: Int32, live, sizes, lane: Int32):
-        """Of the panel that a block comes to with unit `at`: its place i, h, b; the first of its rows, and past the last, that
-        the block does before `end`; its first unit, and its number of rows."""
+    def of_head(self, starts, b: Int32, NK: Int32, change: Int32) -> Int32:
+        """The time of a head of batch b."""
+        time = _read(starts, b, NK)
+        if const_expr(self.changes):
+            time += change * _read(starts, b, NK + 1)
+        return time
+
+    @cute.jit
+    def come_to(self, at: Int32, end: Int32, change: Int32, live, sizes, lane: Int32):
+        """Of the panel that a block comes to at time `at`: its place i, h, b; the first of its rows, and past the last, that
+        the block does before `end`, which may be none; when its rows begin, and how many it has."""
         _, N, H, NK = sizes
         if const_expr(self.skips):
             _, starts = live
             b, start = Int32(0), Int32(0)
-            of_head = _read(starts, b, NK)
+            of_head = self.of_head(starts, b, NK, change)
             while at >= start + H * of_head:
                 start += H * of_head
                 b += 1
-                of_head = _read(starts, b, NK)
+                of_head = self.of_head(starts, b, NK, change)
             h = (at - start) // of_head
             start += h * of_head
             i = Int32(0)
             for x in cutlass.range((NK + 31) // 32, unroll=1):
                 next_ = x * 32 + lane + 1
-                begun = next_ <= NK and _read(starts, b, cutlass.min(next_, NK)) <= at - start
+                begun = next_ <= NK and _read(starts, b, cutlass.min(next_, NK)) + change * next_ <= at - start
                 i += arch.popc(arch.vote_ballot_sync(begun))
             first = _read(starts, b, i)
             n = _read(starts, b, i + 1) - first
-            start += first
-            n0 = at - start
-            n1 = cutlass.min(n, n0 + end - at)
+            start += first + change * (i + 1)
         else:
-            pan, n0, n1 = stretch(at, end, N)
+            pan = at // (N + change)
             i, h, b = place(pan, NK, H)
-            start, n = pan * N, N
-        return i, h, b, n0, n1, start, n
+            start, n = first_row(pan, N, change), N
+        n0 = cutlass.max(at - start, 0)
+        return i, h, b, n0, cutlass.max(cutlass.min(n, end - start), n0), start, n
 
     @cute.jit
     def row_of(self, rank: Int32, b: Int32, live, some: Boolean) -> Int32:

@@ -64,6 +64,14 @@ def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None
     return None
 
 
+def changes(pair: bool, cluster: int) -> bool:
+    """Whether `QueryGradients` counts the time of a change to another panel.
+
+    Without a pair bias there is none; and clusters, which wait for L2, stay in step better if it is not counted.
+    """
+    return pair and cluster == 1
+
+
 def query_deal(channels: int, slices: int, stage: int) -> int:
     """Slices of keys that are dealt to the warpgroups of `QueryGradients` at a time, or 0 where they are not dealt.
 

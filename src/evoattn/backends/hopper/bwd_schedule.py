@@ -1,9 +1,10 @@
-"""Which block of the backward does which rows, and when: the persistent blocks share the units (panel, row n) evenly.
+"""Which block of the backward does which rows, and when: the persistent blocks share the time that all rows take evenly.
 
-Units lie in a line, panel after panel, and each block takes a stretch of it. Blocks that work on different panels of a head
-read the same rows of the other tensors, and find them in the L2 cache if they do so at the same time. So the rows of a panel
-are taken in the order of time: a position that its block reaches sooner is a lower row, whichever block that is. All panels
-then go through the rows together.
+Units (panel, row n) lie in a line of time, panel after panel, each a row long; before each panel lies the time that a block
+takes to change to it. Each block takes a stretch of the line. Blocks that work on different panels of a head read the same
+rows of the other tensors, and find them in the L2 cache if they do so at the same time. So the rows of a panel are taken in the
+order of time: a position that its block reaches sooner is a lower row, whichever block that is. All panels then go through the
+rows together.
 """
 
 from __future__ import annotations
@@ -13,16 +14,35 @@ from typing import Any
 from cutlass import max as larger
 from cutlass import min as smaller
 
-__all__ = ["opening", "row", "share"]
+__all__ = ["CHANGE", "change_of", "first_row", "opening", "reached", "row", "share"]
+
+CHANGE = 3
+"""Rows in whose time a block changes to another panel: a pair bias is brought in, and its gradient leaves."""
 
 
-def share(units: Any, blocks: Any) -> Any:
-    """Units of a block; the last blocks may have fewer, or none."""
-    return (units + blocks - 1) // blocks
+def share(time: Any, blocks: Any) -> Any:
+    """Time of a block; the last blocks may have less, or none."""
+    return (time + blocks - 1) // blocks
+
+
+def change_of(n: Any, each: Any) -> Any:
+    """The time of a change between panels of n rows, where blocks have `each` without: none if no block has to change then."""
+    return CHANGE * _one(n % each)
+
+
+def first_row(panel: Any, n: Any, change: Any) -> Any:
+    """When the rows of a panel begin, where each has n."""
+    return panel * (n + change) + change
+
+
+def reached(time: Any, n: Any, change: Any) -> Any:
+    """How many units of a line come before a time, where each panel has n rows."""
+    panel = time // (n + change)
+    return panel * n + larger(time - first_row(panel, n, change), 0)
 
 
 def opening(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
-    """What `row` wants to know of a panel whose `n` rows begin at unit `start`, and of the block that comes to it with `unit`.
+    """What `row` wants to know of a panel whose `n` rows begin at time `start`, and of the block that comes to it at `unit`.
 
     Up to three kinds of blocks work on a panel: one that came from the panel before, blocks that do nothing else, and one that
     goes on to the next. Of the first it tells the phase, time modulo n, and how many of its rows lie past the turn of the phase

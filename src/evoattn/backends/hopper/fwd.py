@@ -140,7 +140,7 @@ def row_plan(
     if lists:
         b, n = q.shape[:2]
         order = torch.empty(b, 2, n, dtype=torch.int32, device="meta")
-        starts = torch.empty(b, -(-lk // KEYS) + 1, dtype=torch.int32, device="meta")
+        starts = torch.empty(b, -(-lk // KEYS) + 2, dtype=torch.int32, device="meta")
         at_order, at_starts = workspace.add(order), workspace.add(starts)
     variant = Rows(types[q.dtype], mask=mask is not None, bias=bias_type, clears=clears is not None, lists=lists)
     kernel = plan(variant, q.device, mask, mask_bias, like, ends, words, order, starts, lk, of_n)

@@ -106,7 +106,7 @@ def ends() -> Any:
 
 
 def live_rows() -> tuple[Any, Any]:
-    """What stands for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 1]: see `bwd_live`."""
+    """What stands for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `bwd_live`."""
     order = Stand(cutlass.Int32, (size(), 2, size()), (free(), free(), 1), 4)
     return order, Stand(cutlass.Int32, (size(), size()), (free(), 1), 4)
 

@@ -121,7 +121,7 @@ class Rows(Kernel):
         self, mask: cute.Tensor, order: cute.Tensor, starts: cute.Tensor, counts: cute.Tensor, keys: Int32, b: Int32, tid: Int32
     ):
         """order and starts of batch b, by all threads of a block: rows are counted by their panels, then dealt."""
-        rows, panels = order.shape[2], starts.shape[1] - 1
+        rows, panels = order.shape[2], starts.shape[1] - 2
         for x in cutlass.range(tid, panels + 1, self.threads):
             counts[x] = Int32(0)
         arch.sync_threads()
@@ -131,14 +131,15 @@ class Rows(Kernel):
             arch.atomic_add(counts.iterator + live, Int32(1), sem="relaxed", scope="cta")
         arch.sync_threads()
         if tid == 0:
-            longer, units = Int32(0), Int32(0)
+            longer, units, used = Int32(0), Int32(0), Int32(0)
             for y in cutlass.range(panels + 1):
                 x = panels - y
                 longer, counts[x] = longer + counts[x], longer
             for x in cutlass.range(panels):  # as many rows have more than x panels
                 starts[b, x] = units
                 units += counts[x]
-            starts[b, panels] = units
+                used += Int32(cutlass.select_(counts[x] > 0, 1, 0))
+            starts[b, panels], starts[b, panels + 1] = units, used
         arch.sync_threads()
         for n in cutlass.range(tid, rows, self.threads):
             at = arch.atomic_add(counts.iterator + order[b, 1, n], Int32(1), sem="relaxed", scope="cta")

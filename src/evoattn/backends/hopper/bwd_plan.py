@@ -67,7 +67,7 @@ def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None
 def changes(pair: bool, cluster: int) -> bool:
     """Whether `QueryGradients` counts the time of a change to another panel.
 
-    Without a pair bias there is none; and clusters, which wait for L2, stay in step better if it is not counted.
+    Without a pair bias there is none; with clusters counting it gained nothing: they wait for L2, and for their rows in step.
     """
     return pair and cluster == 1
 

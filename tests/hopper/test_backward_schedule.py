@@ -17,10 +17,10 @@ from evoattn.backends.hopper import bwd_schedule as schedule
 from evoattn.backends.hopper.bwd_dq import QueryGradients
 
 
-def stretches(rows: list[int], blocks: int):
+def stretches(rows: list[int], blocks: int, timed: bool = True):
     """(block, its time, panel, row) of all units, as the kernels walk through them; rows[panel] there are of each panel."""
-    change = schedule.CHANGE
-    if len(set(rows)) == 1 and rows[0]:
+    change = schedule.CHANGE * timed
+    if timed and len(set(rows)) == 1 and rows[0]:
         change = schedule.change_of(rows[0], schedule.share(sum(rows), blocks))
     starts = list(itertools.accumulate((n + change if n else 0 for n in rows), initial=0))
     total = starts[-1]
@@ -47,13 +47,14 @@ def test_every_row_once(blocks: int) -> None:
         assert sorted(done) == list(itertools.product(range(panels), range(n))), (panels, n, blocks)
 
 
+@pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("blocks", [1, 2, 7, 33])
-def test_every_row_that_is_left_once(blocks: int) -> None:
+def test_every_row_that_is_left_once(blocks: int, timed: bool) -> None:
     """Where a mask leaves some panels fewer rows, or none."""
     for seed in range(40):
         left = random.Random(seed)
         rows = [left.choice((0, left.randint(0, 40))) for _ in range(left.randint(1, 12))]
-        done = [(panel, row) for _, _, panel, row in stretches(rows, blocks)]
+        done = [(panel, row) for _, _, panel, row in stretches(rows, blocks, timed)]
         assert sorted(done) == [(panel, row) for panel, n in enumerate(rows) for row in range(n)], rows
 
 
@@ -74,7 +75,9 @@ def test_blocks_that_change_panels_have_fewer_rows() -> None:
     assert [done.count(block) for block in range(3)] == [31, 31, 34]
 
 
-@pytest.mark.parametrize(("panels", "n", "blocks"), [(6, 48, 33), (7, 40, 3), (24, 384, 132), (16, 256, 132), (3, 1, 20)])
+@pytest.mark.parametrize(
+    ("panels", "n", "blocks"), [(6, 48, 33), (7, 40, 3), (24, 384, 132), (16, 256, 132), (66, 3, 132), (3, 1, 20)]
+)
 def test_the_parts_of_a_deterministic_sum_are_found(panels: int, n: int, blocks: int) -> None:
     """`PanelSum` adds up a slot of each block from the first to the last of a panel, as `bwd_dq` leaves them."""
     each = schedule.share(panels * n, blocks)
@@ -90,6 +93,14 @@ def test_the_parts_of_a_deterministic_sum_are_found(panels: int, n: int, blocks:
     for panel, of_panel in at_work.items():
         start = schedule.first_row(panel, n, change)
         assert of_panel == set(range(start // each, (start + n - 1) // each + 1))
+
+
+@pytest.mark.parametrize(
+    ("panels", "n", "counts"),
+    [(24, 384, True), (12, 64, True), (16, 256, True), (192, 4, False), (200, 1, False), (192, 48, False)],
+)
+def test_changes_count_where_blocks_have_part_of_a_panel(panels: int, n: int, counts: bool) -> None:
+    assert bwd_plan.timed(panels, n, 132) is counts
 
 
 def test_blocks_that_need_not_change_do_not() -> None:

@@ -18,7 +18,7 @@ from evoattn import layouts
 from evoattn.backends.hopper.bwd_bias import PanelSum
 from evoattn.backends.hopper.bwd_dkdv import KeyGradients
 from evoattn.backends.hopper.bwd_dq import QueryGradients
-from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, one_kernel, query_deal, query_variant, skips_rows
+from evoattn.backends.hopper.bwd_plan import SHARED, key_variant, one_kernel, query_deal, query_variant, skips_rows, timed
 from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
 from evoattn.backends.hopper.bwd_whole import WholeGradients
@@ -125,7 +125,8 @@ def plan_backward(
     elif first:
         wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial, "skips": skips}
         vector = pair_bias is None or (lk % 2 == 0 and _by_two(pair_bias))
-        made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector)  # type: ignore[assignment]
+        counts = timed(of_turn * panels, n, clusters)
+        made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector, timed=counts)  # type: ignore[assignment]
         left = parts if partial else nowhere[..., :4] if added is None else at_sums
         tensors = (at_q, at_k, at_v, at_o, at_do, at_pair, row, at_lse, at_dlse, stats, at_dq, left, at_order, at_starts)
         query_kernel = plan(made, device, *tensors, unit, row_b, row_n, clusters * cluster)
@@ -134,14 +135,16 @@ def plan_backward(
         statistics = plan(found, device, at_o, at_do, at_lse, at_dlse, stats, unit)
     if gradient is not None and partial:
         deal = query_deal(d, chosen["slices"], chosen["stage"])
-        summed = PanelSum(types[gradient.sums.dtype], **split, deal=deal, vector=lk % 2 == 0)
+        counts = timed(of_turn * panels, n, clusters)
+        summed = PanelSum(types[gradient.sums.dtype], **split, deal=deal, vector=lk % 2 == 0, timed=counts)
         total = plan(summed, device, parts, at_sums, n, clusters)
     if second and not whole:
         tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None
         rounds = gradient is not None and gradient.rounds
         fours = [x.view(-1, 4) for x in (at_sums, at_wanted)] if rounds else (None, None)
         wishes = {"mask_gradient": of_mask, "rounds": rounds, "skips": skips, "clears": skips and of_q}
-        made = KeyGradients(dtype, d, **has, **wishes, **variant)  # type: ignore[arg-type, assignment]
+        counts = timed(of_turn * key_panels, n, key_blocks)
+        made = KeyGradients(dtype, d, **has, **wishes, **variant, timed=counts)  # type: ignore[arg-type, assignment]
         tensors = (at_q, at_k, at_v, at_do, at_laid if tiles else at_pair, row, stats, at_dk, at_dv, at_mask)
         key_kernel = plan(made, device, *tensors, *fours, at_dq, at_order, at_starts, unit, row_b, row_n, key_blocks)
 

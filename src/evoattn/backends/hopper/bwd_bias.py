@@ -9,7 +9,6 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.bwd_plan import changes
 from evoattn.backends.hopper.bwd_schedule import change_of, first_row, share
 from evoattn.backends.hopper.bwd_steps import ROWS, fake_pair, fake_words, key_of_slice
 from evoattn.backends.hopper.launch import Kernel
@@ -20,14 +19,26 @@ class PanelSum(Kernel):
 
     Args:
         dtype: cutlass type of d(pair bias).
-        groups, slices, cluster, deal: as the variant of `QueryGradients` that left the parts.
+        groups, slices, cluster, deal, timed: as the variant of `QueryGradients` that left the parts.
         vector: whether rows of d(pair bias) start on 4 bytes.
     """
 
-    def __init__(self, dtype: Any, *, groups: int = 3, slices: int = 4, cluster: int = 1, deal: int = 0, vector: bool = True):
+    def __init__(
+        self,
+        dtype: Any,
+        *,
+        groups: int = 3,
+        slices: int = 4,
+        cluster: int = 1,
+        deal: int = 0,
+        vector: bool = True,
+        timed: bool = True,
+    ):
         self.dtype, self.groups, self.slices, self.cluster = dtype, groups, slices, cluster
-        self.deal, self.vector, self.changes = deal, vector, changes(True, cluster)
-        self.name_after(dtype, groups=groups, slices=slices, cluster=cluster, deal=deal or None, vector=vector)
+        self.deal, self.vector, self.timed = deal, vector, timed and cluster == 1
+        self.name_after(
+            dtype, groups=groups, slices=slices, cluster=cluster, deal=deal or None, vector=vector, timed=self.timed
+        )
 
     @cute.jit
     def __call__(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
@@ -46,7 +57,7 @@ class PanelSum(Kernel):
         NQ = (LQ + ROWS - 1) // ROWS
         panels, change = Int64(B * H * NQ), Int32(0)
         each = Int32(share(panels * n, blocks))
-        if const_expr(self.changes):
+        if const_expr(self.timed):
             change = change_of(n, each)
             each = Int32(share(panels * (n + change), blocks))
         start = first_row(pan, n, change)

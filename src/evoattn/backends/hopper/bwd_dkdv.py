@@ -53,6 +53,7 @@ class KeyGradients(KeyFeed, Kernel):
         ring: tiles of a pair bias that streams instead, laid out by `prepare.Tiles`, and takes any length.
         wide: whether those are float32, as the accumulators hold it.
         streams, stages: rows n at a time, stages of each.
+        timed: whether blocks count the time in which they change to another panel (`bwd_schedule`), where the pair bias stays.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class KeyGradients(KeyFeed, Kernel):
         wide: bool = False,
         streams: int = 3,
         stages: int = 3,
+        timed: bool = True,
     ):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
         self.mask_gradient, self.rounds, self.skips, self.clears = mask_gradient, rounds, skips, clears
@@ -78,7 +80,7 @@ class KeyGradients(KeyFeed, Kernel):
         self.D, self.steps = padded(channels), -(-channels // 16)
         self.width = 16 * self.steps
         self.resident, self.streamed = pair and ring == 0, pair and ring > 0
-        self.changes = self.resident
+        self.timed = timed and self.resident
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
         # Slices of a stage whose products for dk and dv run on in the next slice's arithmetic: that takes registers, and, after
@@ -89,7 +91,7 @@ class KeyGradients(KeyFeed, Kernel):
             raise ValueError("each warp has something to bring in, none is left to round")
         tiles = {"blocks": blocks, "ring": ring or None, "wide": wide, "streams": streams, "stages": stages}
         wishes = {"mask_gradient": mask_gradient, "rounds": rounds, "skips": skips, "clears": clears}
-        self.name_after(dtype, channels=channels, pair=pair, row=row, **wishes, **tiles)
+        self.name_after(dtype, channels=channels, pair=pair, row=row, **wishes, **tiles, timed=self.timed)
 
     def layouts(self):
         n = self.streams * self.stages
@@ -127,7 +129,7 @@ class KeyGradients(KeyFeed, Kernel):
         """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k], or [b|1,h|1,tiles of k,tiles of q,64 * 64] where it streams;
         row, stats as in `bwd_dq`; dmask float32 [b,n,h,k], each head's part of the gradient of the mask bias, or None;
         added float32 and dpair, both [fours, 4], d(pair bias) as it was added up and as it is wanted, or None;
-        dq [b,n,h,l,d] if rows are to be cleared there, or None; order [b,2,n] and starts [b, panels + 1] as in `bwd_live`, or
+        dq [b,n,h,l,d] if rows are to be cleared there, or None; order [b,2,n] and starts [b, panels + 2] as in `bwd_live`, or
         None."""
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()

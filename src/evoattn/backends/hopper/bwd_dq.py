@@ -21,7 +21,7 @@ from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dq_feed import QueryFeed
 from evoattn.backends.hopper.bwd_dq_row import QueryRow
-from evoattn.backends.hopper.bwd_plan import changes, query_deal
+from evoattn.backends.hopper.bwd_plan import query_deal
 from evoattn.backends.hopper.bwd_schedule import change_of, reached, share
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
@@ -59,6 +59,8 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         skips: whether rows whose keys are all masked are left out, but for the first of a block's stretch: `bwd_dkdv`, which
             leaves them out too, clears their dq. Where keys are dealt (`query_deal`), a row that a mask cuts short ends after
             half of a warpgroup's tiles or a later one, `exits`.
+        timed: whether blocks count the time in which they change to another panel (`bwd_schedule`), where there is a pair bias.
+            Clusters do not: they gained nothing, and wait for L2, and for their rows in step.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         cluster: int = 1,
         vector: bool = True,
         skips: bool = False,
+        timed: bool = True,
     ):
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
         self.groups, self.slices, self.stage, self.stages, self.vector = groups, slices, stage, stages, vector
@@ -89,13 +92,13 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         self.deal = query_deal(channels, slices, stage)
         self.exits = tuple(range(-(-self.tiles // 2), self.tiles)) if skips and self.deal else ()  # tiles a row may end after
         self.dlse, self.partial, self.skips = dlse, partial, skips
-        self.changes = changes(pair, cluster)
+        self.timed = timed and pair and cluster == 1
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
         self.key_producers = 2 if groups == 4 else groups  # warps; one more of the four brings in queries
         options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial, "skips": skips}
         tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
-        self.name_after(dtype, channels=channels, **options, **tiles, vector=vector)
+        self.name_after(dtype, channels=channels, **options, **tiles, vector=vector, timed=self.timed)
 
     def layouts(self):
         n = self.groups * self.stages
@@ -134,7 +137,7 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover cluster * groups * slices * 32 keys.
         stats [b,n,h,tiles of 64 queries * TILE] is left for `bwd_dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines a multiple of
         4 long; or, with `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `bwd_bias.PanelSum`.
-        order [b,2,n] and starts [b, panels + 1] as in `bwd_live`, or None.
+        order [b,2,n] and starts [b, panels + 2] as in `bwd_live`, or None.
         """
         lq, lk, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -243,12 +246,12 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         panels, change = Int64(B * H * NQ), Int32(0)
         total = panels * N
         each = Int32(share(total, blocks))
-        if const_expr(self.changes):
+        if const_expr(self.timed):
             change = change_of(N, each)
             total += panels * change
             each = Int32(share(total, blocks))
         begin, end = (Int32(cutlass.min(Int64(x) * each, total)) for x in (bid, bid + 1))
-        if const_expr(self.changes):
+        if const_expr(self.timed):
             begin, end = reached(begin, N, change), reached(end, N, change)
 
         sN = cute.make_tensor(pN, cute.make_layout((ROWS, 3)))

@@ -30,11 +30,11 @@ def _read(x: Any, *at: Any) -> Any:
 class Line:
     """The units of a launch, for kernels with `skips`; without it each panel has all rows.
 
-    changes: whether the time of a change to another panel counts.
+    timed: whether the time of a change to another panel counts.
     """
 
     skips: bool
-    changes: bool
+    timed: bool
 
     @cute.jit
     def measure(self, live, sizes, blocks: Int32):
@@ -47,11 +47,11 @@ class Line:
             units, used = Int64(0), Int64(0)
             for b in cutlass.range(B, unroll=1):
                 units += Int64(H) * _read(starts, b, NK)
-                if const_expr(self.changes):
+                if const_expr(self.timed):
                     used += Int64(H) * _read(starts, b, NK + 1)
             some = units < panels * N
             panels = used
-        if const_expr(self.changes):
+        if const_expr(self.timed):
             change = Int32(CHANGE)
             if not some:
                 change = change_of(N, Int32(share(units, blocks)))
@@ -59,10 +59,10 @@ class Line:
         return units, change, some
 
     @cute.jit
-    def of_head(self, starts, b: Int32, NK: Int32, change: Int32) -> Int32:
+    def time_of_head(self, starts, b: Int32, NK: Int32, change: Int32) -> Int32:
         """The time of a head of batch b."""
         time = _read(starts, b, NK)
-        if const_expr(self.changes):
+        if const_expr(self.timed):
             time += change * _read(starts, b, NK + 1)
         return time
 
@@ -74,11 +74,11 @@ class Line:
         if const_expr(self.skips):
             _, starts = live
             b, start = Int32(0), Int32(0)
-            of_head = self.of_head(starts, b, NK, change)
+            of_head = self.time_of_head(starts, b, NK, change)
             while at >= start + H * of_head:
                 start += H * of_head
                 b += 1
-                of_head = self.of_head(starts, b, NK, change)
+                of_head = self.time_of_head(starts, b, NK, change)
             h = (at - start) // of_head
             start += h * of_head
             i = Int32(0)

@@ -64,12 +64,12 @@ def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None
     return None
 
 
-def changes(pair: bool, cluster: int) -> bool:
-    """Whether `QueryGradients` counts the time of a change to another panel.
+def timed(panels: int, n: int, blocks: int) -> bool:
+    """Whether the time of a change to another panel of n rows counts when blocks share them (`bwd_schedule`).
 
-    Without a pair bias there is none; with clusters counting it gained nothing: they wait for L2, and for their rows in step.
+    Not where blocks go through whole panels: all change about as often, and have few rows of which to take some away.
     """
-    return pair and cluster == 1
+    return n > -(-panels * n // blocks)
 
 
 def query_deal(channels: int, slices: int, stage: int) -> int:

@@ -42,7 +42,7 @@ def reached(time: Any, n: Any, change: Any) -> Any:
 
 
 def opening(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
-    """What `row` wants to know of a panel whose `n` rows begin at time `start`, and of the block that comes to it at `unit`.
+    """What `row` wants to know of a panel whose `n` rows begin at `start`, and of the block that comes to it at `unit`: times.
 
     Up to three kinds of blocks work on a panel: one that came from the panel before, blocks that do nothing else, and one that
     goes on to the next. Of the first it tells the phase, time modulo n, and how many of its rows lie past the turn of the phase

@@ -140,7 +140,15 @@ def test_no_warp_is_left_to_round_where_three_streams_and_the_bias_come_in():
 
 
 @pytest.mark.parametrize(
-    "change", [{"pair": False, "bias_gradient": False}, {"row": False}, {"partial": True}, {"dlse": True}, {"vector": False}]
+    "change",
+    [
+        {"pair": False, "bias_gradient": False},
+        {"row": False},
+        {"partial": True},
+        {"dlse": True},
+        {"vector": False},
+        {"timed": False},
+    ],
 )
 def test_other_variants_of_dq_compile(change, tmp_path):
     names = instructions(bwd_dq.QueryGradients(cutlass.BFloat16, 32, **(BOTH | {"bias_gradient": True} | change)), tmp_path)
@@ -148,7 +156,9 @@ def test_other_variants_of_dq_compile(change, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"pair": False}, {"row": False}, {"row": False, **bwd_plan.key_variant(32, 640, True)}], ids=str
+    "change",
+    [{"pair": False}, {"row": False}, {"row": False, **bwd_plan.key_variant(32, 640, True)}, {"timed": False}],
+    ids=str,
 )
 def test_other_variants_of_dk_and_dv_compile(change, tmp_path):
     kernel = bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **(BOTH | change))
@@ -160,6 +170,7 @@ def test_the_small_kernels_compile(tmp_path):
         bwd_preprocess.Statistics(cutlass.BFloat16, 24, dlse=True),
         bwd_bias.PanelSum(cutlass.Float16, vector=False),
         bwd_bias.PanelSum(cutlass.BFloat16, cluster=2),
+        bwd_bias.PanelSum(cutlass.BFloat16, timed=False),
         prepare.Rows(cutlass.BFloat16, mask=True, bias=None, clears=True, lists=True),
         prepare.Tiles(cutlass.BFloat16, wide=True),
         prepare.Tiles(cutlass.Float16, wide=False),

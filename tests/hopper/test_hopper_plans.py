@@ -211,6 +211,24 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
         assert added not in arguments["KeyGradients"]
 
 
+@pytest.mark.parametrize(("n", "h", "length", "timed"), [(33, 4, 384, True), (2, 24, 384, False), (3, 4, 1000, False)])
+def test_a_kernel_and_its_sum_count_changes_alike(
+    n: int, h: int, length: int, timed: bool, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the blocks of `bwd_dq` leave, `PanelSum` looks for in the same places."""
+    kernels: list[Any] = []
+    note = launch.compiled
+    monkeypatch.setattr(launch, "compiled", lambda kernel: kernels.append(kernel) or note(kernel))
+    case = testing.Case("shares", n=n, h=h, lq=length, lk=length, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
+    c = canonical(case.make(seed=1))
+    needs = (True, True, True, False, True)
+    o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
+    tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse)
+    bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=True)
+    found = {type(kernel).__name__: kernel.timed for kernel in kernels if hasattr(kernel, "timed")}
+    assert [found[name] for name in ("QueryGradients", "PanelSum", "KeyGradients")] == [timed] * 3
+
+
 @pytest.mark.parametrize(
     ("changes", "needs", "skips"),
     [

@@ -50,6 +50,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
     return calls
 
 
+@pytest.fixture
+def kernels(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that are planned, in their order."""
+    planned: list[Any] = []
+    note = launch.compiled
+    monkeypatch.setattr(launch, "compiled", lambda kernel: planned.append(kernel) or note(kernel))
+    return planned
+
+
 def canonical(inputs: testing.Inputs) -> Canonical:
     q, k, v = (to_canonical(x, inputs.case.layout) for x in (inputs.q, inputs.k, inputs.v))
     masks = (key_axes(x, inputs.q.ndim) for x in (inputs.mask, inputs.mask_bias))
@@ -212,13 +221,8 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
 
 
 @pytest.mark.parametrize(("n", "h", "length", "timed"), [(33, 4, 384, True), (2, 24, 384, False), (3, 4, 1000, False)])
-def test_a_kernel_and_its_sum_count_changes_alike(
-    n: int, h: int, length: int, timed: bool, launched: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_and_its_sum_count_changes_alike(n: int, h: int, length: int, timed: bool, kernels: list[Any]) -> None:
     """What the blocks of `bwd_dq` leave, `PanelSum` looks for in the same places."""
-    kernels: list[Any] = []
-    note = launch.compiled
-    monkeypatch.setattr(launch, "compiled", lambda kernel: kernels.append(kernel) or note(kernel))
     case = testing.Case("shares", n=n, h=h, lq=length, lk=length, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
     c = canonical(case.make(seed=1))
     needs = (True, True, True, False, True)
@@ -242,12 +246,9 @@ def test_a_kernel_and_its_sum_count_changes_alike(
     ids=str,
 )
 def test_who_leaves_rows_out(
-    changes: dict[str, Any], needs: tuple[bool, ...], skips: bool, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], needs: tuple[bool, ...], skips: bool, launched: list[Any], kernels: list[Any]
 ) -> None:
     """All kernels or none, where a mask may switch rows off and there is much to do; that of the keys clears dq then."""
-    kernels: list[Any] = []
-    note = launch.compiled
-    monkeypatch.setattr(launch, "compiled", lambda kernel: kernels.append(kernel) or note(kernel))
     settings = {"n": 140, "h": 4, "lq": 260, "lk": 260, "d": 16, "mask": "padding", "pair_bias": "b1hqk", **changes}
     c = canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
     o, lse = torch.empty_like(c.q), torch.empty(c.q.shape[:-1])

@@ -65,6 +65,7 @@ def plan_backward(
     turns = Turns.of(q, pair_bias if second and variant["ring"] else None, key_panels * n, processors)
     of_turn = turns.b * turns.h
     clusters, key_blocks = min(at_once, of_turn * panels * n), min(processors, of_turn * key_panels * n)
+    by_queries, by_keys = timed(of_turn * panels, n, clusters), timed(of_turn * key_panels, n, key_blocks)
     idle = second and variant["streams"] + bool(variant["ring"]) < 4  # a warp of the kernel of the keys
     gradient = None if pair_bias is None or not of_pair else PairGradient.of(pair_bias, sizes, deterministic, idle)
     partial = gradient is not None and deterministic
@@ -125,8 +126,7 @@ def plan_backward(
     elif first:
         wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial, "skips": skips}
         vector = pair_bias is None or (lk % 2 == 0 and _by_two(pair_bias))
-        counts = timed(of_turn * panels, n, clusters)
-        made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector, timed=counts)  # type: ignore[assignment]
+        made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector, timed=by_queries)  # type: ignore[assignment]
         left = parts if partial else nowhere[..., :4] if added is None else at_sums
         tensors = (at_q, at_k, at_v, at_o, at_do, at_pair, row, at_lse, at_dlse, stats, at_dq, left, at_order, at_starts)
         query_kernel = plan(made, device, *tensors, unit, row_b, row_n, clusters * cluster)
@@ -135,16 +135,14 @@ def plan_backward(
         statistics = plan(found, device, at_o, at_do, at_lse, at_dlse, stats, unit)
     if gradient is not None and partial:
         deal = query_deal(d, chosen["slices"], chosen["stage"])
-        counts = timed(of_turn * panels, n, clusters)
-        summed = PanelSum(types[gradient.sums.dtype], **split, deal=deal, vector=lk % 2 == 0, timed=counts)
+        summed = PanelSum(types[gradient.sums.dtype], **split, deal=deal, vector=lk % 2 == 0, timed=by_queries)
         total = plan(summed, device, parts, at_sums, n, clusters)
     if second and not whole:
         tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None
         rounds = gradient is not None and gradient.rounds
         fours = [x.view(-1, 4) for x in (at_sums, at_wanted)] if rounds else (None, None)
         wishes = {"mask_gradient": of_mask, "rounds": rounds, "skips": skips, "clears": skips and of_q}
-        counts = timed(of_turn * key_panels, n, key_blocks)
-        made = KeyGradients(dtype, d, **has, **wishes, **variant, timed=counts)  # type: ignore[arg-type, assignment]
+        made = KeyGradients(dtype, d, **has, **wishes, **variant, timed=by_keys)  # type: ignore[arg-type, assignment]
         tensors = (at_q, at_k, at_v, at_do, at_laid if tiles else at_pair, row, stats, at_dk, at_dv, at_mask)
         key_kernel = plan(made, device, *tensors, *fours, at_dq, at_order, at_starts, unit, row_b, row_n, key_blocks)
 

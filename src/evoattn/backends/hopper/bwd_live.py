@@ -50,7 +50,8 @@ class Line:
                 if const_expr(self.timed):
                     used += Int64(H) * _read(starts, b, NK + 1)
             some = units < panels * N
-            panels = used
+            if const_expr(self.timed):
+                panels = used
         if const_expr(self.timed):
             change = Int32(CHANGE)
             if not some:

@@ -20,16 +20,27 @@ def installed(package: str) -> bool:
         return False
 
 
-def on_device_of(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the tensor's device as the current one; where it is that already, asking is all it costs."""
+def on_device_of(
+    tensor: Tensor,
+    run: Callable[..., Any],
+    first: Callable[[Callable[..., Any], tuple[Any, ...]], None] | None = None,
+) -> Callable[..., Any]:
+    """`run` with the tensor's device as the current one; where it is that already, asking is all it costs.
+
+    first: what is done with `run` and its arguments before it runs for the first time, on a GPU.
+    """
     if not tensor.is_cuda:
         return run
     index = tensor.device.index
 
     def on_device(*arguments: Any) -> Any:
-        if torch.cuda.current_device() == index:
-            return run(*arguments)
-        with torch.cuda.device(index):
-            return run(*arguments)
+        nonlocal first
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                return on_device(*arguments)
+        if first is not None:
+            prepare, first = first, None
+            prepare(run, arguments)
+        return run(*arguments)
 
     return on_device

@@ -126,9 +126,11 @@ def plan_forward(
 ) -> Callable[..., None]:
     """The forward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.triton import fwd
+    from evoattn.backends.triton.compile_ahead import compile_ahead
 
     with _device_of(q):
-        return on_device_of(q, fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config))
+        plan = fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
+    return on_device_of(q, plan, first=compile_ahead)
 
 
 def plan_backward(
@@ -151,13 +153,14 @@ def plan_backward(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.triton import bwd
+    from evoattn.backends.triton.compile_ahead import compile_ahead
 
     with _device_of(q):
         plan = bwd.plan_backward(
             do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse,
             scale=scale, layout=layout, needs=needs, deterministic=deterministic, config=config,
         )  # fmt: skip
-    return on_device_of(q, plan)
+    return on_device_of(q, plan, first=compile_ahead)
 
 
 def _device_of(tensor: Tensor) -> torch.cuda.device:

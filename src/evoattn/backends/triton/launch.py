@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ __all__ = [
     "Launch",
     "Layout",
     "Strided",
+    "ahead",
     "capability",
     "contiguous",
     "describe_map",
@@ -47,6 +49,9 @@ _MAX_TILE_ROWS = 256
 _NO_DEVICE_LIMIT = 1 << 30
 _UNKNOWN_CACHE = 32 << 20
 _UNKNOWN_PROGRAMS = 396  # three on each processor of an H200
+
+ahead: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("ahead", default=None)
+"""Where a first launch puts its compiled kernel, in place of starting it, while a call is compiled ahead (`compile_ahead`)."""
 
 
 class Strided(NamedTuple):
@@ -311,6 +316,10 @@ class Launch:
 
     def _first(self, tensors: tuple[Tensor, ...]) -> None:
         arguments = self._mapped(tensors, list(tensors))
+        kernels = ahead.get()
+        if kernels is not None:
+            kernels.append(self.kernel.jitted.warmup(*arguments, *self.numbers, grid=(self.programs,), **self.constants))
+            return
         compiled = self.kernel.jitted[(self.programs,)](*arguments, *self.numbers, **self.constants)
         if not keeps_compiled(tensors[0]):
             return

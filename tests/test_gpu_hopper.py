@@ -450,6 +450,9 @@ CHANGES = [
     {"n": 40, "lq": 512, "lk": 512, "d": 64},
     {"n": 40, "lq": 100, "lk": 100, "gradients": ("k", "pair_bias")},
     {"n": 600, "lq": 20, "lk": 24, "h": 1, "mask": None},
+    # few rows of so many panels that blocks go through whole ones
+    {"n": 4, "h": 48},
+    {"n": 3, "h": 64, "lq": 256, "lk": 256, "mask_bias": "finite"},
     # the gradient of a mask bias
     {"mask_bias": "finite"},
     {"mask_bias": "finite", "n": 40, "lq": 256, "lk": 256},
@@ -511,6 +514,7 @@ LEFT_OUT = [
     {"n": 150, "lq": 100, "lk": 130, "mask_bias": "finite"},
     {"n": 150, "lq": 70, "lk": 512},  # so many rows that a block goes through several
     {"n": 150, "lq": 64, "lk": 384, "d": 64, "h": 2},
+    {"n": 4, "h": 36},  # and so few that it goes through whole panels
     {"mask_bias": "minus_inf_rows", "lq": 200, "lk": 200},
     {"pair_bias": None, "lq": 300, "lk": 500, "mask_bias": "finite"},
     {"pair_bias": None, "d": 64, "lq": 200, "lk": 384, "lse_gradient": True},

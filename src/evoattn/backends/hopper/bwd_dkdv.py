@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dkdv_feed import QUERIES, KeyFeed
+from evoattn.backends.hopper.bwd_dkdv_row import KeyRow
 from evoattn.backends.hopper.bwd_schedule import share
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
@@ -38,7 +39,7 @@ from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padd
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
-class KeyGradients(KeyFeed, Kernel):
+class KeyGradients(KeyFeed, KeyRow, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
@@ -278,6 +279,9 @@ class KeyGradients(KeyFeed, Kernel):
             numbers = box[None, s]
             mine = panel[None, wt, None] if const_expr(self.resident) else None
             sums = cute.make_rmem_tensor(2, Float32)
+            bias = (tiles, wt) if const_expr(self.streamed) else mine
+            operands = (S, T, X, Y, (rK, rV, rR, rD), (fQ, fG, fQt, fGt, f1))
+            arriving, of_row = (ldm, rows, own, t4, inverse), (full, empty, kfull, bfull, bempty)
             bt, bp = Int32(0), Int32(0)
             while at < end:
                 i, h, b, n0, n1, start, length = self.come_to(at, end, change, live, sizes, lane)
@@ -311,62 +315,9 @@ class KeyGradients(KeyFeed, Kernel):
                     if const_expr(self.row):
                         if more:
                             self.load_row(own, row, b * row_b + numbers[(turn + 1) & 3] * row_n, k0)
-                    sums.fill(0.0)
-                    held = st
-                    for j in cutlass.range(NT, unroll=1):
-                        so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
-                        old = st
-                        for u in range_constexpr(2):
-                            P, dS = self.gradient(S, T, scale, sums)
-                            nu = 2 * j + u + 1
-                            if const_expr(u == 1):
-                                st += 1
-                                if st == ST:
-                                    st = Int32(0)
-                                    ph ^= 1
-                                last = j + 1 == NT
-                                if last:
-                                    nu = Int32(0)
-                                    if more:
-                                        self.take_rows(
-                                            *(ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse),
-                                            *(kfull + s, (turn + 1) & 1),
-                                        )
-                                if const_expr(self.streamed):
-                                    release(bempty + bt, lane)
-                                    bt += 1
-                                    if bt == RG:
-                                        bt = Int32(0)
-                                        bp ^= 1
-                                if not last or more:
-                                    arch.mbarrier_wait(full + so + st, ph)
-                                    if const_expr(self.streamed):
-                                        arch.mbarrier_wait(bfull + bt, bp)
-                            if const_expr(u == 1 and self.run_on > 0):
-                                warpgroup.wait_group(0)
-                            elif const_expr(u == 0 and self.run_on == 2):
-                                if j > 0:
-                                    warpgroup.wait_group(0)
-                                    release(empty + so + held, lane)
-                            # after the last row both start from what is there, perhaps in the middle of a copy, and nobody
-                            # looks at the outcome: a branch around this would make each product wait for the one before
-                            if const_expr(self.streamed):
-                                self.preload(S, tiles[None, wt, None, bt], 1 - u, inverse)
-                            else:
-                                self.preload(S, mine, nu, inverse)
-                            warpgroup.fence()
-                            self.scores(S, T, rK, rV, rR, rD, fQ, fG, f1, 1 - u, so + st)
-                            warpgroup.commit_group()
-                            self.products(P, dS, X, Y, fQt, fGt, u, so + old, j > 0)
-                            warpgroup.commit_group()
-                            warpgroup.wait_group(1 if u < self.run_on else 0)
-                        if const_expr(self.run_on == 2):
-                            held = old
-                        else:
-                            release(empty + so + old, lane)
-                    if const_expr(self.run_on == 2):
-                        warpgroup.wait_group(0)
-                        release(empty + s * ST + held, lane)
+                    st, ph, bt, bp = self.queries_of_row(
+                        operands, arriving, bias, sums, of_row, scale, more, s, turn, st, ph, bt, bp, NT, lane
+                    )
                     if more:
                         release(kempty + s, lane)
                     n = numbers[turn & 3]

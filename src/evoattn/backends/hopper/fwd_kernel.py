@@ -23,13 +23,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.fwd_feed import STREAMS, ForwardFeed
+from evoattn.backends.hopper.fwd_row import ForwardRow
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, SLICE
 from evoattn.backends.hopper.launch import Kernel, Stand, channels, ends, even, free, size, terms
 from evoattn.backends.hopper.panel import KEYS, ROWS, load_panel
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import (
     DEAD,
-    LN2,
     LOG2E,
     VETO,
     coefficients,
@@ -50,7 +50,7 @@ CONSUMERS = STREAMS * HALVES
 THREADS = (CONSUMERS + 1) * 128
 
 
-class Forward(ForwardFeed, Kernel):
+class Forward(ForwardFeed, ForwardRow, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
@@ -339,164 +339,27 @@ class Forward(ForwardFeed, Kernel):
                     if count > 0:
                         self.take(arriving, s, half, rounds, qph)
                         qph ^= 1
-                        arch.mbarrier_wait(full + s * ST + st, ph)
-                        if const_expr(self.streamed):
-                            arch.mbarrier_wait(pfull + st, ph)
+                        self.arrived(full, pfull, s * ST, st, ph)
                         warpgroup.fence()
                         queries = self.queries(rQ, fQ, s, half, rounds)
                         self.scores(queries, frags, S0, 0, self.tile(0, st, half), s * ST + st)
                         warpgroup.wait_group(0)
                         self.taken(qempty + s, lane)
                     while count > 0:
-                        # A shuffle hides that these do not change (or, st, cycle) over the loop: otherwise the compiler hoists
-                        # some 50 matrix descriptors out of it, cannot keep them in uniform registers, and spills.
-                        hf, so, st = arch.make_warp_uniform(half), arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
-                        for x in range_constexpr(4):
-                            l[x] = Float32(0.0)
-                        for x in range_constexpr(2):
-                            m[x] = Float32(-3e38)
-                        slices, whole = 2 * NB, NB
-                        if const_expr(self.row):
-                            slices = turn[s, rounds, 1]
-                            # With 48 channels, which of the two a shuffle hides decides whether ptxas serialises the products.
-                            if const_expr(self.odd or self.pair):
-                                slices = arch.make_warp_uniform(slices)
-                            whole = cutlass.max(slices >> 1, 1)
-                            if const_expr(not (self.odd or self.pair)):
-                                whole = arch.make_warp_uniform(whole)
-                        left = whole
-                        prev = st
-                        before, _ = self.slot(s, rounds + 1, qph)
-                        bars = (full, empty, pfull, pempty, qempty + before)
-                        queries = self.queries(rQ, fQ, s, half, rounds)
-                        count -= 1
-                        if const_expr(not self.long):
-                            st, ph, prev = self.chain(
-                                0, left, whole, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
-                            )
-                        else:
-                            while left > 0:
-                                hf, so, st = arch.make_warp_uniform(hf), arch.make_warp_uniform(so), arch.make_warp_uniform(st)
-                                st, ph, prev = self.chain(
-                                    0, left, whole, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, bars, lane
-                                )
-                                left -= CHAIN
-                                if left > 0:
-                                    arch.mbarrier_wait(full + so + st, ph)
-                                    if const_expr(self.streamed):
-                                        arch.mbarrier_wait(pfull + st, ph)
-                                    warpgroup.fence()
-                                    self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
-                                    self.soften(O, fV, m, l, c, S1, 1, so + prev)
-                                    warpgroup.wait_group(0)
-                                    if lane == 0:
-                                        arch.mbarrier_arrive(empty + so + prev)
-                                        if const_expr(self.streamed):
-                                            arch.mbarrier_arrive(pempty + prev)
-                        tail = Int32(1) if const_expr(self.odd) else 1
-                        if const_expr(self.odd):
-                            if slices & 1 == 1 and slices > 1:  # a last block of one slice
-                                arch.mbarrier_wait(full + so + st, ph)
-                                if const_expr(self.streamed):
-                                    arch.mbarrier_wait(pfull + st, ph)
-                                self.soften(O, fV, m, l, c, S1, 1, so + prev)
-                                self.scores(queries, frags, S1, 0, self.tile(slices >> 1, st, hf), so + st)
-                                warpgroup.wait_group(0)
-                                if lane == 0:
-                                    arch.mbarrier_arrive(empty + so + prev)
-                                    if const_expr(self.streamed):
-                                        arch.mbarrier_arrive(pempty + prev)
-                                tail, prev = Int32(0), st
-                                st += 1
-                                if st == self.stages:
-                                    st = Int32(0)
-                                    ph ^= 1
-                        # the row's last slice; the first scores of the next row are on their way meanwhile
-                        if count > 0:
-                            self.take(arriving, s, half, rounds + 1, qph)
-                            qph ^= 1
-                            arch.mbarrier_wait(full + so + st, ph)
-                            if const_expr(self.streamed):
-                                arch.mbarrier_wait(pfull + st, ph)
-                        warpgroup.fence()
-                        queries = self.queries(rQ, fQ, s, hf, rounds + 1)
-                        self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
-                        self.soften(O, fV, m, l, c, S1, tail, so + prev)
-                        warpgroup.wait_group(0)
-                        if lane == 0:
-                            arch.mbarrier_arrive(empty + so + prev)
-                            if const_expr(self.streamed):
-                                arch.mbarrier_arrive(pempty + prev)
-                        if count > 0:
-                            self.taken(qempty + s, lane)
-                        # ---- epilogue
+                        bars, operands = (full, empty, pfull, pempty, qempty), (rQ, fQ, frags, S0, S1, O, fV, m, l)
+                        st, ph, qph, count = self.keys_of_row(
+                            operands, arriving, turn, bars, c, s, half, rounds, st, ph, qph, count, NB, lane
+                        )
                         tile, h, b, nn = mine[2], mine[3], mine[4], turn[s, rounds, 0]
                         ot = wg * 4 + w
                         if const_expr(SLOTS == 2):
                             ot = (self.slot(s, rounds, qph)[0] * HALVES + half) * 4 + w
                         rounds = (rounds + 1) & 3
-                        for x in range_constexpr(2):
-                            l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
-                        arch.cp_async_bulk_wait_group(0, read=True)
-                        arch.sync_warp()
-                        stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-                        dead = (m[0] < floor, m[1] < floor)
-                        factors = [cutlass.select_(dead[x], Float32(0.0), arch.rcp_approx(l[x])) for x in range(2)]
-                        for x in range_constexpr(self.steps):
-                            e = cute.make_rmem_tensor(8, Float32)
-                            for y in range_constexpr(8):
-                                e[y] = O[8 * x + y] * factors[y // 2 % 2]
-                            eb = cute.make_rmem_tensor(8, self.dtype)
-                            eb.store(e.load().to(self.dtype))
-                            dst = cute.local_tile(sO[None, None, ot], (1, 8), (lane % 16, 2 * x + lane // 16))
-                            cute.copy(stm, eb, dst[0, None])
-                        arch.fence_proxy("async.shared", space="cta")
-                        arch.sync_warp()
-                        # The second stream repeats the last of an odd number of rows, to stay in step, and writes nothing.
-                        limit = LQ
-                        if const_expr(self.streamed):
-                            if count == 0 and mine[5] == 1:
-                                limit = Int32(0)
-                            if limit > 0:
-                                cute.copy(aO, oS[None, ot], oG[None, tile, h, nn, b])
-                        else:
-                            cute.copy(aO, oS[None, ot], oG[None, tile, h, nn, b])
-                        arch.cp_async_bulk_commit_group()
-                        for x in range_constexpr(2):
-                            i = tile * 16 + g + 8 * x
-                            good = l[x] < self.ceiling
-                            again = again | (not good)
-                            if t4 == 0 and i < limit:
-                                value = (m[x] + cute.math.log2(l[x], fastmath=True)) * LN2
-                                value = cutlass.select_(dead[x], -Float32.inf, value)
-                                lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
+                        at, out = (tile, h, nn, b, ot), (sO, aO, oS, oG)
+                        again = self.leave((O, m, l), at, out, floor, again, LQ, count, mine, lse, g, t4, lane)
                 else:
-                    while count > 0:
-                        slot, phase = self.slot(s, rounds, qph)
-                        arch.mbarrier_wait(qfull + slot, phase)
-                        qph ^= 1
-                        slices = turn[s, rounds, 1]
-                        rounds = (rounds + 1) & 3
-                        arch.sync_warp()
-                        if const_expr(SLOTS == 1):
-                            if lane == 0:
-                                arch.mbarrier_arrive(qempty + s)
-                        else:
-                            before, _ = self.slot(s, rounds, qph)
-                            self.give_back(qempty + before, lane)
-                        for _ in cutlass.range((slices + 1) // 2, unroll=1):
-                            arch.mbarrier_wait(full + s * ST + st, ph)
-                            if lane == 0:
-                                arch.mbarrier_arrive(empty + s * ST + st)
-                            if const_expr(self.streamed):
-                                arch.mbarrier_wait(pfull + st, ph)
-                                if lane == 0:
-                                    arch.mbarrier_arrive(pempty + st)
-                            st += 1
-                            if st == ST:
-                                st = Int32(0)
-                                ph ^= 1
-                        count -= 1
+                    all_bars = (full, empty, pfull, pempty, qfull, qempty)
+                    rounds, st, ph, qph, count = self.pass_by(turn, all_bars, s, rounds, st, ph, qph, count, lane)
             arch.cp_async_bulk_wait_group(0)
             if arch.vote_any_sync(again):
                 if const_expr(self.prepared):

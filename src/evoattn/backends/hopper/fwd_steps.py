@@ -83,6 +83,20 @@ class ForwardSteps:
         if lane == 0:
             arch.mbarrier_arrive(qempty)
 
+    def arrived(self, full: cute.Pointer, pfull: cute.Pointer, so, st, ph):
+        """Wait for a block of keys in stage `st` of a stream whose stages begin at `so`, and for the pair bias of it."""
+        arch.mbarrier_wait(full + so + st, ph)
+        if self.streamed:
+            arch.mbarrier_wait(pfull + st, ph)
+
+    @cute.jit
+    def release(self, empty: cute.Pointer, pempty: cute.Pointer, so: Int32, st: Int32, lane: Int32):
+        """Give them back."""
+        if lane == 0:
+            arch.mbarrier_arrive(empty + so + st)
+            if const_expr(self.streamed):
+                arch.mbarrier_arrive(pempty + st)
+
     def tile(self, j, stage, half):
         """Where the pair bias of block j lies."""
         return (j if self.resident else stage) * HALVES + half
@@ -116,10 +130,7 @@ class ForwardSteps:
         self.scores(queries, frags, S1, 1, self.tile(j, st, half), so + st)
         if const_expr(j > 0):
             warpgroup.wait_group(1)
-            if lane == 0:
-                arch.mbarrier_arrive(empty + so + prev)
-                if const_expr(self.streamed):
-                    arch.mbarrier_arrive(pempty + prev)
+            self.release(empty, pempty, so, prev, lane)
         self.soften(O, fV, m, l, c, S0, 0, so + st)
         if const_expr(self.slots == 2 and j == 0):
             if left == blocks:
@@ -131,9 +142,7 @@ class ForwardSteps:
             ph ^= 1
         if const_expr(j + 1 < CHAIN):
             if j + 1 < left:
-                arch.mbarrier_wait(full + so + st, ph)
-                if const_expr(self.streamed):
-                    arch.mbarrier_wait(pfull + st, ph)
+                self.arrived(full, pfull, so, st, ph)
                 warpgroup.fence()
                 self.scores(queries, frags, S0, 0, self.tile(j + 1, st, half), so + st)
                 warpgroup.wait_group(1)

@@ -1,0 +1,224 @@
+"""A row in the forward kernel: a warpgroup goes through its keys, and on to the next row; then o and the LSE leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from evoattn.backends.hopper.fwd_steps import CHAIN, ForwardSteps
+from evoattn.backends.hopper.primitives import LN2
+
+__all__ = ["ForwardRow"]
+
+
+class ForwardRow(ForwardSteps):
+    """What a consumer warpgroup does with a row; `Forward` says what the attributes are."""
+
+    odd: bool
+    long: bool
+    ceiling: float
+
+    @cute.jit
+    def keys_of_row(
+        self,
+        operands,
+        arriving,
+        turn: cute.Tensor,
+        bars,
+        c: Float32,
+        s: Int32,
+        half: Int32,
+        rounds: Int32,
+        st: Int32,
+        ph: Int32,
+        qph: Int32,
+        count: Int32,
+        blocks: Int32,
+        lane: Int32,
+    ):
+        """All keys of the row that is `rounds` in stream s; then the next row's first scores are on their way.
+
+        Returns st, ph, qph and count as they are then: the stage and its phase, that of queries, and how many rows are left.
+        """
+        rQ, fQ, frags, S0, S1, O, fV, m, l = operands
+        full, empty, pfull, pempty, qempty = bars
+        # A shuffle hides that these do not change (or, st, cycle) over the loop: otherwise the compiler hoists
+        # some 50 matrix descriptors out of it, cannot keep them in uniform registers, and spills.
+        hf, so, st = arch.make_warp_uniform(half), arch.make_warp_uniform(s * self.stages), arch.make_warp_uniform(st)
+        for x in range_constexpr(4):
+            l[x] = Float32(0.0)
+        for x in range_constexpr(2):
+            m[x] = Float32(-3e38)
+        slices, whole = 2 * blocks, blocks
+        if const_expr(self.row):
+            slices = turn[s, rounds, 1]
+            # With 48 channels, which of the two a shuffle hides decides whether ptxas serialises the products.
+            if const_expr(self.odd or self.pair):
+                slices = arch.make_warp_uniform(slices)
+            whole = cutlass.max(slices >> 1, 1)
+            if const_expr(not (self.odd or self.pair)):
+                whole = arch.make_warp_uniform(whole)
+        left = whole
+        prev = st
+        before, _ = self.slot(s, rounds + 1, qph)
+        of_chain = (full, empty, pfull, pempty, qempty + before)
+        queries = self.queries(rQ, fQ, s, half, rounds)
+        count -= 1
+        if const_expr(not self.long):
+            st, ph, prev = self.chain(
+                0, left, whole, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, of_chain, lane
+            )
+        else:
+            while left > 0:
+                hf, so, st = arch.make_warp_uniform(hf), arch.make_warp_uniform(so), arch.make_warp_uniform(st)
+                st, ph, prev = self.chain(
+                    0, left, whole, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, of_chain, lane
+                )
+                left -= CHAIN
+                if left > 0:
+                    self.arrived(full, pfull, so, st, ph)
+                    warpgroup.fence()
+                    self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
+                    self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                    warpgroup.wait_group(0)
+                    self.release(empty, pempty, so, prev, lane)
+        tail = Int32(1) if const_expr(self.odd) else 1
+        if const_expr(self.odd):
+            if slices & 1 == 1 and slices > 1:  # a last block of one slice
+                self.arrived(full, pfull, so, st, ph)
+                self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                self.scores(queries, frags, S1, 0, self.tile(slices >> 1, st, hf), so + st)
+                warpgroup.wait_group(0)
+                self.release(empty, pempty, so, prev, lane)
+                tail, prev = Int32(0), st
+                st += 1
+                if st == self.stages:
+                    st = Int32(0)
+                    ph ^= 1
+        # the row's last slice; the first scores of the next row are on their way meanwhile
+        if count > 0:
+            self.take(arriving, s, half, rounds + 1, qph)
+            qph ^= 1
+            self.arrived(full, pfull, so, st, ph)
+        warpgroup.fence()
+        queries = self.queries(rQ, fQ, s, hf, rounds + 1)
+        self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
+        self.soften(O, fV, m, l, c, S1, tail, so + prev)
+        warpgroup.wait_group(0)
+        self.release(empty, pempty, so, prev, lane)
+        if count > 0:
+            self.taken(qempty + s, lane)
+        return st, ph, qph, count
+
+    @cute.jit
+    def pass_by(
+        self,
+        turn: cute.Tensor,
+        bars,
+        s: Int32,
+        rounds: Int32,
+        st: Int32,
+        ph: Int32,
+        qph: Int32,
+        count: Int32,
+        lane: Int32,
+    ):
+        """Give back what comes for `count` rows, for a warpgroup that has no queries of a last panel.
+
+        Returns rounds, st, ph, qph and count as they are then.
+        """
+        full, empty, pfull, pempty, qfull, qempty = bars
+        while count > 0:
+            slot, phase = self.slot(s, rounds, qph)
+            arch.mbarrier_wait(qfull + slot, phase)
+            qph ^= 1
+            slices = turn[s, rounds, 1]
+            rounds = (rounds + 1) & 3
+            arch.sync_warp()
+            if const_expr(self.slots == 1):
+                if lane == 0:
+                    arch.mbarrier_arrive(qempty + s)
+            else:
+                before, _ = self.slot(s, rounds, qph)
+                self.give_back(qempty + before, lane)
+            for _ in cutlass.range((slices + 1) // 2, unroll=1):
+                arch.mbarrier_wait(full + s * self.stages + st, ph)
+                if lane == 0:
+                    arch.mbarrier_arrive(empty + s * self.stages + st)
+                if const_expr(self.streamed):
+                    arch.mbarrier_wait(pfull + st, ph)
+                    if lane == 0:
+                        arch.mbarrier_arrive(pempty + st)
+                st += 1
+                if st == self.stages:
+                    st = Int32(0)
+                    ph ^= 1
+            count -= 1
+        return rounds, st, ph, qph, count
+
+    @cute.jit
+    def leave(
+        self,
+        row,
+        at,
+        out,
+        floor: Float32,
+        again: Boolean,
+        queries: Int32,
+        count: Int32,
+        mine: Any,
+        lse: cute.Tensor,
+        g: Int32,
+        t4: Int32,
+        lane: Int32,
+    ):
+        """Write a row's o and LSE, those of `queries`; NaN as the LSE where the reference was wrong.
+
+        Args:
+            row: O, m and l.
+            at: the tile of 16 queries, h, n, b, and where o leaves from.
+            out: what copies o.
+            again: whether the reference was wrong, in a row before; or in this one, as it is returned.
+            count, mine: how many rows come after, and what the warp keeps in shared memory.
+        """
+        (O, m, l), (tile, h, nn, b, ot), (sO, aO, oS, oG) = row, at, out
+        for x in range_constexpr(2):
+            l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
+        arch.cp_async_bulk_wait_group(0, read=True)
+        arch.sync_warp()
+        stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        dead = (m[0] < floor, m[1] < floor)
+        factors = [cutlass.select_(dead[x], Float32(0.0), arch.rcp_approx(l[x])) for x in range(2)]
+        for x in range_constexpr(self.steps):
+            e = cute.make_rmem_tensor(8, Float32)
+            for y in range_constexpr(8):
+                e[y] = O[8 * x + y] * factors[y // 2 % 2]
+            eb = cute.make_rmem_tensor(8, self.dtype)
+            eb.store(e.load().to(self.dtype))
+            dst = cute.local_tile(sO[None, None, ot], (1, 8), (lane % 16, 2 * x + lane // 16))
+            cute.copy(stm, eb, dst[0, None])
+        arch.fence_proxy("async.shared", space="cta")
+        arch.sync_warp()
+        # The second stream repeats the last of an odd number of rows, to stay in step, and writes nothing.
+        limit = queries
+        if const_expr(self.streamed):
+            if count == 0 and mine[5] == 1:
+                limit = Int32(0)
+            if limit > 0:
+                cute.copy(aO, oS[None, ot], oG[None, tile, h, nn, b])
+        else:
+            cute.copy(aO, oS[None, ot], oG[None, tile, h, nn, b])
+        arch.cp_async_bulk_commit_group()
+        for x in range_constexpr(2):
+            i = tile * 16 + g + 8 * x
+            good = l[x] < self.ceiling
+            again = again | (not good)
+            if t4 == 0 and i < limit:
+                value = (m[x] + cute.math.log2(l[x], fastmath=True)) * LN2
+                value = cutlass.select_(dead[x], -Float32.inf, value)
+                lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
+        return again

@@ -450,7 +450,7 @@ CHANGES = [
     {"n": 40, "lq": 512, "lk": 512, "d": 64},
     {"n": 40, "lq": 100, "lk": 100, "gradients": ("k", "pair_bias")},
     {"n": 600, "lq": 20, "lk": 24, "h": 1, "mask": None},
-    # few rows of so many panels that blocks go through whole ones
+    # few rows of so many panels that blocks go through whole ones, on 132 processors
     {"n": 4, "h": 48},
     {"n": 3, "h": 64, "lq": 256, "lk": 256, "mask_bias": "finite"},
     # the gradient of a mask bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +28,11 @@ def on_device_of(
 ) -> Callable[..., Any]:
     """`run` with the tensor's device as the current one; where it is that already, asking is all it costs.
 
-    first: what is done with `run` and its arguments before it runs for the first time, on a GPU.
+    first: what is done with `run` and its arguments before it runs for the first time, on a GPU; other threads wait for that.
     """
     if not tensor.is_cuda:
         return run
-    index = tensor.device.index
+    index, preparing = tensor.device.index, threading.Lock()
 
     def on_device(*arguments: Any) -> Any:
         nonlocal first
@@ -39,8 +40,12 @@ def on_device_of(
             with torch.cuda.device(index):
                 return on_device(*arguments)
         if first is not None:
-            prepare, first = first, None
-            prepare(run, arguments)
+            with preparing:
+                if first is not None:
+                    try:
+                        first(run, arguments)
+                    finally:
+                        first = None
         return run(*arguments)
 
     return on_device

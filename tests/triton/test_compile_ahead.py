@@ -3,7 +3,9 @@
 import pathlib
 import sys
 import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import triton
 from ahead_of_time import target
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import _async_compile
@@ -19,9 +22,17 @@ from triton.runtime.jit import JITFunction
 
 from evoattn import devices
 from evoattn.backends import triton as backend
+from evoattn.backends.triton import bwd_bias, bwd_dkdv, bwd_dq, bwd_pair, bwd_preprocess, bwd_total, fwd, prepare
 from evoattn.backends.triton.compile_ahead import compile_ahead
 from evoattn.backends.triton.launch import Kernel
 from evoattn.tuning import Config
+
+KERNELS = [
+    each
+    for module in (bwd_bias, bwd_dkdv, bwd_dq, bwd_preprocess, bwd_total, fwd, prepare)
+    for each in vars(module).values()
+    if isinstance(each, Kernel)
+]
 
 
 @pytest.fixture
@@ -34,12 +45,28 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, threading.Thread]
     return found
 
 
+N = 1200
+"""Rows n: so many that a deterministic sum has three turns, of which two are one kernel."""
+
+
+def planned(backward: bool, deterministic: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """A plan of a small call, and what it is called with."""
+    q, o = (torch.empty(1, N, 2, 64, 16, dtype=torch.bfloat16) for _ in range(2))
+    mask, pair = torch.ones(1, N, 64, dtype=torch.bool), torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
+    lse = torch.empty(1, N, 2, 64)
+    options: dict[str, Any] = {"scale": 0.25, "layout": "bnhld", "config": Config()}
+    if not backward:
+        return backend.plan_forward(q, q, q, mask, None, pair, **options), (q, q, q, mask, None, pair, o, lse)
+    tensors = (o, None, q, q, q, mask, None, pair, o, lse)
+    options |= {"needs": (True, True, True, False, True), "deterministic": deterministic}
+    return backend.plan_backward(*tensors, **options), (*tensors, *(torch.empty_like(q) for _ in range(3)))
+
+
+@pytest.mark.parametrize(("backward", "deterministic"), [(False, False), (True, False), (True, True)])
 def test_all_kernels_of_a_call_are_ready_before_the_first(
-    loaded: list[tuple[str, threading.Thread]], monkeypatch: pytest.MonkeyPatch
+    backward: bool, deterministic: bool, loaded: list[tuple[str, threading.Thread]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q = torch.empty(1, 8, 2, 64, 16, dtype=torch.bfloat16)
-    mask = torch.ones(1, 8, 64, dtype=torch.bool)
-    o, lse = torch.full_like(q, 7), torch.full((1, 8, 2, 64), 7.0)
+    monkeypatch.setattr(bwd_pair, "cache_bytes", lambda device: 1 << 16)
     asked: list[tuple[str, bool]] = []
     with target("sm_90") as compiled:
         compile_only = JITFunction.run
@@ -49,48 +76,82 @@ def test_all_kernels_of_a_call_are_ready_before_the_first(
             return compile_only(self, *arguments, warmup=warmup, **options)
 
         monkeypatch.setattr(JITFunction, "run", noted)
-        plan = backend.plan_forward(q, q, q, mask, None, None, scale=0.25, layout="bnhld", config=Config())
-        tensors = (q, q, q, mask, None, None, o, lse)
+        for jitted in {kernel.jitted for kernel in KERNELS}:
+            jitted.device_caches.clear()
+        plan, tensors = planned(backward, deterministic)
         compile_ahead(plan, tensors)
         names = [name for name, _ in asked]
         assert len(names) > 1
         assert asked == [(name, True) for name in names]
-        assert sorted(name for name, _ in loaded) == sorted(names)
-        assert threading.main_thread() not in {thread for _, thread in loaded}
-        assert (o == 7).all()
-        assert (lse == 7).all()
         ahead = [kernel.result() for kernel in compiled]
+        assert sorted(name for name, _ in loaded) == sorted(kernel.metadata.name for kernel in set(ahead))
+        assert threading.main_thread() not in {thread for _, thread in loaded}
         plan(*tensors)
         assert asked[len(names) :] == [(name, False) for name in names]
         assert compiled[len(names) :] == ahead
+        before = len(loaded)
+        compile_ahead(*planned(backward, deterministic))
+        assert len(loaded) == before  # they are there: nothing was compiled or loaded again
+
+
+def test_what_does_not_compile_is_tried_again(
+    loaded: list[tuple[str, threading.Thread]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with target("sm_90"):
+        for kernel in KERNELS:
+            kernel.jitted.device_caches.clear()
+        plan, tensors = planned(backward=False)
+        with monkeypatch.context() as patch:
+
+            def fail(*arguments: Any, **options: Any) -> None:
+                raise RuntimeError("no room left")
+
+            patch.setattr("triton.compiler.compile", fail)
+            for kernel in KERNELS:
+                kernel.jitted.device_caches.clear()
+            with pytest.raises(RuntimeError, match="no room left"):
+                compile_ahead(plan, tensors)
+        for kernel in KERNELS:  # what failed was the compiler that it found then
+            monkeypatch.setattr(kernel.jitted, "compile", triton.compiler.compile, raising=False)
         compile_ahead(plan, tensors)
-        assert len(loaded) == len(names)  # they are there: nothing was compiled or loaded again
-
-
-class Broken:
-    """A kernel that does not compile."""
-
-    params = ()
-
-    def warmup(self, *arguments: Any, **options: Any) -> Any:
-        def fail() -> None:
-            raise RuntimeError("does not fit")
-
-        return _async_compile.active_mode.get().submit(id(self), fail, lambda kernel: None)
-
-
-def test_what_does_not_compile_says_so_each_time() -> None:
-    start = Kernel(Broken()).plan(1)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="does not fit"):
-            compile_ahead(start, (torch.zeros(4),))
     assert _async_compile.active_mode.get() is None
+    assert len(loaded) > 1
+
+
+def test_a_caller_may_compile_ahead_too(loaded: list[tuple[str, threading.Thread]]) -> None:
+    with target("sm_90"), ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads) as mode:
+        compile_ahead(*planned(backward=False))
+        assert _async_compile.active_mode.get() is mode
 
 
 def test_a_captured_call_is_not_walked_through_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     compile_ahead(pytest.fail, ("called while a graph was captured",))
+
+
+def test_other_threads_wait_while_a_plan_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ran the plan meanwhile would have its launches made, and the walk through it would start them."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tensor: Any = types.SimpleNamespace(is_cuda=True, device=types.SimpleNamespace(index=1))
+    done: list[str] = []
+    preparing, other_is_there = threading.Event(), threading.Event()
+
+    def prepare(run: Any, arguments: tuple[Any, ...]) -> None:
+        preparing.set()
+        other_is_there.wait(10)
+        time.sleep(0.05)
+        done.append("prepared")
+
+    start = devices.on_device_of(tensor, lambda: done.append("run"), first=prepare)
+    first = threading.Thread(target=start)
+    first.start()
+    assert preparing.wait(10)
+    second = threading.Thread(target=lambda: (other_is_there.set(), start()))
+    second.start()
+    first.join(10)
+    second.join(10)
+    assert done == ["prepared", "run", "run"]
 
 
 @pytest.mark.parametrize("current", [0, 1])

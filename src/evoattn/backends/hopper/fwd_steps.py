@@ -83,7 +83,7 @@ class ForwardSteps:
         if lane == 0:
             arch.mbarrier_arrive(qempty)
 
-    def arrived(self, full: cute.Pointer, pfull: cute.Pointer, so, st, ph):
+    def arrived(self, full: cute.Pointer, pfull: cute.Pointer, so: Int32, st: Int32, ph: Int32):
         """Wait for a block of keys in stage `st` of a stream whose stages begin at `so`, and for the pair bias of it."""
         arch.mbarrier_wait(full + so + st, ph)
         if self.streamed:
@@ -91,7 +91,7 @@ class ForwardSteps:
 
     @cute.jit
     def release(self, empty: cute.Pointer, pempty: cute.Pointer, so: Int32, st: Int32, lane: Int32):
-        """Give them back."""
+        """Give a block of keys, and the pair bias of it, back for this warp."""
         if lane == 0:
             arch.mbarrier_arrive(empty + so + st)
             if const_expr(self.streamed):

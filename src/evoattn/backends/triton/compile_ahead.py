@@ -13,6 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
+import triton
 
 from evoattn.backends.triton.launch import ahead
 
@@ -20,30 +21,42 @@ __all__ = ["compile_ahead"]
 
 
 def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Make all that `run(*arguments)` would launch ready, and launch nothing.
+    """Make all kernels that `run(*arguments)` would launch ready, and launch none of them.
 
-    Memory that `run` allocates is allocated, cleared and copied into, and let go. A graph that is captured would keep all of
-    that: there nothing happens, and kernels are compiled as they are launched.
+    What torch does in `run` it does: memory is allocated, cleared and copied into, and let go. A graph that is captured would
+    keep all of that: there nothing happens, and kernels are compiled as they are launched. One plan at a time: a launch that
+    another thread has made would not ask but start.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     with ThreadPoolExecutor() as threads:  # starts none where there is nothing to compile
-        # In a context of its own: Triton leaves its mode on when a kernel does not compile.
-        kernels = contextvars.copy_context().run(_ask, run, arguments, threads)
+        # In a context of its own: Triton allows one mode, which the caller may have on, and leaves it on when a kernel fails.
+        kernels = contextvars.Context().run(_ask, run, arguments, mode, threads)
         device = torch.cuda.current_device() if torch.cuda.is_available() else -1
         for _ in threads.map(_load, kernels, [device] * len(kernels)):
             pass  # what a thread raised is raised here
 
 
-def _ask(run: Callable[..., Any], arguments: tuple[Any, ...], threads: Executor) -> list[Any]:
+def _ask(run: Callable[..., Any], arguments: tuple[Any, ...], mode: Any, threads: Executor) -> list[Any]:
     """The kernels that had to be compiled."""
-    from triton import AsyncCompileMode
+    asked: list[tuple[Any, Any]] = []
+    ahead.set(asked)
+    try:
+        with mode(threads):
+            run(*arguments)
+        return list(dict.fromkeys(kernel.result() for _, kernel in asked if hasattr(kernel, "result")))
+    except BaseException:
+        for jitted, _ in asked:
+            _forget(jitted)
+        raise
 
-    kernels: list[Any] = []
-    ahead.set(kernels)
-    with AsyncCompileMode(threads):
-        run(*arguments)
-    return [kernel.result() for kernel in kernels if hasattr(kernel, "result")]
+
+def _forget(jitted: Any) -> None:
+    """Have Triton compile anew what it took for compiled: from 3.7 on it keeps kernels that failed, and fails again."""
+    for kept, *_ in getattr(jitted, "device_caches", {}).values():
+        for key in [key for key, kernel in kept.items() if hasattr(kernel, "result")]:
+            del kept[key]
 
 
 def _load(kernel: Any, device: int) -> None:

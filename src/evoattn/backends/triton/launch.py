@@ -50,8 +50,8 @@ _NO_DEVICE_LIMIT = 1 << 30
 _UNKNOWN_CACHE = 32 << 20
 _UNKNOWN_PROGRAMS = 396  # three on each processor of an H200
 
-ahead: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("ahead", default=None)
-"""Where a first launch puts its compiled kernel, in place of starting it, while a call is compiled ahead (`compile_ahead`)."""
+ahead: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.ContextVar("ahead", default=None)
+"""Where a first launch puts its `triton.jit` function and what that compiles, in place of starting it (`compile_ahead`)."""
 
 
 class Strided(NamedTuple):
@@ -318,9 +318,12 @@ class Launch:
         arguments = self._mapped(tensors, list(tensors))
         kernels = ahead.get()
         if kernels is not None:
-            kernels.append(self.kernel.jitted.warmup(*arguments, *self.numbers, grid=(self.programs,), **self.constants))
+            asked = self.kernel.jitted.warmup(*arguments, *self.numbers, grid=(self.programs,), **self.constants)
+            kernels.append((self.kernel.jitted, asked))
             return
         compiled = self.kernel.jitted[(self.programs,)](*arguments, *self.numbers, **self.constants)
+        if hasattr(compiled, "result"):  # from Triton 3.7 on, where another thread compiles it ahead
+            compiled = compiled.result()
         if not keeps_compiled(tensors[0]):
             return
         from triton import knobs

@@ -27,14 +27,13 @@ from evoattn.backends.hopper.bwd_steps import (
     fake_pair,
     fake_words,
     fill_zeros,
-    release,
     sleep_until,
     store_rows,
     tile_copy,
     tile_parts,
 )
 from evoattn.backends.hopper.launch import Kernel, Stand, channels, even, live_rows, terms
-from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded, release
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 

@@ -10,7 +10,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 
 from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
-from evoattn.backends.hopper.bwd_steps import release
+from evoattn.backends.hopper.primitives import release
 
 __all__ = ["KeyRow"]
 

@@ -29,14 +29,13 @@ from evoattn.backends.hopper.bwd_steps import (
     fake_pair,
     fake_words,
     narrow,
-    release,
     store_rows,
     tile_copy,
     tile_parts,
 )
 from evoattn.backends.hopper.launch import Kernel, channels, live_rows, terms
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LOG2E, coefficients, k_major, mn_major, multiply, packed, padded
+from evoattn.backends.hopper.primitives import LOG2E, coefficients, k_major, mn_major, multiply, packed, padded, release
 from evoattn.backends.hopper.schedule import place, stretch
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN

@@ -185,10 +185,3 @@ def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
     last = 1 if vector else free()
     align = (2 if vector else 1) * dtype.width // 8
     return Stand(dtype, (size(), size(), queries, keys), (*strides, last), align)
-
-
-@cute.jit
-def release(barrier: cute.Pointer, lane: Int32) -> None:
-    """Give a buffer back, for this warp."""
-    if lane == 0:
-        arch.mbarrier_arrive(barrier)

@@ -26,14 +26,13 @@ from evoattn.backends.hopper.bwd_steps import (
     TILE,
     fake_words,
     narrow,
-    release,
     tile_copy,
     tile_parts,
 )
 from evoattn.backends.hopper.bwd_whole_feed import WholeFeed
 from evoattn.backends.hopper.bwd_whole_steps import FIRST, GROUPS, LAST, QUERIES
 from evoattn.backends.hopper.launch import Kernel, channels, ends, terms
-from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded
+from evoattn.backends.hopper.primitives import k_major, mn_major, multiply, padded, release
 from evoattn.backends.hopper.schedule import place
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN

@@ -12,11 +12,11 @@ from evoattn.backends.hopper.bwd_steps import (
     TILE,
     clear_numbers,
     clear_rows,
-    release,
     sleep_until,
     write_statistics,
 )
 from evoattn.backends.hopper.bwd_whole_steps import GROUPS, QUERIES, WholeSteps
+from evoattn.backends.hopper.primitives import release
 from evoattn.backends.hopper.schedule import place
 
 __all__ = ["WholeFeed"]

@@ -10,7 +10,8 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.bwd_dkdv_steps import KeySteps
-from evoattn.backends.hopper.bwd_steps import ROWS, release
+from evoattn.backends.hopper.bwd_steps import ROWS
+from evoattn.backends.hopper.primitives import release
 
 MN = OperandMajorMode.MN
 QUERIES = 64  # queries of a tile

@@ -40,7 +40,7 @@ from evoattn.backends.hopper.primitives import (
     multiply,
     padded,
 )
-from evoattn.backends.hopper.redo import QUERIES, Redo
+from evoattn.backends.hopper.redo import Redo
 from evoattn.backends.hopper.schedule import Schedule, place, stretch
 
 __all__ = ["CHAIN", "HALVES", "KEYS", "ROWS", "Forward"]
@@ -359,50 +359,10 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
                         again = self.leave((O, m, l), at, out, floor, again, LQ, count, mine, lse, g, t4, lane)
                 else:
                     all_bars = (full, empty, pfull, pempty, qfull, qempty)
-                    rounds, st, ph, qph, count = self.pass_by(turn, all_bars, s, rounds, st, ph, qph, count, lane)
+                    rounds, st, ph, qph = self.pass_by(turn, all_bars, s, rounds, st, ph, qph, count, lane)
             arch.cp_async_bulk_wait_group(0)
             if arch.vote_any_sync(again):
                 if const_expr(self.prepared):
                     arch.griddepcontrol_wait()
                 block = arch.make_warp_uniform(bid)
                 self.repair(gQ, gK, gV, row, pair, gO, lse, row_b, row_n, scale, deal, block, sizes, s, half, w)
-
-    @cute.jit
-    def repair(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        row: Any,
-        pair: Any,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        row_b: Int32,
-        row_n: Int32,
-        scale: Float32,
-        deal: Int32,
-        block: Int32,
-        sizes,
-        s: Int32,
-        half: Int32,
-        w: Int32,
-    ):
-        """Do again what this warp marked with a NaN as its LSE."""
-        _, _, panels, N, LQ = sizes
-        H = q.shape[2]
-        arch.sync_warp()
-        unit, last = self.schedule.start(block, *sizes), self.schedule.start(block + 1, *sizes)
-        while unit < last:
-            pan, p0, p1 = stretch(unit, last, N)
-            phase = self.schedule.phase(pan, *sizes)
-            ib, h, b = place(pan, panels, H)
-            i0 = (ib * HALVES + half) * ROWS + w * QUERIES
-            i = cutlass.min(i0 + arch.lane_idx() % QUERIES, LQ - 1)
-            p = p0 + s
-            while p < p1:
-                n = self.schedule.row(p, phase, deal, N)
-                value = lse[b, n, h, i]
-                if i0 < LQ and arch.vote_any_sync(value != value):
-                    self.redo(q, k, v, row, pair, o, lse, b, n, h, i0, b * row_b + n * row_n, scale)
-                p += STREAMS
-            unit += p1 - p0

@@ -9,8 +9,12 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from evoattn.backends.hopper.fwd_steps import CHAIN, ForwardSteps
+from evoattn.backends.hopper.fwd_feed import STREAMS
+from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, ForwardSteps
+from evoattn.backends.hopper.panel import ROWS
 from evoattn.backends.hopper.primitives import LN2
+from evoattn.backends.hopper.redo import QUERIES, Redo
+from evoattn.backends.hopper.schedule import Schedule, place, stretch
 
 __all__ = ["ForwardRow"]
 
@@ -21,6 +25,8 @@ class ForwardRow(ForwardSteps):
     odd: bool
     long: bool
     ceiling: float
+    schedule: Schedule
+    redo: Redo
 
     @cute.jit
     def keys_of_row(
@@ -85,7 +91,7 @@ class ForwardRow(ForwardSteps):
                     self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
                     self.soften(O, fV, m, l, c, S1, 1, so + prev)
                     warpgroup.wait_group(0)
-                    self.release(empty, pempty, so, prev, lane)
+                    self.give_back_keys(empty, pempty, so, prev, lane)
         tail = Int32(1) if const_expr(self.odd) else 1
         if const_expr(self.odd):
             if slices & 1 == 1 and slices > 1:  # a last block of one slice
@@ -93,7 +99,7 @@ class ForwardRow(ForwardSteps):
                 self.soften(O, fV, m, l, c, S1, 1, so + prev)
                 self.scores(queries, frags, S1, 0, self.tile(slices >> 1, st, hf), so + st)
                 warpgroup.wait_group(0)
-                self.release(empty, pempty, so, prev, lane)
+                self.give_back_keys(empty, pempty, so, prev, lane)
                 tail, prev = Int32(0), st
                 st += 1
                 if st == self.stages:
@@ -109,7 +115,7 @@ class ForwardRow(ForwardSteps):
         self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
         self.soften(O, fV, m, l, c, S1, tail, so + prev)
         warpgroup.wait_group(0)
-        self.release(empty, pempty, so, prev, lane)
+        self.give_back_keys(empty, pempty, so, prev, lane)
         if count > 0:
             self.taken(qempty + s, lane)
         return st, ph, qph, count
@@ -129,7 +135,7 @@ class ForwardRow(ForwardSteps):
     ):
         """Give back what comes for `count` rows, for a warpgroup that has no queries of a last panel.
 
-        Returns rounds, st, ph, qph and count as they are then.
+        Returns rounds, st, ph and qph as they are then.
         """
         full, empty, pfull, pempty, qfull, qempty = bars
         while count > 0:
@@ -140,13 +146,13 @@ class ForwardRow(ForwardSteps):
             rounds = (rounds + 1) & 3
             arch.sync_warp()
             if const_expr(self.slots == 1):
-                if lane == 0:
-                    arch.mbarrier_arrive(qempty + s)
+                self.taken(qempty + s, lane)
             else:
                 before, _ = self.slot(s, rounds, qph)
                 self.give_back(qempty + before, lane)
             for _ in cutlass.range((slices + 1) // 2, unroll=1):
                 arch.mbarrier_wait(full + s * self.stages + st, ph)
+                # not by `release`: with it ptxas gives other registers to some kernels
                 if lane == 0:
                     arch.mbarrier_arrive(empty + s * self.stages + st)
                 if const_expr(self.streamed):
@@ -158,7 +164,7 @@ class ForwardRow(ForwardSteps):
                     st = Int32(0)
                     ph ^= 1
             count -= 1
-        return rounds, st, ph, qph, count
+        return rounds, st, ph, qph
 
     @cute.jit
     def leave(
@@ -222,3 +228,43 @@ class ForwardRow(ForwardSteps):
                 value = cutlass.select_(dead[x], -Float32.inf, value)
                 lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
         return again
+
+    @cute.jit
+    def repair(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        row: Any,
+        pair: Any,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        row_b: Int32,
+        row_n: Int32,
+        scale: Float32,
+        deal: Int32,
+        block: Int32,
+        sizes,
+        s: Int32,
+        half: Int32,
+        w: Int32,
+    ):
+        """Do again what this warp marked with a NaN as its LSE."""
+        _, _, panels, N, LQ = sizes
+        H = q.shape[2]
+        arch.sync_warp()
+        unit, last = self.schedule.start(block, *sizes), self.schedule.start(block + 1, *sizes)
+        while unit < last:
+            pan, p0, p1 = stretch(unit, last, N)
+            phase = self.schedule.phase(pan, *sizes)
+            ib, h, b = place(pan, panels, H)
+            i0 = (ib * HALVES + half) * ROWS + w * QUERIES
+            i = cutlass.min(i0 + arch.lane_idx() % QUERIES, LQ - 1)
+            p = p0 + s
+            while p < p1:
+                n = self.schedule.row(p, phase, deal, N)
+                value = lse[b, n, h, i]
+                if i0 < LQ and arch.vote_any_sync(value != value):
+                    self.redo(q, k, v, row, pair, o, lse, b, n, h, i0, b * row_b + n * row_n, scale)
+                p += STREAMS
+            unit += p1 - p0

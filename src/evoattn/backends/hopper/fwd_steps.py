@@ -10,7 +10,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from evoattn.backends.hopper.panel import ROWS
-from evoattn.backends.hopper.primitives import fma, multiply
+from evoattn.backends.hopper.primitives import fma, multiply, release
 
 __all__ = ["CHAIN", "HALVES", "SLICE", "ForwardSteps"]
 
@@ -72,16 +72,14 @@ class ForwardSteps:
         Earlier, loads might still be on their way: an arrival may overtake them.
         """
         if const_expr(self.slots == 1):
-            if lane == 0:
-                arch.mbarrier_arrive(qempty)
+            release(qempty, lane)
 
     @cute.jit
     def give_back(self, qempty: cute.Pointer, lane: Int32):
         """Let new queries come to where the o of the row before has left from."""
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
-        if lane == 0:
-            arch.mbarrier_arrive(qempty)
+        release(qempty, lane)
 
     def arrived(self, full: cute.Pointer, pfull: cute.Pointer, so: Int32, st: Int32, ph: Int32):
         """Wait for a block of keys in stage `st` of a stream whose stages begin at `so`, and for the pair bias of it."""
@@ -90,7 +88,7 @@ class ForwardSteps:
             arch.mbarrier_wait(pfull + st, ph)
 
     @cute.jit
-    def release(self, empty: cute.Pointer, pempty: cute.Pointer, so: Int32, st: Int32, lane: Int32):
+    def give_back_keys(self, empty: cute.Pointer, pempty: cute.Pointer, so: Int32, st: Int32, lane: Int32):
         """Give a block of keys, and the pair bias of it, back for this warp."""
         if lane == 0:
             arch.mbarrier_arrive(empty + so + st)
@@ -130,7 +128,7 @@ class ForwardSteps:
         self.scores(queries, frags, S1, 1, self.tile(j, st, half), so + st)
         if const_expr(j > 0):
             warpgroup.wait_group(1)
-            self.release(empty, pempty, so, prev, lane)
+            self.give_back_keys(empty, pempty, so, prev, lane)
         self.soften(O, fV, m, l, c, S0, 0, so + st)
         if const_expr(self.slots == 2 and j == 0):
             if left == blocks:

@@ -28,6 +28,7 @@ __all__ = [
     "of_quad",
     "packed",
     "padded",
+    "release",
     "three_terms",
 ]
 
@@ -146,3 +147,10 @@ def finite_two(x: Any) -> Any:
         write_only_types=[Int32],
         read_only_args=[x],
     )
+
+
+@cute.jit
+def release(barrier: cute.Pointer, lane: Int32) -> None:
+    """Give a buffer back, for this warp."""
+    if lane == 0:
+        arch.mbarrier_arrive(barrier)

@@ -20,11 +20,15 @@ from evoattn.backends import reference
 
 
 class Planner:
-    """Gives the reference backend plans, which read memory as it was planned whatever the shapes of what comes; counts runs."""
+    """Gives the reference backend plans, which read memory as it was planned whatever the shapes of what comes; counts runs.
+
+    Of backwards it counts the plans too.
+    """
 
     def __init__(self) -> None:
         self.forwards = 0
         self.backwards = 0
+        self.planned_backwards = 0
 
     @staticmethod
     def views(planned: tuple[Tensor | None, ...]) -> Callable[..., list[Any]]:
@@ -51,6 +55,7 @@ class Planner:
         return run
 
     def plan_backward(self, *tensors: Tensor | None, **options: Any) -> Callable[..., tuple[Tensor | None, ...]]:
+        self.planned_backwards += 1
         view = self.views(tensors)
 
         @torch.no_grad()
@@ -96,6 +101,15 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def attend(*tensors: Tensor | None, **options: Any) -> Tensor:
     q, k, v, mask_bias, pair_bias = tensors
     return evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, backend="reference", **options)  # type: ignore
+
+
+def find(*tensors: Tensor | None) -> eager.Call:
+    """What `attend` finds."""
+    q, k, v, mask_bias, pair_bias = tensors
+    options = ("bnlhd", False, None, torch.are_deterministic_algorithms_enabled(), "reference", None)
+    call = eager.find((q, k, v, None, mask_bias, pair_bias), None, *options)
+    assert call is not None
+    return call
 
 
 def leaves(dtype: torch.dtype = torch.float32, **changes: Any) -> list[Tensor]:
@@ -260,6 +274,10 @@ def test_autocast(planner: Planner, operators: list[str], dtype: torch.dtype) ->
         assert ("forward" in operators) == (dtype == torch.float32)
         with torch.autocast("cpu", enabled=False):
             assert attend(*tensors).dtype == dtype
+    operators.clear()
+    with torch.autocast("cpu", torch.float16):  # to the dispatcher the tensors look as they did
+        assert attend(*tensors).dtype == (torch.float64 if dtype == torch.float64 else torch.float16)
+        assert ("forward" in operators) == (dtype != torch.float64)
 
 
 def test_batched_cotangents_and_second_derivatives(planner: Planner, operators: list[str]) -> None:
@@ -391,25 +409,78 @@ def test_settings_are_part_of_a_call(planner: Planner, monkeypatch: pytest.Monke
             torch.use_deterministic_algorithms(name == "deterministic", warn_only=True)
             torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
             attend(*tensors)
-            inputs = (*tensors[:3], None, *tensors[3:])
-            asked = torch.are_deterministic_algorithms_enabled()
-            found[name] = eager.find(inputs, None, "bnlhd", False, None, asked, "reference", None)
+            found[name] = find(*tensors)
         finally:
             torch.use_deterministic_algorithms(deterministic)
             torch.backends.cuda.matmul.fp32_precision = precision
-    assert all(call is not None and call.direct for call in found.values())
+    assert all(call.direct for call in found.values())
     assert len({id(call) for call in found.values()}) == 3
+
+
+def test_settings_are_part_of_a_backward(planner: Planner, operators: list[str]) -> None:
+    """And what is forgotten between it and its forward is forgotten. It finds all gradients when few of them are asked for."""
+    arguments = leaves()
+    output = attend(*arguments)
+    cotangent = torch.randn_like(output)
+
+    def gradients(of: list[Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad(output, of, cotangent, retain_graph=True))
+
+    whole = gradients(arguments)
+    torch.testing.assert_close(gradients(arguments[1:]), whole[1:])
+    torch.testing.assert_close(gradients(arguments[:1]), whole[:1])
+    assert planner.planned_backwards == 1
+    precision = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        gradients(arguments)
+        assert planner.planned_backwards == 2
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
+    eager.forget()
+    torch.testing.assert_close(gradients(arguments), whole)
+    assert planner.planned_backwards == 3
+    assert operators == []
 
 
 def test_alignment_is_part_of_a_call(planner: Planner) -> None:
     """Kernels load 16 bytes at a time where tensors start on a multiple of them."""
     q, k, v, mask_bias, pair_bias = (x.detach() for x in leaves())
     moved = torch.empty(pair_bias.numel() + 1)[1:].view(pair_bias.shape).copy_(pair_bias)
-    calls = [
-        eager.find((q, k, v, None, mask_bias, bias), None, "bnlhd", False, None, False, "reference", None)
-        for bias in (pair_bias, moved, pair_bias.clone())
-    ]
+    calls = []
+    for bias in (pair_bias, moved, pair_bias.clone()):
+        attend(q, k, v, mask_bias, bias)
+        calls.append(find(q, k, v, mask_bias, bias))
     assert calls[0] is calls[2] is not calls[1]
+
+
+def test_a_bias_is_not_taken_for_another(planner: Planner, operators: list[str]) -> None:
+    """A key-wise bias may have the shape of a pair bias that varies along nothing else."""
+    q, k, v, mask_bias, _ = (x.detach() for x in leaves())
+    pair_bias = mask_bias.detach()
+    assert pair_bias.ndim == q.ndim
+    by_key, by_pair = attend(q, k, v, mask_bias, None), attend(q, k, v, None, pair_bias)
+    torch.testing.assert_close(by_key, by_pair)
+    calls = [find(q, k, v, *biases) for biases in ((mask_bias, None), (None, pair_bias))]
+    assert all(call.direct for call in calls) and calls[0] is not calls[1]
+    assert operators == []
+
+
+def test_only_the_newest_looks_are_kept(planner: Planner, operators: list[str]) -> None:
+    """Of calls that differ in their strides alone, forward and backward, and the forgotten ones are worked out again."""
+    q, k, v, mask_bias, pair_bias = leaves()
+    *lead, lq, lk = pair_bias.shape
+    wide = torch.randn(*lead, lq, lk + 2 * eager._MOST)
+    for more in (*range(2 * eager._MOST), 0):
+        bias = wide[..., : lk + more].contiguous()[..., :lk].detach().requires_grad_()
+        expected = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=bias, backend="tiled")
+        found = attend(q, k, v, mask_bias, bias)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(o.sum(), bias)[0] for o in (found, expected)))
+    assert operators.count("forward") == operators.count("backward") == 2 * eager._MOST + 1  # those of the tiled backend
+    alike = find(q, k, v, mask_bias, bias).alike
+    assert len(alike) == eager._MOST
+    assert all(len(eager._kept_backwards(call)) <= eager._MOST for call in alike)
 
 
 def test_a_kept_call_holds_no_tensor(planner: Planner) -> None:

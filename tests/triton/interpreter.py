@@ -2,7 +2,8 @@
 
 Import this before any kernel is defined. Seen on Triton 3.6 to 3.9: matmuls, arithmetic, negation and comparisons of bfloat16
 are silently wrong, so every such operation is taken through float32; conversions to bfloat16 cut digits off where a GPU rounds
-to nearest even, which doubles the error of a kernel, so they round here too.
+to nearest even, which doubles the error of a kernel, so they round here too. And what a comparison finds is of the type int1
+here: there it has that of what was compared, which Triton 3.9 refuses as a mask once it was spread out from a single number.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _narrow(values: np.ndarray) -> np.ndarray:
 
 
 def patch() -> None:
-    """Route matmuls, binary and unary operations on bfloat16 through float32. Harmless when called again."""
+    """Route operations on bfloat16 through float32, and make what comparisons find int1. Harmless when called again."""
     if getattr(InterpreterBuilder, "bfloat16_is_right", False):
         return
     dot, binary, unary = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
@@ -47,12 +48,11 @@ def patch() -> None:
         return dot(self, _widen(a), _widen(b), *rest)
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if op in _COMPARED:
+            return TensorHandle(op(_widen(lhs).data, _widen(rhs).data), tl.int1)
         if lhs.dtype.scalar != tl.bfloat16:
             return binary(self, lhs, rhs, op)
-        values = op(_widen(lhs).data, _widen(rhs).data)
-        if op in _COMPARED:
-            return TensorHandle(values, tl.int1)
-        return TensorHandle(_narrow(values), tl.bfloat16)
+        return TensorHandle(_narrow(op(_widen(lhs).data, _widen(rhs).data)), tl.bfloat16)
 
     def unary_op(self: Any, arg: Any, op: Any) -> Any:
         if arg.dtype.scalar != tl.bfloat16:

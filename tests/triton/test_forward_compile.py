@@ -136,6 +136,17 @@ def test_forward_compiles(arch: str) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+def test_products_and_sums_are_fused_whatever_the_default() -> None:
+    """Triton 3.10 will change it."""
+    x = torch.empty(1, 4, 2, 64, 16, dtype=torch.bfloat16)
+    with triton.knobs.language.scope(), target("sm_90") as compiled:
+        triton.knobs.language.default_fp_fusion = False
+        run = backend.plan_forward(x, x, x, None, None, None, scale=0.25, layout="bnhld", config=Config())
+        run(x, x, x, None, None, None, x, torch.empty(x.shape[:-1]))
+    assert [kernel.metadata.enable_fp_fusion for kernel in compiled] == [True]
+
+
 @pytest.mark.parametrize("shared_limit", sorted(set(SHARED_LIMITS.values())))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_configs_fit_in_shared_memory(dtype: torch.dtype, shared_limit: int) -> None:

@@ -144,7 +144,8 @@ def test_the_second_launch_skips_the_jit(stub: None) -> None:
     jitted = Jitted()
     start = Kernel(jitted).plan(3, 12, FIRST=1, num_warps=4, SECOND=2)
     start(X, Y)
-    assert jitted.launched == [((3,), (X, Y, 12), {"FIRST": 1, "num_warps": 4, "SECOND": 2})]
+    options = {"enable_fp_fusion": True, "FIRST": 1, "num_warps": 4, "SECOND": 2}
+    assert jitted.launched == [((3,), (X, Y, 12), options)]
     start(Y, X)
     assert len(jitted.launched) == 1
     expected = (3, 1, 1, 99, 17, ("packed",), None, None, None, Y.data_ptr(), X.data_ptr(), 12, 2, 1)

@@ -50,6 +50,9 @@ _NO_DEVICE_LIMIT = 1 << 30
 _UNKNOWN_CACHE = 32 << 20
 _UNKNOWN_PROGRAMS = 396  # three on each processor of an H200
 
+_OPTIONS = {"enable_fp_fusion": True}
+"""What every kernel is compiled with. Triton 3.9 warns that products and sums will not be fused by default from 3.10 on."""
+
 ahead: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.ContextVar("ahead", default=None)
 """Where a first launch puts its `triton.jit` function and what that compiles, in place of starting it (`compile_ahead`)."""
 
@@ -315,13 +318,13 @@ class Launch:
         return arguments
 
     def _first(self, tensors: tuple[Tensor, ...]) -> None:
-        arguments = self._mapped(tensors, list(tensors))
+        arguments, options = self._mapped(tensors, list(tensors)), {**_OPTIONS, **self.constants}
         kernels = ahead.get()
         if kernels is not None:
-            asked = self.kernel.jitted.warmup(*arguments, *self.numbers, grid=(self.programs,), **self.constants)
+            asked = self.kernel.jitted.warmup(*arguments, *self.numbers, grid=(self.programs,), **options)
             kernels.append((self.kernel.jitted, asked))
             return
-        compiled = self.kernel.jitted[(self.programs,)](*arguments, *self.numbers, **self.constants)
+        compiled = self.kernel.jitted[(self.programs,)](*arguments, *self.numbers, **options)
         if hasattr(compiled, "result"):  # from Triton 3.7 on, where another thread compiles it ahead
             compiled = compiled.result()
         if not keeps_compiled(tensors[0]):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from evoattn import eager, ops
+from evoattn import eager, ops, sharded
 from evoattn.canonical import Canonical, canonicalise
 from evoattn.dispatch import AUTO_ORDER, BACKENDS, backend_module, objections
 from evoattn.layouts import to_canonical, to_user
@@ -114,22 +114,19 @@ def evoformer_attention(
     call = eager.find(tensors, scale, layout, return_lse, deterministic, _deterministic(deterministic), backend, config)
     if call is None or not call.direct:
         check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
+
+        def again(*tensors: Any) -> tuple[Any, ...]:
+            named: dict[str, Any] = dict(zip(("q", "k", "v", "mask", "mask_bias", "pair_bias"), tensors, strict=True))
+            same: dict[str, Any] = {"layout": layout, "return_lse": return_lse, "backend": backend}
+            made = evoformer_attention(**named, **same, scale=scale, deterministic=deterministic, config=config)
+            return made if return_lse else (made,)
+
+        if sharded.is_sharded(tensors):
+            o, *lses = sharded.attend(again, tensors, layout)
+            return (o, lses[0]) if return_lse else o
         if _one_query_of_shared_keys(q, k, v, layout):
-            o, lse = evoformer_attention(
-                _swapped(q),
-                k,
-                v,
-                mask=mask,
-                mask_bias=mask_bias,
-                pair_bias=_swapped(pair_bias),
-                scale=scale,
-                layout=layout,
-                return_lse=True,
-                backend=backend,
-                deterministic=deterministic,
-                config=config,
-            )
-            return (_swapped(o), lse.transpose(-1, -2)) if return_lse else _swapped(o)
+            o, *lses = again(_swapped(q), k, v, mask, mask_bias, _swapped(pair_bias))
+            return (_swapped(o), lses[0].transpose(-1, -2)) if return_lse else _swapped(o)
         c = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
         settings = "" if config is None else config.to_text()
         options = (None if scale is None else float(scale), layout, _deterministic(deterministic), backend, settings)
@@ -220,6 +217,8 @@ def explain(
         'tiled'
     """
     check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
+    if sharded.is_sharded((q, k, v, mask, mask_bias, pair_bias)):
+        q, k, v, mask, mask_bias, pair_bias = sharded.local((q, k, v, mask, mask_bias, pair_bias), layout)
     if _one_query_of_shared_keys(q, k, v, layout):
         q, pair_bias = _swapped(q), _swapped(pair_bias)
     canonical = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)

@@ -1,0 +1,137 @@
+"""Calls of DTensors: each process runs the call of the queries that it holds, and gathers nothing that need not be whole.
+
+q decides. Along a dimension of the mesh that splits one of its leading axes, its heads or its queries, what has that axis too
+is split alike; what has not is whole on every process, and its gradient a sum over them. That serves rows or batches on several
+devices (dynamic axial parallelism), heads (tensor parallelism) and queries. Where q is whole, or is split along its channels or
+as a sum, all is whole. What lies otherwise is redistributed, and every gradient comes back as its tensor lies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["attend", "is_sharded", "local"]
+
+_NAMES = ("q", "k", "v", "mask", "mask_bias", "pair_bias")
+
+
+def is_sharded(tensors: tuple[Any, ...]) -> bool:
+    """Whether a DTensor is among them. Nobody has one who has not imported them, which takes a second."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(x, DTensor) for x in tensors)
+
+
+def attend(attention: Callable[..., tuple[Tensor, ...]], tensors: tuple[Any, ...], layout: str) -> tuple[Tensor, ...]:
+    """o, and lse if it is made, as DTensors, of valid arguments.
+
+    Args:
+        attention: what makes o, and lse if that is wanted, of what one process holds of the tensors.
+        tensors: q, k, v, mask, mask_bias, pair_bias.
+        layout: the order of axes in q, k, v and o.
+
+    Raises:
+        TypeError, ValueError: see `local`.
+    """
+    made = attention(*local(tensors, layout))
+    q, _, v, *_ = tensors
+    split, sizes = _split(q), q.shape
+    outputs = [_distributed(made[0], q, split, (*sizes[:-1], v.shape[-1]))]
+    if len(made) > 1:
+        heads, length = _heads_and_length(len(sizes), layout)
+        in_lse = {heads: len(sizes) - 3, length: len(sizes) - 2}
+        axes = [None if axis is None else in_lse.get(axis, axis) for axis in split]
+        outputs.append(_distributed(made[1], q, axes, (*sizes[:-3], sizes[heads], sizes[length])))
+    return tuple(outputs)
+
+
+def local(tensors: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
+    """What this process holds of valid arguments once all are split as q is.
+
+    Raises:
+        TypeError: some are DTensors, and some are not.
+        ValueError: they are on different meshes.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    _check_one_mesh(tensors)
+    q = tensors[0]
+    split = _split(q)
+    held: list[Any] = []
+    for name, x in zip(_NAMES, tensors, strict=True):
+        if x is None:
+            held.append(None)
+            continue
+        own = [None if axis is None else _own_axis(name, x, axis, q, layout) for axis in split]
+        of_gradient = [
+            Replicate() if axis is None else Partial() if mine is None else Shard(mine)
+            for axis, mine in zip(split, own, strict=True)
+        ]
+        held.append(x.redistribute(placements=_placements(own)).to_local(grad_placements=of_gradient))
+    return tuple(held)
+
+
+def _check_one_mesh(tensors: tuple[Any, ...]) -> None:
+    from torch.distributed.tensor import DTensor
+
+    mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+    for name, x in zip(_NAMES, tensors, strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, DTensor):
+            raise TypeError(
+                f"{name} must be a DTensor, as others are, got a plain tensor; "
+                "torch.distributed.tensor.distribute_tensor makes one of it"
+            )
+        if x.device_mesh != mesh:
+            raise ValueError(f"{name} must be on the device mesh of q, {mesh}, got {x.device_mesh}")
+
+
+def _split(q: DTensor) -> list[int | None]:
+    """For each dimension of the mesh the axis of q that it splits, if the call can be split along it."""
+    from torch.distributed.tensor import Shard
+
+    axes = [p.dim % q.ndim if type(p) is Shard else None for p in q.placements]
+    return [None if axis == q.ndim - 1 else axis for axis in axes]
+
+
+def _distributed(x: Tensor, q: DTensor, axes: list[int | None], shape: tuple[int, ...]) -> DTensor:
+    """An output of this shape on q's mesh, of which the process holds x: as much as others, more, or nothing."""
+    from torch.distributed.tensor import DTensor
+
+    sizes: dict[str, Any] = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(x, q.device_mesh, _placements(axes), run_check=False, **sizes)
+
+
+def _placements(axes: list[int | None]) -> list[Placement]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [Replicate() if axis is None else Shard(axis) for axis in axes]
+
+
+def _heads_and_length(ndim: int, layout: str) -> tuple[int, int]:
+    """The axes of q's heads and queries."""
+    return (ndim - 2, ndim - 3) if layout == "bnlhd" else (ndim - 3, ndim - 2)
+
+
+def _own_axis(name: str, x: Tensor, axis: int, q: Tensor, layout: str) -> int | None:
+    """The axis of a tensor that runs along an axis of q; None where there is none, or x is the same all along it."""
+    heads, length = _heads_and_length(q.ndim, layout)
+    if name == "pair_bias":  # [*, N, H, Lq, Lk]
+        own = x.ndim - q.ndim + {heads: q.ndim - 3, length: q.ndim - 2}.get(axis, axis)
+    elif name in ("mask", "mask_bias"):  # [*, N, Lk] or [*, N, 1, 1, Lk]
+        units = 2 if x.ndim > max(2, q.ndim - 2) else 0
+        own = -1 if axis in (heads, length) else x.ndim - units - (q.ndim - 2) + axis
+    else:
+        own = -1 if axis == length and name != "q" else axis
+    return own if own >= 0 and x.shape[own] == q.shape[axis] else None

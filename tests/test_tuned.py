@@ -29,10 +29,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_table_of_the_user
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(user, "_device", lambda on_cpu: "cpu Some Processor" if on_cpu else "NVIDIA Some GPU")
     user.forget()
-    backward_tiles.cache_clear()
     yield tmp_path / "cache"
     user.forget()
-    backward_tiles.cache_clear()
 
 
 def save(problem: Problem, backend: str, direction: str, **config: int) -> Path:
@@ -58,6 +56,7 @@ def test_a_find_is_used_where_the_user_sets_nothing() -> None:
 
 
 def test_the_triton_tables_look_too() -> None:
+    before = backward_tiles(ON_GPU, Config(), SHARED, (9, 0))
     save(ON_GPU, "triton", "forward", block_q=64, block_k=64, num_warps=8, num_stages=2)
     save(ON_GPU, "triton", "backward", block_q=32, block_k=64, num_warps=4, num_stages=2)
     forward = forward_tiles(ON_GPU, Config(), SHARED)
@@ -65,6 +64,8 @@ def test_the_triton_tables_look_too() -> None:
     assert forward_tiles(ON_GPU, Config(block_q=32), SHARED).num_warps != 8, "a config of the user's replaces all of it"
     backward = backward_tiles(ON_GPU, Config(), SHARED, (9, 0))
     assert {(tiles.block_q, tiles.block_k) for tiles in (backward.dq, backward.dkdv, backward.pair)} == {(32, 64)}
+    with user.ignored():
+        assert backward_tiles(ON_GPU, Config(), SHARED, (9, 0)) == before
     other = dataclasses.replace(ON_GPU, d=64, c=64)
     assert dataclasses.astuple(forward_tiles(other, Config(), SHARED)) != (64, 64, 8, 2, 0)
 
@@ -202,6 +203,45 @@ def test_without_a_gpu_there_is_no_table_for_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(user, "_device", lambda on_cpu: None)
     user.forget()
     assert user.tuned("triton", "forward", ON_GPU) is None
+
+
+def test_each_of_two_kinds_of_gpu_has_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever was the current one when a table was first looked for."""
+    save(ON_GPU, "triton", "forward", block_q=16)
+    assert user.tuned("triton", "forward", ON_GPU) == Config(block_q=16)
+    monkeypatch.setattr(user, "_device", lambda on_cpu: "NVIDIA Another GPU")
+    assert user.tuned("triton", "forward", ON_GPU) is None
+    save(ON_GPU, "triton", "forward", block_q=32)
+    assert user.tuned("triton", "forward", ON_GPU) == Config(block_q=32)
+
+
+def test_the_current_gpu_is_asked_for_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    names = iter(("one", "other"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: next(names))
+    assert [user._device(on_cpu=False) for _ in range(2)] == ["one", "other"]
+
+
+def test_a_home_that_cannot_be_entered_or_is_not_known_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a user it does not know."""
+    q = torch.randn(1, 2, 3, 1, 4)
+
+    def refuse(*_: object, **__: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for attribute, value in (("exists", refuse), ("home", staticmethod(unknown))):
+        with monkeypatch.context() as patch:
+            patch.delenv("EVOATTN_CACHE_DIR")
+            patch.delenv("XDG_CACHE_HOME", raising=False)
+            patch.setattr(Path, attribute, value)
+            user.forget()
+            evoattn.eager.forget()
+            assert evoattn.evoformer_attention(q, q, q, backend="tiled").isfinite().all()
+            assert user.clear(on_cpu=True) is None
 
 
 def test_the_folder_follows_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ VARIABLE = "EVOATTN_CACHE_DIR"
 
 
 def folder() -> Path | None:
-    """The user's cache folder of this package, or None where nothing is to be kept. Nothing is created."""
+    """The user's cache folder of this package; None where nothing is to be kept, or no home is known. Nothing is created."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "evoattn"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "evoattn"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evoattn"
+    try:
+        if sys.platform == "win32":
+            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "evoattn"
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "evoattn"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evoattn"
+    except RuntimeError:  # a user whom the system does not know, as in a container
+        return None

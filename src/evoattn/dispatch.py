@@ -27,8 +27,11 @@ def backend_module(name: str) -> Backend:
 def refusals(name: str, problem: Problem, config: Config) -> list[str]:
     """Every reason why a backend does not take a problem; empty when it does."""
     backend = backend_module(name)
+    reasons = backend.unsupported(problem, config)
+    if reasons and problem.device == "cpu":  # asking for a GPU would start CUDA, which does not outlive a fork
+        return reasons
     unavailable = backend.availability()
-    return ([unavailable] if unavailable else []) + backend.unsupported(problem, config)
+    return ([unavailable] if unavailable else []) + reasons
 
 
 def objections(names: Iterable[str], problem: Problem, config: Config) -> dict[str, list[str]]:

@@ -130,6 +130,32 @@ def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.M
     assert callable(launch.compiled(kernel))
 
 
+def test_a_kept_kernel_that_does_not_load_is_made_anew(folder: pathlib.Path) -> None:
+    """One that is empty, or cut off, as a machine that stopped may leave it; and whoever shares the folder may read it."""
+    kernel = prepare.Pairs(cutlass.BFloat16, 8)
+    launch.compiled(kernel)
+    (kept,) = (folder / "hopper").iterdir()
+    whole = kept.stat().st_size
+    assert kept.stat().st_mode & 0o777 == 0o644
+    for size in (0, whole // 2):
+        os.truncate(kept, size)
+        launch.compiled.cache_clear()
+        launch._module.cache_clear()
+        with pytest.warns(UserWarning, match="does not load .*: compiled anew"):
+            assert callable(launch.compiled(kernel))
+        assert kept.stat().st_size == whole
+
+
+def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object file holds code of the host's too: a home folder may be an x86 machine's and a GH200's."""
+    here = launch._source()
+    monkeypatch.setattr(launch.platform, "machine", lambda: "another")
+    launch._source.cache_clear()
+    assert launch._source() != here
+    monkeypatch.undo()
+    launch._source.cache_clear()
+
+
 def test_a_kernel_is_kept_in_memory(folder: pathlib.Path) -> None:
     assert launch.compiled(prepare.Pairs(cutlass.BFloat16, 8)) is launch.compiled(prepare.Pairs(cutlass.BFloat16, 8))
 

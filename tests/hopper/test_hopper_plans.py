@@ -5,6 +5,7 @@ The tensors are those of the conformance suite. A launch that is planned asks wh
 
 import ctypes
 import dataclasses
+import math
 import os
 import types
 from typing import Any
@@ -112,6 +113,29 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
     arguments = {name: set(given) for name, given in launched}
     assert of_qkv[0].data_ptr() in arguments["QueryGradients"]
     assert {x.data_ptr() for x in of_qkv[1:]} <= arguments["KeyGradients"]
+
+
+@pytest.mark.parametrize(("layout", "heads"), [("bnhld", 2), ("bnlhd", 2), ("bnlhd", 1)])
+@pytest.mark.parametrize("dlse", [False, True])
+def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, dlse: bool, launched: list[Any]) -> None:
+    """Of tensors that start anywhere, also of contiguous ones, which `contiguous` leaves where they are."""
+
+    def anywhere(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return to_canonical(torch.randn(math.prod(sizes) + 1).to(dtype)[1:].view(sizes), layout)
+
+    stored = (1, 4, 128, heads, 32) if layout == "bnlhd" else (1, 4, heads, 128, 32)
+    q, k, v, do, o = (anywhere(*stored) for _ in range(5))
+    lse = torch.randn(q.shape[:-1])
+    gradient = torch.randn(lse.numel() + 1)[1:].view(lse.shape) if dlse else None
+    made, *wanted = (torch.empty(stored) for _ in range(4))
+    fwd.plan_forward(q, k, v, None, None, None, scale=0.1, layout=layout)(q, k, v, None, None, None, made, lse)
+    tensors = (do, gradient, q, k, v, None, None, None, o, lse)
+    options: dict[str, Any] = {"needs": (True, True, True, False, False), "deterministic": False}
+    bwd.plan_backward(*tensors, scale=0.1, layout=layout, **options)(*tensors, *wanted)
+    assert len(launched) >= 2
+    for name, (_, _, *arguments) in launched:  # extents and the stream come first, and other numbers are small
+        addresses = [x for x in arguments if isinstance(x, int) and x > 1 << 32]
+        assert len(addresses) >= 5 and not any(x % 16 for x in addresses), name
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

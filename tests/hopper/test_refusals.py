@@ -31,6 +31,14 @@ ALL = (True, True, True, False, True)
 OF_QKV = (True, True, True, False, False)
 
 
+def test_a_call_on_the_cpu_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking a GPU for its capability would, and a worker that was forked from a process with one would fail."""
+    monkeypatch.setattr(hopper, "availability", lambda: pytest.fail("asked for a GPU"))
+    on_cpu = dataclasses.replace(PLAIN, device="cpu", capability=None)
+    assert dispatch.refusals("hopper", on_cpu, Config()) == ["needs tensors on a GPU, got device cpu"]
+    assert dispatch.select(on_cpu, "auto", Config()).NAME != "hopper"
+
+
 def half(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -78,6 +86,8 @@ def test_takes(changes: dict) -> None:
         ({"mask_bias": torch.float64}, "a mask_bias in"),
         ({"lk": 0}, "no empty tensors"),
         ({"n": 1}, "a pair_bias that two or more rows share, got 1 row"),
+        ({"b": 65536}, "a pair_bias of up to 65,535 batches and heads, got 65,536 and 4"),
+        ({"h": 65536}, "a pair_bias of up to 65,535 batches and heads, got 1 and 65,536"),
         ({"needs": ALL, "n": 1}, "a pair_bias that two or more rows share, got 1 row"),
         ({"needs": ALL, "lk": 4097}, "no room for 4097 keys of 32 channels"),
         ({"needs": OF_QKV, "pair_bias": None, "lk": 8193}, "no room for 8193 keys of 32 channels"),

@@ -82,15 +82,17 @@ else:
             eager.forget()
             check(dataclasses.replace(case, dtype=dtype).make(seed=5))
 
-    @pytest.mark.parametrize("step", [1 << 30, 1 << 31], ids=["units", "elements"])
+    @pytest.mark.parametrize(("axis", "step"), [(-2, 1 << 30), (-2, 1 << 31), (-1, (1 << 30) + 16)], ids=str)
     @pytest.mark.parametrize("which", ["q", "k", "v", "do"])
-    def test_few_with_rows_far_apart(which: str, step: int) -> None:
-        """Two and three queries or keys whose offsets pass 32 bits; memory between them is never touched."""
-        case = testing.Case("far", n=1, h=1, lq=3, lk=2, d=16, dtype=torch.float16, layout="bnhld", gradients=("q", "k", "v"))
+    def test_few_far_apart(which: str, axis: int, step: int) -> None:
+        """Two and three queries or keys, or three channels, whose offsets pass 32 bits; memory between is never touched."""
+        d = 16 if axis == -2 else 3
+        case = testing.Case("far", n=1, h=1, lq=3, lk=2, d=d, dtype=torch.float16, layout="bnhld", gradients=("q", "k", "v"))
         inputs = case.make(seed=6)
         near = getattr(inputs, which)
-        rows = near.shape[-2]
-        far = torch.empty((rows - 1) * step + 16, dtype=torch.float16).as_strided((1, 1, 1, rows, 16), (1, 1, 1, step, 1))
+        stride = [1, 1, 1, 1, 1]
+        stride[axis] = step
+        far = torch.empty((near.shape[axis] - 1) * step + 16, dtype=torch.float16).as_strided(near.shape, stride)
         far.copy_(near)
         leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         spread = [far.requires_grad_() if name == which else x for name, x in zip("qkv", leaves, strict=True)]

@@ -221,7 +221,6 @@ def _table(dtype: torch.dtype, capability: tuple[int, int] | None) -> tuple[_Lin
     return _HOPPER if major == 9 else _HALF
 
 
-@functools.lru_cache(maxsize=256)
 def backward_tiles(problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None) -> BackwardTiles:
     """The tiles that the backward would run: the table's, fitted to the sizes and to shared memory, under what `config` sets.
 
@@ -231,7 +230,11 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
         shared_limit: bytes of shared memory that one program may use.
         capability: compute capability of an NVIDIA card; None elsewhere.
     """
-    config = user.preferred("triton", "backward", problem, config)
+    return _tiles(problem, user.preferred("triton", "backward", problem, config), shared_limit, capability)
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles(problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None) -> BackwardTiles:
     channels = power_of_two(max(problem.d, problem.c))
     line = next(line for line in _table(problem.dtype, capability) if channels <= line.most)
     of_heads = problem.b * problem.n * problem.h

@@ -60,7 +60,8 @@ def tuned(backend: str, direction: str, problem: Problem) -> Config | None:
     named = os.environ.get(VARIABLE)
     if named == "":
         return None
-    table = _table(named, problem.device == "cpu")
+    on_cpu = problem.device == "cpu"
+    table = _table(named, on_cpu, _device(on_cpu))
     return table.get(key(backend, direction, problem)) if table else None
 
 
@@ -124,7 +125,6 @@ def machine(on_cpu: bool) -> dict[str, str | None]:
     }
 
 
-@functools.cache
 def _device(on_cpu: bool) -> str | None:
     """The name of the processor, or of the current GPU; None where torch has no GPU, as when kernels are only compiled."""
     if on_cpu:
@@ -134,6 +134,7 @@ def _device(on_cpu: bool) -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+@functools.cache
 def _processor() -> str:
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
@@ -158,15 +159,15 @@ def _installed(distribution: str) -> str | None:
 
 
 @functools.cache
-def _table(folder: str | None, on_cpu: bool) -> dict[str, Config]:
-    """Configs by key; empty where there is no file or it is not this machine's. `folder` is here as what the cache goes by."""
+def _table(folder: str | None, on_cpu: bool, device: str | None) -> dict[str, Config]:
+    """Configs by key; empty where there is no file or it is not this machine's. The cache goes by `folder` and `device` too."""
     return {name: Config(**entry["config"]) for name, entry in entries(on_cpu).items()}
 
 
 def entries(on_cpu: bool) -> dict[str, dict[str, Any]]:
     """All that the file says, by key; empty with one warning where it is damaged, or made by another machine or version."""
     file = path(on_cpu)
-    if file is None or not file.exists():
+    if file is None or not os.path.exists(file):  # Path.exists raises where a folder may not be entered
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -193,7 +194,7 @@ def _warn(file: Path, why: str) -> None:
 
 
 def save(found: dict[str, dict[str, Any]], on_cpu: bool) -> Path:
-    """Add entries to the file, whole or not at all; later calls of this process see them.
+    """Add entries to the file, whole or not at all; what this process plans from then on follows them.
 
     Args:
         found: by key, each with a "config" and whatever else is worth telling.
@@ -224,7 +225,7 @@ def save(found: dict[str, dict[str, Any]], on_cpu: bool) -> Path:
 def clear(on_cpu: bool) -> Path | None:
     """Remove the file; the path, or None where there was none."""
     file = path(on_cpu)
-    if file is None or not file.exists():
+    if file is None or not os.path.exists(file):
         return None
     file.unlink()
     forget()

@@ -163,12 +163,13 @@ def loadable(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor],
 
 
 def contiguous(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """How a copy of a tensor lies in memory, and what makes it."""
+    """How a copy of a tensor lies in memory, from a multiple of 16 bytes on, and what makes it."""
     shape, stride = x.shape, x.stride()
 
     def change(x: Tensor) -> Tensor:
         seen = x.as_strided(shape, stride)
-        return (seen if factor == 1.0 else seen * factor).contiguous()
+        made = (seen if factor == 1.0 else seen * factor).contiguous()
+        return made if made.data_ptr() % 16 == 0 else made.clone()  # a contiguous one is no copy yet
 
     return torch.empty(shape, dtype=x.dtype, device="meta"), change
 

@@ -12,8 +12,10 @@ import hashlib
 import importlib.metadata
 import os
 import pathlib
+import platform
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,8 +115,8 @@ def live_rows() -> tuple[Any, Any]:
 
 @functools.cache
 def _source() -> bytes:
-    """What a kept kernel depends on besides its own name: the kernels' text and the compiler's version."""
-    digest = hashlib.sha256(importlib.metadata.version("nvidia-cutlass-dsl").encode())
+    """What a kept kernel depends on besides its own name: the kernels' text, the compiler's version, the kind of host."""
+    digest = hashlib.sha256(f"{importlib.metadata.version('nvidia-cutlass-dsl')} {platform.machine()}".encode())
     for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.digest()
@@ -251,8 +253,11 @@ def compiled(kernel: Kernel) -> Any:
     function = f"evoattn_{key}"  # no two in one process may share a symbol
     with _compiler:
         path = None if kept is None else kept / "hopper" / f"{kernel.name}-{key}.o"
-        if path is not None and path.exists():
-            return _loaded(str(path), function)
+        if path is not None and os.path.exists(path):  # Path.exists raises where a folder may not be entered
+            try:
+                return _loaded(str(path), function)
+            except Exception as error:  # of many kinds: the file is not whole, or not ours to read
+                warnings.warn(f"{path} does not load ({error}): compiled anew", stacklevel=2)
         made = build(kernel)
         if path is not None:
             try:
@@ -286,6 +291,9 @@ def _keep(made: Any, path: pathlib.Path, function: str) -> None:
     os.close(handle)
     try:
         made.export_to_c(temporary, function_name=function)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())  # else a machine that stops may leave the name without the contents
+        os.chmod(temporary, 0o644)  # who shares the folder may read it, as any other file
         os.replace(temporary, path)
     except BaseException:
         pathlib.Path(temporary).unlink(missing_ok=True)

@@ -66,7 +66,7 @@ def _load_keys(
 ):
     """[r,k,c]: all keys, or values, of each row; 0 outside."""
     o_k = wide(tl.arange(0, BLOCK_K), WIDE)[None, :, None]
-    o_c = tl.arange(0, BLOCK_C)[None, None, :]
+    o_c = wide(tl.arange(0, BLOCK_C), WIDE)[None, None, :]
     p_tile = p_keys + o_first[:, None, None] + o_k * stride_l + o_c * stride_c
     if EVEN_K and COLS == BLOCK_C:
         return tl.load(p_tile)
@@ -74,9 +74,10 @@ def _load_keys(
 
 
 @triton.jit
-def _load_row(p_row, o_first, stride_c, COLS: tl.constexpr, BLOCK_C: tl.constexpr):
+def _load_row(p_row, o_first, stride_c, COLS: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr):
     """[r,c] in float32: one query, or what belongs to one, of each row; 0 outside."""
-    return load_tile(p_row, o_first, tl.arange(0, BLOCK_C), 1, stride_c, 0, COLS, False, COLS != BLOCK_C).to(tl.float32)
+    o_c = wide(tl.arange(0, BLOCK_C), WIDE)
+    return load_tile(p_row, o_first, o_c, 1, stride_c, 0, COLS, False, COLS != BLOCK_C).to(tl.float32)
 
 
 @triton.jit
@@ -134,7 +135,7 @@ def forward_few_kernel(
     o_past = (tl.arange(0, BLOCK_K) >= lk)[None, :]  # an infinite query makes NaN of keys that are not there
     for query in range(lq):
         at = tl.cast(query, tl.int64) if WIDE else query
-        b_q = _load_row(p_q, o_q + at * (stride_ql * GRAIN), stride_qd, D, BLOCK_D)  # [r,d]
+        b_q = _load_row(p_q, o_q + at * (stride_ql * GRAIN), stride_qd, D, BLOCK_D, WIDE)  # [r,d]
         b_s = tl.sum(b_q[:, None, :] * b_k, 2) * (scale * LOG2E) + b_row  # [r,k]
         if not EVEN_K:
             b_s = tl.where(o_past, float("-inf"), b_s)
@@ -191,9 +192,9 @@ def backward_few_kernel(
     b_dv = tl.zeros([ROWS, BLOCK_K, BLOCK_C], tl.float32)  # [r,k,c]
     for query in range(lq):
         at = tl.cast(query, tl.int64) if WIDE else query
-        b_q = _load_row(p_q, o_q + at * (stride_ql * GRAIN), stride_qd, D, BLOCK_D)  # [r,d]
-        b_do = _load_row(p_do, o_do + at * (stride_dol * GRAIN), stride_doc, C, BLOCK_C)  # [r,c]
-        b_o = _load_row(p_o, o_o + at * (stride_ol * GRAIN), stride_oc, C, BLOCK_C)  # [r,c]
+        b_q = _load_row(p_q, o_q + at * (stride_ql * GRAIN), stride_qd, D, BLOCK_D, WIDE)  # [r,d]
+        b_do = _load_row(p_do, o_do + at * (stride_dol * GRAIN), stride_doc, C, BLOCK_C, WIDE)  # [r,c]
+        b_o = _load_row(p_o, o_o + at * (stride_ol * GRAIN), stride_oc, C, BLOCK_C, WIDE)  # [r,c]
         o_stat = o_row * lq + query
         b_lse = tl.load(p_lse + o_stat)  # [r]
         b_delta = tl.sum(b_o * b_do, 1)  # [r]

@@ -24,7 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "tuning": {"cache", "_version", "problem"},
     "backends": {"cache", "devices", "problem", "tuning", "layouts", "numerics"},
     "dispatch": {"problem", "tuning", "backends"},
-    "ops": {"backends", "dispatch", "problem", "tuning", "layouts", "numerics", "canonical"},
+    "ops": {"backends", "dispatch", "problem", "tuning", "layouts", "numerics", "canonical", "validation"},
     "validation": {"dispatch", "layouts", "tuning"},
     "eager": {"ops", "canonical", "layouts", "numerics", "validation"},
     "sharded": set(),

@@ -157,6 +157,8 @@ def test_cuequivariance_kv_lengths() -> None:
     torch.testing.assert_close(largest.double(), torch.where(empty, 0, expected[2]), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="exclude each other"):
         triangle_attention(q, k, v, bias, mask, kv_lengths=lengths)
+    with pytest.raises(TypeError, match=r"kv_lengths must be a torch\.Tensor, got list"):
+        triangle_attention(q, k, v, bias, kv_lengths=[1, 2])  # type: ignore[arg-type, call-overload]
     with pytest.raises(TypeError, match="kv_lengths must be int32, got int64"):
         triangle_attention(q, k, v, bias, kv_lengths=lengths.long())
     with pytest.raises(ValueError, match=r"kv_lengths must be \[B, N, 1, 1, 1\]"):
@@ -176,6 +178,30 @@ def test_cuequivariance_four_axes_int_masks_and_shared_bias() -> None:
     )
     names = ["q", "k", "v", "bias", "mask", "scale", "return_aux", "kv_lengths"]
     assert list(inspect.signature(triangle_attention).parameters) == names
+
+
+@pytest.mark.parametrize("given", ["nothing", "mask", "kv_lengths"])
+def test_cuequivariance_without_keys(given: str) -> None:
+    """Both statistics are 0 there, whatever says that there is no key."""
+    arguments: dict[str, dict[str, torch.Tensor]] = {
+        "nothing": {},
+        "mask": {"mask": torch.ones(2, 3, 1, 1, 0, dtype=torch.bool)},
+        "kv_lengths": {"kv_lengths": torch.zeros(2, 3, 1, 1, 1, dtype=torch.int32)},
+    }
+    o, lse, largest = triangle_attention(*cue_inputs(lk=0), **arguments[given], return_aux=True)
+    assert not o.any() and not lse.any() and not largest.any()
+
+
+def test_cuequivariance_statistics_under_autocast() -> None:
+    """Those of q and k as they are cast; the sum of exponentials is no less than the largest."""
+    q, k, v, bias = (4 * x for x in cue_inputs())
+    cast = (x.bfloat16() for x in (q, k, v))
+    _, expected_lse, expected = triangle_attention(*cast, bias, return_aux=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, lse, largest = triangle_attention(q, k, v, bias, return_aux=True)
+    torch.testing.assert_close(lse, expected_lse)
+    torch.testing.assert_close(largest, expected)
+    assert (largest - lse).max() < 1e-4
 
 
 @pytest.mark.parametrize(("lq", "lk"), [(0, 5), (5, 0), (1, 1)])

@@ -483,6 +483,48 @@ def test_only_the_newest_looks_are_kept(planner: Planner, operators: list[str]) 
     assert all(len(eager._kept_backwards(call)) <= eager._MOST for call in alike)
 
 
+def test_a_tensor_may_be_given_twice(planner: Planner, operators: list[str]) -> None:
+    """Keys that are values too are planned once, and told from keys and values that only look alike."""
+    q, k, *_ = leaves(mask_bias=None, pair_bias=None)
+    v = k.detach().neg().requires_grad_()
+    for keys, values in ((k, k), (k, v), (v, v), (k, v), (k, k)):
+        found = attend(q, keys, values, None, None)
+        expected = evoattn.evoformer_attention(q, keys, values, backend="tiled")
+        torch.testing.assert_close(found, expected)
+        of = [q, k, v]
+        gradients = [torch.autograd.grad(o.square().sum(), of, allow_unused=True) for o in (found, expected)]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)
+    assert planner.forwards == planner.backwards == 5
+    assert planner.planned_backwards <= 2
+    assert len(find(q, k, k, None, None).alike) == 2
+    assert find(q, k, k, None, None) is find(q, v, v, None, None) is not find(q, k, v, None, None)
+
+
+def test_nothing_is_recorded_in_inference_mode(planner: Planner, operators: list[str]) -> None:
+    """Not even where gradients are switched on inside of it."""
+    tensors = leaves()
+    with torch.inference_mode(), torch.enable_grad():
+        output = attend(*tensors)
+    assert output.is_inference() and not output.requires_grad
+    assert operators == []
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_tangent_of_the_cotangent_is_refused(planner: Planner, before: bool) -> None:
+    """Forward over reverse, of a call that was recorded before duals came, or takes the operator among them.
+
+    A derivative that is dropped in silence is worse than none.
+    """
+    tensors = leaves()
+    output = attend(*tensors)
+    with torch.autograd.forward_ad.dual_level():
+        weight = torch.autograd.forward_ad.make_dual(torch.randn(4, 4), torch.randn(4, 4))
+        output = output if before else attend(*tensors)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.autograd.grad((output @ weight).sum(), tensors[0])
+
+
 def test_a_kept_call_holds_no_tensor(planner: Planner) -> None:
     tensors = leaves()
     step(tensors)

@@ -58,7 +58,7 @@ BAD = [
     (
         {"mask_bias": torch.ones(2, 3, 6, dtype=torch.bool)},
         TypeError,
-        r"mask_bias must have a float dtype, got bool; a bool mask goes to mask",
+        r"mask_bias must be float16, bfloat16, float32 or float64, got bool; a bool mask goes to mask",
     ),
     (
         {"mask_bias": torch.ones(2, 3, 1, 5, 6)},
@@ -67,7 +67,18 @@ BAD = [
     ),
     ({"mask_bias": torch.ones(())}, ValueError, r"mask_bias must be \[\*, N, Lk\] or \[\*, N, 1, 1, Lk\], got a scalar"),
     ({"mask_bias": torch.ones(1, 2, 3, 1, 1, 6)}, ValueError, r"mask_bias must be .* got shape \[1, 2, 3, 1, 1, 6\]"),
-    ({"pair_bias": torch.ones(2, 3, 6, dtype=torch.int64)}, TypeError, r"pair_bias must have a float dtype, got int64"),
+    (
+        {"pair_bias": torch.ones(2, 3, 6, dtype=torch.int64)},
+        TypeError,
+        r"pair_bias must be float16, bfloat16, float32 or float64, got int64",
+    ),
+    (
+        {"pair_bias": torch.ones(2, 3, 6).to(torch.float8_e4m3fn)},
+        TypeError,
+        r"pair_bias must be float16, bfloat16, float32 or float64, got float8_e4m3fn",
+    ),
+    ({"pair_bias": torch.nested.nested_tensor([torch.ones(2, 3)])}, TypeError, r"pair_bias must be a dense tensor .* nested"),
+    ({"scale": 10**400}, ValueError, r"scale must be finite"),
     (
         {"pair_bias": torch.ones(2, 1, 4, 6, 5)},
         ValueError,

@@ -1,6 +1,7 @@
 """The operators as torch sees them: opcheck, compile, export, autocast, vmap, meta tensors."""
 
 import copy
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -112,6 +113,21 @@ def test_compile_with_inductor_marks_lengths_dynamic_by_itself() -> None:
             torch.testing.assert_close(value, expected)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_code_takes_any_scale(dynamic: bool | None) -> None:
+    """One that is an argument, which becomes a symbol when it changes, and one of the number of channels."""
+    torch._dynamo.reset()
+
+    def attend(q: Tensor, scale: float) -> Tensor:
+        given = evoattn.evoformer_attention(q, q, q, scale=scale)
+        return given + evoattn.evoformer_attention(q, q, q, scale=1 / math.sqrt(q.shape[-1]))
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for channels, scale in ((4, 0.3), (8, 0.4), (16, 0.5)):
+        q = torch.randn(1, 2, 5, 2, channels)
+        torch.testing.assert_close(compiled(q, scale), attend(q, scale))
+
+
 def test_export_keeps_the_operator() -> None:
     class Module(torch.nn.Module):
         def forward(self, *arguments: Tensor) -> Tensor:
@@ -135,6 +151,19 @@ def test_autocast_computes_as_torch_attention_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours[0].transpose(1, 2), theirs, rtol=0.02, atol=0.02)
     gradients = torch.autograd.grad(ours, (q, k, mask_bias, pair_bias), torch.randn_like(ours))
     assert [g.dtype for g in gradients] == [torch.float32] * 4
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_a_backward_is_not_cast(backend: str) -> None:
+    """Of a forward outside of autocast, which a training loop may have left too late."""
+    q, k, v, mask_bias, pair_bias = leaves(16)
+    o = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, backend=backend)
+    cotangent = torch.randn_like(o)
+    expected = torch.autograd.grad(o, (q, k, v, pair_bias), cotangent, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(o, (q, k, v, pair_bias), cotangent)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_autocast_leaves_float64_and_biases_alone() -> None:

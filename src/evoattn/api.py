@@ -82,8 +82,8 @@ def evoformer_attention(
         k: keys, `[*, N, Lk, H, D]` or `[*, N, H, Lk, D]`, of q's dtype. H may be 1: one head shared by all.
         v: values, `[*, N, Lk, H, C]` or `[*, N, H, Lk, C]`, of q's dtype. H may be 1.
         mask: bool, `[*, N, Lk]` or `[*, N, 1, 1, Lk]` or anything that broadcasts to them; True = attend.
-        mask_bias: additive, any float dtype, of the same shapes as mask.
-        pair_bias: additive, any float dtype, any shape that broadcasts to `[*, N, H, Lq, Lk]`. Leave an axis along which
+        mask_bias: additive, of the same shapes as mask, of any of the dtypes of q.
+        pair_bias: additive, of any of the dtypes of q, any shape that broadcasts to `[*, N, H, Lq, Lk]`. Leave an axis along which
             it does not vary at size 1: it is then neither read nor differentiated more than once.
         scale: factor on Q K^T; None is `D ** -0.5`.
         layout: the order of axes in q, k, v and in the output.

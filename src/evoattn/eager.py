@@ -26,7 +26,7 @@ from evoattn import ops
 from evoattn.canonical import Canonical, canonicalise
 from evoattn.layouts import to_canonical, to_user
 from evoattn.numerics import accumulate_dtype
-from evoattn.validation import compute_dtype, key_axes
+from evoattn.validation import check_no_tangent, compute_dtype, key_axes
 
 __all__ = ["Call", "find", "forget"]
 
@@ -42,25 +42,37 @@ _PRIVATE = (
 """What this module needs of torch's internals. A torch without them only loses the short way."""
 
 _MOST = 16
-"""So many calls are kept whose q has one shape and whose options are the same, and so many backwards of a call."""
+"""So many calls are kept whose q and k have one shape and whose options are the same, and so many backwards of a call."""
 
 
 class _Look:
-    """What a call may depend on in its tensors. It holds none of them."""
+    """What a call may depend on in its tensors. It holds none of them.
 
-    __slots__ = ("aligned", "guards")
+    Args:
+        first: for each tensor the place where it is first given, if one is given twice, which the guards do not allow.
+    """
+
+    __slots__ = ("aligned", "first", "guards")
 
     def __init__(self, given: list[Tensor]) -> None:
+        first = [next(i for i, y in enumerate(given) if y is x) for x in given]
+        self.first = None if len(set(first)) == len(given) else first
+        self.aligned = _aligned(given)
+        given = [given[i] for i in sorted(set(first))]
         # "dynamic" by its own name only: a number is what a size has to be, and None would be any
         sizes: Any = [list(x.shape) for x in given]
         strides: Any = [list(x.stride()) for x in given]
         guards = torch._C._dynamo.guards.TensorGuards
         self.guards = guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self.aligned = _aligned(given)
 
     def fits(self, given: list[Any]) -> bool:
         """Whether as many arguments look the same."""
-        return bool(self.guards.check(*given)) and _aligned(given) == self.aligned
+        distinct = given
+        if self.first is not None:
+            if any(x is not given[i] for x, i in zip(given, self.first, strict=True)):
+                return False
+            distinct = [x for place, (x, i) in enumerate(zip(given, self.first, strict=True)) if place == i]
+        return bool(self.guards.check(*distinct)) and _aligned(given) == self.aligned
 
 
 def _aligned(given: list[Tensor]) -> list[bool]:
@@ -135,7 +147,8 @@ class Call:
         q, k, v = canonical.q, canonical.k, canonical.v
         inputs = (q, k, v, canonical.mask, canonical.mask_bias, canonical.pair_bias)
         self.options = options
-        self.records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        watched = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        self.records = watched and any(x is not None and x.requires_grad for x in tensors)
         self.look = _Look([x for x in tensors if x is not None])
         if _in_order(canonical) and _same_memory(tensors, inputs):
             self.run = ops.choose_forward(*inputs, *options).run
@@ -151,7 +164,7 @@ class Call:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _kept(*alike: Any) -> list[Call]:
-    """The Calls of one shape of q and the same options, the newest first; `typed`, because 1 is not True to validation."""
+    """The Calls of one shape of q and k and the same options, the newest first; `typed`, because 1 is not True to validation."""
     return []
 
 
@@ -184,8 +197,8 @@ def find(tensors: tuple[Any, ...], scale: Any, *options: Any) -> Call | None:
         return None
     missing = tuple([x is None for x in tensors])
     try:
-        q = tensors[0]
-        alike = _kept(q.shape, missing, torch.is_grad_enabled(), ops.settings(q.dtype), scale, *options)
+        q, k, *_ = tensors
+        alike = _kept(q.shape, k.shape, missing, torch.is_grad_enabled(), ops.settings(q.dtype), scale, *options)
     except (AttributeError, TypeError, RuntimeError):  # no tensor, an option that has no hash, a tensor without a shape
         return None
     given = [x for x in tensors if x is not None]
@@ -296,6 +309,8 @@ class EvoformerAttention(torch.autograd.Function):
         """Straight to the plan as well, unless this pass is itself recorded, traced or transformed."""
         if do is None and dlse is None:
             return (None,) * 7
+        if getattr(forward_ad, "_current_level", 0) >= 0:
+            check_no_tangent(do, dlse)
         saved = (do, dlse, *ctx.saved_tensors)
         of_q, of_k, of_v, _, of_mask_bias, of_pair_bias = ctx.needs_input_grad[1:]
         needs = (of_q, of_k, of_v, of_mask_bias, of_pair_bias)

@@ -21,6 +21,7 @@ from evoattn.dispatch import select
 from evoattn.numerics import accumulate_dtype
 from evoattn.problem import describe
 from evoattn.tuning import Config
+from evoattn.validation import check_no_tangent
 
 __all__ = ["Choice", "backward", "choose_backward", "choose_forward", "forget", "forward", "settings"]
 
@@ -258,6 +259,8 @@ def _autograd(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     nothing: list[None] = [None] * len(ctx.options)
     if do is None and dlse is None:
         return (None,) * 6 + tuple(nothing)
+    if not torch.compiler.is_compiling():
+        check_no_tangent(do, dlse)
     gradients = backward(do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, needs, *ctx.options)
     dq, dk, dv, dmask_bias, dpair_bias = (g if need else None for g, need in zip(gradients, needs, strict=True))
     return (dq, dk, dv, None, dmask_bias, dpair_bias, *nothing)
@@ -313,16 +316,21 @@ def _mapped(
 
 def _autocast(device_type: str, key: str) -> None:
     """Under autocast q, k and v take its dtype, as torch's own attention does. Biases keep theirs: every backend reads any
-    float dtype, and a mask bias of -1e9 does not fit in float16."""
+    float dtype, and a mask bias of -1e9 does not fit in float16. A backward has the dtypes of its forward, whatever is on."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def cast_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         dtype = torch.get_autocast_dtype(device_type)
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         with torch._C._ExcludeDispatchKeyGuard(keys):
             o, lse = forward(*(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)), *rest)
         return o, lse
 
+    def uncast_backward(*arguments: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return backward(*arguments)
+
     _LIB.impl("forward", cast_forward, key)
+    _LIB.impl("backward", uncast_backward, key)
 
 
 _LIB.impl("forward", _forward, "CompositeExplicitAutograd")

@@ -16,7 +16,7 @@ from evoattn.dispatch import BACKENDS
 from evoattn.layouts import LAYOUTS
 from evoattn.tuning import Config
 
-__all__ = ["check_arguments", "compute_dtype", "key_axes"]
+__all__ = ["check_arguments", "check_no_tangent", "compute_dtype", "key_axes"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AXES = {
@@ -54,7 +54,7 @@ def check_arguments(
 ) -> None:
     """Raise TypeError or ValueError for the first argument that does not fit."""
     if not torch.compiler.is_compiling():
-        _check_no_tangent(q, k, v, mask_bias, pair_bias)
+        check_no_tangent(q, k, v, mask_bias, pair_bias)
     _check_options(scale, layout, backend, return_lse, deterministic, config)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
@@ -96,11 +96,19 @@ def _check_options(
     if scale is not None:
         if isinstance(scale, (bool, Tensor)) or not isinstance(scale, Real):
             raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-        if not math.isfinite(scale):
+        # What torch.compile traces may be a symbol, of which it does not say whether it is finite.
+        if not torch.compiler.is_compiling() and not _is_finite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
 
 
-def _check_no_tangent(*tensors: Tensor | None) -> None:
+def _is_finite(x: float) -> bool:
+    try:
+        return math.isfinite(x)
+    except OverflowError:  # an int that no float holds
+        return False
+
+
+def check_no_tangent(*tensors: Tensor | None) -> None:
     """torch gives registered operators a tangent of zero, silently; a wrong derivative is worse than none."""
     for x in tensors:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
@@ -112,17 +120,18 @@ def _check_no_tangent(*tensors: Tensor | None) -> None:
 def _check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor with strides, got one of layout {str(x.layout).removeprefix('torch.')}")
+    if x.layout != torch.strided or x.is_nested:
+        layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"{name} must be a dense tensor with strides, got one of layout {layout}")
 
 
 def _check_bias_dtype(name: str, x: Tensor) -> None:
     if name == "mask":
         if x.dtype != torch.bool:
             raise TypeError(f"mask must be bool (True = attend), got {_text(x.dtype)}; an additive mask goes to mask_bias")
-    elif not x.dtype.is_floating_point:
+    elif x.dtype not in _DTYPES:
         hint = "; a bool mask goes to mask" if x.dtype == torch.bool else ""
-        raise TypeError(f"{name} must have a float dtype, got {_text(x.dtype)}{hint}")
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {_text(x.dtype)}{hint}")
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:

@@ -22,6 +22,7 @@ class Workload:
         where: which module of which model it is.
         length_axes: the axes that grow with the number of residues or tokens.
         kv_heads: heads of keys and values, where one is shared by all; None is h.
+        most_rows: where it was given fewer rows, how many there are at most at any length.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Workload:
     where: str
     length_axes: tuple[str, ...] = ("lq", "lk")
     kv_heads: int | None = None
+    most_rows: int | None = None
 
     @property
     def family(self) -> str:
@@ -62,11 +64,17 @@ class Workload:
         if length < 1:
             raise ValueError(f"a length must be 1 or more, got {length}")
         sizes: dict[str, int] = dict.fromkeys(self.length_axes, length)
-        return self if length == self.length else dataclasses.replace(self, name=f"{self.family}{length}", **sizes)  # type: ignore[arg-type]
+        if length == self.length:
+            return self
+        if self.most_rows is not None:
+            most = self.most_rows
+            longer = dataclasses.replace(self, name=self.name.removesuffix(f"n{most}"), most_rows=None).at(length)
+            return longer if longer.n < most else dataclasses.replace(longer, name=f"{longer.name}n{most}", n=most, most_rows=most)
+        return dataclasses.replace(self, name=f"{self.family}{length}", **sizes)  # type: ignore[arg-type]
 
     def with_rows(self, n: int) -> Workload:
         """The same attention with at most n rows, named after them."""
-        return self if n >= self.n else dataclasses.replace(self, name=f"{self.name}n{n}", n=n)
+        return self if n >= self.n else dataclasses.replace(self, name=f"{self.name}n{n}", n=n, most_rows=n)
 
     def shrunk(self, n: int = 3, length: int = 24) -> Workload:
         """The same problem at a size for tests: at most n rows, lengths at most `length`, all else as it was."""

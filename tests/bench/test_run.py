@@ -401,6 +401,15 @@ def test_workloads_at_other_lengths() -> None:
     rows = workload("msa_row128n64")
     assert (rows.name, rows.n, rows.lq) == ("msa_row128n64", 64, 128)
     assert workload("msa_columnn9").n == 9
+    for name, length, found, n in (
+        ("tri384n64", 500, "tri500n64", 64),
+        ("tri384n64", 32, "tri32", 32),
+        ("msa_row200n64", 300, "msa_row300n64", 64),
+        ("diffusion128n8", 256, "diffusion256n8", 8),
+    ):
+        other = workload(name).at(length)
+        assert (other.name, other.n, other.length) == (found, n, length)
+        assert workload(found) == other
     for wrong in ("tri0", "tri", "nonsense5", "tri1234567", "nonsense5n3", "n5", "trin5"):
         with pytest.raises(ValueError, match="no workload"):
             workload(wrong)

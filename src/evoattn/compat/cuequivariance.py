@@ -2,8 +2,8 @@
 
     from evoattn.compat.cuequivariance import triangle_attention
 
-Beyond the original: any length, any number of channels, a bias of any shape that broadcasts and of any float dtype (it is read
-as it is, never converted), float32 and float64 forward and backward, CPU as well as GPU.
+Beyond the original: any length, any number of channels, a bias of any shape that broadcasts and of any of these dtypes (it is
+read as it is, never converted), float32 and float64 forward and backward, CPU as well as GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def triangle_attention(
         q: `[B, N, H, Q, D]`, or `[N, H, Q, D]` for B = 1.
         k: `[B, N, H, K, D]`, or `[N, H, K, D]`.
         v: `[B, N, H, K, C]`, or `[N, H, K, C]`.
-        bias: `[B, 1, H, Q, K]`, or `[1, H, Q, K]`, or anything that broadcasts; any float dtype.
+        bias: `[B, 1, H, Q, K]`, or `[1, H, Q, K]`, or anything that broadcasts; float16, bfloat16, float32 or float64.
         mask: `[B, N, 1, 1, K]`, or `[N, 1, 1, K]`; True = keep. Other dtypes are converted to bool. A row with no key to keep
             has equal logits, so its output is the mean of v.
         scale: factor on q k; None is `D ** -0.5`.
@@ -97,6 +97,10 @@ def triangle_attention(
     if not return_aux:
         return o if mask is None or kv_lengths is not None else _mean_where_empty(o, v, mask)
     lse = lse.detach()
+    if k.shape[-2] == 0:
+        nothing = torch.zeros_like(lse, dtype=torch.float32)
+        return o, nothing, nothing.clone()
+    q, k = q.to(o.dtype), k.to(o.dtype)  # as autocast casts them
     largest = _largest_logit(q, k, bias, mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
     if mask is None:
         return o, lse.float(), largest
@@ -115,6 +119,8 @@ def _five_axes(x: Tensor) -> Tensor:
 
 def _prefix_mask(kv_lengths: Tensor, q: Tensor, k: Tensor) -> Tensor:
     expected = (q.shape[0], q.shape[1], 1, 1, 1)
+    if not isinstance(kv_lengths, Tensor):
+        raise TypeError(f"kv_lengths must be a torch.Tensor, got {type(kv_lengths).__name__}")
     if kv_lengths.dtype != torch.int32:
         raise TypeError(f"kv_lengths must be int32, got {str(kv_lengths.dtype).removeprefix('torch.')}")
     if tuple(kv_lengths.shape) != expected:
@@ -136,13 +142,12 @@ def _largest_logit(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scal
     b, n, h, lq, _ = q.shape
     lk = k.shape[-2]
     largest = torch.zeros((b, n, h, lq), dtype=torch.float32, device=q.device)
-    if lk == 0:
-        return largest
     rows = max(1, _BLOCK_SCORES // max(1, b * h * lq * lk))
     bias = bias.expand(b, -1, h, lq, lk)
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        s = torch.matmul(q[:, part].float() * scale, k[:, part].float().transpose(-1, -2))  # [b,n,h,q,k]
+        with torch.autocast(q.device.type, enabled=False):
+            s = torch.matmul(q[:, part].float() * scale, k[:, part].float().transpose(-1, -2))  # [b,n,h,q,k]
         s += bias if bias.shape[1] == 1 else bias[:, part]
         if mask is not None:
             s.masked_fill_(~(mask if mask.shape[1] == 1 else mask[:, part]), _MASKED)

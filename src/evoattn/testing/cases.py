@@ -156,7 +156,7 @@ class Case:
         bias = torch.randn(shape, generator=rng)
         if self.pair_fill:
             bias[torch.rand(shape, generator=rng) < 0.2] = -torch.inf
-            bias[..., -1, :] = -torch.inf
+            bias[..., -1:, :] = -torch.inf
         bias = bias.to(dtype).to(device)
         if self.strides == "permuted_pair":
             bias = bias.movedim(-3, -1).contiguous().movedim(-1, -3)

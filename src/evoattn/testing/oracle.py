@@ -172,7 +172,7 @@ def _differentiate(call: _Call, inputs: Inputs, dtype: torch.dtype | None) -> Re
         outputs.append(lse)
         cotangents.append(inputs.dlse.to(lse.dtype))
     wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
-    gradients = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
+    gradients = torch.autograd.grad(outputs, list(wanted.values()), cotangents) if wanted else ()
     values = {"o": o.detach(), "lse": lse.detach()}
     values.update({f"d{name}": g for name, g in zip(wanted, gradients, strict=True)})
     return Results(values)

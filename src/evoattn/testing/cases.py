@@ -50,8 +50,8 @@ class Case:
         pair_bias: axes that the bias varies along, a 1 where it is broadcast, such as "b1hqk"; or none.
         pair_fill: put -inf into the pair bias at random and in one whole query row.
         bias_dtype: of both biases; None is dtype.
-        strides: contiguous, heads and lengths swapped in memory, every second element of a wider tensor, or a pair bias
-            whose heads lie innermost as a permuted linear gives it.
+        strides: contiguous, heads and lengths swapped in memory, every second element of a wider tensor, a pair bias
+            whose heads lie innermost as a permuted linear gives it, or every tensor one element after the start of its memory.
         cotangent: random, or one number expanded with stride 0 as `.sum()` gives it.
         scale: None for the default.
         spread: factor on q; large values give an LSE far from 0.
@@ -74,7 +74,7 @@ class Case:
     pair_bias: str | None = None
     pair_fill: bool = False
     bias_dtype: torch.dtype | None = None
-    strides: Literal["contiguous", "transposed", "sliced", "permuted_pair"] = "contiguous"
+    strides: Literal["contiguous", "transposed", "sliced", "permuted_pair", "offset"] = "contiguous"
     cotangent: Literal["random", "expanded"] = "random"
     scale: float | None = None
     spread: float = 1.0
@@ -106,7 +106,7 @@ class Case:
             do = normal(1).expand(*q.shape[:-1], c)
         else:
             do = normal(*q.shape[:-1], c)
-        return Inputs(
+        inputs = Inputs(
             case=self,
             q=q,
             k=k,
@@ -119,6 +119,7 @@ class Case:
             if self.lse_gradient
             else None,
         )
+        return inputs if self.strides != "offset" else _offset(inputs)
 
     def _keys(self, rng: torch.Generator) -> Tensor:
         keep = torch.rand((*self.lead, self.n, self.lk), generator=rng) > 0.3
@@ -161,6 +162,15 @@ class Case:
         if self.strides == "permuted_pair":
             bias = bias.movedim(-3, -1).contiguous().movedim(-1, -3)
         return bias
+
+
+def _offset(inputs: Inputs) -> Inputs:
+    """Every tensor contiguous, one element after the start of its memory: on no multiple of 16 bytes."""
+    given = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    moved = {
+        name: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for name, x in given.items() if isinstance(x, Tensor)
+    }
+    return dataclasses.replace(inputs, **moved)
 
 
 def from_workload(workload: Workload, dtype: torch.dtype) -> Case:
@@ -215,6 +225,8 @@ AWKWARD: tuple[Case, ...] = (
     Case("transposed", strides="transposed", **_BOTH),  # type: ignore[arg-type]
     Case("sliced", strides="sliced", **_BOTH),  # type: ignore[arg-type]
     Case("permuted_pair", strides="permuted_pair", **_BOTH),  # type: ignore[arg-type]
+    Case("offset", strides="offset", d=32, lse_gradient=True, **_BOTH),  # type: ignore[arg-type]
+    Case("offset_heads_first", layout="bnhld", strides="offset", d=32, lq=70, lk=70, **_BOTH),  # type: ignore[arg-type]
     Case("heads_first", layout="bnhld", **_BOTH),  # type: ignore[arg-type]
     Case("heads_first_transposed", layout="bnhld", strides="transposed", **_BOTH),  # type: ignore[arg-type]
     Case("batch_2", lead=(2,), **_BOTH),  # type: ignore[arg-type]
@@ -240,6 +252,7 @@ AWKWARD: tuple[Case, ...] = (
     Case("few_without_bias", lead=(2, 3), n=7, lq=5, lk=9, d=40, scale=-0.3, gradients=_QKV, cotangent="expanded"),
     Case("few_minus_inf_rows", n=70, lq=2, lk=2, mask_bias="minus_inf_rows", gradients=_QKV, lse_gradient=True),
     Case("few_minus_1e9_rows", n=70, lq=2, lk=7, mask_bias="minus_1e9_rows", bias_dtype=torch.float32, gradients=_QKV),
+    Case("few_offset", n=9, lq=4, lk=8, d=32, strides="offset", mask="random", mask_bias="finite", gradients=_QKV),
     Case("few_transposed", n=9, lq=4, lk=8, d=32, strides="transposed", mask="random", gradients=_QKV),
     Case("few_sliced", n=9, lq=4, lk=8, d=33, strides="sliced", mask_bias="finite", gradients=_QKV, spread=60.0),
     Case("few_with_all_gradients", n=9, lq=4, lk=8, mask="random", mask_bias="finite"),

@@ -191,6 +191,27 @@ def test_a_tensor_map_is_what_its_constructor_would_make(stub: None) -> None:
             assert field.name == "base" or getattr(given, field.name) == getattr(checked, field.name)
 
 
+@pytest.mark.parametrize(("n", "long"), [(1 << 10, False), (1 << 26, True)])
+def test_statistics_far_from_one_another(monkeypatch: pytest.MonkeyPatch, n: int, long: bool) -> None:
+    """From 2**31 statistics on the way from an lse to its delta takes 64 bits: 2**26 rows of 17 queries in tiles of 32."""
+    seen: dict[str, bool] = {}
+    plan = Kernel.plan
+
+    def planned(kernel: Kernel, programs: int, *numbers: float, **constants: Any) -> Launch:
+        seen[kernel.jitted.__name__] = constants.get("WIDE", False)
+        return plan(kernel, programs, *numbers, **constants)
+
+    monkeypatch.setattr(Kernel, "plan", planned)
+    q, k = (torch.empty(1, n, 1, length, 8, dtype=torch.bfloat16, device="meta") for length in (17, 8))
+    row, pair = torch.empty(1, n, 8, device="meta"), torch.empty(1, 1, 17, 8, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, n, 1, 17, device="meta")
+    options = {"scale": 1.0, "layout": "bnhld", "needs": (True,) * 5, "config": Config()}
+    for deterministic in (False, True):
+        bwd.plan_backward(q, None, q, k, k, None, row, pair, q, lse, deterministic=deterministic, **options)  # type: ignore[arg-type]
+    kernels = ("statistics_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
+    assert {name: seen.get(name) for name in kernels} == dict.fromkeys(kernels, long), seen
+
+
 def plan_training_step(length: int, n: int, mask: bool) -> None:
     """Plan forward and backward of a triangle attention with a pair bias; the tensors are of no device."""
     shape = (1, n, length, 4, 32)

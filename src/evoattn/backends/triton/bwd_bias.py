@@ -130,7 +130,7 @@ def pair_gradient_kernel(
             p_v + n * stride_vn * GRAIN, o_k, o_c, stride_vl * GRAIN, stride_vc, left_k, C, not EVEN_K, C != BLOCK_C
         )  # [k,c]
         b_lse = tl.load(p_stats + n * heads * (padded_q * PAD) + o_in_q)  # [q]
-        b_delta = tl.load(p_stats + half * PAD + n * heads * (padded_q * PAD) + o_in_q)  # [q]
+        b_delta = tl.load(p_stats + wide(half, WIDE) * PAD + n * heads * (padded_q * PAD) + o_in_q)  # [q]
         b_sum += score_gradient(
             b_q, b_do, b_k, b_v, b_lse, b_delta, b_pair, b_row, unit, True, HAS_ROW, FOLD, PRECISION
         )  # [q,k]

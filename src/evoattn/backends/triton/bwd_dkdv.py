@@ -165,7 +165,7 @@ def dkdv_kernel(
         if NEED_DV:
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [k,c]
         if NEED_DK or MASK_MODE != _NONE:
-            b_delta = tl.load(p_stats + half * PAD + first + o_in_q)  # [q]
+            b_delta = tl.load(p_stats + wide(half, WIDE) * PAD + first + o_in_q)  # [q]
             if SEED:
                 b_seed = tl.broadcast_to(-b_delta[None, :], [BLOCK_K, BLOCK_Q])  # [k,q]
                 b_ds = b_p * tl.dot(b_v, tl.trans(b_do), b_seed, input_precision=PRECISION)  # [k,q]

@@ -184,14 +184,14 @@ def dq_kernel(
                 stride_dlse_q, HAS_DLSE,
             )  # [q]  # fmt: skip
             tl.store(p_this, b_lse)
-            tl.store(p_this + half * PAD, b_delta)
+            tl.store(p_this + wide(half, WIDE) * PAD, b_delta)
     if MAKE_STATS:
         # Read back what was written, in the layout of the loop.
         tl.debug_barrier()
     for r in tl.static_range(ROWS):
         p_this = p_stats + ((b * n_rows + ns[r]) * heads + h) * (padded_q * PAD) + o_in
         b_lse = tl.load(p_this)  # [q]
-        b_delta = tl.load(p_this + half * PAD)  # [q]
+        b_delta = tl.load(p_this + wide(half, WIDE) * PAD)  # [q]
         if ROWS > 1:
             b_lse = tl.where(group * ROWS + r < n_rows, b_lse, float("inf"))
         b_lses = b_lses + (b_lse,)

@@ -128,7 +128,7 @@ def statistics_kernel(
     inside = o_in < padded_q * PAD - block * BLOCK_Q
     wait_to_store(WAIT)
     tl.store(p_stats + o_in, b_lse, mask=inside)
-    tl.store(p_stats + half * PAD + o_in, b_delta, mask=inside)
+    tl.store(p_stats + wide(half, WIDE) * PAD + o_in, b_delta, mask=inside)
 
 
 def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None) -> Launch:
@@ -156,7 +156,7 @@ def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | Non
         BLOCK_Q=_STATISTICS_ROWS,
         GRAIN=layout.grain,
         HAS_DLSE=dlse is not None,
-        WIDE=layout.wide,
+        WIDE=layout.wide or stats.stride[0] >= 1 << 31,  # so far lies delta from lse
         num_warps=4 if c <= 128 else 8,  # with 4, 256 channels of float32 spill 208 bytes on 8.6
     )
 

@@ -83,8 +83,8 @@ def evoformer_attention(
         v: values, `[*, N, Lk, H, C]` or `[*, N, H, Lk, C]`, of q's dtype. H may be 1.
         mask: bool, `[*, N, Lk]` or `[*, N, 1, 1, Lk]` or anything that broadcasts to them; True = attend.
         mask_bias: additive, of the same shapes as mask, of any of the dtypes of q.
-        pair_bias: additive, of any of the dtypes of q, any shape that broadcasts to `[*, N, H, Lq, Lk]`. Leave an axis along which
-            it does not vary at size 1: it is then neither read nor differentiated more than once.
+        pair_bias: additive, of any of the dtypes of q, any shape that broadcasts to `[*, N, H, Lq, Lk]`. Leave an axis along
+            which it does not vary at size 1: it is then neither read nor differentiated more than once.
         scale: factor on Q K^T; None is `D ** -0.5`.
         layout: the order of axes in q, k, v and in the output.
         return_lse: also return the logsumexp of the scores. Gradients flow through it.
@@ -92,6 +92,8 @@ def evoformer_attention(
         deterministic: whether results, gradients too, must be bit-equal from run to run; None follows
             `torch.are_deterministic_algorithms_enabled()`.
         config: tile sizes, for experiments; None lets the backend choose.
+
+    Tensors may be DTensors, all of them: each process then runs the call of the queries that it holds.
 
     Returns:
         O in q's dtype and layout with C channels; with `return_lse`, also the LSE, `[*, N, H, Lq]`, float32 (float64 for

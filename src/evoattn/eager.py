@@ -164,7 +164,7 @@ class Call:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _kept(*alike: Any) -> list[Call]:
-    """The Calls of one shape of q and k and the same options, the newest first; `typed`, because 1 is not True to validation."""
+    """The Calls of one shape of q and k and the same options, newest first; `typed`, because 1 is not True to validation."""
     return []
 
 

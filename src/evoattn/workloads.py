@@ -69,7 +69,8 @@ class Workload:
         if self.most_rows is not None:
             most = self.most_rows
             longer = dataclasses.replace(self, name=self.name.removesuffix(f"n{most}"), most_rows=None).at(length)
-            return longer if longer.n < most else dataclasses.replace(longer, name=f"{longer.name}n{most}", n=most, most_rows=most)
+            fewer = {"name": f"{longer.name}n{most}", "n": most, "most_rows": most}
+            return longer if longer.n < most else dataclasses.replace(longer, **fewer)  # type: ignore[arg-type]
         return dataclasses.replace(self, name=f"{self.family}{length}", **sizes)  # type: ignore[arg-type]
 
     def with_rows(self, n: int) -> Workload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -167,7 +167,9 @@ class Case:
 def _offset(inputs: Inputs) -> Inputs:
     """Every tensor contiguous, one element after the start of its memory: on no multiple of 16 bytes."""
     given = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-    moved = {name: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for name, x in given.items() if isinstance(x, Tensor)}
+    moved: dict[str, Any] = {
+        name: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for name, x in given.items() if isinstance(x, Tensor)
+    }
     return dataclasses.replace(inputs, **moved)
 
 

@@ -14,6 +14,7 @@ from evoattn import api, dispatch, testing
 from evoattn.backends import tiled
 from evoattn.bench import choice, correctness, run
 from evoattn.bench.clock import Clock, TookTooLong, WallClock
+from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, Peer, Prepared
 from evoattn.bench.plan import Plan, left
 from evoattn.bench.record import PASSES, Record, Result
@@ -125,6 +126,79 @@ def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch
     last = record.problems[-1]
     assert [result.name for result in last.results] == ["evoattn", "right"]
     assert {result.reason for result in last.results} == {"the budget of 30 s was over"}
+
+
+def test_what_would_not_fit_into_memory_is_not_made(
+    fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs of 100,000 x 100,000 rows are not even begun, and the next problem is measured."""
+    plan = a_plan(workloads=(workload("tri100000"), workload("tri16")), peers=("right",), budget_s=1000.0)
+    huge, small = measured(plan, clock).problems
+    assert [result.name for result in huge.results] == ["evoattn", "right"]
+    for result in huge.results:
+        assert result.status == "left out"
+        assert re.fullmatch(r"inputs, float64 truth and gradients would hold about .* GiB are free", result.reason)
+    assert not huge.cut, "a larger budget would not help"
+    assert all(result.times for result in small.results)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError()])
+def test_memory_that_ends_on_a_cpu_is_a_reason(
+    error: Exception, fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises a plain RuntimeError there; another one is a bug, and no reason."""
+
+    def fails(*_: object) -> Inputs:
+        raise error
+
+    def exhausts(inputs: Inputs) -> Prepared:
+        raise error
+
+    PEERS["exhausts"] = Peer("exhausts", "exhausts", exhausts)
+    assert results(measured(a_plan(peers=("exhausts",)), clock))["exhausts"].reason == "out of memory"
+    monkeypatch.setattr(correctness, "inputs_of", fails)
+    found = results(measured(a_plan(peers=("right",)), clock))
+    assert {result.reason for result in found.values()} == {"the inputs and their float64 truth do not fit into memory"}
+    error = RuntimeError("expected a tensor")
+    with pytest.raises(RuntimeError, match="expected a tensor"):
+        measured(a_plan(), clock)
+
+
+@pytest.mark.parametrize("name", ["tri48", "msa_row32", "msa_global32", "single64"])
+def test_what_is_foreseen_to_be_held_is_what_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = workload(name).with_rows(48)
+    monkeypatch.setitem(correctness._SCORES, "cpu", 1 << 16)
+    held: list[object] = []
+
+    def make() -> None:
+        inputs = correctness.inputs_of(wanted, torch.float32, CPU)
+        held.append(correctness.truth(inputs))
+
+    foreseen = correctness.held_bytes(wanted, torch.float32, CPU)
+    assert 0.4 * foreseen < peak_bytes(make, CPU) <= foreseen
+
+
+def test_the_budget_bounds_the_float64_truth(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen parts of ten seconds: after the first it is known to take more than half of the budget."""
+    monkeypatch.setitem(correctness._SCORES, "cpu", 4 * 16 * 16)
+    oracle, parts, clock = testing.oracle, [], FakeClock()
+
+    def slow(inputs: Inputs) -> testing.Results:
+        parts.append(inputs.q.shape[1])
+        clock.time += 10.0
+        return oracle(inputs)
+
+    monkeypatch.setattr(testing, "oracle", slow)
+    record = measured(a_plan(peers=("right",), budget_s=100.0), clock)
+    assert len(parts) == 2
+    for result in results(record).values():
+        assert (result.status, result.reason) == (
+            "left out",
+            "its float64 truth takes about 160 s, and the budget of 100 s had 50 s for it: a larger --budget measures it",
+        )
+    assert record.problems[0].cut and record.finished == "out of time"
+    for budget in (400.0, None):
+        assert results(measured(a_plan(peers=("right",), budget_s=budget), clock))["right"].times
 
 
 def test_a_record_that_was_cut_short_is_gone_on_with(fakes: dict[str, Peer], clock: FakeClock) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from evoattn import testing
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
-__all__ = ["WRONG", "first_part", "first_rows", "inputs_of", "io_bytes", "truth", "without_biases", "worst"]
+__all__ = ["WRONG", "first_part", "first_rows", "held_bytes", "inputs_of", "io_bytes", "truth", "without_biases", "worst"]
 
 WRONG = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
 """Relative errors above these are wrong results, not rounding. That of float32 lets TF32 pass: its error is in the table."""
@@ -50,6 +50,17 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
     )
 
 
+def held_bytes(workload: Workload, dtype: torch.dtype, device: torch.device) -> int:
+    """About what the inputs, the float64 truth and one output with its gradients hold at the most, before any is made."""
+    w = workload
+    scores = w.b * w.h * w.lq * w.lk
+    given = 2 * w.b * w.n * w.d * (w.lq * w.h + w.lk * (w.kv_heads or w.h)) + (scores if w.pair_bias else 0)
+    rows = min(w.n, max(1, _SCORES[device.type] // max(1, scores)))
+    spread = 0 if w.kv_heads in (None, w.h) else 4 * w.b * rows * w.h * w.lk * w.d  # k, v and their gradients for every head
+    values = 2 * given * (dtype.itemsize + torch.float64.itemsize)  # of the truth its parts and all of them
+    return values + (8 * rows * scores + spread) * torch.float64.itemsize
+
+
 def io_bytes(inputs: Inputs) -> int:
     """Bytes of the inputs and the output, each once: the least a forward can move."""
     given = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.pair_bias)
@@ -79,11 +90,18 @@ def first_part(inputs: Inputs) -> Inputs:
     return first_rows(inputs, next(_parts(inputs)))
 
 
-def truth(inputs: Inputs) -> dict[str, Tensor]:
-    """o and all gradients in float64: the dense oracle of `evoattn.testing`, some rows n at a time."""
+def truth(inputs: Inputs, between: Callable[[float], None] = lambda done: None) -> dict[str, Tensor]:
+    """o and all gradients in float64: the dense oracle of `evoattn.testing`, some rows n at a time.
+
+    Args:
+        inputs: of what.
+        between: told after each part but the last which share of the rows is done; what it raises ends the computation.
+    """
     of_rows: dict[str, list[Tensor]] = {name: [] for name in ("o", "dq", "dk", "dv")}
     of_pair: Tensor | None = None
     for rows in _parts(inputs):
+        if rows.start:
+            between(rows.start / inputs.q.shape[1])
         found = testing.oracle(first_rows(inputs, rows)).values
         for name, parts in of_rows.items():
             parts.append(found[name])

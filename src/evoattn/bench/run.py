@@ -35,6 +35,9 @@ _FIRST_SHARE = 0.2
 _LIMIT_SHARE = 0.5
 """Of what is left of the budget: what a peer's first calls may take before they are ended."""
 
+_SURE_SHARE = 0.25
+"""Of the time that the float64 truth may take: after so much of it, what it will take in all is known well enough."""
+
 _LONGEST_CALL_S = 4.0
 _LONGEST_SHARE = 0.05
 """A call that takes longer is not repeated: seconds, and the share of the problem's time."""
@@ -117,6 +120,10 @@ class _Row:
         return clock.calls(self.call, self.count) / self.count
 
 
+class _LeftOutError(Exception):
+    """A problem that is not measured; the message is the reason."""
+
+
 class _Course:
     def __init__(
         self, plan: Plan, problems: list[tuple[Workload, str]], device: torch.device, clock: Clock, progress: Progress
@@ -142,18 +149,25 @@ class _Course:
         self.current = problem = Problem(workload, dtype_name, None)
         if share is not None and share <= 0:
             problem.cut = True
-            names = [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in self.plan.backends), *self.plan.peers]
-            reason = f"the budget of {self.plan.budget_s:g} s was over"
-            problem.results = [Result(name, "left out", reason) for name in names]
+            self._leave_out(problem, f"the budget of {self.plan.budget_s:g} s was over")
             self.current = None
             return problem
         try:
             self._measure(problem, None if share is None else now + share)
-        except torch.OutOfMemoryError:
-            problem.results = [Result("evoattn", "left out", "the inputs and their float64 truth do not fit into memory")]
+        except _LeftOutError as left_out:
+            self._leave_out(problem, str(left_out))
+        except Exception as error:
+            if not _out_of_memory(error):
+                raise
+            self._leave_out(problem, "the inputs and their float64 truth do not fit into memory")
+        self._release()
         self.current = None
         problem.seconds = round(self.clock.now() - now, 1)
         return problem
+
+    def _leave_out(self, problem: Problem, reason: str) -> None:
+        names = [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in self.plan.backends), *self.plan.peers]
+        problem.results = [Result(name, "left out", reason) for name in names]
 
     def _cut_short(self, seconds: float = 0.0) -> None:
         """Note that a larger budget would have measured more, unless a call of so many seconds is too long for any."""
@@ -167,9 +181,15 @@ class _Course:
         if any(PEERS[name].compiles for name in self.plan.peers):
             torch._dynamo.reset()
         self._say(problem, "float64 truth")
-        inputs = correctness.inputs_of(problem.workload, getattr(torch, problem.dtype), self.device)
+        dtype = getattr(torch, problem.dtype)
+        needed = correctness.held_bytes(problem.workload, dtype, self.device)
+        free = machine.free_bytes(self.device)
+        if needed > SHARE_OF_MEMORY * free:
+            sizes = f"about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
+            raise _LeftOutError(f"inputs, float64 truth and gradients would hold {sizes}")
+        inputs = correctness.inputs_of(problem.workload, dtype, self.device)
         problem.bytes = correctness.io_bytes(inputs)
-        expected = correctness.truth(inputs)
+        expected = correctness.truth(inputs, self._truth_check())
         runners: list[tuple[Result, Runner]] = []
         for peer, result in contenders(self.plan, inputs):
             self._say(problem, peer.name)
@@ -183,8 +203,23 @@ class _Course:
         del expected
         self._release()
         self._time(problem, inputs, runners, end)
-        runners.clear()
-        self._release()
+
+    def _truth_check(self) -> Callable[[float], None]:
+        """Ends a float64 truth that takes more than what a peer's first calls may, as soon as that is sure."""
+        begun, limit = self.clock.now(), self._limit()
+
+        def check(done: float) -> None:
+            if limit is None:
+                return
+            passed = self.clock.now() - begun
+            if passed > _SURE_SHARE * limit and passed / done > limit:
+                self._cut_short()
+                raise _LeftOutError(
+                    f"its float64 truth takes about {passed / done:.0f} s, and the budget of {self.plan.budget_s:g} s had "
+                    f"{limit:.0f} s for it: a larger --budget measures it"
+                )
+
+        return check
 
     def _release(self) -> None:
         gc.collect()
@@ -351,6 +386,14 @@ def _as_far_as_it_came(problem: Problem) -> Problem:
     return problem
 
 
+def _out_of_memory(error: BaseException) -> bool:
+    """On a CPU torch raises a plain RuntimeError, with one text on Linux and another elsewhere."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    texts = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
 def _status(error: Exception) -> str:
     if isinstance(error, ImportError):
         return "absent"
@@ -361,7 +404,7 @@ def _one_line(error: BaseException) -> str:
     """The first line of a message, short enough for a table."""
     if isinstance(error, ModuleNotFoundError):
         return f"{(error.name or 'it').split('.')[0]} is not installed"
-    if isinstance(error, torch.OutOfMemoryError):
+    if _out_of_memory(error):
         return "out of memory"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {line}" if line and not isinstance(error, RefusesError) else line or repr(error)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import struct
 import subprocess
@@ -14,11 +15,14 @@ import torch
 import evoattn
 from evoattn import api, cli
 from evoattn.backends import tiled
+from evoattn.bench import record as records
+from evoattn.bench.record import Timing
 from evoattn.cli import demo, doctor, evoformer, machine, measure, plot, sweep, terminal
 from evoattn.cli.alignment import read_alignment
 from evoattn.cli.evoformer import attentions, embed, first_rows
 from evoattn.problem import Problem
 from evoattn.tuning import Config
+from evoattn.workloads import workload
 
 FAMILY = """\
 >query
@@ -181,6 +185,27 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
         plot.draw(growth, torch.float32, "a machine", picture)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert picture.read_text() == "the one from before"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write in")
+def test_a_folder_that_only_seems_writable(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", str(family), "--output", "/proc/x.png"]) == 2
+    expected = "evoattn demo: error: --output '/proc/x.png': the directory '/proc' is not writable\n"
+    assert capsys.readouterr() == ("", expected)
+
+
+def test_the_report_is_printed_though_the_picture_cannot_be_written(
+    family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plot.os, "replace", full)
+    arguments = ["demo", str(family), "--quick", "--max-length", "16", "--device", "cpu", "--output", str(tmp_path / "a.png")]
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert set(table_rows(printed.out, NAMES[0])) == {"evoattn", "dense"} and "picture" not in printed.out
+    assert printed.err.endswith("a.png': cannot be written: No space left on device\n")
 
 
 def test_sweep_tiles_and_cuts() -> None:
@@ -377,6 +402,31 @@ def test_help(arguments: list[str], expected: tuple[str, ...], capsys: pytest.Ca
         assert piece in text
 
 
+def evoattn_run(*arguments: str, stdout: object, **environment: str) -> tuple[int, str]:
+    """In a process of its own: exit status and stderr."""
+    given = {**os.environ, **environment}
+    done = subprocess.run(
+        [sys.executable, "-m", "evoattn", *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, env=given, check=False
+    )  # type: ignore[call-overload]
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_output_that_is_full() -> None:
+    with Path("/dev/full").open("w") as full:
+        found = evoattn_run("bench", "--list", stdout=full)
+    assert found == (2, "evoattn bench: error: what it found cannot be written: No space left on device\n")
+
+
+def test_letters_that_the_output_does_not_have(tmp_path: Path) -> None:
+    times = {"forward": Timing.of([1.0, 2.0, 3.0])}
+    problem = records.Problem(workload("tri16"), "float32", 1000, [records.Result("evoattn", times=times)])
+    records.write(records.Record({"device": "a machine"}, {}, problems=[problem]), tmp_path / "a.json")
+    with (tmp_path / "out").open("wb") as file:
+        assert evoattn_run("bench", "--from", str(tmp_path / "a.json"), stdout=file, PYTHONIOENCODING="ascii") == (0, "")
+    assert re.search(rb"^evoattn +2\.000 \?50%", (tmp_path / "out").read_bytes(), re.MULTILINE)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"evoattn {evoattn.__version__}\n"
@@ -388,6 +438,13 @@ def test_bad_command_line(arguments: list[str], capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr()
     assert printed.out == ""
     assert re.fullmatch(r"evoattn.*: error: .*\n", printed.err)
+
+
+@pytest.mark.parametrize(("command", "extra"), [("bench", "extra"), ("doctor", "--foo"), ("tune", "--foo")])
+def test_a_bad_option_points_to_the_help_of_its_command(command: str, extra: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, extra]) == 2
+    expected = f"evoattn {command}: error: unrecognized arguments: {extra} (see evoattn {command} --help)\n"
+    assert capsys.readouterr() == ("", expected)
 
 
 def test_as_a_module() -> None:

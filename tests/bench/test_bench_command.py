@@ -229,8 +229,36 @@ def test_a_file_that_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(bench, "write", full)
-    assert cli.main([*SMALL, "--json", str(tmp_path / "a.json")]) == 2
-    assert "a.json': cannot be written: No space left on device" in capsys.readouterr().err
+    assert cli.main([*SMALL, "--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.endswith("a.json': cannot be written: No space left on device\n")
+    assert re.search(r"^evoattn +[\d.]+ .* backend tiled$", printed.out, re.MULTILINE), (
+        "what was measured is shown all the same"
+    )
+    assert "single24, float32" in printed.out and "single24" in (tmp_path / "a.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "a.json", "a.json", "--html", "c.html"], "--compare measures and writes nothing: leave out --html"),
+        (["--compare", "a.json", "a.json", "--from", "a.json"], "--compare measures and writes nothing: leave out --from"),
+        (["--compare", "a.json", "a.json", "--budget", "5"], "--compare measures and writes nothing: leave out --budget"),
+        (["--from", "a.json", "--quick"], "--from measures nothing: leave out --quick"),
+        (["--from", "a.json", "--workloads", "tri16"], "--from measures nothing: leave out --workloads"),
+        (["--from", "a.json", "--peers"], "--from measures nothing: leave out --peers"),
+        (["--from", "a.json", "--device", "cpu"], "--from measures nothing: leave out --device"),
+        (["--threshold", "0"], "--threshold is for --compare: leave out --threshold"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records.write(a_record(evoattn=[1.0]), tmp_path / "a.json")
+    assert cli.main(["bench", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"evoattn bench: error: {message}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,31 @@ def test_a_folder_that_cannot_be_written(
     clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
     monkeypatch.setattr(tune, "clock_for", lambda device: clock)
     assert cli.main(["tune", "--device", "cpu", "--workloads", "tri16"]) == 2
-    assert "cannot be written: Not a directory" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "cannot be written: Not a directory; EVOATTN_CACHE_DIR names another folder" in printed.err
+    assert clock.order == [] and "tri16" not in printed.err, "it is refused before the search"
+
+
+def test_what_cannot_be_kept_is_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills meanwhile ends the search, not what it found."""
+
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
+    monkeypatch.setattr(tune, "clock_for", lambda device: clock)
+    monkeypatch.setattr(user, "save", full)
+    assert cli.main(["tune", "--device", "cpu", "--workloads", "tri16", "tri17", "--budget", "1000"]) == 2
+    printed = capsys.readouterr()
+    assert "score_bytes=262144" in printed.out and "tri17" not in printed.out and "kept in" not in printed.out
+    assert "cannot be written: No space left on device" in printed.err
+
+
+def test_showing_does_not_clear(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--show", "--clear"]) == 2
+    assert "--clear: not allowed with argument --show" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

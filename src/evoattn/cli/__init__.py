@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from typing import NoReturn
@@ -30,6 +32,9 @@ extra; 130 interrupted
 """
 
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
@@ -43,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (demo, doctor, bench, tune):
         command.add_parser(commands)
+    for command_parser in commands.choices.values():
+        command_parser.set_defaults(parser=command_parser)
     return parser
 
 
@@ -52,20 +59,36 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: the arguments after the command's name; None takes them from `sys.argv`.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a ± is a question mark where the terminal has no such letter
     try:
-        arguments = _parser().parse_args(argv)
+        arguments, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     try:
         status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except RefusedError as refused:
         print(f"evoattn {arguments.command}: error: {refused}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"evoattn {arguments.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has all it wanted; nothing may be flushed to it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as `head`, has all it wanted
+        _write_no_more()
         return 0
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _write_no_more()
+        print(f"evoattn {arguments.command}: error: what it found cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     return status
+
+
+def _write_no_more() -> None:
+    """Nothing may be flushed at exit to where nothing can be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,10 @@ from evoattn.workloads import WORKLOADS, Workload
 __all__ = ["add_parser", "among", "names_in", "workloads_of"]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "quick", "rounds", "note", "compare")
+_ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "device", "quick", "rounds", "note")
+_MEASURING = ("budget", "commit")
+_FILES = ("json", "csv", "html", "png")
+_THRESHOLD = 5.0
 
 _ABOUT = """\
 Measures attention as the AlphaFold family runs it, forward and backward: evoattn's backends and every peer that is
@@ -83,7 +87,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     old.add_argument("--resume", type=Path, metavar="FILE", help="measure what Ctrl-C or the budget cut short, into it")
     old.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, show and write this record")
     old.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="what changed beyond noise")
-    old.add_argument("--threshold", type=_percent, default=5.0, metavar="PERCENT", help="of --compare (default: 5)")
+    old.add_argument("--threshold", type=_percent, metavar="PERCENT", help="of --compare (default: 5)")
     parser.set_defaults(run=run_command)
 
 
@@ -104,20 +108,36 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 0
     begun = None if arguments.resume is None else _begun(arguments)
     if arguments.compare:
+        _alone(arguments, "--compare measures and writes nothing", *_ASKED, *_MEASURING, *_FILES, "from")
         before, after = (_read(path, "--compare") for path in arguments.compare)
-        return _compare(before, after, arguments.threshold)
+        return _compare(before, after, _THRESHOLD if arguments.threshold is None else arguments.threshold)
+    _alone(arguments, "--threshold is for --compare", "threshold")
+    if arguments.source is not None:
+        _alone(arguments, "--from measures nothing", *_ASKED, *_MEASURING)
     outputs = _outputs(arguments)
-    after_problem = outputs.get("json", lambda record: None)
+
+    def after_problem(record: Record) -> None:
+        if "json" in outputs:
+            with contextlib.suppress(RefusedError):  # there may be room at the end, and the table is shown in any case
+                outputs["json"](record)
+
     if arguments.source is not None:
         record = _read(arguments.source, "--from")
     elif begun is not None:
         record = _resume(arguments, begun, after_problem)
     else:
         record = _measure(arguments, after_problem)
+    unwritten: list[str] = []
     for output in outputs.values():  # before the table: whoever reads that may stop early
-        output(record)
+        try:
+            output(record)
+        except RefusedError as refused:
+            unwritten.append(str(refused))
     print(table.as_text(record))
-    return _status(record)
+    status = _status(record)
+    for why in unwritten:
+        print(f"evoattn bench: error: {why}", file=sys.stderr)
+    return 2 if unwritten else status
 
 
 def _status(record: Record) -> int:
@@ -214,13 +234,17 @@ def _resume(arguments: argparse.Namespace, record: Record, after_problem: Callab
         return run(plan, record, device, clock_for(device), progress, after_problem)
 
 
+def _alone(arguments: argparse.Namespace, why: str, *options: str) -> None:
+    """Refuse what cannot go with another option, rather than ignore it."""
+    for option in options:
+        value = getattr(arguments, "source" if option == "from" else option)
+        if value is not None and value is not False and (option, value) != ("device", "auto"):
+            raise RefusedError(f"{why}: leave out --{option}")
+
+
 def _begun(arguments: argparse.Namespace) -> Record:
     """The record to go on with; it is also where the result goes, unless --json names another file."""
-    given = [option for option in _ASKED if getattr(arguments, option) not in (None, False)]
-    given += ["device"] if arguments.device != "auto" else []
-    given += ["from"] if arguments.source is not None else []
-    if given:
-        raise RefusedError(f"--resume goes on with what the record was begun with: leave out --{given[0]}")
+    _alone(arguments, "--resume goes on with what the record was begun with", *_ASKED, "from", "compare")
     record = _read(arguments.resume, "--resume")
     if record.finished != "complete" and any(problem.cut is None for problem in record.problems):
         raise RefusedError(f"--resume {str(arguments.resume)!r}: does not say what was cut short; an older version wrote it")

@@ -137,8 +137,14 @@ def run(arguments: argparse.Namespace) -> int:
         results = _four_attentions(rows, size, arguments.seed, device, dtype, step)
         growth = sweep.run(alignment.rows[0], size, arguments.seed, device, dtype, step)
     title = f"{machine.name(device)}; evoattn {evoattn.__version__}, PyTorch {torch.__version__}"
-    plot.draw(growth, dtype, title, output)
-    _print_report(alignment, rows, results, growth, device, dtype, output)
+    unwritten: RefusedError | None = None
+    try:
+        plot.draw(growth, dtype, title, output)
+    except RefusedError as refused:  # after the report: that has what was measured too
+        unwritten = refused
+    _print_report(alignment, rows, results, growth, device, dtype, None if unwritten else output)
+    if unwritten:
+        raise unwritten
     return 1 if any(result.accuracy.beyond for result in results) else 0
 
 
@@ -205,7 +211,7 @@ def _print_report(
     growth: Growth,
     device: torch.device,
     dtype: torch.dtype,
-    output: Path,
+    output: Path | None,
 ) -> None:
     from rich.console import Console
 
@@ -236,7 +242,8 @@ def _print_report(
     say(_growth_table(growth))
     for name, why in growth.stopped.items():
         say(f"{name} was not run {why}")
-    say(f"\npicture    {os.fspath(output)}")
+    if output is not None:
+        say(f"\npicture    {os.fspath(output)}")
 
 
 def _table(*columns: str) -> Table:

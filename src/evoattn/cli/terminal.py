@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["RefusedError", "Step", "WholeNumber", "check_output", "need_extra", "problem_progress", "progress"]
+__all__ = [
+    "RefusedError",
+    "Step",
+    "WholeNumber",
+    "check_output",
+    "need_extra",
+    "problem_progress",
+    "progress",
+    "try_to_write_in",
+]
 
 
 class RefusedError(Exception):
@@ -43,6 +52,16 @@ class WholeNumber:
         return value
 
 
+def try_to_write_in(folder: Path) -> None:
+    """Make a file in a folder and remove it: what permissions say is not the whole truth, to root least of all.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with tempfile.NamedTemporaryFile(prefix=".evoattn-", dir=folder):
+        pass
+
+
 def check_output(output: Path, option: str, *suffixes: str) -> Path:
     """The path, if a file can be written there.
 
@@ -57,8 +76,10 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
         raise RefusedError(f"{option} {shown}: expected a name that ends in {' or '.join(suffixes)}")
     if not output.parent.is_dir():
         raise RefusedError(f"{option} {shown}: there is no directory {str(output.parent)!r}; expected one that exists")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise RefusedError(f"{option} {shown}: the directory {str(output.parent)!r} is not writable")
+    try:
+        try_to_write_in(output.parent)
+    except OSError:
+        raise RefusedError(f"{option} {shown}: the directory {str(output.parent)!r} is not writable") from None
     return output
 
 

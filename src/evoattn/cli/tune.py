@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
@@ -12,7 +13,7 @@ from evoattn.bench.clock import clock_for
 from evoattn.bench.search import Found
 from evoattn.cli.bench import among, names_in, workloads_of
 from evoattn.cli.machine import pick
-from evoattn.cli.terminal import RefusedError, WholeNumber, problem_progress
+from evoattn.cli.terminal import RefusedError, WholeNumber, problem_progress, try_to_write_in
 from evoattn.tuning import user
 from evoattn.workloads import Workload, workload
 
@@ -34,7 +35,8 @@ examples:
 The table is a file a device, in EVOATTN_CACHE_DIR or the user's cache. It is good for the driver, the Triton and the
 evoattn that it was made with; otherwise it is ignored, with a warning. `explain()` tells where a call uses it.
 
-exit status: 0 all is well; 2 bad options; 130 interrupted, with what was found until then kept
+exit status: 0 all is well; 2 bad options, or a table that cannot be written; 130 interrupted, with what was found until
+then kept
 """
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -55,8 +57,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="default: bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU if there is one")
     parser.add_argument("--budget", type=WholeNumber(1), default=300, metavar="S", help="seconds in all (default: 300)")
-    parser.add_argument("--show", action="store_true", help="print the table and measure nothing")
-    parser.add_argument("--clear", action="store_true", help="remove the table and measure nothing")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--show", action="store_true", help="print the table and measure nothing")
+    instead.add_argument("--clear", action="store_true", help="remove the table and measure nothing")
     parser.set_defaults(run=run)
 
 
@@ -64,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     device = pick(arguments.device)
     on_cpu = device.type == "cpu"
-    if user.path(on_cpu) is None:
+    place = user.path(on_cpu)
+    if place is None:
         raise RefusedError("EVOATTN_CACHE_DIR is empty, which means no table; expected a folder, or the variable unset")
     if arguments.clear:
         removed = user.clear(on_cpu)
@@ -76,16 +80,29 @@ def run(arguments: argparse.Namespace) -> int:
     default = choice.defaults("cpu", quick=False).workloads[:4] if on_cpu else tuple(workload(name) for name in _GPU)
     workloads = workloads_of(arguments, default)
     dtypes = among("--dtypes", names_in(arguments.dtypes), _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
-    found, interrupted = _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget)
-    _print(found, device)
-    if interrupted:
+    try:  # before minutes of search: it could not be kept after them
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try_to_write_in(place.parent)
+    except OSError as error:
+        raise _unwritable(place, error) from None
+    found, stopped = _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget)
+    _print(found, device, kept=not isinstance(stopped, RefusedError))
+    if isinstance(stopped, RefusedError):
+        raise stopped
+    if stopped is not None:
         print("evoattn tune: interrupted: what was found until then is kept", file=sys.stderr)
         return 130
     return 0
 
 
-def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s: int) -> tuple[list[Found], bool]:
-    """Each problem within its share of the time left; what is found is written at once."""
+def _unwritable(place: Path | None, error: OSError) -> RefusedError:
+    return RefusedError(f"{place}: cannot be written: {error.strerror or error}; EVOATTN_CACHE_DIR names another folder")
+
+
+def _search(
+    problems: list[tuple[Workload, str]], device: torch.device, budget_s: int
+) -> tuple[list[Found], KeyboardInterrupt | RefusedError | None]:
+    """Each problem within its share of the time left; what is found is written at once. Also what ended it early."""
     clock = clock_for(device)
     end = clock.now() + budget_s
     found: list[Found] = []
@@ -102,9 +119,9 @@ def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s
                 for one in search.tune(wanted, dtype, device, clock, until, say):
                     found.append(one)
                     _keep(one, device)
-    except KeyboardInterrupt:
-        return found, True
-    return found, False
+    except (KeyboardInterrupt, RefusedError) as stopped:
+        return found, stopped
+    return found, None
 
 
 def _keep(found: Found, device: torch.device) -> None:
@@ -113,15 +130,15 @@ def _keep(found: Found, device: torch.device) -> None:
     try:
         user.save({found.key: found.entry()}, device.type == "cpu")
     except OSError as error:
-        raise RefusedError(f"{user.path(device.type == 'cpu')}: cannot be written: {error.strerror or error}") from None
+        raise _unwritable(user.path(device.type == "cpu"), error) from None
 
 
-def _print(found: list[Found], device: torch.device) -> None:
+def _print(found: list[Found], device: torch.device, *, kept: bool) -> None:
     print(f"{machine.name(device)}\n")
     rows = [["", "backend", "pass", "built-in ms", "tuned ms", "gain", "tried", ""]]
     for one in found:
-        kept = "nothing better by 3%" if one.config is None else _words(one.config.given())
-        notes = [kept, *(["time was over"] if one.cut else [])]
+        better = "nothing better by 3%" if one.config is None else _words(one.config.given())
+        notes = [better, *(["time was over"] if one.cut else [])]
         gain = "" if one.config is None else f"{one.gain:.2f}x"
         after = "" if one.config is None else f"{one.after_ms:.3f}"
         rows.append(
@@ -135,7 +152,7 @@ def _print(found: list[Found], device: torch.device) -> None:
         if found
         else "nothing was searched to its end, or nothing has tiles to choose (few queries and few keys have none)"
     )
-    if any(one.config for one in found):
+    if kept and any(one.config for one in found):
         print(f"\nkept in {user.path(device.type == 'cpu')}; evoattn tune --clear removes it")
 
 

@@ -12,7 +12,8 @@
 
 The first call makes .venv and installs the package and its tools there; EVOATTN_TORCH names another torch to install than
 the one in tools/constraints.txt. What follows the command goes to the tool: `python3 dev.py test -k vmap`,
-`python3 dev.py demo my.a3m`.
+`python3 dev.py demo my.a3m`. `demo`, `doctor` and `bench` run in the folder that they are called from, and read and write
+files there; the others run in the checkout.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ COMMANDS: dict[str, list[list[str]]] = {
     "goals": [["python", "benchmarks/goals.py"]],
 }
 
+WHERE_CALLED = ("demo", "doctor", "bench")
+"""Commands whose arguments name files of the caller."""
+
 
 def set_up() -> None:
     """Make the environment, unless one with these very requirements stands."""
@@ -52,8 +56,8 @@ def set_up() -> None:
     if STAMP.exists() and STAMP.read_text() == wanted:
         return
     print(f"setting up {ENVIRONMENT} (once; a few minutes)", file=sys.stderr)
-    if not (BIN / "python").exists():
-        venv.create(ENVIRONMENT, with_pip=True)
+    if not has_pip():  # none is there, or one that was interrupted while it was made
+        venv.create(ENVIRONMENT, clear=True, with_pip=True)
     pip = [str(BIN / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = [] if torch else ["--constraint", str(CONSTRAINTS)]
     run([*pip, torch or "torch", *constraints])  # first and alone, so that nothing else chooses its build
@@ -61,11 +65,27 @@ def set_up() -> None:
     STAMP.write_text(wanted)
 
 
-def run(command: list[str]) -> None:
-    """Run one command in the checkout; end with its status if it fails."""
-    done = subprocess.run(command, cwd=ROOT, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
+def has_pip() -> bool:
+    """Whether the environment has a Python with pip."""
+    try:
+        return subprocess.run([str(BIN / "python"), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def run(command: list[str], folder: pathlib.Path = ROOT) -> None:
+    """Run one command; end with its status if it fails, and with 130 on Ctrl-C, once it has ended in its own way."""
+    interrupted = False
+    with subprocess.Popen(command, cwd=folder) as process:
+        while process.returncode is None:
+            try:
+                process.wait()
+            except KeyboardInterrupt:  # the terminal has told the command too
+                interrupted = True
+    if interrupted:
+        sys.exit(130)
+    if process.returncode:
+        sys.exit(process.returncode if process.returncode > 0 else 128 - process.returncode)
 
 
 def main(arguments: list[str]) -> None:
@@ -73,9 +93,13 @@ def main(arguments: list[str]) -> None:
         print(__doc__.strip())
         sys.exit(0 if arguments in (["-h"], ["--help"]) else 2)
     set_up()
+    folder = pathlib.Path.cwd() if arguments[0] in WHERE_CALLED else ROOT
     for tool, *options in COMMANDS[arguments[0]]:
-        run([str(BIN / tool), *options, *arguments[1:]])
+        run([str(BIN / tool), *options, *arguments[1:]], folder)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,13 +1,16 @@
 """The command line: the demo end to end, the doctor on a healthy and on a broken machine, help, version, refusals."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from evoattn.backends import tiled
 from evoattn.bench import record as records
 from evoattn.bench.record import Timing
 from evoattn.cli import demo, doctor, evoformer, machine, measure, plot, sweep, terminal
-from evoattn.cli.alignment import read_alignment
+from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import attentions, embed, first_rows
 from evoattn.problem import Problem
 from evoattn.tuning import Config
@@ -206,6 +209,127 @@ def test_the_report_is_printed_though_the_picture_cannot_be_written(
     printed = capsys.readouterr()
     assert set(table_rows(printed.out, NAMES[0])) == {"evoattn", "dense"} and "picture" not in printed.out
     assert printed.err.endswith("a.png': cannot be written: No space left on device\n")
+
+
+def test_the_notes_of_the_picture_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of both implementations, as long as they get, lie within the picture and below the axes' labels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    cost = measure.Cost(forward=0.1, backward=0.2, peak=1 << 20)
+    why = "at L = 4096: it would take about 1234.5 GiB of the 1000.2 GiB that are free"
+    growth = sweep.Growth(
+        (16, 32), {name: {16: cost, 32: cost} for name in ("evoattn", "dense")}, {"evoattn": why, "dense": why}
+    )
+    figure = plot._figure(growth, torch.float32, "a machine")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (notes,) = (text for text in figure.texts if why in text.get_text())
+    box = notes.get_window_extent(canvas.get_renderer())
+    labels = [axes.xaxis.label.get_window_extent(canvas.get_renderer()) for axes in figure.axes]
+    assert box.x0 > 0 and box.y0 > 0 and box.x1 < figure.bbox.width
+    assert box.y1 < min(label.y0 for label in labels)
+
+
+def a_report(busy: str | None = None) -> None:
+    """Print the demo's report of something large."""
+    cost = measure.Cost(forward=12.3456, backward=23.4567, peak=12345 << 20)
+    accuracy = measure.Accuracy(
+        1, dict.fromkeys(measure.IMPLEMENTATIONS, 1e-7), dict.fromkeys(measure.IMPLEMENTATIONS, 1e-6), []
+    )
+    found = demo.Result(NAMES[0], 1, "tiled", dict.fromkeys(measure.IMPLEMENTATIONS, cost), accuracy)
+    growth = sweep.Growth((4096,), {name: {4096: cost} for name in measure.IMPLEMENTATIONS}, {})
+    alignment = Alignment("a.a3m", "query", ("MKV",))
+    demo._print_report(alignment, ("MKV",), [found], growth, torch.device("cpu"), torch.float32, busy, Path("a.png"))
+
+
+def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "40")
+    a_report()
+    text = capsys.readouterr().out
+    assert "\x1b[" in text and "\u2026" not in text
+    assert text.count("12345.6") == 2 and text.count("23456.7") == 2 and text.count("12345.0") == 4
+
+
+@pytest.mark.parametrize(("load", "told"), [(1.0, False), (1.1, True), (None, False)])
+def test_the_demo_says_that_others_use_the_cores(
+    load: float | None, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def average() -> tuple[float, float, float]:
+        if load is None:
+            raise OSError("not known")
+        return load, 0.0, 0.0
+
+    monkeypatch.setattr(demo.os, "getloadavg", average, raising=False)
+    monkeypatch.setattr(demo.os, "cpu_count", lambda: 2)
+    a_report(demo._busy())
+    expected = "busy       load 1.1 on 2 cores before this began: read the times with care"
+    assert (expected in capsys.readouterr().out) == told
+
+
+@pytest.fixture
+def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """dev.py of a checkout in a folder of its own, called from another one."""
+    spec = importlib.util.spec_from_file_location("evoattn_dev", Path(__file__).parents[1] / "dev.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    for name, value in (
+        ("ROOT", tmp_path / "checkout"),
+        ("ENVIRONMENT", tmp_path / ".venv"),
+        ("BIN", tmp_path / ".venv" / "bin"),
+    ):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return module
+
+
+def test_dev_runs_what_takes_files_where_it_is_called(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: dict[str, Path] = {}
+    monkeypatch.setattr(dev, "set_up", lambda: None)
+    for command in dev.COMMANDS:
+        monkeypatch.setattr(dev, "run", lambda given, folder, command=command: called.update({command: folder}))
+        dev.main([command, "my.a3m"])
+    assert {command for command, folder in called.items() if folder == Path.cwd()} == {"demo", "doctor", "bench"}
+    assert {folder for folder in called.values() if folder != Path.cwd()} == {dev.ROOT}
+
+
+def test_dev_makes_a_half_made_environment_anew(dev: ModuleType) -> None:
+    assert not dev.has_pip()
+    dev.venv.create(dev.ENVIRONMENT, with_pip=False)
+    assert not dev.has_pip()
+    packages = next(dev.ENVIRONMENT.glob("lib/python*/site-packages"))
+    (packages / "pip.py").write_text("")
+    assert dev.has_pip()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs signals of POSIX")
+def test_dev_waits_for_what_ctrl_c_ends() -> None:
+    """The command has its time to write what it has; then the status is 130, without a traceback."""
+    child = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), print('written', flush=True), sys.exit(130)))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    code = f"import sys, dev; dev.run([sys.executable, '-c', {child!r}])"
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)
+        printed = process.communicate(timeout=60)
+    assert (process.returncode, *printed) == (130, "written\n", "")
 
 
 def test_sweep_tiles_and_cuts() -> None:

@@ -61,6 +61,9 @@ exit status: 0 evoattn's errors are within their budget; 1 they are not; 2 bad o
 """
 
 
+_WIDTH = 100
+"""Columns that the tables have, at the least in a terminal."""
+
 _LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _QUICK = Size(sequences=32, columns=64, lengths=(32, 48, 64, 96), repeats=5, seconds=0.4, patience=10.0)
 
@@ -130,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _default_alignment(arguments.alignment) as path:
         alignment = read_alignment(path)
     size = _size(device, arguments.quick, arguments.max_length)
+    busy = _busy() if device.type == "cpu" else None
     rows = tuple(row[: size.columns] for row in alignment.rows[: size.sequences])
 
     steps = len(IMPLEMENTATIONS) * (4 + len(size.lengths)) + 4
@@ -142,10 +146,22 @@ def run(arguments: argparse.Namespace) -> int:
         plot.draw(growth, dtype, title, output)
     except RefusedError as refused:  # after the report: that has what was measured too
         unwritten = refused
-    _print_report(alignment, rows, results, growth, device, dtype, None if unwritten else output)
+    _print_report(alignment, rows, results, growth, device, dtype, busy, None if unwritten else output)
     if unwritten:
         raise unwritten
     return 1 if any(result.accuracy.beyond for result in results) else 0
+
+
+def _busy() -> str | None:
+    """What to say where other processes had more than half of the cores in the minute before."""
+    cores = os.cpu_count() or 1
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows; a system that does not tell
+        return None
+    if load <= 0.5 * cores:
+        return None
+    return f"load {load:.1f} on {cores} cores before this began: read the times with care (OMP_WAIT_POLICY=passive may help)"
 
 
 @contextlib.contextmanager
@@ -211,13 +227,14 @@ def _print_report(
     growth: Growth,
     device: torch.device,
     dtype: torch.dtype,
+    busy: str | None,
     output: Path | None,
 ) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=100)
+    if not console.is_terminal or console.width < _WIDTH:  # a narrow terminal wraps the lines; rich would cut numbers
+        console = Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
 
     def say(text: RenderableType) -> None:
         console.print(text, soft_wrap=isinstance(text, str))
@@ -229,6 +246,8 @@ def _print_report(
         used += f"; {alignment.left_out} without a residue left out"
     say(f"alignment  {alignment.name}: {used}; query {alignment.query}")
     say(f"device     {machine.name(device)}; PyTorch {torch.__version__}; evoattn {evoattn.__version__}")
+    if busy:
+        say(f"busy       {busy}")
     say(f"backend    {'; '.join(sorted({result.backend for result in results}))}")
     say(f"\nThe four attentions of an Evoformer block, {str(dtype).removeprefix('torch.')}\n")
     say(_cost_table(results))

@@ -62,7 +62,7 @@ def _figure(growth: Growth, dtype: torch.dtype, machine: str) -> Figure:
     figure.text(0.012, 0.945, f"Triangle attention, forward + backward: {sizes}", fontsize=13, fontweight="bold", color=_INK)
     figure.text(0.012, 0.892, machine, fontsize=9, color=_GREY)
     notes = [f"{_LABELS[name]} not run {why}" for name, why in growth.stopped.items()]
-    figure.text(0.988, 0.02, "; ".join(notes), fontsize=8.5, color=_GREY, ha="right")
+    figure.text(0.988, 0.012, "\n".join(notes), fontsize=8.5, color=_GREY, ha="right", va="bottom")
     time, memory = figure.subplots(1, 2)
     _panel(time, growth, "time (ms)", lambda cost: cost.seconds * 1e3)
     _panel(memory, growth, "peak memory beyond the inputs (MiB)", lambda cost: cost.peak / 2**20)

@@ -89,6 +89,36 @@ def test_what_is_no_record(text: str | bytes, message: str, tmp_path: Path) -> N
         records.read(path)
 
 
+DAMAGE = {
+    "exp2_per_s": (("ceilings", "exp2_per_s"), "x", "exp2_per_s is 'x'; expected a number above 0"),
+    "copy": (("ceilings", "copy_bytes_per_s"), 0, "copy_bytes_per_s is 0; expected a number above 0"),
+    "products": (("ceilings", "product_flops_per_s"), {"float32": []}, r"float32 is \[\]; expected"),
+    "seconds": (("seconds",), "soon", "seconds is 'soon'; expected a number from 0 up"),
+    "length": (("problems", 0, "workload", "lq"), 0, "lq is 0; expected a number above 0"),
+    "heads": (("problems", 0, "workload", "h"), 1.5, r"h is 1\.5; expected a whole number"),
+    "bytes": (("problems", 0, "bytes"), True, "bytes is True; expected"),
+    "peak": (("problems", 0, "results", 0, "peak_bytes"), "1 GiB", "peak_bytes is '1 GiB'; expected"),
+    "host": (("problems", 0, "results", 0, "host_us"), {"forward": -1.0}, r"forward is -1\.0; expected"),
+    "median": (("problems", 0, "results", 0, "times", "forward", "median_ms"), 0, "median_ms is 0; expected a number above 0"),
+    "no median": (("problems", 0, "results", 0, "times", "forward", "median_ms"), None, "KeyError: 'median_ms'"),
+    "NaN": (("problems", 0, "results", 0, "times", "forward", "spread_ms"), float("nan"), "spread_ms is nan; expected"),
+    "sample": (("problems", 0, "results", 0, "times", "forward", "samples_ms"), [1.0, "x"], "a sample_ms is 'x'; expected"),
+}
+
+
+@pytest.mark.parametrize(("place", "value", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_what_is_damaged_is_named(place: tuple[str | int, ...], value: object, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    records.write(full_record(), path)
+    data = within = json.loads(path.read_text())
+    for step in place[:-1]:
+        within = within[step]
+    within[place[-1]] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=f"is damaged: .*{message}"):
+        records.read(path)
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_committed_results_are_records(path: Path) -> None:
     record = records.read(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import statistics
 from pathlib import Path
@@ -208,27 +209,59 @@ def read(path: Path) -> Record:
         return Record(
             machine=dict(data["machine"]),
             settings=dict(data.get("settings", {})),
-            ceilings=Ceilings(**data.get("ceilings", {})),
+            ceilings=_ceilings(data.get("ceilings", {})),
             problems=[_problem(problem) for problem in data.get("problems", [])],
             finished=str(data["finished"]),
-            seconds=data.get("seconds"),
+            seconds=_number(data, "seconds", zero=True),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"is damaged: {type(error).__name__}: {error}") from None
 
 
+def _number(data: dict[str, Any], name: str, *, zero: bool = False) -> Any:
+    """A field that may be absent, and otherwise is a number above 0, or 0 where `zero` says that it may be."""
+    value = data.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf or (zero and value == 0)):
+        raise ValueError(f"{name} is {value!r}; expected a number {'from 0 up' if zero else 'above 0'}")
+    return value
+
+
+def _ceilings(data: dict[str, Any]) -> Ceilings:
+    for name in ("exp2_per_s", "copy_bytes_per_s"):
+        _number(data, name)
+    for dtype in data.get("product_flops_per_s", {}):
+        _number(data["product_flops_per_s"], dtype)
+    return Ceilings(**data)
+
+
 def _problem(data: dict[str, Any]) -> Problem:
     sizes = dict(data["workload"])
+    for name in ("b", "n", "h", "lq", "lk", "d", "kv_heads"):
+        if _number(sizes, name) is not None and not isinstance(sizes[name], int):
+            raise ValueError(f"{name} is {sizes[name]!r}; expected a whole number")
     sizes["length_axes"] = tuple(sizes.get("length_axes", ("lq", "lk")))
     results = [_result(result) for result in data.get("results", [])]
-    return Problem(Workload(**sizes), str(data["dtype"]), data.get("bytes"), results, data.get("seconds"), data.get("cut"))
+    seconds = _number(data, "seconds", zero=True)
+    return Problem(Workload(**sizes), str(data["dtype"]), _number(data, "bytes"), results, seconds, data.get("cut"))
 
 
 def _result(data: dict[str, Any]) -> Result:
     fields = dict(data)
     fields["errors"] = {name: float(error) for name, error in fields.get("errors", {}).items()}
-    fields["times"] = {
-        name: Timing(float(time["median_ms"]), time.get("spread_ms"), tuple(map(float, time.get("samples_ms", ()))))
-        for name, time in fields.get("times", {}).items()
-    }
+    fields["times"] = {name: _timing(time) for name, time in fields.get("times", {}).items()}
+    for name in ("first_call_s", "peak_bytes"):
+        _number(fields, name, zero=True)
+    for name in fields.get("host_us", {}):
+        _number(fields["host_us"], name, zero=True)
     return Result(**fields)
+
+
+def _timing(data: dict[str, Any]) -> Timing:
+    samples = data.get("samples_ms", ())
+    for sample in samples:
+        _number({"a sample_ms": sample}, "a sample_ms")
+    if _number(data, "median_ms") is None:
+        raise KeyError("median_ms")
+    return Timing(float(data["median_ms"]), _number(data, "spread_ms", zero=True), tuple(map(float, samples)))

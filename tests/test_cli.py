@@ -211,7 +211,7 @@ def test_the_report_is_printed_though_the_picture_cannot_be_written(
     assert printed.err.endswith("a.png': cannot be written: No space left on device\n")
 
 
-def test_the_notes_of_the_picture_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notes_of_the_picture_fit() -> None:
     """Those of both implementations, as long as they get, lie within the picture and below the axes' labels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -243,6 +243,8 @@ def a_report(busy: str | None = None) -> None:
 
 
 def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("LINES", "40")

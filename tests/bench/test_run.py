@@ -128,9 +128,7 @@ def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch
     assert {result.reason for result in last.results} == {"the budget of 30 s was over"}
 
 
-def test_what_would_not_fit_into_memory_is_not_made(
-    fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_not_fit_into_memory_is_not_made(fakes: dict[str, Peer], clock: FakeClock) -> None:
     """Inputs of 100,000 x 100,000 rows are not even begun, and the next problem is measured."""
     plan = a_plan(workloads=(workload("tri100000"), workload("tri16")), peers=("right",), budget_s=1000.0)
     huge, small = measured(plan, clock).problems

@@ -56,8 +56,10 @@ def set_up() -> None:
     if STAMP.exists() and STAMP.read_text() == wanted:
         return
     print(f"setting up {ENVIRONMENT} (once; a few minutes)", file=sys.stderr)
-    if not has_pip():  # none is there, or one that was interrupted while it was made
-        venv.create(ENVIRONMENT, clear=True, with_pip=True)
+    if not (BIN / "python").exists():
+        venv.create(ENVIRONMENT, with_pip=True)
+    elif not has_pip():  # it was interrupted while it was made, or another tool made it
+        run([str(BIN / "python"), "-m", "ensurepip"])
     pip = [str(BIN / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = [] if torch else ["--constraint", str(CONSTRAINTS)]
     run([*pip, torch or "torch", *constraints])  # first and alone, so that nothing else chooses its build
@@ -66,11 +68,8 @@ def set_up() -> None:
 
 
 def has_pip() -> bool:
-    """Whether the environment has a Python with pip."""
-    try:
-        return subprocess.run([str(BIN / "python"), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
+    """Whether the environment has pip."""
+    return subprocess.run([str(BIN / "python"), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
 
 
 def run(command: list[str], folder: pathlib.Path = ROOT) -> None:

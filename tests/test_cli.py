@@ -299,13 +299,20 @@ def test_dev_runs_what_takes_files_where_it_is_called(dev: ModuleType, monkeypat
     assert {folder for folder in called.values() if folder != Path.cwd()} == {dev.ROOT}
 
 
-def test_dev_makes_a_half_made_environment_anew(dev: ModuleType) -> None:
-    assert not dev.has_pip()
+def test_dev_gives_a_half_made_environment_its_pip(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else is in it stays."""
+    for name in ("pyproject.toml", "constraints.txt"):
+        (dev.ROOT / name).write_text("")
+    monkeypatch.setattr(dev, "CONSTRAINTS", dev.ROOT / "constraints.txt")
+    monkeypatch.setattr(dev, "STAMP", dev.ENVIRONMENT / "installed")
     dev.venv.create(dev.ENVIRONMENT, with_pip=False)
+    (dev.ENVIRONMENT / "mine").write_text("")
     assert not dev.has_pip()
-    packages = next(dev.ENVIRONMENT.glob("lib/python*/site-packages"))
-    (packages / "pip.py").write_text("")
-    assert dev.has_pip()
+    run, commands = dev.run, []
+    monkeypatch.setattr(dev, "run", lambda command, *_: run(command) if "ensurepip" in command else commands.append(command))
+    dev.set_up()
+    assert dev.has_pip() and (dev.ENVIRONMENT / "mine").exists()
+    assert len(commands) == 2 and all("install" in command for command in commands)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs signals of POSIX")

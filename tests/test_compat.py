@@ -180,6 +180,11 @@ def test_cuequivariance_four_axes_int_masks_and_shared_bias() -> None:
     assert list(inspect.signature(triangle_attention).parameters) == names
 
 
+def test_cuequivariance_of_meta_tensors() -> None:
+    o, lse, largest = triangle_attention(*(x.to("meta") for x in cue_inputs()), return_aux=True)
+    assert o.is_meta and lse.shape == largest.shape == o.shape[:-1]
+
+
 @pytest.mark.parametrize("given", ["nothing", "mask", "kv_lengths"])
 def test_cuequivariance_without_keys(given: str) -> None:
     """Both statistics are 0 there, whatever says that there is no key."""

@@ -525,6 +525,32 @@ def test_a_tangent_of_the_cotangent_is_refused(planner: Planner, before: bool) -
             torch.autograd.grad((output @ weight).sum(), tensors[0])
 
 
+def test_what_does_not_go_the_short_way_is_found_out_once(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of one head want their gradient in that shape, and `tiled` plans nothing."""
+    looked = []
+    ordinary = eager._ordinary
+    monkeypatch.setattr(eager, "_ordinary", lambda tensors: looked.append(tensors) or ordinary(tensors))
+    q, k, v, mask_bias, pair_bias = (x.detach() for x in leaves())
+    one_head = k[..., :1, :].clone().requires_grad_()
+    for _ in range(20):
+        attend(q, one_head, v, mask_bias, pair_bias)
+    call = find(q, one_head, v, mask_bias, pair_bias)
+    assert not call.direct and call.alike == [call]
+    assert len(looked) == 1
+    for _ in range(20):
+        evoattn.evoformer_attention(q, k, v, backend="tiled")
+    assert len(looked) == 2
+
+
+@pytest.mark.parametrize("wrong", [[1], None, torch.zeros(1).numpy()], ids=["list", "None", "array"])
+@pytest.mark.parametrize("which", range(3))
+def test_no_tensor_is_told_under_autocast_too(planner: Planner, which: int, wrong: Any) -> None:
+    tensors: list[Any] = [x.detach().bfloat16() for x in leaves()]
+    tensors[which] = wrong
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"{'qkv'[which]} must be a torch.Tensor"):
+        attend(*tensors)
+
+
 def test_a_kept_call_holds_no_tensor(planner: Planner) -> None:
     tensors = leaves()
     step(tensors)

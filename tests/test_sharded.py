@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -138,12 +139,13 @@ def differentiate(split: Split, mesh: Any) -> dict[str, Any]:
     gradients = dict(zip(leaves, torch.autograd.grad((o, lse), [*leaves.values()], cotangents), strict=True))
     kept = {name: gradient.placements == whole(leaves[name].placements) for name, gradient in gradients.items()}
     found = {"o": o, "lse": lse, **{f"d{name}": gradient for name, gradient in gradients.items()}}
-    explained = evoattn.explain(**given, layout=split.case.layout)  # type: ignore[arg-type]
+    # One process alone: it may not wait for others.
+    explained = evoattn.explain(**given, layout=split.case.layout) if mesh.get_rank() == 0 else None  # type: ignore[arg-type]
     return {
         "values": {name: x.full_tensor().detach() for name, x in found.items()},
         "placements": (o.placements, lse.placements),
         "kept": kept,
-        "scores": explained.problem.scores,
+        "scores": explained and explained.problem.scores,
     }
 
 
@@ -257,8 +259,7 @@ def test_a_process_computes_its_own_part(found: dict[str, Any]) -> None:
     ],
 )
 def test_refusals_name_the_argument(name: str, message: str, found: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(found["refused"][name])
+    assert re.match(message, found["refused"][name])
 
 
 def test_compiled_code_splits_too(found: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -116,17 +117,12 @@ def evoformer_attention(
     call = eager.find(tensors, scale, layout, return_lse, deterministic, _deterministic(deterministic), backend, config)
     if call is None or not call.direct:
         check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
-
-        def again(*tensors: Any) -> tuple[Any, ...]:
-            named: dict[str, Any] = dict(zip(("q", "k", "v", "mask", "mask_bias", "pair_bias"), tensors, strict=True))
-            same: dict[str, Any] = {"layout": layout, "return_lse": return_lse, "backend": backend}
-            made = evoformer_attention(**named, **same, scale=scale, deterministic=deterministic, config=config)
-            return made if return_lse else (made,)
-
         if sharded.is_sharded(tensors):
+            again = _same_call(scale, layout, return_lse, backend, deterministic, config)
             o, *lses = sharded.attend(again, tensors, layout)
             return (o, lses[0]) if return_lse else o
         if _one_query_of_shared_keys(q, k, v, layout):
+            again = _same_call(scale, layout, return_lse, backend, deterministic, config)
             o, *lses = again(_swapped(q), k, v, mask, mask_bias, _swapped(pair_bias))
             return (_swapped(o), lses[0].transpose(-1, -2)) if return_lse else _swapped(o)
         c = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
@@ -220,7 +216,7 @@ def explain(
     """
     check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
     if sharded.is_sharded((q, k, v, mask, mask_bias, pair_bias)):
-        q, k, v, mask, mask_bias, pair_bias = sharded.local((q, k, v, mask, mask_bias, pair_bias), layout)
+        q, k, v, mask, mask_bias, pair_bias = sharded.outlines((q, k, v, mask, mask_bias, pair_bias), layout)
     if _one_query_of_shared_keys(q, k, v, layout):
         q, pair_bias = _swapped(q), _swapped(pair_bias)
     canonical = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
@@ -317,6 +313,20 @@ def _canonical(
         key_axes(mask_bias, q.ndim),
         pair_bias,
     )
+
+
+def _same_call(
+    scale: float | None, layout: str, return_lse: bool, backend: str, deterministic: bool | None, config: Config | None
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A call of other tensors, with the same options: a function of the six that gives (o,) or (o, lse)."""
+
+    def again(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+        named: dict[str, Any] = dict(zip(("q", "k", "v", "mask", "mask_bias", "pair_bias"), tensors, strict=True))
+        same: dict[str, Any] = {"layout": layout, "return_lse": return_lse, "backend": backend}
+        made: Any = evoformer_attention(**named, **same, scale=scale, deterministic=deterministic, config=config)
+        return made if return_lse else (made,)
+
+    return again
 
 
 def _one_query_of_shared_keys(q: Tensor, k: Tensor, v: Tensor, layout: str) -> bool:

@@ -142,7 +142,7 @@ class Call:
 
     def fill(self, tensors: tuple[Tensor | None, ...], canonical: Canonical, options: tuple[Any, ...]) -> None:
         """Keep a call whose arguments have been checked. One that does not go the short way is found out once."""
-        if not _ordinary(tensors):
+        if self.look is not None or not _ordinary(tensors):
             return
         q, k, v = canonical.q, canonical.k, canonical.v
         inputs = (q, k, v, canonical.mask, canonical.mask_bias, canonical.pair_bias)
@@ -205,10 +205,10 @@ def find(tensors: tuple[Any, ...], scale: Any, *options: Any) -> Call | None:
     for call in alike:
         if call.look.fits(given):  # type: ignore[union-attr]
             return None if call.casts and _would_cast(tensors) else call
-    casts = states.get(_state())
-    if casts is None or (casts and _would_cast(tensors)) or any(x.__class__ not in _ORDINARY for x in given):
+    if any(missing[:3]) or any(x.__class__ not in _ORDINARY for x in given):
         return None
-    return Call(alike, casts)
+    casts = states.get(_state())
+    return None if casts is None or (casts and _would_cast(tensors)) else Call(alike, casts)
 
 
 def _would_cast(tensors: tuple[Any, ...]) -> bool:

@@ -3,13 +3,14 @@
 q decides. Along a dimension of the mesh that splits one of its leading axes, its heads or its queries, what has that axis too
 is split alike; what has not is whole on every process, and its gradient a sum over them. That serves rows or batches on several
 devices (dynamic axial parallelism), heads (tensor parallelism) and queries. Where q is whole, or is split along its channels or
-as a sum, all is whole. What lies otherwise is redistributed, and every gradient comes back as its tensor lies.
+as a sum, all is whole. What lies otherwise is redistributed, and every gradient comes back as its tensor lies; that of a sum is
+whole.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["attend", "is_sharded", "local"]
+__all__ = ["attend", "is_sharded", "outlines"]
 
 _NAMES = ("q", "k", "v", "mask", "mask_bias", "pair_bias")
 
@@ -41,9 +42,10 @@ def attend(attention: Callable[..., tuple[Tensor, ...]], tensors: tuple[Any, ...
         layout: the order of axes in q, k, v and o.
 
     Raises:
-        TypeError, ValueError: see `local`.
+        TypeError: some are DTensors, and some are not.
+        ValueError: they are on different meshes.
     """
-    made = attention(*local(tensors, layout))
+    made = attention(*_local(tensors, layout))
     q, _, v, *_ = tensors
     split, sizes = _split(q), q.shape
     outputs = [_distributed(made[0], q, split, (*sizes[:-1], v.shape[-1]))]
@@ -55,30 +57,43 @@ def attend(attention: Callable[..., tuple[Tensor, ...]], tensors: tuple[Any, ...
     return tuple(outputs)
 
 
-def local(tensors: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
-    """What this process holds of valid arguments once all are split as q is.
+def _local(tensors: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
+    """What this process holds of the arguments once all are split as q is. All processes have to ask for it together."""
+    return tuple(
+        None if x is None else x.redistribute(placements=lies).to_local(grad_placements=of_gradient)
+        for x, lies, of_gradient in _places(tensors, layout)
+    )
+
+
+def outlines(tensors: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
+    """Tensors like those that this process would hold, but for what is in them, and contiguous; it may ask for them alone.
 
     Raises:
-        TypeError: some are DTensors, and some are not.
-        ValueError: they are on different meshes.
+        TypeError, ValueError: see `attend`.
     """
+    from torch.distributed.tensor import empty
+
+    held: list[Any] = []
+    for x, lies, _ in _places(tensors, layout):
+        like = None if x is None else empty(x.shape, dtype=x.dtype, device_mesh=x.device_mesh, placements=lies).to_local()
+        held.append(like if like is None else like.requires_grad_(x.requires_grad))
+    return tuple(held)
+
+
+def _places(tensors: tuple[Any, ...], layout: str) -> Iterator[tuple[Any, list[Placement], list[Placement]]]:
+    """Each argument, how it has to lie, and how the gradient of what a process holds of it does."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     _check_one_mesh(tensors)
     q = tensors[0]
     split = _split(q)
-    held: list[Any] = []
     for name, x in zip(_NAMES, tensors, strict=True):
-        if x is None:
-            held.append(None)
-            continue
-        own = [None if axis is None else _own_axis(name, x, axis, q, layout) for axis in split]
-        of_gradient = [
+        own = [None if x is None or axis is None else _own_axis(name, x, axis, q, layout) for axis in split]
+        of_gradient: list[Placement] = [
             Replicate() if axis is None else Partial() if mine is None else Shard(mine)
             for axis, mine in zip(split, own, strict=True)
         ]
-        held.append(x.redistribute(placements=_placements(own)).to_local(grad_placements=of_gradient))
-    return tuple(held)
+        yield x, _placements(own), of_gradient
 
 
 def _check_one_mesh(tensors: tuple[Any, ...]) -> None:

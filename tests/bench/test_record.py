@@ -76,7 +76,7 @@ def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ('{"schema": 1}', "is damaged: KeyError: 'machine'"),
         (
             '{"schema": 1, "machine": {}, "finished": "complete", "problems": [{"workload": {"nam": 1}}]}',
-            "is damaged: TypeError",
+            "is damaged: ValueError: b is None; expected a number above 0",
         ),
         ('{"schema": 1, "machine": {}, "finished": "complete", "problems": 5}', "is damaged: TypeError"),
         (b"\xff\xfe\x00", "is not JSON"),
@@ -100,7 +100,10 @@ DAMAGE = {
     "peak": (("problems", 0, "results", 0, "peak_bytes"), "1 GiB", "peak_bytes is '1 GiB'; expected"),
     "host": (("problems", 0, "results", 0, "host_us"), {"forward": -1.0}, r"forward is -1\.0; expected"),
     "median": (("problems", 0, "results", 0, "times", "forward", "median_ms"), 0, "median_ms is 0; expected a number above 0"),
-    "no median": (("problems", 0, "results", 0, "times", "forward", "median_ms"), None, "KeyError: 'median_ms'"),
+    "no median": (("problems", 0, "results", 0, "times", "forward", "median_ms"), None, "median_ms is None; expected"),
+    "no length": (("problems", 0, "workload", "lq"), None, "lq is None; expected a number above 0"),
+    "no host": (("problems", 0, "results", 0, "host_us"), {"forward": None}, "forward is None; expected"),
+    "rows": (("problems", 0, "workload", "most_rows"), "x", "most_rows is 'x'; expected"),
     "NaN": (("problems", 0, "results", 0, "times", "forward", "spread_ms"), float("nan"), "spread_ms is nan; expected"),
     "sample": (("problems", 0, "results", 0, "times", "forward", "samples_ms"), [1.0, "x"], "a sample_ms is 'x'; expected"),
 }

@@ -79,7 +79,7 @@ def compare(before: Record, after: Record, threshold: float) -> Comparison:
 
 def _pairs(before: Record, after: Record) -> Iterator[tuple[Problem, Problem]]:
     def key(problem: Problem) -> tuple[object, ...]:
-        return (*dataclasses.astuple(dataclasses.replace(problem.workload, name="", where="")), problem.dtype)
+        return (*dataclasses.astuple(dataclasses.replace(problem.workload, name="", where="", most_rows=None)), problem.dtype)
 
     by_key = {key(problem): problem for problem in after.problems}
     return ((problem, by_key[key(problem)]) for problem in before.problems if key(problem) in by_key)

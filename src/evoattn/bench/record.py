@@ -218,10 +218,10 @@ def read(path: Path) -> Record:
         raise ValueError(f"is damaged: {type(error).__name__}: {error}") from None
 
 
-def _number(data: dict[str, Any], name: str, *, zero: bool = False) -> Any:
-    """A field that may be absent, and otherwise is a number above 0, or 0 where `zero` says that it may be."""
+def _number(data: dict[str, Any], name: str, *, zero: bool = False, needed: bool = False) -> Any:
+    """A field that is a number above 0, or 0 where `zero` says that it may be, or may be absent unless it is `needed`."""
     value = data.get(name)
-    if value is None:
+    if value is None and not needed:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf or (zero and value == 0)):
         raise ValueError(f"{name} is {value!r}; expected a number {'from 0 up' if zero else 'above 0'}")
@@ -232,14 +232,15 @@ def _ceilings(data: dict[str, Any]) -> Ceilings:
     for name in ("exp2_per_s", "copy_bytes_per_s"):
         _number(data, name)
     for dtype in data.get("product_flops_per_s", {}):
-        _number(data["product_flops_per_s"], dtype)
+        _number(data["product_flops_per_s"], dtype, needed=True)
     return Ceilings(**data)
 
 
 def _problem(data: dict[str, Any]) -> Problem:
     sizes = dict(data["workload"])
-    for name in ("b", "n", "h", "lq", "lk", "d", "kv_heads"):
-        if _number(sizes, name) is not None and not isinstance(sizes[name], int):
+    for name in ("b", "n", "h", "lq", "lk", "d", "kv_heads", "most_rows"):
+        needed = name not in ("kv_heads", "most_rows")
+        if _number(sizes, name, needed=needed) is not None and not isinstance(sizes[name], int):
             raise ValueError(f"{name} is {sizes[name]!r}; expected a whole number")
     sizes["length_axes"] = tuple(sizes.get("length_axes", ("lq", "lk")))
     results = [_result(result) for result in data.get("results", [])]
@@ -254,14 +255,14 @@ def _result(data: dict[str, Any]) -> Result:
     for name in ("first_call_s", "peak_bytes"):
         _number(fields, name, zero=True)
     for name in fields.get("host_us", {}):
-        _number(fields["host_us"], name, zero=True)
+        _number(fields["host_us"], name, zero=True, needed=True)
     return Result(**fields)
 
 
 def _timing(data: dict[str, Any]) -> Timing:
     samples = data.get("samples_ms", ())
     for sample in samples:
-        _number({"a sample_ms": sample}, "a sample_ms")
-    if _number(data, "median_ms") is None:
-        raise KeyError("median_ms")
-    return Timing(float(data["median_ms"]), _number(data, "spread_ms", zero=True), tuple(map(float, samples)))
+        _number({"a sample_ms": sample}, "a sample_ms", needed=True)
+    return Timing(
+        float(_number(data, "median_ms", needed=True)), _number(data, "spread_ms", zero=True), tuple(map(float, samples))
+    )

@@ -211,6 +211,8 @@ class _Course:
         def check(done: float) -> None:
             if limit is None:
                 return
+            if self.device.type == "cuda":  # what was asked of it is not done yet
+                torch.cuda.synchronize(self.device)
             passed = self.clock.now() - begun
             if passed > _SURE_SHARE * limit and passed / done > limit:
                 self._cut_short()

@@ -78,8 +78,9 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
         raise RefusedError(f"{option} {shown}: there is no directory {str(output.parent)!r}; expected one that exists")
     try:
         try_to_write_in(output.parent)
-    except OSError:
-        raise RefusedError(f"{option} {shown}: the directory {str(output.parent)!r} is not writable") from None
+    except OSError as error:
+        why = "" if isinstance(error, PermissionError) else f" ({error.strerror})"
+        raise RefusedError(f"{option} {shown}: the directory {str(output.parent)!r} is not writable{why}") from None
     return output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     on_cpu = device.type == "cpu"
     place = user.path(on_cpu)
     if place is None:
+        if "EVOATTN_CACHE_DIR" not in os.environ:
+            raise RefusedError("no home folder is known to keep a table in: name a folder in EVOATTN_CACHE_DIR")
         raise RefusedError("EVOATTN_CACHE_DIR is empty, which means no table; expected a folder, or the variable unset")
     if arguments.clear:
         removed = user.clear(on_cpu)

@@ -141,12 +141,13 @@ def _largest_logit(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scal
     """The maximum over keys `[b,n,h,q]` in float32, a few rows at a time."""
     b, n, h, lq, _ = q.shape
     lk = k.shape[-2]
+    device = q.device.type if q.device.type != "meta" else "cpu"  # autocast knows no meta tensors
     largest = torch.zeros((b, n, h, lq), dtype=torch.float32, device=q.device)
     rows = max(1, _BLOCK_SCORES // max(1, b * h * lq * lk))
     bias = bias.expand(b, -1, h, lq, lk)
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             s = torch.matmul(q[:, part].float() * scale, k[:, part].float().transpose(-1, -2))  # [b,n,h,q,k]
         s += bias if bias.shape[1] == 1 else bias[:, part]
         if mask is not None:

@@ -293,7 +293,7 @@ def _keep(made: Any, path: pathlib.Path, function: str) -> None:
         made.export_to_c(temporary, function_name=function)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())  # else a machine that stops may leave the name without the contents
-        os.chmod(temporary, 0o644)  # who shares the folder may read it, as any other file
+        os.chmod(temporary, 0o644)  # who shares the folder may read it; a temporary file is its maker's alone
         os.replace(temporary, path)
     except BaseException:
         pathlib.Path(temporary).unlink(missing_ok=True)

@@ -134,7 +134,7 @@ def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, d
     bwd.plan_backward(*tensors, scale=0.1, layout=layout, **options)(*tensors, *wanted)
     assert len(launched) >= 2
     for name, (_, _, *arguments) in launched:  # extents and the stream come first, and other numbers are small
-        addresses = [x for x in arguments if isinstance(x, int) and x > 1 << 32]
+        addresses = [x for x in arguments if isinstance(x, int) and x > 1 << 22]
         assert len(addresses) >= 5 and not any(x % 16 for x in addresses), name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import sys
 import tempfile
@@ -79,7 +80,7 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
     try:
         try_to_write_in(output.parent)
     except OSError as error:
-        why = "" if isinstance(error, PermissionError) else f" ({error.strerror})"
+        why = f" ({error.strerror})" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else ""
         raise RefusedError(f"{option} {shown}: the directory {str(output.parent)!r} is not writable{why}") from None
     return output
 

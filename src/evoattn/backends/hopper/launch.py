@@ -257,7 +257,7 @@ def compiled(kernel: Kernel) -> Any:
             try:
                 return _loaded(str(path), function)
             except Exception as error:  # of many kinds: the file is not whole, or not ours to read
-                warnings.warn(f"{path} does not load ({error}): compiled anew", stacklevel=2)
+                warnings.warn(f"{path} does not load ({type(error).__name__}): compiled anew", stacklevel=2)
         made = build(kernel)
         if path is not None:
             try:

@@ -140,7 +140,7 @@ def test_a_kept_kernel_that_does_not_load_is_made_anew(folder: pathlib.Path) -> 
     for size in (0, whole // 2):
         os.truncate(kept, size)
         launch.compiled.cache_clear()
-        launch._module.cache_clear()
+        launch._modules.clear()
         with pytest.warns(UserWarning, match="does not load .*: compiled anew"):
             assert callable(launch.compiled(kernel))
         assert kept.stat().st_size == whole

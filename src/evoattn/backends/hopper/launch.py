@@ -53,6 +53,9 @@ types = {
 
 _OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 
+_modules: dict[tuple[str, str], Any] = {}
+"""The object files that functions were loaded from, by path and function."""
+
 _compiler = threading.Lock()
 """The compiler is one thread's at a time: two at once bring the process down."""
 
@@ -274,14 +277,11 @@ def compiled(kernel: Kernel) -> Any:
 
 
 def _loaded(path: str, function: str) -> Any:
-    """A function of an object file."""
-    return getattr(_module(path, function), function)
-
-
-@functools.cache
-def _module(path: str, function: str) -> Any:
-    """The object file of a function. It is kept: the function does not outlive it, and fails by hanging."""
-    return load_module(path, enable_tvm_ffi=True)
+    """A function of an object file. That is kept, if it has it: the function does not outlive it, and fails by hanging."""
+    module = _modules.get((path, function)) or load_module(path, enable_tvm_ffi=True)
+    found = getattr(module, function)
+    _modules[path, function] = module
+    return found
 
 
 def _keep(made: Any, path: pathlib.Path, function: str) -> None:

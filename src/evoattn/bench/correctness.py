@@ -55,7 +55,7 @@ def held_bytes(workload: Workload, dtype: torch.dtype, device: torch.device) -> 
     w = workload
     scores = w.b * w.h * w.lq * w.lk
     given = 2 * w.b * w.n * w.d * (w.lq * w.h + w.lk * (w.kv_heads or w.h)) + (scores if w.pair_bias else 0)
-    rows = min(w.n, max(1, _SCORES[device.type] // max(1, scores)))
+    rows = min(w.n, _rows_at_a_time(scores, device))
     spread = 0 if w.kv_heads in (None, w.h) else 4 * w.b * rows * w.h * w.lk * w.d  # k, v and their gradients for every head
     values = 2 * given * (dtype.itemsize + torch.float64.itemsize)  # of the truth its parts and all of them
     return values + (8 * rows * scores + spread) * torch.float64.itemsize
@@ -78,9 +78,14 @@ def first_rows(inputs: Inputs, rows: slice) -> Inputs:
     return dataclasses.replace(inputs, mask=None if inputs.mask is None else inputs.mask[:, rows], **cut)
 
 
+def _rows_at_a_time(scores: int, device: torch.device) -> int:
+    """Of which the truth is found together, where one row has so many scores."""
+    return max(1, _SCORES[device.type] // max(1, scores))
+
+
 def _parts(inputs: Inputs) -> Iterator[slice]:
     b, n, lq, h, _ = inputs.q.shape
-    rows = max(1, _SCORES[inputs.q.device.type] // max(1, b * h * lq * inputs.k.shape[2]))
+    rows = _rows_at_a_time(b * h * lq * inputs.k.shape[2], inputs.q.device)
     for start in range(0, n, rows):
         yield slice(start, min(n, start + rows))
 

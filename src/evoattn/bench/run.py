@@ -182,11 +182,9 @@ class _Course:
             torch._dynamo.reset()
         self._say(problem, "float64 truth")
         dtype = getattr(torch, problem.dtype)
-        needed = correctness.held_bytes(problem.workload, dtype, self.device)
-        free = machine.free_bytes(self.device)
-        if needed > SHARE_OF_MEMORY * free:
-            sizes = f"about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
-            raise _LeftOutError(f"inputs, float64 truth and gradients would hold {sizes}")
+        too_much = self._too_much(correctness.held_bytes(problem.workload, dtype, self.device))
+        if too_much:
+            raise _LeftOutError(f"inputs, float64 truth and gradients would hold {too_much}")
         inputs = correctness.inputs_of(problem.workload, dtype, self.device)
         problem.bytes = correctness.io_bytes(inputs)
         expected = correctness.truth(inputs, self._truth_check())
@@ -300,12 +298,18 @@ class _Course:
         """Seconds that a peer's first calls may take."""
         return None if self.end is None else _LIMIT_SHARE * max(self.end - self.clock.now(), 0.0)
 
+    def _too_much(self, needed: int, of: str = "") -> str | None:
+        """In words, if so many bytes are more than what something may hold of the free memory."""
+        free = machine.free_bytes(self.device)
+        if needed <= SHARE_OF_MEMORY * free:
+            return None
+        return f"about {needed / 2**30:.1f} GiB{of}; {free / 2**30:.1f} GiB are free"
+
     def _not_begun(self, peer: Peer, inputs: Inputs, end: float | None) -> str | None:
         scores = inputs.case.h * inputs.k.shape[2] * inputs.do[..., 0, 0].numel()
-        needed = int(peer.score_copies * scores * inputs.q.element_size())
-        free = machine.free_bytes(self.device)
-        if needed > SHARE_OF_MEMORY * free:
-            return f"would hold about {needed / 2**30:.1f} GiB of scores; {free / 2**30:.1f} GiB are free"
+        too_much = self._too_much(int(peer.score_copies * scores * inputs.q.element_size()), " of scores")
+        if too_much:
+            return f"would hold {too_much}"
         if end is None or self.end is None or self.plan.budget_s is None:
             return None
         now = self.clock.now()

@@ -145,12 +145,12 @@ def _largest_logit(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scal
     largest = torch.zeros((b, n, h, lq), dtype=torch.float32, device=q.device)
     rows = max(1, _BLOCK_SCORES // max(1, b * h * lq * lk))
     bias = bias.expand(b, -1, h, lq, lk)
-    for start in range(0, n, rows):
-        part = slice(start, start + rows)
-        with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False):
+        for start in range(0, n, rows):
+            part = slice(start, start + rows)
             s = torch.matmul(q[:, part].float() * scale, k[:, part].float().transpose(-1, -2))  # [b,n,h,q,k]
-        s += bias if bias.shape[1] == 1 else bias[:, part]
-        if mask is not None:
-            s.masked_fill_(~(mask if mask.shape[1] == 1 else mask[:, part]), _MASKED)
-        largest[:, part] = s.amax(-1)
+            s += bias if bias.shape[1] == 1 else bias[:, part]
+            if mask is not None:
+                s.masked_fill_(~(mask if mask.shape[1] == 1 else mask[:, part]), _MASKED)
+            largest[:, part] = s.amax(-1)
     return largest

@@ -59,7 +59,7 @@ class Call:
             "EVEN_K": problem.lk % tiles.block_k == 0,
             "FOLD": launch.folds(self.scale),
             "PRECISION": launch.split_precision(problem.dtype, max(problem.d, problem.c)),
-            "WIDE": self.layout.wide or self.stats.stride[0] >= 1 << 31 or any(layout.wide for layout in more),
+            "WIDE": self.layout.wide or launch.far_apart(self.stats) or any(layout.wide for layout in more),
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
             **({"maxnreg": tiles.max_registers} if tiles.max_registers and not launch.on_amd() else {}),

@@ -156,7 +156,7 @@ def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | Non
         BLOCK_Q=_STATISTICS_ROWS,
         GRAIN=layout.grain,
         HAS_DLSE=dlse is not None,
-        WIDE=layout.wide or stats.stride[0] >= 1 << 31,  # so far lies delta from lse
+        WIDE=layout.wide or launch.far_apart(stats),
         num_warps=4 if c <= 128 else 8,  # with 4, 256 channels of float32 spill 208 bytes on 8.6
     )
 

@@ -21,6 +21,7 @@ __all__ = [
     "contiguous",
     "describe_map",
     "empty",
+    "far_apart",
     "folds",
     "grain",
     "head_block",
@@ -153,6 +154,11 @@ def units(tensor: Strided | None, axes: int, grain: int) -> tuple[int, ...]:
 def is_wide(*tensors: Strided | None) -> bool:
     """Whether offsets inside one (b, n, h) can pass 2**31 elements, so that loops over keys must count in 64 bits."""
     return any(_extent(tensor) >= 1 << 31 for tensor in tensors if tensor is not None)
+
+
+def far_apart(stats: Strided) -> bool:
+    """Whether the two halves of statistics lie so far apart that the way from an lse to its delta does not fit 32 bits."""
+    return stats.stride[0] >= 1 << 31
 
 
 def _extent(tensor: Strided) -> int:

@@ -36,7 +36,7 @@ def check_dq(channels: int, length: int, dtype: str, skips: bool, folder: pathli
     kernel = bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, skips=skips, **chosen)
     names = instructions(kernel, folder)
     waits = count(names, "WARPGROUP.DEPBAR")
-    once = chosen["slices"] + 3  # each slice, the first of a panel, and of a row before either way to sum dq
+    once = chosen["slices"] + 3 - kernel.helped  # each slice, the first of a panel, and of a row before dq is left
     assert waits == once + len(kernel.exits), "and where a row goes on that may end"
     assert count(names, "WARPGROUP.DEPBAR.LE 1") == 1 + len(kernel.exits), "the scores of the next row run on"
     assert count(names, "LDL") < 64
@@ -47,7 +47,7 @@ def check_dkdv(channels: int, length: int, dtype: str, skips: bool, folder: path
     kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, skips=skips, clears=skips, **chosen)
     names = instructions(kernel, folder)
     check_waits(names, kernel)
-    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if skips or channels == 48 else 0)
+    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if skips or channels == 48 or dtype == "float16" else 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

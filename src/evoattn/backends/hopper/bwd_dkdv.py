@@ -54,6 +54,7 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
         wide: whether those are float32, as the accumulators hold it.
         streams, stages: rows n at a time, stages of each.
         timed: whether blocks count the time in which they change to another panel (`bwd_schedule`), where the pair bias stays.
+        apart: whether dk and dv of a row leave from tiles of their own, where there is room; else dv waits until dk has left.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
         streams: int = 3,
         stages: int = 3,
         timed: bool = True,
+        apart: bool = False,
     ):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
         self.mask_gradient, self.rounds, self.skips, self.clears = mask_gradient, rounds, skips, clears
@@ -80,7 +82,8 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
         self.D, self.steps = padded(channels), -(-channels // 16)
         self.width = 16 * self.steps
         self.resident, self.streamed = pair and ring == 0, pair and ring > 0
-        self.timed = timed and self.resident
+        self.timed, self.apart = timed and self.resident, apart
+        self.leaving = streams * 4 * (2 if apart else 1)  # tiles of 16 keys
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
         # Slices of a stage whose products for dk and dv run on in the next slice's arithmetic: that takes registers, and, after
@@ -89,7 +92,7 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
         self.tile = Float32 if wide else dtype
         if rounds and streams + self.streamed == 4:
             raise ValueError("each warp has something to bring in, none is left to round")
-        tiles = {"blocks": blocks, "ring": ring or None, "wide": wide, "streams": streams, "stages": stages}
+        tiles = {"blocks": blocks, "ring": ring or None, "wide": wide, "streams": streams, "stages": stages, "apart": apart}
         wishes = {"mask_gradient": mask_gradient, "rounds": rounds, "skips": skips, "clears": clears}
         self.name_after(dtype, channels=channels, pair=pair, row=row, **wishes, **tiles, timed=self.timed)
 
@@ -99,7 +102,7 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
             k_major(self.dtype, ROWS, self.D, 2 * self.streams),  # k, v of a row
             k_major(self.dtype, QUERIES, self.D, n),  # q and do
             mn_major(self.dtype, self.D, QUERIES, n),  # the same as right sides of dS^T q and P^T do
-            k_major(self.dtype, 16, self.D, self.streams * 4 + self.skips),  # dk, dv, a warp's rows; zeros
+            k_major(self.dtype, 16, self.D, self.leaving + self.skips),  # dk, dv, a warp's rows; zeros
         )
 
     @cute.jit
@@ -219,7 +222,7 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
                 arch.mbarrier_init(bempty + i, NS * 4)
         arch.mbarrier_init_fence()
         if const_expr(self.skips):
-            fill_zeros(sX[None, None, NS * 4], tid, self.threads)
+            fill_zeros(sX[None, None, self.leaving], tid, self.threads)
         inverse = Float32(1.0) / scale
         arch.sync_threads()
         # ---- work: an equal share of the time that all (panel, n) take
@@ -253,8 +256,8 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
                     self.produce_bias(span, sizes, live, pair, ring, bfull, bempty, NT, lane)
             if const_expr(self.skips):
                 if s >= busy and some:
-                    of_queries = (aZ, zS[None, NS * 4], zG) if const_expr(self.clears) else None
-                    of_keys = ((aX, xS[None, NS * 4], xG), (aY, yS[None, NS * 4], yG))
+                    of_queries = (aZ, zS[None, self.leaving], zG) if const_expr(self.clears) else None
+                    of_keys = ((aX, xS[None, self.leaving], xG), (aY, yS[None, self.leaving], yG))
                     zeros = (of_keys, of_queries, (LQ + 15) // 16)
                     warps = 4 - busy
                     self.clear(live, sizes, zeros, dmask, bid * warps + 3 - s, blocks * warps, lane)
@@ -326,10 +329,14 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
                     self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
-                    arch.cp_async_bulk_wait_group(0, read=True)
-                    arch.sync_warp()
-                    store_rows(Y, Float32(1.0), sX[None, None, wid], lane, self.dtype)
-                    self.send(aY, yS[None, wid], yG[None, i * 4 + w, h, n, b])
+                    place_of_y = wid
+                    if const_expr(self.apart):
+                        place_of_y = wid + NS * 4
+                    else:
+                        arch.cp_async_bulk_wait_group(0, read=True)
+                        arch.sync_warp()
+                    store_rows(Y, Float32(1.0), sX[None, None, place_of_y], lane, self.dtype)
+                    self.send(aY, yS[None, place_of_y], yG[None, i * 4 + w, h, n, b])
                     m, turn = m + NS, turn + 1
                 if const_expr(self.streamed):
                     if m < count + s:  # the last round has no row for this stream

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, TILE, delta_units, exp2, narrow, step_of
+from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, TILE, delta_units, exp2, narrow, step_of, unseen
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import LOG2E, finite, keep, multiply, of_quad, three_terms
 
@@ -79,7 +79,7 @@ class KeySteps:
         for tile, to in tiles:
             cute.copy(ldm, rows[None, None, None, tile], ldm.retile(to))
         step, zero = step_of(self.dtype), self.dtype(0.0)
-        one, parts = self.dtype(step), cute.recast_tensor(own, self.dtype)
+        one, parts = self.dtype(step), cute.recast_tensor(unseen(own), self.dtype)
         for x in range(2):
             hi, mid, lo, veto = (parts[6 * x + y] for y in (0, 1, 2, 4))
             bias = (hi.to(Float32) + mid.to(Float32) + lo.to(Float32)) * (inverse * Float32(1.0 / step))

@@ -2,7 +2,8 @@
 
 A persistent block owns a panel, 64 queries of one (b, h), and loops over rows n. Two to four warpgroups split the keys; each
 keeps its part of d(pair bias) in registers, so that it is written once a panel and block, and the pair bias itself, in float32,
-in shared memory. dq of a row is summed over the warpgroups through shared memory.
+in shared memory. Each leaves its part of a row's dq in shared memory, and goes on to the next row while a warp of its own sums
+them (`bwd_dq_sum`).
 
 More keys than a block has room for are split among the blocks of a cluster, which work on the same queries and rows n. dq of a
 row goes from the last block to the first, each adding its own part; the first writes it, and the statistics.
@@ -20,8 +21,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_dq_feed import QueryFeed
-from evoattn.backends.hopper.bwd_dq_row import QueryRow
-from evoattn.backends.hopper.bwd_plan import query_deal
+from evoattn.backends.hopper.bwd_dq_sum import QuerySum
+from evoattn.backends.hopper.bwd_plan import query_deal, query_sums
 from evoattn.backends.hopper.bwd_schedule import change_of, reached, share
 from evoattn.backends.hopper.bwd_steps import (
     ROWS,
@@ -29,7 +30,6 @@ from evoattn.backends.hopper.bwd_steps import (
     fake_pair,
     fake_words,
     narrow,
-    store_rows,
     tile_copy,
     tile_parts,
 )
@@ -41,7 +41,7 @@ from evoattn.backends.hopper.schedule import place, stretch
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
-class QueryGradients(QueryRow, QueryFeed, Kernel):
+class QueryGradients(QuerySum, QueryFeed, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
@@ -94,7 +94,8 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         self.timed = timed and pair and cluster == 1
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
-        self.key_producers = 2 if groups == 4 else groups  # warps; one more of the four brings in queries
+        self.helped = query_sums(channels, pair, groups, slices, cluster)
+        self.key_producers = 2 if self.helped or groups == 4 else groups  # warps; then one for the queries, one that sums dq
         options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial, "skips": skips}
         tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
         self.name_after(dtype, channels=channels, **options, **tiles, vector=vector, timed=self.timed)
@@ -105,7 +106,7 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
             k_major(self.dtype, ROWS, self.D, 4),  # q, o, do of two rows
             k_major(self.dtype, self.keys, self.D, n),  # k and v
             mn_major(self.dtype, self.D, self.keys, n),  # k as the right side of dS K
-            k_major(self.dtype, 16, self.D, self.groups * 4),  # dq, a warp's rows
+            k_major(self.dtype, 16, self.D, 4 if self.helped else self.groups * 4),  # dq, a warp's rows
         )
 
     @cute.jit
@@ -213,7 +214,8 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
             else None
         )
         across = self.channels // 8
-        part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, across, WG - 1), stride=(1, 4, 512, 512 * across)), 128)
+        parts = WG if self.helped else WG - 1
+        part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, across, parts), stride=(1, 4, 512, 512 * across)), 128)
         inbox = smem.allocate_array(Float32, 512 * across if CL > 1 else 4, byte_alignment=128)
         unit = self.keys * TERMS
         pR = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
@@ -224,16 +226,19 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         empty = smem.allocate_array(Int64, WG * ST)
         qfull = smem.allocate_array(Int64, 1)
         qempty = smem.allocate_array(Int64, 1)
-        summed = smem.allocate_array(Int64, 1)
+        summed = smem.allocate_array(Int64, 1)  # the parts of dq of a row have been read
         arrived = smem.allocate_array(Int64, 1)  # dq from the next block of the cluster
         passed = smem.allocate_array(Int64, 1)  # the block before has taken dq over
+        left = smem.allocate_array(Int64, 1) if const_expr(self.helped) else None  # all parts of dq of a row are there
         if tid == 0:
             for i in range_constexpr(WG * ST):
                 arch.mbarrier_init(full + i, 1)
                 arch.mbarrier_init(empty + i, 4)
             arch.mbarrier_init(qfull, 1)
             arch.mbarrier_init(qempty, WG * 4)
-            arch.mbarrier_init(summed, 4)
+            arch.mbarrier_init(summed, 1 if self.helped else 4)
+            if const_expr(self.helped):
+                arch.mbarrier_init(left, WG * 4)
             if const_expr(CL > 1):
                 arch.mbarrier_init(arrived, 1)
                 arch.mbarrier_init(passed, 4)
@@ -262,7 +267,7 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
         vS, vG = tile_parts(aV, tV, (self.keys, D), sV)
         xS, xG = tile_parts(aR, tR, (16, D), sX)
         if wid >= WG * 4:
-            # ================= producers: warps for the keys of one warpgroup each, or of two; one for the queries
+            # ================= warps that bring in keys, one for queries, and perhaps one that sums dq
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - WG * 4
             span, sizes, live = (begin, end, bid, each, change), (N, H, NQ, LQ), (order, starts)
@@ -272,6 +277,8 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
             elif s == self.key_producers:
                 of_rows = ((aQ, qG, qS), (aO, oG, oS), (aG, gG, gS))
                 self.produce_rows(rank, lane, span, sizes, live, lse, dlse, stats, inverse, sN, work, qfull, qempty, of_rows)
+            elif const_expr(self.helped):
+                self.sum_rows((part, left, summed), (sX, aR, xS, xG), span, sizes, work, scale, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
@@ -328,13 +335,13 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 release(qempty, lane)  # a product has used q: only then has it left shared memory
-                more, left = Boolean(True), n1 - n0
+                more, rows_left = Boolean(True), n1 - n0
                 while more:
                     if const_expr(self.skips):
                         more = work[it % 4, 1] > 0
                     else:
-                        left -= 1
-                        more = left > 0
+                        rows_left -= 1
+                        more = rows_left > 0
                     so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
                     tiles = Int32(self.tiles)
                     if const_expr(len(self.exits) > 0):
@@ -342,49 +349,26 @@ class QueryGradients(QueryRow, QueryFeed, Kernel):
                     st, ph, qp = self.tiles_of_row(
                         0, tiles, more, operands, arriving, db, mine, bars, scale * LOG2E, so, st, ph, qp, LQ, wid, lane
                     )
-                    # ---- dq of this row: one warpgroup in turn adds what the others leave in shared memory
-                    if s != turn:
-                        if it > 0:
-                            arch.mbarrier_wait(summed, (it - 1) & 1)
-                        slot = s - turn - 1
-                        if slot < 0:
-                            slot += WG
-                        for x in range_constexpr(across):
-                            cute.autovec_copy(
-                                cute.make_tensor(R.iterator + 4 * x, cute.make_layout(4)), part[None, wt, x, slot]
-                            )
+                    if const_expr(self.helped):
+                        self.leave_part(R, part, summed, s, it, wt)
                         self.give_back_queries(qempty, more, lane)
-                        arch.barrier_arrive(barrier_id=1 + turn, number_of_threads=WG * 128)
-                    else:
-                        self.give_back_queries(qempty, more, lane)
-                        arch.barrier(barrier_id=1 + turn, number_of_threads=WG * 128)
-                        for y in range_constexpr(WG - 1):
-                            for x in range_constexpr(across):
-                                self.add(R, x, part[None, wt, x, y])
-                        arch.cp_async_bulk_wait_group(0, read=True)
                         arch.sync_warp()
-                        release(summed, lane)
-                        if const_expr(CL > 1):
-                            if rank < CL - 1:
-                                self.receive(R, inbox, arrived, passed, rank, it, wt, lane)
-                            if rank > 0:
-                                self.pass_on(R, inbox, arrived, passed, rank, it, wt)
-                        if rank == 0:
-                            store_rows(R, scale, sX[None, None, wid], lane, self.dtype)
-                            arch.fence_proxy("async.shared", space="cta")
-                            arch.sync_warp()
-                            cute.copy(aR, xS[None, wid], xG[None, i * 4 + w, h, work[it % 4, 0], b])
-                            arch.cp_async_bulk_commit_group()
+                        release(left, lane)
+                    else:
+                        to, out = (i * 4 + w, h, work[it % 4, 0], b), (sX, aR, xS, xG)
+                        sums = (part, summed, inbox, arrived, passed)
+                        self.sum_in_turn(R, sums, qempty, out, to, scale, s, turn, it, more, rank, wid, wt, lane)
+                        turn += 1
+                        if turn == WG:
+                            turn = Int32(0)
                     it += 1
-                    turn += 1
-                    if turn == WG:
-                        turn = Int32(0)
                 if const_expr(self.bias_gradient):
                     if const_expr(self.partial):
                         self.leave(db, dpair, (bid + pan) * CL + rank, tid)
                     else:
                         self.flush(db, dpair, b % dpair.shape[0], h % dpair.shape[1], q0, first_key, LQ, LK, t4)
-            arch.cp_async_bulk_wait_group(0)
+            if const_expr(not self.helped):
+                arch.cp_async_bulk_wait_group(0)
         if const_expr(CL > 1):
             self.meet()  # no block leaves while another one may still write to its shared memory
 

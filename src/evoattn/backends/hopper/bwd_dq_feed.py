@@ -19,7 +19,7 @@ __all__ = ["QueryFeed"]
 
 
 class QueryFeed(QuerySteps):
-    """Two or three warps for the keys, one for the rows; `QueryGradients` says what the attributes are."""
+    """Two warps for the keys, one for the rows; `QueryGradients` says what the attributes are."""
 
     stages: int
     keys: int
@@ -43,12 +43,10 @@ class QueryFeed(QuerySteps):
         empty: cute.Pointer,
         copies,
     ):
-        """Bring in the keys of warpgroup s, and of s + 2 where there are four, a stage after the other."""
+        """Bring in the keys of warpgroup s, and of s + 2 where there is one, a stage after the other."""
         begin, end, bid, each, change = span
         N, H, NQ, _ = sizes
-        (aK, kG, kS), (aV, vG, vS) = copies
-        WG, ST, TL, D, unit = self.groups, self.stages, self.tiles, self.D, self.keys * TERMS
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
+        WG, ST, TL, also = self.groups, self.stages, self.tiles, s + self.key_producers
         st, ph, at = Int32(0), Int32(0), begin
         if const_expr(self.row):
             arch.griddepcontrol_wait()
@@ -68,25 +66,46 @@ class QueryFeed(QuerySteps):
                 if const_expr(len(self.exits) > 0):
                     tiles = self.live_tiles(self.tiles_to(live, b, n), rank, s)
                 for j in cutlass.range(tiles, unroll=1):
-                    for y in range_constexpr(WG // self.key_producers):
-                        g = s + y * self.key_producers
-                        i = g * ST + st
-                        tile = self.tile_of(j, rank * WG + g)
-                        sleep_until(empty + i, ph ^ 1)
-                        with arch.elect_one():
-                            arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * D * 2 + (unit * 2 if self.row else 0))
-                        cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
-                        cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
-                        if const_expr(self.row):
-                            gR = cute.local_tile(row, (1, unit), (b * row_b + n * row_n, tile))
-                            sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
-                            with arch.elect_one():
-                                g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
-                                cute.copy(bulk, g1, s1, mbar_ptr=full + i)
+                    line = b * row_b + n * row_n
+                    self.bring(self.tile_of(j, rank * WG + s), h, n, b, s * ST + st, ph, row, line, pR, full, empty, copies)
+                    if also < WG:
+                        tile = self.tile_of(j, rank * WG + also)
+                        self.bring(tile, h, n, b, also * ST + st, ph, row, line, pR, full, empty, copies)
                     st += 1
                     if st == ST:
                         st = Int32(0)
                         ph ^= 1
+
+    @cute.jit
+    def bring(
+        self,
+        tile: Int32,
+        h: Int32,
+        n: Int32,
+        b: Int32,
+        i: Int32,
+        ph: Int32,
+        row: cute.Tensor,
+        line: Int32,
+        pR: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        copies,
+    ):
+        """Bring a tile of keys into stage i of all, once that is free; `line`: of its key-wise bias."""
+        (aK, kG, kS), (aV, vG, vS) = copies
+        unit = self.keys * TERMS
+        sleep_until(empty + i, ph ^ 1)
+        with arch.elect_one():
+            arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * self.D * 2 + (unit * 2 if self.row else 0))
+        cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
+        cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
+        if const_expr(self.row):
+            gR = cute.local_tile(row, (1, unit), (line, tile))
+            sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
+            with arch.elect_one():
+                g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
+                cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype), g1, s1, mbar_ptr=full + i)
 
     def tiles_to(self, live, b, n):
         """The tiles of a row's keys up to the end of the last panel that has one that is not masked."""

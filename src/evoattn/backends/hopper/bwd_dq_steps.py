@@ -18,7 +18,6 @@ from evoattn.backends.hopper.bwd_steps import (
     exp2,
     key_of_slice,
     row_products,
-    store_remote,
     write_statistics,
 )
 from evoattn.backends.hopper.primitives import MASKED, finite, fma, multiply, packed
@@ -156,13 +155,6 @@ class QuerySteps:
             out.append(a)
         return out
 
-    def add(self, R, x, others):
-        """four more numbers of dq"""
-        other = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(others, other)
-        for z in range(4):
-            R[4 * x + z] = R[4 * x + z] + other[z]
-
     def meet(self):
         """all threads of the cluster"""
         if self.cluster > 1:
@@ -170,28 +162,6 @@ class QuerySteps:
             arch.cluster_wait()
         else:
             arch.sync_threads()
-
-    @cute.jit
-    def receive(self, R, inbox, arrived, passed, rank: Int32, it: Int32, wt: Int32, lane: Int32):
-        """add what the next block of the cluster found of dq"""
-        if wt == 0:
-            arch.mbarrier_arrive_and_expect_tx(arrived, ROWS * self.channels * 4)
-        arch.mbarrier_wait(arrived, it & 1)
-        for x in range_constexpr(self.channels // 8):
-            self.add(R, x, cute.make_tensor((inbox + (x * 128 + wt) * 4).align(16), cute.make_layout(4)))
-        arch.sync_warp()
-        if lane == 0:
-            arch.mbarrier_arrive(passed, rank + 1)
-
-    @cute.jit
-    def pass_on(self, R, inbox, arrived, passed, rank: Int32, it: Int32, wt: Int32):
-        """give dq to the block before, once that has taken over the row before"""
-        if it > 0:
-            arch.mbarrier_wait(passed, (it - 1) & 1)
-        to = arch.map_dsmem_ptr(inbox, rank - 1).toint()
-        barrier = arch.map_dsmem_ptr(arrived, rank - 1).toint()
-        for x in range_constexpr(self.channels // 8):
-            store_remote(to + (x * 128 + wt) * 16, [R[4 * x + z] for z in range(4)], barrier)
 
     @cute.jit
     def flush(self, db, dpair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32):

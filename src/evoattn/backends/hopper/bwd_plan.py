@@ -81,18 +81,28 @@ def query_deal(channels: int, slices: int, stage: int) -> int:
     return stage if channels > 32 and slices // stage > 2 else 0
 
 
+def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int) -> bool:
+    """Whether a warp of `QueryGradients` sums dq of each row, and not its warpgroups in turn (`bwd_dq_sum`).
+
+    Not where a row is over before one warp has summed the one before: with few keys or channels; nor without a pair bias, where
+    it was not timed.
+    """
+    return pair and cluster == 1 and channels > 16 and groups * slices > 4
+
+
 def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int, stages: int, cluster: int) -> int:
     """Bytes of shared memory of `QueryGradients`, with a key-wise bias."""
     across = _padded(channels)
     keys = groups * stages * stage * 32
-    rows = 4 * 64 * across * 2 + groups * 4 * 16 * across * 2
-    sums = (groups - (cluster == 1)) * 64 * channels * 4 + 3 * 64 * 4
+    helped = query_sums(channels, pair, groups, slices, cluster)
+    rows = 4 * 64 * across * 2 + (1 if helped else groups) * 4 * 16 * across * 2
+    sums = (groups if helped or cluster > 1 else groups - 1) * 64 * channels * 4 + 3 * 64 * 4
     panel = groups * slices * 8192 if pair else 0
-    return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 5) * 8
+    return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 6) * 8
 
 
 def key_variant(channels: int, queries: int, pair: bool, skips: bool = False) -> dict[str, Any]:
-    """blocks, ring, wide, streams, stages for `queries` queries of `channels`."""
+    """blocks, ring, wide, streams, stages, apart for `queries` queries of `channels`."""
     streams = 3 if channels <= 48 else 2
     stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "wide": False}
     # 48 channels wait for L2: they take the pair bias as it is, in half the bytes, and convert it
@@ -100,14 +110,17 @@ def key_variant(channels: int, queries: int, pair: bool, skips: bool = False) ->
     least = 2 if channels <= 48 else 3  # stages that what stays has to leave room for
     wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
     variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
-    return next(variant for variant in variants if key_shared(channels, skips, **variant) <= SHARED)
+    chosen = next(variant for variant in variants if key_shared(channels, skips, **variant) <= SHARED)
+    return chosen | {"apart": key_shared(channels, True, **chosen, apart=True) <= SHARED}
 
 
-def key_shared(channels: int, skips: bool = False, *, blocks: int, ring: int, wide: bool, streams: int, stages: int) -> int:
+def key_shared(
+    channels: int, skips: bool = False, *, blocks: int, ring: int, wide: bool, streams: int, stages: int, apart: bool = False
+) -> int:
     """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
     across = _padded(channels)
     stage = 2 * 64 * across * 2 + 4 * 64 * 4
-    row = 2 * 64 * across * 2 + 4 * 16 * across * 2
+    row = 2 * 64 * across * 2 + (1 + apart) * 4 * 16 * across * 2
     bias = blocks * 16384 + (ring * (64 * 64 * (4 if wide else 2) + 16) if ring else 144)  # an empty ring has its place too
     return bias + streams * (stages * (stage + 16) + row + 32) + skips * 16 * across * 2
 

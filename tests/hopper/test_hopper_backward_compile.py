@@ -151,8 +151,9 @@ def test_no_warp_is_left_to_round_where_three_streams_and_the_bias_come_in():
     ],
 )
 def test_other_variants_of_dq_compile(change, tmp_path):
-    names = instructions(bwd_dq.QueryGradients(cutlass.BFloat16, 32, **(BOTH | {"bias_gradient": True} | change)), tmp_path)
-    assert count(names, "WARPGROUP.DEPBAR") == 4 + 3
+    kernel = bwd_dq.QueryGradients(cutlass.BFloat16, 32, **(BOTH | {"bias_gradient": True} | change))
+    assert kernel.helped == kernel.pair
+    assert count(instructions(kernel, tmp_path), "WARPGROUP.DEPBAR") == 4 + 3 - kernel.helped
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,38 @@ def test_what_one_kernel_takes_whole(channels, sizes, tiles):
 def test_what_stays_and_what_streams(channels, length, streams, wide, stages):
     chosen = bwd_plan.key_variant(channels, length, pair=True)
     assert (chosen["ring"] > 0, chosen["wide"], chosen["stages"]) == (streams, wide, stages)
+
+
+@pytest.mark.parametrize(
+    ("channels", "length", "pair", "helped"),
+    [
+        (32, 256, True, True),
+        (32, 512, True, True),
+        (24, 384, True, True),
+        (64, 384, True, True),
+        (16, 384, True, False),  # rows of few channels or keys are over before one warp has summed the one before
+        (32, 128, True, False),
+        (32, 576, True, False),  # a cluster
+        (64, 256, False, False),
+    ],
+)
+def test_where_a_warp_sums_dq(channels, length, pair, helped):
+    chosen = bwd_plan.query_variant(channels, length, pair)
+    kernel = bwd_dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, **chosen)
+    assert kernel.helped == helped
+    assert kernel.key_producers + 1 + helped <= 4, "a warpgroup of producers has four warps"
+
+
+@pytest.mark.parametrize(
+    ("channels", "length", "apart"),
+    [(32, 384, True), (32, 512, False), (32, 1024, True), (48, 384, False)],
+)
+def test_dk_and_dv_leave_from_tiles_of_their_own_where_there_is_room(channels, length, apart):
+    for skips in (True, False):
+        chosen = bwd_plan.key_variant(channels, length, True, skips)
+        assert chosen["apart"] == apart
+        if not apart:
+            assert bwd_plan.key_shared(channels, True, **(chosen | {"apart": True})) > bwd_plan.SHARED
 
 
 def test_more_keys_are_refused():

@@ -47,7 +47,8 @@ def check_dkdv(channels: int, length: int, dtype: str, skips: bool, folder: path
     kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, skips=skips, clears=skips, **chosen)
     names = instructions(kernel, folder)
     check_waits(names, kernel)
-    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if skips or channels == 48 or dtype == "float16" else 0)
+    once_a_panel = (channels, length, dtype) == (32, 512, "float16")
+    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if skips or channels == 48 or once_a_panel else 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -329,14 +329,12 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
                     self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
-                    place_of_y = wid
-                    if const_expr(self.apart):
-                        place_of_y = wid + NS * 4
-                    else:
+                    place = wid + NS * 4 if self.apart else wid
+                    if const_expr(not self.apart):
                         arch.cp_async_bulk_wait_group(0, read=True)
                         arch.sync_warp()
-                    store_rows(Y, Float32(1.0), sX[None, None, place_of_y], lane, self.dtype)
-                    self.send(aY, yS[None, place_of_y], yG[None, i * 4 + w, h, n, b])
+                    store_rows(Y, Float32(1.0), sX[None, None, place], lane, self.dtype)
+                    self.send(aY, yS[None, place], yG[None, i * 4 + w, h, n, b])
                     m, turn = m + NS, turn + 1
                 if const_expr(self.streamed):
                     if m < count + s:  # the last round has no row for this stream

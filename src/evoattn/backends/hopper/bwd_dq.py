@@ -2,8 +2,8 @@
 
 A persistent block owns a panel, 64 queries of one (b, h), and loops over rows n. Two to four warpgroups split the keys; each
 keeps its part of d(pair bias) in registers, so that it is written once a panel and block, and the pair bias itself, in float32,
-in shared memory. Each leaves its part of a row's dq in shared memory, and goes on to the next row while a warp of its own sums
-them (`bwd_dq_sum`).
+in shared memory. dq of a row is summed over the warpgroups through shared memory, by one warp while they go on to the next row,
+or by themselves in turn (`bwd_dq_sum`).
 
 More keys than a block has room for are split among the blocks of a cluster, which work on the same queries and rows n. dq of a
 row goes from the last block to the first, each adding its own part; the first writes it, and the statistics.
@@ -90,12 +90,14 @@ class QueryGradients(QuerySum, QueryFeed, Kernel):
         self.tiles = slices // stage
         self.deal = query_deal(channels, slices, stage)
         self.exits = tuple(range(-(-self.tiles // 2), self.tiles)) if skips and self.deal else ()  # tiles a row may end after
+        self.helped = query_sums(channels, pair, groups, slices, cluster)
+        self.key_producers = 2 if self.helped or groups == 4 else groups  # warps; then one for the queries, one that sums dq
+        if self.exits and self.key_producers < groups:
+            raise ValueError("a warp that brings in the keys of two warpgroups counts the tiles of one")
         self.dlse, self.partial, self.skips = dlse, partial, skips
         self.timed = timed and pair and cluster == 1
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
-        self.helped = query_sums(channels, pair, groups, slices, cluster)
-        self.key_producers = 2 if self.helped or groups == 4 else groups  # warps; then one for the queries, one that sums dq
         options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial, "skips": skips}
         tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
         self.name_after(dtype, channels=channels, **options, **tiles, vector=vector, timed=self.timed)
@@ -220,7 +222,8 @@ class QueryGradients(QuerySum, QueryFeed, Kernel):
         unit = self.keys * TERMS
         pR = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
         pN = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
-        # the rows n that consumers work on, whether another one of the panel follows, and their live tiles of keys
+        # The rows n that consumers work on, whether another one of the panel follows, and their live tiles of keys: four, since
+        # row it + 4 comes when all have taken it + 3, and so left it + 2, for which what was left of it + 1 had to be summed.
         work = cute.make_tensor(smem.allocate_array(Int32, 12), cute.make_layout((4, 3)))
         full = smem.allocate_array(Int64, WG * ST)
         empty = smem.allocate_array(Int64, WG * ST)

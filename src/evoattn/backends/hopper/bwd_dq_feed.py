@@ -19,7 +19,7 @@ __all__ = ["QueryFeed"]
 
 
 class QueryFeed(QuerySteps):
-    """Two warps for the keys, one for the rows; `QueryGradients` says what the attributes are."""
+    """Two or three warps for the keys, one for the rows; `QueryGradients` says what the attributes are."""
 
     stages: int
     keys: int
@@ -43,7 +43,7 @@ class QueryFeed(QuerySteps):
         empty: cute.Pointer,
         copies,
     ):
-        """Bring in the keys of warpgroup s, and of s + 2 where there is one, a stage after the other."""
+        """Bring in the keys of warpgroup s, and of s + `key_producers` where there is one, a stage after the other."""
         begin, end, bid, each, change = span
         N, H, NQ, _ = sizes
         WG, ST, TL, also = self.groups, self.stages, self.tiles, s + self.key_producers

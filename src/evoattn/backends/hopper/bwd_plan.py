@@ -84,8 +84,8 @@ def query_deal(channels: int, slices: int, stage: int) -> int:
 def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int) -> bool:
     """Whether a warp of `QueryGradients` sums dq of each row, and not its warpgroups in turn (`bwd_dq_sum`).
 
-    Not where a row is over before one warp has summed the one before: with few keys or channels; nor without a pair bias, where
-    it was not timed.
+    Not where a row is over before one warp has summed the one before, with few keys or channels; nor in clusters, where the sum
+    goes through all blocks; nor without a pair bias, where it was not timed.
     """
     return pair and cluster == 1 and channels > 16 and groups * slices > 4
 
@@ -111,7 +111,8 @@ def key_variant(channels: int, queries: int, pair: bool, skips: bool = False) ->
     wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
     variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
     chosen = next(variant for variant in variants if key_shared(channels, skips, **variant) <= SHARED)
-    return chosen | {"apart": key_shared(channels, True, **chosen, apart=True) <= SHARED}
+    room = key_shared(channels, True, **chosen, apart=True) <= SHARED  # whether or not it skips: `skips_rows` compares both
+    return chosen | {"apart": room}
 
 
 def key_shared(

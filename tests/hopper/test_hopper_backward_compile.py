@@ -280,3 +280,11 @@ def test_more_keys_are_refused():
 def test_products_of_dk_and_dv_run_on_where_registers_and_stages_allow(channels, length, slices):
     chosen = bwd_plan.key_variant(channels, length, pair=True)
     assert bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, **chosen).run_on == slices
+
+
+def test_terms_of_the_next_row_are_not_waited_for(tmp_path):
+    """They are loaded a row ahead; taken apart there, they would be waited for at once."""
+    names = instructions(bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **bwd_plan.key_variant(32, 384, True)), tmp_path)
+    last = max(i for i, name in enumerate(names) if name.startswith("LDG"))
+    until_branch = names[last : next(i for i in range(last, len(names)) if names[i].startswith("BRA"))]
+    assert not count(until_branch, "PRMT", "SHF", "LOP3")

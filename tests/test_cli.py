@@ -20,7 +20,7 @@ from evoattn import api, cli
 from evoattn.backends import tiled
 from evoattn.bench import record as records
 from evoattn.bench.record import Timing
-from evoattn.cli import demo, doctor, evoformer, machine, measure, plot, sweep, terminal
+from evoattn.cli import demo, doctor, evoformer, measure, plot, sweep, terminal
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import attentions, embed, first_rows
 from evoattn.problem import Problem
@@ -158,16 +158,16 @@ def test_sweep_stops_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     size = sweep.Size(sequences=1, columns=16, lengths=(16, 24), repeats=1, seconds=0.1, patience=None)
     steps: list[str] = []
-    monkeypatch.setattr(machine, "free_bytes", lambda device: 100 << 20)
+    monkeypatch.setattr("evoattn.bench.machine.free_bytes", lambda device: 100 << 20)
     growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
     assert list(growth.costs["evoattn"]) == [16, 24]
     assert list(growth.costs["dense"]) == [16, 24]
     hurried = sweep.run("MKV", dataclasses.replace(size, patience=1e-9), 0, cpu, torch.float32, steps.append)
     assert hurried.stopped["dense"] == "at L = 16: the time of the demo is over; --max-length gives it more"
-    monkeypatch.setattr(machine, "free_bytes", lambda device: 6_000_000)
+    monkeypatch.setattr("evoattn.bench.machine.free_bytes", lambda device: 6_000_000)
     growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
     assert list(growth.costs["dense"]) == [16]
-    assert re.fullmatch(r"at L = 24: it would take about 0\.0 GiB of the 0\.0 GiB that are free", growth.stopped["dense"])
+    assert re.fullmatch(r"at L = 24: it would take about 0\.0 GiB; 0\.0 GiB are free", growth.stopped["dense"])
     monkeypatch.setitem(sweep._PATIENCE, "evoattn", 0.0)
     growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
     assert list(growth.costs["evoattn"]) == [16]

@@ -12,7 +12,7 @@ import torch
 
 from evoattn import api, dispatch, testing
 from evoattn.backends import tiled
-from evoattn.bench import choice, correctness, run
+from evoattn.bench import budget, choice, correctness, run
 from evoattn.bench.clock import Clock, TookTooLong, WallClock
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, Peer, Prepared
@@ -118,7 +118,7 @@ def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Peer], clock: FakeClock) -> 
 
 
 def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_LONGEST_SHARE", 1.0)
+    monkeypatch.setattr(budget, "_LONGEST_SHARE", 1.0)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17"), workload("tri18")), peers=("right",), budget_s=30.0)
     record = measured(plan, FakeClock(tick=1.0))
     assert record.finished == "out of time"
@@ -195,8 +195,8 @@ def test_the_budget_bounds_the_float64_truth(fakes: dict[str, Peer], monkeypatch
             "its float64 truth takes about 160 s, and the budget of 100 s had 50 s for it: a larger --budget measures it",
         )
     assert record.problems[0].cut and record.finished == "out of time"
-    for budget in (400.0, None):
-        assert results(measured(a_plan(peers=("right",), budget_s=budget), clock))["right"].times
+    for seconds in (400.0, None):
+        assert results(measured(a_plan(peers=("right",), budget_s=seconds), clock))["right"].times
 
 
 def test_a_record_that_was_cut_short_is_gone_on_with(fakes: dict[str, Peer], clock: FakeClock) -> None:
@@ -250,7 +250,7 @@ def test_a_call_too_long_for_any_budget_is_not_tried_again(fakes: dict[str, Peer
 
 
 def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(run._COMPILES_S, "cpu", 500.0)
+    monkeypatch.setitem(budget._COMPILES_S, "cpu", 500.0)
     found = results(measured(a_plan(peers=("compiles", "right"), budget_s=900.0), FakeClock(tick=0.01)))
     assert found["compiles"].times, "the first one may take what the budget has"
     found = results(measured(a_plan(peers=("compiles", "right"), budget_s=400.0), FakeClock(tick=0.01)))
@@ -287,7 +287,7 @@ def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Peer], m
 
     measured(a_plan(peers=("right",), rounds=2), WallClock())  # what is imported once takes its time here
     PEERS["tunes"] = Peer("tunes", "tunes", tunes)
-    monkeypatch.setattr(run, "_LIMIT_SHARE", 0.05)
+    monkeypatch.setattr(budget, "_LIMIT_SHARE", 0.05)
     before = signal.getsignal(signal.SIGALRM)
     workloads = (workload("tri16"), workload("tri17"))
     record = measured(a_plan(workloads=workloads, peers=("tunes", "right"), budget_s=50.0, rounds=2), WallClock())
@@ -345,8 +345,8 @@ def test_a_limit_leaves_nothing_behind(swallows: bool) -> None:
 def test_what_evoattn_compiles_is_not_its_peers_loss(
     fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_FIRST_SHARE", 0.0)
-    monkeypatch.setitem(run._COMPILES_S, "cpu", 500.0)
+    monkeypatch.setattr(budget, "_FIRST_SHARE", 0.0)
+    monkeypatch.setitem(budget._COMPILES_S, "cpu", 500.0)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("compiles",), budget_s=3000.0)
     found = measured(plan, clock).problems[0].result("compiles")
     assert found is not None and found.status == "ok", found

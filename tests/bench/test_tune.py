@@ -153,6 +153,18 @@ def test_ctrl_c_keeps_what_was_found(folder: Path, capsys: pytest.CaptureFixture
     assert len(user.entries(on_cpu=True)) == 1
 
 
+def test_what_does_not_fit_into_memory_is_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
+    monkeypatch.setattr(tune, "clock_for", lambda device: clock)
+    monkeypatch.setattr("evoattn.bench.machine.free_bytes", lambda device: 50 << 20)
+    assert cli.main(["tune", "--device", "cpu", "--workloads", "tri200", "tri16", "--budget", "1000"]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"^tri200, float32: left out: .* would hold about .* GiB; 0\.0 GiB are free$", printed.err, re.MULTILINE)
+    assert "tri16, float32" in printed.out and "tri200" not in printed.out
+
+
 REFUSED = {
     "workload": (["--workloads", "nonsense"], "--workloads: no workload 'nonsense'"),
     "dtype": (["--dtypes", "float64"], "--dtypes: there is no 'float64'; expected any of bfloat16, float16, float32"),

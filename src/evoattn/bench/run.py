@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import evoattn
-from evoattn.bench import correctness, machine
+from evoattn.bench import correctness
+from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock, TookTooLong
-from evoattn.bench.memory import peak_bytes
+from evoattn.bench.memory import peak_bytes, too_much
 from evoattn.bench.peers import PEERS, Peer, RefusesError, backend_peer
 from evoattn.bench.plan import Plan, left, put
 from evoattn.bench.record import Problem, Record, Result, Timing
@@ -23,27 +24,8 @@ from evoattn.workloads import Workload
 
 __all__ = ["Progress", "contenders", "run"]
 
-SHARE_OF_MEMORY = 0.6
-"""What would hold more of the free memory than this is not begun."""
-
-_COMPILES_S = {"cpu": 30.0, "cuda": 4.0}
-"""What a peer that compiles is thought to take for its first problem, until it has shown it."""
-
-_FIRST_SHARE = 0.2
-"""Of the budget: what the very first compilation of a peer may take, whatever its problem's share is."""
-
-_LIMIT_SHARE = 0.5
-"""Of what is left of the budget: what a peer's first calls may take before they are ended."""
-
 _SURE_SHARE = 0.25
 """Of the time that the float64 truth may take: after so much of it, what it will take in all is known well enough."""
-
-_LONGEST_CALL_S = 4.0
-_LONGEST_SHARE = 0.05
-"""A call that takes longer is not repeated: seconds, and the share of the problem's time."""
-
-_ROUNDS_SHARE = 0.25
-"""Of a problem's time: what its rounds have, even where compiling took all of it."""
 
 _HOST_CALLS = 7
 _HOST_S = 0.5
@@ -129,31 +111,22 @@ class _Course:
         self, plan: Plan, problems: list[tuple[Workload, str]], device: torch.device, clock: Clock, progress: Progress
     ) -> None:
         self.plan, self.device, self.clock, self.progress = plan, device, clock, progress
-        self.problems = len(problems)
-        self.end = None if plan.budget_s is None else clock.now() + plan.budget_s
-        self.compiled_s: dict[str, float] = {}
-        self.ended_s: dict[str, float] = {}
-        self.number = 0
-        self.longest_s = _LONGEST_CALL_S
-        self.rounds_s = 0.0
+        self.problems, self.number = len(problems), 0
+        self.budget = Budget(plan.budget_s, len(problems), clock)
         self.current: Problem | None = None
 
     def problem(self, workload: Workload, dtype_name: str) -> Problem:
         """One problem, within its share of what is left of the budget."""
         self.number += 1
-        now = self.clock.now()
-        share = None if self.end is None else (self.end - now) / (self.problems - self.number + 1)
-        if share is not None:
-            self.longest_s = min(_LONGEST_CALL_S, share * _LONGEST_SHARE)
-            self.rounds_s = share * _ROUNDS_SHARE
+        begun = self.clock.now()
         self.current = problem = Problem(workload, dtype_name, None)
-        if share is not None and share <= 0:
+        if not self.budget.begin():
             problem.cut = True
-            self._leave_out(problem, f"the budget of {self.plan.budget_s:g} s was over")
+            self._leave_out(problem, self.budget.over)
             self.current = None
             return problem
         try:
-            self._measure(problem, None if share is None else now + share)
+            self._measure(problem)
         except _LeftOutError as left_out:
             self._leave_out(problem, str(left_out))
         except Exception as error:
@@ -162,7 +135,7 @@ class _Course:
             self._leave_out(problem, "the inputs and their float64 truth do not fit into memory")
         self._release()
         self.current = None
-        problem.seconds = round(self.clock.now() - now, 1)
+        problem.seconds = round(self.clock.now() - begun, 1)
         return problem
 
     def _leave_out(self, problem: Problem, reason: str) -> None:
@@ -171,20 +144,20 @@ class _Course:
 
     def _cut_short(self, seconds: float = 0.0) -> None:
         """Note that a larger budget would have measured more, unless a call of so many seconds is too long for any."""
-        if self.current is not None and self.end is not None and seconds <= _LONGEST_CALL_S:
+        if self.current is not None and self.budget.would_measure(seconds):
             self.current.cut = True
 
     def _say(self, problem: Problem, what: str) -> None:
         self.progress(self.number, self.problems, f"{problem.workload.name}, {problem.dtype}: {what}")
 
-    def _measure(self, problem: Problem, end: float | None) -> None:
+    def _measure(self, problem: Problem) -> None:
         if any(PEERS[name].compiles for name in self.plan.peers):
             torch._dynamo.reset()
         self._say(problem, "float64 truth")
         dtype = getattr(torch, problem.dtype)
-        too_much = self._too_much(correctness.held_bytes(problem.workload, dtype, self.device))
-        if too_much:
-            raise _LeftOutError(f"inputs, float64 truth and gradients would hold {too_much}")
+        reason = too_much(correctness.held_bytes(problem.workload, dtype, self.device), self.device)
+        if reason:
+            raise _LeftOutError(f"inputs, float64 truth and gradients would hold {reason}")
         inputs = correctness.inputs_of(problem.workload, dtype, self.device)
         problem.bytes = correctness.io_bytes(inputs)
         expected = correctness.truth(inputs, self._truth_check())
@@ -193,18 +166,18 @@ class _Course:
             self._say(problem, peer.name)
             problem.results.append(result)
             begun = self.clock.now()
-            runner = self._verified(peer, inputs, expected, result, end)
+            runner = self._verified(peer, inputs, expected, result)
             if runner is not None:
                 runners.append((result, runner))
-            if end is not None and self.end is not None and result.backend:  # evoattn's compiling is not its peers' loss
-                end = min(end + self.clock.now() - begun, self.end)
+            if result.backend:  # evoattn's compiling is not its peers' loss
+                self.budget.add(self.clock.now() - begun)
         del expected
         self._release()
-        self._time(problem, inputs, runners, end)
+        self._time(problem, inputs, runners)
 
     def _truth_check(self) -> Callable[[float], None]:
         """Ends a float64 truth that takes more than what a peer's first calls may, as soon as that is sure."""
-        begun, limit = self.clock.now(), self._limit()
+        begun, limit = self.clock.now(), self.budget.first_calls()
 
         def check(done: float) -> None:
             if limit is None:
@@ -226,15 +199,13 @@ class _Course:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _verified(
-        self, peer: Peer, inputs: Inputs, expected: dict[str, Tensor], result: Result, end: float | None
-    ) -> Runner | None:
+    def _verified(self, peer: Peer, inputs: Inputs, expected: dict[str, Tensor], result: Result) -> Runner | None:
         """A runner whose output, at least, is right; the result says what else is not."""
-        reason = self._not_begun(peer, inputs, end)
+        reason = self._not_begun(peer, inputs)
         if reason:
             result.status, result.reason = "left out", reason
             return None
-        begun, limit = self.clock.now(), None if result.backend else self._limit()
+        begun, limit = self.clock.now(), None if result.backend else self.budget.first_calls()
         try:
             if not peer.biased:
                 inputs = correctness.without_biases(inputs)
@@ -243,7 +214,8 @@ class _Course:
                 runner = self._first_calls(peer, inputs, expected, result)
         except TookTooLong:
             self._cut_short()
-            seconds = self.ended_s[peer.name] = self.clock.now() - begun
+            seconds = self.clock.now() - begun
+            self.budget.ended(peer.name, seconds)
             result.status, result.reason = "left out", f"its first calls were ended after {seconds:.0f} s of the budget"
             runner = None
         except Exception as error:  # whatever a peer raises is its reason, and the run goes on
@@ -263,9 +235,9 @@ class _Course:
             result.status, result.reason = "wrong", wrong
             return None
         seconds = self.clock.calls(runner.forward, 1)
-        if seconds > self.longest_s:  # once more: a machine that had something else to do takes long too
+        if seconds > self.budget.longest_s:  # once more: a machine that had something else to do takes long too
             seconds = min(seconds, self.clock.calls(runner.forward, 1))
-        if seconds > self.longest_s:
+        if seconds > self.budget.longest_s:
             self._cut_short(seconds)
             result.status, result.reason = (
                 "left out",
@@ -291,45 +263,20 @@ class _Course:
     def _first_call(self, peer: Peer, start: float) -> float:
         seconds = self.clock.now() - start
         if peer.compiles:
-            self.compiled_s[peer.name] = seconds
+            self.budget.compiled(peer.name, seconds)
         return round(seconds, 3)
 
-    def _limit(self) -> float | None:
-        """Seconds that a peer's first calls may take."""
-        return None if self.end is None else _LIMIT_SHARE * max(self.end - self.clock.now(), 0.0)
-
-    def _too_much(self, needed: int, of: str = "") -> str | None:
-        """In words, if so many bytes are more than what something may hold of the free memory."""
-        free = machine.free_bytes(self.device)
-        if needed <= SHARE_OF_MEMORY * free:
-            return None
-        return f"about {needed / 2**30:.1f} GiB{of}; {free / 2**30:.1f} GiB are free"
-
-    def _not_begun(self, peer: Peer, inputs: Inputs, end: float | None) -> str | None:
+    def _not_begun(self, peer: Peer, inputs: Inputs) -> str | None:
         scores = inputs.case.h * inputs.k.shape[2] * inputs.do[..., 0, 0].numel()
-        too_much = self._too_much(int(peer.score_copies * scores * inputs.q.element_size()), " of scores")
-        if too_much:
-            return f"would hold {too_much}"
-        if end is None or self.end is None or self.plan.budget_s is None:
-            return None
-        now = self.clock.now()
-        if now > self.end:
+        reason = too_much(int(peer.score_copies * scores * inputs.q.element_size()), self.device, " of scores")
+        if reason:
+            return f"would hold {reason}"
+        reason = self.budget.not_begun(peer, self.device.type)
+        if reason:
             self._cut_short()
-            return f"the budget of {self.plan.budget_s:g} s was over"
-        limit, ended = self._limit(), self.ended_s.get(peer.name)
-        if ended is not None and limit is not None and limit <= ended:
-            self._cut_short()
-            return f"its first calls had not ended after {ended:.0f} s on another problem"
-        takes = self.compiled_s.get(peer.name, _COMPILES_S[self.device.type]) if peer.compiles else 0.0
-        allowed = max(end - now, 0.0)
-        if peer.compiles and peer.name not in self.compiled_s:
-            allowed = min(self.end - now, max(allowed, _FIRST_SHARE * self.plan.budget_s))
-        if takes > allowed:
-            self._cut_short()
-            return f"compiles for about {takes:.0f} s, and this problem has {allowed:.0f} s of the budget left"
-        return None
+        return reason
 
-    def _time(self, problem: Problem, inputs: Inputs, runners: list[tuple[Result, Runner]], end: float | None) -> None:
+    def _time(self, problem: Problem, inputs: Inputs, runners: list[tuple[Result, Runner]]) -> None:
         """Interleaved rounds; at least two, and as many as asked for while the problem's share of the budget lasts."""
         rows: list[_Row] = []
         copies = copies_for(inputs)
@@ -340,10 +287,9 @@ class _Course:
             except Exception as error:
                 result.status, result.reason = _status(error), _one_line(error)
         samples: dict[tuple[str, str], list[float]] = {}
-        if end is not None:
-            end = max(end, self.clock.now() + self.rounds_s)
+        self.budget.begin_rounds()
         for number in range(self.plan.rounds):
-            if number >= 2 and end is not None and self.clock.now() > end:
+            if number >= 2 and self.budget.enough():
                 break
             self._say(problem, f"round {number + 1} of {self.plan.rounds}")
             for row in rows:
@@ -368,7 +314,7 @@ class _Course:
                 continue
             row = _Row(result, runner, name, call)
             seconds = min(row.seconds(self.clock) for _ in range(2))
-            if seconds > self.longest_s * (1 if name == "forward" else 4):
+            if seconds > self.budget.longest_s * (1 if name == "forward" else 4):
                 result.reason = f"{result.reason + '; ' if result.reason else ''}{name}: {seconds:.1f} s a call, not repeated"
                 result.status = "partial"
                 self._cut_short(seconds if name == "forward" else seconds / 4)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import evoattn
+from evoattn.bench.memory import too_much
 from evoattn.cli import machine, measure, plot, sweep
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import attentions, embed
@@ -203,8 +204,9 @@ def _four_attentions(
         for name, attention in IMPLEMENTATIONS.items():
             step(f"{inputs.case.name}, {name}")
             needed = measure.dense_bytes(inputs)
-            if name == "dense" and needed > sweep.SHARE_OF_MEMORY * machine.free_bytes(device):
-                costs[name] = f"needs {needed / 2**30:.1f} GiB"
+            reason = too_much(needed, device) if name == "dense" else None
+            if reason:
+                costs[name] = f"needs {reason}"
             else:
                 costs[name] = measure.cost(attention, inputs, repeats=size.repeats, seconds=size.seconds)
         step(f"{inputs.case.name}, against float64")

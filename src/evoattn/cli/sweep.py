@@ -8,15 +8,13 @@ import time
 
 import torch
 
-from evoattn.cli import machine, measure
+from evoattn.bench.memory import too_much
+from evoattn.cli import measure
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, embed, triangle_start
 from evoattn.cli.measure import IMPLEMENTATIONS, Cost
 from evoattn.cli.terminal import Step
 
-__all__ = ["SHARE_OF_MEMORY", "Growth", "Size", "run", "tiled"]
-
-SHARE_OF_MEMORY = 0.6
-"""What is not begun if it would take more of the free memory than this."""
+__all__ = ["Growth", "Size", "run", "tiled"]
 
 _PATIENCE = {"evoattn": 60.0, "dense": 8.0}
 """Seconds that one forward + backward may take; more is not begun."""
@@ -108,7 +106,5 @@ def _too_much_memory(name: str, length: int, device: torch.device, dtype: torch.
     needed = _INPUT_BYTES_A_PAIR * length**2
     if name == "dense":
         needed += measure.DENSE_SCORE_COPIES * TRIANGLE_HEADS * length**3 * dtype.itemsize
-    free = machine.free_bytes(device)
-    if needed <= SHARE_OF_MEMORY * free:
-        return None
-    return f"it would take about {needed / 2**30:.1f} GiB of the {free / 2**30:.1f} GiB that are free"
+    reason = too_much(needed, device)
+    return f"it would take {reason}" if reason else None

@@ -1,0 +1,107 @@
+"""What a run may take: each problem's share of the time, and what is not begun for want of it."""
+
+from __future__ import annotations
+
+from evoattn.bench.clock import Clock
+from evoattn.bench.peers import Peer
+
+__all__ = ["LONGEST_CALL_S", "Budget"]
+
+_COMPILES_S = {"cpu": 30.0, "cuda": 4.0}
+"""What a peer that compiles is thought to take for its first problem, until it has shown it."""
+
+_FIRST_SHARE = 0.2
+"""Of the budget: what the very first compilation of a peer may take, whatever its problem's share is."""
+
+_LIMIT_SHARE = 0.5
+"""Of what is left of the budget: what a peer's first calls may take before they are ended."""
+
+LONGEST_CALL_S = 4.0
+_LONGEST_SHARE = 0.05
+"""A call that takes longer is not repeated: seconds, and the share of the problem's time."""
+
+_ROUNDS_SHARE = 0.25
+"""Of a problem's time: what its rounds have, even where compiling took all of it."""
+
+
+class Budget:
+    """The time of a run, shared by its problems one after the other.
+
+    Args:
+        seconds: of the whole run; None leaves nothing out.
+        problems: how many there will be.
+        clock: whose `now()` counts.
+    """
+
+    def __init__(self, seconds: float | None, problems: int, clock: Clock) -> None:
+        self.seconds, self.clock, self.longest_s = seconds, clock, LONGEST_CALL_S
+        self._problems, self._rounds_s = problems, 0.0
+        self._end = None if seconds is None else clock.now() + seconds
+        self._until: float | None = None  # when the time of the problem that was begun ends
+        self._compiled_s: dict[str, float] = {}
+        self._ended_s: dict[str, float] = {}
+
+    @property
+    def over(self) -> str:
+        """In words, that nothing is left."""
+        return f"the budget of {self.seconds:g} s was over"
+
+    def begin(self) -> bool:
+        """Give the next problem its share of what is left; False where nothing is."""
+        if self._end is None:
+            return True
+        now = self.clock.now()
+        share = (self._end - now) / self._problems
+        self._problems -= 1
+        self.longest_s = min(LONGEST_CALL_S, share * _LONGEST_SHARE)
+        self._rounds_s = share * _ROUNDS_SHARE
+        self._until = now + share
+        return share > 0
+
+    def would_measure(self, seconds: float) -> bool:
+        """Whether a larger budget would measure a call of so many seconds, which this one does not."""
+        return self._end is not None and seconds <= LONGEST_CALL_S
+
+    def add(self, seconds: float) -> None:
+        """Let the problem take longer, while anything is left."""
+        if self._until is not None and self._end is not None:
+            self._until = min(self._until + seconds, self._end)
+
+    def first_calls(self) -> float | None:
+        """Seconds that a peer's first calls may take, or the float64 truth."""
+        return None if self._end is None else _LIMIT_SHARE * max(self._end - self.clock.now(), 0.0)
+
+    def compiled(self, peer: str, seconds: float) -> None:
+        """Remember what a peer's first calls took."""
+        self._compiled_s[peer] = seconds
+
+    def ended(self, peer: str, seconds: float) -> None:
+        """Remember after how many seconds a peer's first calls were ended."""
+        self._ended_s[peer] = seconds
+
+    def not_begun(self, peer: Peer, device: str) -> str | None:
+        """Why there is no time to begin with a peer on a type of device; None where there is."""
+        if self._end is None or self._until is None or self.seconds is None:
+            return None
+        now = self.clock.now()
+        if now > self._end:
+            return self.over
+        limit, ended = self.first_calls(), self._ended_s.get(peer.name)
+        if ended is not None and limit is not None and limit <= ended:
+            return f"its first calls had not ended after {ended:.0f} s on another problem"
+        takes = self._compiled_s.get(peer.name, _COMPILES_S[device]) if peer.compiles else 0.0
+        allowed = max(self._until - now, 0.0)
+        if peer.compiles and peer.name not in self._compiled_s:
+            allowed = min(self._end - now, max(allowed, _FIRST_SHARE * self.seconds))
+        if takes > allowed:
+            return f"compiles for about {takes:.0f} s, and this problem has {allowed:.0f} s of the budget left"
+        return None
+
+    def begin_rounds(self) -> None:
+        """Let a problem's rounds have their share of its time, whatever came before took."""
+        if self._until is not None:
+            self._until = max(self._until, self.clock.now() + self._rounds_s)
+
+    def enough(self) -> bool:
+        """Whether the problem's time is over."""
+        return self._until is not None and self.clock.now() > self._until

@@ -9,10 +9,22 @@ import torch
 from torch import Tensor
 
 from evoattn import testing
+from evoattn.bench.memory import too_much
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
-__all__ = ["WRONG", "first_part", "first_rows", "held_bytes", "inputs_of", "io_bytes", "truth", "without_biases", "worst"]
+__all__ = [
+    "WRONG",
+    "first_part",
+    "first_rows",
+    "held_bytes",
+    "inputs_of",
+    "io_bytes",
+    "too_large",
+    "truth",
+    "without_biases",
+    "worst",
+]
 
 WRONG = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
 """Relative errors above these are wrong results, not rounding. That of float32 lets TF32 pass: its error is in the table."""
@@ -59,6 +71,12 @@ def held_bytes(workload: Workload, dtype: torch.dtype, device: torch.device) -> 
     spread = 0 if w.kv_heads in (None, w.h) else 4 * w.b * rows * w.h * w.lk * w.d  # k, v and their gradients for every head
     values = 2 * given * (dtype.itemsize + torch.float64.itemsize)  # of the truth its parts and all of them
     return values + (8 * rows * scores + spread) * torch.float64.itemsize
+
+
+def too_large(workload: Workload, dtype: torch.dtype, device: torch.device) -> str | None:
+    """In words, if that is more than the free memory allows."""
+    reason = too_much(held_bytes(workload, dtype, device), device)
+    return f"inputs, float64 truth and gradients would hold {reason}" if reason else None
 
 
 def io_bytes(inputs: Inputs) -> int:

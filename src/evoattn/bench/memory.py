@@ -15,16 +15,16 @@ import torch
 
 from evoattn.bench import machine
 
-__all__ = ["SHARE", "peak_bytes", "too_much"]
+__all__ = ["peak_bytes", "too_much"]
 
-SHARE = 0.6
+_SHARE = 0.6
 """What would hold more of the free memory than this is not begun."""
 
 
 def too_much(needed: int, device: torch.device, of: str = "") -> str | None:
     """In words, if so many bytes are more than what something may hold of the free memory."""
     free = machine.free_bytes(device)
-    if needed <= SHARE * free:
+    if needed <= _SHARE * free:
         return None
     return f"about {needed / 2**30:.1f} GiB{of}; {free / 2**30:.1f} GiB are free"
 

@@ -155,9 +155,9 @@ class _Course:
             torch._dynamo.reset()
         self._say(problem, "float64 truth")
         dtype = getattr(torch, problem.dtype)
-        reason = too_much(correctness.held_bytes(problem.workload, dtype, self.device), self.device)
+        reason = correctness.too_large(problem.workload, dtype, self.device)
         if reason:
-            raise _LeftOutError(f"inputs, float64 truth and gradients would hold {reason}")
+            raise _LeftOutError(reason)
         inputs = correctness.inputs_of(problem.workload, dtype, self.device)
         problem.bytes = correctness.io_bytes(inputs)
         expected = correctness.truth(inputs, self._truth_check())

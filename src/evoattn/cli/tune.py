@@ -11,7 +11,6 @@ import torch
 
 from evoattn.bench import choice, correctness, machine, search, table
 from evoattn.bench.clock import clock_for
-from evoattn.bench.memory import too_much
 from evoattn.bench.search import Found
 from evoattn.cli.bench import among, names_in, workloads_of
 from evoattn.cli.machine import pick
@@ -119,9 +118,9 @@ def _search(
                 def say(config: str, number: int = number, what: str = what) -> None:
                     progress(number, len(problems), f"{what}: {config}")
 
-                too_large = too_much(correctness.held_bytes(wanted, getattr(torch, dtype), device), device)
-                if too_large:
-                    print(f"{what}: left out: inputs and float64 truth would hold {too_large}", file=sys.stderr)
+                reason = correctness.too_large(wanted, getattr(torch, dtype), device)
+                if reason:
+                    print(f"{what}: left out: {reason}", file=sys.stderr)
                     continue
                 say("built-in choice")
                 for one in search.tune(wanted, dtype, device, clock, until, say):

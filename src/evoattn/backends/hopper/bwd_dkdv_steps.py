@@ -79,7 +79,11 @@ class KeySteps:
         for tile, to in tiles:
             cute.copy(ldm, rows[None, None, None, tile], ldm.retile(to))
         step, zero = step_of(self.dtype), self.dtype(0.0)
-        one, parts = self.dtype(step), cute.recast_tensor(unseen(own), self.dtype)
+        # The compiler would take apart what was loaded a row ahead as soon as it is asked for, and so wait for memory there.
+        words = cute.make_rmem_tensor(6, Int32)
+        for x in range(6):
+            words[x] = unseen(own[x])
+        one, parts = self.dtype(step), cute.recast_tensor(words, self.dtype)
         for x in range(2):
             hi, mid, lo, veto = (parts[6 * x + y] for y in (0, 1, 2, 4))
             bias = (hi.to(Float32) + mid.to(Float32) + lo.to(Float32)) * (inverse * Float32(1.0 / step))

@@ -32,6 +32,7 @@ from evoattn.backends.hopper.bwd_steps import (
     narrow,
     tile_copy,
     tile_parts,
+    unseen,
 )
 from evoattn.backends.hopper.launch import Kernel, channels, live_rows, terms
 from evoattn.backends.hopper.prepare import TERMS
@@ -311,7 +312,7 @@ class QueryGradients(QuerySum, QueryFeed, Kernel):
             coefficients(ones, inverse, t4, self.dtype)
             # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product
             words = packed(ones)
-            words[2] = words[3] = arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
+            words[2] = words[3] = unseen(Int32(0))
             ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
             rows = ldm.partition_S(sQ)
             db = cute.make_rmem_tensor((16, self.slices if self.bias_gradient else 1), Float32)

@@ -28,23 +28,14 @@ class QuerySum(QueryRow):
 
     @cute.jit
     def leave_part(self, R, part: cute.Tensor, summed: cute.Pointer, s: Int32, it: Int32, wt: Int32):
-        """This warpgroup's part of dq of row `it`, for `sum_rows`, once that has read those of the row before."""
+        """This warpgroup's part of dq of row `it`, at place s, once those of the row before have been read."""
         if it > 0:
             arch.mbarrier_wait(summed, (it - 1) & 1)
         for x in range_constexpr(self.channels // 8):
             cute.autovec_copy(self.four(R, x), part[None, wt, x, s])
 
     @cute.jit
-    def sum_rows(
-        self,
-        sums,
-        out,
-        span,
-        sizes,
-        work: cute.Tensor,
-        scale: Float32,
-        lane: Int32,
-    ):
+    def sum_rows(self, sums, out, span, sizes, work: cute.Tensor, scale: Float32, lane: Int32):
         """Sum and write dq of all rows of a block, always in the same order, by one warp.
 
         sums: the warpgroups' parts, the barrier that says that all are there, and the one that says that they have been read.
@@ -127,13 +118,10 @@ class QuerySum(QueryRow):
         part, summed, inbox, arrived, passed = sums
         sX, aR, xS, xG = out
         if s != turn:
-            if it > 0:
-                arch.mbarrier_wait(summed, (it - 1) & 1)
             slot = s - turn - 1
             if slot < 0:
                 slot += WG
-            for x in range_constexpr(self.channels // 8):
-                cute.autovec_copy(self.four(R, x), part[None, wt, x, slot])
+            self.leave_part(R, part, summed, slot, it, wt)
             self.give_back_queries(qempty, more, lane)
             arch.barrier_arrive(barrier_id=1 + turn, number_of_threads=WG * 128)
         else:

@@ -104,15 +104,9 @@ def tile_parts(atom: Any, x: Any, tile: tuple[int, int], shared: Any) -> tuple[A
     return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(of_x, 0, 2))
 
 
-def unseen(words: Any) -> Any:
-    """A copy of 32-bit words in registers whose origin the compiler cannot see.
-
-    Of words that were loaded early it otherwise takes the halves apart at once, and so waits for memory there and then.
-    """
-    copy = cute.make_rmem_tensor(cute.size(words), Int32)
-    for x in range(cute.size(words)):
-        copy[x] = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[words[x]])
-    return copy
+def unseen(word: Any) -> Any:
+    """The same 32 bits, whose origin the compiler cannot see."""
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
 
 
 def narrow(tile: Any, width: int) -> Any:

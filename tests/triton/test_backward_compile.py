@@ -19,8 +19,12 @@ from ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 from evoattn.backends import triton as backend
 from evoattn.tuning import Config
 
-FEW_SPILLS = 32
-"""Bytes of a thread's stack that a limit of registers may cost: it makes dQ 13% faster at tri384 on an H200."""
+FEW_SPILLS = 56
+"""Bytes of a thread's stack that a limit of registers may cost: it makes dQ 13% faster at tri384 on an H200 (none spilled with
+Triton 3.6), and 4% with 16 channels (16 bytes)."""
+
+FEW_PROGRAMS_SPILLS = 80
+"""The same where programs are few and tiles large, so that products need not wait for one another."""
 
 FLOAT_SPILLS = 64
 """Likewise with three TF32 products a matmul: 8 loads in a loop of 1,081 instructions; tiles that spill nothing take 50% more
@@ -79,6 +83,7 @@ CASES = (
     Compiled("d32_mask", pair_bias=None),
     Compiled("d32_float16_wide_bias", dtype=torch.float16, pair_bias=torch.float32),
     Compiled("d48", d=48),
+    Compiled("d48_long", d=48, length=768, n=48),
     Compiled("d64", d=64),
     Compiled("d64_in_order", d=64, deterministic=True),
     Compiled("d128", d=128),
@@ -86,7 +91,7 @@ CASES = (
     Compiled("d32_few_queries", queries=16, pair_bias=None),
     Compiled("d64_few_queries", d=64, queries=16, pair_bias=None),
     Compiled("d128_few_queries", d=128, queries=16),
-    Compiled("single", n=1, d=24, mask=False),
+    Compiled("single", n=1, d=24, mask=False, spills=FEW_PROGRAMS_SPILLS),
     Compiled("d32_float32", **FLOAT, spills=FLOAT_SPILLS),
     Compiled("d64_float32", **FLOAT, d=64, spills=FLOAT_SPILLS),
     Compiled("d128_float32", **FLOAT, d=128, spills=WIDE_FLOAT_SPILLS),
@@ -123,17 +128,17 @@ PAIRS = [(case, arch) for arch, names in CHECKED.items() for case in CASES if ca
 
 @pytest.mark.parametrize(("case", "arch"), PAIRS, ids=[f"{case.name}-{arch}" for case, arch in PAIRS])
 def test_fits(case: Compiled, arch: str) -> None:
-    """Within the card's shared memory, and next to nothing spilled."""
+    """Within the card's shared memory, next to nothing spilled, and no product that waits where none has to."""
     reports = case.compile(arch)
     assert {"dq_kernel", "dkdv_kernel"} <= {r.name for r in reports}
-    assert [r for r in reports if r.shared > SHARED_LIMITS[arch] or r.spills > case.spills] == []
+    assert [r for r in reports if r.shared > SHARED_LIMITS[arch] or r.spills > case.spills or r.serialised] == []
 
 
 if __name__ == "__main__":
     for arch in sys.argv[1:] or TARGETS:
         for case in CASES:
             for r in case.compile(arch):
-                bad = "" if r.spills <= case.spills and r.shared <= SHARED_LIMITS[arch] else " BAD"
+                bad = "" if r.spills <= case.spills and r.shared <= SHARED_LIMITS[arch] and not r.serialised else " BAD"
                 print(
                     f"{arch:7} {case.name:22} {r.name:20} registers {r.registers:4} spills {r.spills:5} shared {r.shared:7} "
                     f"loop {r.loop:5} threads {r.threads}{bad}",

@@ -167,6 +167,16 @@ else:
         surrounded[:, :, 1] = inputs.pair_bias[:, :, 0]
         check(dataclasses.replace(inputs, pair_bias=surrounded[:, :, 1:2]))
 
+    def test_rows_that_attend_to_nothing_read_nothing_past_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernel of the queries goes through one tile of theirs: the first, not one behind the last."""
+        use(monkeypatch, ALL_TILES["two_rows_together"])
+        inputs = testing.Case("dead", n=4, h=1, lq=32, lk=32, mask="random", pair_bias="b1hqk").make(seed=4)
+        assert inputs.mask is not None
+        inputs.mask[:, 2:] = False
+        room = torch.full((2, 1, 5, *inputs.k.shape[2:]), torch.nan)
+        room[:, :, :4] = torch.stack((inputs.k, inputs.v))
+        check(dataclasses.replace(inputs, k=room[0, :, :4], v=room[1, :, :4]))
+
     @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1)], ids=str)
     @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
     def test_broadcast_mask_bias(shape: tuple[int, int], deterministic: bool) -> None:

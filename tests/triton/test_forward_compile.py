@@ -128,6 +128,8 @@ def test_forward_compiles(arch: str) -> None:
         made = case.compile(arch)
         if spills(made) > case.spills.get(arch, 0):
             failures.append(f"{case.name}: {made.spills} bytes spilled, {made.registers} registers")
+        if made.serialised:
+            failures.append(f"{case.name}: {made.serialised}")
         if made.shared > SHARED_LIMITS[arch]:
             failures.append(f"{case.name}: {made.shared} bytes of shared memory, {SHARED_LIMITS[arch]} there are")
         allowed = record["loops"][arch][case.name] * room

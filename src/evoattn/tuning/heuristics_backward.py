@@ -72,6 +72,7 @@ class _Line:
         dq, dq_alone, dq_few: with and without the pair-bias gradient, and with few programs; None where they are the same.
         dkdv, dkdv_ragged, dkdv_few: with many programs on each processor; the same where the last tile of queries is not whole,
             or channels are not a power of two; with few programs. None likewise.
+        dkdv_pair: with many programs, a pair bias, and channels that are a power of two; None likewise.
         few_warps: whether dQ takes one warp for each 16 of less than 64 queries.
         pair, pair_short: the pair-bias gradient in a fixed order, and of short lengths; None likewise.
     """
@@ -83,6 +84,7 @@ class _Line:
     dq_alone: Tiles | None = None
     dq_few: Tiles | None = None
     dkdv_ragged: Tiles | None = None
+    dkdv_pair: Tiles | None = None
     dkdv_few: Tiles | None = None
     few_warps: bool = False
     pair_short: Tiles | None = None
@@ -91,7 +93,8 @@ class _Line:
 _HOPPER: tuple[_Line, ...] = (
     _Line(
         most=16,
-        dq=Tiles(64, 32, 4, 3, rows=2, max_registers=168),
+        # .973 ms with the statistics at `template384`, 1.293 at `extra_msa_row`; with 168 registers 1.009 and 1.334.
+        dq=Tiles(64, 32, 4, 3, rows=2, max_registers=128),
         dq_alone=Tiles(128, 32, 4, 3, max_registers=128),
         # The whole backward, (32, 32) behind it: 1.613 ms for 1.730 at `template384`, 2.16 for 2.31 at `extra_msa_row`.
         dkdv=Tiles(32, 64, 1, 3),
@@ -125,6 +128,9 @@ _HOPPER: tuple[_Line, ...] = (
         dq_alone=Tiles(64, 32, 4, 3),
         # .678 ms at the diffusion shape; (32, 64) with 4 warps .683, and it spills.
         dkdv=Tiles(32, 128, 8, 3, max_registers=128),
+        # The whole backward with 64 channels, (32, 128) behind it: .960 ms for 1.024 at 397, .465 for .469 at 768 with 64 rows,
+        # the same at 384; without a pair bias 1.816 for 1.790, with 48 channels slower.
+        dkdv_pair=Tiles(32, 64, 4, 3),
         dkdv_few=Tiles(32, 64, 4, 2),
         pair=Tiles(64, 64, 4, 3),
     ),
@@ -254,6 +260,8 @@ def _tiles(problem: Problem, config: Config, shared_limit: int, capability: tupl
     dkdv = line.dkdv
     if of_heads * problem.lk < _FEW_KEYS and problem.lq > SHORT:
         dkdv = line.dkdv_few or dkdv
+    elif line.dkdv_pair and problem.pair_bias is not None and problem.d == problem.c == channels:
+        dkdv = line.dkdv_pair
     elif problem.lq % dkdv.block_q or not problem.d == problem.c == channels:
         dkdv = line.dkdv_ragged or dkdv
     given = config.tiles()

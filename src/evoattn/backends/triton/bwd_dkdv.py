@@ -141,40 +141,42 @@ def dkdv_kernel(
     b_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)  # [k,d]
     b_dv = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)  # [k,c]
     b_dmask = tl.zeros([BLOCK_K], tl.float32)  # [k]
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        first = tile * BLOCK_Q
-        start_q = tl.cast(first, tl.int64)
-        left_q = lq - first
-        b_q = load_tile(
-            p_q + start_q * stride_ql * GRAIN, o_q, o_d, stride_ql * GRAIN, stride_qd, left_q, D, not EVEN_Q, D != BLOCK_D
-        )  # [q,d]
-        b_do = load_tile(
-            p_do + start_q * stride_dol * GRAIN, o_q, o_c, stride_dol * GRAIN, stride_doc, left_q, C, not EVEN_Q, C != BLOCK_C
-        )  # [q,c]
-        b_pair = 0.0
-        if HAS_PAIR:
-            b_pair = load_pair_bias(
-                p_pair + start_q * stride_pair_q, o_k, o_q, stride_pair_k, stride_pair_q, left_k, left_q,
-                MASK_PAIR and not EVEN_K, MASK_PAIR and not EVEN_Q,
-            )  # [k,q]  # fmt: skip
-        b_lse = tl.load(p_stats + first + o_in_q)  # [q]
-        b_s = transposed_scores(
-            b_k, b_q, b_pair, b_row, unit, (BLOCK_K, BLOCK_Q), HAS_PAIR, HAS_ROW, SEED, FOLD, PRECISION
-        )  # [k,q]
-        b_p = tl.math.exp2(b_s * (unit if FOLD else 1.0) - b_lse[None, :])  # [k,q]
-        if NEED_DV:
-            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [k,c]
-        if NEED_DK or MASK_MODE != _NONE:
-            b_delta = tl.load(p_stats + wide(half, WIDE) * PAD + first + o_in_q)  # [q]
-            if SEED:
-                b_seed = tl.broadcast_to(-b_delta[None, :], [BLOCK_K, BLOCK_Q])  # [k,q]
-                b_ds = b_p * tl.dot(b_v, tl.trans(b_do), b_seed, input_precision=PRECISION)  # [k,q]
-            else:
-                b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])  # [k,q]
-            if NEED_DK:
-                b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [k,d]
-            if MASK_MODE != _NONE:
-                b_dmask += tl.sum(b_ds, 1)
+    if tiles > 0:  # so that there is no way around the loop itself, see dq_kernel
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            first = tile * BLOCK_Q
+            start_q = tl.cast(first, tl.int64)
+            left_q = lq - first
+            b_q = load_tile(
+                p_q + start_q * stride_ql * GRAIN, o_q, o_d, stride_ql * GRAIN, stride_qd, left_q, D, not EVEN_Q, D != BLOCK_D
+            )  # [q,d]
+            b_do = load_tile(
+                p_do + start_q * stride_dol * GRAIN, o_q, o_c, stride_dol * GRAIN, stride_doc, left_q, C,
+                not EVEN_Q, C != BLOCK_C,
+            )  # [q,c]  # fmt: skip
+            b_pair = 0.0
+            if HAS_PAIR:
+                b_pair = load_pair_bias(
+                    p_pair + start_q * stride_pair_q, o_k, o_q, stride_pair_k, stride_pair_q, left_k, left_q,
+                    MASK_PAIR and not EVEN_K, MASK_PAIR and not EVEN_Q,
+                )  # [k,q]  # fmt: skip
+            b_lse = tl.load(p_stats + first + o_in_q)  # [q]
+            b_s = transposed_scores(
+                b_k, b_q, b_pair, b_row, unit, (BLOCK_K, BLOCK_Q), HAS_PAIR, HAS_ROW, SEED, FOLD, PRECISION
+            )  # [k,q]
+            b_p = tl.math.exp2(b_s * (unit if FOLD else 1.0) - b_lse[None, :])  # [k,q]
+            if NEED_DV:
+                b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [k,c]
+            if NEED_DK or MASK_MODE != _NONE:
+                b_delta = tl.load(p_stats + wide(half, WIDE) * PAD + first + o_in_q)  # [q]
+                if SEED:
+                    b_seed = tl.broadcast_to(-b_delta[None, :], [BLOCK_K, BLOCK_Q])  # [k,q]
+                    b_ds = b_p * tl.dot(b_v, tl.trans(b_do), b_seed, input_precision=PRECISION)  # [k,q]
+                else:
+                    b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])  # [k,q]
+                if NEED_DK:
+                    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [k,d]
+                if MASK_MODE != _NONE:
+                    b_dmask += tl.sum(b_ds, 1)
 
     wait_to_store(WAIT)
     out = row * lk + start

@@ -210,6 +210,11 @@ def dq_kernel(
             count = tl.load(p_this)
             begin = tl.where(count > 0, tl.minimum(begin, tl.load(p_this + 1)), begin)
             end = tl.where(count > 0, tl.maximum(end, tl.load(p_this + 2 * tl.maximum(count, 1))), end)
+    # At least one tile, with P = 0 where none is live. Were there a way around the loop, it would bring zeros to where the last
+    # product of the loop may still run, and ptxas then makes every product wait for itself (C7515): 4 to 12% of this kernel.
+    end = tl.maximum(end, 1)
+    begin = tl.minimum(begin, end - 1)
+    tl.assume(begin < end)
     for tile in tl.range(begin, end, num_stages=STAGES):
         first = tile * BLOCK_K
         start_k = tl.cast(first, tl.int64)

@@ -66,7 +66,7 @@ class Report:
         loop: instructions of the longest innermost loop.
         mix: how often each instruction stands in that loop.
         threads: threads of a program.
-        serialised: what ptxas says when it makes each of Hopper's asynchronous products wait for itself; nothing elsewhere.
+        serialised: what ptxas says when it makes each of Hopper's asynchronous products wait for the one before; else empty.
     """
 
     name: str
@@ -147,7 +147,10 @@ def report(kernel: Any) -> Report:
 
 
 def _serialised(kernel: Any) -> str:
-    """The first line in which ptxas reports it: a quarter of dQ's time with 48 channels went into such waits."""
+    """The line in which ptxas says so, or nothing. As Triton calls it, but for options that say nothing about waits.
+
+    A quarter of the samples in dQ with 48 channels stood in such waits.
+    """
     from triton.backends.nvidia.compiler import get_ptxas
 
     ptx = kernel.asm["ptx"]

@@ -167,15 +167,23 @@ else:
         surrounded[:, :, 1] = inputs.pair_bias[:, :, 0]
         check(dataclasses.replace(inputs, pair_bias=surrounded[:, :, 1:2]))
 
-    def test_rows_that_attend_to_nothing_read_nothing_past_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-        """The kernel of the queries goes through one tile of theirs: the first, not one behind the last."""
+    @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1h1k", "b1hq1", "11111"])
+    @pytest.mark.parametrize("n", [1, 4])
+    def test_rows_that_attend_to_nothing_may_hold_anything(monkeypatch: pytest.MonkeyPatch, n: int, pair_bias: str) -> None:
+        """NaN in them, and past the last key: the kernel of the queries goes through a tile of theirs all the same."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
-        inputs = testing.Case("dead", n=4, h=1, lq=32, lk=32, mask="random", pair_bias="b1hqk").make(seed=4)
+        case = testing.Case("dead", lead=(2,), n=n, h=1, lq=32, lk=32, mask="random", pair_bias=pair_bias, layout="bnhld")
+        inputs = case.make(seed=4)
         assert inputs.mask is not None
-        inputs.mask[:, 2:] = False
-        room = torch.full((2, 1, 5, *inputs.k.shape[2:]), torch.nan)
-        room[:, :, :4] = torch.stack((inputs.k, inputs.v))
-        check(dataclasses.replace(inputs, k=room[0, :, :4], v=room[1, :, :4]))
+        inputs.mask[:, n // 2 :] = False
+        expected = testing.run(inputs, "triton").values
+        room = torch.full((5, 2, n + 1, *inputs.q.shape[2:]), torch.nan)
+        q, k, v, do = room[:4, :, :n]
+        for mine, given in ((q, inputs.q), (k, inputs.k), (v, inputs.v), (do, inputs.do)):
+            mine[:, : n // 2] = given[:, : n // 2]
+        values = testing.run(dataclasses.replace(inputs, q=q, k=k, v=v, do=do), "triton").values
+        for name, value in expected.items():
+            assert torch.equal(values[name], value), name
 
     @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1)], ids=str)
     @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])

@@ -72,7 +72,7 @@ class _Line:
         dq, dq_alone, dq_few: with and without the pair-bias gradient, and with few programs; None where they are the same.
         dkdv, dkdv_ragged, dkdv_few: with many programs on each processor; the same where the last tile of queries is not whole,
             or channels are not a power of two; with few programs. None likewise.
-        dkdv_pair: with many programs, a pair bias, and channels that are a power of two; None likewise.
+        dkdv_pair: with more than few programs, a pair bias, and channels that are a power of two; goes before dkdv_ragged.
         few_warps: whether dQ takes one warp for each 16 of less than 64 queries.
         pair, pair_short: the pair-bias gradient in a fixed order, and of short lengths; None likewise.
     """

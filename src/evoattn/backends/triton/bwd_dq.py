@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005 (Triton does not unpack tuples with a star)
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, var-annotated"
 """dQ and, where one pass is fastest, the pair-bias gradient."""
 
 from __future__ import annotations
@@ -44,19 +44,23 @@ def score_gradient(
 
 @triton.jit
 def _add_pair_gradient(
-    p_dpair, b_ds, o_q, o_k, stride_q, left_q, left_k, MODE: tl.constexpr, EVEN: tl.constexpr, FULL_Q: tl.constexpr
+    p_dpair, b_ds, o_q, o_k, stride_q, left_q, left_k, live, MODE: tl.constexpr, EVEN: tl.constexpr, FULL_Q: tl.constexpr
 ):  # fmt: skip
-    """One tile of the pair-bias gradient, summed over the axes that the bias broadcasts; MODE says add or store."""
+    """One tile of the pair-bias gradient, summed over the axes that the bias broadcasts; MODE says add or store.
+
+    Where not `live`, nothing is.
+    """
     if FULL_Q:
         p_tile = p_dpair + o_q[:, None] * stride_q + o_k[None, :]
         if MODE == _ADD:
-            tl.atomic_add(p_tile, b_ds, sem="relaxed")
+            tl.atomic_add(p_tile, b_ds, mask=live, sem="relaxed")
         elif EVEN:
-            tl.store(p_tile, b_ds.to(p_dpair.dtype.element_ty))
+            tl.store(p_tile, b_ds.to(p_dpair.dtype.element_ty), mask=live)
         else:
-            tl.store(p_tile, b_ds.to(p_dpair.dtype.element_ty), mask=(o_q[:, None] < left_q) & (o_k[None, :] < left_k))
+            inside = (o_q[:, None] < left_q) & (o_k[None, :] < left_k)
+            tl.store(p_tile, b_ds.to(p_dpair.dtype.element_ty), mask=inside & live)
     else:
-        tl.atomic_add(p_dpair + o_k, tl.sum(b_ds, 0), sem="relaxed")
+        tl.atomic_add(p_dpair + o_k, tl.sum(b_ds, 0), mask=live, sem="relaxed")
 
 
 @Kernel
@@ -117,7 +121,8 @@ def dq_kernel(
 ):  # fmt: skip
     """One program owns BLOCK_Q queries of ROWS neighbouring rows n of one (b, h), which share every tile of pair bias.
 
-    It loops over the key tiles from the first to the last that is live in any of its rows, and sums dQ in registers.
+    It loops over the key tiles from the first to the last that is live in any of its rows (over the first where none is, for
+    nothing), and sums dQ in registers.
     It writes dQ once, each tile of dS summed over its rows once (one addition in memory for ROWS rows), and, with MAKE_STATS,
     the statistics of its queries, which it otherwise reads (a kernel of their own takes .035 ms at tri384 on an H200).
     """
@@ -210,8 +215,11 @@ def dq_kernel(
             count = tl.load(p_this)
             begin = tl.where(count > 0, tl.minimum(begin, tl.load(p_this + 1)), begin)
             end = tl.where(count > 0, tl.maximum(end, tl.load(p_this + 2 * tl.maximum(count, 1))), end)
-    # At least one tile, with P = 0 where none is live. Were there a way around the loop, it would bring zeros to where the last
-    # product of the loop may still run, and ptxas then makes every product wait for itself (C7515): 4 to 12% of this kernel.
+    # At least one tile, and nothing of it goes out where none is live. Were there a way around the loop, it would bring zeros
+    # to where the last product of the loop may still run, and ptxas then serialises all products (C7515).
+    live = True
+    if HAS_ROW:
+        live = end > 0
     end = tl.maximum(end, 1)
     begin = tl.minimum(begin, end - 1)
     tl.assume(begin < end)
@@ -248,13 +256,14 @@ def dq_kernel(
         if PAIR_MODE != _NONE:
             if FULL_K:
                 _add_pair_gradient(
-                    p_dpair + start_k, b_ds_all, o_q, o_k, stride_dpair_q * GRAIN_DPAIR, left_q, left_k,
+                    p_dpair + start_k, b_ds_all, o_q, o_k, stride_dpair_q * GRAIN_DPAIR, left_q, left_k, live,
                     PAIR_MODE, EVEN_Q and EVEN_K, FULL_Q,
                 )  # fmt: skip
             else:
                 b_dpair_q += tl.sum(b_ds_all, 1)
 
     if PAIR_MODE != _NONE and not FULL_K:
+        b_dpair_q = tl.where(live, b_dpair_q, 0.0)
         if FULL_Q:
             tl.atomic_add(p_dpair + o_q * stride_dpair_q * GRAIN_DPAIR, b_dpair_q, sem="relaxed")
         else:
@@ -262,12 +271,15 @@ def dq_kernel(
     if NEED_DQ:
         for r in tl.static_range(ROWS):
             n = group * ROWS + r
+            b_dq = b_dqs[r]
+            if HAS_ROW:
+                b_dq = tl.where((b_lses[r] == float("inf"))[:, None], 0.0, b_dq)
             stride_dq = D
             p_out = p_dq + (((b * n_rows + n) * heads + h) * lq + start) * D
             if HEADS_INSIDE:
                 stride_dq = D * heads
                 p_out = p_dq + (((b * n_rows + n) * lq + start) * heads + h) * D
             store_tile(
-                p_out, b_dqs[r] * scale, o_q, o_d, stride_dq, 1, tl.where(n < n_rows, left_q, 0), D,
+                p_out, b_dq * scale, o_q, o_d, stride_dq, 1, tl.where(n < n_rows, left_q, 0), D,
                 ROWS > 1 or not EVEN_Q, D != BLOCK_D,
             )  # fmt: skip

@@ -25,7 +25,7 @@ FEW_SPILLS = 40
 """Bytes of a thread's stack that a limit of registers may cost: it makes dQ 13% faster at tri384 on an H200."""
 
 SHORT_SPILLS = 64
-"""The same with up to 16 channels, whose dQ is 4% faster with 128 registers than with 168 (with Triton 3.6, where it spilled
+"""The same with up to 16 channels, whose dQ is 3 to 4% faster with 128 registers than 168 (with Triton 3.6, where it spilled
 16 bytes), and with few programs, whose tiles of dK, dV are large."""
 
 FLOAT_SPILLS = 64

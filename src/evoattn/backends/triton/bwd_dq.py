@@ -48,12 +48,12 @@ def _add_pair_gradient(
 ):  # fmt: skip
     """One tile of the pair-bias gradient, summed over the axes that the bias broadcasts; MODE says add or store.
 
-    Where not `live`, nothing is.
+    Where not `live`, nothing is, but for whole tiles that are added: p_dpair then points to lines that nobody reads.
     """
     if FULL_Q:
         p_tile = p_dpair + o_q[:, None] * stride_q + o_k[None, :]
         if MODE == _ADD:
-            tl.atomic_add(p_tile, b_ds, mask=live, sem="relaxed")
+            tl.atomic_add(p_tile, b_ds, sem="relaxed")
         elif EVEN:
             tl.store(p_tile, b_ds.to(p_dpair.dtype.element_ty), mask=live)
         else:
@@ -152,7 +152,7 @@ def dq_kernel(
     p_v += (b * stride_vb + h * stride_vh) * GRAIN
     p_row += b * stride_row_b * PAD
     p_pair += (b * stride_pair_b + h * stride_pair_h + start * stride_pair_q) * GRAIN_PAIR
-    p_dpair += (b * stride_dpair_b + h * stride_dpair_h + start * stride_dpair_q) * GRAIN_DPAIR
+    p_dpair += (b * stride_dpair_b + h * stride_dpair_h) * GRAIN_DPAIR
     p_stats += start
     p_o += (b * stride_ob + h * stride_oh + start * stride_ol) * GRAIN
     p_dlse += b * stride_dlse_b + h * stride_dlse_h + start * stride_dlse_q
@@ -223,6 +223,8 @@ def dq_kernel(
     end = tl.maximum(end, 1)
     begin = tl.minimum(begin, end - 1)
     tl.assume(begin < end)
+    # Sums have a tile of lines past the last queries for what is not live: a condition on each addition costs registers.
+    p_dpair += tl.where(live, start, (blocks * BLOCK_Q).to(tl.int64)) * stride_dpair_q * GRAIN_DPAIR
     for tile in tl.range(begin, end, num_stages=STAGES):
         first = tile * BLOCK_K
         start_k = tl.cast(first, tl.int64)

@@ -214,7 +214,8 @@ def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bo
         return dataclasses.replace(pair, mode=PAIR_STORE, cleared=call.rows is not None)
     if deterministic:
         return dataclasses.replace(pair, in_order=_plan_in_order(call, pair, bias))
-    size_q = round_up(problem.lq, tile.block_q) if full_q else 1
+    unread = tile.block_q if call.rows is not None else 0  # for what rows add that have no live key
+    size_q = round_up(problem.lq, tile.block_q) + unread if full_q else 1
     size_k = round_up(problem.lk, tile.block_k) if full_k else 1
     exact = bias.dtype == torch.float32 and (size_q, size_k) == bias.shape[2:]
     sums = None if exact else contiguous((*bias.shape[:2], size_q, size_k), torch.float32)

@@ -38,9 +38,6 @@ _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 _RESIDENT_KEYS, _RESIDENT_CHANNELS = 512, 32
 """Up to these the forward keeps the pair bias of a tile of queries in shared memory."""
 
-_MOST_BATCHES = 65_535
-"""Of a pair bias: what lays one out has b on an axis of its grid that takes no more, and h on another."""
-
 _FEW_QUERIES, _FEW_KEYS, _FEWEST_KEYS = 32, 64, 32
 """Up to these queries and keys, or for a backward up to so few keys, `triton` was faster on an H200."""
 
@@ -78,8 +75,6 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append("takes no empty tensors")
     if problem.pair_bias is not None and problem.n == 1:
         reasons.append("takes a pair_bias that two or more rows share, got 1 row")
-    if problem.pair_bias is not None and max(problem.b, problem.h) > _MOST_BATCHES:
-        reasons.append(f"takes a pair_bias of up to {_MOST_BATCHES:,} batches and heads, got {problem.b:,} and {problem.h:,}")
     reasons += _unsupported_gradients(problem)
     if config.given():
         reasons.append("its tiles are fixed: it takes no config")

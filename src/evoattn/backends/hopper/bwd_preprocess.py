@@ -10,6 +10,7 @@ from cutlass.cute import arch
 
 from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, fake_words, write_statistics
 from evoattn.backends.hopper.launch import Kernel, channels
+from evoattn.backends.hopper.schedule import place
 
 _THREADS = ROWS
 
@@ -40,14 +41,15 @@ class Statistics(Kernel):
     ):
         B, N, H, words = stats.shape
         self.kernel(o, do, lse, dlse, stats, scale).launch(
-            grid=(B * N, words // TILE, H), block=(_THREADS, 1, 1), stream=stream
+            grid=(B * N * H, words // TILE, 1), block=(_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, scale: Float32):
         tid, _, _ = arch.thread_idx()
-        bn, x, h = arch.block_idx()
-        b, n, q = bn // o.shape[1], bn % o.shape[1], x * _THREADS + tid
+        row, x, _ = arch.block_idx()
+        h, n, b = place(row, o.shape[2], o.shape[1])
+        q = x * _THREADS + tid
         of = cute.make_rmem_tensor(2, Float32)
         of[0], of[1] = Float32(NEVER), Float32(0.0)
         if q < o.shape[3]:

@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.bwd_plan import MOST_PANELS, PANEL
 from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, size, terms
 from evoattn.backends.hopper.primitives import VETO, finite, three_terms
+from evoattn.backends.hopper.schedule import place
 
 __all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
 
@@ -281,18 +282,26 @@ class Pairs(Kernel):
 
     @cute.jit
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
-        b, h, q, k = out.shape
-        if const_expr(self.width == 8):
-            blocks = (q * (k // 8) + _EACH * _THREADS - 1) // (_EACH * _THREADS)
-            self.wide(pair, out).launch(grid=(blocks, h, b), block=(_THREADS, 1, 1), stream=stream)
-        else:
-            self.single(pair, out).launch(grid=(q, h, b), block=(_THREADS, 1, 1), stream=stream)
+        b, h, _, _ = out.shape
+        blocks = self.blocks(out) * h * b  # on one axis: the others end at 65,535
+        kernel = self.wide if const_expr(self.width == 8) else self.single
+        kernel(pair, out).launch(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream)
+
+    def blocks(self, out: cute.Tensor) -> Any:
+        """Blocks of one (b, h): each copies some vectors, or a line of keys."""
+        _, _, q, k = out.shape
+        return (q * (k // 8) + _EACH * _THREADS - 1) // (_EACH * _THREADS) if self.width == 8 else q
+
+    def of_block(self, out: cute.Tensor) -> tuple[Any, Any, Any]:
+        """Which block of its (b, h) this one is, its h and its b."""
+        index, _, _ = arch.block_idx()
+        return place(index, self.blocks(out), out.shape[1])
 
     @cute.kernel
     def wide(self, pair: cute.Tensor, out: cute.Tensor):
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
-        block, h, b = arch.block_idx()
+        block, h, b = self.of_block(out)
         across = out.shape[3] // 8
         part = lambda t, i, key: cute.make_tensor(
             (t.iterator + cute.crd2idx((b, h, i, key), t.layout)).align(16), cute.make_layout(8)
@@ -315,7 +324,7 @@ class Pairs(Kernel):
     def single(self, pair: cute.Tensor, out: cute.Tensor):
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
-        i, h, b = arch.block_idx()
+        i, h, b = self.of_block(out)
         for j in cutlass.range(tid, out.shape[3], _THREADS, unroll=4):
             value = self.dtype(0.0)
             if j < pair.shape[3]:

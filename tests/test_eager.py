@@ -47,9 +47,9 @@ class Planner:
         @torch.no_grad()
         def run(*tensors: Any) -> None:
             self.forwards += 1
-            *inputs, o, lse = tensors
+            *inputs, o, lse, of_reference = tensors
             made = reference.forward(*view(inputs), scale=scale, layout=layout, config=config)
-            for out, value in zip((o, lse), made, strict=True):
+            for out, value in zip((o, lse, of_reference), made, strict=True):
                 out.as_strided(value.shape, value.stride()).copy_(value)
 
         return run
@@ -61,8 +61,8 @@ class Planner:
         @torch.no_grad()
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:
             self.backwards += 1
-            made = reference.backward(*view(tensors[:10]), **options)
-            for out, value in zip(tensors[10:], made, strict=False):
+            made = reference.backward(*view(tensors[:11]), **options)
+            for out, value in zip(tensors[11:], made, strict=False):
                 if out is not None:
                     out.as_strided(value.shape, value.stride()).copy_(value)
             return made[3:]

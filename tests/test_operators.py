@@ -43,9 +43,10 @@ def test_opcheck_forward(biases: dict, layout: str) -> None:
 
 def test_opcheck_backward() -> None:
     tensors = canonical(requires_grad=False)
-    o, lse = ops.forward(*tensors, *OPTIONS)
+    o, lse, reference = ops.forward(*tensors, *OPTIONS)
     for needs in ([True] * 5, [False, True, False, False, True]):
-        torch.library.opcheck(ops.backward, (torch.randn_like(o), torch.randn_like(lse), *tensors, o, lse, needs, *OPTIONS))
+        cotangents = (torch.randn_like(o), torch.randn_like(lse))
+        torch.library.opcheck(ops.backward, (*cotangents, *tensors, o, lse, reference, needs, *OPTIONS))
 
 
 def test_fake_strides_are_real_strides() -> None:
@@ -223,8 +224,8 @@ def test_vmap_of_backward_gives_each_sample_its_gradients(in_dims: tuple[int | N
     mask = made[0][3]
 
     def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-        o, lse = ops.forward(*tensors, *OPTIONS)
-        return ops.backward(torch.cos(o), torch.sin(lse), *tensors, o, lse, [True] * 5, *OPTIONS)
+        o, lse, reference = ops.forward(*tensors, *OPTIONS)
+        return ops.backward(torch.cos(o), torch.sin(lse), *tensors, o, lse, reference, [True] * 5, *OPTIONS)
 
     assert mask is not None
     together = torch.func.vmap(gradients, axes)(*mapped)

@@ -13,7 +13,7 @@ from evoattn import eager, ops, sharded
 from evoattn.canonical import Canonical, canonicalise
 from evoattn.dispatch import AUTO_ORDER, BACKENDS, backend_module, objections
 from evoattn.layouts import to_canonical, to_user
-from evoattn.numerics import row_shift
+from evoattn.numerics import natural_lse, row_shift
 from evoattn.problem import Problem, describe
 from evoattn.tuning import Config, tuned_directions
 from evoattn.validation import check_arguments, compute_dtype, key_axes
@@ -131,12 +131,14 @@ def evoformer_attention(
         if call is not None:
             call.fill(tensors, c, options)
     if call is not None and call.direct:
-        o, lse = call(*tensors)
+        o, lse, reference = call(*tensors)
     else:
-        o, lse = ops.forward(c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias, *options)
-        o, lse = to_user(c.restore(o), layout), c.restore(lse)
+        made = ops.forward(c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias, *options)
+        o, lse, reference = (c.restore(x) for x in made)
+        o = to_user(o, layout)
     if not return_lse:
         return o
+    lse = natural_lse(lse, reference)
     bias = key_axes(mask_bias, q.ndim)
     if bias is not None:
         lse = lse + row_shift(key_axes(mask, q.ndim), bias, lse.dtype)[..., None, None]

@@ -112,7 +112,7 @@ class Call:
         look: of the arguments that are given.
         run: the forward that the backend planned.
         options: scale, layout, deterministic, backend and config as the operators take them.
-        o, lse: (shape, stride, dtype) of the outputs, in the user's axes.
+        o, lse: (shape, stride, dtype) of the outputs, in the user's axes; the reference is like lse.
     """
 
     alike: list[Call]
@@ -125,20 +125,21 @@ class Call:
     o: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
     lse: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
 
-    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        """o and lse in the user's axes, of q, k, v, mask, mask_bias and pair_bias; lse measured from the row shift."""
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """o, lse and reference (`evoattn.numerics`) in the user's axes, of q, k, v, mask, mask_bias and pair_bias."""
         if self.records:
             return _record(self, *tensors)  # type: ignore[no-untyped-call, no-any-return]
         return self.compute(tensors)
 
-    def compute(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-        """o and lse in the user's axes."""
+    def compute(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """o, lse and reference in the user's axes."""
         device = tensors[0].device  # type: ignore[union-attr]
         (o_shape, o_stride, o_dtype), (shape, stride, dtype) = self.o, self.lse  # type: ignore[misc]
         o = torch.empty_strided(o_shape, o_stride, dtype=o_dtype, device=device)
         lse = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        self.run(*tensors, o, lse)  # type: ignore[misc]
-        return o, lse
+        reference = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        self.run(*tensors, o, lse, reference)  # type: ignore[misc]
+        return o, lse, reference
 
     def fill(self, tensors: tuple[Tensor | None, ...], canonical: Canonical, options: tuple[Any, ...]) -> None:
         """Keep a call whose arguments have been checked. One that does not go the short way is found out once."""
@@ -296,16 +297,17 @@ class EvoformerAttention(torch.autograd.Function):
     """A Call as autograd sees it; profilers show it by this name."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        """o and lse in the user's axes."""
-        o, lse = call.compute(tensors)
+    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """o, lse and reference in the user's axes."""
+        o, lse, reference = call.compute(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, o, lse)
-        return o, lse
+        ctx.mark_non_differentiable(reference)
+        ctx.save_for_backward(*tensors, o, lse, reference)
+        return o, lse, reference
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """Straight to the plan as well, unless this pass is itself recorded, traced or transformed."""
         if do is None and dlse is None:
             return (None,) * 7
@@ -315,7 +317,7 @@ class EvoformerAttention(torch.autograd.Function):
         of_q, of_k, of_v, _, of_mask_bias, of_pair_bias = ctx.needs_input_grad[1:]
         needs = (of_q, of_k, of_v, of_mask_bias, of_pair_bias)
         run = _find_backward(ctx.call, saved, needs)
-        _, _, q, k, v, _, mask_bias, pair_bias, _, _ = saved
+        _, _, q, k, v, _, mask_bias, pair_bias, *_ = saved
         if run is None:
             dq, dk, dv, dmask_bias, dpair_bias = _through_operator(ctx.call, saved, needs)
         else:
@@ -362,8 +364,8 @@ def _find_backward(
 
 
 def _canonical_backward(call: Call, saved: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Any, ...]:
-    """do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse on the axes that the forward gave them."""
-    do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse = saved
+    """do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference on the axes that the forward gave them."""
+    do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference = saved
     layout = call.options[1]
     c = canonicalise(
         to_canonical(q, layout),
@@ -375,8 +377,8 @@ def _canonical_backward(call: Call, saved: tuple[Any, ...], needs: tuple[bool, .
         narrow=not needs[4],
     )
     do, o = (None if x is None else c.fold(to_canonical(x, layout)) for x in (do, o))
-    dlse, lse = (None if x is None else c.fold(x) for x in (dlse, lse))
-    return do, dlse, c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias, o, lse
+    dlse, lse, reference = (None if x is None else c.fold(x) for x in (dlse, lse, reference))
+    return do, dlse, c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias, o, lse, reference
 
 
 def _through_operator(call: Call, saved: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:

@@ -1,26 +1,73 @@
-"""Numerical conventions that every backend shares: the compute dtype and the row shift of the saved statistic.
+"""Numerical conventions that every backend shares: the compute dtype, where scores are measured from, what is saved.
 
 **The row shift.** A row of an alignment that is padding carries mask_bias = -1e9 at every key. Its scores are then near
 -1e9, where float32 numbers are 64 apart: the scores lose all their digits, and `LSE = -1e9 + log(sum)` loses the sum.
 Softmax does not change when a constant is added to a row, so every backend measures scores from the row's largest mask bias
 
-    shift[b,n] = max over attended k of mask_bias[b,n,k]     (0 where that is not finite)
+    shift[b,n] = max over attended k of mask_bias[b,n,k]     (0 if that is not finite)
 
-and returns the LSE of the shifted scores. The backward uses the same shift, so P = exp(S - LSE) keeps full precision.
-`api` adds the shift back to an LSE that goes to the user.
+**The saved statistic.** A pair bias can do the same to a single query, and so can large scores. So a forward saves two
+numbers for each query, with S measured from the row shift:
+
+    reference[b,n,h,q]   a number near the largest score, in natural units; each backend chooses it and subtracts it first
+    lse[b,n,h,q]         log2 of sum over k of exp(S - reference); -inf for a query that attends to nothing
+
+The backward recomputes P = exp(S - reference) / 2**lse. `natural_lse` makes the LSE that a user asks for.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-__all__ = ["accumulate_dtype", "row_bias", "row_shift"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "accumulate_dtype",
+    "bounded",
+    "largest_bias",
+    "natural_lse",
+    "query_shift",
+    "row_bias",
+    "row_shift",
+    "shifted_pair",
+]
+
+LN2 = math.log(2.0)
+LOG2E = math.log2(math.e)
+
+_NEAR = 64.0
+"""A pair bias up to this size costs a float32 score no digit that counts: float32 numbers are 4e-6 apart there."""
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, statistics and sums: float64 for float64, float32 for all narrower ones."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def natural_lse(lse: Tensor, reference: Tensor) -> Tensor:
+    """The logsumexp of the scores in natural units, from what a forward saves. It is differentiable by `lse`."""
+    return torch.add(reference, lse, alpha=LN2)
+
+
+def bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in `dtype`; a finite number that `dtype` cannot hold becomes its largest, not infinite."""
+    if torch.finfo(bias.dtype).max <= torch.finfo(dtype).max:
+        return bias.to(dtype)
+    largest = torch.finfo(dtype).max
+    return torch.where(bias.isinf(), bias, bias.clamp(-largest, largest)).to(dtype)
+
+
+def largest_bias(dtype: torch.dtype) -> float:
+    """Shifted biases are kept within this size, so that two of them can be added up and multiplied by log2 e."""
+    return torch.finfo(dtype).max / 8
+
+
+def _below(bias: Tensor, shift: Tensor) -> Tensor:
+    """bias - shift, which is -inf only if the bias is."""
+    return torch.where(bias == -torch.inf, bias, (bias - shift).clamp_min(-largest_bias(bias.dtype)))
 
 
 def _masked_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -29,7 +76,7 @@ def _masked_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dty
     if mask_bias is None:
         bias = torch.zeros((), dtype=dtype, device=mask.device)  # type: ignore[union-attr]
     else:
-        bias = mask_bias.to(dtype)
+        bias = bounded(mask_bias, dtype)
     return bias if mask is None else torch.where(mask, bias, -torch.inf)
 
 
@@ -49,9 +96,26 @@ def row_shift(mask: Tensor | None, mask_bias: Tensor, dtype: torch.dtype) -> Ten
 def row_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """mask and mask_bias as one additive bias `[b|1, n|1, k]`, shifted, or None if neither is given.
 
-    It is -inf where a key is not attended.
+    It is -inf if a key is not attended, and only then.
     """
     bias = _masked_bias(mask, mask_bias, dtype)
     if bias is None or mask_bias is None:
         return bias
-    return bias - _shift(bias).unsqueeze(-1)
+    return _below(bias, _shift(bias).unsqueeze(-1))
+
+
+def query_shift(pair_bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest pair bias of each query if it is finite and far from 0, else 0: `[b|1, h|1, q|1, 1]`, without a gradient.
+
+    For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row.
+    """
+    bias = bounded(pair_bias.detach(), dtype)
+    if bias.shape[-1] == 0:
+        return bias.new_zeros((*bias.shape[:-1], 1))
+    largest = bias.amax(-1, keepdim=True)
+    return torch.where((largest.abs() > _NEAR) & largest.isfinite(), largest, 0)
+
+
+def shifted_pair(pair_bias: Tensor, shift: Tensor) -> Tensor:
+    """The pair bias in the dtype of `query_shift`, measured from it; it is -inf only if the pair bias is."""
+    return _below(bounded(pair_bias, shift.dtype), shift)

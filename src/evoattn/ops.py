@@ -29,14 +29,17 @@ _LIB = torch.library.Library("evoattn", "DEF")
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_bias, Tensor? pair_bias"
 _OPTIONS = "float? scale, str layout, bool deterministic, str backend, str config"
-_LIB.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor o, Tensor lse)")
+_LIB.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor o, Tensor lse, Tensor reference)")
 _LIB.define(
-    f"backward(Tensor? do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, bool[5] needs, {_OPTIONS})"
+    f"backward(Tensor? do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, Tensor reference, bool[5] needs, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask_bias, Tensor dpair_bias)"
 )
 
 forward = torch.ops.evoattn.forward.default
-"""Canonical tensors -> (o, lse); see `evoattn.backends` for the axes and `evoattn.numerics` for what lse is measured from."""
+"""Canonical tensors -> (o, lse, reference); see `evoattn.backends` for the axes and `evoattn.numerics` for the last two.
+
+No gradient flows through `reference`.
+"""
 
 backward = torch.ops.evoattn.backward.default
 """The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements."""
@@ -116,6 +119,7 @@ def choose_backward(
     pair_bias: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    reference: Tensor,
     needs: tuple[bool, ...],
     scale: float | None,
     layout: str,
@@ -125,7 +129,7 @@ def choose_backward(
 ) -> Choice:
     """Who runs `backward`; raises ValueError if nobody does."""
     inputs = (q, k, v, mask, mask_bias, pair_bias)
-    tensors = (do, dlse, *inputs, o, lse)
+    tensors = (do, dlse, *inputs, o, lse, reference)
     looks = [_look(x) for x in tensors]
     choice = _kept(*looks, needs, scale, layout, deterministic, backend, config, settings(q.dtype))
     if choice.backend is None:
@@ -156,14 +160,14 @@ def _forward(
     deterministic: bool,
     backend: str,
     config: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     tensors = (q, k, v, mask, mask_bias, pair_bias)
     choice = choose_forward(*tensors, scale, layout, deterministic, backend, config)
     if choice.run is None:
         return cast(Passes, choice.backend).forward(*tensors, scale=_scale(q, scale), layout=layout, config=choice.config)
-    o, lse = _fake_forward(*tensors, scale, layout, deterministic, backend, config)
-    choice.run(*tensors, o, lse)
-    return o, lse
+    made = _fake_forward(*tensors, scale, layout, deterministic, backend, config)
+    choice.run(*tensors, *made)
+    return made
 
 
 def _backward(
@@ -177,6 +181,7 @@ def _backward(
     pair_bias: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    reference: Tensor,
     needs: list[bool],
     scale: float | None,
     layout: str,
@@ -184,7 +189,7 @@ def _backward(
     backend: str,
     config: str,
 ) -> tuple[Tensor, ...]:
-    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
+    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference)
     wanted = tuple(needs)
     choice = choose_backward(*tensors, wanted, scale, layout, deterministic, backend, config)
     gradients: tuple[Tensor | None, ...]
@@ -215,9 +220,10 @@ def _fake_forward(
     deterministic: bool,
     backend: str,
     config: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     o = layouts.empty((*q.shape[:-1], v.shape[-1]), layout, q)
-    return o, q.new_empty(q.shape[:-1], dtype=accumulate_dtype(q.dtype))
+    lse, reference = (q.new_empty(q.shape[:-1], dtype=accumulate_dtype(q.dtype)) for _ in range(2))
+    return o, lse, reference
 
 
 def _fake_backward(
@@ -231,6 +237,7 @@ def _fake_backward(
     pair_bias: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    reference: Tensor,
     needs: list[bool],
     scale: float | None,
     layout: str,
@@ -246,14 +253,15 @@ def _fake_backward(
     return tuple(gradients)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, mask, mask_bias, pair_bias, *ctx.options = inputs
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(q, k, v, mask, mask_bias, pair_bias, *output)
 
 
-def _autograd(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, mask_bias, pair_bias, o, lse = ctx.saved_tensors
+def _autograd(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, mask, mask_bias, pair_bias, o, lse, reference = ctx.saved_tensors
     of_q, of_k, of_v, _, of_mask_bias, of_pair_bias, *_ = ctx.needs_input_grad
     needs = [of_q, of_k, of_v, of_mask_bias, of_pair_bias]
     nothing: list[None] = [None] * len(ctx.options)
@@ -261,7 +269,7 @@ def _autograd(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
         return (None,) * 6 + tuple(nothing)
     if not torch.compiler.is_compiling():
         check_no_tangent(do, dlse)
-    gradients = backward(do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, needs, *ctx.options)
+    gradients = backward(do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, needs, *ctx.options)
     dq, dk, dv, dmask_bias, dpair_bias = (g if need else None for g, need in zip(gradients, needs, strict=True))
     return (dq, dk, dv, None, dmask_bias, dpair_bias, *nothing)
 
@@ -273,23 +281,24 @@ def _no_second_derivative(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None,
     )
 
 
-def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The mapped axis becomes one more leading axis; a bias that is not mapped is broadcast along it."""
     q, k, v, mask, mask_bias, pair_bias = _mapped(info.batch_size, in_dims, arguments[:6], expanded=3)
     folded = canonicalise(q, k, v, mask, mask_bias, None if pair_bias is None else pair_bias.unsqueeze(2))
-    o, lse = forward(folded.q, folded.k, folded.v, folded.mask, folded.mask_bias, folded.pair_bias, *arguments[6:])
-    return (folded.restore(o), folded.restore(lse)), (0, 0)
+    made = forward(folded.q, folded.k, folded.v, folded.mask, folded.mask_bias, folded.pair_bias, *arguments[6:])
+    return tuple(folded.restore(x) for x in made), (0, 0, 0)
 
 
 def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """As forward, but with every bias expanded along the mapped axis: each sample has gradients of its own."""
-    do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse = _mapped(info.batch_size, in_dims, arguments[:10], expanded=10)
-    needs = arguments[10]
+    tensors = _mapped(info.batch_size, in_dims, arguments[:11], expanded=11)
+    do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference = tensors
+    needs = arguments[11]
     pair = None if pair_bias is None else pair_bias.unsqueeze(2)
     folded = canonicalise(q, k, v, mask, mask_bias, pair, narrow=False)
-    do, dlse, o, lse = (None if x is None else folded.fold(x) for x in (do, dlse, o, lse))
+    do, dlse, o, lse, reference = (None if x is None else folded.fold(x) for x in (do, dlse, o, lse, reference))
     inputs = (folded.q, folded.k, folded.v, folded.mask, folded.mask_bias, folded.pair_bias)
-    gradients = list(backward(do, dlse, *inputs, o, lse, *arguments[10:]))
+    gradients = list(backward(do, dlse, *inputs, o, lse, reference, *arguments[11:]))
     for i, x in enumerate((q, k, v, mask_bias, pair)):
         if not needs[i]:
             gradients[i] = gradients[i].expand(info.batch_size, 0)
@@ -319,11 +328,10 @@ def _autocast(device_type: str, key: str) -> None:
     float dtype, and a mask bias of -1e9 does not fit in float16. A backward has the dtypes of its forward, whatever is on."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def cast_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def cast_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            o, lse = forward(*(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)), *rest)
-        return o, lse
+            return forward(*(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)), *rest)
 
     def uncast_backward(*arguments: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):

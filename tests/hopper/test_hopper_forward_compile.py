@@ -31,7 +31,6 @@ VARIANTS = {
     "d16": (16, BOTH | {"exact": True}),
     "d24": (24, BOTH),
     "d32": (32, BOTH),
-    "d32_any_alignment": (32, BOTH | {"aligned": False}),
     "d32_pair": (32, BOTH | {"row": False}),
     "d32_row": (32, BOTH | {"pair": False, "exact": True}),
     "d32_none": (32, BOTH | {"pair": False, "row": False, "exact": True}),
@@ -45,7 +44,7 @@ VARIANTS = {
     "d64_row_long": (64, BOTH | {"pair": False, "exact": True, "resident": False}),
     "d64_none": (64, BOTH | {"pair": False, "row": False, "exact": True}),
 }
-SPILLS = {"d32_any_alignment": 2, "d48_row": 8, "d48_long": 2}
+SPILLS = {"d48_row": 8, "d48_long": 2}
 """Instructions that touch local memory, where a variant is known to have some."""
 
 

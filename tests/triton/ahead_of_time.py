@@ -61,9 +61,9 @@ class Report:
     Args:
         name: the kernel's function.
         registers: a thread's registers (VGPRs on AMD).
-        spills: bytes of a thread's stack that hold spilled registers, or the number of spilled registers on AMD.
+        spills: instructions of the main loop that move spilled registers; the number of spilled registers on AMD.
         shared: bytes of shared memory.
-        loop: instructions of the longest innermost loop.
+        loop: instructions of the main loop: the first innermost one that multiplies, or else the longest.
         mix: how often each instruction stands in that loop.
         threads: threads of a program.
         serialised: what ptxas says when it makes each of Hopper's asynchronous products wait for the one before; else empty.
@@ -135,7 +135,7 @@ def target(name: str) -> Iterator[list[Any]]:
 
 
 def report(kernel: Any) -> Report:
-    """Read a compiled kernel's registers, spills, shared memory and longest innermost loop."""
+    """Read a compiled kernel's registers, spills, shared memory and main loop."""
     common = {
         "name": kernel.metadata.name,
         "shared": kernel.metadata.shared,
@@ -186,7 +186,8 @@ def _read_cubin(cubin: bytes) -> dict[str, Any]:
         if jump and int(jump[1], 16) in place and place[int(jump[1], 16)] < index
     ]
     names = [re.sub(r"^@!?\S+\s+", "", text).split()[0].split(".")[0] for _, text in code]
-    return {"registers": int(found[1]), "spills": int(found[2]), **_longest_loop(names, backward)}
+    loop = _main_loop(names, backward)
+    return {"registers": int(found[1]), "spills": sum(loop["mix"].get(name, 0) for name in ("LDL", "STL")), **loop}
 
 
 def _read_amdgcn(text: str) -> dict[str, Any]:
@@ -206,16 +207,22 @@ def _read_amdgcn(text: str) -> dict[str, Any]:
             jump = re.search(r"(\.LBB\w+)", instruction[2])
             if "branch" in instruction[1] and jump and jump[1] in labels:
                 backward.append((labels[jump[1]], len(names) - 1))
-    return {"registers": number("vgpr_count"), "spills": number("vgpr_spill_count"), **_longest_loop(names, backward)}
+    return {"registers": number("vgpr_count"), "spills": number("vgpr_spill_count"), **_main_loop(names, backward)}
 
 
-def _longest_loop(names: list[str], backward: list[tuple[int, int]]) -> dict[str, Any]:
-    """The longest loop that holds no other, from the (first, last) instructions of every loop."""
+def _main_loop(names: list[str], backward: list[tuple[int, int]]) -> dict[str, Any]:
+    """The first loop that holds no other and multiplies, or the longest, from the (first, last) instructions of every loop.
+
+    Loops that come after it are for queries whose pair bias swallows their scores: there speed does not count.
+    """
     inner = [
         (first, last)
         for first, last in backward
         if not any((first, last) != other and first <= other[0] and other[1] <= last for other in backward)
     ]
-    first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    multiply = [
+        (first, last) for first, last in sorted(inner) if any("MMA" in x or "mfma" in x for x in names[first : last + 1])
+    ]
+    first, last = multiply[0] if multiply else max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
     mix = collections.Counter(names[first : last + 1])
     return {"loop": last - first + 1, "mix": dict(mix.most_common())}

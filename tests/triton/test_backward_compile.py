@@ -66,7 +66,7 @@ class Compiled:
             pair = torch.empty(1, 4, queries, self.length, dtype=self.pair_bias, device="meta")
         lse = torch.empty(1, self.n, 4, queries, device="meta")
         with target(arch) as compiled:
-            tensors = (do, None, q, k, v, mask, None, pair, o, lse)
+            tensors = (do, None, q, k, v, mask, None, pair, o, lse, torch.empty_like(lse))
             needs = (True, True, True, False, pair is not None)
             options = {"layout": "bnlhd", "needs": needs, "deterministic": self.deterministic}
             run = backend.plan_backward(*tensors, scale=self.d**-0.5, **options, config=Config())

@@ -56,8 +56,8 @@ def planned(backward: bool, deterministic: bool = False) -> tuple[Any, tuple[Any
     lse = torch.empty(1, N, 2, 64)
     options: dict[str, Any] = {"scale": 0.25, "layout": "bnhld", "config": Config()}
     if not backward:
-        return backend.plan_forward(q, q, q, mask, None, pair, **options), (q, q, q, mask, None, pair, o, lse)
-    tensors = (o, None, q, q, q, mask, None, pair, o, lse)
+        return backend.plan_forward(q, q, q, mask, None, pair, **options), (q, q, q, mask, None, pair, o, lse, lse)
+    tensors = (o, None, q, q, q, mask, None, pair, o, lse, torch.zeros_like(lse))
     options |= {"needs": (True, True, True, False, True), "deterministic": deterministic}
     return backend.plan_backward(*tensors, **options), (*tensors, *(torch.empty_like(q) for _ in range(3)))
 

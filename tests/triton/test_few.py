@@ -75,7 +75,7 @@ def test_a_launch_a_pass_and_few_variants(monkeypatch: pytest.MonkeyPatch, long:
         options: dict[str, Any] = {"scale": 0.25, "layout": "bnlhd", "config": Config()}
         backend.plan_forward(q, k, k, mask, None, None, **options)
         needs = (True, True, True, False, False)
-        backend.plan_backward(q, None, q, k, k, mask, None, None, q, lse, needs=needs, deterministic=True, **options)
+        backend.plan_backward(q, None, q, k, k, mask, None, None, q, lse, lse, needs=needs, deterministic=True, **options)
     assert len(launches) == 8
     assert [each.programs for each in launches[:2]] == [-(-4 * n // 16), -(-4 * n // 8)] if long else [26, 51]
     assert {each.constants["WIDE"] for each in launches} == {long}

@@ -44,10 +44,10 @@ class Compiled:
         inputs = (q, k, v, mask, mask_bias, None)
         options = {"scale": self.d**-0.5, "layout": "bnlhd", "config": Config()}
         with target(arch) as compiled:
-            backend.plan_forward(*inputs, **options)(*inputs, o, lse)
+            backend.plan_forward(*inputs, **options)(*inputs, o, lse, lse)
             needs = (True, True, True, False, False)
-            run = backend.plan_backward(do, None, *inputs, o, lse, needs=needs, deterministic=False, **options)
-            run(do, None, *inputs, o, lse, q, k, v)
+            run = backend.plan_backward(do, None, *inputs, o, lse, lse, needs=needs, deterministic=False, **options)
+            run(do, None, *inputs, o, lse, lse, q, k, v)
         return [report(kernel) for kernel in compiled]
 
 

@@ -62,7 +62,8 @@ else:
         assert backend.unsupported(describe(c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias), config) == []
         scale = inputs.case.scale if inputs.case.scale is not None else inputs.case.d**-0.5
         tensors = (c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias)
-        o, lse = ops.forward(*tensors, scale, inputs.case.layout, False, "triton", config.to_text())
+        o, lse, reference = ops.forward(*tensors, scale, inputs.case.layout, False, "triton", config.to_text())
+        lse = numerics.natural_lse(lse, reference)
         if c.mask_bias is not None:
             lse = lse + numerics.row_shift(c.mask, c.mask_bias, torch.float32)[:, :, None, None]
         return to_user(c.restore(o), inputs.case.layout), c.restore(lse)

@@ -53,7 +53,7 @@ def test_short_lengths_have_more_shares(monkeypatch: pytest.MonkeyPatch, length:
     lse = torch.empty(1, 64, 1, length)
     needs = (True, True, True, False, True)
     options = {"scale": 1.0, "layout": "bnhld", "needs": needs, "deterministic": True, "config": Config()}
-    planned = bwd.plan_backward(q, None, q, q, q, None, None, pair, q, lse, **options)
+    planned = bwd.plan_backward(q, None, q, q, q, None, None, pair, q, lse, lse, **options)
     assert planned.pair.in_order.partial.shape[1] == most
 
 
@@ -207,7 +207,7 @@ def test_statistics_far_from_one_another(monkeypatch: pytest.MonkeyPatch, n: int
     lse = torch.empty(1, n, 1, 17, device="meta")
     options = {"scale": 1.0, "layout": "bnhld", "needs": (True,) * 5, "config": Config()}
     for deterministic in (False, True):
-        bwd.plan_backward(q, None, q, k, k, None, row, pair, q, lse, deterministic=deterministic, **options)  # type: ignore[arg-type]
+        bwd.plan_backward(q, None, q, k, k, None, row, pair, q, lse, lse, deterministic=deterministic, **options)  # type: ignore[arg-type]
     kernels = ("statistics_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
     assert {name: seen.get(name) for name in kernels} == dict.fromkeys(kernels, long), seen
 
@@ -222,7 +222,7 @@ def plan_training_step(length: int, n: int, mask: bool) -> None:
     common: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "config": Config()}
     backend.plan_forward(q, k, v, allowed, None, pair, **common)
     needs = (True, True, True, False, True)
-    backend.plan_backward(do, None, q, k, v, allowed, None, pair, o, lse, needs=needs, deterministic=False, **common)
+    backend.plan_backward(do, None, q, k, v, allowed, None, pair, o, lse, lse, needs=needs, deterministic=False, **common)
 
 
 class Counter:

@@ -56,23 +56,24 @@ CALLS = [
 def call(
     length: int, n: int, mask: bool, mask_bias: bool, pair: tuple[int, ...] | None, dtype: torch.dtype, device: str = "meta"
 ) -> tuple[Tensor | None, ...]:
-    """q, k, v, mask, mask_bias, pair_bias, o and lse, of which nothing is ever read."""
+    """q, k, v, mask, mask_bias, pair_bias, o, lse and reference, of which nothing is ever read."""
     b = 1 if pair is None else pair[0]
     q, k, v, o = (torch.empty(b, n, length, 4, 32, dtype=dtype, device=device).transpose(2, 3) for _ in range(4))
     of_mask = torch.empty(1, n, length, dtype=torch.bool, device=device) if mask else None
     of_bias = torch.empty(1, 1, length, device=device) if mask_bias else None
     of_pair = None if pair is None else torch.empty([size or length for size in pair], dtype=dtype, device=device)
-    return q, k, v, of_mask, of_bias, of_pair, o, torch.empty(b, n, 4, length, device=device)
+    lse, reference = (torch.empty(b, n, 4, length, device=device) for _ in range(2))
+    return q, k, v, of_mask, of_bias, of_pair, o, lse, reference
 
 
 def forward(tensors: tuple[Any, ...]) -> None:
-    q, *_, o, lse = tensors
+    q, *_ = tensors
     inputs = tensors[:6]
-    backend.plan_forward(*inputs, scale=q.shape[-1] ** -0.5, layout="bnlhd", config=Config())(*inputs, o, lse)
+    backend.plan_forward(*inputs, scale=q.shape[-1] ** -0.5, layout="bnlhd", config=Config())(*tensors)
 
 
 def backward(tensors: tuple[Any, ...], needs: tuple[bool, ...], deterministic: bool, given: str = "do") -> None:
-    q, k, v, _, mask_bias, pair, o, lse = tensors
+    q, k, v, _, mask_bias, pair, o, lse, _ = tensors
     needs = (*needs[:3], needs[3] and mask_bias is not None, needs[4] and pair is not None)
     cotangents = (o if "do" in given else None, lse if "dlse" in given else None)
     options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "needs": needs, "deterministic": deterministic}

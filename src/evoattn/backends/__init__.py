@@ -3,7 +3,7 @@
 A backend imports neither another backend nor anything that calls one.
 
 Canonical tensors, with any strides: q `[b,n,h,q,d]`, k `[b,n,h,k,d]`, v `[b,n,h,k,c]`, mask and mask_bias `[b|1,n|1,k]`,
-pair_bias `[b|1,h|1,q|1,k|1]`, o like q with c channels, lse `[b,n,h,q]` measured from the row shift of `evoattn.numerics`.
+pair_bias `[b|1,h|1,q|1,k|1]`, o like q with c channels, lse and reference `[b,n,h,q]` as in `evoattn.numerics`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Passes(Backend, Protocol):
         scale: float,
         layout: str,
         config: Config,
-    ) -> tuple[Tensor, Tensor]:
-        """o in q's dtype, contiguous in the user's layout, and lse in float32 (float64 for float64), contiguous."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """o in q's dtype, contiguous in the user's layout; lse and reference in float32 (float64 for float64), contiguous."""
 
     def backward(
         self,
@@ -72,6 +72,7 @@ class Passes(Backend, Protocol):
         pair_bias: Tensor | None,
         o: Tensor,
         lse: Tensor,
+        reference: Tensor,
         *,
         scale: float,
         layout: str,
@@ -79,7 +80,7 @@ class Passes(Backend, Protocol):
         deterministic: bool,
         config: Config,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients that `needs` asks for, None for the others, each in its input's dtype.
+        """The gradients that `needs` asks for, None for the others, each in its input's dtype. dlse is the cotangent of lse.
 
         dq, dk and dv are contiguous in the user's layout, dmask_bias and dpair_bias in their canonical shapes.
         """
@@ -107,7 +108,10 @@ class Plans(Backend, Protocol):
         layout: str,
         config: Config,
     ) -> Callable[..., None]:
-        """`Passes.forward` as a function of (q, k, v, mask, mask_bias, pair_bias, o, lse), the last two of which it writes."""
+        """`Passes.forward` as a function of (q, k, v, mask, mask_bias, pair_bias, o, lse, reference).
+
+        It writes the last three.
+        """
 
     def plan_backward(
         self,
@@ -121,6 +125,7 @@ class Plans(Backend, Protocol):
         pair_bias: Tensor | None,
         o: Tensor,
         lse: Tensor,
+        reference: Tensor,
         *,
         scale: float,
         layout: str,
@@ -128,7 +133,8 @@ class Plans(Backend, Protocol):
         deterministic: bool,
         config: Config,
     ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-        """`Passes.backward` as a function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, dq, dk, dv).
+        """`Passes.backward` as a function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk,
+        dv).
 
         It writes dq, dk and dv where they are given, and returns dmask_bias and dpair_bias.
         """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evoattn.layouts import arranged
-from evoattn.numerics import accumulate_dtype, row_bias
+from evoattn.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shifted_pair
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
@@ -38,25 +38,31 @@ def resolve(problem: Problem, config: Config) -> Config:
     return config
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, pair_bias: Tensor | None, scale: float) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Scores [b,n,h,q,k] without what they are measured from; and of that what belongs to a query, [b|1,1,h|1,q|1,1]."""
     acc = accumulate_dtype(q.dtype)
     s = torch.matmul(q.to(acc) * scale, k.to(acc).transpose(-1, -2))  # [b,n,h,q,k]
+    shift = s.new_zeros((1, 1, 1, 1, 1))
     if pair_bias is not None:
-        s = s + pair_bias.to(acc).unsqueeze(1)
+        shift = query_shift(pair_bias, acc).unsqueeze(1)
+        s = s + shifted_pair(pair_bias.unsqueeze(1), shift)
+    bias = row_bias(mask, mask_bias, acc)
     if bias is not None:
         s = s + bias[:, :, None, None, :]
-    return s
+    return s, shift
 
 
-def _probabilities(s: Tensor) -> tuple[Tensor, Tensor]:
-    """P and LSE; a row without a single attended key has P = 0 and LSE = -inf, and every gradient 0."""
+def _probabilities(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P, the largest score m and the sum of exp(S - m); a row without a single attended key has P = 0, m = 0 and sum 0."""
     if s.shape[-1] == 0:
-        return s, s.new_full(s.shape[:-1], -torch.inf)
+        return s, s.new_zeros((*s.shape[:-1], 1)), s.new_zeros((*s.shape[:-1], 1))
     m = s.detach().amax(-1, keepdim=True)
-    e = torch.exp(s - torch.where(m == -torch.inf, 0, m))  # [b,n,h,q,k]
+    m = torch.where(m == -torch.inf, 0, m)
+    e = torch.exp(s - m)  # [b,n,h,q,k]
     total = e.sum(-1, keepdim=True)
-    total = torch.where(total == 0, 1, total)
-    return e / total, (m + total.log()).squeeze(-1)
+    return e / torch.where(total == 0, 1, total), m, total
 
 
 def attention(
@@ -68,11 +74,14 @@ def attention(
     pair_bias: Tensor | None = None,
     *,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """O and LSE of canonical tensors, in the compute dtype, differentiable by plain autograd."""
-    bias = row_bias(mask, mask_bias, accumulate_dtype(q.dtype))
-    p, lse = _probabilities(_scores(q, k, bias, pair_bias, scale))
-    return torch.matmul(p, v.to(p.dtype)), lse
+) -> tuple[Tensor, Tensor, Tensor]:
+    """O and the saved statistic (`evoattn.numerics`) of canonical tensors, in the compute dtype, differentiable by autograd."""
+    s, shift = _scores(q, k, mask, mask_bias, pair_bias, scale)
+    p, m, total = _probabilities(s)
+    reference = (m + shift).detach()
+    # What rounding the sum takes away goes to the LSE.
+    lse = total.log2() + (m - (reference - shift)) * LOG2E
+    return torch.matmul(p, v.to(p.dtype)), lse.squeeze(-1), reference.squeeze(-1)
 
 
 def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
@@ -91,10 +100,10 @@ def forward(
     scale: float,
     layout: str,
     config: Config,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `evoattn.backends`."""
-    o, lse = attention(q, k, v, mask, mask_bias, pair_bias, scale=scale)
-    return arranged(o, layout, q.dtype), lse
+    o, lse, reference = attention(q, k, v, mask, mask_bias, pair_bias, scale=scale)
+    return arranged(o, layout, q.dtype), lse, reference
 
 
 def backward(
@@ -108,6 +117,7 @@ def backward(
     pair_bias: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    reference: Tensor,
     *,
     scale: float,
     layout: str,
@@ -119,11 +129,14 @@ def backward(
     acc = accumulate_dtype(q.dtype)
     q_, k_, v_, o_ = (x.to(acc) for x in (q, k, v, o))
     do_ = torch.zeros_like(o_) if do is None else do.to(acc)
-    s = _scores(q, k, row_bias(mask, mask_bias, acc), pair_bias, scale)
-    p = torch.exp(s - torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1))  # [b,n,h,q,k]
+    s, shift = _scores(q, k, mask, mask_bias, pair_bias, scale)
+    empty = (lse == -torch.inf).unsqueeze(-1)  # [b,n,h,q,1]
+    of_lse = torch.exp2(torch.where(empty, torch.inf, lse.unsqueeze(-1)))
+    p = torch.exp(s - (reference.unsqueeze(-1) - shift)) / of_lse  # [b,n,h,q,k]
     delta = (o_ * do_).sum(-1, keepdim=True)  # [b,n,h,q,1]
     if dlse is not None:
-        delta = delta - dlse.unsqueeze(-1)
+        delta = delta - dlse.unsqueeze(-1) * LOG2E
+    delta = torch.where(empty, 0, delta)
     ds = p * (torch.matmul(do_, v_.transpose(-1, -2)) - delta)  # [b,n,h,q,k]
     return (
         arranged(scale * torch.matmul(ds, k_), layout, q.dtype) if needs[0] else None,

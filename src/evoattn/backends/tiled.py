@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from evoattn.layouts import empty
-from evoattn.numerics import accumulate_dtype, row_bias
+from evoattn.numerics import LN2, LOG2E, accumulate_dtype, largest_bias, query_shift, row_bias, shifted_pair
 from evoattn.problem import Problem, describe
 from evoattn.tuning import Config, TiledPlan, tiled_plan
 
@@ -32,7 +32,8 @@ __all__ = ["NAME", "availability", "backward", "copies", "forward", "resolve", "
 
 NAME = "tiled"
 
-_LOG2_E = 1.4426950408889634
+_NEAR = 64.0
+"""References up to this size, in log2 units, can be added to the LSE: float32 numbers are 4e-6 apart there."""
 
 
 def availability() -> str | None:
@@ -70,17 +71,18 @@ def forward(
     scale: float,
     layout: str,
     config: Config,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `evoattn.backends`."""
     problem = describe(q, k, v, mask, mask_bias, pair_bias)
     acc = accumulate_dtype(q.dtype)
     b, n, h, lq, _ = q.shape
     o = empty((b, n, h, lq, v.shape[-1]), layout, q)
     lse = torch.full((b, n, h, lq), -torch.inf, dtype=acc, device=q.device)
+    reference = torch.zeros_like(lse)
     if k.shape[-2] == 0 or lse.numel() == 0:
-        return o.zero_(), lse
+        return o.zero_(), lse, reference
     plan = tiled_plan(problem, config)
-    scores = _Scores(plan, scale, row_bias(mask, mask_bias, acc), pair_bias)
+    scores = _Scores(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
     buffer = scores.new_buffer(q, acc)
     for rows in _rows(problem, plan):
         q_, k_, v_ = (_stack(x[rows], acc) for x in (q, k, v))  # [g,l,d], g = b*n*h of this block
@@ -88,11 +90,11 @@ def forward(
             running = _OnlineSoftmax(may_be_empty=scores.biased)
             for ks in _spans(k.shape[-2], plan.k):
                 running.add(scores.of(buffer, rows, qs, ks, q_[:, qs], k_[:, ks]), v_[:, ks])
-            o_, lse_ = running.finish()
             part = (*rows, qs)
+            o_, m, l = running.finish()
             o[part] = o_.view(o[part].shape)
-            lse[part] = lse_.view(lse[part].shape)
-    return o, lse
+            lse[part], reference[part] = scores.statistic(m.view(lse[part].shape), l.view(lse[part].shape), rows, qs)
+    return o, lse, reference
 
 
 def backward(
@@ -106,6 +108,7 @@ def backward(
     pair_bias: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    reference: Tensor,
     *,
     scale: float,
     layout: str,
@@ -128,13 +131,13 @@ def backward(
     else:
         do = torch.zeros((), dtype=o.dtype, device=o.device).expand(o.shape) if do is None else do
         plan = tiled_plan(problem, config)
-        scores = _Scores(plan, scale, row_bias(mask, mask_bias, acc), pair_bias)
+        scores = _Scores(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
         buffers = (scores.new_buffer(q, acc), scores.new_buffer(q, acc))
         for rows in _rows(problem, plan):
             inputs = tuple(_stack(x[rows], acc) for x in (q, k, v, do, o))
-            lse_ = torch.where(lse[rows] == -torch.inf, torch.inf, lse[rows] * _LOG2_E).flatten(0, 2)  # [g,q]
             dlse_ = None if dlse is None else dlse[rows].flatten(0, 2)
-            sums = _backward_rows(scores, buffers, rows, inputs, lse_, dlse_, needs, dmask_bias, dpair_bias)
+            statistic = scores.subtrahends(lse[rows], reference[rows], rows)
+            sums = _backward_rows(scores, buffers, rows, inputs, statistic, dlse_, needs, dmask_bias, dpair_bias)
             for gradient, total in zip((dq, dk, dv), sums, strict=True):
                 if gradient is not None and total is not None:
                     gradient[rows] = total.view(gradient[rows].shape)
@@ -152,7 +155,7 @@ def _backward_rows(
     buffers: tuple[Tensor, Tensor],
     rows: tuple[slice, slice, slice],
     inputs: tuple[Tensor, ...],
-    lse: Tensor,
+    statistic: tuple[Tensor, ...],
     dlse: Tensor | None,
     needs: tuple[bool, ...],
     dmask_bias: Tensor | None,
@@ -162,12 +165,15 @@ def _backward_rows(
     q, k, v, do, o = inputs
     delta = (o * do).sum(-1, keepdim=True)  # [g,q,1]
     if dlse is not None:
-        delta -= dlse.unsqueeze(-1)
+        delta -= dlse.unsqueeze(-1) * LOG2E
+    delta.masked_fill_(statistic[-1].unsqueeze(-1) == torch.inf, 0)
     dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=False))
     need_ds = dq is not None or dk is not None or dmask_bias is not None or dpair_bias is not None
     for qs, ks in itertools.product(_spans(q.shape[1], scores.plan.q), _spans(k.shape[1], scores.plan.k)):
         p = scores.of(buffers[0], rows, qs, ks, q[:, qs], k[:, ks])
-        p.sub_(lse[:, qs, None]).exp2_()  # [g,q,k]
+        for number in statistic:
+            p.sub_(number[:, qs, None])
+        p.exp2_()  # [g,q,k]
         if dv is not None:
             dv[:, ks].baddbmm_(p.transpose(1, 2), do[:, qs])
         if not need_ds:
@@ -189,11 +195,44 @@ def _backward_rows(
 
 
 class _Scores:
-    """Makes the scores of one block, the same way and bit for bit in forward and backward."""
+    """Makes the scores of one block, the same way and bit for bit in forward and backward.
 
-    def __init__(self, plan: TiledPlan, scale: float, bias: Tensor | None, pair_bias: Tensor | None) -> None:
+    They are measured from the row shift, and for queries that a pair bias masks from `numerics.query_shift`.
+    """
+
+    def __init__(
+        self, plan: TiledPlan, scale: float, bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
         self.plan, self.scale, self.bias, self.pair_bias = plan, scale, bias, pair_bias
         self.biased = bias is not None or pair_bias is not None
+        self.shift = None if pair_bias is None or _plain(pair_bias, dtype) else query_shift(pair_bias, dtype)
+
+    def statistic(self, m: Tensor, l: Tensor, rows: tuple[slice, slice, slice], qs: slice) -> tuple[Tensor, Tensor]:
+        """lse and reference `[b,n,h,q]` of queries, from the largest score in log2 units, and the sum."""
+        m = torch.where(l == 0, 0, m) if self.biased else m
+        reference = m * LN2 if self.shift is None else self._shift(rows, qs) + m * LN2
+        # What rounding the reference takes away goes to the LSE.
+        return l.log2().add_(m - self._in_log2(reference, rows, qs)), reference
+
+    def subtrahends(self, lse: Tensor, reference: Tensor, rows: tuple[slice, slice, slice]) -> tuple[Tensor, ...]:
+        """What scores have subtracted before exp2 gives P, `[g,q]` each, one after the other.
+
+        The last is +inf for a query that attends to nothing. The two numbers of the statistic are added up if that costs no
+        digits.
+        """
+        first = self._in_log2(reference, rows, slice(None))
+        last = torch.where(lse == -torch.inf, torch.inf, lse)
+        if first.device.type == "cpu" and first.abs().amax() <= _NEAR:
+            return ((first + last).flatten(0, 2),)
+        return first.flatten(0, 2), last.flatten(0, 2)
+
+    def _shift(self, rows: tuple[slice, slice, slice], qs: slice) -> Tensor:
+        """The query shift against `[b,n,h,q]`."""
+        return _cut(self.shift, (rows[0], rows[2], qs, slice(None))).squeeze(-1).unsqueeze(1)  # type: ignore[arg-type]
+
+    def _in_log2(self, reference: Tensor, rows: tuple[slice, slice, slice], qs: slice) -> Tensor:
+        """A reference as scores are measured, in log2 units."""
+        return (reference if self.shift is None else reference - self._shift(rows, qs)) * LOG2E
 
     def new_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         plan = self.plan
@@ -202,12 +241,15 @@ class _Scores:
     def of(self, buffer: Tensor, rows: tuple[slice, slice, slice], qs: slice, ks: slice, q: Tensor, k: Tensor) -> Tensor:
         """S `[g,q,k]` in units of log 2, in the buffer, from q `[g,q,d]` and k `[g,k,d]`."""
         s = _view(buffer, (q.shape[0], q.shape[1], k.shape[1]))
-        torch.bmm(q * (self.scale * _LOG2_E), k.transpose(1, 2), out=s)
+        torch.bmm(q * (self.scale * LOG2E), k.transpose(1, 2), out=s)
         s5 = self.unflatten(s, rows)  # [b,n,h,q,k]
         if self.pair_bias is not None:
-            s5.add_(_cut(self.pair_bias, (rows[0], rows[2], qs, ks)).unsqueeze(1), alpha=_LOG2_E)
+            pair = _cut(self.pair_bias, (rows[0], rows[2], qs, ks))
+            if self.shift is not None:
+                pair = shifted_pair(pair, _cut(self.shift, (rows[0], rows[2], qs, slice(None))))
+            s5.add_(pair.unsqueeze(1), alpha=LOG2E)
         if self.bias is not None:
-            s5.add_(_cut(self.bias, (rows[0], rows[1], ks))[:, :, None, None, :], alpha=_LOG2_E)
+            s5.add_(_cut(self.bias, (rows[0], rows[1], ks))[:, :, None, None, :], alpha=LOG2E)
         return s
 
     @staticmethod
@@ -240,12 +282,25 @@ class _OnlineSoftmax:
             self.o.mul_(rescale).baddbmm_(p, v)
         self.m = m
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """o `[g,q,c]` normalised and LSE `[g,q]` in natural units; 0 and -inf for a row without an attended key."""
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """o `[g,q,c]` normalised, m and l; o and l are 0 for a row without an attended key."""
         if self.m is None or self.l is None or self.o is None:
             raise RuntimeError("finish() before any block of keys")
         total = torch.where(self.l == 0, 1, self.l) if self.may_be_empty else self.l
-        return self.o.div_(total), (self.m + self.l.log2()).mul_(1 / _LOG2_E).squeeze(-1)
+        return self.o.div_(total), self.m, self.l
+
+
+def _plain(pair_bias: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a pair bias can be added as it is: it is large for no query, and log2 e times it is infinite nowhere.
+
+    A GPU is not asked, since the answer would have to be waited for.
+    """
+    if pair_bias.device.type != "cpu" or pair_bias.numel() == 0:
+        return False
+    low, high = (x.item() for x in torch.aminmax(pair_bias))
+    if low > -_NEAR and high < _NEAR:
+        return True
+    return low > -largest_bias(dtype) and not query_shift(pair_bias, dtype).any()
 
 
 def _rows(problem: Problem, plan: TiledPlan) -> Iterator[tuple[slice, slice, slice]]:

@@ -35,9 +35,6 @@ _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
-_RESIDENT_KEYS, _RESIDENT_CHANNELS = 512, 32
-"""Up to these the forward keeps the pair bias of a tile of queries in shared memory."""
-
 _FEW_QUERIES, _FEW_KEYS, _FEWEST_KEYS = 32, 64, 32
 """Up to these queries and keys, or for a backward up to so few keys, `triton` was faster on an H200."""
 
@@ -143,10 +140,7 @@ def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor 
     ]
     if pair_bias is None:
         return found
-    if problem.lk > _RESIDENT_KEYS or problem.d > _RESIDENT_CHANNELS:
-        found.append("pair_bias: laid out anew once a call, to be streamed")
-    elif pair_bias.shape[-1] == 1 or pair_bias.stride(-1) != 1:
-        found.append("pair_bias: laid out anew once a call, its keys one after another")
+    found.append("pair_bias: laid out anew once a pass, measured from the largest of each query")
     if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True, _skips(problem))["ring"]:
         found.append("pair_bias: laid out anew once a backward, to be streamed")
     return found
@@ -182,6 +176,7 @@ def plan_backward(
     pair_bias: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    reference: Tensor,
     *,
     scale: float,
     layout: str,
@@ -192,7 +187,7 @@ def plan_backward(
     """The backward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
     from evoattn.backends.hopper import bwd
 
-    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse)
+    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference)
     run = bwd.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
     return on_device_of(q, run)
 

@@ -23,7 +23,7 @@ from evoattn.backends.hopper.bwd_preprocess import Statistics
 from evoattn.backends.hopper.bwd_steps import ROWS, SLICE, STEP, TILE
 from evoattn.backends.hopper.bwd_whole import WholeGradients
 from evoattn.backends.hopper.clusters import resident_clusters
-from evoattn.backends.hopper.fwd import changed, contiguous, fold, loadable, row_plan
+from evoattn.backends.hopper.fwd import changed, contiguous, fold, loadable, pair_plan, row_plan
 from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.prepare import CLEARED, Tiles
 from evoattn.backends.hopper.turns import Turns, in_turn
@@ -40,10 +40,13 @@ _ROWS_THAT_HIDE_ROUNDING = 32
 
 def plan_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None,
-    pair_bias: Tensor | None, o: Tensor, lse: Tensor,
+    pair_bias: Tensor | None, o: Tensor, lse: Tensor, reference: Tensor,
     *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:  # fmt: skip
-    """A function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, dq, dk, dv): see `evoattn.backends.Plans`."""
+    """A function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk, dv).
+
+    See `evoattn.backends.Plans`.
+    """
     b, n, h, lq, d = q.shape
     lk, dtype, device = k.shape[3], types[q.dtype], q.device
     of_q, of_k, of_v, of_mask, of_pair = needs
@@ -92,7 +95,10 @@ def plan_backward(
         of_lse, change = contiguous(dlse)
         changes.append((1, change))
     nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
-    pair = nowhere if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)
+    pair, even, shifts, pairs = nowhere, None, None, None
+    if pair_bias is not None:
+        even, shifts, pairs = pair_plan(pair_bias, lq, lk)
+        pair = even[..., :lk]
     row, row_b, row_n = (like(1, 8), 0, 0) if terms is None else (terms.like, terms.row_b, terms.row_n)
     ends, order, starts = (None, None, None) if terms is None else (terms.ends, terms.order, terms.starts)
     stats = like(turns.b, n, turns.h, panels * TILE)
@@ -125,7 +131,7 @@ def plan_backward(
         whole_kernel = plan(made, device, *tensors, unit, row_b, row_n, min(processors, b * n * h))
     elif first:
         wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial, "skips": skips}
-        vector = pair_bias is None or (lk % 2 == 0 and _by_two(pair_bias))
+        vector = pair_bias is None or lk % 2 == 0
         made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector, timed=by_queries)  # type: ignore[assignment]
         left = parts if partial else nowhere[..., :4] if added is None else at_sums
         tensors = (at_q, at_k, at_v, at_o, at_do, at_pair, row, at_lse, at_dlse, stats, at_dq, left, at_order, at_starts)
@@ -148,6 +154,7 @@ def plan_backward(
 
     place_of_stats = 0 if whole else workspace.add(stats)
     place_of_tiles = workspace.add(laid) if tiles else 0
+    place_of_pair, place_of_shifts = (0 if x is None else workspace.add(x) for x in (even, shifts))
     place_of_parts = workspace.add(parts) if partial else 0
     # what a kernel makes and nobody wants has a place too
     made_by = (whole_kernel,) * 3 if whole else (query_kernel, key_kernel, key_kernel)
@@ -183,9 +190,12 @@ def plan_backward(
             tensors = changed(tensors, changes)
         room = workspace.make()
         start = room.data_ptr()
-        do, dlse, q, k, v, mask, mask_bias, pair, o, lse, *wanted = [None if x is None else x.data_ptr() for x in tensors]
+        do, dlse, q, k, v, mask, mask_bias, pair, o, lse, _, *wanted = [None if x is None else x.data_ptr() for x in tensors]
         dq, dk, dv = [start + at if x is None else x for x, at in zip(wanted, unwanted, strict=True)]
         dlse = lse if dlse is None else dlse
+        if pairs is not None:
+            given, pair = pair, start + place_of_pair
+            pairs(given, pair, start + place_of_shifts)
         pair = k if pair is None else pair
         sums = None if gradient is None else new(gradient.sums)
         to_sums = None if sums is None else sums.data_ptr()
@@ -204,8 +214,8 @@ def plan_backward(
         of_keys = (k, None, None, None) if terms is None else terms.make(start, mask, mask_bias, to_sums)
         places = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, laid, to_sums, to_pair, *of_keys)
         in_turn(functools.partial(launch, start), places, further)
-        if first and factor != 1.0 and tensors[10] is not None:
-            tensors[10].mul_(factor)
+        if first and factor != 1.0 and tensors[11] is not None:
+            tensors[11].mul_(factor)
         if dmask is not None:
             dmask = dmask.sum(2).sum_to_size(of_bias.shape).to(of_bias.dtype)
         if gradient is not None and dpair is None:
@@ -254,9 +264,3 @@ class PairGradient(NamedTuple):
         """d(pair bias) of the sums, where nobody rounded them."""
         lines = sums if sums.shape[-1] == self.keys else sums[..., : self.keys]
         return (lines.sum(self.over, keepdim=True) if self.over else lines).to(self.wanted.dtype)
-
-
-def _by_two(x: Tensor) -> bool:
-    """Whether every line of keys starts on two elements, with stride 1 inside. A plan is for starts on 16 bytes, or for any."""
-    steps = x.stride()
-    return x.data_ptr() % 16 == 0 and steps[-1] == 1 and x.shape[-1] != 1 and all(step % 2 == 0 for step in steps[:-1])

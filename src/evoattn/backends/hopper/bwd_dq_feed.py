@@ -12,7 +12,7 @@ from evoattn.backends.hopper.bwd_plan import PANEL
 from evoattn.backends.hopper.bwd_schedule import first_row, opening, row
 from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, row_at, sleep_until
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LOG2E
+from evoattn.backends.hopper.primitives import LN2, LOG2E
 from evoattn.backends.hopper.schedule import place, stretch
 
 __all__ = ["QueryFeed"]
@@ -173,16 +173,16 @@ class QueryFeed(QuerySteps):
                     real = q < LQ and value > Float32(-float("inf"))
                     own[x] = cutlass.select_(real, -value, Float32(NEVER))
                     if const_expr(self.dlse):
-                        extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)], Float32(0.0))
+                        extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)] * LOG2E, Float32(0.0))
                 sleep_until(qempty, ph ^ 1)
                 if count > 0 and rank == 0:
                     self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
                 pb, pn, pt, pi = b, n, h, i
                 for x in range_constexpr(2):
-                    sN[x * 32 + lane, 0] = own[x] * LOG2E
+                    sN[x * 32 + lane, 0] = own[x]
                     if const_expr(self.dlse):
                         sN[x * 32 + lane, 2] = extra[x]
-                    old[x] = own[x]
+                    old[x] = own[x] * LN2
                 arch.sync_warp()
                 with arch.elect_one():
                     work[count % 4, 0] = n

@@ -10,6 +10,7 @@ from cutlass.cute import arch
 
 from evoattn.backends.hopper.bwd_steps import NEVER, ROWS, TILE, fake_words, write_statistics
 from evoattn.backends.hopper.launch import Kernel, channels
+from evoattn.backends.hopper.primitives import LN2, LOG2E
 from evoattn.backends.hopper.schedule import place
 
 _THREADS = ROWS
@@ -63,9 +64,9 @@ class Statistics(Kernel):
             of[1] = -delta
             value = lse[b, n, h, q]
             if value > Float32(-float("inf")):
-                of[0] = -value
+                of[0] = -value * LN2
                 if const_expr(self.dlse):
-                    of[1] = dlse[b, n, h, q] - delta
+                    of[1] = dlse[b, n, h, q] * LOG2E - delta
         to = cute.local_tile(stats[b, n, h, None], (TILE,), (x,))
         write_statistics(to, tid, of[0], of[1], Float32(1.0) / scale, self.dtype)
 

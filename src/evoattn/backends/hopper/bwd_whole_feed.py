@@ -16,7 +16,7 @@ from evoattn.backends.hopper.bwd_steps import (
     write_statistics,
 )
 from evoattn.backends.hopper.bwd_whole_steps import GROUPS, QUERIES, WholeSteps
-from evoattn.backends.hopper.primitives import release
+from evoattn.backends.hopper.primitives import LN2, LOG2E, release
 from evoattn.backends.hopper.schedule import place
 
 __all__ = ["WholeFeed"]
@@ -130,9 +130,9 @@ class WholeFeed(WholeSteps):
                             for z in range_constexpr(8):
                                 delta[x] = delta[x] - one[z].to(Float32) * two[z].to(Float32)
                         if value > Float32(-float("inf")):
-                            low[x] = -value
+                            low[x] = -value * LN2
                             if const_expr(self.dlse):
-                                delta[x] = delta[x] + dlse[b, n, h, q]
+                                delta[x] = delta[x] + dlse[b, n, h, q] * LOG2E
                 # while the tile's last readers are still at it, these are on their way
                 sleep_until(empty + j, (count & 1) ^ 1)
                 to = cute.make_tensor(pS + j * TILE, cute.make_layout(TILE))

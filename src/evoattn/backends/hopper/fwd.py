@@ -18,7 +18,7 @@ from evoattn.backends.hopper.primitives import padded
 from evoattn.backends.hopper.turns import Turns, in_turn
 from evoattn.backends.hopper.workspace import Workspace
 
-__all__ = ["changed", "contiguous", "fold", "loadable", "plan_forward", "row_plan"]
+__all__ = ["changed", "contiguous", "fold", "loadable", "pair_plan", "plan_forward", "row_plan"]
 
 _LEAST, _MOST = 2.0**-12, 2.0**12
 
@@ -27,22 +27,18 @@ def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None,
     *, scale: float, layout: str,
 ) -> Callable[..., None]:  # fmt: skip
-    """A function of (q, k, v, mask, mask_bias, pair_bias, o, lse) that writes o and lse."""
+    """A function of (q, k, v, mask, mask_bias, pair_bias, o, lse, reference) that writes the last three."""
     b, n, h, lq, d = q.shape
     lk = k.shape[3]
     dtype, device = types[q.dtype], q.device
     factor, unit = fold(scale)
     row = mask is not None or mask_bias is not None or lk % KEYS != 0
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
-    pair = None if pair_bias is None else pair_bias.expand(-1, -1, lq, lk)  # one query or key is read along all of them
-    wide = pair_bias is not None and pair_bias.shape[3] == lk and lk % 8 == 0 and loads_wide(pair_bias)
-    laid = pairs = None
-    if pair is not None and (not resident or pair.stride(3) != 1):
-        laid = q.new_empty((*pair.shape[:3], -(-lk // 8) * 8), device="meta")
-        pairs = plan(Pairs(dtype, 8 if wide else 1), device, pair, laid)
-    exact = pair is None or d == 8 or _exact(1.0 / unit, q.dtype)
-    aligned = wide or laid is not None
-    variant = Forward(dtype, d, pair=pair is not None, row=row, exact=exact, resident=resident, aligned=aligned)
+    laid = shifts = pairs = None
+    if pair_bias is not None:
+        laid, shifts, pairs = pair_plan(pair_bias, lq, lk)
+    exact = pair_bias is None or d == 8 or _exact(1.0 / unit, q.dtype)
+    variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident)
 
     panels = -(-lq // (HALVES * ROWS))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -54,34 +50,47 @@ def plan_forward(
     workspace = Workspace(device)
     terms = row_plan(mask, mask_bias, q, lk, workspace, always=row)
     of_rows = (None, None, 0, 0) if terms is None else (terms.like, terms.ends, terms.row_b, terms.row_n)
-    at_laid = 0 if laid is None else workspace.add(laid)
+    at_laid, at_shifts = (0 if x is None else workspace.add(x) for x in (laid, shifts))
     (q, change_q), (k, change_k), (v, change_v) = loadable(q, factor), loadable(k), loadable(v)
     changes = [(i, change) for i, change in enumerate((change_q, change_k, change_v)) if change is not None]
     o = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta"))
     lse = torch.empty((b, n, h, lq), device="meta", dtype=torch.float32)
-    seen = pair if laid is None else laid
-    bias = None if seen is None else turns.cut(seen, 1)
-    of_turn = [turns.cut(x, 2) for x in (q, k, v, o, lse)]
-    kernel = plan(variant, device, *of_turn[:3], *of_rows[:2], bias, *of_turn[3:], *of_rows[2:], unit, deal, blocks)
+    bias, of_shifts = (None if x is None else turns.cut(x, 1) for x in (laid, shifts))
+    of_turn = [turns.cut(x, 2) for x in (q, k, v, o, lse, lse)]
+    tensors = (*of_turn[:3], *of_rows[:2], bias, *of_turn[3:], of_shifts)
+    kernel = plan(variant, device, *tensors, *of_rows[2:], unit, deal, blocks)
     by_b = (None, None) if terms is None else (terms.by_b(terms.like), terms.by_b(terms.ends))
-    further = turns.further((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b), (seen, 1), (o, 2), (lse, 2))
+    of_rows = ((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b))
+    further = turns.further(*of_rows, (laid, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1))
 
     def run(*tensors: Any) -> None:
         if changes:
             tensors = changed(tensors, changes)
-        q, k, v, mask, mask_bias, pair, o, lse = [None if x is None else x.data_ptr() for x in tensors]
+        q, k, v, mask, mask_bias, pair, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
         start = 0
         if workspace.bytes:
             room = workspace.make()
             start = room.data_ptr()
         if pairs is not None:
             given, pair = pair, start + at_laid
-            pairs(given, pair)
+            pairs(given, pair, start + at_shifts)
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
         row, ends = (None, None) if terms is None else terms.make(start, mask, mask_bias)[:2]
-        in_turn(kernel, (q, k, v, row, ends, pair, o, lse), further)
+        in_turn(kernel, (q, k, v, row, ends, pair, o, lse, reference, start + at_shifts), further)
 
     return run
+
+
+def pair_plan(pair_bias: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Any]:
+    """How a pair bias [b|1,h|1,q|1,k|1] lies once it is measured (`Pairs`), and its shifts; and the launch that makes both.
+
+    Its lines of keys have a multiple of 8, zero past the last key.
+    """
+    pair = pair_bias.expand(-1, -1, queries, keys)  # one query or key is read along all of them
+    laid = pair_bias.new_empty((*pair.shape[:3], -(-keys // 8) * 8), device="meta")
+    shifts = torch.empty(pair.shape[:3], dtype=torch.float32, device="meta")
+    wide = pair_bias.shape[3] == keys and keys % 8 == 0 and loads_wide(pair_bias)
+    return laid, shifts, plan(Pairs(types[pair_bias.dtype], 8 if wide else 1), pair_bias.device, pair, laid, shifts)
 
 
 class KeyTerms(NamedTuple):

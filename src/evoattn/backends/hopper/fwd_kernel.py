@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.fwd_feed import STREAMS, ForwardFeed
 from evoattn.backends.hopper.fwd_row import ForwardRow
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, SLICE
-from evoattn.backends.hopper.launch import Kernel, Stand, channels, ends, even, free, size, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, channels, ends, even, free, shifts, size, terms
 from evoattn.backends.hopper.panel import KEYS, ROWS, load_panel
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import (
@@ -40,7 +40,7 @@ from evoattn.backends.hopper.primitives import (
     multiply,
     padded,
 )
-from evoattn.backends.hopper.redo import Redo
+from evoattn.backends.hopper.redo import QUERIES, Redo
 from evoattn.backends.hopper.schedule import Schedule, place, stretch
 
 __all__ = ["CHAIN", "HALVES", "KEYS", "ROWS", "Forward"]
@@ -61,12 +61,11 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly.
             With 8 channels it need not be: one term is taken, and q makes up for it.
         resident: whether the pair bias of a panel stays in shared memory.
-        aligned: whether all lines of keys in the pair bias start on 16 bytes, where it stays.
     """
 
-    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool, aligned: bool = True):
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
-        self.resident, self.streamed, self.long, self.aligned = resident, pair and not resident, not resident, aligned
+        self.resident, self.streamed, self.long = resident, pair and not resident, not resident
         self.D = padded(channels)
         self.twice = channels == 8  # a product's 16 channels meet the 8 of a key twice
         self.of_keys = 8 if self.twice else self.D
@@ -80,7 +79,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
         self.terms = 1 if exact or self.twice else 2
         options = {"pair": pair, "row": row, "exact": exact, "long": self.long}
-        self.name_after(dtype, channels=channels, **options, aligned=aligned and pair and resident)
+        self.name_after(dtype, channels=channels, **options)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
         self.redo = Redo(dtype, channels, pair=pair, row=row)
 
@@ -91,12 +90,10 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         q, k, v, o = (channels(self.dtype, (b, n, h, length), self.channels) for length in (lq, lk, lk, lq))
         pair = None
         if self.pair:
-            step = even if self.aligned or self.streamed else free
-            stride = (step(), step(), step(), 1)
-            pair = Stand(self.dtype, (size(), size(), size(), size()), stride, 16 if step is even else 2)
-        lse = Stand(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4)
+            pair = Stand(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
+        lse, reference = (Stand(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4) for _ in range(2))
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
-        return q, k, v, row, end, pair, o, lse, *numbers
+        return q, k, v, row, end, pair, o, lse, reference, shifts() if self.pair else None, *numbers
 
     @property
     def shared_bytes(self) -> int:
@@ -131,6 +128,8 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         pair: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
+        reference: cute.Tensor,
+        shifts: Any,
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
@@ -138,7 +137,8 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS]; ends [r]; pair [b|1,h|1,q,k]; lse [b,n,h,q]."""
+        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS]; ends [r]; pair [b|1,h|1,q,k] and shifts [b|1,h|1,q] as `Pairs` leaves
+        them; lse and reference [b,n,h,q]."""
         lq, lk, lv, lp, _, lo = self.layouts()
         D = self.D
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -152,9 +152,32 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         aP, tP = aQ, tQ
         if const_expr(self.streamed):
             aP, tP = cpasync.make_tiled_tma_atom(load, view(pair, [2, 3, 1, 0]), one(lp), (ROWS, KEYS))
-        self.kernel(aQ, tQ, aK, tK, aV, tV, aP, tP, aO, tO, row, ends, pair, q, k, v, o, lse, row_b, row_n, scale, deal).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared
-        )
+        self.kernel(
+            aQ,
+            tQ,
+            aK,
+            tK,
+            aV,
+            tV,
+            aP,
+            tP,
+            aO,
+            tO,
+            row,
+            ends,
+            pair,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            reference,
+            shifts,
+            row_b,
+            row_n,
+            scale,
+            deal,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared)
 
     @cute.kernel
     def kernel(
@@ -177,6 +200,8 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         gV: cute.Tensor,
         gO: cute.Tensor,
         lse: cute.Tensor,
+        reference: cute.Tensor,
+        shifts: Any,
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
@@ -207,6 +232,10 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         qempty = smem.allocate_array(Int64, STREAMS * SLOTS)
         book = cute.make_tensor(
             smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
+        )
+        # What the pair bias of a warp's queries is measured from.
+        origins = cute.make_tensor(
+            smem.allocate_array(Float32, CONSUMERS * 4 * QUERIES), cute.make_layout((QUERIES, CONSUMERS * 4))
         )
         # What a stream's producer tells its consumers of each round: the row n, and how many slices of keys it has.
         turn = cute.make_tensor(
@@ -329,10 +358,16 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
                     mine[4] = b
                     if const_expr(self.streamed):
                         mine[5] = (p1 - p0) % STREAMS * s
+                if const_expr(self.pair):
+                    if const_expr(self.streamed):
+                        arch.griddepcontrol_wait()
+                    if lane < QUERIES:
+                        i = cutlass.min(((ib * HALVES + half) * (ROWS // QUERIES) + w) * QUERIES + lane, LQ - 1)
+                        origins[lane, wid] = shifts[cutlass.min(b, shifts.shape[0] - 1), cutlass.min(h, shifts.shape[1] - 1), i]
                 arch.sync_warp()
                 if const_expr(self.pair and self.resident):
                     arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-                    load_panel(pair, sP, b, h, ib * HALVES * ROWS, HALVES * ROWS, NB, tid, CONSUMERS * 128, self.aligned)
+                    load_panel(pair, sP, b, h, ib * HALVES * ROWS, HALVES * ROWS, NB, tid, CONSUMERS * 128)
                     arch.fence_proxy("async.shared", space="cta")
                     arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
                 if (ib * HALVES + half) * ROWS < LQ:
@@ -356,7 +391,9 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
                             ot = (self.slot(s, rounds, qph)[0] * HALVES + half) * 4 + w
                         rounds = (rounds + 1) & 3
                         at, out = (tile, h, nn, b, ot), (sO, aO, oS, oG)
-                        again = self.leave((O, m, l), at, out, floor, again, LQ, count, mine, lse, g, t4, lane)
+                        again = self.leave(
+                            (O, m, l), at, out, floor, again, LQ, count, mine, (lse, reference, origins[None, wid]), g, t4, lane
+                        )
                 else:
                     all_bars = (full, empty, pfull, pempty, qfull, qempty)
                     rounds, st, ph, qph = self.pass_by(turn, all_bars, s, rounds, st, ph, qph, count, lane)

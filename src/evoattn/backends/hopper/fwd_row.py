@@ -12,7 +12,6 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from evoattn.backends.hopper.fwd_feed import STREAMS
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, ForwardSteps
 from evoattn.backends.hopper.panel import ROWS
-from evoattn.backends.hopper.primitives import LN2
 from evoattn.backends.hopper.redo import QUERIES, Redo
 from evoattn.backends.hopper.schedule import Schedule, place, stretch
 
@@ -177,21 +176,23 @@ class ForwardRow(ForwardSteps):
         queries: Int32,
         count: Int32,
         mine: Any,
-        lse: cute.Tensor,
+        statistic,
         g: Int32,
         t4: Int32,
         lane: Int32,
     ):
-        """Write a row's o and LSE, those of `queries`; NaN as the LSE where the reference was wrong.
+        """Write a row's o, LSE and reference, those of `queries`; NaN as the LSE where what scores are measured from was wrong.
 
         Args:
             row: O, m and l.
             at: the tile of 16 queries, h, n, b, and where o leaves from.
             out: what copies o.
-            again: whether the reference was wrong, in a row before; or in this one, as it is returned.
+            again: whether that was wrong, in a row before; or in this one, as it is returned.
             count, mine: how many rows come after, and what the warp keeps in shared memory.
+            statistic: lse and reference, and what the pair bias of the warp's queries is measured from.
         """
         (O, m, l), (tile, h, nn, b, ot), (sO, aO, oS, oG) = row, at, out
+        lse, reference, origins = statistic
         for x in range_constexpr(2):
             l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
         arch.cp_async_bulk_wait_group(0, read=True)
@@ -224,9 +225,13 @@ class ForwardRow(ForwardSteps):
             good = l[x] < self.ceiling
             again = again | (not good)
             if t4 == 0 and i < limit:
-                value = (m[x] + cute.math.log2(l[x], fastmath=True)) * LN2
+                value = m[x] + cute.math.log2(l[x], fastmath=True)
                 value = cutlass.select_(dead[x], -Float32.inf, value)
                 lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
+                origin = Float32(0.0)
+                if const_expr(self.pair):
+                    origin = origins[g + 8 * x]
+                reference[b, nn, h, i] = origin
         return again
 
     @cute.jit

@@ -110,6 +110,11 @@ def ends() -> Any:
     return Stand(cutlass.Int32, (size(),), (1,), 4)
 
 
+def shifts() -> Any:
+    """What stands for what a pair bias is measured from, float32 [b|1,h|1,q]."""
+    return Stand(cutlass.Float32, (size(), size(), size()), (free(), free(), 1), 4)
+
+
 def live_rows() -> tuple[Any, Any]:
     """What stands for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `bwd_live`."""
     order = Stand(cutlass.Int32, (size(), 2, size()), (free(), free(), 1), 4)

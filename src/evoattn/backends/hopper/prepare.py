@@ -1,4 +1,4 @@
-"""What a call lays out anew before its main kernel: the key-wise bias, and a pair bias to stream or with keys far apart.
+"""What a call lays out anew before its main kernel: the key-wise bias, and the pair bias.
 
 **A key's terms.** mask and mask_bias become one bias, measured from the row's largest (`evoattn.numerics`), and each number
 x of it eight 16-bit terms, hi mid lo hi mid hi veto veto, with x = hi + mid + lo. The forward multiplies them by 1 / scale =
@@ -7,6 +7,7 @@ a0 + a1 + a2 in the order a0 a0 a0 a1 a1 a2 VETO VETO, so that the tensor cores 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -16,8 +17,8 @@ from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_plan import MOST_PANELS, PANEL
-from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, size, terms
-from evoattn.backends.hopper.primitives import VETO, finite, three_terms
+from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, shifts, size, terms
+from evoattn.backends.hopper.primitives import MASKED, VETO, finite, three_terms
 from evoattn.backends.hopper.schedule import place
 
 __all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
@@ -25,7 +26,11 @@ __all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
 TERMS = 8
 _THREADS = 128
 _LISTING = 512  # threads of a block where one lists rows: each looks at few
-_EACH = 2  # vectors of eight elements that a thread brings over
+_LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp each
+NEAR = 64.0
+"""Biases up to this size cost a float32 score no digit that counts."""
+LOWEST = -(2.0**14)
+"""No bias of a query lies further below its largest: the product of such numbers and 1 / scale keeps its digits in float32."""
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 _CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
 _WORD = 16  # keys of a word
@@ -262,7 +267,12 @@ class Rows(Kernel):
 
 
 class Pairs(Kernel):
-    """pair_bias [b,h,q,k] of any strides -> the same with rows that start on 16 bytes, and finite where dtype allows.
+    """pair_bias [b,h,q,k] of any strides -> the same, measured from the largest of each query if that is far from 0.
+
+    For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row (`evoattn.numerics`): beside such
+    numbers float32 scores would have no digits left. What is subtracted is a number of dtype, and the difference is exact if it
+    counts; what lies more than 16,384 below the largest is brought to that, which is as good as masked. Rows of the result
+    start on 16 bytes, and -inf becomes finite if dtype allows. shifts [b,h,q] is what was subtracted.
 
     Args:
         dtype: cutlass type of the pair bias.
@@ -278,61 +288,60 @@ class Pairs(Kernel):
             return Stand(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
 
         any_strides = Stand(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
-        return aligned() if self.width == 8 else any_strides, aligned()
+        return aligned() if self.width == 8 else any_strides, aligned(), shifts()
 
     @cute.jit
-    def __call__(self, pair: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
-        b, h, _, _ = out.shape
-        blocks = self.blocks(out) * h * b  # on one axis: the others end at 65,535
-        kernel = self.wide if const_expr(self.width == 8) else self.single
-        kernel(pair, out).launch(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream)
-
-    def blocks(self, out: cute.Tensor) -> Any:
-        """Blocks of one (b, h): each copies some vectors, or a line of keys."""
-        _, _, q, k = out.shape
-        return (q * (k // 8) + _EACH * _THREADS - 1) // (_EACH * _THREADS) if self.width == 8 else q
-
-    def of_block(self, out: cute.Tensor) -> tuple[Any, Any, Any]:
-        """Which block of its (b, h) this one is, its h and its b."""
-        index, _, _ = arch.block_idx()
-        return place(index, self.blocks(out), out.shape[1])
+    def __call__(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor, stream: cuda.CUstream):
+        b, h, q, _ = out.shape
+        blocks = (b * h * q + _LINES - 1) // _LINES  # on one axis: the others end at 65,535
+        self.kernel(pair, out, shifts).launch(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def wide(self, pair: cute.Tensor, out: cute.Tensor):
+    def kernel(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor):
+        """A warp a query: it finds the largest, and reads all once more."""
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
-        block, h, b = self.of_block(out)
-        across = out.shape[3] // 8
-        part = lambda t, i, key: cute.make_tensor(
-            (t.iterator + cute.crd2idx((b, h, i, key), t.layout)).align(16), cute.make_layout(8)
-        )
-        held = [cute.make_rmem_tensor(8, self.dtype) for _ in range(_EACH)]
-        for u in range_constexpr(_EACH):
-            x = (block * _EACH + u) * _THREADS + tid
-            i, key = x // across, x % across * 8
-            if i < out.shape[2]:
-                cute.autovec_copy(part(pair, i, key), held[u])
-        for u in range_constexpr(_EACH):
-            x = (block * _EACH + u) * _THREADS + tid
-            i, key = x // across, x % across * 8
-            if i < out.shape[2]:
-                for y in range_constexpr(8):
-                    held[u][y] = self.clean(held[u][y])
-                cute.autovec_copy(held[u], part(out, i, key))
+        block, _, _ = arch.block_idx()
+        lane, line = tid % 32, block * _LINES + tid // 32
+        if line < out.shape[0] * out.shape[1] * out.shape[2]:
+            i, h, b = place(line, out.shape[2], out.shape[1])
+            top, vectors = -Float32.inf, pair.shape[3] // self.width
+            for x in cutlass.range(lane, vectors, 32, unroll=1):
+                held = self.take(pair, b, h, i, x)
+                for y in range_constexpr(self.width):
+                    top = arch.fmax(top, held[y].to(Float32))
+            top = arch.warp_reduction_max(top)
+            far = cute.math.absf(top) > NEAR and cute.math.absf(top) < Float32.inf
+            shift = Float32(cutlass.select_(far, top, Float32(0.0)))
+            for x in cutlass.range(lane, out.shape[3] // self.width, 32, unroll=1):
+                held = cute.make_rmem_tensor(self.width, self.dtype)
+                held.fill(0.0)
+                if x < vectors:
+                    given = self.take(pair, b, h, i, x)
+                    for y in range_constexpr(self.width):
+                        held[y] = self.clean(given[y], shift)
+                cute.autovec_copy(held, self.part(out, b, h, i, x))
+            if lane == 0:
+                shifts[b, h, i] = shift
 
-    @cute.kernel
-    def single(self, pair: cute.Tensor, out: cute.Tensor):
-        arch.griddepcontrol_launch_dependents()
-        tid, _, _ = arch.thread_idx()
-        i, h, b = self.of_block(out)
-        for j in cutlass.range(tid, out.shape[3], _THREADS, unroll=4):
-            value = self.dtype(0.0)
-            if j < pair.shape[3]:
-                value = self.clean(pair[b, h, i, j])
-            out[b, h, i, j] = value
+    def part(self, x: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
+        """The elements of a vector."""
+        start = x.iterator + cute.crd2idx((b, h, i, vector * self.width), x.layout)
+        return cute.make_tensor(start.align(2 * self.width), cute.make_layout(self.width))
 
-    def clean(self, value: Any) -> Any:
-        return finite(value.to(Float32)).to(self.dtype) if self.dtype is BFloat16 else value
+    def take(self, pair: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
+        """The elements of a vector, in registers."""
+        held = cute.make_rmem_tensor(self.width, self.dtype)
+        cute.autovec_copy(self.part(pair, b, h, i, vector), held)
+        return held
+
+    def clean(self, value: Any, shift: Float32) -> Any:
+        """Measured from the shift, and not too far below it; NaN stays."""
+        x = value.to(Float32)
+        masked = Float32(MASKED if self.dtype is BFloat16 else -math.inf)
+        near = x - shift
+        near = Float32(cutlass.select_(near < LOWEST, Float32(LOWEST), near))
+        return Float32(cutlass.select_(x == -Float32.inf, masked, near)).to(self.dtype)
 
 
 class Tiles(Kernel):

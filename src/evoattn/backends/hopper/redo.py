@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LN2, LOG2E, MASKED, SHALLOW, mma_m16n8k16, packed
+from evoattn.backends.hopper.primitives import LOG2E, MASKED, SHALLOW, mma_m16n8k16, packed
 
 __all__ = ["QUERIES", "Redo"]
 
@@ -109,7 +109,7 @@ class Redo:
                         value = Float32(cutlass.select_(dead, Float32(0.0), out[2 * x + z, y] / whole))
                         o[b, n, h, at[x], 8 * y + 2 * t + z] = value.to(self.dtype)
                 if t == 0:
-                    value = best[x] + cute.math.log2(whole, fastmath=True) * LN2
+                    value = best[x] * LOG2E + cute.math.log2(whole, fastmath=True)
                     lse[b, n, h, at[x]] = cutlass.select_(dead, -Float32.inf, value)
 
     @cute.jit
@@ -148,7 +148,7 @@ class Redo:
             for x in range_constexpr(2):
                 s, gone = S[2 * x + y] * scale + bias, dead
                 if const_expr(self.pair):
-                    # as it was given, or laid out anew, with MASKED for -inf; the same number of a user's is taken for that too
+                    # with MASKED for -inf, if dtype has it
                     more = pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), lines[x], key].to(Float32)
                     gone = dead | (more == -Float32.inf) | (more == MASKED)
                     s += cutlass.select_(more < SHALLOW, Float32(SHALLOW), more)

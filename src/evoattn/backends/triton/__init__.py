@@ -144,6 +144,7 @@ def plan_backward(
     pair_bias: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    reference: Tensor,
     *,
     scale: float,
     layout: str,
@@ -157,7 +158,7 @@ def plan_backward(
 
     with _device_of(q):
         plan = bwd.plan_backward(
-            do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse,
+            do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference,
             scale=scale, layout=layout, needs=needs, deterministic=deterministic, config=config,
         )  # fmt: skip
     return on_device_of(q, plan, first=compile_ahead)

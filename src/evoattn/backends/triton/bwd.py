@@ -49,11 +49,12 @@ class Backward:
 
     Args:
         device: of all tensors.
-        stats: [2, b, n, h, padded_q]: lse in log2 units and delta.
+        stats: [2, b, n, h, padded_q]: lse and delta; with a pair bias [4, ...], see `bwd_preprocess.store_statistics`.
         rows: makes the row bias, where there is one.
         pair: the pair bias and its gradient.
         statistics, dq, dkdv: the launches, None where nothing asks for them.
         mask: the gradient of mask_bias, where it is wanted.
+        gathers: whether lse and reference lie in memory with gaps or in another order, and are copied.
     """
 
     device: torch.device
@@ -64,6 +65,7 @@ class Backward:
     dq: Launch | None
     dkdv: Launch | None
     mask: _MaskGradient | None
+    gathers: bool
 
     def __call__(
         self,
@@ -77,6 +79,7 @@ class Backward:
         pair_bias: Tensor | None,
         o: Tensor,
         lse: Tensor,
+        reference: Tensor,
         dq: Tensor | None,
         dk: Tensor | None,
         dv: Tensor | None,
@@ -88,16 +91,18 @@ class Backward:
         stats = empty(self.stats, self.device)
         # What is not given is never read: any tensor stands in for it.
         dlse = lse if dlse is None else dlse
+        if self.gathers:
+            lse, reference = lse.contiguous(), reference.contiguous()
         row, runs = (stats, stats) if self.rows is None else self.rows(mask, mask_bias)
         self.pair.copy(pair_bias, pair)
         by_query, by_key = (q, q) if pair.by_query is None or pair.by_key is None else (pair.by_query, pair.by_key)
-        inputs = (q, k, v, do, stats)
+        inputs = (q, k, v, do, stats, stats if pair.distant is None else pair.distant)
         spans = row if self.pair.in_order is None else self.pair.in_order.find_spans(row)
         if self.statistics is not None:
-            self.statistics(o, do, lse, dlse, stats)
+            self.statistics(o, do, lse, reference, dlse, *inputs[4:])
         if self.dq is not None:
             to_dq, to_sums = q if dq is None else dq, stats if pair.sums is None else pair.sums
-            self.dq(*inputs, o, lse, dlse, row, runs, by_query, to_dq, to_sums)
+            self.dq(*inputs, o, lse, reference, dlse, row, runs, by_query, to_dq, to_sums)
         if self.dkdv is not None:
             to_dk, to_dv = k if dk is None else dk, v if dv is None else dv
             self.dkdv(*inputs, row, by_key, to_dk, to_dv, stats if sums is None else sums)
@@ -139,6 +144,7 @@ def plan_backward(
     pair_bias: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    reference: Tensor,
     *,
     scale: float,
     layout: str,
@@ -155,7 +161,7 @@ def plan_backward(
         )
     few = few_tiles("backward", problem, config)
     if few is not None:
-        return plan_backward_few(do, dlse, q, k, v, mask, mask_bias, o, few, scale=scale, layout=layout, needs=needs[:3])
+        return plan_backward_few(do, dlse, q, k, v, mask, mask_bias, o, lse, few, scale=scale, layout=layout, needs=needs[:3])
     tiles = backward_tiles(problem, config, launch.shared_memory_limit(q.device), launch.capability(q.device))
     padded_q = round_up(problem.lq, max(tiles.dq.block_q, tiles.dkdv.block_q, tiles.pair.block_q))
     of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
@@ -168,7 +174,7 @@ def plan_backward(
         o=of_o,
         do=of_do,
         dlse=None if dlse is None else strided(dlse),
-        stats=contiguous((2, *lse.shape[:3], padded_q), torch.float32),
+        stats=contiguous((2 if pair_bias is None else 4, *lse.shape[:3], padded_q), torch.float32),
         rows=_plan_rows(problem, tiles, mask, mask_bias, scale, q.device),
         scale=scale,
         heads_inside=layout == "bnlhd",
@@ -178,9 +184,14 @@ def plan_backward(
     of_mask = None if mask_bias is None or not needs[3] else _plan_mask_gradient(call, mask_bias, deterministic)
     statistics, dq = _plan_dq(call, pair, needs[0])
     dkdv = _plan_dkdv(call, pair, needs[1], needs[2], of_mask)
-    backward = Backward(q.device, call.stats, call.rows, pair, statistics, dq, dkdv, of_mask)
+    backward = Backward(q.device, call.stats, call.rows, pair, statistics, dq, dkdv, of_mask, _has_gaps(lse, reference))
     _overlap(backward)
     return backward
+
+
+def _has_gaps(*saved: Tensor) -> bool:
+    """Whether saved tensors are not contiguous, as hooks may give them back."""
+    return not all(x.is_contiguous() for x in saved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +203,7 @@ class _Zeros:
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         mask_bias, pair_bias = tensors[6:8]
-        for gradient in tensors[10:]:
+        for gradient in tensors[11:]:
             if gradient is not None:
                 gradient.zero_()
         of_mask = None if self.mask_bias is None or mask_bias is None else mask_bias.new_zeros(self.mask_bias)
@@ -277,6 +288,7 @@ def _plan_dq(call: Call, pair: Pair, need: bool) -> tuple[Launch | None, Launch 
         blocks,
         groups,
         _heads_together(problem, bias, sums, call.device),
+        0 if sums is None else math.prod(sums.shape[:3]),
         ROWS=tiles.rows,
         GRAIN_PAIR=of_bias.grain,
         GRAIN_DPAIR=of_sums.grain,

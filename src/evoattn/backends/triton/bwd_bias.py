@@ -8,7 +8,17 @@ import triton.language as tl
 from evoattn.backends.triton.bwd_dq import score_gradient
 from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.primitives import LOG2E, decode, load_pair_bias, load_row_bias, load_tile, wide
+from evoattn.backends.triton.primitives import (
+    DISTANT,
+    LOG2E,
+    decode,
+    load_pair_bias,
+    load_row_bias,
+    load_tile,
+    measured,
+    natural,
+    wide,
+)
 
 __all__ = ["pair_gradient_kernel"]
 
@@ -27,7 +37,7 @@ __all__ = ["pair_gradient_kernel"]
     ]
 )  # fmt: skip
 def pair_gradient_kernel(
-    p_q, p_k, p_v, p_do, p_stats, p_row, p_spans, p_pair, p_partial, scale,
+    p_q, p_k, p_v, p_do, p_stats, p_distant, p_row, p_spans, p_pair, p_partial, scale,
     stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
@@ -95,6 +105,8 @@ def pair_gradient_kernel(
         MASK_PAIR and not EVEN_Q, MASK_PAIR and not EVEN_K,
     )  # [q,k]  # fmt: skip
     b_sum = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)  # [q,k]
+    plane = wide(half, WIDE) * PAD
+    distant = tl.load(p_distant) != 0
     p_q += (b * stride_qb + h * stride_qh + start_q * stride_ql) * GRAIN
     p_do += (b * stride_dob + h * stride_doh + start_q * stride_dol) * GRAIN
     p_k += (b * stride_kb + h * stride_kh + start_k * stride_kl) * GRAIN
@@ -129,10 +141,15 @@ def pair_gradient_kernel(
         b_v = load_tile(
             p_v + n * stride_vn * GRAIN, o_k, o_c, stride_vl * GRAIN, stride_vc, left_k, C, not EVEN_K, C != BLOCK_C
         )  # [k,c]
-        b_lse = tl.load(p_stats + n * heads * (padded_q * PAD) + o_in_q)  # [q]
-        b_delta = tl.load(p_stats + wide(half, WIDE) * PAD + n * heads * (padded_q * PAD) + o_in_q)  # [q]
+        p_this = p_stats + n * heads * (padded_q * PAD)
+        b_lse = tl.load(p_this + o_in_q)  # [q]
+        b_delta = tl.load(p_this + plane + o_in_q)  # [q]
+        b_mine = natural(b_pair)
+        if distant:
+            b_lse = tl.where(b_lse == DISTANT, tl.load(p_this + 2 * plane + o_in_q), b_lse)
+            b_mine = measured(b_pair, tl.load(p_this + 3 * plane + o_in_q)[:, None])
         b_sum += score_gradient(
-            b_q, b_do, b_k, b_v, b_lse, b_delta, b_pair, b_row, unit, True, HAS_ROW, FOLD, PRECISION
+            b_q, b_do, b_k, b_v, b_lse, b_delta, b_mine, b_row, unit, True, HAS_ROW, FOLD, PRECISION
         )  # [q,k]
 
     wait_to_store(WAIT)

@@ -7,7 +7,18 @@ import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.primitives import LOG2E, decode, load_pair_bias, load_row_bias, load_tile, store_tile, wide
+from evoattn.backends.triton.primitives import (
+    DISTANT,
+    LOG2E,
+    decode,
+    load_pair_bias,
+    load_row_bias,
+    load_tile,
+    measured,
+    natural,
+    store_tile,
+    wide,
+)
 
 __all__ = ["MASK_ADD", "MASK_NONE", "MASK_STORE", "dkdv_kernel"]
 
@@ -15,6 +26,9 @@ MASK_NONE = 0
 MASK_ADD = 1
 MASK_STORE = 2
 
+_OTHERS = tl.constexpr(0)
+_DISTANT = tl.constexpr(1)
+_ALL = tl.constexpr(2)
 _NONE = tl.constexpr(MASK_NONE)
 _ADD = tl.constexpr(MASK_ADD)
 
@@ -27,7 +41,7 @@ def transposed_scores(
     """`primitives.scores` as [k,q], from b_k [k,d], b_q [q,d], b_pair [k,q], b_row [k] (divided by unit where FOLD)."""
     if FOLD and HAS_PAIR:
         inverse = 1.0 / unit
-        b_start = b_pair.to(tl.float32) * (inverse * LOG2E)  # [k,q]
+        b_start = natural(b_pair) * (inverse * LOG2E)  # [k,q]
         if HAS_ROW:
             b_start += b_row[:, None]
         return tl.dot(b_k, tl.trans(b_q), b_start, input_precision=PRECISION)
@@ -41,10 +55,71 @@ def transposed_scores(
         return b_s
     b_s *= unit
     if HAS_PAIR:
-        b_s += b_pair.to(tl.float32) * LOG2E
+        b_s += natural(b_pair) * LOG2E
     if HAS_ROW:
         b_s += b_row[:, None]
     return b_s
+
+
+@triton.jit
+def _tile_of_queries(
+    b_k, b_v, b_row, b_dk, b_dv, b_dmask, p_q, p_do, p_pair, p_stats, distant, first, lq, left_k, plane, unit,
+    stride_q, stride_qd, stride_do, stride_doc, stride_pair_k, stride_pair_q,
+    D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_PAIR: tl.constexpr, MASK_PAIR: tl.constexpr, HAS_ROW: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, MASK_MODE: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, SEED: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, WHICH: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries from `first` on give to (b_dk, b_dv, b_dmask).
+
+    WHICH: only distant queries, which have a reference that their pair bias is measured from; only the others; or all, if some
+    are `distant`. `plane` is the way from an lse to its delta, and on to the lse and reference of distant queries
+    (`bwd_preprocess.store_statistics`).
+    """
+    o_in_q = tl.arange(0, BLOCK_Q)
+    o_q = wide(o_in_q, WIDE)
+    o_k = wide(tl.arange(0, BLOCK_K), WIDE)
+    o_d = wide(tl.arange(0, BLOCK_D), WIDE)
+    o_c = wide(tl.arange(0, BLOCK_C), WIDE)
+    start_q = tl.cast(first, tl.int64)
+    left_q = lq - first
+    b_q = load_tile(p_q + start_q * stride_q, o_q, o_d, stride_q, stride_qd, left_q, D, not EVEN_Q, D != BLOCK_D)  # [q,d]
+    b_do = load_tile(p_do + start_q * stride_do, o_q, o_c, stride_do, stride_doc, left_q, C, not EVEN_Q, C != BLOCK_C)  # [q,c]
+    b_pair = 0.0
+    if HAS_PAIR:
+        b_pair = load_pair_bias(
+            p_pair + start_q * stride_pair_q, o_k, o_q, stride_pair_k, stride_pair_q, left_k, left_q,
+            MASK_PAIR and not EVEN_K, MASK_PAIR and not EVEN_Q,
+        )  # [k,q]  # fmt: skip
+        if WHICH == _DISTANT:
+            b_pair = measured(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
+    b_lse = tl.load(p_stats + (2 * plane if WHICH == _DISTANT else 0) + first + o_in_q)  # [q]
+    if WHICH == _ALL:
+        b_bias = natural(b_pair)
+        if distant:
+            b_lse = tl.where(b_lse == DISTANT, tl.load(p_stats + 2 * plane + first + o_in_q), b_lse)
+            b_bias = measured(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
+        b_pair = b_bias
+    b_s = transposed_scores(
+        b_k, b_q, b_pair, b_row, unit, (BLOCK_K, BLOCK_Q), HAS_PAIR, HAS_ROW, SEED, FOLD, PRECISION
+    )  # [k,q]
+    b_p = tl.math.exp2(b_s * (unit if FOLD else 1.0) - b_lse[None, :])  # [k,q]
+    if NEED_DV:
+        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [k,c]
+    if NEED_DK or MASK_MODE != _NONE:
+        b_delta = tl.load(p_stats + plane + first + o_in_q)  # [q]
+        if SEED:
+            b_seed = tl.broadcast_to(-b_delta[None, :], [BLOCK_K, BLOCK_Q])  # [k,q]
+            b_ds = b_p * tl.dot(b_v, tl.trans(b_do), b_seed, input_precision=PRECISION)  # [k,q]
+        else:
+            b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])  # [k,q]
+        if NEED_DK:
+            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [k,d]
+        if MASK_MODE != _NONE:
+            b_dmask += tl.sum(b_ds, 1)
+    return b_dk, b_dv, b_dmask
 
 
 @Kernel
@@ -61,7 +136,7 @@ def transposed_scores(
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    p_q, p_k, p_v, p_do, p_stats, p_row, p_pair, p_dk, p_dv, p_dmask, scale,
+    p_q, p_k, p_v, p_do, p_stats, p_distant, p_row, p_pair, p_dk, p_dv, p_dmask, scale,
     stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
@@ -98,7 +173,8 @@ def dkdv_kernel(
 ):  # fmt: skip
     """One program owns BLOCK_K keys of one (b, n, h).
 
-    It loops over all query tiles, and over none when the mask switches every key of it off.
+    It loops over all query tiles, and over none when the mask switches every key of it off; and once more if there are queries
+    whose pair bias swallows their scores, for those alone.
     It writes dK and dV once, and its part of the row-bias gradient (the sum over its head's queries) once.
     SEED: what is subtracted from dP, and added to S, is where their matmuls' accumulators start.
     """
@@ -111,8 +187,6 @@ def dkdv_kernel(
     left_k = lk - start_k
     o_in = tl.arange(0, BLOCK_K)
     o_k = wide(o_in, WIDE)
-    o_in_q = tl.arange(0, BLOCK_Q)
-    o_q = wide(o_in_q, WIDE)
     o_d = wide(tl.arange(0, BLOCK_D), WIDE)
     o_c = wide(tl.arange(0, BLOCK_C), WIDE)
     unit = scale * LOG2E
@@ -138,45 +212,34 @@ def dkdv_kernel(
         b_row = load_row_bias(p_row + b * stride_row_b * PAD + n * stride_row_n * PAD + start_k, o_in)  # [k]
         # NaN counts as live: it has to reach the gradients.
         tiles = tl.where(tl.max((b_row != float("-inf")).to(tl.int32), 0) != 0, tiles, 0)
+    plane = wide(half, WIDE) * PAD
+    distant = False
+    if HAS_PAIR:
+        distant = tl.load(p_distant) != 0
+    # A condition on the pair bias in the loop costs nothing with float32. The tile of 64 queries and keys of 16-bit numbers
+    # would spill 199 registers there, and float32 spills 74 if a loop of its own comes after it.
+    WHICH: tl.constexpr = _ALL if HAS_PAIR and b_k.dtype == tl.float32 else _OTHERS
     b_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)  # [k,d]
     b_dv = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)  # [k,c]
     b_dmask = tl.zeros([BLOCK_K], tl.float32)  # [k]
     if tiles > 0:  # so that there is no way around the loop itself, see dq_kernel
         for tile in tl.range(0, tiles, num_stages=STAGES):
-            first = tile * BLOCK_Q
-            start_q = tl.cast(first, tl.int64)
-            left_q = lq - first
-            b_q = load_tile(
-                p_q + start_q * stride_ql * GRAIN, o_q, o_d, stride_ql * GRAIN, stride_qd, left_q, D, not EVEN_Q, D != BLOCK_D
-            )  # [q,d]
-            b_do = load_tile(
-                p_do + start_q * stride_dol * GRAIN, o_q, o_c, stride_dol * GRAIN, stride_doc, left_q, C,
-                not EVEN_Q, C != BLOCK_C,
-            )  # [q,c]  # fmt: skip
-            b_pair = 0.0
-            if HAS_PAIR:
-                b_pair = load_pair_bias(
-                    p_pair + start_q * stride_pair_q, o_k, o_q, stride_pair_k, stride_pair_q, left_k, left_q,
-                    MASK_PAIR and not EVEN_K, MASK_PAIR and not EVEN_Q,
-                )  # [k,q]  # fmt: skip
-            b_lse = tl.load(p_stats + first + o_in_q)  # [q]
-            b_s = transposed_scores(
-                b_k, b_q, b_pair, b_row, unit, (BLOCK_K, BLOCK_Q), HAS_PAIR, HAS_ROW, SEED, FOLD, PRECISION
-            )  # [k,q]
-            b_p = tl.math.exp2(b_s * (unit if FOLD else 1.0) - b_lse[None, :])  # [k,q]
-            if NEED_DV:
-                b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [k,c]
-            if NEED_DK or MASK_MODE != _NONE:
-                b_delta = tl.load(p_stats + wide(half, WIDE) * PAD + first + o_in_q)  # [q]
-                if SEED:
-                    b_seed = tl.broadcast_to(-b_delta[None, :], [BLOCK_K, BLOCK_Q])  # [k,q]
-                    b_ds = b_p * tl.dot(b_v, tl.trans(b_do), b_seed, input_precision=PRECISION)  # [k,q]
-                else:
-                    b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])  # [k,q]
-                if NEED_DK:
-                    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [k,d]
-                if MASK_MODE != _NONE:
-                    b_dmask += tl.sum(b_ds, 1)
+            b_dk, b_dv, b_dmask = _tile_of_queries(
+                b_k, b_v, b_row, b_dk, b_dv, b_dmask, p_q, p_do, p_pair, p_stats, distant, tile * BLOCK_Q, lq, left_k,
+                plane, unit,
+                stride_ql * GRAIN, stride_qd, stride_dol * GRAIN, stride_doc, stride_pair_k, stride_pair_q,
+                D, C, BLOCK_D, BLOCK_C, BLOCK_Q, BLOCK_K, HAS_PAIR, MASK_PAIR, HAS_ROW, NEED_DK, NEED_DV,
+                MASK_MODE, EVEN_Q, EVEN_K, SEED, FOLD, PRECISION, WIDE, WHICH,
+            )  # fmt: skip
+    if HAS_PAIR and WHICH == _OTHERS:
+        for tile in tl.range(0, tl.where(distant, tiles, 0), num_stages=1):
+            b_dk, b_dv, b_dmask = _tile_of_queries(
+                b_k, b_v, b_row, b_dk, b_dv, b_dmask, p_q, p_do, p_pair, p_stats, distant, tile * BLOCK_Q, lq, left_k,
+                plane, unit,
+                stride_ql * GRAIN, stride_qd, stride_dol * GRAIN, stride_doc, stride_pair_k, stride_pair_q,
+                D, C, BLOCK_D, BLOCK_C, BLOCK_Q, BLOCK_K, HAS_PAIR, MASK_PAIR, HAS_ROW, NEED_DK, NEED_DV,
+                MASK_MODE, EVEN_Q, EVEN_K, SEED, FOLD, PRECISION, WIDE, _DISTANT,
+            )  # fmt: skip
 
     wait_to_store(WAIT)
     out = row * lk + start

@@ -57,12 +57,16 @@ _WORTH_A_SHARE = 1.05
 
 
 class PairTensors(NamedTuple):
-    """The tensors of one run; None where there is none. `sums` may be the result itself."""
+    """The tensors of one run; None where there is none. `sums` may be the result itself.
+
+    `distant` is two float32 numbers: not 0 if a query has a reference (`bwd_preprocess.store_statistics`), and always 0.
+    """
 
     by_query: Tensor | None = None
     by_key: Tensor | None = None
     sums: Tensor | None = None
     result: Tensor | None = None
+    distant: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Pair:
         straight, transposed: copies that are made, and the launches that fill them.
         storage: elements of the result's memory where that holds the transposed copy for now, else 0.
         sums: where partial sums are added up, if not in the result.
+        unread: elements behind the sums, for what rows add that have no live key.
         cleared: whether sums start from 0.
         in_order: the kernel of a fixed order of summation.
     """
@@ -95,6 +100,7 @@ class Pair:
     transposed: tuple[Strided, Launch] | None = None
     storage: int = 0
     sums: Strided | None = None
+    unread: int = 0
     cleared: bool = False
     in_order: InOrder | None = None
 
@@ -118,7 +124,7 @@ class Pair:
         """The memory of the copies and of the gradient, whose sums are cleared."""
         if bias is None or self.bias is None:
             return PairTensors()
-        by_query, memory, result, sums = bias, None, None, None
+        by_query, memory, result, sums, distant = bias, None, None, None, None
         if self.straight is not None:
             by_query = empty(self.straight[0], self.device)
         by_key = by_query
@@ -127,13 +133,26 @@ class Pair:
             if self.storage:
                 by_key = memory = torch.empty_strided((self.storage,), (1,), dtype=self.bias.dtype, device=self.device)
         if self.result is not None:
-            whole = self.result
-            result = empty(whole, self.device) if memory is None else memory.as_strided(whole.shape, whole.stride)
-            if self.mode != PAIR_NONE:
-                sums = result if self.sums is None else empty(self.sums, self.device)
+            like = self.result if self.sums is None else self.sums
+            if self.mode == PAIR_ADD:
+                sums, distant = self._cleared(like)
+            if memory is not None:
+                result = memory.as_strided(*self.result[:2])
+            else:
+                result = sums if self.mode == PAIR_ADD and self.sums is None else empty(self.result, self.device)
+            if self.mode == PAIR_STORE:
+                sums = result
                 if self.cleared:
-                    sums.zero_()
-        return PairTensors(by_query, by_key, sums, result)
+                    result.zero_()
+        if distant is None:
+            distant = torch.zeros(2, device=self.device)
+        return PairTensors(by_query, by_key, sums, result, distant)
+
+    def _cleared(self, like: Strided) -> tuple[Tensor, Tensor]:
+        """Memory of zeros for a record that has no gaps and the elements behind it, and `distant`, in one piece."""
+        behind = round_up(math.prod(like.shape) + self.unread, PAD)
+        room = torch.zeros(behind + 2, dtype=torch.float32, device=self.device)
+        return room.as_strided(like.shape, like.stride), room.as_strided((2,), (1,), behind)
 
     def copy(self, bias: Tensor | None, tensors: PairTensors) -> None:
         """Make the copies."""
@@ -214,12 +233,12 @@ def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bo
         return dataclasses.replace(pair, mode=PAIR_STORE, cleared=call.rows is not None)
     if deterministic:
         return dataclasses.replace(pair, in_order=_plan_in_order(call, pair, bias))
-    unread = tile.block_q if call.rows is not None else 0  # for what rows add that have no live key
-    size_q = round_up(problem.lq, tile.block_q) + unread if full_q else 1
+    size_q = round_up(problem.lq, tile.block_q) if full_q else 1
     size_k = round_up(problem.lk, tile.block_k) if full_k else 1
     exact = bias.dtype == torch.float32 and (size_q, size_k) == bias.shape[2:]
     sums = None if exact else contiguous((*bias.shape[:2], size_q, size_k), torch.float32)
-    return dataclasses.replace(pair, mode=PAIR_ADD, sums=sums, cleared=True)
+    unread = tile.block_q * size_k if full_q and call.rows is not None else 0
+    return dataclasses.replace(pair, mode=PAIR_ADD, sums=sums, unread=unread, cleared=True)
 
 
 def _with_copies(call: Call, pair: Pair, bias: Strided, *, reuse: bool) -> Pair:

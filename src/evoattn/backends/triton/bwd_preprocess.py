@@ -10,9 +10,9 @@ from evoattn.backends.triton import launch
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, layout_for
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.prepare import RowBias
-from evoattn.backends.triton.primitives import LOG2E, decode, load_tile, wide
+from evoattn.backends.triton.primitives import DISTANT, LOG2E, decode, load_tile, wide
 
-__all__ = ["PAD", "plan_pack", "plan_row_spans", "plan_statistics", "row_statistics", "without_empty_rows"]
+__all__ = ["PAD", "plan_pack", "plan_row_spans", "plan_statistics", "store_statistics", "without_empty_rows"]
 
 PAD = 16
 """Padded lengths are multiples of this. Kernels take them, and strides over them, in units of it, so that rows load wide."""
@@ -24,23 +24,40 @@ _WARPS_AT_ONCE = 16
 
 
 @triton.jit
-def row_statistics(p_lse, p_dlse, b_o, b_do, o_in, left, stride_dlse, HAS_DLSE: tl.constexpr):
-    """lse [q] in log2 units, +inf for a row that attends to nothing and past the end, and delta [q] = sum_c o do - dlse.
+def store_statistics(
+    p_stats, p_distant, p_lse, p_ref, p_dlse, b_o, b_do, o_in, left, inside, stride_dlse, plane,
+    HAS_DLSE: tl.constexpr, HAS_PAIR: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write what the backward's kernels read of each query: lse, delta = sum_c o do - dlse log2 e and, with a pair bias, more.
 
-    p_lse and p_dlse point at the first query; an empty row's delta is 0: whatever dlse comes in there, nothing may go out.
+    All pointers point at the first query. lse is +inf for a query that attends to nothing and past the end, and then delta is
+    0: whatever dlse comes in there, nothing may go out. A query with a reference has DISTANT there; its lse and reference
+    come after delta, and the number at p_distant says that there is one.
     """
     b_lse = tl.load(p_lse + o_in, mask=o_in < left, other=float("-inf"))  # [q]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [q]
     if HAS_DLSE:
-        b_delta -= tl.load(p_dlse + o_in.to(tl.int64) * stride_dlse, mask=o_in < left, other=0.0)
-    return without_empty_rows(b_lse, b_delta)
+        b_delta -= tl.load(p_dlse + o_in.to(tl.int64) * stride_dlse, mask=o_in < left, other=0.0) * LOG2E
+    b_lse, b_delta = without_empty_rows(b_lse, b_delta)
+    if HAS_PAIR:
+        b_ref = tl.load(p_ref + o_in, mask=o_in < left, other=0.0)  # [q]
+        b_far = tl.where(b_ref == 0.0, float("inf"), b_lse)
+        b_lse = tl.where(b_ref == 0.0, b_lse, DISTANT)
+    if not MASKED:
+        inside = tl.full(o_in.shape, True, tl.int1)
+    tl.store(p_stats + o_in, b_lse, mask=inside)
+    tl.store(p_stats + plane + o_in, b_delta, mask=inside)
+    if HAS_PAIR:
+        tl.store(p_stats + 2 * plane + o_in, b_far, mask=inside)
+        tl.store(p_stats + 3 * plane + o_in, b_ref, mask=inside)
+        tl.store(p_distant + o_in * 0, 1.0, mask=b_ref != 0.0)
 
 
 @triton.jit
 def without_empty_rows(b_lse, b_delta):
-    """lse [q] in log2 units and delta [q] such that a row that attends to nothing, whose lse is -inf, has P = 0 and dS = 0."""
+    """lse [q] and delta [q] such that a query that attends to nothing, whose lse is -inf, has P = 0 and dS = 0."""
     b_empty = b_lse == float("-inf")
-    return tl.where(b_empty, float("inf"), b_lse * LOG2E), tl.where(b_empty, 0.0, b_delta)
+    return tl.where(b_empty, float("inf"), b_lse), tl.where(b_empty, 0.0, b_delta)
 
 
 @Kernel
@@ -70,8 +87,10 @@ def statistics_kernel(
     p_o,
     p_do,
     p_lse,
+    p_ref,
     p_dlse,
     p_stats,
+    p_distant,
     stride_ob,
     stride_on,
     stride_oh,
@@ -98,13 +117,14 @@ def statistics_kernel(
     PAD: tl.constexpr,
     GRAIN: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    HAS_PAIR: tl.constexpr,
     WIDE: tl.constexpr,
     WAIT: tl.constexpr,
 ):
     """One program owns BLOCK_Q queries of one (b, n, h).
 
     It reads o and do once and loops over nothing.
-    It writes lse in log2 units (+inf for a row that attends to nothing, and past the end) and delta, once each.
+    It writes what `store_statistics` says, once.
     """
     wait_to_load(WAIT)
     # Heads run fastest: in the layout bnlhd they are neighbours in memory.
@@ -123,18 +143,20 @@ def statistics_kernel(
     b_o = load_tile(p_o, o_q, o_c, stride_ol * GRAIN, stride_oc, left, C, True, C != BLOCK_C)  # [q,c]
     b_do = load_tile(p_do, o_q, o_c, stride_dol * GRAIN, stride_doc, left, C, True, C != BLOCK_C)  # [q,c]
     p_dlse += b * stride_dlse_b + n * stride_dlse_n + h * stride_dlse_h + start * stride_dlse_q
-    b_lse, b_delta = row_statistics(p_lse + row * lq + start, p_dlse, b_o, b_do, o_in, left, stride_dlse_q, HAS_DLSE)
     p_stats += row * (padded_q * PAD) + start
     inside = o_in < padded_q * PAD - block * BLOCK_Q
+    first = row * lq + start
     wait_to_store(WAIT)
-    tl.store(p_stats + o_in, b_lse, mask=inside)
-    tl.store(p_stats + wide(half, WIDE) * PAD + o_in, b_delta, mask=inside)
+    store_statistics(
+        p_stats, p_distant, p_lse + first, p_ref + first, p_dlse, b_o, b_do, o_in, left, inside, stride_dlse_q,
+        wide(half, WIDE) * PAD, HAS_DLSE, HAS_PAIR, True,
+    )  # fmt: skip
 
 
 def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None) -> Launch:
-    """Of (o, do, lse, dlse or lse, stats): fills `stats` [2, b, n, h, padded_q] with lse in log2 units and delta.
+    """Of (o, do, lse, reference, dlse or lse, stats, distant): fills `stats` [2 or 4, b, n, h, padded_q].
 
-    Past the end are values that yield P = 0.
+    The first two are lse and delta, the others, with a pair bias, are for queries with a reference (`store_statistics`).
     """
     b, n, h, lq, c = o.shape
     padded_q = stats.shape[-1]
@@ -156,6 +178,7 @@ def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | Non
         BLOCK_Q=_STATISTICS_ROWS,
         GRAIN=layout.grain,
         HAS_DLSE=dlse is not None,
+        HAS_PAIR=stats.shape[0] == 4,
         WIDE=layout.wide or launch.far_apart(stats),
         num_warps=4 if c <= 128 else 8,  # with 4, 256 channels of float32 spill 208 bytes on 8.6
     )

@@ -107,7 +107,7 @@ def _row_bias(
 @Kernel
 @triton.jit(do_not_specialize=[*_STRIDES_QKV, *_STRIDES_ROW, *_SIZES])
 def forward_few_kernel(
-    p_q, p_k, p_v, p_mask, p_bias, p_o, p_lse, scale,
+    p_q, p_k, p_v, p_mask, p_bias, p_o, p_lse, p_ref, scale,
     stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
@@ -120,7 +120,7 @@ def forward_few_kernel(
     """One program owns all queries and keys of ROWS rows (b, n, h).
 
     It reads keys and values once, then loops over queries.
-    It writes o and lse once.
+    It writes o, lse and reference, which is 0 without a pair bias, once.
     """
     o_row, b, n, h, inside = _places(n_rows, heads, total, ROWS, WIDE)
     o_q = (b * stride_qb + n * stride_qn + h * stride_qh) * GRAIN
@@ -145,6 +145,7 @@ def forward_few_kernel(
         b_o, b_lse = finish(tl.sum(b_p[:, :, None] * b_v, 1), b_max, b_sum)  # [r,c], [r]
         o_stat = o_row * lq + query
         tl.store(p_lse + o_stat, b_lse, mask=inside)
+        tl.store(p_ref + o_stat, tl.zeros([ROWS], tl.float32), mask=inside)
         o_out = ((b * n_rows + n) * lq + query) * heads + h if HEADS_INSIDE else o_stat
         _store_row(p_o, o_out * C, b_o, inside, C, BLOCK_C)
 
@@ -199,7 +200,7 @@ def backward_few_kernel(
         b_lse = tl.load(p_lse + o_stat)  # [r]
         b_delta = tl.sum(b_o * b_do, 1)  # [r]
         if HAS_DLSE:
-            b_delta -= tl.load(p_dlse + o_dlse + at * stride_dlse_q)
+            b_delta -= tl.load(p_dlse + o_dlse + at * stride_dlse_q) * LOG2E
         b_lse, b_delta = without_empty_rows(b_lse, b_delta)
         b_s = tl.sum(b_q[:, None, :] * b_k.to(tl.float32), 2) * (scale * LOG2E) + b_row  # [r,k]
         if not EVEN_K:
@@ -248,15 +249,15 @@ def plan_forward_few(
     scale: float,
     layout: str,
 ) -> Callable[..., None]:
-    """What computes o and lse of tensors that lie in memory like these, which `heuristics_few` has tiles for."""
+    """What computes o, lse and reference of tensors that lie in memory like these, which `heuristics_few` has tiles for."""
     strides, sizes, constants = _common(strided(q), strided(k), strided(v), mask, mask_bias, tiles, layout, ())
     programs = -(-math.prod(q.shape[:3]) // tiles.rows)
     start = forward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
 
     def run(*tensors: Tensor | None) -> None:
-        q, k, v, mask, mask_bias, _, o, lse = tensors
+        q, k, v, mask, mask_bias, _, o, lse, reference = tensors
         # What is not given is never read: any tensor stands in for it.
-        start(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, o, lse)  # type: ignore[arg-type]
+        start(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, o, lse, reference)  # type: ignore[arg-type]
 
     return run
 
@@ -270,6 +271,7 @@ def plan_backward_few(
     mask: Tensor | None,
     mask_bias: Tensor | None,
     o: Tensor,
+    lse: Tensor,
     tiles: FewTiles,
     *,
     scale: float,
@@ -283,11 +285,13 @@ def plan_backward_few(
     strides, sizes, constants = _common(strided(q), strided(k), strided(v), mask, mask_bias, tiles, layout, more, of_dlse)
     constants.update(zip(("NEED_DQ", "NEED_DK", "NEED_DV"), needs, strict=True), HAS_DLSE=dlse is not None)
     programs = -(-math.prod(q.shape[:3]) // tiles.rows)
+    gathers = not lse.is_contiguous()  # as hooks on saved tensors may give it back
     start = backward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
 
     def run(*tensors: Tensor | None) -> tuple[None, None]:
-        do, dlse, q, k, v, mask, mask_bias, _, o, lse, *results = tensors
+        do, dlse, q, k, v, mask, mask_bias, _, o, lse, _, *results = tensors
         do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do  # type: ignore[union-attr]
+        lse = lse.contiguous() if gathers else lse  # type: ignore[union-attr]
         mask, mask_bias, dlse = (lse if x is None else x for x in (mask, mask_bias, dlse))
         start(q, k, v, mask, mask_bias, do, o, lse, dlse, *(o if x is None else x for x in results))  # type: ignore[arg-type]
         return None, None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, empty, strided, strides
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
+from evoattn.backends.triton.primitives import natural
 
 __all__ = [
     "PADDING",
@@ -66,7 +67,7 @@ def row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: tl.con
     inside = (o_k >= 0) & (o_k < lk)
     b_row = tl.where(inside, 0.0, float("-inf"))
     if HAS_BIAS:
-        b_row += tl.load(p_bias + o_k.to(tl.int64) * stride_bias, mask=inside, other=0.0).to(tl.float32)
+        b_row += natural(tl.load(p_bias + o_k.to(tl.int64) * stride_bias, mask=inside, other=0.0))
     if HAS_MASK:
         b_mask = tl.load(p_mask + o_k.to(tl.int64) * stride_mask, mask=inside, other=0)
         b_row = tl.where(b_mask != 0, b_row, float("-inf"))

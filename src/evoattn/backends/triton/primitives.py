@@ -10,6 +10,7 @@ Scores live in log2 units (a score times log2 e), because the hardware's exponen
     load_tile(...)                 [row, col] through two strides; rows and columns outside are 0 and are never read
     store_tile(...)                the same way back, cast to the pointer's dtype
     load_pair_bias(...)            [q,k] tile at the bias's own dtype and strides (0 for a size-1 axis); outside is 0
+    natural(...), measured(...)    a tile of pair bias in float32; the same, measured from its queries' references
     load_row_bias(...)             [k] of the prepared row_bias: float32, log2 units, -inf past the end, so never masked
     scores(...)                    [q,k] in log2 units divided by `unit`: q k^T + biases
     online_softmax(...)            one step of the running max, sum and rescaled accumulator
@@ -23,6 +24,10 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+DISTANT = tl.constexpr(3e38)
+"""In place of an lse in the backward's statistics: a query with a reference, whose P is then 0, comes in a loop of its own."""
+NEAR = tl.constexpr(64.0)
+"""Biases up to this size cost a float32 score no digit that counts: float32 numbers are 4e-6 apart there."""
 FLOOR = tl.constexpr(-1e38)
 """Where a running max starts: below every finite score, yet finite (see online_softmax)."""
 
@@ -100,6 +105,24 @@ def load_pair_bias(p_pair, o_q, o_k, stride_q, stride_k, lq, lk, MASK_Q: tl.cons
 
 
 @triton.jit
+def natural(b_pair):
+    """A tile of pair bias in float32; what only float64 can hold becomes the largest float32 number, not infinite."""
+    if b_pair.dtype == tl.float64:
+        b_near = tl.minimum(tl.maximum(b_pair, -3.4028234e38), 3.4028234e38)
+        b_pair = tl.where(tl.abs(b_pair) == float("inf"), b_pair, b_near)
+    return b_pair.to(tl.float32)
+
+
+@triton.jit
+def measured(b_pair, b_ref):
+    """A tile of pair bias in float32, measured from the references of its queries, which broadcast to it.
+
+    A key that is not attended may be far above the reference. It stays finite, since +inf and a row bias of -inf make NaN.
+    """
+    return tl.minimum(natural(b_pair) - b_ref, 1e30)
+
+
+@triton.jit
 def load_row_bias(p_row, o_k):
     """[k] of the prepared row_bias; p_row points at (b, n). It is padded with -inf to whole tiles: no mask needed."""
     return tl.load(p_row + o_k)
@@ -129,10 +152,10 @@ def scores(
         if HAS_ROW and not ROW_FOLDED:
             b_row = b_row * inverse
         if HAS_PAIR and HAS_ROW:
-            b_start = b_pair.to(tl.float32) * (inverse * LOG2E) + b_row[None, :]  # [q,k]
+            b_start = natural(b_pair) * (inverse * LOG2E) + b_row[None, :]  # [q,k]
             return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)
         if HAS_PAIR:
-            b_start = b_pair.to(tl.float32) * (inverse * LOG2E)  # [q,k]
+            b_start = natural(b_pair) * (inverse * LOG2E)  # [q,k]
             return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [q,k]
         if HAS_ROW:
@@ -140,7 +163,7 @@ def scores(
         return b_s
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * unit  # [q,k]
     if HAS_PAIR:
-        b_s += b_pair.to(tl.float32) * LOG2E
+        b_s += natural(b_pair) * LOG2E
     if HAS_ROW:
         b_s += b_row[None, :]
     return b_s
@@ -161,9 +184,9 @@ def online_softmax(b_s, b_acc, b_max, b_sum, factor):
 
 @triton.jit
 def finish(b_acc, b_max, b_sum):
-    """Normalised output [q,c] and natural-log LSE [q]; a row that attends to nothing gets 0 and -inf."""
+    """Normalised output [q,c] and LSE [q] in log2 units; a query that attends to nothing gets 0 and -inf."""
     b_empty = b_sum == 0.0
     # One division a row and a multiplication an element: a division an element was 5% of the forward at 384 keys.
     b_o = b_acc * (1.0 / tl.where(b_empty, 1.0, b_sum))[:, None]
-    b_lse = tl.where(b_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN2)
+    b_lse = tl.where(b_empty, float("-inf"), b_max + tl.math.log2(b_sum))
     return b_o, b_lse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -153,8 +153,14 @@ class _Climb:
         built_in_ms = best_ms = self._ms(builtin, _ROUNDS)
         best: Config | None = None
         seen = {start}
+        # A search of the forward alone needs no gradient, so it may try what the backward refuses.
+        asked = dataclasses.replace(problem, needs=(False,) * 5) if self.direction == "forward" else problem
+
+        def taken(configs: Iterable[Config]) -> list[Config]:
+            return [config for config in configs if not refusals(self.backend, asked, config)]
+
         candidates = [start] if self.direction == "backward" else []  # its three kernels have tiles of their own: one for all?
-        candidates += neighbours(start)
+        candidates = taken([*candidates, *neighbours(start)])
         while candidates:
             found = [
                 (ms, config) for config in candidates if config not in seen or config == start if (ms := self._try(config))
@@ -164,7 +170,7 @@ class _Climb:
             if ms >= best_ms * (1 - _WORTH_A_STEP):
                 break
             best, best_ms = config, ms
-            candidates = [config for config in neighbours(best) if config not in seen]
+            candidates = [config for config in taken(neighbours(best)) if config not in seen]
         after = before = Timing(built_in_ms)
         if best is not None:
             before, after = self._in_turn(builtin, self._runner(best))

@@ -208,6 +208,22 @@ AWKWARD: tuple[Case, ...] = (
     Case("one_query", lq=1, lk=40, **_BOTH),  # type: ignore[arg-type]
     Case("more_queries", lq=50, lk=19, **_BOTH),  # type: ignore[arg-type]
     Case("more_keys", lq=19, lk=50, **_BOTH),  # type: ignore[arg-type]
+    Case("few_queries_many_channels", n=3, h=4, lq=2, lk=47, d=40, c=32),
+    Case("few_queries_few_values", lead=(2,), n=17, h=4, lq=16, lk=47, d=40, c=8),
+    Case("few_queries_wide_values", n=2, h=2, lq=5, lk=33, d=64, c=32),
+    Case(
+        "one_query_of_keys_bias",
+        lead=(2,),
+        n=2,
+        h=2,
+        lq=1,
+        lk=33,
+        d=24,
+        c=40,
+        pair_bias="11h1k",
+        cotangent="expanded",
+        gradients=("k", "v", "pair_bias"),
+    ),
     Case("wider_values", c=24, **_BOTH),  # type: ignore[arg-type]
     Case("narrower_values", d=24, c=8, **_BOTH),  # type: ignore[arg-type]
     *(Case(f"channels_{d}", d=d, **_BOTH) for d in (1, 5, 16, 24, 32, 48, 64, 80, 128, 256)),  # type: ignore[arg-type]

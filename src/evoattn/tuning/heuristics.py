@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from evoattn.problem import Problem
-from evoattn.tuning import user
+from evoattn.tuning import user, validity
 from evoattn.tuning.config import Config
 from evoattn.tuning.sizes import MIN_TILE, power_of_two
 
@@ -146,12 +146,14 @@ def _table(problem: Problem) -> ForwardTiles:
 def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> ForwardTiles:
     """The tiles that the forward would run: the table's, fitted to the sizes and to shared memory, under what `config` sets.
 
+    They keep the rule of `validity`.
+
     Args:
         problem: the call.
         config: what the user set; a field given there is kept as it is.
         shared_limit: bytes of shared memory that one program may use.
     """
-    config = user.preferred("triton", "forward", problem, config)
+    set_by_user, config = config.tiles(), user.preferred("triton", "forward", problem, config)
     table = _table(problem)
     block_q, block_k = table.block_q, table.block_k
     if problem.b * problem.n * problem.h * -(-problem.lq // block_q) < _FULL_CARD and block_q > 64:
@@ -166,6 +168,7 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
         if smaller is None:
             break
         tiles = smaller
+    tiles = dataclasses.replace(tiles, **validity.fit("forward", tiles, set_by_user, problem.dtype, problem.capability))
     return tiles if tiles == table else dataclasses.replace(tiles, max_registers=0)
 
 

@@ -8,7 +8,7 @@ import functools
 import torch
 
 from evoattn.problem import Problem
-from evoattn.tuning import user
+from evoattn.tuning import user, validity
 from evoattn.tuning.config import Config
 from evoattn.tuning.sizes import MIN_TILE, SHORT, power_of_two
 
@@ -230,17 +230,22 @@ def _table(dtype: torch.dtype, capability: tuple[int, int] | None) -> tuple[_Lin
 def backward_tiles(problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None) -> BackwardTiles:
     """The tiles that the backward would run: the table's, fitted to the sizes and to shared memory, under what `config` sets.
 
+    They keep the rule of `validity`.
+
     Args:
         problem: the call.
         config: what the user set; a field given there holds for all three kernels.
         shared_limit: bytes of shared memory that one program may use.
         capability: compute capability of an NVIDIA card; None elsewhere.
     """
-    return _tiles(problem, user.preferred("triton", "backward", problem, config), shared_limit, capability)
+    preferred = user.preferred("triton", "backward", problem, config)
+    return _tiles(problem, preferred, shared_limit, capability, by_user=preferred is config)
 
 
 @functools.lru_cache(maxsize=256)
-def _tiles(problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None) -> BackwardTiles:
+def _tiles(
+    problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None, *, by_user: bool
+) -> BackwardTiles:
     channels = power_of_two(max(problem.d, problem.c))
     line = next(line for line in _table(problem.dtype, capability) if channels <= line.most)
     of_heads = problem.b * problem.n * problem.h
@@ -266,7 +271,7 @@ def _tiles(problem: Problem, config: Config, shared_limit: int, capability: tupl
         dkdv = line.dkdv_ragged or dkdv
     given = config.tiles()
 
-    def fitted(tile: Tiles) -> Tiles:
+    def fitted(kernel: str, tile: Tiles) -> Tiles:
         tile = dataclasses.replace(
             tile,
             block_q=min(tile.block_q, power_of_two(problem.lq)),
@@ -279,12 +284,13 @@ def _tiles(problem: Problem, config: Config, shared_limit: int, capability: tupl
             if smaller is None:
                 break
             tile = smaller
-        return tile
+        changed = validity.fit(kernel, tile, given if by_user else {}, problem.dtype, capability)
+        return dataclasses.replace(tile, max_registers=0, **changed) if changed else tile
 
     few_queries = power_of_two(problem.lq)
     if line.few_warps and few_queries < _WARPGROUP_ROWS and not given:
         dq = dataclasses.replace(dq, num_warps=min(dq.num_warps, few_queries // MIN_TILE))
-    return BackwardTiles(dq=fitted(dq), dkdv=fitted(dkdv), pair=fitted(pair))
+    return BackwardTiles(dq=fitted("dq", dq), dkdv=fitted("dkdv", dkdv), pair=fitted("pair", pair))
 
 
 def backward_shared_bytes(problem: Problem, tiles: Tiles) -> int:

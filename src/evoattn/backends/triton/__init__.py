@@ -16,6 +16,7 @@ from torch import Tensor
 from evoattn.devices import installed, on_device_of
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
+from evoattn.tuning.validity import most_warps
 
 __all__ = [
     "NAME",
@@ -66,6 +67,23 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         size = getattr(config, name)
         if size is not None and (size & (size - 1) or not _SMALLEST_TILE <= size <= largest):
             reasons.append(f"config.{name} must be a power of two from {_SMALLEST_TILE} to {largest}, got {size}")
+    return reasons or _too_many_warps(problem, config)
+
+
+def _too_many_warps(problem: Problem, config: Config) -> list[str]:
+    """Why the tile that the user gave cannot hold the warps that the user gave; what is not given fits itself to the rest."""
+    reasons = []
+    for kernel, name, rows, runs in (
+        ("forward", "the forward and dQ", config.block_q, True),
+        ("dkdv", "dK and dV", config.block_k, any(problem.needs[1:4])),
+    ):
+        if not runs or rows is None or config.num_warps is None:
+            continue
+        block_q, block_k = (config.block_q or _LARGEST_TILE["block_q"]), (config.block_k or _LARGEST_TILE["block_k"])
+        most = most_warps(kernel, block_q, block_k, problem.dtype, problem.capability)
+        if config.num_warps > most:
+            given = " and ".join(f"config.{field}={size}" for field in _LARGEST_TILE if (size := getattr(config, field)))
+            reasons.append(f"config.num_warps must be at most {most} with {given} in {name}, got {config.num_warps}")
     return reasons
 
 

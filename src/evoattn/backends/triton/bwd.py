@@ -153,7 +153,10 @@ def plan_backward(
     config: Config,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
     """What computes the gradients that `needs` asks for, of canonical tensors that lie in memory like these."""
-    problem = describe(q, k, v, mask, mask_bias, pair_bias, needs=needs, deterministic=deterministic)
+    problem = dataclasses.replace(
+        describe(q, k, v, mask, mask_bias, pair_bias, needs=needs, deterministic=deterministic),
+        capability=launch.capability(q.device),
+    )
     if problem.scores == 0 or (do is None and dlse is None):
         return _Zeros(
             None if mask_bias is None or not needs[3] else tuple(mask_bias.shape),
@@ -162,7 +165,7 @@ def plan_backward(
     few = few_tiles("backward", problem, config)
     if few is not None:
         return plan_backward_few(do, dlse, q, k, v, mask, mask_bias, o, lse, few, scale=scale, layout=layout, needs=needs[:3])
-    tiles = backward_tiles(problem, config, launch.shared_memory_limit(q.device), launch.capability(q.device))
+    tiles = backward_tiles(problem, config, launch.shared_memory_limit(q.device), problem.capability)
     padded_q = round_up(problem.lq, max(tiles.dq.block_q, tiles.dkdv.block_q, tiles.pair.block_q))
     of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
     of_o = strided(o)

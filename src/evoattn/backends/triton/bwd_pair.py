@@ -20,8 +20,10 @@ from evoattn.backends.triton.bwd_preprocess import PAD, plan_pack, plan_row_span
 from evoattn.backends.triton.bwd_total import plan_total
 from evoattn.backends.triton.launch import Launch, Strided, cache_bytes, contiguous, empty, layout_for, programs_at_once
 from evoattn.backends.triton.prepare import loads_wide
+from evoattn.problem import Problem
 from evoattn.tuning.heuristics_backward import Tiles
 from evoattn.tuning.sizes import SHORT
+from evoattn.tuning.validity import most_warps
 
 __all__ = ["Pair", "PairTensors", "plan_pair", "rows_of_a_turn", "shares"]
 
@@ -278,6 +280,7 @@ def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
 
     def plan(q: _Strip, k: _Strip, turn: int) -> Launch:
         of_strip = {"BLOCK_Q": q.block, "BLOCK_K": k.block, "EVEN_Q": q.even, "EVEN_K": k.even}
+        of_strip["num_warps"] = _strip_warps(problem, tiles, q, k)
         return pair_gradient_kernel.plan(
             problem.b * problem.h * q.blocks * k.blocks * splits,
             call.scale,
@@ -369,6 +372,11 @@ def _strips(lq: int, lk: int, tiles: Tiles) -> list[tuple[_Strip, _Strip]]:
     (whole_q, left_q), (whole_k, left_k) = _Strip.parted(lq, tiles.block_q), _Strip.parted(lk, tiles.block_k)
     parts = ((whole_q, whole_k), (left_q, whole_k), (all_q, left_k))
     return [(q, k) for q, k in parts if q is not None and k is not None]
+
+
+def _strip_warps(problem: Problem, tiles: Tiles, q: _Strip, k: _Strip) -> int:
+    """Warps of a strip: those of whole tiles, or as many as its smaller tiles can hold."""
+    return min(tiles.num_warps, most_warps("pair", q.block, k.block, problem.dtype, problem.capability))
 
 
 def shares(programs: int, n: int, at_once: int, most: int = _MOST_SPLITS) -> int:

@@ -407,7 +407,7 @@ def _launches(
 def _tail(lk: int, tiles: ForwardTiles) -> int:
     """Keys of the ragged last tile: half of a whole one where that holds what is left over.
 
-    Not where warps share queries: Triton 3.6 reads outside of memory for 64 queries and 16 keys in float32 with 8 warps.
+    Not where warps share queries: the half could then break the rule of `tuning.validity`.
     """
     half = tiles.block_k // 2
     halves = half >= MIN_TILE and 0 < lk % tiles.block_k <= half and tiles.block_q >= MIN_TILE * tiles.num_warps

@@ -33,6 +33,7 @@ __all__ = ["Call", "find", "forget"]
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 _PRIVATE = (
+    "_current_graph_task_id",
     "_dispatch_keys",
     "_dispatch_tls_local_include_set",
     "_dispatch_tls_local_exclude_set",
@@ -191,8 +192,7 @@ def find(tensors: tuple[Any, ...], scale: Any, *options: Any) -> Call | None:
     """
     if torch.compiler.is_compiling():
         return None
-    states = _states()
-    if not states or torch._C._len_torch_function_stack() or getattr(forward_ad, "_current_level", 0) >= 0:
+    if not _states() or torch._C._len_torch_function_stack() or getattr(forward_ad, "_current_level", 0) >= 0:
         return None
     if not (scale is None or scale.__class__ is float or scale.__class__ is int):
         return None
@@ -208,7 +208,7 @@ def find(tensors: tuple[Any, ...], scale: Any, *options: Any) -> Call | None:
             return None if call.casts and _would_cast(tensors) else call
     if any(missing[:3]) or any(x.__class__ not in _ORDINARY for x in given):
         return None
-    casts = states.get(_state())
+    casts = _casts()
     return None if casts is None or (casts and _would_cast(tensors)) else Call(alike, casts)
 
 
@@ -220,6 +220,15 @@ def _would_cast(tensors: tuple[Any, ...]) -> bool:
 def _state() -> tuple[int, int]:
     """What this thread has told the dispatcher to do besides computing: tracing, transforms, modes, autocast, all of it."""
     return torch._C._dispatch_tls_local_include_set().raw_repr(), torch._C._dispatch_tls_local_exclude_set().raw_repr()
+
+
+def _casts() -> bool | None:
+    """Whether autocast is on; None in a state in which an operator would do more than compute."""
+    state = _state()
+    casts = _states().get(state)
+    if casts is None and torch._C._current_graph_task_id() != -1:  # a backward runs in this thread
+        casts = _states_in_backward().get(state)
+    return casts
 
 
 @functools.cache
@@ -239,12 +248,32 @@ def _states() -> dict[tuple[int, int], bool]:
                     torch.set_autocast_enabled(device, True)
                     states[_state()] = True
                     torch.set_autocast_enabled(device, False)
+
+    _in_a_new_thread(look)
+    return states
+
+
+@functools.cache
+def _states_in_backward() -> dict[tuple[int, int], bool]:
+    """The state in which an operator would only compute while a backward runs.
+
+    Found when the caller runs a backward, never before. On a machine with a GPU the first backward of a process, even one on
+    the CPU, starts CUDA and the threads of autograd. Neither survives a fork: after a forward on the CPU a child may use both.
+    """
+    states: dict[tuple[int, int], bool] = {}
+
+    def look() -> None:
         _LookInBackward.apply(torch.zeros((), requires_grad=True), states).backward()  # type: ignore[no-untyped-call]
 
+    _in_a_new_thread(look)
+    return states
+
+
+def _in_a_new_thread(look: Callable[[], None]) -> None:
+    """Look at the dispatcher in a thread that has told it nothing yet."""
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    return states
 
 
 class _LookInBackward(torch.autograd.Function):
@@ -353,7 +382,7 @@ def _find_backward(
     for known in backwards:
         if known.asks == asks and known.look.fits(given):
             return known.run
-    if _state() not in _states() or not _ordinary(saved):
+    if _casts() is None or not _ordinary(saved):
         return None
     canonical = _canonical_backward(call, saved, needs)
     if not _same_memory(saved, canonical):

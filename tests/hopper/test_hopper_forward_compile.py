@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from machine_code import count, instructions  # noqa: E402
 
-from evoattn.backends.hopper import bwd_plan, fwd_kernel, launch, prepare  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper import bwd_plan, fwd_kernel, prepare  # noqa: E402 (where the compiler is)
 
 RECORD = pathlib.Path(__file__).parent / "instructions.json"
 ROOM = 1.03
@@ -108,71 +107,6 @@ def test_pairs_compile(width: int, tmp_path: pathlib.Path) -> None:
 
 def test_names_tell_variants_apart() -> None:
     assert len({variant(name, dtype).name for name in VARIANTS for dtype in DTYPES}) == len(VARIANTS) * len(DTYPES)
-
-
-@pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """An empty folder for compiled kernels, and none in memory."""
-    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path))
-    launch.compiled.cache_clear()
-    yield tmp_path
-    launch.compiled.cache_clear()
-
-
-def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = prepare.Pairs(cutlass.BFloat16, 8)
-    launch.compiled(kernel)
-    (kept,) = (folder / "hopper").iterdir()
-    assert kept.name.startswith(kernel.name)
-    launch.compiled.cache_clear()
-    monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
-    assert callable(launch.compiled(kernel))
-
-
-def test_a_kept_kernel_that_does_not_load_is_made_anew(folder: pathlib.Path) -> None:
-    """One that is empty, or cut off, as a machine that stopped may leave it; and whoever shares the folder may read it."""
-    kernel = prepare.Pairs(cutlass.BFloat16, 8)
-    launch.compiled(kernel)
-    (kept,) = (folder / "hopper").iterdir()
-    whole = kept.stat().st_size
-    assert kept.stat().st_mode & 0o777 == 0o644
-    for size in (0, whole // 2):
-        os.truncate(kept, size)
-        launch.compiled.cache_clear()
-        launch._modules.clear()
-        with pytest.warns(UserWarning, match="does not load .*: compiled anew"):
-            assert callable(launch.compiled(kernel))
-        assert kept.stat().st_size == whole
-
-
-def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object file holds code of the host's too: a home folder may be an x86 machine's and a GH200's."""
-    here = launch._source()
-    monkeypatch.setattr(launch.platform, "machine", lambda: "another")
-    launch._source.cache_clear()
-    assert launch._source() != here
-    monkeypatch.undo()
-    launch._source.cache_clear()
-
-
-def test_a_kernel_is_kept_in_memory(folder: pathlib.Path) -> None:
-    assert launch.compiled(prepare.Pairs(cutlass.BFloat16, 8)) is launch.compiled(prepare.Pairs(cutlass.BFloat16, 8))
-
-
-def test_a_folder_that_cannot_be_written_does_not_stop_a_call(folder: pathlib.Path) -> None:
-    (folder / "hopper").write_text("a file where the folder should be")
-    assert callable(launch.compiled(prepare.Pairs(cutlass.Float16, 8)))
-
-
-def test_a_kernel_that_is_not_kept_needs_no_file(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise FileNotFoundError("No usable temporary directory")
-
-    monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
-    monkeypatch.setattr(launch.tempfile, "mkstemp", refuse)
-    one, other = (launch.compiled(prepare.Pairs(cutlass.BFloat16, width)) for width in (1, 8))
-    assert callable(one) and callable(other) and one is not other
-    assert list(folder.iterdir()) == []
 
 
 if __name__ == "__main__":

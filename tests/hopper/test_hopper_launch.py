@@ -116,11 +116,12 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "build", build)
     monkeypatch.setattr(launch, "load_module", lambda path, enable_tvm_ffi: Module())
-    monkeypatch.setattr(launch, "_modules", {})
+    monkeypatch.setattr(launch, "_modules", [])
+    monkeypatch.setattr(launch, "_functions", {})
     monkeypatch.setattr(launch.cache, "folder", lambda: None)
     kernels = [Copy() for _ in range(3)]
     for number, kernel in enumerate(kernels):
         kernel.name = f"thread {number}"
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(launch.compiled, kernels)) == [kernel.name for kernel in kernels]
-    assert at_once == [True] * 3
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(launch.compiled, 2 * kernels)) == 2 * [kernel.name for kernel in kernels]
+    assert at_once == [True] * 3, "one at a time, and each kernel once"

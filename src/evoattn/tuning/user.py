@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evoattn._version import __version__
-from evoattn.cache import VARIABLE, folder
+from evoattn.cache import VARIABLE, folder, write
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 from evoattn.tuning.heuristics_few import few_tiles
@@ -178,7 +178,7 @@ def entries(on_cpu: bool) -> dict[str, dict[str, Any]]:
         for entry in table.values():
             if not Config(**entry["config"]).given():
                 raise ValueError("an entry without a config")
-    except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _warn(file, f"is damaged ({type(error).__name__}: {error})")
         return {}
     here = machine(on_cpu)
@@ -210,14 +210,8 @@ def save(found: dict[str, dict[str, Any]], on_cpu: bool) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is damaged or foreign is replaced
         table = {**entries(on_cpu), **found}
-    file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": _FORMAT, "machine": machine(on_cpu), "entries": table}, indent=1) + "\n"
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write(file, text.encode())
     forget()
     return file
 
@@ -227,7 +221,7 @@ def clear(on_cpu: bool) -> Path | None:
     file = path(on_cpu)
     if file is None or not os.path.exists(file):
         return None
-    file.unlink()
+    file.unlink(missing_ok=True)  # another process may have removed it meanwhile
     forget()
     return file
 

@@ -6,6 +6,7 @@ A launch takes addresses: sizes and strides are packed when it is planned, so th
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -13,10 +14,10 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -53,8 +54,14 @@ types = {
 
 _OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 
-_modules: dict[tuple[str, str], Any] = {}
-"""The object files that functions were loaded from, by path and function."""
+_DIGEST = hashlib.sha256().digest_size
+"""Bytes at the end of a kept file."""
+
+_modules: list[Any] = []
+"""What functions were loaded from."""
+
+_functions: dict[str, Any] = {}
+"""Compiled kernels by name."""
 
 _compiler = threading.Lock()
 """The compiler is one thread's at a time: two at once bring the process down."""
@@ -253,53 +260,84 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
     return launch
 
 
-@functools.cache
 def compiled(kernel: Kernel) -> Any:
-    """A kernel as `Launch` takes its arguments; from disk if an earlier process made it."""
+    """A kernel as `Launch` takes its arguments; from disk if an earlier process made it.
+
+    It is made in a thread of its own. Ctrl-C, or a signal handler that raises, reaches the caller: inside the compiler it would
+    abort the process. What was begun goes on meanwhile, and the next call finds it. Threads that want one kernel share it.
+    """
+    function = _functions.get(kernel.name)
+    if function is None:
+        made: Future[Any] = Future()
+        threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, made)).start()
+        function = made.result()
+    return function
+
+
+def _make(kernel: Kernel, made: Future[Any]) -> None:
+    """Load or compile a kernel unless another thread has done so meanwhile."""
+    with _compiler:
+        try:
+            function = _functions.get(kernel.name)
+            if function is None:
+                function = _functions[kernel.name] = _found_or_made(kernel)
+            made.set_result(function)
+        except BaseException as error:  # raised to the caller, whatever it is
+            made.set_exception(error)
+
+
+def _found_or_made(kernel: Kernel) -> Any:
+    """The function of a kernel, of its file if that is whole. Otherwise it is compiled, and written if there is a folder."""
     kept = cache.folder()
     key = hashlib.sha256(_source() + kernel.name.encode()).hexdigest()[:24]
-    function = f"evoattn_{key}"  # no two in one process may share a symbol
-    with _compiler:
-        path = None if kept is None else kept / "hopper" / f"{kernel.name}-{key}.o"
-        if path is not None and os.path.exists(path):  # Path.exists raises where a folder may not be entered
-            try:
-                return _loaded(str(path), function)
-            except Exception as error:  # of many kinds: the file is not whole, or not ours to read
-                warnings.warn(f"{path} does not load ({type(error).__name__}): compiled anew", stacklevel=2)
-        made = build(kernel)
-        if path is not None:
-            try:
-                _keep(made, path, function)
-                return _loaded(str(path), function)
-            except OSError:  # no room or no right to write: this process has the kernel all the same
-                pass
-        handle = os.memfd_create(function)
+    symbol = f"evoattn_{key}"  # no two in one process may share a symbol
+    path = None if kept is None else kept / "hopper" / f"{kernel.name}-{key}.o"
+    if path is not None and os.path.exists(path):  # Path.exists raises where a folder may not be entered
         try:
-            made.export_to_c(f"/proc/self/fd/{handle}", function_name=function)
-            return _loaded(f"/proc/self/fd/{handle}", function)
-        finally:
-            os.close(handle)
+            return _loaded(_checked(path.read_bytes()), symbol)
+        except Exception as error:  # of many kinds: not whole, of another version, a folder, or not ours to read
+            why = error if isinstance(error, OSError | ValueError) else type(error).__name__
+            warnings.warn(f"{path} does not load ({why}): compiled anew", stacklevel=2)
+    handle = os.memfd_create(symbol)  # needs no disk
+    with open(handle, "rb") as file:
+        build(kernel).export_to_c(f"/proc/self/fd/{handle}", function_name=symbol)
+        made = file.read()
+    if path is not None:
+        try:
+            cache.write(path, made + hashlib.sha256(made).digest())
+        except OSError as error:  # this process has the kernel all the same
+            _cannot_keep(str(path.parent), error.strerror or str(error))
+    return _loaded(made, symbol)
 
 
-def _loaded(path: str, function: str) -> Any:
-    """A function of an object file. That is kept, if it has it: the function does not outlive it, and fails by hanging."""
-    module = _modules.get((path, function)) or load_module(path, enable_tvm_ffi=True)
-    found = getattr(module, function)
-    _modules[path, function] = module
-    return found
+def _checked(data: bytes) -> bytes:
+    """An object file without the digest that follows it.
+
+    The loader takes an object file with a hole of zeros, as a machine that lost power may leave it, and the kernel then fails.
+    """
+    made, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if hashlib.sha256(made).digest() != digest:
+        raise ValueError(f"its {len(data)} bytes are not what was written")
+    return made
 
 
-def _keep(made: Any, path: pathlib.Path, function: str) -> None:
-    """Write the object file whole or not at all: another process may do the same at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".o")
-    os.close(handle)
-    try:
-        made.export_to_c(temporary, function_name=function)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())  # else a machine that stops may leave the name without the contents
-        os.chmod(temporary, 0o644)  # who shares the folder may read it; a temporary file is its maker's alone
-        os.replace(temporary, path)
-    except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
+def _loaded(made: bytes, symbol: str) -> Any:
+    """The function of an object file. The module is kept: a function that outlives its module hangs when it is called."""
+    handle = os.memfd_create(symbol)
+    with open(handle, "wb") as file:
+        file.write(made)
+        file.flush()
+        module = load_module(f"/proc/self/fd/{handle}", enable_tvm_ffi=True)
+    function = getattr(module, symbol)
+    _modules.append(module)
+    return function
+
+
+@functools.cache
+def _cannot_keep(folder: str, why: str) -> None:
+    """Say once that kernels are not kept."""
+    warnings.warn(
+        f"{folder} cannot be written ({why}): each process compiles its kernels. {cache.VARIABLE} names another folder; "
+        "empty, nothing is kept and nothing is said.",
+        stacklevel=2,
+    )

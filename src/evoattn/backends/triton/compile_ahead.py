@@ -54,9 +54,10 @@ def _ask(run: Callable[..., Any], arguments: tuple[Any, ...], mode: Any, threads
 
 def _forget(jitted: Any) -> None:
     """Have Triton compile anew what it took for compiled: from 3.7 on it keeps kernels that failed, and fails again."""
-    for kept, *_ in getattr(jitted, "device_caches", {}).values():
-        for key in [key for key, kernel in kept.items() if hasattr(kernel, "result")]:
-            del kept[key]
+    for kept, *_ in list(getattr(jitted, "device_caches", {}).values()):
+        for key, kernel in list(kept.items()):  # a copy: other threads may add kernels and forget them
+            if hasattr(kernel, "result"):
+                kept.pop(key, None)
 
 
 def _load(kernel: Any, device: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +133,7 @@ DAMAGED = {
     "a config that is none": '{"format": 1, "machine": {}, "entries": {"a": {"config": {"block_q": "many"}}}}',
     "a field nobody knows": '{"format": 1, "machine": {}, "entries": {"a": {"config": {"colour": 1}}}}',
     "no text": b"\xff\xfe\x00\x01",
+    "too deep": "[" * 100_000,
 }
 
 
@@ -149,6 +151,50 @@ def test_a_damaged_file_is_ignored_with_one_warning(content: str | bytes, folder
         warnings.simplefilter("error")
         save(ON_CPU, "tiled", "both", score_bytes=1 << 20)  # replaces it
         assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 20
+
+
+def ignored_with_one_warning(match: str) -> None:
+    """The built-in table chooses, three times."""
+    user.forget()
+    with user.ignored():
+        before = tiled_plan(ON_CPU, Config())
+    with pytest.warns(UserWarning, match=match) as seen:
+        assert [tiled_plan(ON_CPU, Config()) for _ in range(3)] == [before] * 3
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("share", [i / 8 for i in range(1, 8)])
+def test_a_truncated_file_is_ignored_with_one_warning(share: float) -> None:
+    path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    os.truncate(path, int(path.stat().st_size * share))
+    ignored_with_one_warning("is damaged")
+    save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 20
+
+
+def test_a_file_that_cannot_be_read_is_ignored_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    ignored_with_one_warning("is damaged .PermissionError")
+
+
+def test_a_folder_in_the_place_of_a_file_is_ignored_with_one_warning() -> None:
+    path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    path.unlink()
+    path.mkdir()
+    ignored_with_one_warning("is damaged .IsADirectoryError")
+
+
+def test_saving_makes_a_deleted_folder_again(folder: Path) -> None:
+    save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
+    shutil.rmtree(folder)
+    assert user.clear(on_cpu=True) is None
+    save(ON_CPU, "tiled", "both", score_bytes=1 << 21)
+    assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 21
 
 
 @pytest.mark.parametrize("field", ["device", "driver", "triton", "evoattn"])

@@ -26,6 +26,11 @@ def kernel(channels: int = 32) -> launch.Kernel:
     return Statistics(cutlass.BFloat16, channels, dlse=False)
 
 
+def compile_all(*channels: int) -> None:
+    """Kernels that can be called, one after another."""
+    assert all(callable(launch.compiled(kernel(c))) for c in channels)
+
+
 def new_process() -> None:
     """Forget what this process has loaded."""
     launch._functions.clear()
@@ -113,8 +118,7 @@ def test_a_damaged_kernel_is_ignored_with_one_warning_and_made_anew(
     damage(file)
     new_process()
     with pytest.warns(UserWarning, match=r"Statistics-.*\.o does not load \(.*\): compiled anew") as seen:
-        assert callable(launch.compiled(kernel()))
-        assert callable(launch.compiled(kernel()))
+        compile_all(32, 32)
     assert len(seen) == 1
     assert [found.stat().st_size for found in kept(folder)] == [whole]
     read_again(monkeypatch)
@@ -127,9 +131,10 @@ def test_a_kernel_that_cannot_be_read_is_made_anew(folder: pathlib.Path, monkeyp
     def refuse(path: pathlib.Path) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="does not load .*Permission denied") as seen:
+    with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "read_bytes", refuse)
-        assert callable(launch.compiled(kernel()))
+        with pytest.warns(UserWarning, match="does not load .*Permission denied") as seen:
+            compile_all(32)
     assert len(seen) == 1
     read_again(monkeypatch)
 
@@ -139,15 +144,14 @@ def test_a_folder_in_the_place_of_a_kernel_does_not_stop_a_call(folder: pathlib.
     make_a_folder(kept(folder)[0])
     new_process()
     with pytest.warns(UserWarning, match="does not load|cannot be written"):
-        assert callable(launch.compiled(kernel()))
+        compile_all(32)
 
 
 def test_a_read_only_folder_costs_one_warning(folder: pathlib.Path) -> None:
     """A file where the folder should be: that stops root too."""
     folder.write_text("")
     with pytest.warns(UserWarning, match="hopper cannot be written .*EVOATTN_CACHE_DIR names another folder") as seen:
-        assert callable(launch.compiled(kernel()))
-        assert callable(launch.compiled(kernel(64)))
+        compile_all(32, 64)
     assert len(seen) == 1
 
 
@@ -155,10 +159,10 @@ def test_a_full_disk_costs_one_warning(folder: pathlib.Path, monkeypatch: pytest
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"cannot be written \(No space left") as seen:
+    with monkeypatch.context() as patch:
         patch.setattr(cache.os, "fsync", full)
-        assert callable(launch.compiled(kernel()))
-        assert callable(launch.compiled(kernel(64)))
+        with pytest.warns(UserWarning, match=r"cannot be written \(No space left") as seen:
+            compile_all(32, 64)
     assert len(seen) == 1
     assert kept(folder) == []
     new_process()
@@ -174,9 +178,10 @@ def test_a_folder_that_is_deleted_while_it_is_used_is_made_again(folder: pathlib
         warnings.simplefilter("error")
         launch.compiled(kernel(64))
         assert len(kept(folder)) == 1
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="cannot be written"):
+    with monkeypatch.context() as patch:
         patch.setattr(cache.os, "fsync", lambda handle: shutil.rmtree(folder))
-        assert callable(launch.compiled(kernel(16)))
+        with pytest.warns(UserWarning, match="cannot be written"):
+            compile_all(16)
     launch.compiled(kernel(8))
     assert len(kept(folder)) == 1
     read_again(monkeypatch, channels=8)

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from evoattn import devices
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import bwd_bias, bwd_dkdv, bwd_dq, bwd_pair, bwd_preprocess, bwd_total, fwd, prepare
+from evoattn.backends.triton import compile_ahead as compile_ahead_module
 from evoattn.backends.triton.compile_ahead import compile_ahead
 from evoattn.backends.triton.launch import Kernel
 from evoattn.tuning import Config
@@ -116,6 +117,50 @@ def test_what_does_not_compile_is_tried_again(
         compile_ahead(plan, tensors)
     assert _async_compile.active_mode.get() is None
     assert len(loaded) > 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()], ids=["memory", "ctrl_c"])
+def test_a_walk_that_ends_early_leaves_nothing_half_made(
+    error: BaseException, loaded: list[tuple[str, threading.Thread]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has no memory, or the user presses Ctrl-C, when a kernel has been asked for: later calls have all of theirs."""
+    with target("sm_90"):
+        for kernel in KERNELS:
+            kernel.jitted.device_caches.clear()
+        plan, tensors = planned(backward=True)
+        with monkeypatch.context() as patch:
+            warmup, asked = JITFunction.warmup, []
+
+            def fail(self: Any, *arguments: Any, **options: Any) -> Any:
+                if asked:
+                    raise error
+                asked.append(self)
+                return warmup(self, *arguments, **options)
+
+            patch.setattr(JITFunction, "warmup", fail)
+            with pytest.raises(type(error)):
+                compile_ahead(plan, tensors)
+        assert _async_compile.active_mode.get() is None
+        assert not loaded
+        compile_ahead(plan, tensors)
+        plan(*tensors)
+    assert len(loaded) > 1
+
+
+def test_threads_forget_what_failed_at_the_same_time() -> None:
+    """While one looks at a kernel, another forgets all of them and a third adds one."""
+    kept: dict[str, Any] = {}
+
+    class Failed:
+        @property
+        def result(self) -> None:
+            for name in ("first", "second"):
+                kept.pop(name, None)
+            kept["third"] = object()
+
+    kept.update(first=Failed(), second=Failed())
+    compile_ahead_module._forget(types.SimpleNamespace(device_caches={0: (kept,)}))
+    assert list(kept) == ["third"]
 
 
 def test_a_caller_may_compile_ahead_too(loaded: list[tuple[str, threading.Thread]]) -> None:

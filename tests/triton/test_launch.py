@@ -152,6 +152,26 @@ def test_the_second_launch_skips_the_jit(stub: None) -> None:
     assert jitted.compiled.run_with == [expected]
 
 
+def test_a_first_launch_that_fails_is_a_first_launch_again(stub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for the kernel's code, say, or Ctrl-C: nothing half made is launched later."""
+    jitted = Jitted()
+    start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2)
+    for place, name in ((Jitted, "__getitem__"), (launch, "keeps_compiled")):
+        with monkeypatch.context() as patch:
+
+            def fail(*_: Any) -> None:
+                raise torch.OutOfMemoryError("no memory")
+
+            patch.setattr(place, name, fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                start(X, Y)
+    assert jitted.compiled.run_with == []
+    launched = len(jitted.launched)
+    start(X, Y)
+    start(X, Y)
+    assert (len(jitted.launched), len(jitted.compiled.run_with)) == (launched + 1, 1)
+
+
 def test_hooks_of_profilers_are_called(stub: None) -> None:
     jitted = Jitted()
     start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2)

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -145,6 +146,31 @@ def test_a_walk_that_ends_early_leaves_nothing_half_made(
         compile_ahead(plan, tensors)
         plan(*tensors)
     assert len(loaded) > 1
+
+
+def test_a_damaged_kernel_in_the_cache_of_triton_is_compiled_anew(
+    loaded: list[tuple[str, threading.Thread]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning, and the next process finds it whole. Triton itself raises what its parser does, in every process."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def in_a_new_process() -> int:
+        with target("sm_90") as compiled:
+            for kernel in KERNELS:
+                kernel.jitted.device_caches.clear()
+            compile_ahead(*planned(backward=False))
+        return len(compiled)
+
+    count = in_a_new_process()
+    for file in tmp_path.glob("*/*.json"):
+        if "__grp__" not in file.name:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.warns(UserWarning, match="in Triton's cache is damaged") as seen:
+        assert in_a_new_process() >= count
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert in_a_new_process() == count
 
 
 def test_threads_forget_what_failed_at_the_same_time() -> None:

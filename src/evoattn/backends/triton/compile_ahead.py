@@ -8,12 +8,15 @@ only ask for their kernels; where all of them are there already, that costs what
 from __future__ import annotations
 
 import contextvars
+import json
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
 import triton
+from triton import knobs
 
 from evoattn.backends.triton.launch import ahead
 
@@ -30,6 +33,17 @@ def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
+    try:
+        _prepare(run, arguments, mode)
+    except json.JSONDecodeError as error:  # what Triton keeps beside a kernel is not whole: it would fail in every process
+        warnings.warn(f"a kernel in Triton's cache is damaged ({error}): compiled anew", stacklevel=2)
+        with knobs.compilation.scope():
+            knobs.compilation.always_compile = True
+            _prepare(run, arguments, mode)
+
+
+def _prepare(run: Callable[..., Any], arguments: tuple[Any, ...], mode: Any) -> None:
+    """Compile what a run launches, and load it."""
     with ThreadPoolExecutor() as threads:  # starts none where there is nothing to compile
         # In a context of its own: Triton allows one mode, which the caller may have on, and leaves it on when a kernel fails.
         kernels = contextvars.Context().run(_ask, run, arguments, mode, threads)

@@ -299,7 +299,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_a_forward_starts_nothing_that_does_not_survive_a_fork() -> None:
-    """On a machine with a GPU the first backward of a process starts CUDA and autograd's threads, even one on the CPU."""
+    """On a machine with a GPU the first backward of a process starts a thread for each GPU, even one on the CPU."""
     done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

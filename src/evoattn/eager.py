@@ -258,7 +258,7 @@ def _states_in_backward() -> dict[tuple[int, int], bool]:
     """The state in which an operator would only compute while a backward runs.
 
     Found when the caller runs a backward, never before. On a machine with a GPU the first backward of a process, even one on
-    the CPU, starts CUDA and the threads of autograd. Neither survives a fork: after a forward on the CPU a child may use both.
+    the CPU, counts the GPUs and starts a thread for each. Neither survives a fork, and a forward on the CPU must.
     """
     states: dict[tuple[int, int], bool] = {}
 

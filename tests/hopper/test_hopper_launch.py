@@ -12,7 +12,7 @@ import torch
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
-from evoattn.backends.hopper import launch  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper import clusters, launch  # noqa: E402 (where the compiler is)
 from evoattn.backends.hopper.workspace import Workspace  # noqa: E402
 
 CPU = torch.device("cpu", 0)
@@ -125,3 +125,12 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert list(pool.map(launch.compiled, 2 * kernels)) == 2 * [kernel.name for kernel in kernels]
     assert at_once == [True] * 3, "one at a time, and each kernel once"
+
+
+def test_a_driver_without_memory_raises_what_callers_catch() -> None:
+    result = clusters.driver.CUresult
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        clusters._checked((result.CUDA_ERROR_OUT_OF_MEMORY,))
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        clusters._checked((result.CUDA_ERROR_INVALID_VALUE,))
+    assert clusters._checked((result.CUDA_SUCCESS, 3)) == 3

@@ -35,26 +35,29 @@ def resident_clusters(size: int, shared: int, device: torch.device) -> int:
 
 def _ask(size: int, shared: int) -> int:
     module = _checked(driver.cuModuleLoadData(_NOTHING))
-    kernel = _checked(driver.cuModuleGetFunction(module, b"nothing"))
-    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(kernel, limit, shared))
-    shape = driver.CUlaunchAttribute()
-    shape.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    value = driver.CUlaunchAttributeValue()
-    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = size, 1, 1
-    shape.value = value
-    launch = driver.CUlaunchConfig()
-    launch.gridDimX, launch.gridDimY, launch.gridDimZ = size, 1, 1
-    launch.blockDimX, launch.blockDimY, launch.blockDimZ = 128, 1, 1
-    launch.sharedMemBytes, launch.attrs, launch.numAttrs = shared, [shape], 1
-    clusters: int = _checked(driver.cuOccupancyMaxActiveClusters(kernel, launch))
-    _checked(driver.cuModuleUnload(module))
-    return clusters
+    try:
+        kernel = _checked(driver.cuModuleGetFunction(module, b"nothing"))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(kernel, limit, shared))
+        shape = driver.CUlaunchAttribute()
+        shape.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        value = driver.CUlaunchAttributeValue()
+        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = size, 1, 1
+        shape.value = value
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = size, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = 128, 1, 1
+        launch.sharedMemBytes, launch.attrs, launch.numAttrs = shared, [shape], 1
+        return int(_checked(driver.cuOccupancyMaxActiveClusters(kernel, launch)))
+    finally:
+        driver.cuModuleUnload(module)
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
     """What the driver gave besides its status."""
     status, *given = answer
+    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"CUDA driver: {status.name}")  # what callers catch
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"CUDA driver: {status.name}")
     return given[0] if given else None

@@ -600,3 +600,31 @@ def test_a_backward_under_compiled_autograd(planner: Planner) -> None:
         output.backward(cotangent)
     for x, other in zip(arguments, expected[1:], strict=True):
         torch.testing.assert_close(x.grad, other)
+
+
+def test_what_a_backward_tells_the_dispatcher_is_known(
+    planner: Planner, operators: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 tells it more while a backward runs. That is found in the first backward, and no earlier."""
+    state, in_backward = eager._state, []
+
+    def more() -> tuple[int, int]:
+        include, exclude = state()
+        if torch._C._current_graph_task_id() == -1:
+            return include, exclude
+        in_backward.append(True)
+        return include, exclude | 1 << 60
+
+    monkeypatch.setattr(eager, "_state", more)
+    eager._states_in_backward.cache_clear()
+    try:
+        tensors = leaves()
+        attend(*tensors)
+        assert not in_backward
+        step(tensors)
+        q, *rest = tensors
+        checkpoint(attend, q, *rest, use_reentrant=True).sum().backward()  # type: ignore[union-attr]
+        assert in_backward
+        assert operators == []
+    finally:
+        eager._states_in_backward.cache_clear()

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Protocol
 
 __all__ = [
+    "Count",
     "RefusedError",
     "Step",
     "WholeNumber",
     "check_output",
+    "count_progress",
     "need_extra",
     "problem_progress",
     "progress",
@@ -176,3 +178,47 @@ def problem_progress(budget_s: float | None) -> Iterator[ProblemStep]:
             bar.update(task, total=problems, completed=problem - 1, description=f"{left(problem, problems):>10}  {what}")
 
         yield advance
+
+
+class Count(Protocol):
+    """Called with how many steps are done and what there is to say about them."""
+
+    def __call__(self, done: int, what: str) -> None: ...
+
+
+@contextlib.contextmanager
+def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
+    """A bar with counts on stderr; without a terminal, a line every few seconds.
+
+    Args:
+        total: how many steps there will be, or None if time decides.
+        every_s: seconds between two lines.
+    """
+    shown = time.monotonic()
+
+    def line(done: int, what: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= every_s:
+            shown = time.monotonic()
+            print(f"[{done}{'' if total is None else f'/{total}'}] {what}", file=sys.stderr, flush=True)
+
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield line
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def count(done: int, what: str) -> None:
+            bar.update(task, completed=done, description=what)
+
+        yield count

@@ -8,10 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from evoattn.layouts import to_canonical
+from evoattn.testing.drawing import draw
 from evoattn.workloads import Workload
 
 __all__ = ["AWKWARD", "Case", "Inputs", "from_workload"]
+
+Strides = Literal["contiguous", "transposed", "sliced"]
+Low = Literal["minus_1e9", "minus_1e9_rows", "minus_inf", "minus_inf_rows", "lowest", "lowest_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Inputs:
         return {name: x for name, x in given.items() if x is not None and name in self.case.gradients}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Case:
     """One call in words.
 
@@ -45,18 +48,30 @@ class Case:
         n, h, lq, lk, d, c: sizes; c = None is d.
         dtype: of q, k, v.
         layout: of q, k, v.
-        mask: keys kept at random, the first half kept, every third row without a key, or no mask.
-        mask_bias: random finite values; -1e9 or -inf at random keys; the same, and at all keys of every third row; or none.
-        pair_bias: axes that the bias varies along, a 1 where it is broadcast, such as "b1hqk"; or none.
-        pair_fill: put -inf into the pair bias at random and in one whole query row.
-        bias_dtype: of both biases; None is dtype.
-        strides: contiguous, heads and lengths swapped in memory, every second element of a wider tensor, a pair bias
-            whose heads lie innermost as a permuted linear gives it, or every tensor one element after the start of its memory.
-        cotangent: random, or one number expanded with stride 0 as `.sum()` gives it.
+        mask: keys kept at random, the first half kept, every third row without a key, every second batch without a key, or no
+            mask.
+        mask_axes: axes that the mask varies along, a 1 where it is broadcast; leading ones may be left out.
+        mask_bias: random finite values; -1e9, -inf or the dtype's lowest number at random keys; the same, and at all keys of
+            every third row; or none.
+        mask_bias_axes: as mask_axes; "bn11k" has the two unit axes of DeepSpeed's call.
+        pair_bias: axes that the bias varies along, a 1 where it is broadcast, such as "b1hqk"; or none. The letters x, y and z
+            are the first, second and third batch axis alone.
+        pair_fill: put -1e9, -inf or the dtype's lowest number into the pair bias at random; "..._rows" also into all of its last
+            query. True is "minus_inf_rows".
+        bias_dtype: of both biases; None is dtype. float16 has -6e4 in the place of -1e9.
+        pair_bias_dtype: of the pair bias; None is bias_dtype.
+        strides: of q, k and v, one for all or one each: contiguous, heads and lengths swapped in memory, every second element of
+            a wider tensor. For all tensors: a pair bias whose heads lie innermost as a permuted linear gives it, or every
+            tensor one element after the start of its memory.
+        bias_strides: of mask and biases: contiguous, the last two axes swapped in memory, every second element of a wider tensor,
+            unit axes expanded with stride 0; or a pair bias whose heads lie innermost.
+        cotangent: of the output: random; one number expanded with stride 0 as `.sum()` gives it, to the LSE's too; one number a
+            query, or one row, expanded; or heads and lengths swapped in memory.
         scale: None for the default.
         spread: factor on q; large values give an LSE far from 0.
         lse_gradient: whether a gradient flows through the LSE too.
         gradients: the inputs to differentiate by.
+        kv_heads: heads of k and v, h or 1; None is h.
     """
 
     name: str
@@ -69,108 +84,46 @@ class Case:
     c: int | None = None
     dtype: torch.dtype = torch.float32
     layout: Literal["bnlhd", "bnhld"] = "bnlhd"
-    mask: Literal["random", "padding", "empty_rows"] | None = None
-    mask_bias: Literal["finite", "minus_1e9", "minus_1e9_rows", "minus_inf", "minus_inf_rows"] | None = None
+    mask: Literal["random", "padding", "empty_rows", "empty_batches"] | None = None
+    mask_axes: str = "bnk"
+    mask_bias: Literal["finite"] | Low | None = None
+    mask_bias_axes: str = "bn11k"
     pair_bias: str | None = None
-    pair_fill: bool = False
+    pair_fill: bool | Low = False
     bias_dtype: torch.dtype | None = None
-    strides: Literal["contiguous", "transposed", "sliced", "permuted_pair", "offset"] = "contiguous"
-    cotangent: Literal["random", "expanded"] = "random"
+    pair_bias_dtype: torch.dtype | None = None
+    strides: Strides | Literal["permuted_pair", "offset"] | tuple[Strides, Strides, Strides] = "contiguous"
+    bias_strides: Literal["contiguous", "transposed", "sliced", "expanded", "permuted"] = "contiguous"
+    cotangent: Literal["random", "expanded", "expanded_channels", "expanded_rows", "transposed"] = "random"
     scale: float | None = None
     spread: float = 1.0
     lse_gradient: bool = False
     gradients: tuple[str, ...] = ("q", "k", "v", "mask_bias", "pair_bias")
     kv_heads: int | None = None
 
-    def make(self, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
-        """Fresh random inputs; the same seed gives the same numbers on every device."""
-        rng = torch.Generator().manual_seed(seed)
-        c = self.d if self.c is None else self.c
-        bias_dtype = self.bias_dtype or self.dtype
-        kv_heads = self.kv_heads or self.h
+    def make(self, seed: int = 0, device: torch.device | str = "cpu", *, portable: bool = False) -> Inputs:
+        """Fresh random inputs; the same seed gives the same numbers on every device.
 
-        def normal(*sizes: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.randn(sizes, generator=rng, dtype=torch.float64).to(dtype).to(device)
+        Args:
+            seed: of the numbers, which are drawn on the CPU.
+            device: where the inputs end up.
+            portable: draw bits that no processor and no version of torch changes; otherwise numbers are those of `torch.randn`.
+        """
+        tensors: dict[str, Any] = draw(self, seed, device, portable=portable)
+        return Inputs(case=self, **tensors)
 
-        def activation(length: int, heads: int, channels: int) -> Tensor:
-            stored = (heads, length) if (self.layout == "bnhld") != (self.strides == "transposed") else (length, heads)
-            step = 2 if self.strides == "sliced" else 1
-            x = normal(*self.lead, self.n, *stored, channels * step)[..., ::step]
-            return x.transpose(-2, -3) if self.strides == "transposed" else x
+    def strides_of(self, name: str) -> str:
+        """The strides of q, k or v."""
+        return self.strides if isinstance(self.strides, str) else self.strides["qkv".index(name)]
 
-        q = activation(self.lq, self.h, self.d)
-        q = q * self.spread if self.spread != 1 else q
-        k, v = activation(self.lk, kv_heads, self.d), activation(self.lk, kv_heads, c)
-        o_shape = to_canonical(q, self.layout).shape[:-1]
-        if self.cotangent == "expanded":
-            do = normal(1).expand(*q.shape[:-1], c)
-        else:
-            do = normal(*q.shape[:-1], c)
-        inputs = Inputs(
-            case=self,
-            q=q,
-            k=k,
-            v=v,
-            mask=self._mask(rng, device),
-            mask_bias=self._mask_bias(rng, bias_dtype, device),
-            pair_bias=self._pair_bias(rng, bias_dtype, device),
-            do=do,
-            dlse=normal(*o_shape, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
-            if self.lse_gradient
-            else None,
-        )
-        return inputs if self.strides != "offset" else _offset(inputs)
-
-    def _keys(self, rng: torch.Generator) -> Tensor:
-        keep = torch.rand((*self.lead, self.n, self.lk), generator=rng) > 0.3
-        if self.lk:
-            keep[..., 0] = True
-        return keep
-
-    def _mask(self, rng: torch.Generator, device: torch.device | str) -> Tensor | None:
-        if self.mask is None:
-            return None
-        keep = self._keys(rng)
-        if self.mask == "padding":
-            keep[...] = torch.arange(self.lk) < (self.lk + 1) // 2
-        if self.mask == "empty_rows":
-            keep[..., ::3, :] = False
-        return keep.to(device)
-
-    def _mask_bias(self, rng: torch.Generator, dtype: torch.dtype, device: torch.device | str) -> Tensor | None:
-        if self.mask_bias is None:
-            return None
-        bias = torch.randn((*self.lead, self.n, self.lk), generator=rng)
-        low = -torch.inf if "inf" in self.mask_bias else -1e9 if dtype != torch.float16 else -6e4
-        if self.mask_bias != "finite":
-            bias = bias * 0
-            bias[~self._keys(rng)] = low
-        if self.mask_bias.endswith("rows"):
-            bias[..., ::3, :] = low
-        return bias.to(dtype)[..., :, None, None, :].to(device)
-
-    def _pair_bias(self, rng: torch.Generator, dtype: torch.dtype, device: torch.device | str) -> Tensor | None:
-        if self.pair_bias is None:
-            return None
-        sizes = {"n": (self.n,), "h": (self.h,), "q": (self.lq,), "k": (self.lk,), "1": (1,), "b": self.lead}
-        shape = tuple(size for axis in self.pair_bias for size in sizes[axis])
-        bias = torch.randn(shape, generator=rng)
-        if self.pair_fill:
-            bias[torch.rand(shape, generator=rng) < 0.2] = -torch.inf
-            bias[..., -1:, :] = -torch.inf
-        bias = bias.to(dtype).to(device)
-        if self.strides == "permuted_pair":
-            bias = bias.movedim(-3, -1).contiguous().movedim(-1, -3)
-        return bias
-
-
-def _offset(inputs: Inputs) -> Inputs:
-    """Every tensor contiguous, one element after the start of its memory: on no multiple of 16 bytes."""
-    given = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-    moved: dict[str, Any] = {
-        name: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for name, x in given.items() if isinstance(x, Tensor)
-    }
-    return dataclasses.replace(inputs, **moved)
+    def __repr__(self) -> str:
+        """A line of Python that makes the case again: its name, and what is not as it is by default."""
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name != "name" and getattr(self, field.name) != field.default
+        ]
+        return f"Case({', '.join([repr(self.name), *given])})"
 
 
 def from_workload(workload: Workload, dtype: torch.dtype) -> Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -12,20 +11,16 @@ from torch import Tensor
 from evoattn.api import evoformer_attention
 from evoattn.numerics import accumulate_dtype
 from evoattn.testing.cases import Inputs
+from evoattn.testing.conditioning import conditioning, huge_queries
+from evoattn.testing.dense import Results, dense, differentiate, exact_biases, plain_biases
 from evoattn.tuning import Config
 
 __all__ = ["Results", "budgets", "check", "errors", "oracle", "relative_error", "run"]
 
 _MULTIPLE = 4.0
+_MULTIPLE_OF_DENSE = 3.0
 _FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 _CEILING = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Results:
-    """Output, LSE and gradients of one call, by the names o, lse, dq, dk, dv, dmask_bias, dpair_bias."""
-
-    values: dict[str, Tensor]
 
 
 def run(inputs: Inputs, backend: str = "auto", *, deterministic: bool = False, config: Config | None = None) -> Results:
@@ -47,21 +42,20 @@ def run(inputs: Inputs, backend: str = "auto", *, deterministic: bool = False, c
             config=config,
         )
 
-    return _differentiate(call, inputs, None)
+    return differentiate(call, inputs, None)
 
 
 def oracle(inputs: Inputs) -> Results:
     """The same in float64, dense, by plain autograd.
 
-    The largest mask bias of a row is taken off first: at -1e9 even float64 loses digits.
+    The largest bias of each query is taken off first: at -1e9 even float64 loses digits.
     """
-    shift = inputs.mask_bias.double().amax(-1, keepdim=True) if inputs.mask_bias is not None and inputs.case.lk else None
-    return _differentiate(_dense(inputs, shift), inputs, torch.float64)
+    return differentiate(dense(inputs, exact_biases), inputs, torch.float64)
 
 
 def low_precision(inputs: Inputs) -> Results:
     """The same, dense, with every intermediate in q's dtype, as a model in plain torch computes it."""
-    return _differentiate(_dense(inputs), inputs, inputs.q.dtype)
+    return differentiate(dense(inputs, plain_biases), inputs, inputs.q.dtype)
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
@@ -92,17 +86,64 @@ def budgets(inputs: Inputs, results: Results, expected: Results) -> dict[str, fl
     that are
     rounded to eps x change exp(S) by a share of eps x, whoever computes it: that is the least budget where LSEs are large.
     """
+    return _budgets(inputs, results, expected, errors(low_precision(inputs), expected))
+
+
+def _budgets(inputs: Inputs, results: Results, expected: Results, lost: dict[str, float]) -> dict[str, float]:
+    """`budgets`, from what the dense low-precision computation loses."""
     allowed = {}
     lse = expected.values["lse"]
     size = lse[lse.isfinite()].square().mean().sqrt().item() if lse.isfinite().any() else 0.0
     conditioning = size * torch.finfo(accumulate_dtype(inputs.q.dtype)).eps
-    lost = errors(low_precision(inputs), expected)
     for name in results.values:
-        dtype = results.values[name].dtype
-        if name != "lse" and torch.finfo(inputs.q.dtype).eps > torch.finfo(dtype).eps:
-            dtype = inputs.q.dtype
+        dtype = _coarser(name, inputs, results)
         allowed[name] = min(max(_MULTIPLE * lost[name], _FLOOR[dtype], conditioning), _CEILING[dtype])
     return allowed
+
+
+def _coarser(name: str, inputs: Inputs, results: Results) -> torch.dtype:
+    """The dtype whose bounds a value is held to."""
+    dtype = results.values[name].dtype
+    return inputs.q.dtype if name != "lse" and torch.finfo(inputs.q.dtype).eps > torch.finfo(dtype).eps else dtype
+
+
+def excess(
+    inputs: Inputs,
+    results: Results,
+    expected: Results,
+    *,
+    swallowed: bool = False,
+    only: Callable[[Results], Results] = lambda results: results,
+) -> list[tuple[str, float, float]]:
+    """The values beyond their budgets on any problem, however ill-conditioned: (name, error, allowed).
+
+    The ceiling of `budgets` yields to what rounding alone takes from the value, and there four times what dense torch loses is
+    allowed too. Where the first is small, so is the budget: that of `budgets`.
+
+    Args:
+        inputs: the call.
+        results: what a backend made of it.
+        expected: the float64 results.
+        swallowed: allow three times what dense torch in the same dtype loses, without a ceiling.
+        only: what was applied to results and expected, to be applied to what dense torch gives.
+    """
+    found = errors(results, expected)
+    lost = errors(only(low_precision(inputs)), expected)
+    allowed = _budgets(inputs, results, expected, lost)
+    if all(error <= allowed[name] for name, error in found.items()):
+        return []
+    for name, bound in conditioning(inputs, expected).items():
+        if name in allowed and bound.limit > allowed[name]:
+            ceiling = _CEILING[_coarser(name, inputs, results)]
+            allowed[name] = max(bound.limit, _MULTIPLE * lost[name] if bound.limit > ceiling else 0.0)
+        if name in allowed and swallowed:
+            allowed[name] = max(allowed[name], _MULTIPLE_OF_DENSE * lost[name])
+    return [(name, error, allowed[name]) for name, error in found.items() if not error <= allowed[name]]
+
+
+def huge(inputs: Inputs) -> Tensor:
+    """The queries `[*,n|1,h|1,q|1]` beside whose biases the scores are lost, by more than the dtype's ceiling."""
+    return huge_queries(inputs, _CEILING[inputs.q.dtype])
 
 
 def check(results: Results, inputs: Inputs) -> None:
@@ -122,57 +163,3 @@ def check(results: Results, inputs: Inputs) -> None:
             failures.append(f"{name}: relative error {error:.2e}, allowed {allowed[name]:.2e}")
     if failures:
         raise AssertionError(f"case {inputs.case.name}: " + "; ".join(failures))
-
-
-_Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]]
-
-
-def _dense(inputs: Inputs, shift: Tensor | None = None) -> _Call:
-    """Attention in whatever dtype it is given, on user shapes, by the plainest torch there is.
-
-    Scores are measured from `shift` where it is given and finite.
-    """
-    heads_last = inputs.case.layout == "bnlhd"
-    if shift is not None:
-        shift = torch.where(shift.isfinite(), shift, 0)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if heads_last:
-            q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
-        scale = q.shape[-1] ** -0.5 if inputs.case.scale is None else inputs.case.scale
-        s = torch.matmul(q * scale, k.transpose(-1, -2))  # [*,n,h,q,k]
-        if pair_bias is not None:
-            s = s + pair_bias.to(s.dtype)
-        if mask_bias is not None:
-            s = s + (mask_bias.to(s.dtype) if shift is None else mask_bias - shift)
-        if inputs.mask is not None:
-            s = s.masked_fill(~inputs.mask[..., :, None, None, :], -torch.inf)
-        empty = (s == -torch.inf).all(-1, keepdim=True)  # also where there is no key at all
-        p = torch.softmax(s.masked_fill(empty, 0), -1).masked_fill(empty, 0)
-        lse = torch.logsumexp(s.masked_fill(empty, 0), -1).masked_fill(empty.squeeze(-1), -torch.inf)
-        lse = lse if shift is None else lse + shift.squeeze(-1)
-        o = torch.matmul(p, v)
-        return (o.transpose(-2, -3) if heads_last else o), lse
-
-    return call
-
-
-def _differentiate(call: _Call, inputs: Inputs, dtype: torch.dtype | None) -> Results:
-    def leaf(name: str) -> Tensor | None:
-        x: Tensor | None = getattr(inputs, name)
-        if x is None:
-            return None
-        x = x.detach() if dtype is None else x.detach().to(dtype)
-        return x.requires_grad_(name in inputs.differentiable)
-
-    leaves = {name: leaf(name) for name in ("q", "k", "v", "mask_bias", "pair_bias")}
-    o, lse = call(*leaves.values())  # type: ignore[arg-type]
-    outputs, cotangents = [o], [inputs.do.to(o.dtype)]
-    if inputs.dlse is not None:
-        outputs.append(lse)
-        cotangents.append(inputs.dlse.to(lse.dtype))
-    wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
-    gradients = torch.autograd.grad(outputs, list(wanted.values()), cotangents) if wanted else ()
-    values = {"o": o.detach(), "lse": lse.detach()}
-    values.update({f"d{name}": g for name, g in zip(wanted, gradients, strict=True)})
-    return Results(values)

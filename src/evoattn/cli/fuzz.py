@@ -1,0 +1,241 @@
+"""`evoattn fuzz`: random problems on every backend, judged by the float64 oracle; failures are shrunk."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import evoattn
+from evoattn.bench.record import write_text
+from evoattn.cli import machine
+from evoattn.cli.bench import among, names_in
+from evoattn.cli.terminal import Count, RefusedError, WholeNumber, check_output, count_progress
+from evoattn.dispatch import BACKENDS
+from evoattn.testing.fuzz import Failure, Findings, shrunk, tasks
+from evoattn.testing.random_problems import DTYPES
+from evoattn.testing.workers import JUDGE, Workers
+
+__all__ = ["Wish", "add_parser", "fuzz"]
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_CASES = 200
+_LARGEST = {"cpu": 1 << 20, "cuda": 1 << 22}
+_SHRUNK = 10
+"""Failures that are shrunk; the others are shown as they were drawn."""
+
+_ABOUT = """\
+Draws random problems (sizes at the edges of tiles, dtypes, layouts, strides, masks, biases, scales, gradients) and runs
+each on every backend, forward and backward, in worker processes. Each result is judged by the dense float64 oracle. A
+backend that refuses a problem with its reasons is counted, and is no failure. A worker that dies is a failure of the problem
+that it ran. Failures are shrunk to the smallest sizes that still fail.
+"""
+
+_EPILOG = """\
+examples:
+  evoattn fuzz                                       200 problems on every backend of this machine
+  evoattn fuzz --cases 1000 --seed 5000              problems 5000 to 5999, the same ones everywhere
+  evoattn fuzz --minutes 60 --jobs 8 --json found.json
+  evoattn fuzz --backends triton --dtypes bfloat16 float16
+
+exit status: 0 nothing failed; 1 a problem failed; 2 bad options; 130 interrupted, with what was found until then shown
+and written
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What to run.
+
+    Args:
+        cases: how many problems, or None if time decides.
+        minutes: after which no problem is begun, or None.
+        seed: of the first problem; the others have the seeds that follow.
+        jobs: worker processes.
+        backends, dtypes: by name.
+        device: "cpu" or "cuda".
+        largest: the most scores of a problem.
+        limit_s: seconds that a problem may take.
+        judge: the function that judges a problem, see `Workers`.
+    """
+
+    cases: int | None
+    minutes: float | None
+    seed: int
+    jobs: int
+    backends: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    device: str
+    largest: int
+    limit_s: float = 120.0
+    judge: str = JUDGE
+
+    @property
+    def steps(self) -> int | None:
+        """How many runs that makes, or None if time decides."""
+        return None if self.cases is None else self.cases * len(self.backends)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `fuzz` to the command line."""
+    parser = commands.add_parser(
+        "fuzz",
+        help="random problems on every backend, against float64",
+        description=_ABOUT,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    how_long = parser.add_mutually_exclusive_group()
+    how_long.add_argument("--cases", type=WholeNumber(1), metavar="N", help=f"problems (default: {_CASES})")
+    how_long.add_argument("--minutes", type=_minutes, metavar="M", help="begin problems for this long")
+    parser.add_argument("--seed", type=WholeNumber(0), default=0, metavar="S", help="of the first problem (default: 0)")
+    parser.add_argument("--jobs", type=WholeNumber(1), metavar="J", help="worker processes (default: half of the cores, 4 at most)")
+    parser.add_argument(
+        "--backends", nargs="+", metavar="NAME", help="auto and any of `evoattn doctor` (default: those of the device)"
+    )
+    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: all)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
+    parser.add_argument(
+        "--largest", type=WholeNumber(1), metavar="SCORES", help="the most scores of a problem (default: 2^20, on a GPU 2^22)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.set_defaults(run=run)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text!r}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    device = machine.pick(arguments.device).type
+    cases = _CASES if arguments.cases is None and arguments.minutes is None else arguments.cases
+    wish = Wish(
+        cases=cases,
+        minutes=arguments.minutes,
+        seed=arguments.seed,
+        jobs=arguments.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
+        backends=among("--backends", names_in(arguments.backends), ("auto", *BACKENDS), _default_backends(device)),
+        dtypes=among("--dtypes", names_in(arguments.dtypes), tuple(_DTYPES), tuple(_DTYPES)),
+        device=device,
+        largest=arguments.largest or _LARGEST[device],
+    )
+    return fuzz(wish, None if arguments.json is None else check_output(arguments.json, "--json", ".json"))
+
+
+def _default_backends(device: str) -> tuple[str, ...]:
+    if device == "cpu":
+        return ("tiled", "reference")
+    return ("auto", *(status.name for status in evoattn.backends() if status.available and status.name != "reference"))
+
+
+def fuzz(wish: Wish, output: Path | None = None) -> int:
+    """Run what is wished for, print what was found, write it to a file, and return the exit status."""
+    findings = Findings()
+    begun = time.monotonic()
+    interrupted = False
+    with Workers(wish.jobs, wish.judge, wish.limit_s) as workers:
+        try:
+            with count_progress(wish.steps) as count:
+                _judge_all(wish, workers, findings, count)
+                _shrink_all(workers, findings, count)
+        except KeyboardInterrupt:
+            interrupted = True
+    seconds = time.monotonic() - begun
+    unwritten = None
+    if output is not None:  # before the table: whoever reads that may stop early
+        try:
+            write_text(json.dumps(_as_json(wish, findings, seconds, interrupted), indent=2) + "\n", output)
+        except OSError as error:
+            unwritten = RefusedError(f"--json {str(output)!r}: cannot be written: {error.strerror or error}")
+    _print(wish, findings, seconds)
+    if unwritten is not None:
+        raise unwritten
+    if interrupted:
+        print("evoattn fuzz: interrupted: what was found until then is above", file=sys.stderr)
+        return 130
+    return 1 if findings.failures else 0
+
+
+def _seeds(wish: Wish) -> Iterator[int]:
+    end = None if wish.minutes is None else time.monotonic() + 60 * wish.minutes
+    for index in itertools.count():
+        if (wish.cases is not None and index >= wish.cases) or (end is not None and time.monotonic() > end):
+            return
+        yield wish.seed + index
+
+
+def _judge_all(wish: Wish, workers: Workers, findings: Findings, count: Count) -> None:
+    dtypes = [_DTYPES[name] for name in wish.dtypes]
+    for done, report in enumerate(workers.run(tasks(_seeds(wish), wish.backends, wish.device, dtypes, wish.largest)), 1):
+        findings.add(report)
+        count(done, f"{_counts(findings)}; seed {report.task.problem.seed}")
+
+
+def _counts(findings: Findings) -> str:
+    return ", ".join(f"{findings.total(status)} {status}" for status in ("held", "refused", "failed"))
+
+
+def _shrink_all(workers: Workers, findings: Findings, count: Count) -> None:
+    done = sum(findings.total(status) for status in ("held", "refused", "failed"))
+    for place, failure in enumerate(findings.failures[:_SHRUNK]):
+        count(done, f"{_counts(findings)}; shrinking seed {failure.task.problem.seed}")
+        findings.failures[place] = shrunk(failure, workers)
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "evoattn": evoattn.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": machine.version_of("triton"),
+    }
+
+
+def _as_json(wish: Wish, findings: Findings, seconds: float, interrupted: bool) -> dict[str, Any]:
+    """All that was found, in types that JSON has."""
+    return {
+        "schema": 1,
+        "finished": "interrupted" if interrupted else "complete",
+        "versions": _versions(),
+        "device": machine.name(torch.device(wish.device)),
+        "settings": dataclasses.asdict(wish),
+        "seconds": round(seconds, 1),
+        "counts": [{"backend": b, "dtype": dtype, **counts} for (b, dtype), counts in sorted(findings.counts.items())],
+        "failures": [failure.as_json() for failure in findings.failures],
+    }
+
+
+def _print(wish: Wish, findings: Findings, seconds: float) -> None:
+    for failure in findings.failures:
+        print(_as_text(failure))
+    print(f"{'backend':<10} {'dtype':<9} {'ran':>6} {'refused':>8} {'failed':>7}")
+    for (backend, dtype), counts in sorted(findings.counts.items()):
+        ran = counts["held"] + counts["failed"]
+        print(f"{backend:<10} {dtype:<9} {ran:>6} {counts['refused']:>8} {counts['failed']:>7}")
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items() if version is not None)
+    print(f"{machine.name(torch.device(wish.device))}; {versions}")
+    problems = "" if wish.cases is None else f" to {wish.seed + wish.cases - 1}"
+    print(f"seeds from {wish.seed}{problems}, {_counts(findings)}, in {seconds:.1f} s")
+
+
+def _as_text(failure: Failure) -> str:
+    title = f"FAILED  seed {failure.task.problem.seed}, {failure.task.backend} on {failure.task.device}"
+    smallest = "smallest" if failure.shrunk else "problem "
+    return f"{title}: {failure.outcome.what}\n  {smallest}  {failure.smallest!r}\n  again     {failure.line}\n"

@@ -1,0 +1,199 @@
+"""Random tensors for a case: every number is drawn on the CPU from one seed, then moved to the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from evoattn.layouts import to_canonical
+
+if TYPE_CHECKING:
+    from evoattn.testing.cases import Case
+
+__all__ = ["draw"]
+
+
+def draw(case: Case, seed: int, device: torch.device | str, *, portable: bool) -> dict[str, Tensor | None]:
+    """The tensors of `Inputs`, by name.
+
+    Args:
+        case: what to draw.
+        seed: of the generator.
+        device: where the tensors end up.
+        portable: use only operations that IEEE 754 fixes, so that every processor and torch version gives the same bits.
+            `torch.randn` takes logarithms and cosines, whose last bits depend on the machine.
+    """
+    return _Drawing(case, seed, device, portable).tensors()
+
+
+class _Drawing:
+    """One case, its generator, and the device that the tensors go to."""
+
+    def __init__(self, case: Case, seed: int, device: torch.device | str, portable: bool) -> None:
+        self.case, self.device, self.portable = case, device, portable
+        self.rng = torch.Generator().manual_seed(seed)
+        self.mask_bias_dtype = case.bias_dtype or case.dtype
+        self.pair_bias_dtype = case.pair_bias_dtype or self.mask_bias_dtype
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        case = self.case
+        c = case.d if case.c is None else case.c
+        kv_heads = case.kv_heads or case.h
+        q = self.activation(case.strides_of("q"), case.lq, case.h, case.d)
+        q = q * case.spread if case.spread != 1 else q
+        k = self.activation(case.strides_of("k"), case.lk, kv_heads, case.d)
+        v = self.activation(case.strides_of("v"), case.lk, kv_heads, c)
+        o_shape = to_canonical(q, case.layout).shape[:-1]
+        do = self.cotangent((*q.shape[:-1], c))
+        found = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "mask": self.mask(),
+            "mask_bias": self.mask_bias(),
+            "pair_bias": self.pair_bias(),
+            "do": do,
+            "dlse": self.lse_cotangent(tuple(o_shape)) if case.lse_gradient else None,
+        }
+        if case.strides != "offset":
+            return found
+        return {name: None if x is None else _offset(x) for name, x in found.items()}
+
+    def double(self, *sizes: int) -> Tensor:
+        """Random float64 numbers of mean 0 and variance 1, on the CPU."""
+        if not self.portable:
+            return torch.randn(sizes, generator=self.rng, dtype=torch.float64)
+        first, second, third, fourth = torch.rand((4, *sizes), generator=self.rng, dtype=torch.float64)
+        return ((first + second) + (third + fourth) - 2) * 3**0.5  # bell-shaped, and never beyond 3.5
+
+    def single(self, *sizes: int) -> Tensor:
+        """The same in float32."""
+        return self.double(*sizes).float() if self.portable else torch.randn(sizes, generator=self.rng)
+
+    def normal(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.double(*sizes).to(dtype or self.case.dtype).to(self.device)
+
+    def activation(self, strides: str, length: int, heads: int, channels: int) -> Tensor:
+        case = self.case
+        stored = (heads, length) if (case.layout == "bnhld") != (strides == "transposed") else (length, heads)
+        step = 2 if strides == "sliced" else 1
+        x = self.normal(*case.lead, case.n, *stored, channels * step)[..., ::step]
+        return x.transpose(-2, -3) if strides == "transposed" else x
+
+    def cotangent(self, shape: tuple[int, ...]) -> Tensor:
+        kind = self.case.cotangent
+        if kind == "expanded":
+            return self.normal(1).expand(shape)
+        if kind == "expanded_channels":
+            return self.normal(*shape[:-1], 1).expand(shape)
+        if kind == "expanded_rows":
+            return self.normal(*shape[:-4], 1, *shape[-3:]).expand(shape)
+        if kind == "transposed":
+            return self.normal(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-2, -3)
+        return self.normal(*shape)
+
+    def lse_cotangent(self, shape: tuple[int, ...]) -> Tensor:
+        dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
+        return self.normal(1, dtype=dtype).expand(shape) if self.case.cotangent == "expanded" else self.normal(*shape, dtype=dtype)
+
+    def sizes(self, axes: str) -> tuple[int, ...]:
+        """The shape that letters stand for."""
+        case = self.case
+        single = {"n": case.n, "h": case.h, "q": case.lq, "k": case.lk, "1": 1, **dict(zip("xyz", case.lead, strict=False))}
+        return tuple(size for axis in axes for size in (case.lead if axis == "b" else (single[axis],)))
+
+    def keys(self, shape: tuple[int, ...]) -> Tensor:
+        """Seven keys of ten, the first always."""
+        keep = torch.rand(shape, generator=self.rng) > 0.3
+        if keep.shape[-1]:
+            keep[..., 0] = True
+        return keep
+
+    def mask(self) -> Tensor | None:
+        case = self.case
+        if case.mask is None:
+            return None
+        keep = self.keys(self.sizes(case.mask_axes))
+        if case.mask == "padding" and case.mask_axes.endswith("k"):
+            keep[...] = torch.arange(case.lk) < (case.lk + 1) // 2
+        if case.mask == "empty_rows" and keep.ndim > 1:
+            keep[..., ::3, :] = False
+        if case.mask == "empty_batches" and keep.ndim > 1:
+            keep[::2] = False
+        return self.laid_out(keep.to(self.device), case.mask_axes)
+
+    def mask_bias(self) -> Tensor | None:
+        case = self.case
+        if case.mask_bias is None:
+            return None
+        axes = case.mask_bias_axes.replace("11k", "k") if case.mask_bias_axes.endswith("n11k") else case.mask_bias_axes
+        shape = self.sizes(axes)
+        bias = self.single(*shape)
+        low = _low(case.mask_bias, self.mask_bias_dtype)
+        if case.mask_bias != "finite":
+            bias = bias * 0
+            bias[~self.keys(shape)] = low
+        if case.mask_bias.endswith("rows") and bias.ndim > 1:
+            bias[..., ::3, :] = low
+        bias = bias.to(self.mask_bias_dtype)
+        bias = bias if axes == case.mask_bias_axes else bias[..., :, None, None, :]
+        return self.laid_out(bias.to(self.device), case.mask_bias_axes)
+
+    def pair_bias(self) -> Tensor | None:
+        case = self.case
+        if case.pair_bias is None:
+            return None
+        shape = self.sizes(case.pair_bias)
+        bias = self.single(*shape)
+        if case.pair_fill:
+            kind = case.pair_fill if isinstance(case.pair_fill, str) else "minus_inf_rows"
+            low = _low(kind, self.pair_bias_dtype)
+            bias[torch.rand(shape, generator=self.rng) < 0.2] = low
+            if kind.endswith("rows"):
+                bias[..., -1:, :] = low
+        bias = bias.to(self.pair_bias_dtype).to(self.device)
+        if case.strides == "permuted_pair" or case.bias_strides == "permuted":
+            return bias.movedim(-3, -1).contiguous().movedim(-1, -3) if bias.ndim > 2 else bias
+        return self.laid_out(bias, case.pair_bias)
+
+    def laid_out(self, bias: Tensor, axes: str) -> Tensor:
+        """A bias with the strides that the case asks for."""
+        kind = self.case.bias_strides
+        if kind == "transposed" and bias.ndim > 1:
+            return bias.transpose(-1, -2).contiguous().transpose(-1, -2)
+        if kind == "sliced":
+            wide = bias.new_zeros((*bias.shape, 2))
+            wide[..., 0] = bias
+            return wide[..., 0]
+        if kind == "expanded":
+            full = "".join(_of_ones(axes, len(self.case.lead)))
+            return bias.expand(self.sizes(full))
+        return bias
+
+
+def _of_ones(axes: str, lead: int) -> list[str]:
+    """The letters of a bias with every unit axis but those between rows and keys replaced by the axis that it stands for."""
+    spelt = list(axes.replace("b", "xyz"[:lead]))
+    if spelt[-3:-1] == ["1", "1"] and len(spelt) == lead + 4:  # [*, n, 1, 1, k] of a mask, or a pair bias like that
+        whole = [*"xyz"[:lead], "n", "1", "1", "k"]
+    elif len(spelt) <= lead + 2 and not set(spelt) & {"h", "q"}:
+        whole = [*"xyz"[:lead], "n", "k"]
+    else:
+        whole = [*"xyz"[:lead], "n", "h", "q", "k"]
+    return whole[len(whole) - len(spelt) :]
+
+
+def _low(kind: str, dtype: torch.dtype) -> float:
+    """What switches a key off: -inf, the lowest finite number, or -1e9, which float16 does not have."""
+    if "inf" in kind:
+        return -torch.inf
+    if "lowest" in kind:
+        return torch.finfo(dtype).min
+    return -6e4 if dtype == torch.float16 else -1e9
+
+
+def _offset(x: Tensor) -> Tensor:
+    """The same numbers contiguous, one element after the start of their memory: on no multiple of 16 bytes."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)

@@ -1,0 +1,187 @@
+"""The verdict on one backend and one random problem: numbers, bits, shapes, and arguments left as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from evoattn.api import explain
+from evoattn.testing.cases import Inputs
+from evoattn.testing.dense import Results, heads_first
+from evoattn.testing.oracle import excess, huge, oracle, run
+from evoattn.testing.random_problems import RandomProblem
+
+__all__ = ["Outcome", "Run", "judge"]
+
+Run = Callable[[Inputs, str, bool], Results]
+"""Runs a backend, named by the second argument, on inputs; the third asks for bits that are equal from run to run."""
+
+_ARGUMENTS = ("q", "k", "v", "mask", "mask_bias", "pair_bias", "do", "dlse")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one problem on one backend.
+
+    Args:
+        status: whether the backend held, refused with its stated reasons, or failed.
+        what: the reasons, or what went wrong, one line.
+        kinds: the kinds of failure, such as "error of dq". Shrinking keeps one of them.
+    """
+
+    status: Literal["held", "refused", "failed"]
+    what: str = ""
+    kinds: tuple[str, ...] = ()
+
+
+def _run(inputs: Inputs, backend: str, deterministic: bool) -> Results:
+    return run(inputs, backend, deterministic=deterministic)
+
+
+def judge(
+    problem: RandomProblem, backend: str = "auto", device: torch.device | str = "cpu", *, run_backend: Run = _run
+) -> Outcome:
+    """Run a problem forward and backward on a backend, and judge all that it gives.
+
+    Errors have to stay within their budgets, shapes and dtypes have to be right, values finite where the oracle's are, queries
+    without a key exactly 0, and arguments have to keep their bits. A deterministic problem runs twice and gives equal bits.
+
+    Args:
+        problem: from `random_problem`, or the line that a failure printed.
+        backend: what `evoformer_attention` takes. A refusal that `explain` states is no failure.
+        device: where the problem runs; its numbers are drawn on the CPU.
+        run_backend: runs the backend instead of the public call, for tests.
+
+    Returns:
+        An `Outcome`. An exception is a failure too.
+
+    Example:
+        >>> from evoattn.testing import judge, random_problem
+        >>> judge(random_problem(1, largest=5000), "tiled").status
+        'held'
+    """
+    try:
+        inputs = problem.make(device)
+        reasons = [] if backend == "auto" else _refusals(inputs, backend, problem.deterministic)
+        if reasons:
+            return Outcome("refused", "; ".join(reasons))
+        found = _failures(inputs, backend, problem.deterministic, run_backend)
+    except Exception as error:  # whatever a broken backend raises is a finding
+        text = " ".join(str(error).split()) or "no message"
+        return Outcome("failed", f"{type(error).__name__}: {text[:600]}", (f"raised {type(error).__name__}",))
+    if not found:
+        return Outcome("held")
+    return Outcome("failed", "; ".join(f"{kind}: {what}" if what else kind for kind, what in found), tuple(k for k, _ in found))
+
+
+def _refusals(inputs: Inputs, backend: str, deterministic: bool) -> list[str]:
+    """Why a backend does not take a call, forward or backward."""
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask_bias": inputs.mask_bias, "pair_bias": inputs.pair_bias}
+    tensors |= {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
+    case = inputs.case
+    options = {"scale": case.scale, "layout": case.layout, "return_lse": True, "deterministic": deterministic}
+    explanation = explain(**tensors, mask=inputs.mask, backend=backend, **options)  # type: ignore[arg-type]
+    return explanation.refused.get(backend, [])
+
+
+def _failures(inputs: Inputs, backend: str, deterministic: bool, run_backend: Run) -> list[tuple[str, str]]:
+    before = {name: _bits(x) for name in _ARGUMENTS if (x := getattr(inputs, name)) is not None}
+    with _poisoned():
+        results = run_backend(inputs, backend, deterministic)
+        again = run_backend(inputs, backend, deterministic) if deterministic else results
+    found = [(f"mutated {name}", "") for name, bits in before.items() if not torch.equal(bits, _bits(getattr(inputs, name)))]
+    found += [
+        (f"unequal bits of {name}", "two deterministic runs differ")
+        for name, value in results.values.items()
+        if not torch.equal(_bits(value), _bits(again.values[name]))
+    ]
+    expected = oracle(inputs)
+    shapes = _shapes(inputs, results, expected)
+    if shapes:
+        return found + shapes
+    swallowed = huge(inputs)
+    anywhere = bool(swallowed.any())
+    found += _unfinite(results, expected) + _empty(inputs, results, expected)
+    found += _errors(excess(inputs, results, expected, swallowed=anywhere))
+    if anywhere and not bool(swallowed.all()):
+        found += _ordinary_queries(inputs, swallowed, lambda part: run_backend(part, backend, deterministic))
+    return found
+
+
+def _errors(beyond: list[tuple[str, float, float]], where: str = "") -> list[tuple[str, str]]:
+    return [(f"error of {name}{where}", f"{error:.2e}, allowed {allowed:.2e}") for name, error, allowed in beyond]
+
+
+def _ordinary_queries(inputs: Inputs, swallowed: Tensor, attend: Callable[[Inputs], Results]) -> list[tuple[str, str]]:
+    """The same call with no cotangent where a huge bias swallows the scores: the budgets of the other queries stay tight."""
+
+    def without(x: Tensor) -> Tensor:
+        return heads_first(torch.where(swallowed.unsqueeze(-1), 0, heads_first(x, inputs)), inputs)
+
+    def ordinary(results: Results) -> Results:
+        values = dict(results.values)
+        values["o"] = without(values["o"])
+        values["lse"] = torch.where(swallowed, 0, values["lse"])
+        return Results(values)
+
+    dlse = None if inputs.dlse is None else torch.where(swallowed, 0, inputs.dlse)
+    part = dataclasses.replace(inputs, do=without(inputs.do), dlse=dlse)
+    with _poisoned():
+        results = ordinary(attend(part))
+    return _errors(excess(part, results, ordinary(oracle(part)), only=ordinary), " beside huge biases")
+
+
+def _shapes(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
+    """Values of the wrong shape or dtype, and values that are missing."""
+    found = []
+    for name, right in expected.values.items():
+        if name not in results.values:
+            found.append((f"no {name}", ""))
+            continue
+        given = results.values[name]
+        source = inputs.q if name == "o" else getattr(inputs, name[1:], None) if name.startswith("d") else None
+        dtype = source.dtype if source is not None else torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+        if given.shape != right.shape or given.dtype != dtype:
+            found.append((f"shape of {name}", f"{given.dtype} {tuple(given.shape)}, expected {dtype} {tuple(right.shape)}"))
+    return found
+
+
+def _unfinite(results: Results, expected: Results) -> list[tuple[str, str]]:
+    counts = {name: int((right.isfinite() & ~results.values[name].isfinite()).sum()) for name, right in expected.values.items()}
+    return [(f"not finite: {name}", f"{count} elements") for name, count in counts.items() if count]
+
+
+def _empty(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
+    """Queries without a key: the output and the gradient are exactly 0, and the LSE is -inf."""
+    empty = expected.values["lse"] == -torch.inf
+    found = []
+    for name in ("o", "dq"):
+        if name in results.values and bool((heads_first(results.values[name], inputs)[empty] != 0).any()):
+            found.append((f"not 0 without a key: {name}", ""))
+    if bool((results.values["lse"][empty] != -torch.inf).any()):
+        found.append(("not -inf without a key: lse", ""))
+    return found
+
+
+def _bits(x: Tensor) -> Tensor:
+    """A copy of a tensor's bytes, so that NaN equals itself."""
+    return x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """Let torch.empty give NaN, so that an element which is never written is seen."""
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,239 @@
+"""Random problems: calls of any size, dtype, layout, stride, mask and bias, each drawn from one seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from evoattn.testing.cases import Case, Inputs
+
+__all__ = ["DTYPES", "RandomProblem", "random_problem"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_T = TypeVar("_T")
+
+_TILES = (16, 32, 64, 128)
+_CHANNELS = {1: 3, 3: 3, 8: 14, 16: 16, 24: 12, 32: 20, 40: 4, 48: 10, 64: 14, 80: 3, 128: 4, 256: 1}
+_ROWS = {1: 14, 2: 18, 3: 16, 4: 8, 5: 10, 7: 8, 8: 8, 16: 6, 17: 6, 33: 4, 48: 2}
+_HEADS = {1: 24, 2: 28, 3: 14, 4: 20, 5: 4, 8: 8, 16: 2}
+_LEADS: dict[tuple[int, ...], int] = {(1,): 40, (2,): 18, (): 14, (3,): 6, (2, 3): 8, (1, 2): 4, (1, 1): 2, (2, 1, 3): 4, (3, 2, 2): 4}
+_SCORES = {1.0: 70, 20.0: 10, 60.0: 8, 400.0: 6, 3000.0: 6}
+"""The standard deviation of scores; the largest of many are three to four times that, so 1e4 is reached."""
+
+_ALL = ("q", "k", "v", "mask_bias", "pair_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomProblem:
+    """A call in words with the seed of its numbers. Its `repr` is a line of Python that makes it again.
+
+    Args:
+        seed: of the numbers.
+        case: the call.
+        deterministic: whether results have to be bit-equal from run to run.
+    """
+
+    seed: int
+    case: Case
+    deterministic: bool = False
+
+    @property
+    def scores(self) -> int:
+        """How many scores the softmax is taken over."""
+        case = self.case
+        return math.prod(case.lead) * case.n * case.h * case.lq * case.lk
+
+    def make(self, device: torch.device | str = "cpu") -> Inputs:
+        """The inputs. They are drawn on the CPU, with the same bits on every processor and in every version of torch."""
+        return self.case.make(self.seed, device, portable=True)
+
+
+def random_problem(
+    seed: int, *, dtypes: Sequence[torch.dtype] = DTYPES, largest: int = 1 << 20, longest: int = 400
+) -> RandomProblem:
+    """A random call. The same arguments always give the same problem, on every device and in every version.
+
+    Sizes lie mostly at the edges of tiles (1, tile - 1, tile, tile + 1), or are few queries and keys. Half of the problems have
+    Lq != Lk, some D != C. Leading axes, layouts, strides, masks, biases, scales, sizes of scores, cotangents and wanted
+    gradients are drawn too; `Case` says in which words.
+
+    Args:
+        seed: of the description and of the numbers.
+        dtypes: of q, k and v, to draw from.
+        largest: the most scores, over all batches, rows and heads. The dense oracle holds several float64 numbers for each.
+        longest: the most queries and keys.
+
+    Returns:
+        A `RandomProblem`, for `judge`.
+
+    Raises:
+        ValueError: there is nothing to draw from.
+
+    Example:
+        >>> from evoattn.testing import random_problem
+        >>> random_problem(7) == random_problem(7)
+        True
+    """
+    if not dtypes or largest < 1 or longest < 1:
+        raise ValueError(f"expected dtypes, and largest and longest from 1 up; got {dtypes!r}, {largest!r} and {longest!r}")
+    draw = _Draw(random.Random(seed))
+    words: dict[str, Any] = {"dtype": draw.one(dtypes), **_sizes(draw, largest, longest)}
+    for part in (_masks, _pair_bias, _memory, _factors, _gradients):
+        words |= part(draw, words)
+    return RandomProblem(seed, Case(f"random_{seed}", **words), deterministic=draw.chance(0.35))
+
+
+class _Draw:
+    """Choices made from `Random.random` alone, whose sequence Python keeps from version to version."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def chance(self, share: float) -> bool:
+        return self.rng.random() < share
+
+    def one(self, options: Sequence[_T]) -> _T:
+        return options[int(self.rng.random() * len(options))]
+
+    def weighted(self, options: dict[_T, int]) -> _T:
+        place = self.rng.random() * sum(options.values())
+        for option, weight in options.items():
+            place -= weight
+            if place < 0:
+                return option
+        return option
+
+    def between(self, least: int, most: int) -> int:
+        return least + int(self.rng.random() * (most - least + 1))
+
+
+def _sizes(draw: _Draw, largest: int, longest: int) -> dict[str, Any]:
+    lead, n, h = draw.weighted(_LEADS), draw.weighted(_ROWS), draw.weighted(_HEADS)
+    kind = draw.weighted({"edge": 48, "few": 30, "odd": 16, "long": 6})
+    few = kind == "few"
+    lq = min(_length(draw, kind, 16), longest)
+    lk = lq if not few and draw.chance(0.5) else min(_length(draw, kind, 64), longest)
+    while math.prod(lead) * n * h * lq * lk > largest:
+        sizes = {"lead": math.prod(lead), "n": n, "h": h, "lq": lq, "lk": lk}
+        widest = max(sizes, key=lambda name: sizes[name] / (8 if name in ("lq", "lk") else 1))
+        if widest == "lead":
+            lead = (1,) * len(lead)
+        elif widest == "n":
+            n = (n + 1) // 2
+        elif widest == "h":
+            h = (h + 1) // 2
+        elif widest == "lq":
+            lq = (lq + 1) // 2
+        else:
+            lk = (lk + 1) // 2
+    d = draw.weighted(_CHANNELS)
+    c = None if draw.chance(0.78) else draw.weighted(_CHANNELS)
+    kv_heads = 1 if h > 1 and draw.chance(0.08) else None
+    return {"lead": lead, "n": n, "h": h, "lq": lq, "lk": lk, "d": d, "c": c, "kv_heads": kv_heads}
+
+
+def _length(draw: _Draw, kind: str, few: int) -> int:
+    if kind == "few":
+        return draw.between(1, few)
+    if kind == "odd":
+        return draw.between(1, 200)
+    tile = draw.one(_TILES if kind == "edge" else (256, 384))
+    return draw.one((1, tile - 1, tile, tile + 1)) if kind == "edge" else draw.one((tile - 1, tile, tile + 1))
+
+
+def _masks(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+    """A mask, a mask bias, the axes along which they vary, and the dtype of both biases."""
+    dtype = words["dtype"]
+    found: dict[str, Any] = {}
+    if draw.chance(0.45):
+        found["mask"] = draw.weighted({"random": 5, "padding": 3, "empty_rows": 2, "empty_batches": 2})
+        found["mask_axes"] = _broadcast(draw, "b" * bool(words["lead"]) + "nk", 0.12)
+    found["bias_dtype"] = None if draw.chance(0.75) else draw.one(DTYPES)
+    if draw.chance(0.45):
+        kinds = {"finite": 6, "minus_1e9": 4, "minus_1e9_rows": 3, "minus_inf": 3, "minus_inf_rows": 2}
+        if (found["bias_dtype"] or dtype) != torch.float64:  # whose lowest number no other dtype holds
+            kinds |= {"lowest": 1, "lowest_rows": 1}
+        found["mask_bias"] = draw.weighted(kinds)
+        lead = "b" * bool(words["lead"])
+        axes = draw.weighted({f"{lead}n11k": 6, f"{lead}nk": 3})
+        found["mask_bias_axes"] = _broadcast(draw, axes, 0.12) if axes.endswith("nk") else _broadcast_keys(draw, axes)
+    return found
+
+
+def _broadcast(draw: _Draw, axes: str, share: float) -> str:
+    """A 1 in the place of any axis, each with a small chance, and now and then without the leading axes."""
+    axes = "".join("1" if draw.chance(share) else axis for axis in axes)
+    return axes[draw.between(1, len(axes) - 1) :] if len(axes) > 1 and draw.chance(share / 2) else axes
+
+
+def _broadcast_keys(draw: _Draw, axes: str) -> str:
+    """`[*, n, 1, 1, k]` with a 1 in the place of its rows or keys; all its axes stay, so it cannot be read as `[*, n, k]`."""
+    return draw.weighted({axes: 7, axes.replace("n11k", "111k"): 1, axes.replace("n11k", "n111"): 1})
+
+
+def _pair_bias(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+    if not draw.chance(0.68):
+        return {}
+    lead = "xyz"[: len(words["lead"])]
+    kind = draw.weighted({"shared": 60, "lead": 16, "any": 24})
+    if kind == "shared":  # by all rows, as in every model
+        axes = f"{lead}1hqk"
+    elif kind == "lead":  # any of the leading axes, rows among them
+        axes = "".join(axis if draw.chance(0.5) else "1" for axis in f"{lead}n") + "hqk"
+    else:
+        axes = "".join(axis if draw.chance(0.6) else "1" for axis in f"{lead}nhqk")
+    if draw.chance(0.12):  # the last axes alone
+        axes = axes[draw.between(0, len(axes) - 2) :]
+    found: dict[str, Any] = {"pair_bias": axes}
+    found["pair_bias_dtype"] = None if draw.chance(0.85) else draw.one(DTYPES)
+    if draw.chance(0.35):
+        kinds = {"minus_1e9": 3, "minus_1e9_rows": 4, "minus_inf": 3, "minus_inf_rows": 3}
+        given = found["pair_bias_dtype"] or words["bias_dtype"] or words["dtype"]
+        if given != torch.float64 and not str(words.get("mask_bias")).startswith("lowest"):  # their sum is no float32
+            kinds |= {"lowest": 1, "lowest_rows": 1}
+        found["pair_fill"] = draw.weighted(kinds)
+    return found
+
+
+def _memory(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+    """The layout, and the strides of every tensor."""
+    found: dict[str, Any] = {"layout": draw.weighted({"bnlhd": 6, "bnhld": 4})}
+    kind = draw.weighted({"contiguous": 50, "offset": 10, "one": 20, "each": 20})
+    strides = ("contiguous", "transposed", "sliced")
+    if kind == "one":
+        found["strides"] = draw.one(strides[1:])
+    elif kind == "each":
+        found["strides"] = (draw.one(strides), draw.one(strides), draw.one(strides))
+    else:
+        found["strides"] = kind
+    if kind != "offset":
+        found["bias_strides"] = draw.weighted({"contiguous": 55, "permuted": 15, "transposed": 10, "sliced": 10, "expanded": 10})
+    return found
+
+
+def _factors(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+    """The scale, and the factor on q that gives scores of the size wanted."""
+    scale = draw.weighted({None: 70, 0.37: 10, -0.5: 10, 1.0: 6, -0.02: 4})
+    wanted = draw.weighted(_SCORES)
+    if wanted == 1.0:
+        return {"scale": scale}
+    own = words["d"] ** 0.5 * abs(words["d"] ** -0.5 if scale is None else scale)
+    return {"scale": scale, "spread": float(f"{min(wanted / own, 1e4):.3g}")}
+
+
+def _gradients(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+    kind = draw.weighted({"all": 45, "qkv": 15, "some": 37, "none": 3})
+    some = tuple(name for name in _ALL if draw.chance(0.5))
+    return {
+        "gradients": {"all": _ALL, "qkv": _ALL[:3], "some": some, "none": ()}[kind],
+        "lse_gradient": draw.chance(0.35),
+        "cotangent": draw.weighted(
+            {"random": 65, "expanded": 10, "expanded_channels": 8, "expanded_rows": 8, "transposed": 9}
+        ),
+    }

@@ -1,0 +1,124 @@
+"""Smaller problems that still fail in the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from evoattn.testing.cases import Case
+from evoattn.testing.random_problems import RandomProblem
+
+__all__ = ["shrink", "smaller"]
+
+FirstFailing = Callable[[Sequence[RandomProblem]], "int | None"]
+"""Given problems to try, the place of the first that still fails, or None."""
+
+_TOGETHER = 4
+"""Candidates tried at once: a caller with several workers runs them side by side."""
+
+
+def shrink(problem: RandomProblem, first_failing: FirstFailing, *, trials: int = 200, seconds: float = 60.0) -> RandomProblem:
+    """The smallest problem found that still fails, by taking the first smaller one that does until none does.
+
+    Args:
+        problem: one that fails.
+        first_failing: tries problems in order.
+        trials: the most problems to try.
+        seconds: after which no more are tried.
+    """
+    end = time.monotonic() + seconds
+    tried = {problem}
+    while True:
+        candidates = [candidate for candidate in smaller(problem) if candidate not in tried]
+        found = None
+        for start in range(0, len(candidates), _TOGETHER):
+            part = candidates[start : start + _TOGETHER][: trials + 1 - len(tried)]
+            if not part or time.monotonic() > end:
+                return problem
+            tried.update(part)
+            place = first_failing(part)
+            if place is not None:
+                found = part[place]
+                break
+        if found is None:
+            return problem
+        problem = found
+
+
+def smaller(problem: RandomProblem) -> Iterator[RandomProblem]:
+    """Problems one step smaller or plainer, what takes away most first."""
+    case = problem.case
+    for words in _steps(case):
+        yield dataclasses.replace(problem, case=dataclasses.replace(case, **words))
+    if problem.deterministic:
+        yield dataclasses.replace(problem, deterministic=False)
+
+
+def _steps(case: Case) -> Iterator[dict[str, Any]]:
+    plain = {field.name: field.default for field in dataclasses.fields(Case)}
+    if case.pair_bias is not None:
+        yield {"pair_bias": None, "pair_fill": False, "pair_bias_dtype": None}
+    if case.mask_bias is not None:
+        yield {"mask_bias": None, "mask_bias_axes": plain["mask_bias_axes"]}
+    if case.mask is not None:
+        yield {"mask": None, "mask_axes": plain["mask_axes"]}
+    yield from _lead(case)
+    for name, least in (("n", 1), ("h", 1), ("lq", 1), ("lk", 1), ("d", 1)):
+        size = getattr(case, name)
+        for smaller_size in dict.fromkeys((least, size // 2, size - 1)):
+            if least <= smaller_size < size:
+                yield {name: smaller_size}
+    if case.c is not None:
+        yield {"c": None}
+        if case.c > 1:
+            yield {"c": case.c // 2}
+    for name in ("kv_heads", "strides", "bias_strides", "cotangent", "scale", "spread", "lse_gradient", "layout"):
+        if getattr(case, name) != plain[name]:
+            yield {name: plain[name]}
+    yield from _biases(case)
+    if len(case.gradients) > 1:
+        for name in case.gradients:
+            yield {"gradients": (name,)}
+        for name in case.gradients:
+            yield {"gradients": tuple(other for other in case.gradients if other != name)}
+    if case.gradients:
+        yield {"gradients": ()}
+
+
+def _lead(case: Case) -> Iterator[dict[str, Any]]:
+    """Leading axes of 1, and fewer of them where no bias names one."""
+    for axis, size in enumerate(case.lead):
+        if size > 1:
+            yield {"lead": (*case.lead[:axis], 1, *case.lead[axis + 1 :])}
+    if not case.lead or (case.pair_bias is not None and len(case.pair_bias) >= len(case.lead) + 4):
+        return
+    if not any(set(axes or "") & set("b1xyz") for axes in (case.pair_bias, _mask_axes(case), _mask_bias_axes(case))):
+        yield {"lead": case.lead[1:]}
+
+
+def _mask_axes(case: Case) -> str | None:
+    return case.mask_axes if case.mask is not None else None
+
+
+def _mask_bias_axes(case: Case) -> str | None:
+    return case.mask_bias_axes if case.mask_bias is not None else None
+
+
+def _biases(case: Case) -> Iterator[dict[str, Any]]:
+    """Plainer biases: whose numbers are ordinary, in q's dtype, along fewer axes."""
+    if case.pair_fill:
+        yield {"pair_fill": False}
+        if isinstance(case.pair_fill, str) and case.pair_fill.endswith("_rows"):
+            yield {"pair_fill": case.pair_fill.removesuffix("_rows")}
+    if case.mask_bias not in (None, "finite"):
+        yield {"mask_bias": "finite"}
+    if case.pair_bias is not None and case.pair_bias_dtype is not None:
+        yield {"pair_bias_dtype": None}
+    if case.bias_dtype is not None:
+        yield {"bias_dtype": None}
+    if case.pair_bias is not None:
+        for place, axis in enumerate(case.pair_bias):
+            if axis != "1" and place < len(case.pair_bias) - 2:
+                yield {"pair_bias": f"{case.pair_bias[:place]}1{case.pair_bias[place + 1 :]}"}

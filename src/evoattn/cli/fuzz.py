@@ -99,7 +99,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how_long.add_argument("--cases", type=WholeNumber(1), metavar="N", help=f"problems (default: {_CASES})")
     how_long.add_argument("--minutes", type=_minutes, metavar="M", help="begin problems for this long")
     parser.add_argument("--seed", type=WholeNumber(0), default=0, metavar="S", help="of the first problem (default: 0)")
-    parser.add_argument("--jobs", type=WholeNumber(1), metavar="J", help="worker processes (default: half of the cores, 4 at most)")
+    parser.add_argument(
+        "--jobs", type=WholeNumber(1), metavar="J", help="worker processes (default: half of the cores, up to 4)"
+    )
     parser.add_argument(
         "--backends", nargs="+", metavar="NAME", help="auto and any of `evoattn doctor` (default: those of the device)"
     )

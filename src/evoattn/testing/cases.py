@@ -56,15 +56,15 @@ class Case:
         mask_bias_axes: as mask_axes; "bn11k" has the two unit axes of DeepSpeed's call.
         pair_bias: axes that the bias varies along, a 1 where it is broadcast, such as "b1hqk"; or none. The letters x, y and z
             are the first, second and third batch axis alone.
-        pair_fill: put -1e9, -inf or the dtype's lowest number into the pair bias at random; "..._rows" also into all of its last
-            query. True is "minus_inf_rows".
+        pair_fill: put -1e9, -inf or the dtype's lowest number into the pair bias at random; "..._rows" also into all of its
+            last query. True is "minus_inf_rows".
         bias_dtype: of both biases; None is dtype. float16 has -6e4 in the place of -1e9.
         pair_bias_dtype: of the pair bias; None is bias_dtype.
-        strides: of q, k and v, one for all or one each: contiguous, heads and lengths swapped in memory, every second element of
-            a wider tensor. For all tensors: a pair bias whose heads lie innermost as a permuted linear gives it, or every
+        strides: of q, k and v, one for all or one each: contiguous, heads and lengths swapped in memory, every second element
+            of a wider tensor. For all tensors: a pair bias whose heads lie innermost as a permuted linear gives it, or every
             tensor one element after the start of its memory.
-        bias_strides: of mask and biases: contiguous, the last two axes swapped in memory, every second element of a wider tensor,
-            unit axes expanded with stride 0; or a pair bias whose heads lie innermost.
+        bias_strides: of mask and biases: contiguous, the last two axes swapped in memory, every second element of a wider
+            tensor, unit axes expanded with stride 0; or a pair bias whose heads lie innermost.
         cotangent: of the output: random; one number expanded with stride 0 as `.sum()` gives it, to the LSE's too; one number a
             query, or one row, expanded; or heads and lengths swapped in memory.
         scale: None for the default.

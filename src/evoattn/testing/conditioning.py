@@ -84,9 +84,7 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     for name, bias in (("dmask_bias", key_axes(inputs.mask_bias, q.ndim)), ("dpair_bias", inputs.pair_bias)):
         if bias is not None:
             over_keys = bias.shape[-1] == 1
-            lost[name] = (
-                of_ds.sum(-1, keepdim=True) + common.sum(-1, keepdim=True).square() if over_keys else of_ds_q
-            )
+            lost[name] = of_ds.sum(-1, keepdim=True) + common.sum(-1, keepdim=True).square() if over_keys else of_ds_q
     units = {"lse": e}
     for name, bias in (("dmask_bias", inputs.mask_bias), ("dpair_bias", inputs.pair_bias)):
         units[name] = u if bias is None else max(u, torch.finfo(bias.dtype).eps * _ROUNDING)

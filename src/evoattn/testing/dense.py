@@ -113,7 +113,7 @@ def differentiate(call: Call, inputs: Inputs, dtype: torch.dtype | None) -> Resu
     leaves = {name: leaf(name) for name in ("q", "k", "v", "mask_bias", "pair_bias")}
     o, lse = call(*leaves.values())  # type: ignore[arg-type]
     outputs, cotangents = [o], [inputs.do.to(o.dtype)]
-    if inputs.dlse is not None:
+    if inputs.dlse is not None and lse.requires_grad:  # it depends on all inputs but v
         outputs.append(lse)
         cotangents.append(inputs.dlse.to(lse.dtype))
     wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}

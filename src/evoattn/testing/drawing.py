@@ -96,7 +96,9 @@ class _Drawing:
 
     def lse_cotangent(self, shape: tuple[int, ...]) -> Tensor:
         dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
-        return self.normal(1, dtype=dtype).expand(shape) if self.case.cotangent == "expanded" else self.normal(*shape, dtype=dtype)
+        return (
+            self.normal(1, dtype=dtype).expand(shape) if self.case.cotangent == "expanded" else self.normal(*shape, dtype=dtype)
+        )
 
     def sizes(self, axes: str) -> tuple[int, ...]:
         """The shape that letters stand for."""

@@ -22,7 +22,17 @@ _TILES = (16, 32, 64, 128)
 _CHANNELS = {1: 3, 3: 3, 8: 14, 16: 16, 24: 12, 32: 20, 40: 4, 48: 10, 64: 14, 80: 3, 128: 4, 256: 1}
 _ROWS = {1: 14, 2: 18, 3: 16, 4: 8, 5: 10, 7: 8, 8: 8, 16: 6, 17: 6, 33: 4, 48: 2}
 _HEADS = {1: 24, 2: 28, 3: 14, 4: 20, 5: 4, 8: 8, 16: 2}
-_LEADS: dict[tuple[int, ...], int] = {(1,): 40, (2,): 18, (): 14, (3,): 6, (2, 3): 8, (1, 2): 4, (1, 1): 2, (2, 1, 3): 4, (3, 2, 2): 4}
+_LEADS: dict[tuple[int, ...], int] = {
+    (1,): 40,
+    (2,): 18,
+    (): 14,
+    (3,): 6,
+    (2, 3): 8,
+    (1, 2): 4,
+    (1, 1): 2,
+    (2, 1, 3): 4,
+    (3, 2, 2): 4,
+}
 _SCORES = {1.0: 70, 20.0: 10, 60.0: 8, 400.0: 6, 3000.0: 6}
 """The standard deviation of scores; the largest of many are three to four times that, so 1e4 is reached."""
 
@@ -213,7 +223,9 @@ def _memory(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
     else:
         found["strides"] = kind
     if kind != "offset":
-        found["bias_strides"] = draw.weighted({"contiguous": 55, "permuted": 15, "transposed": 10, "sliced": 10, "expanded": 10})
+        found["bias_strides"] = draw.weighted(
+            {"contiguous": 55, "permuted": 15, "transposed": 10, "sliced": 10, "expanded": 10}
+        )
     return found
 
 
@@ -233,7 +245,5 @@ def _gradients(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
     return {
         "gradients": {"all": _ALL, "qkv": _ALL[:3], "some": some, "none": ()}[kind],
         "lse_gradient": draw.chance(0.35),
-        "cotangent": draw.weighted(
-            {"random": 65, "expanded": 10, "expanded_channels": 8, "expanded_rows": 8, "transposed": 9}
-        ),
+        "cotangent": draw.weighted({"random": 65, "expanded": 10, "expanded_channels": 8, "expanded_rows": 8, "transposed": 9}),
     }

@@ -1,0 +1,281 @@
+"""Random problems: one seed is one problem, every kind is drawn, the CPU backends hold, and the judge sees what is planted."""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import evoattn
+from evoattn import testing
+from evoattn.testing.judging import Run
+from evoattn.testing.random_problems import DTYPES
+
+# Seeds of known failures. A mended one turns the test red until it is taken off the list. All but 270 have a pair bias of -1e9
+# or lower at every key of a query: P = exp(S - LSE) of the backward loses the logarithm of its sum there, and the lowest
+# float32 times log2(e) is -inf in `tiled`. 270 sums a gradient over keys after rounding it to the dtype of the mask bias.
+FAILING: dict[str, set[int]] = {
+    "tiled": {4, 14, 16, 21, 35, 79, 149, 150, 201, 242, 249, 254, 270},
+    "reference": {14, 16, 35, 79, 149, 150, 201, 249, 254, 270},
+}
+
+SEEDS, CHUNK = 300, 25
+SIZES = {"largest": 12_000, "longest": 200}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Problems this small gain nothing from more, and wait for them where other processes run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_cpu_backends_hold(first: int) -> None:
+    """300 problems, each on both backends."""
+    for backend, known in FAILING.items():
+        failed = {}
+        for seed in range(first, first + CHUNK):
+            outcome = testing.judge(testing.random_problem(seed, **SIZES), backend)
+            if outcome.status != "held":
+                failed[seed] = outcome.what
+        expected = {seed for seed in known if first <= seed < first + CHUNK}
+        assert set(failed) == expected, f"{backend}: {failed}, known {expected}"
+
+
+def test_one_seed_is_one_problem() -> None:
+    """Descriptions and bits, on any machine and any version of Python and torch."""
+    problems = [testing.random_problem(seed, largest=20_000) for seed in range(300)]
+    words = hashlib.sha256("\n".join(map(repr, problems)).encode()).hexdigest()
+    numbers = hashlib.sha256()
+    for problem in problems[:60]:
+        inputs = problem.make()
+        for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias", "do", "dlse"):
+            x = getattr(inputs, name)
+            if x is not None:
+                flat = x.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+                numbers.update(f"{name} {tuple(x.shape)} {x.stride()}".encode() + flat.numpy().tobytes())
+    assert (words[:16], numbers.hexdigest()[:16]) == ("2a1edafb0dbb3c3a", "c278a85e211d9382")
+
+
+def test_the_description_is_a_line_of_python() -> None:
+    names = {"Case": testing.Case, "RandomProblem": testing.RandomProblem, "torch": torch}
+    for seed in range(200):
+        problem = testing.random_problem(seed)
+        assert eval(repr(problem), names) == problem
+    assert all(eval(repr(case), names) == case for case in testing.AWKWARD)
+
+
+DESCRIPTIONS = [testing.random_problem(seed) for seed in range(2000)]
+
+Kind = Callable[[testing.RandomProblem], bool]
+
+
+def edges(name: str) -> Kind:
+    return lambda p: any(abs(getattr(p.case, name) - tile) <= 1 for tile in (16, 32, 64, 128))
+
+
+KINDS: dict[str, tuple[int, Kind]] = {
+    "queries at the edge of a tile": (500, edges("lq")),
+    "keys at the edge of a tile": (500, edges("lk")),
+    "one query": (40, lambda p: p.case.lq == 1),
+    "one key": (40, lambda p: p.case.lk == 1),
+    "few queries and keys": (300, lambda p: p.case.lq <= 16 and p.case.lk <= 64),
+    "long": (30, lambda p: p.case.lq > 200 and p.case.lk > 200),
+    "Lq != Lk": (600, lambda p: p.case.lq != p.case.lk),
+    "C != D": (200, lambda p: p.case.c not in (None, p.case.d)),
+    "256 channels": (8, lambda p: p.case.d == 256),
+    "one row": (100, lambda p: p.case.n == 1),
+    "16 rows or more": (100, lambda p: p.case.n >= 16),
+    **{str(dtype): (350, lambda p, dtype=dtype: p.case.dtype == dtype) for dtype in DTYPES},  # type: ignore[misc]
+    **{layout: (600, lambda p, layout=layout: p.case.layout == layout) for layout in ("bnlhd", "bnhld")},  # type: ignore[misc]
+    "no leading axis": (100, lambda p: p.case.lead == ()),
+    "three leading axes": (50, lambda p: len(p.case.lead) == 3),
+    "a pair bias along some leading axes alone": (
+        30,
+        lambda p: len(p.case.lead) > 1 and 0 < len(set("xyz") & set(p.case.pair_bias or "")) < len(p.case.lead),
+    ),
+    **{
+        f"strides {kind}": (50, lambda p, kind=kind: kind in (p.case.strides, *p.case.strides))  # type: ignore[misc]
+        for kind in ("contiguous", "transposed", "sliced", "offset")
+    },
+    **{
+        f"biases {kind}": (50, lambda p, kind=kind: p.case.bias_strides == kind and p.case.pair_bias is not None)  # type: ignore[misc]
+        for kind in ("contiguous", "permuted", "transposed", "sliced", "expanded")
+    },
+    **{
+        f"mask {kind}": (50, lambda p, kind=kind: p.case.mask == kind)  # type: ignore[misc]
+        for kind in ("random", "padding", "empty_rows", "empty_batches")
+    },
+    **{
+        f"mask bias {kind}": (10, lambda p, kind=kind: p.case.mask_bias == kind)  # type: ignore[misc]
+        for kind in ("finite", "minus_1e9", "minus_1e9_rows", "minus_inf", "minus_inf_rows", "lowest", "lowest_rows")
+    },
+    **{
+        f"pair bias {kind}": (10, lambda p, kind=kind: p.case.pair_fill == kind)  # type: ignore[misc]
+        for kind in ("minus_1e9", "minus_1e9_rows", "minus_inf", "minus_inf_rows", "lowest", "lowest_rows")
+    },
+    "a mask bias broadcast over keys": (10, lambda p: p.case.mask_bias is not None and p.case.mask_bias_axes[-1] == "1"),
+    **{
+        f"a pair bias broadcast over {axis}": (
+            30,
+            lambda p, axis=axis: p.case.pair_bias is not None and axis not in p.case.pair_bias,
+        )  # type: ignore[misc]
+        for axis in "nhqk"
+    },
+    "a pair bias for each row": (60, lambda p: "n" in (p.case.pair_bias or "")),
+    "a pair bias of another dtype": (
+        100,
+        lambda p: p.case.pair_bias is not None and bool(p.case.pair_bias_dtype or p.case.bias_dtype),
+    ),
+    "a scale": (300, lambda p: p.case.scale is not None),
+    "scores far from 0": (300, lambda p: p.case.spread > 1),
+    "one key head": (30, lambda p: p.case.kv_heads == 1),
+    **{
+        f"cotangent {kind}": (80, lambda p, kind=kind: p.case.cotangent == kind)  # type: ignore[misc]
+        for kind in ("random", "expanded", "expanded_channels", "expanded_rows", "transposed")
+    },
+    "a gradient of the LSE": (400, lambda p: p.case.lse_gradient),
+    "some gradients": (300, lambda p: 0 < len(p.case.gradients) < 5),
+    "no gradient": (20, lambda p: not p.case.gradients),
+    "deterministic": (400, lambda p: p.deterministic),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_drawn(kind: str) -> None:
+    least, is_so = KINDS[kind]
+    assert sum(is_so(problem) for problem in DESCRIPTIONS) >= least
+
+
+def test_scores_reach_1e4() -> None:
+    """Of eight problems with the largest spread."""
+    largest = 0.0
+    wide = [seed for seed in range(400) if testing.random_problem(seed, largest=20_000).case.spread > 1000]
+    for seed in wide[:8]:
+        problem = testing.random_problem(seed, largest=20_000)
+        lse = testing.oracle(problem.make()).values["lse"]
+        largest = max(largest, lse[lse.isfinite() & (lse.abs() < 1e6)].abs().max().item())
+    assert 4e3 < largest < 1e5
+
+
+def test_sizes_stay_within_bounds() -> None:
+    for seed in range(300):
+        problem = testing.random_problem(seed, dtypes=(torch.float16,), largest=700, longest=30)
+        assert 1 <= problem.scores <= 700
+        assert max(problem.case.lq, problem.case.lk) <= 30
+        assert problem.case.dtype == torch.float16
+    with pytest.raises(ValueError, match="expected dtypes"):
+        testing.random_problem(0, dtypes=())
+
+
+def test_a_quarter_of_16_bit_problems_suits_hopper() -> None:
+    suits = 0
+    for seed in range(120):
+        inputs = testing.random_problem(seed, dtypes=(torch.float16, torch.bfloat16), largest=2000).make()
+        given = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias")}
+        refused = evoattn.explain(**given, layout=inputs.case.layout, backend="hopper").refused["hopper"]
+        suits += len(refused) == 1 and "GPU" in refused[0]
+    assert suits >= 30
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_budgets_of_awkward_cases_keep_their_ceilings(dtype: torch.dtype) -> None:
+    """What random problems are allowed where they are ill-conditioned changes nothing here."""
+    ceilings = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+    small = [case for case in testing.AWKWARD if case.lq * case.lk <= 50 * 50 and case.d <= 32]
+    for case in small[DTYPES.index(dtype) :: 4]:
+        inputs = dataclasses.replace(case, dtype=dtype).make(seed=1)
+        expected = testing.oracle(inputs)
+        results = testing.run(inputs, "tiled")
+        for name, allowed in testing.budgets(inputs, results, expected).items():
+            own = results.values[name].dtype
+            coarser = dtype if name != "lse" and torch.finfo(dtype).eps > torch.finfo(own).eps else own
+            assert allowed <= ceilings[coarser], f"{case.name}: {name}"
+
+
+def test_the_oracle_loses_nothing_beside_huge_biases() -> None:
+    """A constant for a whole query changes neither output nor gradients, however the mask bias and the pair bias share it."""
+    case = testing.Case(
+        "shifted", n=2, lq=4, lk=6, dtype=torch.float64, mask_bias="finite", pair_bias="bnhqk", lse_gradient=True
+    )
+    inputs = case.make(seed=3)
+    steps = 2.0**-20  # so that the sum with 2^30 is exact in float64
+    mask_bias, pair_bias = ((x / steps).round() * steps for x in (inputs.mask_bias, inputs.pair_bias))
+    plain = dataclasses.replace(inputs, mask_bias=mask_bias, pair_bias=pair_bias)
+    low = torch.zeros(6, dtype=torch.float64)
+    low[::2] = -(2.0**30)
+    other = -(2.0**30) - low
+    huge = dataclasses.replace(inputs, mask_bias=mask_bias + low, pair_bias=pair_bias + other)
+    expected = testing.oracle(plain)
+    for name, error in testing.errors(testing.oracle(huge), expected).items():
+        if name == "lse":
+            continue
+        assert error < 1e-12, name
+
+
+def fake(change: Callable[[dict[str, torch.Tensor], testing.Inputs], None]) -> Run:
+    """The tiled backend with results, or inputs, changed."""
+
+    def run(inputs: testing.Inputs, backend: str, deterministic: bool) -> testing.Results:
+        results = testing.run(inputs, backend, deterministic=deterministic)
+        change(results.values, inputs)
+        return results
+
+    return run
+
+
+def kinds(change: Callable[[dict[str, torch.Tensor], testing.Inputs], None], **words: object) -> set[str]:
+    sizes = {"n": 4, "lq": 9, "lk": 11, "mask": "empty_rows", "mask_bias": "finite", "pair_bias": "b1hqk"}
+    case = testing.Case("planted", **{**sizes, **words})  # type: ignore[arg-type]
+    problem = testing.RandomProblem(5, case, deterministic=True)
+    return set(testing.judge(problem, "tiled", run_backend=fake(change)).kinds)
+
+
+def test_the_judge_sees_what_is_planted() -> None:
+    assert kinds(lambda values, inputs: None) == set()
+    assert kinds(lambda values, inputs: values["dk"].mul_(1.001)) == {"error of dk"}
+    assert kinds(lambda values, inputs: values["o"][..., 1, :, :, :].fill_(torch.nan)) >= {"not finite: o", "error of o"}
+    assert "not 0 without a key: dq" in kinds(lambda values, inputs: values["dq"].add_(1e-9))
+    assert "not -inf without a key: lse" in kinds(lambda values, inputs: values["lse"].clamp_(min=-1e9))
+    assert kinds(lambda values, inputs: inputs.v.mul_(1)) == set()
+    assert "mutated v" in kinds(lambda values, inputs: inputs.v[..., 0].add_(1))
+    assert kinds(lambda values, inputs: values.pop("dq")) == {"no dq"}
+    assert kinds(lambda values, inputs: values.update(dv=values["dv"].double())) == {"shape of dv"}
+    count = iter(range(100))
+    assert "unequal bits of dk" in kinds(lambda values, inputs: values["dk"].mul_(1 + 1e-7 * next(count)))
+    assert kinds(lambda values, inputs: 1 / 0) == {"raised ZeroDivisionError"}  # type: ignore[arg-type, return-value]
+
+
+def test_ordinary_queries_are_judged_tightly_beside_huge_ones() -> None:
+    """dv mixes all queries; where a huge bias swallows the scores of some, the others are judged alone."""
+
+    def wrong(values: dict[str, torch.Tensor], inputs: testing.Inputs) -> None:
+        values["dv"].mul_(1.001)
+
+    assert "error of dv beside huge biases" in kinds(wrong, pair_fill="minus_1e9_rows")
+    assert "error of dv beside huge biases" not in kinds(lambda values, inputs: None, pair_fill="minus_1e9_rows")
+
+
+def test_errors_of_random_problems_are_seen() -> None:
+    """Five parts in a hundred in any value of any problem, but where rounding alone may take as much."""
+    seen = collections.Counter[bool]()
+    for seed in range(40):
+        problem = testing.random_problem(seed, largest=3000)
+        if FAILING["tiled"] & {seed}:
+            continue
+        name = ("o", "lse", "dq", "dk", "dv", "dmask_bias", "dpair_bias")[seed % 7]
+
+        def wrong(values: dict[str, torch.Tensor], inputs: testing.Inputs, name: str = name) -> None:
+            if name in values and values[name].norm() > 1e-3:
+                values[name].mul_(1.05)
+            else:
+                values["o"].mul_(1.05)
+
+        outcome = testing.judge(problem, "tiled", run_backend=fake(wrong))
+        seen[any(kind.startswith("error of") for kind in outcome.kinds)] += 1
+    assert seen[True] >= 30, seen  # of 35: three have no key at all, and one is as good as a maximum over keys

@@ -91,8 +91,8 @@ KINDS: dict[str, tuple[int, Kind]] = {
     "256 channels": (8, lambda p: p.case.d == 256),
     "one row": (100, lambda p: p.case.n == 1),
     "16 rows or more": (100, lambda p: p.case.n >= 16),
-    **{str(dtype): (350, lambda p, dtype=dtype: p.case.dtype == dtype) for dtype in DTYPES},  # type: ignore[misc]
-    **{layout: (600, lambda p, layout=layout: p.case.layout == layout) for layout in ("bnlhd", "bnhld")},  # type: ignore[misc]
+    **{str(dtype): (350, lambda p, dtype=dtype: p.case.dtype == dtype) for dtype in DTYPES},
+    **{layout: (600, lambda p, layout=layout: p.case.layout == layout) for layout in ("bnlhd", "bnhld")},
     "no leading axis": (100, lambda p: p.case.lead == ()),
     "three leading axes": (50, lambda p: len(p.case.lead) == 3),
     "a pair bias along some leading axes alone": (
@@ -100,23 +100,23 @@ KINDS: dict[str, tuple[int, Kind]] = {
         lambda p: len(p.case.lead) > 1 and 0 < len(set("xyz") & set(p.case.pair_bias or "")) < len(p.case.lead),
     ),
     **{
-        f"strides {kind}": (50, lambda p, kind=kind: kind in (p.case.strides, *p.case.strides))  # type: ignore[misc]
+        f"strides {kind}": (50, lambda p, kind=kind: kind in (p.case.strides, *p.case.strides))
         for kind in ("contiguous", "transposed", "sliced", "offset")
     },
     **{
-        f"biases {kind}": (50, lambda p, kind=kind: p.case.bias_strides == kind and p.case.pair_bias is not None)  # type: ignore[misc]
+        f"biases {kind}": (50, lambda p, kind=kind: p.case.bias_strides == kind and p.case.pair_bias is not None)
         for kind in ("contiguous", "permuted", "transposed", "sliced", "expanded")
     },
     **{
-        f"mask {kind}": (50, lambda p, kind=kind: p.case.mask == kind)  # type: ignore[misc]
+        f"mask {kind}": (50, lambda p, kind=kind: p.case.mask == kind)
         for kind in ("random", "padding", "empty_rows", "empty_batches")
     },
     **{
-        f"mask bias {kind}": (10, lambda p, kind=kind: p.case.mask_bias == kind)  # type: ignore[misc]
+        f"mask bias {kind}": (10, lambda p, kind=kind: p.case.mask_bias == kind)
         for kind in ("finite", "minus_1e9", "minus_1e9_rows", "minus_inf", "minus_inf_rows", "lowest", "lowest_rows")
     },
     **{
-        f"pair bias {kind}": (10, lambda p, kind=kind: p.case.pair_fill == kind)  # type: ignore[misc]
+        f"pair bias {kind}": (10, lambda p, kind=kind: p.case.pair_fill == kind)
         for kind in ("minus_1e9", "minus_1e9_rows", "minus_inf", "minus_inf_rows", "lowest", "lowest_rows")
     },
     "a mask bias broadcast over keys": (10, lambda p: p.case.mask_bias is not None and p.case.mask_bias_axes[-1] == "1"),
@@ -124,7 +124,7 @@ KINDS: dict[str, tuple[int, Kind]] = {
         f"a pair bias broadcast over {axis}": (
             30,
             lambda p, axis=axis: p.case.pair_bias is not None and axis not in p.case.pair_bias,
-        )  # type: ignore[misc]
+        )
         for axis in "nhqk"
     },
     "a pair bias for each row": (60, lambda p: "n" in (p.case.pair_bias or "")),
@@ -136,7 +136,7 @@ KINDS: dict[str, tuple[int, Kind]] = {
     "scores far from 0": (300, lambda p: p.case.spread > 1),
     "one key head": (30, lambda p: p.case.kv_heads == 1),
     **{
-        f"cotangent {kind}": (80, lambda p, kind=kind: p.case.cotangent == kind)  # type: ignore[misc]
+        f"cotangent {kind}": (80, lambda p, kind=kind: p.case.cotangent == kind)
         for kind in ("random", "expanded", "expanded_channels", "expanded_rows", "transposed")
     },
     "a gradient of the LSE": (400, lambda p: p.case.lse_gradient),

@@ -10,6 +10,7 @@ scores in the accumulation dtype and saves O in q's dtype. Two things make a pro
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Bound:
     @property
     def limit(self) -> float:
         """What rounding does not pass: two expected errors if there are many independent ones, four if there is one."""
-        return self.error * (2 + 2 / self.independent**0.5)
+        return self.error * (2 + 2 / math.sqrt(self.independent))
 
 
 def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:

@@ -66,7 +66,8 @@ class _Drawing:
         if not self.portable:
             return torch.randn(sizes, generator=self.rng, dtype=torch.float64)
         first, second, third, fourth = torch.rand((4, *sizes), generator=self.rng, dtype=torch.float64)
-        return ((first + second) + (third + fourth) - 2) * 3**0.5  # bell-shaped, and never beyond 3.5
+        bell: Tensor = ((first + second) + (third + fourth) - 2) * 3**0.5  # never beyond 3.5
+        return bell
 
     def single(self, *sizes: int) -> Tensor:
         """The same in float32."""

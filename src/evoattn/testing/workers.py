@@ -141,7 +141,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """A process that is started meanwhile never sees Ctrl-C, not even before it runs its first line. It comes here afterwards."""
+    """Keep Ctrl-C from a process that is started meanwhile, even before it runs its first line. This one sees it after."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -10,6 +10,7 @@ import torch
 
 import evoattn
 from evoattn import testing
+from evoattn.testing.conditioning import conditioning
 from evoattn.testing.judging import Run
 from evoattn.testing.random_problems import DTYPES
 
@@ -249,6 +250,40 @@ def test_the_judge_sees_what_is_planted() -> None:
     count = iter(range(100))
     assert "unequal bits of dk" in kinds(lambda values, inputs: values["dk"].mul_(1 + 1e-7 * next(count)))
     assert kinds(lambda values, inputs: 1 / 0) == {"raised ZeroDivisionError"}  # type: ignore[arg-type, return-value]
+
+
+def test_an_lse_is_judged_beside_huge_ones() -> None:
+    """An error of 1e-3 in LSEs of size 3, in rows beside those whose mask bias is -1e9 everywhere."""
+
+    def wrong(values: dict[str, torch.Tensor], inputs: testing.Inputs) -> None:
+        lse = values["lse"]
+        values["lse"] = torch.where(lse.abs() < 1e6, lse + 1e-3, lse)
+
+    assert kinds(wrong, mask=None, mask_bias="minus_1e9_rows") == {"error of lse without huge biases"}
+    assert kinds(wrong, pair_fill="minus_1e9_rows") >= {
+        "error of lse without huge biases",
+        "error of lse beside huge biases",
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bound_of_rounding(dtype: torch.dtype) -> None:
+    """Below the ceiling for ordinary calls, above it where scores are large or dS cancels, never below what float32 loses."""
+    ceiling = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[dtype]
+    usual = testing.Case("usual", n=3, lq=33, lk=40, d=16, dtype=dtype, mask_bias="finite", pair_bias="b1hqk")
+
+    def limits(**words: object) -> dict[str, float]:
+        inputs = dataclasses.replace(usual, **words).make(seed=1)  # type: ignore[arg-type]
+        expected = testing.oracle(inputs)
+        found = {name: bound.limit for name, bound in conditioning(inputs, expected).items()}
+        for name, lost in testing.errors(testing.run(inputs, "reference"), expected).items():
+            assert lost <= found[name], name
+        return found
+
+    assert all(limit < ceiling for limit in limits().values())
+    assert limits(spread=3000.0)["dq"] > ceiling or dtype == torch.float64
+    assert limits(pair_bias="b1hq1")["dpair_bias"] > 1  # a sum over keys is 0 without a gradient of the LSE
+    assert limits(pair_bias="b1hq1", lse_gradient=True)["dpair_bias"] < ceiling
 
 
 def test_ordinary_queries_are_judged_tightly_beside_huge_ones() -> None:

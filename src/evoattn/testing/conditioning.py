@@ -67,7 +67,8 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     o = heads_first(values["o"], inputs)
     lost = {"o": torch.matmul(of_p, v.square()), "lse": (p * of_s).sum(-1)}
     if biases.shift is not None:
-        lost["lse"] = lost["lse"] + (e * biases.shift.squeeze(-1)).square()
+        of_sum_with_shift = lost["lse"] + (e * biases.shift.squeeze(-1)).square()
+        lost["lse"] = torch.where(values["lse"] == 0, 0, of_sum_with_shift)  # 0 where `judge` leaves queries out
     of_v = torch.matmul(of_p.transpose(-1, -2), do.square())
     exactly = o == o.to(inputs.q.dtype).double()  # such as the output of a query with one key
     delta = (o * do).sum(-1, keepdim=True)

@@ -49,7 +49,7 @@ def test_shrinks_to_the_smallest() -> None:
     def first_failing(problems: Sequence[testing.RandomProblem]) -> int | None:
         nonlocal trials
         trials += len(problems)
-        fails = [p.case.lk >= 5 and p.case.h >= 2 and p.case.mask_bias is not None for p in problems]
+        fails = [p.case.lk >= 7 and p.case.h >= 3 and p.case.mask_bias is not None for p in problems]
         return fails.index(True) if any(fails) else None
 
     problem = next(
@@ -59,7 +59,7 @@ def test_shrinks_to_the_smallest() -> None:
     )
     found = shrink(problem, first_failing)
     case = found.case
-    assert (case.n, case.h, case.lq, case.lk, case.d) == (1, 2, 1, 5, 1)
+    assert (case.n, case.h, case.lq, case.lk, case.d) == (1, 3, 1, 7, 1)
     assert case.mask is None and case.pair_bias is None and case.mask_bias == "finite" and case.gradients == ()
     assert (case.strides, case.bias_strides, case.cotangent, case.layout) == ("contiguous", "contiguous", "random", "bnlhd")
     assert not found.deterministic and found.seed == problem.seed

@@ -205,12 +205,14 @@ def test_the_oracle_loses_nothing_beside_huge_biases() -> None:
         "shifted", n=2, lq=4, lk=6, dtype=torch.float64, mask_bias="finite", pair_bias="bnhqk", lse_gradient=True
     )
     inputs = case.make(seed=3)
-    steps = 2.0**-20  # so that the sum with 2^30 is exact in float64
-    mask_bias, pair_bias = ((x / steps).round() * steps for x in (inputs.mask_bias, inputs.pair_bias))
-    plain = dataclasses.replace(inputs, mask_bias=mask_bias, pair_bias=pair_bias)
     low = torch.zeros(6, dtype=torch.float64)
     low[::2] = -(2.0**30)
     other = -(2.0**30) - low
+    # Beside 2^30 float64 holds steps of 2^-20 exactly. The other bias of the key has all its digits, and their sum has not.
+    coarse = [(x * 2**20).round() / 2**20 for x in (inputs.mask_bias, inputs.pair_bias)]
+    mask_bias = torch.where(low != 0, coarse[0], inputs.mask_bias)
+    pair_bias = torch.where(other != 0, coarse[1], inputs.pair_bias)
+    plain = dataclasses.replace(inputs, mask_bias=mask_bias, pair_bias=pair_bias)
     huge = dataclasses.replace(inputs, mask_bias=mask_bias + low, pair_bias=pair_bias + other)
     expected = testing.oracle(plain)
     for name, error in testing.errors(testing.oracle(huge), expected).items():

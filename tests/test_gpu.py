@@ -59,19 +59,6 @@ def test_several_tiles_with_masks(length: int, mask: str | None) -> None:
     testing.check(testing.run(inputs, "triton"), inputs)
 
 
-@pytest.mark.parametrize("length", [128, 397])
-def test_rows_that_attend_to_nothing_may_hold_nan(length: int) -> None:
-    """Some share a program with rows that do not, some are all that a program has."""
-    case = testing.Case("dead", n=6, h=2, lq=length, lk=length, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk")
-    inputs = case.make(seed=4, device="cuda")
-    assert inputs.mask is not None
-    inputs.mask[:, [1, 4, 5]] = False
-    dead = ~inputs.mask.any(-1)[:, :, None, None, None]
-    poisoned = {name: getattr(inputs, name).masked_fill(dead, torch.nan) for name in ("q", "k", "v", "do")}
-    got = testing.run(dataclasses.replace(inputs, **poisoned), "triton")
-    testing.check(got, inputs)
-
-
 def test_auto_takes_the_fastest() -> None:
     q = torch.randn(1, 4, 64, 4, 32, device="cuda", dtype=torch.bfloat16)
     hopper = next(status for status in evoattn.backends() if status.name == "hopper")

@@ -168,23 +168,19 @@ else:
         check(dataclasses.replace(inputs, pair_bias=surrounded[:, :, 1:2]))
 
     @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1h1k", "b1hq1", "11111"])
-    @pytest.mark.parametrize("dead", [(0,), (1, 3), (2, 3)], ids=["the only row", "half of two programs", "one program"])
-    def test_rows_that_attend_to_nothing_may_hold_anything(
-        monkeypatch: pytest.MonkeyPatch, dead: tuple[int, ...], pair_bias: str
-    ) -> None:
+    @pytest.mark.parametrize("n", [1, 4])
+    def test_rows_that_attend_to_nothing_may_hold_anything(monkeypatch: pytest.MonkeyPatch, n: int, pair_bias: str) -> None:
         """NaN in them, and past the last key: the kernel of the queries goes through a tile of theirs all the same."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
-        n, dead_rows = (1 if dead == (0,) else 4), list(dead)
         case = testing.Case("dead", lead=(2,), n=n, h=1, lq=32, lk=32, mask="random", pair_bias=pair_bias, layout="bnhld")
         inputs = case.make(seed=4)
         assert inputs.mask is not None
-        inputs.mask[:, dead_rows] = False
+        inputs.mask[:, n // 2 :] = False
         expected = testing.run(inputs, "triton").values
         room = torch.full((5, 2, n + 1, *inputs.q.shape[2:]), torch.nan)
         q, k, v, do = room[:4, :, :n]
         for mine, given in ((q, inputs.q), (k, inputs.k), (v, inputs.v), (do, inputs.do)):
-            mine.copy_(given)
-            mine[:, dead_rows] = torch.nan
+            mine[:, : n // 2] = given[:, : n // 2]
         values = testing.run(dataclasses.replace(inputs, q=q, k=k, v=v, do=do), "triton").values
         for name, value in expected.items():
             assert torch.equal(values[name], value), name

@@ -111,7 +111,7 @@ def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
         # and 397 (0.239, 0.232)
         return ForwardTiles(128, 64, 4, 3, max_registers=168)
     # 127 registers, so that four programs fit; 0.254 and not 0.277 at N = L = 397
-    return ForwardTiles(128, 32, 4, 3, max_registers=128 if problem.lk % 32 else 0)
+    return ForwardTiles(128, 32, 4, 3, max_registers=128)
 
 
 def _hopper_float(problem: Problem, channels: int) -> ForwardTiles:

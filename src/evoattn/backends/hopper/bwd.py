@@ -97,7 +97,7 @@ def plan_backward(
     nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
     pair, even, shifts, pairs = nowhere, None, None, None
     if pair_bias is not None:
-        even, shifts, pairs = pair_plan(pair_bias, lq, lk)
+        even, shifts, pairs = pair_plan(pair_bias, lq, lk, bounded=True)
         pair = even[..., :lk]
     row, row_b, row_n = (like(1, 8), 0, 0) if terms is None else (terms.like, terms.row_b, terms.row_n)
     ends, order, starts = (None, None, None) if terms is None else (terms.ends, terms.order, terms.starts)

@@ -36,7 +36,7 @@ def plan_forward(
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
     laid = shifts = pairs = None
     if pair_bias is not None:
-        laid, shifts, pairs = pair_plan(pair_bias, lq, lk)
+        laid, shifts, pairs = pair_plan(pair_bias, lq, lk, bounded=False)
     exact = pair_bias is None or d == 8 or _exact(1.0 / unit, q.dtype)
     variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident)
 
@@ -81,7 +81,7 @@ def plan_forward(
     return run
 
 
-def pair_plan(pair_bias: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Any]:
+def pair_plan(pair_bias: Tensor, queries: int, keys: int, *, bounded: bool) -> tuple[Tensor, Tensor, Any]:
     """How a pair bias [b|1,h|1,q|1,k|1] lies once it is measured (`Pairs`), and its shifts; and the launch that makes both.
 
     Its lines of keys have a multiple of 8, zero past the last key.
@@ -90,7 +90,8 @@ def pair_plan(pair_bias: Tensor, queries: int, keys: int) -> tuple[Tensor, Tenso
     laid = pair_bias.new_empty((*pair.shape[:3], -(-keys // 8) * 8), device="meta")
     shifts = torch.empty(pair.shape[:3], dtype=torch.float32, device="meta")
     wide = pair_bias.shape[3] == keys and keys % 8 == 0 and loads_wide(pair_bias)
-    return laid, shifts, plan(Pairs(types[pair_bias.dtype], 8 if wide else 1), pair_bias.device, pair, laid, shifts)
+    kernel = Pairs(types[pair_bias.dtype], 8 if wide else 1, bounded=bounded)
+    return laid, shifts, plan(kernel, pair_bias.device, pair, laid, shifts)
 
 
 class KeyTerms(NamedTuple):

@@ -402,4 +402,4 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
                 if const_expr(self.prepared):
                     arch.griddepcontrol_wait()
                 block = arch.make_warp_uniform(bid)
-                self.repair(gQ, gK, gV, row, pair, gO, lse, row_b, row_n, scale, deal, block, sizes, s, half, w)
+                self.repair(gQ, gK, gV, row, pair, gO, lse, reference, row_b, row_n, scale, deal, block, sizes, s, half, w)

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from evoattn.backends.hopper.fwd_feed import STREAMS
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, ForwardSteps
 from evoattn.backends.hopper.panel import ROWS
+from evoattn.backends.hopper.primitives import LN2, LOWEST
 from evoattn.backends.hopper.redo import QUERIES, Redo
 from evoattn.backends.hopper.schedule import Schedule, place, stretch
 
@@ -181,7 +182,10 @@ class ForwardRow(ForwardSteps):
         t4: Int32,
         lane: Int32,
     ):
-        """Write a row's o, LSE and reference, those of `queries`; NaN as the LSE where what scores are measured from was wrong.
+        """Write a row's o, LSE and reference, those of `queries`, but for queries that `redo` has to make again.
+
+        Their LSE is NaN if what scores were measured from was wrong, and +inf if a pair bias may have swallowed them: then the
+        reference is their LSE, whole and in natural units.
 
         Args:
             row: O, m and l.
@@ -223,14 +227,19 @@ class ForwardRow(ForwardSteps):
         for x in range_constexpr(2):
             i = tile * 16 + g + 8 * x
             good = l[x] < self.ceiling
-            again = again | (not good)
+            far = Boolean(False)
+            if const_expr(self.pair):
+                far = (m[x] < LOWEST) & (m[x] >= floor)
+            again = again | (not good) | far
             if t4 == 0 and i < limit:
                 value = m[x] + cute.math.log2(l[x], fastmath=True)
                 value = cutlass.select_(dead[x], -Float32.inf, value)
-                lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
                 origin = Float32(0.0)
                 if const_expr(self.pair):
                     origin = origins[g + 8 * x]
+                    origin = cutlass.select_(good & far, value * LN2 + origin, origin)
+                    value = cutlass.select_(far, Float32.inf, value)
+                lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
                 reference[b, nn, h, i] = origin
         return again
 
@@ -244,6 +253,7 @@ class ForwardRow(ForwardSteps):
         pair: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
+        reference: cute.Tensor,
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
@@ -254,7 +264,7 @@ class ForwardRow(ForwardSteps):
         half: Int32,
         w: Int32,
     ):
-        """Do again what this warp marked with a NaN as its LSE."""
+        """Do again what this warp marked with an LSE of NaN or +inf."""
         _, _, panels, N, LQ = sizes
         H = q.shape[2]
         arch.sync_warp()
@@ -269,7 +279,7 @@ class ForwardRow(ForwardSteps):
             while p < p1:
                 n = self.schedule.row(p, phase, deal, N)
                 value = lse[b, n, h, i]
-                if i0 < LQ and arch.vote_any_sync(value != value):
-                    self.redo(q, k, v, row, pair, o, lse, b, n, h, i0, b * row_b + n * row_n, scale)
+                if i0 < LQ and arch.vote_any_sync(value != value or value == Float32.inf):
+                    self.redo(q, k, v, row, pair, o, lse, reference, b, n, h, i0, b * row_b + n * row_n, scale)
                 p += STREAMS
             unit += p1 - p0

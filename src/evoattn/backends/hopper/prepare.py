@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_plan import MOST_PANELS, PANEL
 from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, shifts, size, terms
-from evoattn.backends.hopper.primitives import MASKED, VETO, finite, three_terms
+from evoattn.backends.hopper.primitives import LOWEST, MASKED, SHALLOW, VETO, finite, three_terms
 from evoattn.backends.hopper.schedule import place
 
 __all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
@@ -27,10 +27,7 @@ TERMS = 8
 _THREADS = 128
 _LISTING = 512  # threads of a block where one lists rows: each looks at few
 _LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp each
-NEAR = 64.0
-"""Biases up to this size cost a float32 score no digit that counts."""
-LOWEST = -(2.0**14)
-"""No bias of a query lies further below its largest: the product of such numbers and 1 / scale keeps its digits in float32."""
+_NEAR = 64.0  # biases up to this size cost a float32 score no digit that counts
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 _CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
 _WORD = 16  # keys of a word
@@ -271,17 +268,20 @@ class Pairs(Kernel):
 
     For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row (`evoattn.numerics`): beside such
     numbers float32 scores would have no digits left. What is subtracted is a number of dtype, and the difference is exact if it
-    counts; what lies more than 16,384 below the largest is brought to that, which is as good as masked. Rows of the result
-    start on 16 bytes, and -inf becomes finite if dtype allows. shifts [b,h,q] is what was subtracted.
+    counts. Rows of the result start on 16 bytes, and -inf becomes finite if dtype allows. shifts [b,h,q] is what was
+    subtracted.
 
     Args:
         dtype: cutlass type of the pair bias.
         width: elements that load at a time (1 or 8).
+        bounded: whether what lies far below the largest is brought to LOWEST, which is as good as masked: as `redo` does in the
+            forward, and so for the backward.
     """
 
-    def __init__(self, dtype: Any, width: int):
-        self.dtype, self.width = dtype, width
-        self.name_after(dtype, width=width)
+    def __init__(self, dtype: Any, width: int, *, bounded: bool = False):
+        self.dtype, self.width, self.bounded = dtype, width, bounded
+        self.keeps = 4 if width == 8 else 16  # vectors of a thread: 1,024 keys, or 512
+        self.name_after(dtype, width=width, bounded=bounded)
 
     def arguments(self) -> tuple[Any, ...]:
         def aligned() -> Any:
@@ -298,22 +298,37 @@ class Pairs(Kernel):
 
     @cute.kernel
     def kernel(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor):
-        """A warp a query: it finds the largest, and reads all once more."""
+        """A warp a query: it finds the largest, keeps what it has room for, and reads the rest once more."""
         arch.griddepcontrol_launch_dependents()
         tid, _, _ = arch.thread_idx()
         block, _, _ = arch.block_idx()
         lane, line = tid % 32, block * _LINES + tid // 32
         if line < out.shape[0] * out.shape[1] * out.shape[2]:
             i, h, b = place(line, out.shape[2], out.shape[1])
-            top, vectors = -Float32.inf, pair.shape[3] // self.width
-            for x in cutlass.range(lane, vectors, 32, unroll=1):
+            top, vectors, across = -Float32.inf, pair.shape[3] // self.width, out.shape[3] // self.width
+            kept = [cute.make_rmem_tensor(self.width, self.dtype) for _ in range(self.keeps)]
+            for u in range_constexpr(self.keeps):
+                kept[u].fill(0.0)
+                if lane + 32 * u < vectors:
+                    cute.autovec_copy(self.part(pair, b, h, i, lane + 32 * u), kept[u])
+            for u in range_constexpr(self.keeps):
+                if lane + 32 * u < vectors:
+                    for y in range_constexpr(self.width):
+                        top = arch.fmax(top, kept[u][y].to(Float32))
+            for x in cutlass.range(lane + 32 * self.keeps, vectors, 32, unroll=1):
                 held = self.take(pair, b, h, i, x)
                 for y in range_constexpr(self.width):
                     top = arch.fmax(top, held[y].to(Float32))
             top = arch.warp_reduction_max(top)
-            far = cute.math.absf(top) > NEAR and cute.math.absf(top) < Float32.inf
+            far = cute.math.absf(top) > _NEAR and cute.math.absf(top) < Float32.inf
             shift = Float32(cutlass.select_(far, top, Float32(0.0)))
-            for x in cutlass.range(lane, out.shape[3] // self.width, 32, unroll=1):
+            for u in range_constexpr(self.keeps):
+                if lane + 32 * u < across:
+                    if lane + 32 * u < vectors:
+                        for y in range_constexpr(self.width):
+                            kept[u][y] = self.clean(kept[u][y], shift)
+                    cute.autovec_copy(kept[u], self.part(out, b, h, i, lane + 32 * u))
+            for x in cutlass.range(lane + 32 * self.keeps, across, 32, unroll=1):
                 held = cute.make_rmem_tensor(self.width, self.dtype)
                 held.fill(0.0)
                 if x < vectors:
@@ -338,9 +353,10 @@ class Pairs(Kernel):
     def clean(self, value: Any, shift: Float32) -> Any:
         """Measured from the shift, and not too far below it; NaN stays."""
         x = value.to(Float32)
+        lowest = LOWEST if self.bounded else SHALLOW if self.dtype is BFloat16 else -65504.0
         masked = Float32(MASKED if self.dtype is BFloat16 else -math.inf)
         near = x - shift
-        near = Float32(cutlass.select_(near < LOWEST, Float32(LOWEST), near))
+        near = Float32(cutlass.select_(near < lowest, Float32(lowest), near))
         return Float32(cutlass.select_(x == -Float32.inf, masked, near)).to(self.dtype)
 
 

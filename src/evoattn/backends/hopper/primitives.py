@@ -13,6 +13,7 @@ __all__ = [
     "DEAD",
     "LN2",
     "LOG2E",
+    "LOWEST",
     "MASKED",
     "SHALLOW",
     "VETO",
@@ -40,6 +41,10 @@ MASKED = -(2.0**100)
 
 SHALLOW = -(2.0**99)
 """The lowest finite bias: still lower ones are raised to it, so that MASKED stays lower than every finite bias."""
+
+LOWEST = -(2.0**14)
+"""Where all keys that a query attends to have a pair bias below this, they have this: divided by the scale it leaves a float32
+score its digits."""
 
 DEAD = -(2.0**100)
 """In units of log2, for bfloat16: a query whose largest score lies below it attends to nothing. MASKED log2(e) does."""

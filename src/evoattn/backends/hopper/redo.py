@@ -1,5 +1,8 @@
 """The exact path of the forward: queries whose sum overflowed, or met NaN, are done again with a running maximum.
 
+So are those whose scores a pair bias may have swallowed: all keys that they attend to lie far below the largest of the query,
+and are brought to LOWEST, as they are in the backward.
+
 A warp takes its 16 queries, 16 keys at a time, by the tensor cores' small products, straight from global memory. A bfloat16
 query comes here when a later score exceeds the best of its first 32 keys by more than 44, a float16 one when by more than 15.
 """
@@ -13,7 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LOG2E, MASKED, SHALLOW, mma_m16n8k16, packed
+from evoattn.backends.hopper.primitives import LN2, LOG2E, LOWEST, MASKED, mma_m16n8k16, packed
 
 __all__ = ["QUERIES", "Redo"]
 
@@ -47,6 +50,7 @@ class Redo:
         pair: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
+        reference: cute.Tensor,
         b: Int32,
         n: Int32,
         h: Int32,
@@ -54,7 +58,10 @@ class Redo:
         r: Int32,
         scale: Float32,
     ):
-        """Write o and lse of those of 16 queries from `first` on whose lse is NaN; their key-wise bias is row r."""
+        """Write o and lse of those of 16 queries from `first` on whose lse is NaN or +inf; their key-wise bias is row r.
+
+        With +inf the reference is their whole LSE, of which what it then has more than lse is left.
+        """
         g, t = arch.lane_idx() // 4, arch.lane_idx() % 4
         queries, keys = q.shape[3], k.shape[3]
         steps, tiles = (self.channels + 15) // 16, self.channels // 8
@@ -103,7 +110,7 @@ class Redo:
             if at[x] < queries:
                 again = lse[b, n, h, at[x]]
             arch.sync_warp()  # all have read before one writes
-            if again != again:
+            if again != again or again == Float32.inf:
                 for y in range_constexpr(tiles):
                     for z in range_constexpr(2):
                         value = Float32(cutlass.select_(dead, Float32(0.0), out[2 * x + z, y] / whole))
@@ -111,6 +118,8 @@ class Redo:
                 if t == 0:
                     value = best[x] * LOG2E + cute.math.log2(whole, fastmath=True)
                     lse[b, n, h, at[x]] = cutlass.select_(dead, -Float32.inf, value)
+                    if again == Float32.inf and not dead:
+                        reference[b, n, h, at[x]] = reference[b, n, h, at[x]] - value * LN2
 
     @cute.jit
     def scores(
@@ -151,7 +160,7 @@ class Redo:
                     # with MASKED for -inf, if dtype has it
                     more = pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), lines[x], key].to(Float32)
                     gone = dead | (more == -Float32.inf) | (more == MASKED)
-                    s += cutlass.select_(more < SHALLOW, Float32(SHALLOW), more)
+                    s += cutlass.select_(more < LOWEST, Float32(LOWEST), more)
                 out[2 * x + y] = cutlass.select_(gone, -Float32.inf, s)
         return out
 

@@ -53,6 +53,7 @@ class Backward:
         rows: makes the row bias, where there is one.
         pair: the pair bias and its gradient.
         statistics, dq, dkdv: the launches, None where nothing asks for them.
+        distant_dq, distant_dkdv: the same kernels for distant queries alone, where there is a pair bias.
         mask: the gradient of mask_bias, where it is wanted.
         gathers: whether lse and reference lie in memory with gaps or in another order, and are copied.
     """
@@ -64,6 +65,8 @@ class Backward:
     statistics: Launch | None
     dq: Launch | None
     dkdv: Launch | None
+    distant_dq: Launch | None
+    distant_dkdv: Launch | None
     mask: _MaskGradient | None
     gathers: bool
 
@@ -102,10 +105,16 @@ class Backward:
             self.statistics(o, do, lse, reference, dlse, *inputs[4:])
         if self.dq is not None:
             to_dq, to_sums = q if dq is None else dq, stats if pair.sums is None else pair.sums
-            self.dq(*inputs, o, lse, reference, dlse, row, runs, by_query, to_dq, to_sums)
+            of_dq = (*inputs, o, lse, reference, dlse, row, runs, by_query, to_dq, to_sums)
+            self.dq(*of_dq)
         if self.dkdv is not None:
             to_dk, to_dv = k if dk is None else dk, v if dv is None else dv
-            self.dkdv(*inputs, row, by_key, to_dk, to_dv, stats if sums is None else sums)
+            of_dkdv = (*inputs, row, by_key, to_dk, to_dv, stats if sums is None else sums)
+            self.dkdv(*of_dkdv)
+        if self.distant_dq is not None:
+            self.distant_dq(*of_dq)
+        if self.distant_dkdv is not None:
+            self.distant_dkdv(*of_dkdv)
         of_pair = pair.sums if self.pair.in_order is None else self.pair.in_order(inputs, row, spans, by_query)
         dpair_bias = self.pair.finish(pair, of_pair)
         dmask_bias = None if self.mask is None or sums is None else self.mask.finish(sums)
@@ -187,7 +196,23 @@ def plan_backward(
     of_mask = None if mask_bias is None or not needs[3] else _plan_mask_gradient(call, mask_bias, deterministic)
     statistics, dq = _plan_dq(call, pair, needs[0])
     dkdv = _plan_dkdv(call, pair, needs[1], needs[2], of_mask)
-    backward = Backward(q.device, call.stats, call.rows, pair, statistics, dq, dkdv, of_mask, _has_gaps(lse, reference))
+    distant_dq = distant_dkdv = None
+    if bias is not None:
+        _, distant_dq = _plan_dq(call, pair, needs[0], distant_only=True)
+        distant_dkdv = _plan_dkdv(call, pair, needs[1], needs[2], of_mask, distant_only=True)
+    backward = Backward(
+        q.device,
+        call.stats,
+        call.rows,
+        pair,
+        statistics,
+        dq,
+        dkdv,
+        distant_dq,
+        distant_dkdv,
+        of_mask,
+        _has_gaps(lse, reference),
+    )
     _overlap(backward)
     return backward
 
@@ -243,6 +268,8 @@ def _overlap(call: Backward) -> None:
         (call.statistics, ()),
         (call.dq, prepared),
         (call.dkdv, with_statistics),
+        (call.distant_dq, (call.dq, call.dkdv, *with_statistics)),
+        (call.distant_dkdv, (call.dkdv, *with_statistics)),
         *((one, with_statistics) for one in in_shares),
         (total, in_shares),
     )
@@ -259,7 +286,7 @@ def _plan_mask_gradient(call: Call, mask_bias: Tensor, deterministic: bool) -> _
     return _MaskGradient(mode, contiguous(shape, torch.float32), summed, mask_bias.dtype, call.device)
 
 
-def _plan_dq(call: Call, pair: Pair, need: bool) -> tuple[Launch | None, Launch | None]:
+def _plan_dq(call: Call, pair: Pair, need: bool, *, distant_only: bool = False) -> tuple[Launch | None, Launch | None]:
     """The statistics that the kernels after it read, unless the dQ kernel makes them; and that, if anything asks for it."""
     problem, tiles = call.problem, call.tiles.dq
     launches = need or pair.mode != PAIR_NONE
@@ -291,19 +318,19 @@ def _plan_dq(call: Call, pair: Pair, need: bool) -> tuple[Launch | None, Launch 
         blocks,
         groups,
         _heads_together(problem, bias, sums, call.device),
-        0 if sums is None else math.prod(sums.shape[:3]),
         ROWS=tiles.rows,
         GRAIN_PAIR=of_bias.grain,
         GRAIN_DPAIR=of_sums.grain,
         HAS_PAIR=bias is not None,
         MASK_PAIR=pair.masked(bias, tiles),
-        MAKE_STATS=makes_stats,
+        MAKE_STATS=makes_stats and not distant_only,
         HAS_DLSE=call.dlse is not None,
         NEED_DQ=need,
         PAIR_MODE=pair.mode,
         FULL_Q=pair.full_q,
         FULL_K=pair.full_k,
         HEADS_INSIDE=call.heads_inside,
+        DISTANT_ONLY=distant_only,
         **call.constants(tiles, of_bias, of_sums),
     )
     return statistics, dq
@@ -316,7 +343,9 @@ def _heads_together(problem: Problem, bias: Strided | None, sums: Strided | None
     return next((x for x in divisors if x * of_head <= launch.cache_bytes(device) // 2), 1)
 
 
-def _plan_dkdv(call: Call, pair: Pair, need_dk: bool, need_dv: bool, mask: _MaskGradient | None) -> Launch | None:
+def _plan_dkdv(
+    call: Call, pair: Pair, need_dk: bool, need_dv: bool, mask: _MaskGradient | None, *, distant_only: bool = False
+) -> Launch | None:
     """The dK and dV kernel, if anything asks for it."""
     if not need_dk and not need_dv and mask is None:
         return None
@@ -351,5 +380,6 @@ def _plan_dkdv(call: Call, pair: Pair, need_dk: bool, need_dv: bool, mask: _Mask
         MASK_MODE=MASK_NONE if mask is None else mask.mode,
         SEED=tiles.num_warps < _WARPGROUP,
         HEADS_INSIDE=call.heads_inside,
+        DISTANT_ONLY=distant_only,
         **call.constants(tiles, of_bias),
     )

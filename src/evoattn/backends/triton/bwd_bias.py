@@ -8,17 +8,7 @@ import triton.language as tl
 from evoattn.backends.triton.bwd_dq import score_gradient
 from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.primitives import (
-    DISTANT,
-    LOG2E,
-    decode,
-    load_pair_bias,
-    load_row_bias,
-    load_tile,
-    measured,
-    natural,
-    wide,
-)
+from evoattn.backends.triton.primitives import LOG2E, decode, load_pair_bias, load_row_bias, load_tile, measured, wide
 
 __all__ = ["pair_gradient_kernel"]
 
@@ -68,6 +58,7 @@ def pair_gradient_kernel(
     FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    DISTANT_ONLY: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program owns a tile of queries and keys of one (b, h), and one of `splits` shares of the rows n.
@@ -77,8 +68,16 @@ def pair_gradient_kernel(
     what is shared are the rows from the first to the last where the key tile is live.
     It writes its float32 sum once, with GOES_ON to what the turn before wrote: the tile, or its sum along an axis of size 1,
     which then counts tiles instead.
+    DISTANT_ONLY: a launch of its own adds what distant queries give (`bwd_preprocess.store_statistics`), if there are any.
     """
-    wait_to_load(WAIT)
+    if DISTANT_ONLY:
+        wait_to_load(WAIT)
+        wait_to_store(WAIT)
+        if tl.load(p_distant) == 0:
+            return
+    else:
+        wait_to_load(WAIT)
+    plane = wide(half, WIDE) * PAD
     block_k, block_q, h, rest = decode(tl.program_id(0), blocks_k, blocks_q, heads)
     split = rest % splits
     b = (rest // splits).to(tl.int64)
@@ -105,8 +104,6 @@ def pair_gradient_kernel(
         MASK_PAIR and not EVEN_Q, MASK_PAIR and not EVEN_K,
     )  # [q,k]  # fmt: skip
     b_sum = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)  # [q,k]
-    plane = wide(half, WIDE) * PAD
-    distant = tl.load(p_distant) != 0
     p_q += (b * stride_qb + h * stride_qh + start_q * stride_ql) * GRAIN
     p_do += (b * stride_dob + h * stride_doh + start_q * stride_dol) * GRAIN
     p_k += (b * stride_kb + h * stride_kh + start_k * stride_kl) * GRAIN
@@ -142,17 +139,17 @@ def pair_gradient_kernel(
             p_v + n * stride_vn * GRAIN, o_k, o_c, stride_vl * GRAIN, stride_vc, left_k, C, not EVEN_K, C != BLOCK_C
         )  # [k,c]
         p_this = p_stats + n * heads * (padded_q * PAD)
-        b_lse = tl.load(p_this + o_in_q)  # [q]
+        b_lse = tl.load(p_this + (2 * plane if DISTANT_ONLY else 0) + o_in_q)  # [q]
         b_delta = tl.load(p_this + plane + o_in_q)  # [q]
-        b_mine = natural(b_pair)
-        if distant:
-            b_lse = tl.where(b_lse == DISTANT, tl.load(p_this + 2 * plane + o_in_q), b_lse)
+        b_mine = b_pair
+        if DISTANT_ONLY:
             b_mine = measured(b_pair, tl.load(p_this + 3 * plane + o_in_q)[:, None])
         b_sum += score_gradient(
             b_q, b_do, b_k, b_v, b_lse, b_delta, b_mine, b_row, unit, True, HAS_ROW, FOLD, PRECISION
         )  # [q,k]
 
-    wait_to_store(WAIT)
+    if not DISTANT_ONLY:
+        wait_to_store(WAIT)
     # An axis of size 1 keeps one entry a tile, so that the caller can add those up in a fixed order.
     p_partial += panel
     if FULL_Q and FULL_K:
@@ -167,6 +164,6 @@ def pair_gradient_kernel(
     else:
         p_sum = p_partial + block_q.to(tl.int64) * (units_k * PAD) + block_k
         b_all = tl.sum(tl.sum(b_sum, 1), 0)
-    if GOES_ON:
+    if GOES_ON or DISTANT_ONLY:
         b_all += tl.load(p_sum)
     tl.store(p_sum, b_all)

@@ -8,7 +8,6 @@ import triton.language as tl
 from evoattn.backends.triton.launch import Kernel
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.primitives import (
-    DISTANT,
     LOG2E,
     decode,
     load_pair_bias,
@@ -26,9 +25,6 @@ MASK_NONE = 0
 MASK_ADD = 1
 MASK_STORE = 2
 
-_OTHERS = tl.constexpr(0)
-_DISTANT = tl.constexpr(1)
-_ALL = tl.constexpr(2)
 _NONE = tl.constexpr(MASK_NONE)
 _ADD = tl.constexpr(MASK_ADD)
 
@@ -59,67 +55,6 @@ def transposed_scores(
     if HAS_ROW:
         b_s += b_row[:, None]
     return b_s
-
-
-@triton.jit
-def _tile_of_queries(
-    b_k, b_v, b_row, b_dk, b_dv, b_dmask, p_q, p_do, p_pair, p_stats, distant, first, lq, left_k, plane, unit,
-    stride_q, stride_qd, stride_do, stride_doc, stride_pair_k, stride_pair_q,
-    D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_PAIR: tl.constexpr, MASK_PAIR: tl.constexpr, HAS_ROW: tl.constexpr,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, MASK_MODE: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, SEED: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr, WHICH: tl.constexpr,
-):  # fmt: skip
-    """Add what the queries from `first` on give to (b_dk, b_dv, b_dmask).
-
-    WHICH: only distant queries, which have a reference that their pair bias is measured from; only the others; or all, if some
-    are `distant`. `plane` is the way from an lse to its delta, and on to the lse and reference of distant queries
-    (`bwd_preprocess.store_statistics`).
-    """
-    o_in_q = tl.arange(0, BLOCK_Q)
-    o_q = wide(o_in_q, WIDE)
-    o_k = wide(tl.arange(0, BLOCK_K), WIDE)
-    o_d = wide(tl.arange(0, BLOCK_D), WIDE)
-    o_c = wide(tl.arange(0, BLOCK_C), WIDE)
-    start_q = tl.cast(first, tl.int64)
-    left_q = lq - first
-    b_q = load_tile(p_q + start_q * stride_q, o_q, o_d, stride_q, stride_qd, left_q, D, not EVEN_Q, D != BLOCK_D)  # [q,d]
-    b_do = load_tile(p_do + start_q * stride_do, o_q, o_c, stride_do, stride_doc, left_q, C, not EVEN_Q, C != BLOCK_C)  # [q,c]
-    b_pair = 0.0
-    if HAS_PAIR:
-        b_pair = load_pair_bias(
-            p_pair + start_q * stride_pair_q, o_k, o_q, stride_pair_k, stride_pair_q, left_k, left_q,
-            MASK_PAIR and not EVEN_K, MASK_PAIR and not EVEN_Q,
-        )  # [k,q]  # fmt: skip
-        if WHICH == _DISTANT:
-            b_pair = measured(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
-    b_lse = tl.load(p_stats + (2 * plane if WHICH == _DISTANT else 0) + first + o_in_q)  # [q]
-    if WHICH == _ALL:
-        b_bias = natural(b_pair)
-        if distant:
-            b_lse = tl.where(b_lse == DISTANT, tl.load(p_stats + 2 * plane + first + o_in_q), b_lse)
-            b_bias = measured(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
-        b_pair = b_bias
-    b_s = transposed_scores(
-        b_k, b_q, b_pair, b_row, unit, (BLOCK_K, BLOCK_Q), HAS_PAIR, HAS_ROW, SEED, FOLD, PRECISION
-    )  # [k,q]
-    b_p = tl.math.exp2(b_s * (unit if FOLD else 1.0) - b_lse[None, :])  # [k,q]
-    if NEED_DV:
-        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [k,c]
-    if NEED_DK or MASK_MODE != _NONE:
-        b_delta = tl.load(p_stats + plane + first + o_in_q)  # [q]
-        if SEED:
-            b_seed = tl.broadcast_to(-b_delta[None, :], [BLOCK_K, BLOCK_Q])  # [k,q]
-            b_ds = b_p * tl.dot(b_v, tl.trans(b_do), b_seed, input_precision=PRECISION)  # [k,q]
-        else:
-            b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])  # [k,q]
-        if NEED_DK:
-            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [k,d]
-        if MASK_MODE != _NONE:
-            b_dmask += tl.sum(b_ds, 1)
-    return b_dk, b_dv, b_dmask
 
 
 @Kernel
@@ -169,15 +104,21 @@ def dkdv_kernel(
     FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    DISTANT_ONLY: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_K keys of one (b, n, h).
 
-    It loops over all query tiles, and over none when the mask switches every key of it off; and once more if there are queries
-    whose pair bias swallows their scores, for those alone.
+    It loops over all query tiles, and over none when the mask switches every key of it off.
     It writes dK and dV once, and its part of the row-bias gradient (the sum over its head's queries) once.
     SEED: what is subtracted from dP, and added to S, is where their matmuls' accumulators start.
+    DISTANT_ONLY: a launch of its own adds what distant queries give (`bwd_preprocess.store_statistics`), if there are any.
     """
+    if DISTANT_ONLY:
+        wait_to_load(WAIT)
+        wait_to_store(WAIT)
+        if tl.load(p_distant) == 0:
+            return
     block, n, h, b = decode(tl.program_id(0), blocks, n_rows, heads)
     b = b.to(tl.int64)
     n = n.to(tl.int64)
@@ -187,6 +128,8 @@ def dkdv_kernel(
     left_k = lk - start_k
     o_in = tl.arange(0, BLOCK_K)
     o_k = wide(o_in, WIDE)
+    o_in_q = tl.arange(0, BLOCK_Q)
+    o_q = wide(o_in_q, WIDE)
     o_d = wide(tl.arange(0, BLOCK_D), WIDE)
     o_c = wide(tl.arange(0, BLOCK_C), WIDE)
     unit = scale * LOG2E
@@ -205,55 +148,80 @@ def dkdv_kernel(
 
     b_k = load_tile(p_k, o_k, o_d, stride_kl * GRAIN, stride_kd, left_k, D, not EVEN_K, D != BLOCK_D)  # [k,d]
     b_v = load_tile(p_v, o_k, o_c, stride_vl * GRAIN, stride_vc, left_k, C, not EVEN_K, C != BLOCK_C)  # [k,c]
-    wait_to_load(WAIT)
+    if not DISTANT_ONLY:
+        wait_to_load(WAIT)
+    plane = wide(half, WIDE) * PAD
     b_row = 0.0
     tiles = tl.cdiv(lq, BLOCK_Q)
     if HAS_ROW:
         b_row = load_row_bias(p_row + b * stride_row_b * PAD + n * stride_row_n * PAD + start_k, o_in)  # [k]
         # NaN counts as live: it has to reach the gradients.
         tiles = tl.where(tl.max((b_row != float("-inf")).to(tl.int32), 0) != 0, tiles, 0)
-    plane = wide(half, WIDE) * PAD
-    distant = False
-    if HAS_PAIR:
-        distant = tl.load(p_distant) != 0
-    # A condition on the pair bias in the loop costs nothing with float32. The tile of 64 queries and keys of 16-bit numbers
-    # would spill 199 registers there, and float32 spills 74 if a loop of its own comes after it.
-    WHICH: tl.constexpr = _ALL if HAS_PAIR and b_k.dtype == tl.float32 else _OTHERS
     b_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)  # [k,d]
     b_dv = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)  # [k,c]
     b_dmask = tl.zeros([BLOCK_K], tl.float32)  # [k]
     if tiles > 0:  # so that there is no way around the loop itself, see dq_kernel
         for tile in tl.range(0, tiles, num_stages=STAGES):
-            b_dk, b_dv, b_dmask = _tile_of_queries(
-                b_k, b_v, b_row, b_dk, b_dv, b_dmask, p_q, p_do, p_pair, p_stats, distant, tile * BLOCK_Q, lq, left_k,
-                plane, unit,
-                stride_ql * GRAIN, stride_qd, stride_dol * GRAIN, stride_doc, stride_pair_k, stride_pair_q,
-                D, C, BLOCK_D, BLOCK_C, BLOCK_Q, BLOCK_K, HAS_PAIR, MASK_PAIR, HAS_ROW, NEED_DK, NEED_DV,
-                MASK_MODE, EVEN_Q, EVEN_K, SEED, FOLD, PRECISION, WIDE, WHICH,
-            )  # fmt: skip
-    if HAS_PAIR and WHICH == _OTHERS:
-        for tile in tl.range(0, tl.where(distant, tiles, 0), num_stages=1):
-            b_dk, b_dv, b_dmask = _tile_of_queries(
-                b_k, b_v, b_row, b_dk, b_dv, b_dmask, p_q, p_do, p_pair, p_stats, distant, tile * BLOCK_Q, lq, left_k,
-                plane, unit,
-                stride_ql * GRAIN, stride_qd, stride_dol * GRAIN, stride_doc, stride_pair_k, stride_pair_q,
-                D, C, BLOCK_D, BLOCK_C, BLOCK_Q, BLOCK_K, HAS_PAIR, MASK_PAIR, HAS_ROW, NEED_DK, NEED_DV,
-                MASK_MODE, EVEN_Q, EVEN_K, SEED, FOLD, PRECISION, WIDE, _DISTANT,
-            )  # fmt: skip
+            first = tile * BLOCK_Q
+            start_q = tl.cast(first, tl.int64)
+            left_q = lq - first
+            b_q = load_tile(
+                p_q + start_q * stride_ql * GRAIN, o_q, o_d, stride_ql * GRAIN, stride_qd, left_q, D, not EVEN_Q, D != BLOCK_D
+            )  # [q,d]
+            b_do = load_tile(
+                p_do + start_q * stride_dol * GRAIN, o_q, o_c, stride_dol * GRAIN, stride_doc, left_q, C,
+                not EVEN_Q, C != BLOCK_C,
+            )  # [q,c]  # fmt: skip
+            b_pair = 0.0
+            if HAS_PAIR:
+                b_pair = load_pair_bias(
+                    p_pair + start_q * stride_pair_q, o_k, o_q, stride_pair_k, stride_pair_q, left_k, left_q,
+                    MASK_PAIR and not EVEN_K, MASK_PAIR and not EVEN_Q,
+                )  # [k,q]  # fmt: skip
+            if DISTANT_ONLY:
+                b_pair = measured(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
+            b_lse = tl.load(p_stats + (2 * plane if DISTANT_ONLY else 0) + first + o_in_q)  # [q]
+            b_s = transposed_scores(
+                b_k, b_q, b_pair, b_row, unit, (BLOCK_K, BLOCK_Q), HAS_PAIR, HAS_ROW, SEED, FOLD, PRECISION
+            )  # [k,q]
+            b_p = tl.math.exp2(b_s * (unit if FOLD else 1.0) - b_lse[None, :])  # [k,q]
+            if NEED_DV:
+                b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [k,c]
+            if NEED_DK or MASK_MODE != _NONE:
+                b_delta = tl.load(p_stats + plane + first + o_in_q)  # [q]
+                if SEED:
+                    b_seed = tl.broadcast_to(-b_delta[None, :], [BLOCK_K, BLOCK_Q])  # [k,q]
+                    b_ds = b_p * tl.dot(b_v, tl.trans(b_do), b_seed, input_precision=PRECISION)  # [k,q]
+                else:
+                    b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])  # [k,q]
+                if NEED_DK:
+                    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [k,d]
+                if MASK_MODE != _NONE:
+                    b_dmask += tl.sum(b_ds, 1)
 
-    wait_to_store(WAIT)
+    if not DISTANT_ONLY:
+        wait_to_store(WAIT)
     out = row * lk + start
     stride_out = tl.cast(1, tl.int32)
     if HEADS_INSIDE:
         out = ((b * n_rows + n) * lk + start) * heads + h
         stride_out = heads
     if NEED_DK:
-        store_tile(p_dk + out * D, b_dk * scale, o_k, o_d, stride_out * D, 1, left_k, D, not EVEN_K, D != BLOCK_D)
+        p_dk += out * D
+        b_dk *= scale
+        if DISTANT_ONLY:
+            b_dk += load_tile(p_dk, o_k, o_d, stride_out * D, 1, left_k, D, not EVEN_K, D != BLOCK_D).to(tl.float32)
+        store_tile(p_dk, b_dk, o_k, o_d, stride_out * D, 1, left_k, D, not EVEN_K, D != BLOCK_D)
     if NEED_DV:
-        store_tile(p_dv + out * C, b_dv, o_k, o_c, stride_out * C, 1, left_k, C, not EVEN_K, C != BLOCK_C)
+        p_dv += out * C
+        if DISTANT_ONLY:
+            b_dv += load_tile(p_dv, o_k, o_c, stride_out * C, 1, left_k, C, not EVEN_K, C != BLOCK_C).to(tl.float32)
+        store_tile(p_dv, b_dv, o_k, o_c, stride_out * C, 1, left_k, C, not EVEN_K, C != BLOCK_C)
     if MASK_MODE != _NONE:
         p_dmask += b * stride_dmask_b + n * stride_dmask_n + h * stride_dmask_h + start
         if MASK_MODE == _ADD:
             tl.atomic_add(p_dmask + o_in, b_dmask, mask=o_in < left_k, sem="relaxed")
         else:
+            if DISTANT_ONLY:
+                b_dmask += tl.load(p_dmask + o_in, mask=o_in < left_k, other=0.0)
             tl.store(p_dmask + o_in, b_dmask, mask=o_in < left_k)

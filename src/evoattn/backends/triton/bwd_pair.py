@@ -61,7 +61,7 @@ _WORTH_A_SHARE = 1.05
 class PairTensors(NamedTuple):
     """The tensors of one run; None where there is none. `sums` may be the result itself.
 
-    `distant` is two float32 numbers: not 0 if a query has a reference (`bwd_preprocess.store_statistics`), and always 0.
+    `distant` is one float32 number, not 0 if a query has a reference (`bwd_preprocess.store_statistics`).
     """
 
     by_query: Tensor | None = None
@@ -85,7 +85,6 @@ class Pair:
         straight, transposed: copies that are made, and the launches that fill them.
         storage: elements of the result's memory where that holds the transposed copy for now, else 0.
         sums: where partial sums are added up, if not in the result.
-        unread: elements behind the sums, for what rows add that have no live key.
         cleared: whether sums start from 0.
         in_order: the kernel of a fixed order of summation.
     """
@@ -102,7 +101,6 @@ class Pair:
     transposed: tuple[Strided, Launch] | None = None
     storage: int = 0
     sums: Strided | None = None
-    unread: int = 0
     cleared: bool = False
     in_order: InOrder | None = None
 
@@ -147,14 +145,14 @@ class Pair:
                 if self.cleared:
                     result.zero_()
         if distant is None:
-            distant = torch.zeros(2, device=self.device)
+            distant = torch.zeros(1, device=self.device)
         return PairTensors(by_query, by_key, sums, result, distant)
 
     def _cleared(self, like: Strided) -> tuple[Tensor, Tensor]:
-        """Memory of zeros for a record that has no gaps and the elements behind it, and `distant`, in one piece."""
-        behind = round_up(math.prod(like.shape) + self.unread, PAD)
-        room = torch.zeros(behind + 2, dtype=torch.float32, device=self.device)
-        return room.as_strided(like.shape, like.stride), room.as_strided((2,), (1,), behind)
+        """Memory of zeros for a record that has no gaps, and `distant`, in one piece."""
+        behind = round_up(math.prod(like.shape), PAD)
+        room = torch.zeros(behind + 1, dtype=torch.float32, device=self.device)
+        return room.as_strided(like.shape, like.stride), room.as_strided((1,), (1,), behind)
 
     def copy(self, bias: Tensor | None, tensors: PairTensors) -> None:
         """Make the copies."""
@@ -181,7 +179,8 @@ class InOrder:
         partial: [b, splits, h, q, k], a share of the sums each; an axis of the bias that is 1 counts tiles instead.
         used: the part of it that holds something.
         spans: the rows n that are live, and what finds them, where there is a row bias and so many rows that it pays.
-        launches: the kernel, for each turn of rows once a strip of tiles, whole ones first.
+        launches: the kernel, for each turn of rows once a strip of tiles, whole ones first; then all of them for distant
+            queries alone.
         total: what adds up the shares; None where torch does.
     """
 
@@ -235,12 +234,12 @@ def plan_pair(call: Call, bias: Strided | None, *, need: bool, deterministic: bo
         return dataclasses.replace(pair, mode=PAIR_STORE, cleared=call.rows is not None)
     if deterministic:
         return dataclasses.replace(pair, in_order=_plan_in_order(call, pair, bias))
-    size_q = round_up(problem.lq, tile.block_q) if full_q else 1
+    unread = tile.block_q if call.rows is not None else 0  # for what rows add that have no live key
+    size_q = round_up(problem.lq, tile.block_q) + unread if full_q else 1
     size_k = round_up(problem.lk, tile.block_k) if full_k else 1
     exact = bias.dtype == torch.float32 and (size_q, size_k) == bias.shape[2:]
     sums = None if exact else contiguous((*bias.shape[:2], size_q, size_k), torch.float32)
-    unread = tile.block_q * size_k if full_q and call.rows is not None else 0
-    return dataclasses.replace(pair, mode=PAIR_ADD, sums=sums, unread=unread, cleared=True)
+    return dataclasses.replace(pair, mode=PAIR_ADD, sums=sums, cleared=True)
 
 
 def _with_copies(call: Call, pair: Pair, bias: Strided, *, reuse: bool) -> Pair:
@@ -278,7 +277,7 @@ def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
     row = (problem.lq + problem.lk) * (problem.d + problem.c) * problem.dtype.itemsize
     rows = rows_of_a_turn(-(-problem.n // splits), row, splits, cache_bytes(call.device))
 
-    def plan(q: _Strip, k: _Strip, turn: int) -> Launch:
+    def plan(q: _Strip, k: _Strip, turn: int, *, distant_only: bool) -> Launch:
         of_strip = {"BLOCK_Q": q.block, "BLOCK_K": k.block, "EVEN_Q": q.even, "EVEN_K": k.even}
         of_strip["num_warps"] = _strip_warps(problem, tiles, q, k)
         return pair_gradient_kernel.plan(
@@ -305,6 +304,7 @@ def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
             TILE_Q=tiles.block_q,
             TILE_K=tiles.block_k,
             GOES_ON=turn > 0,
+            DISTANT_ONLY=distant_only,
             HAS_SPANS=spans is not None,
             GRAIN_PAIR=of_bias.grain,
             MASK_PAIR=pair.masked(bias, tiles),
@@ -315,7 +315,8 @@ def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
 
     used = (*partial.shape[:3], problem.lq if pair.full_q else blocks_q, problem.lk if pair.full_k else blocks_k)
     turns = range(-(-problem.n // (splits * rows)))
-    launches = tuple(plan(q, k, turn) for turn in turns for q, k in strips)
+    parts = [(q, k, turn) for turn in turns for q, k in strips]
+    launches = tuple(plan(*part, distant_only=again) for again in (False, True) for part in parts)
     total = plan_total(partial, used, contiguous(given.shape, given.dtype))
     return InOrder(call.device, partial, used, spans, launches, total)
 

@@ -55,12 +55,14 @@ def _load_pair(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """[q,k] of the pair bias from key first_k on, in its own dtype; 0 past the last key."""
-    if not TENSOR_MAP:
+    if TENSOR_MAP:
+        b_pair = p_pair.load([pair_b, pair_h, pair_q, first_k]).reshape([BLOCK_Q, MAP_K])
+        if BLOCK_K < MAP_K:  # a map loads tiles of one size: of two halves the first
+            b_pair, _ = tl.split(b_pair.reshape([BLOCK_Q, 2, BLOCK_K]).permute(0, 2, 1))
+    else:
         o_k = wide(tl.arange(0, BLOCK_K), WIDE)
-        return load_pair_bias(p_pair + start * stride_pair_k, o_pair_q, o_k, stride_pair_q, stride_pair_k, 0, left, False, TAIL)
-    b_pair = p_pair.load([pair_b, pair_h, pair_q, first_k]).reshape([BLOCK_Q, MAP_K])
-    if BLOCK_K < MAP_K:  # a map loads tiles of one size: of two halves the first
-        b_pair, _ = tl.split(b_pair.reshape([BLOCK_Q, 2, BLOCK_K]).permute(0, 2, 1))
+        p_tile = p_pair + start * stride_pair_k
+        b_pair = load_pair_bias(p_tile, o_pair_q, o_k, stride_pair_q, stride_pair_k, 0, left, False, TAIL)
     return b_pair
 
 

@@ -139,9 +139,9 @@ def evoformer_attention(
     if not return_lse:
         return o
     lse = natural_lse(lse, reference)
-    bias = key_axes(mask_bias, q.ndim)
+    bias = key_axes(mask_bias, q)
     if bias is not None:
-        lse = lse + row_shift(key_axes(mask, q.ndim), bias, lse.dtype)[..., None, None]
+        lse = lse + row_shift(key_axes(mask, q), bias, lse.dtype)[..., None, None]
     return o, lse
 
 
@@ -247,7 +247,7 @@ def explain(
     copies = [
         f"{name}: its leading axes cannot be merged as a view"
         for name, x in (("q", q), ("k", k), ("v", v))
-        if x.numel() and x.data_ptr() != getattr(canonical, name).data_ptr()
+        if x.numel() and _copied(x, getattr(canonical, name))
     ]
     backward: dict[str, dict[str, int]] = {}
     for name, asks in ((chosen, alone), (chosen_backward, problem)):
@@ -311,8 +311,8 @@ def _canonical(
         to_canonical(q, layout),
         to_canonical(k, layout),
         to_canonical(v, layout),
-        key_axes(mask, q.ndim),
-        key_axes(mask_bias, q.ndim),
+        key_axes(mask, q),
+        key_axes(mask_bias, q),
         pair_bias,
     )
 
@@ -347,6 +347,14 @@ def _swapped(x: Tensor | None) -> Tensor | None: ...
 def _swapped(x: Tensor | None) -> Tensor | None:
     """Heads and queries of q, o or a pair bias in each other's place; one with fewer axes varies along neither."""
     return x if x is None or x.ndim < 3 else x.transpose(-2, -3)
+
+
+def _copied(x: Tensor, canonical: Tensor) -> bool:
+    """Whether canonical axes took a copy; unknown, and so False, inside vmap, where a tensor has no memory of its own."""
+    try:
+        return x.data_ptr() != canonical.data_ptr()
+    except RuntimeError:
+        return False
 
 
 def _deterministic(deterministic: bool | None) -> bool:

@@ -11,6 +11,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from evoattn.numerics import accumulate_dtype
 
 __all__ = ["Canonical", "canonicalise"]
 
@@ -78,7 +81,7 @@ def canonicalise(
     if pair_bias is not None:
         pair_bias = _with_axes(pair_bias, q.ndim)
         # Where a gradient must come back in the expanded shape, the axis stays.
-        if narrow and not (pair_bias.requires_grad and torch.is_grad_enabled()):
+        if narrow and _strides_are_told_apart() and not (pair_bias.requires_grad and torch.is_grad_enabled()):
             pair_bias = _narrow_expanded(pair_bias)
         batch = tuple(axis for axis in range(len(lead)) if pair_bias.shape[axis] != 1) or batch
     rows = tuple(axis for axis in range(len(lead)) if axis not in batch)
@@ -87,13 +90,24 @@ def canonicalise(
         q=_fold(q, batch, rows),
         k=_fold(_with_heads(k, heads), batch, rows),
         v=_fold(_with_heads(v, heads), batch, rows),
-        mask=None if mask is None else _fold_keys(mask, lead, batch, rows, k.shape[-2]),
-        mask_bias=None if mask_bias is None else _fold_keys(mask_bias, lead, batch, rows, k.shape[-2]),
+        mask=None if mask is None else _fold_keys(mask, lead, batch, rows, k.shape[-2], q.dtype),
+        mask_bias=None if mask_bias is None else _fold_keys(mask_bias, lead, batch, rows, k.shape[-2], q.dtype),
         pair_bias=None if pair_bias is None else _fold(pair_bias, batch, rows).squeeze(1),
         lead=lead,
         batch=batch,
         rows=rows,
     )
+
+
+def _strides_are_told_apart() -> bool:
+    """Whether what is done for these strides is done anew for others.
+
+    torch.compile guards strides. A graph that is exported or traced does not: it would take the first entry of an axis as the
+    whole of it, because the example was expanded.
+    """
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return not torch.jit.is_tracing() and get_proxy_mode() is None
 
 
 def _with_axes(x: Tensor, ndim: int) -> Tensor:
@@ -121,13 +135,21 @@ def _fold(x: Tensor, batch: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
     return x.reshape(math.prod([sizes[axis] for axis in batch]), math.prod([sizes[axis] for axis in rows]), *sizes[count:])
 
 
-def _fold_keys(x: Tensor, lead: tuple[int, ...], batch: tuple[int, ...], rows: tuple[int, ...], keys: int) -> Tensor:
-    """`[*, k]` -> `[b|1,n|1,k]`: a group of axes is expanded only if the bias varies along one of them."""
+def _fold_keys(
+    x: Tensor, lead: tuple[int, ...], batch: tuple[int, ...], rows: tuple[int, ...], keys: int, dtype: torch.dtype
+) -> Tensor:
+    """`[*, k]` -> `[b|1,n|1,k]`: a group of axes is expanded only if the bias varies along one of them.
+
+    The gradient of a bias that is expanded is summed by autograd, in the dtype of what was expanded: in 16 bits each term would
+    be rounded before.
+    """
     x = _with_axes(x, len(lead) + 1)
     sizes = list(x.shape)
     for group in (batch, rows):
         if [axis for axis in group if sizes[axis] != 1]:
             for axis in group:
                 sizes[axis] = lead[axis]
-    x = x if sizes == list(x.shape) and sizes[-1] == keys else x.expand(*sizes[:-1], keys)
+    if sizes != list(x.shape) or sizes[-1] != keys:
+        x = x.to(accumulate_dtype(dtype)) if x.requires_grad and torch.is_grad_enabled() else x
+        x = x.expand(*sizes[:-1], keys)
     return _fold(x, batch, rows)

@@ -400,8 +400,8 @@ def _canonical_backward(call: Call, saved: tuple[Any, ...], needs: tuple[bool, .
         to_canonical(q, layout),
         to_canonical(k, layout),
         to_canonical(v, layout),
-        key_axes(mask, q.ndim),
-        key_axes(mask_bias, q.ndim),
+        key_axes(mask, q),
+        key_axes(mask_bias, q),
         pair_bias,
         narrow=not needs[4],
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -145,6 +146,8 @@ def choose_backward(
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
+    if scale is not None and not math.isfinite(scale):  # a number that torch.compile traced as a symbol
+        raise ValueError(f"scale must be finite, got {scale}")
     return float(q.shape[-1]) ** -0.5 if scale is None else scale
 
 
@@ -267,8 +270,7 @@ def _autograd(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None
     nothing: list[None] = [None] * len(ctx.options)
     if do is None and dlse is None:
         return (None,) * 6 + tuple(nothing)
-    if not torch.compiler.is_compiling():
-        check_no_tangent(do, dlse)
+    check_no_tangent(do, dlse)
     gradients = backward(do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, needs, *ctx.options)
     dq, dk, dv, dmask_bias, dpair_bias = (g if need else None for g, need in zip(gradients, needs, strict=True))
     return (dq, dk, dv, None, dmask_bias, dpair_bias, *nothing)

@@ -33,9 +33,24 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def key_axes(x: Tensor | None, ndim: int) -> Tensor | None:
-    """A mask or mask bias as `[*, Lk]`: `[*, N, 1, 1, Lk]` loses its two unit axes. `ndim` is q's number of axes."""
-    return x.squeeze(-2).squeeze(-2) if x is not None and x.ndim > max(2, ndim - 2) else x
+def key_axes(x: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask or mask bias as `[*, Lk]`: `[*, N, 1, 1, Lk]` loses its two unit axes."""
+    return x.squeeze(-2).squeeze(-2) if x is not None and _has_unit_axes(x, q) else x
+
+
+def _has_unit_axes(x: Tensor, q: Tensor) -> bool:
+    """Whether a mask is `[*, N, 1, 1, Lk]` and not `[*, N, Lk]`: it has more axes than that, or does not fit as that."""
+    lead = tuple(q.shape[:-3])
+    if x.ndim > max(2, len(lead) + 1):
+        return True
+    units = x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1
+    return units and not _fits(tuple(x.shape[:-1]), lead) and _fits(tuple(x.shape[:-3]), lead)
+
+
+def _fits(sizes: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Whether sizes broadcast to what is expected."""
+    pairs = zip(reversed(sizes), reversed(expected), strict=False)
+    return len(sizes) <= len(expected) and all(size == 1 or size == wanted for size, wanted in pairs)
 
 
 def check_arguments(
@@ -53,8 +68,7 @@ def check_arguments(
     config: Config | None,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that does not fit."""
-    if not torch.compiler.is_compiling():
-        check_no_tangent(q, k, v, mask_bias, pair_bias)
+    check_no_tangent(q, k, v, mask_bias, pair_bias)
     _check_options(scale, layout, backend, return_lse, deterministic, config)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
@@ -75,7 +89,7 @@ def check_arguments(
         if bias.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {bias.device}")
         if name != "pair_bias":
-            _check_keys(name, bias, q.ndim, (*lead, lk))
+            _check_keys(name, bias, q, (*lead, lk))
     if pair_bias is not None:
         _check_broadcast("pair_bias", pair_bias, (*lead, q.shape[head_axis], q.shape[length_axis], lk), "[*, N, H, Lq, Lk]")
 
@@ -155,24 +169,26 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
             raise ValueError(f"{name} must have at least one channel, got shape {_shape(x)}")
 
 
-def _check_keys(name: str, x: Tensor, ndim: int, expected: tuple[int, ...]) -> None:
+def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> None:
     if x.ndim == 0:
         raise ValueError(f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk], got a scalar")
-    if x.ndim > max(2, ndim - 2):
-        if x.ndim > ndim or x.ndim < 3 or x.shape[-2] != 1 or x.shape[-3] != 1:
+    if _has_unit_axes(x, q):
+        if x.ndim > q.ndim or x.ndim < 3 or x.shape[-2] != 1 or x.shape[-3] != 1:
             raise ValueError(
                 f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk] and so broadcast to {_sizes(expected)}, got shape {_shape(x)};"
                 " a bias that varies over heads or queries goes to pair_bias"
             )
         x = x.squeeze(-2).squeeze(-2)
+    elif x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1 != x.shape[-4] and _fits(tuple(x.shape[:-3]), expected[:-1]):
+        raise ValueError(
+            f"{name} of shape {_shape(x)} can be read as [*, N, 1, 1, Lk] and as [*, N, Lk] = {_sizes(expected)};"
+            " give it all leading axes of q"
+        )
     _check_broadcast(name, x, expected, "[*, N, Lk]")
 
 
 def _check_broadcast(name: str, x: Tensor, expected: tuple[int, ...], axes: str) -> None:
-    fits = x.ndim <= len(expected) and all(
-        size == 1 or size == wanted for size, wanted in zip(reversed(x.shape), reversed(expected), strict=False)
-    )
-    if not fits:
+    if not _fits(tuple(x.shape), expected):
         raise ValueError(f"{name} must broadcast to {axes} = {_sizes(expected)}, got shape {_shape(x)}")
 
 

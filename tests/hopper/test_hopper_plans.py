@@ -62,7 +62,7 @@ def kernels(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def canonical(inputs: testing.Inputs) -> Canonical:
     q, k, v = (to_canonical(x, inputs.case.layout) for x in (inputs.q, inputs.k, inputs.v))
-    masks = (key_axes(x, inputs.q.ndim) for x in (inputs.mask, inputs.mask_bias))
+    masks = (key_axes(x, inputs.q) for x in (inputs.mask, inputs.mask_bias))
     return canonicalise(q, k, v, *masks, inputs.pair_bias)
 
 

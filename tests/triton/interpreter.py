@@ -14,8 +14,11 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from evoattn.backends import triton as backend
 
 __all__ = ["patch"]
 
@@ -39,6 +42,7 @@ def _narrow(values: np.ndarray) -> np.ndarray:
 
 def patch() -> None:
     """Route operations on bfloat16 through float32, and make what comparisons find int1. Harmless when called again."""
+    backend._INTERPRETED = (*backend._INTERPRETED, torch.bfloat16)
     if getattr(InterpreterBuilder, "bfloat16_is_right", False):
         return
     dot, binary, unary = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op, InterpreterBuilder.unary_op

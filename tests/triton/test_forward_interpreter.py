@@ -53,7 +53,7 @@ else:
 
     def canonical(inputs: testing.Inputs) -> Canonical:
         q, k, v = (to_canonical(x, inputs.case.layout) for x in (inputs.q, inputs.k, inputs.v))
-        return canonicalise(q, k, v, key_axes(inputs.mask, q.ndim), key_axes(inputs.mask_bias, q.ndim), inputs.pair_bias)
+        return canonicalise(q, k, v, key_axes(inputs.mask, q), key_axes(inputs.mask_bias, q), inputs.pair_bias)
 
     def forward(inputs: testing.Inputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
         """o and lse with the user's shapes, straight from the backend."""

@@ -93,9 +93,10 @@ def triangle_attention(
         mask = _prefix_mask(kv_lengths, q, k)
     elif isinstance(mask, Tensor):
         mask = _five_axes(mask).to(torch.bool)
-    o, lse = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld", return_lse=True)
     if not return_aux:
+        o = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld")
         return o if mask is None or kv_lengths is not None else _mean_where_empty(o, v, mask)
+    o, lse = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld", return_lse=True)
     lse = lse.detach()
     if k.shape[-2] == 0:
         nothing = torch.zeros_like(lse, dtype=torch.float32)
@@ -142,7 +143,7 @@ def _largest_logit(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scal
     b, n, h, lq, _ = q.shape
     lk = k.shape[-2]
     device = q.device.type if q.device.type != "meta" else "cpu"  # autocast knows no meta tensors
-    largest = torch.zeros((b, n, h, lq), dtype=torch.float32, device=q.device)
+    largest = []
     rows = max(1, _BLOCK_SCORES // max(1, b * h * lq * lk))
     bias = bias.expand(b, -1, h, lq, lk)
     with torch.autocast(device, enabled=False):
@@ -152,5 +153,5 @@ def _largest_logit(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scal
             s += bias if bias.shape[1] == 1 else bias[:, part]
             if mask is not None:
                 s.masked_fill_(~(mask if mask.shape[1] == 1 else mask[:, part]), _MASKED)
-            largest[:, part] = s.amax(-1)
-    return largest
+            largest.append(s.amax(-1))
+    return torch.cat(largest, 1) if largest else q.new_zeros((b, n, h, lq), dtype=torch.float32)

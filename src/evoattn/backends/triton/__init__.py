@@ -34,6 +34,7 @@ NAME = "triton"
 _MAX_CHANNELS = 256
 _OLDEST_CAPABILITY = (8, 0)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_INTERPRETED = (torch.float16, torch.float32)
 _SMALLEST_TILE = 16
 _LARGEST_TILE = {"block_q": 256, "block_k": 128}
 
@@ -56,6 +57,9 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
     if problem.capability is not None and problem.capability < _OLDEST_CAPABILITY:
         major, minor = problem.capability
         reasons.append(f"needs compute capability 8.0 or newer (Ampere), this card has {major}.{minor}")
+    if problem.device == "cpu" and _interprets():
+        dtypes = {x for x in (problem.dtype, problem.mask_bias, problem.pair_bias) if x in _DTYPES}
+        reasons += [f"Triton's interpreter computes {dtype} wrongly" for dtype in dtypes if dtype not in _INTERPRETED]
     if problem.dtype not in _DTYPES:
         reasons.append(f"takes float16, bfloat16 and float32, got {problem.dtype}")
     reasons += [

@@ -107,7 +107,7 @@ def _strides_are_told_apart() -> bool:
     """
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
-    return not torch.jit.is_tracing() and get_proxy_mode() is None
+    return torch._C._get_tracing_state() is None and get_proxy_mode() is None
 
 
 def _with_axes(x: Tensor, ndim: int) -> Tensor:

@@ -346,7 +346,7 @@ class EvoformerAttention(torch.autograd.Function):
         of_q, of_k, of_v, _, of_mask_bias, of_pair_bias = ctx.needs_input_grad[1:]
         needs = (of_q, of_k, of_v, of_mask_bias, of_pair_bias)
         run = _find_backward(ctx.call, saved, needs)
-        _, _, q, k, v, _, mask_bias, pair_bias, *_ = saved
+        _, _, q, k, v, _, mask_bias, pair_bias, _, _, _ = saved
         if run is None:
             dq, dk, dv, dmask_bias, dpair_bias = _through_operator(ctx.call, saved, needs)
         else:

@@ -39,12 +39,9 @@ else:
 
     DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-    # Known failures, as in tests/test_random_problems.py: take a mended one off the list.
-    FAILING: set[int] = {4, 16, 21, 35}
-
     @pytest.mark.parametrize("seed", range(36))
     def test_random_problem(seed: int) -> None:
         """Up to 40 queries and keys; the GPU runs the others."""
         problem = testing.random_problem(seed, dtypes=DTYPES, largest=1000, longest=40)
         outcome = testing.judge(problem, "triton")
-        assert (outcome.status != "held") == (seed in FAILING), f"{outcome.what}\n{problem!r}"
+        assert outcome.status == "held", f"{outcome.what}\n{problem!r}"

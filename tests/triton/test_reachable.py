@@ -159,8 +159,8 @@ def compiled(problem: Problem, arch: str, config: Config | None = None) -> list[
     options: dict[str, Any] = {"scale": p.d**-0.5, "layout": "bnlhd", "config": config or Config()}
     with target(arch) as kernels:
         inputs = (q, k, v, None, None, pair)
-        backend.plan_forward(*inputs, **options)(*inputs, o, lse)
-        inputs = (do, None, *inputs, o, lse)
+        backend.plan_forward(*inputs, **options)(*inputs, o, lse, lse)
+        inputs = (do, None, *inputs, o, lse, lse)
         run = backend.plan_backward(*inputs, **options, needs=p.needs, deterministic=p.deterministic)
         run(*inputs, *(torch.empty_like(x) for x in (q, k, v)))
     return [kernel for kernel in kernels if kernel.metadata.name in KERNELS]

@@ -78,7 +78,7 @@ def attention(
     """O and the saved statistic (`evoattn.numerics`) of canonical tensors, in the compute dtype, differentiable by autograd."""
     s, shift = _scores(q, k, mask, mask_bias, pair_bias, scale)
     p, m, total = _probabilities(s)
-    reference = (m + shift).detach()
+    reference = (m + shift).detach().clamp_min(torch.finfo(m.dtype).min)
     # What rounding the sum takes away goes to the LSE.
     lse = total.log2() + (m - (reference - shift)) * LOG2E
     return torch.matmul(p, v.to(p.dtype)), lse.squeeze(-1), reference.squeeze(-1)
@@ -131,8 +131,8 @@ def backward(
     do_ = torch.zeros_like(o_) if do is None else do.to(acc)
     s, shift = _scores(q, k, mask, mask_bias, pair_bias, scale)
     empty = (lse == -torch.inf).unsqueeze(-1)  # [b,n,h,q,1]
-    of_lse = torch.exp2(torch.where(empty, torch.inf, lse.unsqueeze(-1)))
-    p = torch.exp(s - (reference.unsqueeze(-1) - shift)) / of_lse  # [b,n,h,q,k]
+    from_reference = s - (reference.unsqueeze(-1) - shift)  # [b,n,h,q,k]
+    p = torch.exp2(from_reference * LOG2E - torch.where(empty, torch.inf, lse.unsqueeze(-1)))  # [b,n,h,q,k]
     delta = (o_ * do_).sum(-1, keepdim=True)  # [b,n,h,q,1]
     if dlse is not None:
         delta = delta - dlse.unsqueeze(-1) * LOG2E

@@ -210,7 +210,9 @@ class _Scores:
     def statistic(self, m: Tensor, l: Tensor, rows: tuple[slice, slice, slice], qs: slice) -> tuple[Tensor, Tensor]:
         """lse and reference `[b,n,h,q]` of queries, from the largest score in log2 units, and the sum."""
         m = torch.where(l == 0, 0, m) if self.biased else m
-        reference = m * LN2 if self.shift is None else self._shift(rows, qs) + m * LN2
+        reference = m * LN2
+        if self.shift is not None:
+            reference = (self._shift(rows, qs) + reference).clamp_min_(torch.finfo(m.dtype).min)
         # What rounding the reference takes away goes to the LSE.
         return l.log2().add_(m - self._in_log2(reference, rows, qs)), reference
 

@@ -60,8 +60,8 @@ def plan_forward(
     tensors = (*of_turn[:3], *of_rows[:2], bias, *of_turn[3:], of_shifts)
     kernel = plan(variant, device, *tensors, *of_rows[2:], unit, deal, blocks)
     by_b = (None, None) if terms is None else (terms.by_b(terms.like), terms.by_b(terms.ends))
-    of_rows = ((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b))
-    further = turns.further(*of_rows, (laid, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1))
+    of_inputs = ((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b))
+    further = turns.further(*of_inputs, (laid, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1))
 
     def run(*tensors: Any) -> None:
         if changes:

@@ -294,7 +294,7 @@ def _plan_dq(call: Call, pair: Pair, need: bool, *, distant_only: bool = False) 
     # of .275. And past the end the other kernels may read further than this one's tiles write.
     light = pair.mode != PAIR_ADD or call.rows is None
     makes_stats = launches and light and call.stats.shape[-1] == round_up(problem.lq, tiles.block_q)
-    statistics = None if makes_stats else plan_statistics(call.stats, call.o, call.do, call.dlse)
+    statistics = None if makes_stats or distant_only else plan_statistics(call.stats, call.o, call.do, call.dlse)
     if not launches:
         return statistics, None
     bias = pair.by_query

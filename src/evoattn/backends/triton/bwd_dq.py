@@ -275,7 +275,7 @@ def dq_kernel(
         if PAIR_MODE != _NONE:
             if FULL_K:
                 _add_pair_gradient(
-                    p_dpair + start_k, b_ds_all, o_q, o_k, stride_dpair_q * GRAIN_DPAIR, left_q, left_k, live, b_lses[0],
+                    p_dpair + start_k, b_ds_all, o_q, o_k, stride_dpair_q * GRAIN_DPAIR, left_q, left_k, live, b_lse,
                     PAIR_MODE, EVEN_Q and EVEN_K, FULL_Q, DISTANT_ONLY,
                 )  # fmt: skip
             else:

@@ -141,9 +141,7 @@ class Pair:
             else:
                 result = sums if self.mode == PAIR_ADD and self.sums is None else empty(self.result, self.device)
             if self.mode == PAIR_STORE:
-                sums = result
-                if self.cleared:
-                    result.zero_()
+                sums = result.zero_() if self.cleared and result is not None else result
         if distant is None:
             distant = torch.zeros(1, device=self.device)
         return PairTensors(by_query, by_key, sums, result, distant)

@@ -145,6 +145,31 @@ else:
         case = testing.Case("shape", lead=(2,), n=3, lq=37, lk=35, mask="random", pair_bias=pair_bias, lse_gradient=True)
         check(case.make(seed=4), deterministic=way != "default")
 
+    @pytest.mark.parametrize("pair_bias", [None, "b1hqk"])
+    @pytest.mark.parametrize("sizes", [{"lq": 20, "lk": 20}, {"lq": 2, "lk": 5}], ids=["tiles", "few"])
+    def test_hooks_may_give_back_other_strides(sizes: dict[str, int], pair_bias: str | None) -> None:
+        """Equal values, laid out anew."""
+
+        def other_strides(x: torch.Tensor) -> torch.Tensor:
+            return x.movedim(0, -1).contiguous().movedim(-1, 0) if x.ndim else x
+
+        case = testing.Case("hooks", lead=(2,), n=3, pair_bias=pair_bias, gradients=("q", "k", "v"), **sizes)  # type: ignore[arg-type]
+        inputs = case.make(seed=2)
+        with torch.autograd.graph.saved_tensors_hooks(other_strides, lambda x: x):
+            results = testing.run(inputs, "triton")
+        testing.check(results, inputs)
+
+    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    @pytest.mark.parametrize("n", [1, 3], ids=["stored", "added"])
+    @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1hq1"])
+    def test_queries_that_a_pair_bias_masks(n: int, pair_bias: str, deterministic: bool) -> None:
+        """Every third query has -1e9 for all keys, or more for some: as exact as the others, whose results stay the same."""
+        case = testing.Case("distant", lead=(2,), n=n, lq=20, lk=18, mask="random", pair_bias=pair_bias, lse_gradient=True)
+        inputs = case.make(seed=5)
+        assert inputs.pair_bias is not None
+        inputs.pair_bias[..., ::3, :] -= 1e9
+        testing.check(testing.run(inputs, "triton", deterministic=deterministic), inputs)
+
     @pytest.mark.parametrize("spans", [True, False], ids=["spans", "all_rows"])
     @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1h1k", "b1hq1", "11111"])
     def test_rows_in_turns(monkeypatch: pytest.MonkeyPatch, pair_bias: str, spans: bool) -> None:

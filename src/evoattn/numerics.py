@@ -104,18 +104,28 @@ def row_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) 
     return _below(bias, _shift(bias).unsqueeze(-1))
 
 
-def query_shift(pair_bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest pair bias of each query if it is finite and far from 0, else 0: `[b|1, h|1, q|1, 1]`, without a gradient.
+def query_shift(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What the pair bias of each query is measured from, `[b|1, n|1, h|1, q|1, 1]`, without a gradient.
 
-    For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row.
+    It is 0 unless the largest pair bias of a query is finite and far from 0. Then it is the largest sum of pair bias and
+    `bias`, which `row_bias` makes, so a key that a mask switches off does not count. For a query that a pair bias of -1e9
+    masks this is what the row shift is for a padded row.
     """
-    bias = bounded(pair_bias.detach(), dtype)
-    if bias.shape[-1] == 0:
-        return bias.new_zeros((*bias.shape[:-1], 1))
-    largest = bias.amax(-1, keepdim=True)
-    return torch.where((largest.abs() > _NEAR) & largest.isfinite(), largest, 0)
+    pair = bounded(pair_bias.detach(), dtype).unsqueeze(1)
+    if pair.shape[-1] == 0:
+        return pair.new_zeros((*pair.shape[:-1], 1))
+    far = _is_far(pair.amax(-1, keepdim=True))
+    if bias is None:
+        largest = pair.amax(-1, keepdim=True)
+    else:
+        largest = (pair + bias[:, :, None, None, :]).amax(-1, keepdim=True)
+    return torch.where(far & _is_far(largest), largest, 0)
+
+
+def _is_far(bias: Tensor) -> Tensor:
+    return (bias.abs() > _NEAR) & bias.isfinite()
 
 
 def shifted_pair(pair_bias: Tensor, shift: Tensor) -> Tensor:
-    """The pair bias in the dtype of `query_shift`, measured from it; it is -inf only if the pair bias is."""
-    return _below(bounded(pair_bias, shift.dtype), shift)
+    """The pair bias `[b,n,h,q,k]` in the dtype of `query_shift`, measured from it; it is -inf only if the pair bias is."""
+    return _below(bounded(pair_bias.unsqueeze(1), shift.dtype), shift)

@@ -41,14 +41,14 @@ def resolve(problem: Problem, config: Config) -> Config:
 def _scores(
     q: Tensor, k: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Scores [b,n,h,q,k] without what they are measured from; and of that what belongs to a query, [b|1,1,h|1,q|1,1]."""
+    """Scores [b,n,h,q,k] without what they are measured from; and of that what belongs to a query, [b|1,n|1,h|1,q|1,1]."""
     acc = accumulate_dtype(q.dtype)
     s = torch.matmul(q.to(acc) * scale, k.to(acc).transpose(-1, -2))  # [b,n,h,q,k]
     shift = s.new_zeros((1, 1, 1, 1, 1))
-    if pair_bias is not None:
-        shift = query_shift(pair_bias, acc).unsqueeze(1)
-        s = s + shifted_pair(pair_bias.unsqueeze(1), shift)
     bias = row_bias(mask, mask_bias, acc)
+    if pair_bias is not None:
+        shift = query_shift(pair_bias, bias, acc)
+        s = s + shifted_pair(pair_bias, shift)
     if bias is not None:
         s = s + bias[:, :, None, None, :]
     return s, shift

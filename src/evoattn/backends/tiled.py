@@ -85,6 +85,7 @@ def forward(
     scores = _Scores(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
     buffer = scores.new_buffer(q, acc)
     for rows in _rows(problem, plan):
+        scores.measure(rows, lq)
         q_, k_, v_ = (_stack(x[rows], acc) for x in (q, k, v))  # [g,l,d], g = b*n*h of this block
         for qs in _spans(lq, plan.q):
             running = _OnlineSoftmax(may_be_empty=scores.biased)
@@ -93,7 +94,7 @@ def forward(
             part = (*rows, qs)
             o_, m, l = running.finish()
             o[part] = o_.view(o[part].shape)
-            lse[part], reference[part] = scores.statistic(m.view(lse[part].shape), l.view(lse[part].shape), rows, qs)
+            lse[part], reference[part] = scores.statistic(m.view(lse[part].shape), l.view(lse[part].shape), qs)
     return o, lse, reference
 
 
@@ -134,9 +135,10 @@ def backward(
         scores = _Scores(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
         buffers = (scores.new_buffer(q, acc), scores.new_buffer(q, acc))
         for rows in _rows(problem, plan):
+            scores.measure(rows, q.shape[-2])
             inputs = tuple(_stack(x[rows], acc) for x in (q, k, v, do, o))
             dlse_ = None if dlse is None else dlse[rows].flatten(0, 2)
-            statistic = scores.subtrahends(lse[rows], reference[rows], rows)
+            statistic = scores.subtrahends(lse[rows], reference[rows])
             sums = _backward_rows(scores, buffers, rows, inputs, statistic, dlse_, needs, dmask_bias, dpair_bias)
             for gradient, total in zip((dq, dk, dv), sums, strict=True):
                 if gradient is not None and total is not None:
@@ -205,36 +207,44 @@ class _Scores:
     ) -> None:
         self.plan, self.scale, self.bias, self.pair_bias = plan, scale, bias, pair_bias
         self.biased = bias is not None or pair_bias is not None
-        self.shift = None if pair_bias is None or _plain(pair_bias, dtype) else query_shift(pair_bias, dtype)
+        self.dtype, self.plain = dtype, pair_bias is None or _plain(pair_bias, dtype)
+        self.shift: Tensor | None = None
 
-    def statistic(self, m: Tensor, l: Tensor, rows: tuple[slice, slice, slice], qs: slice) -> tuple[Tensor, Tensor]:
+    def measure(self, rows: tuple[slice, slice, slice], queries: int) -> None:
+        """Find what the scores of a block of rows are measured from: its query shift `[b|1,n|1,h|1,q,1]`."""
+        if self.plain or self.pair_bias is None:
+            return
+        bias = None if self.bias is None else _cut(self.bias, (rows[0], rows[1], slice(None)))
+        shifts = []
+        for qs in _spans(queries, self.plan.q):
+            shift = query_shift(_cut(self.pair_bias, (rows[0], rows[2], qs, slice(None))), bias, self.dtype)
+            shifts.append(shift.expand(-1, -1, -1, qs.stop - qs.start, -1))
+        self.shift = torch.cat(shifts, -2)
+
+    def statistic(self, m: Tensor, l: Tensor, qs: slice) -> tuple[Tensor, Tensor]:
         """lse and reference `[b,n,h,q]` of queries, from the largest score in log2 units, and the sum."""
         m = torch.where(l == 0, 0, m) if self.biased else m
         reference = m * LN2
         if self.shift is not None:
-            reference = (self._shift(rows, qs) + reference).clamp_min_(torch.finfo(m.dtype).min)
+            reference = (self.shift[..., qs, 0] + reference).clamp_min_(torch.finfo(m.dtype).min)
         # What rounding the reference takes away goes to the LSE.
-        return l.log2().add_(m - self._in_log2(reference, rows, qs)), reference
+        return l.log2().add_(m - self._in_log2(reference, qs)), reference
 
-    def subtrahends(self, lse: Tensor, reference: Tensor, rows: tuple[slice, slice, slice]) -> tuple[Tensor, ...]:
+    def subtrahends(self, lse: Tensor, reference: Tensor) -> tuple[Tensor, ...]:
         """What scores have subtracted before exp2 gives P, `[g,q]` each, one after the other.
 
         The last is +inf for a query that attends to nothing. The two numbers of the statistic are added up if that costs no
         digits.
         """
-        first = self._in_log2(reference, rows, slice(None))
+        first = self._in_log2(reference, slice(None))
         last = torch.where(lse == -torch.inf, torch.inf, lse)
         if first.device.type == "cpu" and first.abs().amax() <= _NEAR:
             return ((first + last).flatten(0, 2),)
         return first.flatten(0, 2), last.flatten(0, 2)
 
-    def _shift(self, rows: tuple[slice, slice, slice], qs: slice) -> Tensor:
-        """The query shift against `[b,n,h,q]`."""
-        return _cut(self.shift, (rows[0], rows[2], qs, slice(None))).squeeze(-1).unsqueeze(1)  # type: ignore[arg-type]
-
-    def _in_log2(self, reference: Tensor, rows: tuple[slice, slice, slice], qs: slice) -> Tensor:
+    def _in_log2(self, reference: Tensor, qs: slice) -> Tensor:
         """A reference as scores are measured, in log2 units."""
-        return (reference if self.shift is None else reference - self._shift(rows, qs)) * LOG2E
+        return (reference if self.shift is None else reference - self.shift[..., qs, 0]) * LOG2E
 
     def new_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         plan = self.plan
@@ -247,9 +257,7 @@ class _Scores:
         s5 = self.unflatten(s, rows)  # [b,n,h,q,k]
         if self.pair_bias is not None:
             pair = _cut(self.pair_bias, (rows[0], rows[2], qs, ks))
-            if self.shift is not None:
-                pair = shifted_pair(pair, _cut(self.shift, (rows[0], rows[2], qs, slice(None))))
-            s5.add_(pair.unsqueeze(1), alpha=LOG2E)
+            s5.add_(pair.unsqueeze(1) if self.shift is None else shifted_pair(pair, self.shift[..., qs, :]), alpha=LOG2E)
         if self.bias is not None:
             s5.add_(_cut(self.bias, (rows[0], rows[1], ks))[:, :, None, None, :], alpha=LOG2E)
         return s
@@ -302,7 +310,7 @@ def _plain(pair_bias: Tensor, dtype: torch.dtype) -> bool:
     low, high = (x.item() for x in torch.aminmax(pair_bias))
     if low > -_NEAR and high < _NEAR:
         return True
-    return low > -largest_bias(dtype) and not query_shift(pair_bias, dtype).any()
+    return low > -largest_bias(dtype) and not query_shift(pair_bias, None, dtype).any()
 
 
 def _rows(problem: Problem, plan: TiledPlan) -> Iterator[tuple[slice, slice, slice]]:

@@ -57,7 +57,7 @@ class Case:
         pair_bias: axes that the bias varies along, a 1 where it is broadcast, such as "b1hqk"; or none. The letters x, y and z
             are the first, second and third batch axis alone.
         pair_fill: put -1e9, -inf or the dtype's lowest number into the pair bias at random; "..._rows" also into all of its
-            last query. True is "minus_inf_rows".
+            last query. True is "minus_inf_rows". "last_key_1e4" puts 1e4 at the last key alone, which padding switches off.
         bias_dtype: of both biases; None is dtype. float16 has -6e4 in the place of -1e9.
         pair_bias_dtype: of the pair bias; None is bias_dtype.
         strides: of q, k and v, one for all or one each: contiguous, heads and lengths swapped in memory, every second element
@@ -89,7 +89,7 @@ class Case:
     mask_bias: Literal["finite"] | Low | None = None
     mask_bias_axes: str = "bn11k"
     pair_bias: str | None = None
-    pair_fill: bool | Low = False
+    pair_fill: bool | Low | Literal["last_key_1e4"] = False
     bias_dtype: torch.dtype | None = None
     pair_bias_dtype: torch.dtype | None = None
     strides: Strides | Literal["permuted_pair", "offset"] | tuple[Strides, Strides, Strides] = "contiguous"
@@ -187,6 +187,9 @@ AWKWARD: tuple[Case, ...] = (
     Case("mask_bias_minus_1e9", mask_bias="minus_1e9", pair_bias="b1hqk"),
     Case("mask_bias_minus_inf", mask_bias="minus_inf", pair_bias="b1hqk"),
     Case("pair_bias_minus_inf", pair_bias="b1hqk", pair_fill=True, lse_gradient=True),
+    Case("pair_bias_minus_1e9_rows", mask="random", pair_bias="b1hqk", pair_fill="minus_1e9_rows", lse_gradient=True),
+    Case("pair_bias_large_in_the_padding", mask="padding", pair_bias="b1hqk", pair_fill="last_key_1e4", lse_gradient=True),
+    Case("pair_bias_lowest_rows", mask="random", pair_bias="b1hqk", pair_fill="lowest_rows", lse_gradient=True),
     Case("lse_far_from_zero", spread=60.0, **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
     Case("lse_gradient", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
     Case("wide_bias", bias_dtype=torch.float32, **_BOTH),  # type: ignore[arg-type]

@@ -133,14 +133,13 @@ class _Drawing:
             return None
         axes = case.mask_bias_axes.replace("11k", "k") if case.mask_bias_axes.endswith("n11k") else case.mask_bias_axes
         shape = self.sizes(axes)
-        bias = self.single(*shape)
+        bias = self.single(*shape).to(self.mask_bias_dtype)
         low = _low(case.mask_bias, self.mask_bias_dtype)
         if case.mask_bias != "finite":
             bias = bias * 0
             bias[~self.keys(shape)] = low
         if case.mask_bias.endswith("rows") and bias.ndim > 1:
             bias[..., ::3, :] = low
-        bias = bias.to(self.mask_bias_dtype)
         bias = bias if axes == case.mask_bias_axes else bias[..., :, None, None, :]
         return self.laid_out(bias.to(self.device), case.mask_bias_axes)
 
@@ -149,14 +148,16 @@ class _Drawing:
         if case.pair_bias is None:
             return None
         shape = self.sizes(case.pair_bias)
-        bias = self.single(*shape)
-        if case.pair_fill:
+        bias = self.single(*shape).to(self.pair_bias_dtype)
+        if case.pair_fill == "last_key_1e4":
+            bias[..., -1:] = 1e4
+        elif case.pair_fill:
             kind = case.pair_fill if isinstance(case.pair_fill, str) else "minus_inf_rows"
             low = _low(kind, self.pair_bias_dtype)
             bias[torch.rand(shape, generator=self.rng) < 0.2] = low
             if kind.endswith("rows"):
                 bias[..., -1:, :] = low
-        bias = bias.to(self.pair_bias_dtype).to(self.device)
+        bias = bias.to(self.device)
         if case.strides == "permuted_pair" or case.bias_strides == "permuted":
             return bias.movedim(-3, -1).contiguous().movedim(-1, -3) if bias.ndim > 2 else bias
         return self.laid_out(bias, case.pair_bias)

@@ -267,9 +267,10 @@ class Pairs(Kernel):
     """pair_bias [b,h,q,k] of any strides -> the same, measured from the largest of each query if that is far from 0.
 
     For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row (`evoattn.numerics`): beside such
-    numbers float32 scores would have no digits left. What is subtracted is a number of dtype, and the difference is exact if it
-    counts. Rows of the result start on 16 bytes, and -inf becomes finite if dtype allows. shifts [b,h,q] is what was
-    subtracted.
+    numbers float32 scores would have no digits left. The largest is subtracted only if that is exact in dtype for all that lie
+    less than -LOWEST below it: if they are between half and twice the largest. From 2^15 on they always are; below, float32
+    scores have digits enough. A mask may switch off the largest itself, so that the others count. Rows of the result start on
+    16 bytes, and -inf becomes finite if dtype allows. shifts [b,h,q] is what was subtracted.
 
     Args:
         dtype: cutlass type of the pair bias.
@@ -320,8 +321,20 @@ class Pairs(Kernel):
                 for y in range_constexpr(self.width):
                     top = arch.fmax(top, held[y].to(Float32))
             top = arch.warp_reduction_max(top)
-            far = cute.math.absf(top) > _NEAR and cute.math.absf(top) < Float32.inf
-            shift = Float32(cutlass.select_(far, top, Float32(0.0)))
+            shift = Float32(0.0)
+            if cute.math.absf(top) > _NEAR and cute.math.absf(top) < Float32.inf:
+                depth = -top  # of the lowest that counts
+                for u in range_constexpr(self.keeps):
+                    if lane + 32 * u < vectors:
+                        for y in range_constexpr(self.width):
+                            depth = self.deeper(depth, kept[u][y], top)
+                for x in cutlass.range(lane + 32 * self.keeps, vectors, 32, unroll=1):
+                    held = self.take(pair, b, h, i, x)
+                    for y in range_constexpr(self.width):
+                        depth = self.deeper(depth, held[y], top)
+                depth = arch.warp_reduction_max(depth)
+                if depth <= Float32(cutlass.select_(top > 0.0, -0.5 * top, -2.0 * top)):
+                    shift = top
             for u in range_constexpr(self.keeps):
                 if lane + 32 * u < across:
                     if lane + 32 * u < vectors:
@@ -349,6 +362,11 @@ class Pairs(Kernel):
         held = cute.make_rmem_tensor(self.width, self.dtype)
         cute.autovec_copy(self.part(pair, b, h, i, vector), held)
         return held
+
+    def deeper(self, depth: Float32, value: Any, top: Float32) -> Float32:
+        """The larger of a depth and this number's, if it is not too far below the largest to count."""
+        x = value.to(Float32)
+        return arch.fmax(depth, Float32(cutlass.select_(x > top + LOWEST, -x, -top)))
 
     def clean(self, value: Any, shift: Float32) -> Any:
         """Measured from the shift, and not too far below it; NaN stays."""

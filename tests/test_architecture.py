@@ -18,7 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "devices": set(),
     "layouts": set(),
     "numerics": set(),
-    "canonical": set(),
+    "canonical": {"numerics"},
     "workloads": set(),
     "problem": set(),
     "tuning": {"cache", "_version", "problem"},

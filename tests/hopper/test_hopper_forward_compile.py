@@ -99,9 +99,11 @@ def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathli
     assert count(names, "LDL", "STL") == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("width", [1, 8])
-def test_pairs_compile(width: int, tmp_path: pathlib.Path) -> None:
-    names = instructions(prepare.Pairs(cutlass.BFloat16, width), tmp_path)
+def test_pairs_compile(width: int, bounded: bool, dtype: str, tmp_path: pathlib.Path) -> None:
+    names = instructions(prepare.Pairs(DTYPES[dtype], width, bounded=bounded), tmp_path)
     assert count(names, "LDL", "STL") == 0
 
 

@@ -100,7 +100,7 @@ def canonicalise(
 
 
 def _strides_are_told_apart() -> bool:
-    """Whether what is done for these strides is done anew for others.
+    """Whether these axes are looked at again when other strides come.
 
     torch.compile guards strides. A graph that is exported or traced does not: it would take the first entry of an axis as the
     whole of it, because the example was expanded.

@@ -25,6 +25,7 @@ from torch import Tensor
 __all__ = [
     "LN2",
     "LOG2E",
+    "NEAR",
     "accumulate_dtype",
     "bounded",
     "largest_bias",
@@ -38,7 +39,7 @@ __all__ = [
 LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
 
-_NEAR = 64.0
+NEAR = 64.0
 """A pair bias up to this size costs a float32 score no digit that counts: float32 numbers are 4e-6 apart there."""
 
 
@@ -114,16 +115,15 @@ def query_shift(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> T
     pair = bounded(pair_bias.detach(), dtype).unsqueeze(1)
     if pair.shape[-1] == 0:
         return pair.new_zeros((*pair.shape[:-1], 1))
-    far = _is_far(pair.amax(-1, keepdim=True))
-    if bias is None:
-        largest = pair.amax(-1, keepdim=True)
-    else:
+    largest = pair.amax(-1, keepdim=True)
+    far = _is_far(largest)
+    if bias is not None:
         largest = (pair + bias[:, :, None, None, :]).amax(-1, keepdim=True)
     return torch.where(far & _is_far(largest), largest, 0)
 
 
 def _is_far(bias: Tensor) -> Tensor:
-    return (bias.abs() > _NEAR) & bias.isfinite()
+    return (bias.abs() > NEAR) & bias.isfinite()
 
 
 def shifted_pair(pair_bias: Tensor, shift: Tensor) -> Tensor:

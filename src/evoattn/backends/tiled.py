@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from evoattn.layouts import empty
-from evoattn.numerics import LN2, LOG2E, accumulate_dtype, largest_bias, query_shift, row_bias, shifted_pair
+from evoattn.numerics import LN2, LOG2E, NEAR, accumulate_dtype, largest_bias, query_shift, row_bias, shifted_pair
 from evoattn.problem import Problem, describe
 from evoattn.tuning import Config, TiledPlan, tiled_plan
 
@@ -308,7 +308,7 @@ def _plain(pair_bias: Tensor, dtype: torch.dtype) -> bool:
     if pair_bias.device.type != "cpu" or pair_bias.numel() == 0:
         return False
     low, high = (x.item() for x in torch.aminmax(pair_bias))
-    if low > -_NEAR and high < _NEAR:
+    if low > -NEAR and high < NEAR:
         return True
     return low > -largest_bias(dtype) and not query_shift(pair_bias, None, dtype).any()
 

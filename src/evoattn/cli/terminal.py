@@ -11,7 +11,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 __all__ = [
     "Count",
@@ -87,6 +90,20 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
     return output
 
 
+def _counted_bar() -> Progress:
+    """A bar that shows how many steps of all are done, the time and what is going on; it goes away at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
 class Step(Protocol):
     """Called before each step of a long run with what is about to be done."""
 
@@ -111,16 +128,7 @@ def progress(total: int) -> Iterator[Step]:
         yield line
         return
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with _counted_bar() as bar:
         task = bar.add_task("starting", total=total)
         begun = False
 
@@ -206,16 +214,7 @@ def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
         yield line
         return
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with _counted_bar() as bar:
         task = bar.add_task("starting", total=total)
 
         def count(done: int, what: str) -> None:

@@ -117,7 +117,7 @@ class Case:
         return self.strides if isinstance(self.strides, str) else self.strides["qkv".index(name)]
 
     def __repr__(self) -> str:
-        """A line of Python that makes the case again: its name, and what is not as it is by default."""
+        """A line of Python that makes the case again: its name, and the arguments that differ from their defaults."""
         given = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)

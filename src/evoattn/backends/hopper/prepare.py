@@ -20,6 +20,7 @@ from evoattn.backends.hopper.bwd_plan import MOST_PANELS, PANEL
 from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, shifts, size, terms
 from evoattn.backends.hopper.primitives import LOWEST, MASKED, SHALLOW, VETO, finite, three_terms
 from evoattn.backends.hopper.schedule import place
+from evoattn.numerics import NEAR
 
 __all__ = ["CLEARED", "TERMS", "Pairs", "Rows", "Tiles"]
 
@@ -27,7 +28,6 @@ TERMS = 8
 _THREADS = 128
 _LISTING = 512  # threads of a block where one lists rows: each looks at few
 _LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp each
-_NEAR = 64.0  # biases up to this size cost a float32 score no digit that counts
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 _CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
 _WORD = 16  # keys of a word
@@ -322,7 +322,7 @@ class Pairs(Kernel):
                     top = arch.fmax(top, held[y].to(Float32))
             top = arch.warp_reduction_max(top)
             shift = Float32(0.0)
-            if cute.math.absf(top) > _NEAR and cute.math.absf(top) < Float32.inf:
+            if cute.math.absf(top) > NEAR and cute.math.absf(top) < Float32.inf:
                 depth = -top  # of the lowest that counts
                 for u in range_constexpr(self.keeps):
                     if lane + 32 * u < vectors:

@@ -9,6 +9,9 @@ import torch
 
 from evoattn import eager
 
+MUCH = 1 << 30
+"""More than this many bytes of a GPU are given back after a test: processes share it."""
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
@@ -32,6 +35,19 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
-    """A test that changes what calls are planned from leaves no plan behind."""
+    """A test that changes what calls are planned from leaves no plan behind, and none keeps memory that others need."""
     yield
     eager.forget()
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MUCH:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def most_of_the_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests that fill a GPU run one at a time, where several processes share it."""
+    import fcntl
+
+    with (tmp_path_factory.getbasetemp().parent / "most_of_the_memory").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()

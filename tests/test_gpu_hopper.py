@@ -287,17 +287,19 @@ def test_more_batches_of_a_pair_bias_than_a_grid_axis_takes(length: int) -> None
     testing.check(testing.run(inputs, "hopper"), inputs)
 
 
+@pytest.mark.usefixtures("most_of_the_memory")
 @pytest.mark.parametrize("which", ["q", "k", "v", "pair_bias", "do"])
 def test_offsets_past_2_to_31(which: str) -> None:
     check_offsets(which, "hopper")
 
 
-@pytest.mark.usefixtures("one_kernel")
+@pytest.mark.usefixtures("most_of_the_memory", "one_kernel")
 @pytest.mark.parametrize("which", ["q", "k", "v", "do"])
 def test_offsets_past_2_to_31_without_a_pair_bias(which: str) -> None:
     check_offsets(which, "hopper", pair_bias=None)
 
 
+@pytest.mark.usefixtures("most_of_the_memory")
 @pytest.mark.parametrize("with_pair_bias", [True, False])
 def test_rows_past_2_to_31_elements(with_pair_bias: bool) -> None:
     """All that a call reads and writes is longer than 2^31 elements: the last rows are those of a call of their own."""

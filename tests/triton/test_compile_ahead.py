@@ -38,12 +38,15 @@ KERNELS = [
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, threading.Thread]]:
-    """Kernels that were brought to the device, and the threads that did."""
-    found: list[tuple[str, threading.Thread]] = []
-    monkeypatch.setattr(
-        CompiledKernel, "run", property(lambda self: found.append((self.metadata.name, threading.current_thread())))
-    )
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that were brought to the device."""
+    found: list[str] = []
+
+    def load(kernel: CompiledKernel) -> None:
+        found.append(kernel.metadata.name)
+        kernel.module = "there"
+
+    monkeypatch.setattr(CompiledKernel, "run", property(load))
     return found
 
 
@@ -66,7 +69,7 @@ def planned(backward: bool, deterministic: bool = False) -> tuple[Any, tuple[Any
 
 @pytest.mark.parametrize(("backward", "deterministic"), [(False, False), (True, False), (True, True)])
 def test_all_kernels_of_a_call_are_ready_before_the_first(
-    backward: bool, deterministic: bool, loaded: list[tuple[str, threading.Thread]], monkeypatch: pytest.MonkeyPatch
+    backward: bool, deterministic: bool, loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bwd_pair, "cache_bytes", lambda device: 1 << 16)
     asked: list[tuple[str, bool]] = []
@@ -86,8 +89,7 @@ def test_all_kernels_of_a_call_are_ready_before_the_first(
         assert len(names) > 1
         assert asked == [(name, True) for name in names]
         ahead = [kernel.result() for kernel in compiled]
-        assert sorted(name for name, _ in loaded) == sorted(kernel.metadata.name for kernel in set(ahead))
-        assert threading.main_thread() not in {thread for _, thread in loaded}
+        assert sorted(loaded) == sorted(kernel.metadata.name for kernel in set(ahead))
         plan(*tensors)
         assert asked[len(names) :] == [(name, False) for name in names]
         assert compiled[len(names) :] == ahead
@@ -96,9 +98,7 @@ def test_all_kernels_of_a_call_are_ready_before_the_first(
         assert len(loaded) == before  # they are there: nothing was compiled or loaded again
 
 
-def test_what_does_not_compile_is_tried_again(
-    loaded: list[tuple[str, threading.Thread]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_compile_is_tried_again(loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with target("sm_90"):
         for kernel in KERNELS:
             kernel.jitted.device_caches.clear()
@@ -122,7 +122,7 @@ def test_what_does_not_compile_is_tried_again(
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()], ids=["memory", "ctrl_c"])
 def test_a_walk_that_ends_early_leaves_nothing_half_made(
-    error: BaseException, loaded: list[tuple[str, threading.Thread]], monkeypatch: pytest.MonkeyPatch
+    error: BaseException, loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch has no memory, or the user presses Ctrl-C, when a kernel has been asked for: later calls have all of theirs."""
     with target("sm_90"):
@@ -149,7 +149,7 @@ def test_a_walk_that_ends_early_leaves_nothing_half_made(
 
 
 def test_a_damaged_kernel_in_the_cache_of_triton_is_compiled_anew(
-    loaded: list[tuple[str, threading.Thread]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    loaded: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One warning, and the next process finds it whole. Triton itself raises what its parser does, in every process."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -173,6 +173,54 @@ def test_a_damaged_kernel_in_the_cache_of_triton_is_compiled_anew(
         assert in_a_new_process() == count
 
 
+def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to Triton 3.6 two threads that load launchers mix them up. Only compiling them is for several threads."""
+    loading, most, compiled, made = [0], [0], set(), []
+
+    class Fake:
+        module = None
+
+        @property
+        def run(self) -> None:
+            assert self in compiled
+            loading[0] += 1
+            most[0] = max(most[0], loading[0])
+            time.sleep(0.002)
+            loading[0] -= 1
+            made.append(self)
+
+    def compile_launcher(kernel: Any) -> None:
+        assert not loading[0]
+        compiled.add(kernel)
+
+    monkeypatch.setattr(compile_ahead_module, "_LAUNCHERS_ARE_COMPILED", True)
+    monkeypatch.setattr(compile_ahead_module, "_compile_launcher", compile_launcher)
+
+    def prepare(kernels: list[Fake]) -> None:
+        with ThreadPoolExecutor(2) as threads:
+            compile_ahead_module._load(kernels, threads)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(prepare, [[Fake() for _ in range(5)] for _ in range(4)]))
+    assert most == [1]
+    assert len(made) == len(compiled) == 20
+
+
+def test_a_kernel_that_another_thread_compiled_is_loaded_before_it_is_launched(loaded: list[str]) -> None:
+    with target("sm_90"):
+        for kernel in KERNELS:
+            kernel.jitted.device_caches.clear()
+        plan, tensors = planned(backward=False)
+        compile_ahead(plan, tensors)
+        names = loaded.copy()
+        for kernel in KERNELS:
+            for kept, *_ in kernel.jitted.device_caches.values():
+                for known in kept.values():
+                    getattr(known, "result", lambda known=known: known)().module = None  # as before the other has loaded it
+        compile_ahead(*planned(backward=False))
+    assert loaded == names * 2
+
+
 def test_threads_forget_what_failed_at_the_same_time() -> None:
     """While one looks at a kernel, another forgets all of them and a third adds one."""
     kept: dict[str, Any] = {}
@@ -189,7 +237,7 @@ def test_threads_forget_what_failed_at_the_same_time() -> None:
     assert list(kept) == ["third"]
 
 
-def test_a_caller_may_compile_ahead_too(loaded: list[tuple[str, threading.Thread]]) -> None:
+def test_a_caller_may_compile_ahead_too(loaded: list[str]) -> None:
     with target("sm_90"), ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads) as mode:
         compile_ahead(*planned(backward=False))
         assert _async_compile.active_mode.get() is mode

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import json
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -17,10 +18,16 @@ from typing import Any
 import torch
 import triton
 from triton import knobs
+from triton.runtime import driver
 
 from evoattn.backends.triton.launch import ahead
 
 __all__ = ["compile_ahead"]
+
+_LAUNCHERS_ARE_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+"""Whether Triton makes a launcher for each signature with the C compiler, as it does up to 3.6."""
+
+_loading = threading.Lock()
 
 
 def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -46,20 +53,18 @@ def _prepare(run: Callable[..., Any], arguments: tuple[Any, ...], mode: Any) -> 
     """Compile what a run launches, and load it."""
     with ThreadPoolExecutor() as threads:  # starts none where there is nothing to compile
         # In a context of its own: Triton allows one mode, which the caller may have on, and leaves it on when a kernel fails.
-        kernels = contextvars.Context().run(_ask, run, arguments, mode, threads)
-        device = torch.cuda.current_device() if torch.cuda.is_available() else -1
-        for _ in threads.map(_load, kernels, [device] * len(kernels)):
-            pass  # what a thread raised is raised here
+        _load(contextvars.Context().run(_ask, run, arguments, mode, threads), threads)
 
 
 def _ask(run: Callable[..., Any], arguments: tuple[Any, ...], mode: Any, threads: Executor) -> list[Any]:
-    """The kernels that had to be compiled."""
+    """The kernels that are not on the device yet, also those that another thread has compiled and not loaded."""
     asked: list[tuple[Any, Any]] = []
     ahead.set(asked)
     try:
         with mode(threads):
             run(*arguments)
-        return list(dict.fromkeys(kernel.result() for _, kernel in asked if hasattr(kernel, "result")))
+        kernels = [kernel.result() if hasattr(kernel, "result") else kernel for _, kernel in asked]
+        return [kernel for kernel in dict.fromkeys(kernels) if kernel.module is None]
     except BaseException:
         for jitted, _ in asked:
             _forget(jitted)
@@ -74,7 +79,20 @@ def _forget(jitted: Any) -> None:
                 kept.pop(key, None)
 
 
-def _load(kernel: Any, device: int) -> None:
-    """Make a kernel's launcher and bring its code to the device, which is a thread's own."""
-    with torch.cuda.device(device):
-        kernel.run  # noqa: B018 (what it is looked up for is that it is made)
+def _load(kernels: list[Any], threads: Executor) -> None:
+    """Make the launchers of kernels, and bring their code to the current device.
+
+    A launcher that the C compiler made is a Python module. All launchers have the same module name, and Python keeps one module
+    object for a name: of two threads that load launchers at once, one can get the other's. So other threads only fill Triton's
+    cache of compiled launchers, and kernels are loaded one at a time in the whole process.
+    """
+    with _loading:
+        if _LAUNCHERS_ARE_COMPILED:
+            for _ in threads.map(_compile_launcher, kernels):
+                pass  # what a thread raised is raised here
+        for kernel in kernels:
+            kernel.run  # noqa: B018 (what it is looked up for is that it is made)
+
+
+def _compile_launcher(kernel: Any) -> None:
+    driver.active.launcher_cls(kernel.src, kernel.metadata)

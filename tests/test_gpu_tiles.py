@@ -12,6 +12,7 @@ import torch
 
 from evoattn import testing
 from evoattn.problem import Problem
+from evoattn.testing.oracle import excess
 from evoattn.tuning.sizes import power_of_two
 
 pytestmark = [
@@ -62,8 +63,8 @@ def test_reachable_tile(problem: Problem) -> None:
         c=problem.c,
         dtype=problem.dtype,
         pair_bias="b1hqk" if pair else None,
-        lse_gradient=problem.lk == 1,  # with one key all gradients of scores are zero, and errors compare with nothing
         gradients=("q", "k", "v", "pair_bias") if pair else ("q", "k", "v"),
     )
     inputs = case.make(seed=7, device="cuda")
-    testing.check(testing.run(inputs, "triton", deterministic=problem.deterministic), inputs)
+    # Not `check`: with one key the gradients of scores are zero, and only what rounding takes says how large an error may be.
+    assert excess(inputs, testing.run(inputs, "triton", deterministic=problem.deterministic), testing.oracle(inputs)) == []

@@ -144,6 +144,24 @@ def test_every_kind_is_drawn(kind: str) -> None:
     assert sum(is_so(problem) for problem in DESCRIPTIONS) >= least
 
 
+@pytest.mark.parametrize("axes", ["1k", "11k", "k", "1", "11", "h1k", "1q1", "b11k", "1n11k"])
+def test_a_short_pair_bias_is_expanded_along_its_own_axes(axes: str) -> None:
+    """One of one query, [1, k], is not what a mask of that shape is, [n, k]."""
+    case = testing.Case("short", n=5, h=3, lq=7, lk=6, pair_bias=axes, bias_strides="expanded")
+    testing.check(testing.run(case.make(), "reference"), case.make())
+
+
+def test_one_key_with_large_scores_is_judged_by_what_rounding_takes() -> None:
+    """The gradients of scores are zero, but P is 1 only as exactly as float32 holds a score of 2e4."""
+    spread = {"dtype": torch.float16, "d": 1, "lq": 62, "lk": 1, "gradients": ("k",)}
+    limits = [
+        conditioning(inputs, testing.oracle(inputs))["dk"].limit
+        for inputs in (testing.Case("one key", spread=times, **spread).make(seed=3) for times in (1.0, 8000.0))
+    ]
+    assert limits[0] < 1e-4
+    assert limits[1] > 0.1
+
+
 def test_scores_reach_1e4() -> None:
     """Of eight problems with the largest spread."""
     largest = 0.0

@@ -70,7 +70,8 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
         of_sum_with_shift = lost["lse"] + (e * biases.shift.squeeze(-1)).square()
         lost["lse"] = torch.where(values["lse"] == 0, 0, of_sum_with_shift)  # 0 where `judge` leaves queries out
     of_v = torch.matmul(of_p.transpose(-1, -2), do.square())
-    exactly = o == o.to(inputs.q.dtype).double()  # such as the output of a query with one key
+    # Such as the output of a query with one key; but large scores lose so much that P is not 1 for it.
+    exactly = (o == o.to(inputs.q.dtype).double()) & (of_s.amax(-1, keepdim=True) <= (2 * u) ** 2)
     delta = (o * do).sum(-1, keepdim=True)
     of_sum = e**2 * _in_turn(v.shape[-1])
     of_delta = ((o * do).square() * (torch.where(exactly, 0, u**2) + of_sum)).sum(-1, keepdim=True)

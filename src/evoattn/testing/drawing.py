@@ -160,10 +160,13 @@ class _Drawing:
         bias = bias.to(self.device)
         if case.strides == "permuted_pair" or case.bias_strides == "permuted":
             return bias.movedim(-3, -1).contiguous().movedim(-1, -3) if bias.ndim > 2 else bias
-        return self.laid_out(bias, case.pair_bias)
+        return self.laid_out(bias, case.pair_bias, of_keys=False)
 
-    def laid_out(self, bias: Tensor, axes: str) -> Tensor:
-        """A bias with the strides that the case asks for."""
+    def laid_out(self, bias: Tensor, axes: str, *, of_keys: bool = True) -> Tensor:
+        """A bias with the strides that the case asks for.
+
+        of_keys: whether it is a mask or a mask bias, whose axes may be those of rows and keys alone.
+        """
         kind = self.case.bias_strides
         if kind == "transposed" and bias.ndim > 1:
             return bias.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -172,17 +175,17 @@ class _Drawing:
             wide[..., 0] = bias
             return wide[..., 0]
         if kind == "expanded":
-            full = "".join(_of_ones(axes, len(self.case.lead)))
+            full = "".join(_of_ones(axes, len(self.case.lead), of_keys))
             return bias.expand(self.sizes(full))
         return bias
 
 
-def _of_ones(axes: str, lead: int) -> list[str]:
+def _of_ones(axes: str, lead: int, of_keys: bool) -> list[str]:
     """The letters of a bias with every unit axis but those between rows and keys replaced by the axis that it stands for."""
     spelt = list(axes.replace("b", "xyz"[:lead]))
     if spelt[-3:-1] == ["1", "1"] and len(spelt) == lead + 4:  # [*, n, 1, 1, k] of a mask, or a pair bias like that
         whole = [*"xyz"[:lead], "n", "1", "1", "k"]
-    elif len(spelt) <= lead + 2 and not set(spelt) & {"h", "q"}:
+    elif of_keys and len(spelt) <= lead + 2:
         whole = [*"xyz"[:lead], "n", "k"]
     else:
         whole = [*"xyz"[:lead], "n", "h", "q", "k"]

@@ -30,8 +30,8 @@ class ClockOfTiles(FakeClock):
         self.budget, self.cost = 0, cost
         plan = tiled.tiled_plan
 
-        def watched(problem: object, config: Config) -> object:
-            found = plan(problem, config)  # type: ignore[arg-type]
+        def watched(problem: object, config: Config, threads: int) -> object:
+            found = plan(problem, config, threads)  # type: ignore[arg-type]
             self.budget = found.score_bytes
             return found
 

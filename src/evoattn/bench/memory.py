@@ -32,7 +32,8 @@ def too_much(needed: int, device: torch.device, of: str = "") -> str | None:
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     """Bytes of tensors that a call holds at the most, beyond what was held before.
 
-    On the GPU from torch's allocator statistics, on the CPU from every allocation and release that the profiler saw.
+    On the GPU from torch's allocator statistics, on the CPU from every allocation and release that the profiler saw. It sees
+    those of this thread, so the call has one thread; with several, each holds blocks of its own.
     """
     gc.collect()  # what others left behind in cycles would go back meanwhile
     if device.type == "cuda":
@@ -43,11 +44,14 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         machine.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with _no_native_chatter():
         profiler.start()
     try:
         call()
     finally:
+        torch.set_num_threads(threads)
         with _no_native_chatter():
             profiler.stop()
     with tempfile.TemporaryDirectory() as folder:

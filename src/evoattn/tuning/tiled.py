@@ -20,9 +20,19 @@ _LEAST_QUERIES = 64
 """Fewer query rows than this starve the matrix product; keys are cut before queries go below it."""
 
 
+_LEAST_SHARED = 1 << 22
+"""Of fewer scores than this, threads that start operations by themselves would wait for Python's lock most of the time."""
+
+_PIECES = 4
+"""Blocks for each thread, where several share them: with fewer, some would wait for the last."""
+
+_LEAST_SCORES = 1 << 17
+"""Heads that have as many scores in a block come one after another: their q, k and v need no copy then."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TiledPlan:
-    """Block sizes along each axis of `[b,n,h,q,k]`, and the score budget that they came from."""
+    """Block sizes along each axis of `[b,n,h,q,k]`, the score budget that they came from, and how many threads share them."""
 
     b: int
     n: int
@@ -30,6 +40,7 @@ class TiledPlan:
     q: int
     k: int
     score_bytes: int
+    threads: int = 1
 
     @property
     def config(self) -> Config:
@@ -37,10 +48,11 @@ class TiledPlan:
         return Config(block_q=self.q, block_k=self.k, score_bytes=self.score_bytes)
 
 
-def tiled_plan(problem: Problem, config: Config) -> TiledPlan:
+def tiled_plan(problem: Problem, config: Config, threads: int = 1) -> TiledPlan:
     """Whole rows while they fit the budget, several at a time if they are short; then heads, queries and last keys are cut.
 
     Where queries are few, a block's keys and values, which are copied as the scores are made, are larger than its scores.
+    Threads that share the blocks have a budget each, and there are some blocks for each of them if rows are short enough.
     """
     config = user.preferred("tiled", "both", problem, config)
     default = _CPU_SCORE_BYTES if problem.device == "cpu" else _DEVICE_SCORE_BYTES
@@ -49,11 +61,16 @@ def tiled_plan(problem: Problem, config: Config) -> TiledPlan:
     room = max(1, score_bytes // itemsize)
     k = _size(config.block_k, problem.lk, room // min(_LEAST_QUERIES, max(1, problem.lq)))
     q = _size(config.block_q, problem.lq, room // k)
+    threads = threads if problem.scores >= _LEAST_SHARED else 1
+    if threads > 1:
+        room = min(room, max(1, problem.scores // (_PIECES * threads)))
     room //= k * max(q, problem.d + problem.c)
-    h = _size(None, problem.h, room)
-    n = _size(None, problem.n, room // h) if h == problem.h else 1
-    b = _size(None, problem.b, room // (h * n)) if n == problem.n else 1
-    return TiledPlan(b=b, n=n, h=h, q=q, k=k, score_bytes=score_bytes)
+    n = _size(None, problem.n, room)
+    if n == problem.n:
+        room = min(room, max(1, _LEAST_SCORES // (k * q)))
+    h = _size(None, problem.h, room // n) if n == problem.n else 1
+    b = _size(None, problem.b, room // (h * n)) if h == problem.h and n == problem.n else 1
+    return TiledPlan(b=b, n=n, h=h, q=q, k=k, score_bytes=score_bytes, threads=threads)
 
 
 def _size(asked: int | None, length: int, room: int) -> int:

@@ -1,0 +1,58 @@
+"""The forward of the tiled backend: what a thread does with the pieces that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from evoattn.backends.tiled.scores import Part, Rows, Scores, spans, stack, statistic, unflatten
+
+__all__ = ["forward_pieces"]
+
+
+def forward_pieces(
+    pieces: Iterator[Part], scores: Scores, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, reference: Tensor
+) -> None:
+    """Write o, lse and reference of some rows and queries after the other.
+
+    If nothing but the row shift is taken from the scores, lse and reference are l and m, for `statistic` to make both of all
+    queries at once.
+    """
+    plan, buffer = scores.plan, scores.new_buffer(q)
+    rows: Rows | None = None
+    for part in pieces:
+        if part[:3] != rows:
+            rows = part[:3]
+            k_, v_ = (stack(x[rows], scores.dtype) for x in (k, v))  # [g,l,d], g = b*n*h of this piece
+        q_, shift = stack(q[part], scores.dtype), scores.shift(part)
+        running = _OnlineSoftmax()
+        for ks in spans(k.shape[-2], plan.k):
+            running.add(scores.block(buffer, part, ks, q_, k_[:, ks], shift), v_[:, ks])
+        m, l, o_ = (unflatten(x, part) for x in running.sums)
+        torch.div(o_, l.clamp_min(1), out=o[part])  # the largest score adds 1 to l, unless there is no key
+        m, l = m.squeeze(-1), l.squeeze(-1)
+        lse[part], reference[part] = (l, m) if shift is None else statistic(m, l, shift)
+
+
+class _OnlineSoftmax:
+    """The running maximum m `[g,q,1]`, sum l `[g,q,1]` and unnormalised output o `[g,q,c]` over blocks of keys."""
+
+    def __init__(self) -> None:
+        self.sums: tuple[Tensor, Tensor, Tensor] = ()  # type: ignore[assignment]
+
+    def add(self, s: Tensor, v: Tensor) -> None:
+        """Take in a block of scores `[g,q,k]`, which are overwritten, and its values `[g,k,c]`."""
+        # A row without an attended key so far is measured from the lowest number: all its terms are exp2(-inf) = 0, never NaN.
+        m = s.amax(-1, keepdim=True).clamp_min_(torch.finfo(s.dtype).min)
+        if not self.sums:
+            p = s.sub_(m).exp2_()
+            self.sums = m, p.sum(-1, keepdim=True), torch.bmm(p, v)
+            return
+        before, l, o = self.sums
+        m = torch.maximum(before, m)
+        p, rescale = s.sub_(m).exp2_(), torch.exp2(before - m)
+        l.mul_(rescale).add_(p.sum(-1, keepdim=True))
+        o.mul_(rescale).baddbmm_(p, v)
+        self.sums = m, l, o

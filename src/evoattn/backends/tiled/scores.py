@@ -1,0 +1,139 @@
+"""The scores of a piece of the problem, made the same way and bit for bit in both passes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from evoattn.numerics import LN2, LOG2E, NEAR, largest_bias, query_shift, shifted_pair
+from evoattn.tuning import TiledPlan
+
+__all__ = ["Part", "Rows", "Scores", "cut", "spans", "stack", "statistic", "subtrahends", "unflatten", "view"]
+
+Rows = tuple[slice, slice, slice]
+"""b, n and h of a piece. Where matrices are multiplied these are one axis, g."""
+
+Part = tuple[slice, slice, slice, slice]
+"""b, n, h and queries of a piece."""
+
+_NEAR = 64.0
+"""References up to this size, in log2 units, can be added to the LSE: float32 numbers are 4e-6 apart there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What the scores of every piece are made of. Threads share it, and nothing in it changes.
+
+    Args:
+        plan: block sizes.
+        scale: of q k^T.
+        bias: mask and mask bias `[b|1,n|1,k]`, as `numerics.row_bias` makes it.
+        pair_bias: `[b|1,h|1,q|1,k|1]`.
+        dtype: of scores, statistics and sums.
+        plain: whether the pair bias can be added as it is.
+    """
+
+    plan: TiledPlan
+    scale: float
+    bias: Tensor | None
+    pair_bias: Tensor | None
+    dtype: torch.dtype
+    plain: bool
+
+    @staticmethod
+    def of(plan: TiledPlan, scale: float, bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Scores:
+        """The scores of a problem."""
+        return Scores(plan, scale, bias, pair_bias, dtype, pair_bias is None or _is_plain(pair_bias, dtype))
+
+    def new_buffer(self, like: Tensor) -> Tensor:
+        """Room for the scores of the largest block."""
+        plan = self.plan
+        return like.new_empty(plan.b * plan.n * plan.h * plan.q * plan.k, dtype=self.dtype)
+
+    def shift(self, part: Part) -> Tensor | None:
+        """What scores of queries are measured from beside the row shift, `[b|1,n|1,h|1,q|1,1]`; see `numerics.query_shift`."""
+        if self.plain or self.pair_bias is None:
+            return None
+        b, n, h, qs = part
+        bias = None if self.bias is None else cut(self.bias, (b, n, slice(None)))
+        return query_shift(cut(self.pair_bias, (b, h, qs, slice(None))), bias, self.dtype)
+
+    def block(self, buffer: Tensor, part: Part, ks: slice, q: Tensor, k: Tensor, shift: Tensor | None) -> Tensor:
+        """S `[g,q,k]` in units of log 2, in the buffer, from q `[g,q,d]` and k `[g,k,d]`."""
+        b, n, h, qs = part
+        s = view(buffer, (q.shape[0], q.shape[1], k.shape[1]))
+        torch.baddbmm(s, q, k.transpose(1, 2), beta=0, alpha=self.scale * LOG2E, out=s)
+        s5 = unflatten(s, part)  # [b,n,h,q,k]
+        if self.pair_bias is not None:
+            pair = cut(self.pair_bias, (b, h, qs, ks))
+            s5.add_(pair.unsqueeze(1) if shift is None else shifted_pair(pair, shift), alpha=LOG2E)
+        if self.bias is not None:
+            s5.add_(cut(self.bias, (b, n, ks))[:, :, None, None, :], alpha=LOG2E)
+        return s
+
+
+def statistic(m: Tensor, l: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """lse and reference `[b,n,h,q]`, from the largest score in log2 units, and the sum, which is 0 where there is no key."""
+    m = torch.where(l == 0, 0, m)
+    reference = m * LN2
+    if shift is not None:
+        reference = (shift[..., 0] + reference).clamp_min_(torch.finfo(m.dtype).min)
+    # What rounding the reference takes away goes to the LSE.
+    return l.log2().add_(m - _in_log2(reference, shift)), reference
+
+
+def subtrahends(lse: Tensor, reference: Tensor, shift: Tensor | None) -> tuple[Tensor, ...]:
+    """What scores have subtracted before exp2 gives P, `[b,n,h,q]` each, one after the other.
+
+    The last is +inf for a query that attends to nothing. The two numbers of the statistic are added up if that costs no digits.
+    """
+    first = _in_log2(reference, shift)
+    last = torch.where(lse == -torch.inf, torch.inf, lse)
+    if first.device.type == "cpu" and first.abs().amax() <= _NEAR:
+        return (first + last,)
+    return first, last
+
+
+def _in_log2(reference: Tensor, shift: Tensor | None) -> Tensor:
+    """A reference as scores are measured, in log2 units."""
+    return (reference if shift is None else reference - shift[..., 0]) * LOG2E
+
+
+def _is_plain(pair_bias: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a pair bias can be added as it is: it is large for no query, and log2 e times it is infinite nowhere.
+
+    A GPU is not asked, since the answer would have to be waited for.
+    """
+    if pair_bias.device.type != "cpu" or pair_bias.numel() == 0:
+        return False
+    low, high = (x.item() for x in torch.aminmax(pair_bias))
+    if low > -NEAR and high < NEAR:
+        return True
+    return low > -largest_bias(dtype) and not query_shift(pair_bias, None, dtype).any()
+
+
+def spans(length: int, size: int) -> list[slice]:
+    """An axis in pieces of `size`."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def stack(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """b, n and h as one axis g, in the dtype of scores; a copy only where it has to be one."""
+    return x.to(dtype).flatten(0, 2)
+
+
+def unflatten(x: Tensor, part: Part) -> Tensor:
+    """g as b, n and h."""
+    return x.view(*(axis.stop - axis.start for axis in part[:3]), *x.shape[1:])
+
+
+def view(buffer: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """The start of a buffer."""
+    return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+
+
+def cut(x: Tensor, parts: tuple[slice, ...]) -> Tensor:
+    """Slice each axis, leaving those of size 1 to broadcast."""
+    return x[tuple(slice(None) if size == 1 else part for size, part in zip(x.shape, parts, strict=True))]

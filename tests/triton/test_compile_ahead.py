@@ -221,6 +221,35 @@ def test_a_kernel_that_another_thread_compiled_is_loaded_before_it_is_launched(l
     assert loaded == names * 2
 
 
+@pytest.mark.parametrize("failures", [1, 2, 100])
+def test_threads_that_parse_python_at_once_try_again(
+    failures: int, loaded: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen once in a run of all tests with Python 3.11. After three failures it is another fault."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with target("sm_90"):
+        for kernel in KERNELS:
+            kernel.jitted.device_caches.clear()
+        plan, tensors = planned(backward=False)
+        parse, failed = JITFunction.parse, []
+
+        def fail(self: Any) -> Any:
+            if len(failed) < failures:
+                failed.append(self)
+                raise SystemError("AST constructor recursion depth mismatch (before=111, after=107)")
+            return parse(self)
+
+        monkeypatch.setattr(JITFunction, "parse", fail)
+        if failures == 100:
+            with pytest.raises(Exception, match="recursion depth"):
+                compile_ahead(plan, tensors)
+            assert not loaded
+            return
+        compile_ahead(plan, tensors)
+    assert len(failed) == failures
+    assert loaded
+
+
 def test_threads_forget_what_failed_at_the_same_time() -> None:
     """While one looks at a kernel, another forgets all of them and a third adds one."""
     kept: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import contextvars
 import json
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -41,12 +41,32 @@ def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     if mode is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     try:
-        _prepare(run, arguments, mode)
+        _try_again(run, arguments, mode)
     except json.JSONDecodeError as error:  # what Triton keeps beside a kernel is not whole: it would fail in every process
         warnings.warn(f"a kernel in Triton's cache is damaged ({error}): compiled anew", stacklevel=2)
         with knobs.compilation.scope():
             knobs.compilation.always_compile = True
+            _try_again(run, arguments, mode)
+
+
+def _try_again(run: Callable[..., Any], arguments: tuple[Any, ...], mode: Any) -> None:
+    """Prepare a run, once more if threads were in each other's way: Python up to 3.11 counts for all of them together how deep
+    they are in a syntax tree, and raises SystemError if the number is not what it was."""
+    for last in (False, False, True):
+        try:
             _prepare(run, arguments, mode)
+        except Exception as error:
+            if last or not any(isinstance(cause, SystemError) for cause in _causes(error)):
+                raise
+        else:
+            return
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _prepare(run: Callable[..., Any], arguments: tuple[Any, ...], mode: Any) -> None:

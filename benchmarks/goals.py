@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import statistics
 import subprocess
@@ -92,16 +93,12 @@ def ratios_to(peer: str, name: str, rounds: int) -> dict[str, float]:
 
 def beside_others(rounds: int) -> list[tuple[str, float, float]]:
     """The ratios to scaled_dot_product_attention while other processes want the cores too."""
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in [count for count in THREADS if count <= (os.cpu_count() or 1)]:
-            torch.set_num_threads(threads)
-            for processes, least in BESIDE:
-                with busy(processes):
-                    for name, ratio in ratios_to("sdpa", "tri256n128", rounds).items():
-                        found.append((f"{name}, {threads} threads, {processes} busy, sdpa / evoattn", ratio, least))
-    finally:
-        torch.set_num_threads(before)
+    found = []
+    counts = [count for count in THREADS if count <= (os.cpu_count() or 1)]
+    for threads, (processes, least) in itertools.product(counts, BESIDE):
+        with machine.threads(threads), busy(processes):
+            for name, ratio in ratios_to("sdpa", "tri256n128", rounds).items():
+                found.append((f"{name}, {threads} threads, {processes} busy, sdpa / evoattn", ratio, least))
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from evoattn import eager
+from evoattn.bench import machine
 
 MUCH = 1 << 30
 """More than this many bytes of a GPU are given back after a test: processes share it."""
@@ -40,6 +41,20 @@ def nothing_kept() -> Iterator[None]:
     eager.forget()
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MUCH:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread, as in a worker of a DataLoader."""
+    with machine.threads(1):
+        yield
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch computes with two threads, as on a machine with two cores."""
+    with machine.threads(2):
+        yield
 
 
 @pytest.fixture

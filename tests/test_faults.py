@@ -78,7 +78,7 @@ def test_no_memory_at_any_operation(backend: str) -> None:
     right(SMALL, backend), right(LARGE, backend)
     config = SEVERAL_BLOCKS if backend == "tiled" else None
     failed = 0
-    for at in itertools.count(1, 3 if backend == "reference" else 71):
+    for at in itertools.count(1, 3 if backend == "reference" else 61):
         eager.forget()
         try:
             with NoMemory(at):
@@ -209,15 +209,7 @@ def in_child(work: Callable[[], object]) -> None:
     assert status == 0, f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "the child raised"
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch's own limit: OpenMP hangs in a child whose parent used several threads. A DataLoader's worker has one as well."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
+# These tests have one thread. It is torch's own limit: OpenMP hangs in a child whose parent used several.
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 

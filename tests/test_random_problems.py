@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,13 +18,8 @@ SEEDS, CHUNK = 300, 25
 SIZES = {"largest": 12_000, "longest": 200}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Problems this small gain nothing from more, and wait for them where other processes run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Problems this small gain nothing from more threads, and wait for them where other processes run.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))

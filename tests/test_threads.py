@@ -25,15 +25,6 @@ CASE = testing.Case(
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
-    """As torch has them on a machine with two cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Iterator[list[int]]:
     """Problems of any size are shared; gives how many threads shared each pass, and some pass of each test is."""
     found: list[int] = []

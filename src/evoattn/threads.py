@@ -70,7 +70,7 @@ def share(pieces: Sequence[Piece], worker: Callable[[Iterator[Piece]], None], th
     inference = torch.is_inference_mode_enabled()
     others = [_pool(threads - 1).submit(_work, worker, left, inference) for _ in range(threads - 1)]
     try:
-        worker(_taken(left))
+        _work(worker, left, inference)
         for other in others:
             other.result()
     finally:  # after an error, or Ctrl-C, too: they write to memory that is the caller's

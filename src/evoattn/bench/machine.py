@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from evoattn import __version__
 from evoattn.tuning.user import driver_version
 
-__all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "version_of"]
+__all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "threads", "version_of"]
 
 _PEERS = ("cuequivariance-ops-torch-cu13", "cuequivariance-ops-torch-cu12", "trifast", "deepspeed")
 
@@ -78,6 +80,17 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished what was launched."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """In this block torch computes with so many threads on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def version_of(distribution: str) -> str | None:

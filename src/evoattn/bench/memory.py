@@ -44,14 +44,12 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         machine.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with _no_native_chatter():
         profiler.start()
     try:
-        call()
+        with machine.threads(1):
+            call()
     finally:
-        torch.set_num_threads(threads)
         with _no_native_chatter():
             profiler.stop()
     with tempfile.TemporaryDirectory() as folder:

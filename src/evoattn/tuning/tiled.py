@@ -63,13 +63,13 @@ def tiled_plan(problem: Problem, config: Config, threads: int = 1) -> TiledPlan:
     q = _size(config.block_q, problem.lq, room // k)
     threads = threads if problem.scores >= _LEAST_SHARED else 1
     if threads > 1:
-        room = min(room, max(1, problem.scores // (_PIECES * threads)))
+        room = min(room, problem.scores // (_PIECES * threads))
     room //= k * max(q, problem.d + problem.c)
-    n = _size(None, problem.n, room)
+    n, h, b = _size(None, problem.n, room), 1, 1
     if n == problem.n:
-        room = min(room, max(1, _LEAST_SCORES // (k * q)))
-    h = _size(None, problem.h, room // n) if n == problem.n else 1
-    b = _size(None, problem.b, room // (h * n)) if h == problem.h and n == problem.n else 1
+        room = min(room, _LEAST_SCORES // (k * q))
+        h = _size(None, problem.h, room // n)
+        b = _size(None, problem.b, room // (h * n)) if h == problem.h else 1
     return TiledPlan(b=b, n=n, h=h, q=q, k=k, score_bytes=score_bytes, threads=threads)
 
 

@@ -82,7 +82,8 @@ def forward(
     acc = accumulate_dtype(q.dtype)
     b, n, h, lq, _ = q.shape
     o = empty((b, n, h, lq, v.shape[-1]), layout, q)
-    lse, reference = torch.empty((2, b, n, h, lq), dtype=acc, device=q.device)
+    lse = torch.empty((b, n, h, lq), dtype=acc, device=q.device)
+    reference = torch.empty_like(lse)
     if k.shape[-2] == 0 or lse.numel() == 0:
         return o.zero_(), torch.full_like(lse, -torch.inf), torch.zeros_like(lse)
     plan = _plan(problem, config)

@@ -30,7 +30,8 @@ class Share:
         self.rows = rows
         self._mask, self._pair = dmask_bias, dpair_bias
         names = {"mask"} | {self._name(part) for part in rows}
-        self._own: dict[str, Tensor | None] = dict.fromkeys(names & taken)
+        self._not_ours = names & taken
+        self._own: dict[str, tuple[Tensor, Tensor]] = {}  # the part of a gradient, and the sums to be added to it
         taken |= names
 
     @property
@@ -50,23 +51,17 @@ class Share:
 
     def add_up(self) -> None:
         """Add the sums that are its own to the gradients."""
-        for rows in self.rows:
-            sums = self._own.pop(self._name(rows), None)
-            if sums is not None and self._pair is not None:
-                whole = cut(self._pair, (rows[0], rows[2], slice(None), slice(None)))
-                whole += sums
-        sums = self._own.pop("mask", None)
-        if sums is not None and self._mask is not None:
-            self._mask += sums
+        for whole, sums in self._own.values():
+            whole += sums
+        self._own.clear()
 
     def _sums(self, name: str, whole: Tensor) -> Tensor:
         """Where to add: the gradient itself, or sums of this share."""
-        if name not in self._own:
+        if name not in self._not_ours:
             return whole
-        sums = self._own[name]
-        if sums is None:
-            sums = self._own[name] = torch.zeros_like(whole)
-        return sums
+        if name not in self._own:
+            self._own[name] = whole, torch.zeros_like(whole)
+        return self._own[name][1]
 
     def _name(self, rows: Rows) -> str:
         """The part of the pair bias' gradient that rows add to."""
@@ -155,10 +150,9 @@ def _column(x: Tensor) -> Tensor:
 def _add(sums: list[Tensor | None], i: int, like: Tensor, part: slice, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
     """Add scale x y to part of the sums of q, k or v `[g,l,d]`."""
     total = sums[i]
-    if total is not None:
-        total[:, part].baddbmm_(x, y, alpha=scale)
-    elif part == slice(0, like.shape[1]):
-        sums[i] = torch.baddbmm(like.new_empty(1), x, y, beta=0, alpha=scale)
-    else:
-        sums[i] = torch.zeros_like(like)
-        _add(sums, i, like, part, x, y, scale)
+    if total is None:
+        if part == slice(0, like.shape[1]):  # the first product is all there is so far
+            sums[i] = torch.baddbmm(like.new_empty(1), x, y, beta=0, alpha=scale)
+            return
+        total = sums[i] = torch.zeros_like(like)
+    total[:, part].baddbmm_(x, y, alpha=scale)

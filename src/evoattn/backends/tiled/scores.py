@@ -18,9 +18,6 @@ Rows = tuple[slice, slice, slice]
 Part = tuple[slice, slice, slice, slice]
 """b, n, h and queries of a piece."""
 
-_NEAR = 64.0
-"""References up to this size, in log2 units, can be added to the LSE: float32 numbers are 4e-6 apart there."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
@@ -91,7 +88,7 @@ def subtrahends(lse: Tensor, reference: Tensor, shift: Tensor | None) -> tuple[T
     """
     first = _in_log2(reference, shift)
     last = torch.where(lse == -torch.inf, torch.inf, lse)
-    if first.device.type == "cpu" and first.abs().amax() <= _NEAR:
+    if first.device.type == "cpu" and first.abs().amax() <= NEAR:
         return (first + last,)
     return first, last
 

@@ -43,7 +43,7 @@ VARIANTS = {
     "d64_row_long": (64, BOTH | {"pair": False, "exact": True, "resident": False}),
     "d64_none": (64, BOTH | {"pair": False, "row": False, "exact": True}),
 }
-SPILLS = {"d48_row": 8, "d48_long": 2}
+SPILLS = {"d48_row": 8, "d48_long": 2, "d64_long": 1, "d64_own_scale": 1}
 """Instructions that touch local memory, where a variant is known to have some."""
 
 

@@ -23,7 +23,6 @@ class ForwardRow(ForwardSteps):
     """What a consumer warpgroup does with a row; `Forward` says what the attributes are."""
 
     odd: bool
-    long: bool
     ceiling: float
     schedule: Schedule
     redo: Redo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -36,6 +36,7 @@ class ForwardSteps:
     row: bool
     resident: bool
     streamed: bool
+    long: bool
 
     def slot(self, s, turn, phase):
         """Where the queries of the row that is `turn` in a stream lie, and the phase in which they arrive.
@@ -129,7 +130,8 @@ class ForwardSteps:
         if const_expr(j > 0):
             warpgroup.wait_group(1)
             self.give_back_keys(empty, pempty, so, prev, lane)
-        self.soften(O, fV, m, l, c, S0, 0, so + st)
+        adds = left != blocks if const_expr(j == 0 and self.long) else j > 0
+        self.soften(O, fV, m, l, c, S0, 0, so + st, adds)
         if const_expr(self.slots == 2 and j == 0):
             if left == blocks:
                 self.give_back(qempty, lane)
@@ -170,9 +172,12 @@ class ForwardSteps:
                     )
         warpgroup.commit_group()
 
-    def soften(self, O, fV, m, l, c, S, part, stage):
-        """P = exp2(S c - m), its sums, and issue O += P V: one wgmma group."""
-        keep = self.reference(S, m, l, c)
+    def soften(self, O, fV, m, l, c, S, part, stage, adds: Any = True):
+        """P = exp2(S c - m), its sums, and issue O += P V, or O = P V where a row begins: one wgmma group.
+
+        `adds` must be the same for all warps: where one adds to O and its neighbours do not, all get garbage.
+        """
+        self.reference(S, O, m, l, c)
         P = []
         for step in range(2):
             e = cute.make_rmem_tensor(8, Float32)
@@ -186,17 +191,16 @@ class ForwardSteps:
             P.append(p)
         warpgroup.fence()
         for step in range(2):
-            tiled = multiply(self.dtype, False, MN, 16 * self.steps, True if step > 0 else keep)
+            tiled = multiply(self.dtype, False, MN, 16 * self.steps, True if step > 0 else adds)
             cute.gemm(tiled, O, P[step][None, None, 0], fV[None, None, part * 2 + step, stage], O)
         warpgroup.commit_group()
 
     @cute.jit
-    def reference(self, S: cute.Tensor, m: cute.Tensor, l: cute.Tensor, c: Float32):
+    def reference(self, S: cute.Tensor, O: cute.Tensor, m: cute.Tensor, l: cute.Tensor, c: Float32):
         """What the scores of a row are measured from, chosen when nothing but masked keys came before.
 
-        False: what O and l hold so far is nothing, or too small to count.
+        What O and l hold so far is nothing then, or too small to count.
         """
-        keep = Boolean(True)
         if arch.vote_all_sync(arch.fmax(m[0], m[1]) < LOW):
             top = cute.make_rmem_tensor(2, Float32)
             for r in range_constexpr(2):
@@ -211,5 +215,5 @@ class ForwardSteps:
                     m[r] = top[r]
                 for x in range_constexpr(4):
                     l[x] = Float32(0.0)
-                keep = Boolean(False)
-        return keep
+                for x in range_constexpr(8 * self.steps):
+                    O[x] = Float32(0.0)

@@ -96,6 +96,21 @@ def test_a_pair_bias_that_is_the_same_for_all_keys_changes_nothing(backend: str,
     torch.testing.assert_close(lse[..., ::2], expected["lse"][..., ::2] + bias)
 
 
+@pytest.mark.parametrize("bias", [-1e9, -100.0])
+@pytest.mark.parametrize("off", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_keys_that_both_biases_leave_tell_what_the_pair_bias_is_measured_from(backend: str, off: float, bias: float) -> None:
+    """A pair bias that is large at all keys that the mask bias of one row leaves, and at no others."""
+    inputs = testing.Case("plain", n=3, lq=9, lk=7, mask_bias="finite", pair_bias="b1hqk").make(seed=1)
+    mask_bias, pair_bias = torch.zeros_like(inputs.mask_bias), torch.zeros_like(inputs.pair_bias)  # type: ignore[arg-type]
+    mask_bias[:, 1, ..., 4:] = off
+    inputs = dataclasses.replace(inputs, mask_bias=mask_bias)
+    expected = testing.run(dataclasses.replace(inputs, pair_bias=pair_bias), backend).values["o"][:, 1]
+    pair_bias[..., 3, :4] = bias
+    o = testing.run(dataclasses.replace(inputs, pair_bias=pair_bias), backend).values["o"][:, 1]
+    torch.testing.assert_close(o, expected)
+
+
 @pytest.mark.parametrize("mask_bias", [-1e300, torch.finfo(torch.float64).min])
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_a_float64_bias_that_float32_cannot_hold_stays_finite(backend: str, mask_bias: float) -> None:

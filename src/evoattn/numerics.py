@@ -108,22 +108,17 @@ def row_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) 
 def query_shift(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What the pair bias of each query is measured from, `[b|1, n|1, h|1, q|1, 1]`, without a gradient.
 
-    It is 0 unless the largest pair bias of a query is finite and far from 0. Then it is the largest sum of pair bias and
-    `bias`, which `row_bias` makes, so a key that a mask switches off does not count. For a query that a pair bias of -1e9
-    masks this is what the row shift is for a padded row.
+    It is the largest sum of pair bias and `bias`, which `row_bias` makes, if that is finite and far from 0, else 0. So a key
+    that a mask switches off does not count. For a query that a pair bias of -1e9 masks this is what the row shift is for a
+    padded row.
     """
-    pair = bounded(pair_bias.detach(), dtype).unsqueeze(1)
-    if pair.shape[-1] == 0:
-        return pair.new_zeros((*pair.shape[:-1], 1))
-    largest = pair.amax(-1, keepdim=True)
-    far = _is_far(largest)
+    largest = bounded(pair_bias.detach(), dtype).unsqueeze(1)
+    if largest.shape[-1] == 0:
+        return largest.new_zeros((*largest.shape[:-1], 1))
     if bias is not None:
-        largest = (pair + bias[:, :, None, None, :]).amax(-1, keepdim=True)
-    return torch.where(far & _is_far(largest), largest, 0)
-
-
-def _is_far(bias: Tensor) -> Tensor:
-    return (bias.abs() > NEAR) & bias.isfinite()
+        largest = largest + bias[:, :, None, None, :]
+    largest = largest.amax(-1, keepdim=True)
+    return torch.where((largest.abs() > NEAR) & largest.isfinite(), largest, 0)
 
 
 def shifted_pair(pair_bias: Tensor, shift: Tensor) -> Tensor:

@@ -189,6 +189,17 @@ AWKWARD: tuple[Case, ...] = (
     Case("pair_bias_minus_inf", pair_bias="b1hqk", pair_fill=True, lse_gradient=True),
     Case("pair_bias_minus_1e9_rows", mask="random", pair_bias="b1hqk", pair_fill="minus_1e9_rows", lse_gradient=True),
     Case("pair_bias_large_in_the_padding", mask="padding", pair_bias="b1hqk", pair_fill="last_key_1e4", lse_gradient=True),
+    Case(
+        "pair_bias_minus_1e9_where_keys_are_left",
+        n=16,
+        h=4,
+        lq=11,
+        lk=10,
+        d=1,
+        mask_bias="lowest",
+        pair_bias="11hqk",
+        pair_fill="minus_1e9",
+    ),
     Case("pair_bias_lowest_rows", mask="random", pair_bias="b1hqk", pair_fill="lowest_rows", lse_gradient=True),
     Case("lse_far_from_zero", spread=60.0, **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
     Case("lse_gradient", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]

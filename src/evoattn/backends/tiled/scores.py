@@ -42,7 +42,7 @@ class Scores:
     @staticmethod
     def of(plan: TiledPlan, scale: float, bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Scores:
         """The scores of a problem."""
-        return Scores(plan, scale, bias, pair_bias, dtype, pair_bias is None or _is_plain(pair_bias, dtype))
+        return Scores(plan, scale, bias, pair_bias, dtype, pair_bias is None or _is_plain(pair_bias, bias, dtype))
 
     def new_buffer(self, like: Tensor) -> Tensor:
         """Room for the scores of the largest block."""
@@ -98,7 +98,7 @@ def _in_log2(reference: Tensor, shift: Tensor | None) -> Tensor:
     return (reference if shift is None else reference - shift[..., 0]) * LOG2E
 
 
-def _is_plain(pair_bias: Tensor, dtype: torch.dtype) -> bool:
+def _is_plain(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether a pair bias can be added as it is: it is large for no query, and log2 e times it is infinite nowhere.
 
     A GPU is not asked, since the answer would have to be waited for.
@@ -108,7 +108,20 @@ def _is_plain(pair_bias: Tensor, dtype: torch.dtype) -> bool:
     low, high = (x.item() for x in torch.aminmax(pair_bias))
     if low > -NEAR and high < NEAR:
         return True
-    return low > -largest_bias(dtype) and not query_shift(pair_bias, None, dtype).any()
+    if low <= -largest_bias(dtype) or high >= NEAR:
+        return False
+    if bias is None:
+        return not query_shift(pair_bias, None, dtype).any()
+    return _every_query_has_a_near_key(pair_bias, bias)
+
+
+def _every_query_has_a_near_key(pair_bias: Tensor, bias: Tensor) -> bool:
+    """Whether each query of each row has a key where both biases are near 0, if it has keys at all."""
+    pair = pair_bias.flatten(1, 2).expand(-1, -1, bias.shape[-1])  # [b|1,hq,k]
+    near_rows, near_queries = ((x > -NEAR / 2).float() for x in (bias, pair))
+    near = torch.matmul(near_rows, near_queries.transpose(1, 2)) > 0  # [b|1,n|1,hq]
+    empty_rows, empty_queries = ((x == -torch.inf).all(-1) for x in (bias, pair))
+    return bool((near | empty_rows.unsqueeze(2) | empty_queries.unsqueeze(1)).all())
 
 
 def spans(length: int, size: int) -> list[slice]:

@@ -83,6 +83,20 @@ def test_canonical_tensors_are_views(pattern: str) -> None:
         assert getattr(c, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr(), name
 
 
+@pytest.mark.parametrize(
+    ("lead", "expected"),
+    [((48, 1), (1, 48)), ((1, 5, 1), (1, 5)), ((2, 5, 1), (2, 5)), ((2, 3), (2, 3)), ((1, 1), (1, 1)), ((7,), (1, 7))],
+    ids=str,
+)
+def test_rows_that_share_a_pair_bias_are_rows(lead: tuple[int, ...], expected: tuple[int, int]) -> None:
+    """Whatever the leading axes: a backend that shares the pair bias over rows must see them as n."""
+    inputs = make(lead=lead[:-1], n=lead[-1], mask="random", pair_bias="1" * len(lead) + "hqk", layout="bnhld")
+    c = canonicalise(inputs.q, inputs.k, inputs.v, None, None, inputs.pair_bias)
+    assert c.pair_bias is not None and (tuple(c.q.shape[:2]), c.pair_bias.shape[0]) == (expected, 1)
+    assert c.q.untyped_storage().data_ptr() == inputs.q.untyped_storage().data_ptr()
+    testing.check(testing.run(inputs, "tiled"), inputs)
+
+
 def test_an_expanded_pair_bias_is_not_materialised() -> None:
     """A stride-0 axis is taken as broadcast when no gradient is wanted, and read in place when one is."""
     inputs = make(lead=(2,), n=5, pair_bias="11hqk")

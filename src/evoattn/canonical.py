@@ -1,7 +1,8 @@
 """Any number of leading axes -> the canonical axes `[b,n,h,l,d]`, and back, as views wherever strides allow.
 
 The pair bias decides which leading axes are batch and which are rows: an axis along which it varies goes to b, one along
-which it is broadcast goes to n. So no broadcast axis of a pair bias is ever expanded, whatever the user's shapes.
+which it is broadcast goes to n. So no broadcast axis of a pair bias is ever expanded, whatever the user's shapes. If it
+varies along none, the last axis of more than one entry goes to n: rows that share a pair bias are rows to every backend.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def canonicalise(
         narrow: whether an expanded (stride 0) axis of the pair bias may be taken as broadcast.
     """
     lead = tuple(q.shape[:-3])
-    batch = tuple(range(len(lead) - 1))
+    batch = _all_but_the_rows(lead)
     if pair_bias is not None:
         pair_bias = _with_axes(pair_bias, q.ndim)
         # Where a gradient must come back in the expanded shape, the axis stays.
@@ -97,6 +98,13 @@ def canonicalise(
         batch=batch,
         rows=rows,
     )
+
+
+def _all_but_the_rows(lead: tuple[int, ...]) -> tuple[int, ...]:
+    """The leading axes that are batch if no pair bias tells: all but the last of more than one entry."""
+    long = [axis for axis, size in enumerate(lead) if size > 1]
+    rows = long[-1] if long else len(lead) - 1
+    return tuple(axis for axis in range(len(lead)) if axis != rows)
 
 
 def _strides_are_told_apart() -> bool:

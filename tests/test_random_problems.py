@@ -292,6 +292,15 @@ def test_the_bound_of_rounding(dtype: torch.dtype) -> None:
     assert limits(pair_bias="b1hq1", lse_gradient=True)["dpair_bias"] < ceiling
 
 
+def test_the_error_of_one_number_varies_as_one_number_does() -> None:
+    """However many terms are summed up to it, a bound that it passes once in 40 times would fail one problem in 40."""
+    case = testing.Case("sum", n=1, h=1, lq=9, lk=7, mask_bias="finite", mask_bias_axes="bn111", pair_bias="b1h1k")
+    inputs = case.make(seed=1)
+    found = conditioning(inputs, testing.oracle(inputs))
+    assert found["dmask_bias"].independent == 1
+    assert 1 < found["dpair_bias"].independent <= 7
+
+
 def test_ordinary_queries_are_judged_tightly_beside_huge_ones() -> None:
     """dv mixes all queries; where a huge bias swallows the scores of some, the others are judged alone."""
 

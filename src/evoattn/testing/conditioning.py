@@ -87,7 +87,8 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     for name, bias in (("dmask_bias", key_axes(inputs.mask_bias, q.ndim)), ("dpair_bias", inputs.pair_bias)):
         if bias is not None:
             over_keys = bias.shape[-1] == 1
-            lost[name] = of_ds.sum(-1, keepdim=True) + common.sum(-1, keepdim=True).square() if over_keys else of_ds_q
+            terms = of_ds.sum(-1, keepdim=True) + common.sum(-1, keepdim=True).square() if over_keys else of_ds_q
+            lost[name] = terms.sum_to_size(bias.shape)  # one error an element, however many terms it has
     units = {"lse": e}
     for name, bias in (("dmask_bias", inputs.mask_bias), ("dpair_bias", inputs.pair_bias)):
         units[name] = u if bias is None else max(u, torch.finfo(bias.dtype).eps * _ROUNDING)
@@ -100,7 +101,7 @@ def _in_turn(terms: int) -> float:
 
 
 def _bound(lost: Tensor, value: Tensor, unit: float) -> Bound:
-    """The bound of a value from the mean square of the error of each element or term, and the rounding of the value itself."""
+    """The bound of a value from the mean square of the error of each element, and the rounding of the value itself."""
     norm: float = torch.where(value.isfinite(), value, 0).norm().item()
     lost = torch.where(lost.isfinite(), lost, 0)
     total: float = lost.sum().item()

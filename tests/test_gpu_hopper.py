@@ -123,6 +123,50 @@ def test_masked_queries_leave_their_neighbours_alone(dtype: torch.dtype, queries
     testing.check(forward(inputs), inputs)
 
 
+FOUND = (
+    # A running sum that took a rounding error with it at every step: the LSE of large scores, and so dv.
+    testing.Case("425873", lead=(), n=1, h=1, lq=1, lk=385, d=32, scale=0.37, spread=1430.0, gradients=("v",)),
+    testing.Case("423399", lead=(), n=1, h=1, lq=1, lk=380, d=48, spread=3000.0, gradients=("v",)),
+    # The same, where a query with one key must get no gradient.
+    testing.Case("425735", lead=(1, 1), n=2, h=1, lq=4, lk=2, d=32, mask="padding", mask_axes="b1k", pair_bias="1111qk",
+                 pair_fill="lowest", spread=20.0, gradients=("q",)),
+    # A pair bias of -inf leaves a query only keys that the mask bias masks.
+    testing.Case("452849", lead=(1, 1), n=2, h=1, lq=11, lk=2, d=64, mask_bias="minus_1e9", mask_bias_axes="b111k",
+                 pair_bias="1111qk", pair_fill="minus_inf", spread=60.0, gradients=("v",)),
+    testing.Case("463911", n=2, lq=4, lk=4, d=16, mask_bias="lowest", pair_bias="111qk", pair_fill="minus_inf",
+                 strides=("contiguous", "sliced", "transposed"), gradients=()),
+)  # fmt: skip
+"""Random problems that failed here, by their seeds."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", FOUND, ids=lambda case: case.name)
+def test_a_problem_that_failed_holds(case: testing.Case, dtype: torch.dtype) -> None:
+    problem = testing.RandomProblem(int(case.name), dataclasses.replace(case, dtype=dtype))
+    assert testing.judge(problem, "hopper", "cuda") == testing.Outcome("held")
+
+
+@pytest.mark.parametrize("bias", [-3e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_queries_to_which_a_pair_bias_leaves_masked_keys_alone(dtype: torch.dtype, bias: float) -> None:
+    """A pair bias of -inf at all keys that the mask bias of a row leaves: what is left is attended, and keeps its digits."""
+    case = testing.Case(
+        "left", n=3, h=2, lq=70, lk=70, dtype=dtype, bias_dtype=torch.float32, mask_bias="finite", pair_bias="b1hqk"
+    )
+    inputs = case.make(seed=1, device="cuda")
+    mask_bias, pair_bias = torch.zeros_like(inputs.mask_bias), inputs.pair_bias.clone()
+    mask_bias[:, 1, ..., 40:] = bias
+    pair_bias[..., 5:20, :40] = -torch.inf
+    inputs = dataclasses.replace(inputs, mask_bias=mask_bias, pair_bias=pair_bias)
+    found, expected = testing.run(inputs, "hopper"), testing.oracle(inputs)
+    allowed = 1.6e-2 if dtype == torch.bfloat16 else 4e-3
+    for name, value in found.values.items():
+        limit = 2e-5 if name == "lse" else allowed
+        assert testing.relative_error(value, expected.values[name]) < limit, name
+    few = (slice(None), 1, slice(5, 20))
+    assert testing.relative_error(found.values["o"][few], expected.values["o"][few]) < allowed
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_workload(workload, dtype: torch.dtype) -> None:

@@ -94,9 +94,9 @@ def test_float16_compiles(name: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("bias", [None, "Float32", "BFloat16"])
 def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathlib.Path) -> None:
-    kernel = prepare.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias))
-    names = instructions(kernel, tmp_path)
-    assert count(names, "LDL", "STL") == 0
+    for more in ({}, {"deep": True}, {"bounded": True}):
+        kernel = prepare.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias), **more)
+        assert count(instructions(kernel, tmp_path), "LDL", "STL") == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

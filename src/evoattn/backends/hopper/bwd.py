@@ -80,7 +80,10 @@ def plan_backward(
     added = None if gradient is None or partial else gradient.sums
     clears = None if added is None or max(added.numel(), 4 * CLEARED * b * n) > _MOST_IN_32_BITS else added
     always = lk != keys_of_terms
-    terms = row_plan(mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=always, clears=clears, lists=skips)
+    bounded = pair_bias is not None and mask_bias is not None
+    terms = row_plan(
+        mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=always, clears=clears, lists=skips, bounded=bounded
+    )
     has = {"pair": pair_bias is not None, "row": terms is not None}
 
     # How all that the kernels see lies in memory. In the place of what is not there they get another address, and do not look.
@@ -211,7 +214,8 @@ def plan_backward(
         # From here each kernel starts while the one before it runs: memory for all that they write is made by now. The first
         # waits for the terms where it reads them, the second for the first where it reads its statistics. Order and starts it
         # reads at once: the first lets it start only when it has waited for them.
-        of_keys = (k, None, None, None) if terms is None else terms.make(start, mask, mask_bias, to_sums)
+        row, ends, _, order, starts = (k,) + (None,) * 4 if terms is None else terms.make(start, mask, mask_bias, to_sums)
+        of_keys = (row, ends, order, starts)
         places = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, laid, to_sums, to_pair, *of_keys)
         in_turn(functools.partial(launch, start), places, further)
         if first and factor != 1.0 and tensors[11] is not None:

@@ -48,8 +48,9 @@ def plan_forward(
     deal = min(max(round(blocks / panels), 1), n)
 
     workspace = Workspace(device)
-    terms = row_plan(mask, mask_bias, q, lk, workspace, always=row)
+    terms = row_plan(mask, mask_bias, q, lk, workspace, always=row, deep=pair_bias is not None)
     of_rows = (None, None, 0, 0) if terms is None else (terms.like, terms.ends, terms.row_b, terms.row_n)
+    deep = None if terms is None else terms.deep
     at_laid, at_shifts = (0 if x is None else workspace.add(x) for x in (laid, shifts))
     (q, change_q), (k, change_k), (v, change_v) = loadable(q, factor), loadable(k), loadable(v)
     changes = [(i, change) for i, change in enumerate((change_q, change_k, change_v)) if change is not None]
@@ -57,9 +58,9 @@ def plan_forward(
     lse = torch.empty((b, n, h, lq), device="meta", dtype=torch.float32)
     bias, of_shifts = (None if x is None else turns.cut(x, 1) for x in (laid, shifts))
     of_turn = [turns.cut(x, 2) for x in (q, k, v, o, lse, lse)]
-    tensors = (*of_turn[:3], *of_rows[:2], bias, *of_turn[3:], of_shifts)
+    tensors = (*of_turn[:3], *of_rows[:2], deep, bias, *of_turn[3:], of_shifts)
     kernel = plan(variant, device, *tensors, *of_rows[2:], unit, deal, blocks)
-    by_b = (None, None) if terms is None else (terms.by_b(terms.like), terms.by_b(terms.ends))
+    by_b = [None if terms is None or x is None else terms.by_b(x) for x in (*of_rows[:2], deep)]
     of_inputs = ((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b))
     further = turns.further(*of_inputs, (laid, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1))
 
@@ -75,8 +76,8 @@ def plan_forward(
             given, pair = pair, start + at_laid
             pairs(given, pair, start + at_shifts)
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
-        row, ends = (None, None) if terms is None else terms.make(start, mask, mask_bias)[:2]
-        in_turn(kernel, (q, k, v, row, ends, pair, o, lse, reference, start + at_shifts), further)
+        of_keys = (None, None, None) if terms is None else terms.make(start, mask, mask_bias)[:3]
+        in_turn(kernel, (q, k, v, *of_keys, pair, o, lse, reference, start + at_shifts), further)
 
     return run
 
@@ -99,16 +100,17 @@ class KeyTerms(NamedTuple):
 
     Args:
         make: where a call's workspace starts, mask, mask_bias, and what to clear if it clears anything, as addresses -> those
-            of the terms [r, keys * TERMS], of how many keys each row has up to the last that is not masked, int32 [r], and of
-            order and starts, as in `bwd_live`.
-        like, ends: how the first two lie in memory.
+            of the terms [r, keys * TERMS], of how many keys each row has up to the last that is not masked, int32 [r], of deep
+            [r, keys], and of order and starts, as in `bwd_live`.
+        like, ends, deep: how the first three lie in memory; deep only if it was asked for.
         row_b, row_n: how far r goes from one b, and one n, to the next.
         order, starts: how these lie in memory, if they were asked for.
     """
 
-    make: Callable[..., tuple[int, int, int, int]]
+    make: Callable[..., tuple[int, int, int, int, int]]
     like: Tensor
     ends: Tensor
+    deep: Tensor | None
     row_b: int
     row_n: int
     order: Tensor | None
@@ -130,11 +132,14 @@ def row_plan(
     always: bool,
     clears: Tensor | None = None,
     lists: bool = False,
+    deep: bool = False,
+    bounded: bool = False,
 ) -> KeyTerms | None:
     """The terms of a key-wise bias for at least `room` keys; None where there is none and `always` is False.
 
     clears: how float32 memory lies that the same launch clears.
     lists: whether it lists the rows that the mask leaves to each panel of keys.
+    deep, bounded: as `Rows` has them.
     """
     if mask is None and mask_bias is None and not always:
         return None
@@ -145,23 +150,27 @@ def row_plan(
     like = torch.empty(of_b * of_n, -(-max(lk, room) // KEYS) * KEYS * TERMS, dtype=q.dtype, device="meta")
     ends = torch.empty(of_b * of_n, dtype=torch.int32, device="meta")
     words = None if clears is None else torch.empty(clears.numel() // 4, 4, device="meta")
-    order = starts = None
-    at_order = at_starts = 0
+    order = starts = whole = None
+    at_order = at_starts = at_whole = 0
     if lists:
         b, n = q.shape[:2]
         order = torch.empty(b, 2, n, dtype=torch.int32, device="meta")
         starts = torch.empty(b, -(-lk // KEYS) + 2, dtype=torch.int32, device="meta")
         at_order, at_starts = workspace.add(order), workspace.add(starts)
-    variant = Rows(types[q.dtype], mask=mask is not None, bias=bias_type, clears=clears is not None, lists=lists)
-    kernel = plan(variant, q.device, mask, mask_bias, like, ends, words, order, starts, lk, of_n)
+    if deep:
+        whole = torch.empty(of_b * of_n, lk, dtype=torch.float32, device="meta")
+        at_whole = workspace.add(whole)
+    options = {"clears": clears is not None, "lists": lists, "deep": deep, "bounded": bounded}
+    variant = Rows(types[q.dtype], mask=mask is not None, bias=bias_type, **options)
+    kernel = plan(variant, q.device, mask, mask_bias, like, ends, whole, words, order, starts, lk, of_n)
     at_terms, at_ends = workspace.add(like), workspace.add(ends)
 
-    def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, int, int, int]:
-        made = (start + at_terms, start + at_ends, start + at_order, start + at_starts)
-        kernel(mask, mask_bias, *made[:2], cleared, *made[2:])
+    def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, int, int, int, int]:
+        made = (start + at_terms, start + at_ends, start + at_whole, start + at_order, start + at_starts)
+        kernel(mask, mask_bias, *made[:3], cleared, *made[3:])
         return made
 
-    return KeyTerms(make, like, ends, of_n if of_b > 1 else 0, int(of_n > 1), order, starts)
+    return KeyTerms(make, like, ends, whole, of_n if of_b > 1 else 0, int(of_n > 1), order, starts)
 
 
 def loadable(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:

@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.fwd_feed import STREAMS, ForwardFeed
 from evoattn.backends.hopper.fwd_row import ForwardRow
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, SLICE
-from evoattn.backends.hopper.launch import Kernel, Stand, channels, ends, even, free, shifts, size, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, channels, deep, ends, even, free, shifts, size, terms
 from evoattn.backends.hopper.panel import KEYS, ROWS, load_panel
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import (
@@ -93,7 +93,8 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
             pair = Stand(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
         lse, reference = (Stand(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4) for _ in range(2))
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
-        return q, k, v, row, end, pair, o, lse, reference, shifts() if self.pair else None, *numbers
+        whole = deep() if self.row and self.pair else None
+        return q, k, v, row, end, whole, pair, o, lse, reference, shifts() if self.pair else None, *numbers
 
     @property
     def shared_bytes(self) -> int:
@@ -125,6 +126,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         v: cute.Tensor,
         row: Any,
         ends: Any,
+        deep: Any,
         pair: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
@@ -137,8 +139,8 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS]; ends [r]; pair [b|1,h|1,q,k] and shifts [b|1,h|1,q] as `Pairs` leaves
-        them; lse and reference [b,n,h,q]."""
+        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS], ends [r] and deep [r, keys] as `Rows` leaves them;
+        pair [b|1,h|1,q,k] and shifts [b|1,h|1,q] as `Pairs` does; lse and reference [b,n,h,q]."""
         lq, lk, lv, lp, _, lo = self.layouts()
         D = self.D
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -165,6 +167,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
             tO,
             row,
             ends,
+            deep,
             pair,
             q,
             k,
@@ -194,6 +197,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         tO: cute.Tensor,
         row: Any,
         ends: Any,
+        deep: Any,
         pair: Any,
         gQ: cute.Tensor,
         gK: cute.Tensor,
@@ -402,4 +406,6 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
                 if const_expr(self.prepared):
                     arch.griddepcontrol_wait()
                 block = arch.make_warp_uniform(bid)
-                self.repair(gQ, gK, gV, row, pair, gO, lse, reference, row_b, row_n, scale, deal, block, sizes, s, half, w)
+                self.repair(
+                    gQ, gK, gV, row, deep, pair, gO, lse, reference, row_b, row_n, scale, deal, block, sizes, s, half, w
+                )

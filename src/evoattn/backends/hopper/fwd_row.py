@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from evoattn.backends.hopper.fwd_feed import STREAMS
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, ForwardSteps
 from evoattn.backends.hopper.panel import ROWS
-from evoattn.backends.hopper.primitives import LN2, LOWEST
+from evoattn.backends.hopper.primitives import LOWEST
 from evoattn.backends.hopper.redo import QUERIES, Redo
 from evoattn.backends.hopper.schedule import Schedule, place, stretch
 
@@ -183,8 +183,7 @@ class ForwardRow(ForwardSteps):
     ):
         """Write a row's o, LSE and reference, those of `queries`, but for queries that `redo` has to make again.
 
-        Their LSE is NaN if what scores were measured from was wrong, and +inf if a pair bias may have swallowed them: then the
-        reference is their LSE, whole and in natural units.
+        Their LSE is NaN if what scores were measured from was wrong, and +inf if biases may have swallowed them.
 
         Args:
             row: O, m and l.
@@ -236,7 +235,6 @@ class ForwardRow(ForwardSteps):
                 origin = Float32(0.0)
                 if const_expr(self.pair):
                     origin = origins[g + 8 * x]
-                    origin = cutlass.select_(good & far, value * LN2 + origin, origin)
                     value = cutlass.select_(far, Float32.inf, value)
                 lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
                 reference[b, nn, h, i] = origin
@@ -249,6 +247,7 @@ class ForwardRow(ForwardSteps):
         k: cute.Tensor,
         v: cute.Tensor,
         row: Any,
+        deep: Any,
         pair: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
@@ -279,6 +278,6 @@ class ForwardRow(ForwardSteps):
                 n = self.schedule.row(p, phase, deal, N)
                 value = lse[b, n, h, i]
                 if i0 < LQ and arch.vote_any_sync(value != value or value == Float32.inf):
-                    self.redo(q, k, v, row, pair, o, lse, reference, b, n, h, i0, b * row_b + n * row_n, scale)
+                    self.redo(q, k, v, row, deep, pair, o, lse, reference, b, n, h, i0, b * row_b + n * row_n, scale)
                 p += STREAMS
             unit += p1 - p0

@@ -35,6 +35,7 @@ __all__ = [
     "build",
     "channels",
     "compiled",
+    "deep",
     "ends",
     "even",
     "free",
@@ -115,6 +116,11 @@ def terms(dtype: Any) -> Any:
 def ends() -> Any:
     """What stands for the rows' numbers of keys up to the last that counts, int32 [r]."""
     return Stand(cutlass.Int32, (size(),), (1,), 4)
+
+
+def deep() -> Any:
+    """What stands for a key-wise bias measured from the row's largest, as it is, float32 [r, keys]."""
+    return Stand(cutlass.Float32, (size(), size()), (free(), 1), 4)
 
 
 def shifts() -> Any:

@@ -17,8 +17,8 @@ from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_plan import MOST_PANELS, PANEL
-from evoattn.backends.hopper.launch import Kernel, Stand, ends, even, free, live_rows, shifts, size, terms
-from evoattn.backends.hopper.primitives import LOWEST, MASKED, SHALLOW, VETO, finite, three_terms
+from evoattn.backends.hopper.launch import Kernel, Stand, deep, ends, even, free, live_rows, shifts, size, terms
+from evoattn.backends.hopper.primitives import LOWEST, LOWEST_KEY, MASKED, SHALLOW, VETO, finite, three_terms
 from evoattn.backends.hopper.schedule import place
 from evoattn.numerics import NEAR
 
@@ -31,25 +31,40 @@ _LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp 
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 _CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
 _WORD = 16  # keys of a word
+_LARGEST = 2.0**127 * (2 - 2.0**-23)  # float32 number
 
 
 class Rows(Kernel):
     """mask [b|1,n|1,k] and mask_bias [b|1,n|1,k] -> terms [r, keys * TERMS], keys past the end masked, and ends [r].
 
-    A row's end is how many keys there are up to the last one that is not masked.
+    A row's end is how many keys there are up to the last one that is not masked. deep [r, keys] holds each key's bias as it
+    is, measured from the row's largest, which the terms cannot hold if it is too low.
 
     Args:
         dtype: cutlass type of the terms.
         mask, bias: whether they are given, and of which type the bias is.
         clears: whether it clears what a later kernel adds to, float32 [words, 4].
         lists: whether it also lists the rows that `mask` leaves to each panel of 64 keys, as `bwd_live` reads them.
+        deep: whether it writes deep.
+        bounded: whether a finite bias below LOWEST_KEY is raised to it, as `redo` does in the forward, and so for the backward.
     """
 
-    def __init__(self, dtype: Any, *, mask: bool, bias: Any, clears: bool = False, lists: bool = False):
+    def __init__(
+        self,
+        dtype: Any,
+        *,
+        mask: bool,
+        bias: Any,
+        clears: bool = False,
+        lists: bool = False,
+        deep: bool = False,
+        bounded: bool = False,
+    ):
         self.dtype, self.mask, self.bias, self.clears, self.lists = dtype, mask, bias, clears, lists
+        self.deep, self.bounded = deep, bounded
         self.threads = _LISTING if lists else _THREADS
         self.warps = self.threads // 32
-        self.name_after(dtype, mask=mask, bias=bias, clears=clears, lists=lists)
+        self.name_after(dtype, mask=mask, bias=bias, clears=clears, lists=lists, deep=deep, bounded=bounded)
 
     def arguments(self) -> tuple[Any, ...]:
         def keys(dtype: Any, align: int) -> Any:
@@ -59,7 +74,7 @@ class Rows(Kernel):
         bias = keys(self.bias, self.bias.width // 8) if self.bias is not None else None
         cleared = Stand(Float32, (size(), 4), (4, 1), 16) if self.clears else None
         order, starts = live_rows() if self.lists else (None, None)
-        return mask, bias, terms(self.dtype), ends(), cleared, order, starts, Int32(0), Int32(0)
+        return mask, bias, terms(self.dtype), ends(), deep() if self.deep else None, cleared, order, starts, Int32(0), Int32(0)
 
     @cute.jit
     def __call__(
@@ -68,6 +83,7 @@ class Rows(Kernel):
         bias: Any,
         terms: cute.Tensor,
         ends: cute.Tensor,
+        deep: Any,
         cleared: Any,
         order: Any,
         starts: Any,
@@ -80,7 +96,7 @@ class Rows(Kernel):
             blocks = cutlass.max(blocks, (cleared.shape[0] + CLEARED - 1) // CLEARED)
         if const_expr(self.lists):
             blocks = blocks + order.shape[0]
-        self.kernel(mask, bias, terms, ends, cleared, order, starts, keys, n).launch(
+        self.kernel(mask, bias, terms, ends, deep, cleared, order, starts, keys, n).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -91,6 +107,7 @@ class Rows(Kernel):
         bias: Any,
         terms: cute.Tensor,
         ends: cute.Tensor,
+        deep: Any,
         cleared: Any,
         order: Any,
         starts: Any,
@@ -117,7 +134,7 @@ class Rows(Kernel):
                 for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, cleared.shape[0]), self.threads):
                     cute.autovec_copy(nothing, cleared[x, None])
         if r >= 0 and r < terms.shape[0]:
-            self.fill(mask, bias, terms, ends, keys, n, r, tid, tops, lasts)
+            self.fill(mask, bias, terms, ends, deep, keys, n, r, tid, tops, lasts)
 
     @cute.jit
     def list_rows(
@@ -196,6 +213,7 @@ class Rows(Kernel):
         bias: Any,
         terms: cute.Tensor,
         ends: cute.Tensor,
+        deep: Any,
         keys: Int32,
         n: Int32,
         r: Int32,
@@ -203,7 +221,7 @@ class Rows(Kernel):
         tops: cute.Tensor,
         lasts: cute.Tensor,
     ):
-        """the terms and the end of row r, by all threads of a block"""
+        """the terms, the end and the deep of row r, by all threads of a block"""
         rb, rn = r // n, r % n
         warp, lane = tid // 32, tid % 32
         top = -Float32.inf
@@ -221,9 +239,13 @@ class Rows(Kernel):
         for j in cutlass.range(tid, terms.shape[1] // TERMS, self.threads):
             x = -Float32.inf
             if j < keys:
-                x = self.read(mask, bias, rb, rn, j) - shift
+                x = self.read(mask, bias, rb, rn, j)
             if x != -Float32.inf:
                 last = j + 1
+                x = arch.fmax(x - shift, Float32(-_LARGEST))
+            if const_expr(self.deep):
+                if j < keys:
+                    deep[r, j] = x
             self.write(terms, r, j, x)
         last = arch.warp_redux_sync(last, "max")
         if lane == 0:
@@ -247,6 +269,8 @@ class Rows(Kernel):
     @cute.jit
     def write(self, terms: cute.Tensor, r: Int32, j: Int32, x: Float32):
         veto = Float32(0.0)
+        if const_expr(self.bounded):
+            x = Float32(cutlass.select_((x < LOWEST_KEY) & (x != -Float32.inf), Float32(LOWEST_KEY), x))
         if const_expr(self.dtype is BFloat16):
             x = finite(x)
         else:

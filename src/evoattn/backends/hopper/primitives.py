@@ -14,6 +14,7 @@ __all__ = [
     "LN2",
     "LOG2E",
     "LOWEST",
+    "LOWEST_KEY",
     "MASKED",
     "SHALLOW",
     "VETO",
@@ -45,6 +46,9 @@ SHALLOW = -(2.0**99)
 LOWEST = -(2.0**14)
 """Where all keys that a query attends to have a pair bias below this, they have this: divided by the scale it leaves a float32
 score its digits."""
+
+LOWEST_KEY = 2 * LOWEST
+"""The same for key-wise biases, where a pair bias of -inf leaves a query only keys that such a bias masks."""
 
 DEAD = -(2.0**100)
 """In units of log2, for bfloat16: a query whose largest score lies below it attends to nothing. MASKED log2(e) does."""

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.prepare import TERMS
-from evoattn.backends.hopper.primitives import LN2, LOG2E, LOWEST, MASKED, mma_m16n8k16, packed
+from evoattn.backends.hopper.primitives import LOG2E, LOWEST, LOWEST_KEY, MASKED, mma_m16n8k16, packed
 
 __all__ = ["QUERIES", "Redo"]
 
@@ -24,6 +24,7 @@ QUERIES = 16
 """Queries of a warp."""
 
 _KEYS = 16  # at a time
+_ROUNDING = 2.0**-18  # of a score: less than an LSE is allowed to be off, more than two ways to add it up differ
 
 
 class Redo:
@@ -47,6 +48,7 @@ class Redo:
         k: cute.Tensor,
         v: cute.Tensor,
         row: Any,
+        deep: Any,
         pair: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
@@ -60,7 +62,8 @@ class Redo:
     ):
         """Write o and lse of those of 16 queries from `first` on whose lse is NaN or +inf; their key-wise bias is row r.
 
-        With +inf the reference is their whole LSE, of which what it then has more than lse is left.
+        Biases far below 0 are raised here, so that scores keep their digits. What that adds to the largest score goes from the
+        reference. The row's bias as it is stands in deep.
         """
         g, t = arch.lane_idx() // 4, arch.lane_idx() % 4
         queries, keys = q.shape[3], k.shape[3]
@@ -73,19 +76,23 @@ class Redo:
         best.fill(-Float32.inf)
         total.fill(0.0)
         out.fill(0.0)
+        real = cute.make_rmem_tensor(2, Float32)  # the largest scores with the biases as they are
+        real.fill(-Float32.inf)
         for j0 in cutlass.range(0, keys, _KEYS, unroll=1):
-            S = [self.scores(rQ, k, row, pair, b, n, h, lines, j0 + 8 * x, r, scale, g, t, keys) for x in range(2)]
+            S = [self.scores(rQ, k, row, deep, pair, real, b, n, h, lines, j0 + 8 * x, r, scale, g, t, keys) for x in range(2)]
             p = cute.make_rmem_tensor((2, 2, 2), Float32)  # key of a pair, query, tile
             for x in range_constexpr(2):
                 top = arch.fmax(arch.fmax(S[0][2 * x], S[0][2 * x + 1]), arch.fmax(S[1][2 * x], S[1][2 * x + 1]))
                 top = arch.fmax(best[x], arch.warp_reduction_max(top, threads_in_group=4))
-                origin = Float32(cutlass.select_(top == -Float32.inf, Float32(0.0), top)) * LOG2E
-                shrink = cute.math.exp2(best[x] * LOG2E - origin, fastmath=True)
+                # Subtract first, so that equal scores give 1. Multiplying first leaves the product's rounding error in every
+                # step (a fused multiply-add keeps it), and the sum over keys gathers it.
+                origin = Float32(cutlass.select_(top == -Float32.inf, Float32(0.0), top))
+                shrink = cute.math.exp2((best[x] - origin) * LOG2E, fastmath=True)
                 best[x] = top
                 total[x] = total[x] * shrink
                 for z in range_constexpr(2):
                     for y in range_constexpr(2):
-                        p[y, x, z] = cute.math.exp2(S[z][2 * x + y] * LOG2E - origin, fastmath=True)
+                        p[y, x, z] = cute.math.exp2((S[z][2 * x + y] - origin) * LOG2E, fastmath=True)
                         total[x] = total[x] + p[y, x, z]
                 for y in range_constexpr(tiles):
                     out[2 * x, y] = out[2 * x, y] * shrink
@@ -105,6 +112,8 @@ class Redo:
                     out[x, y] = sums[x]
         for x in range_constexpr(2):
             whole = arch.warp_reduction_sum(total[x], threads_in_group=4)
+            if const_expr(self.pair):
+                real[x] = arch.warp_reduction_max(real[x], threads_in_group=4)
             dead = whole == 0.0
             again = Float32(0.0)
             if at[x] < queries:
@@ -118,8 +127,10 @@ class Redo:
                 if t == 0:
                     value = best[x] * LOG2E + cute.math.log2(whole, fastmath=True)
                     lse[b, n, h, at[x]] = cutlass.select_(dead, -Float32.inf, value)
-                    if again == Float32.inf and not dead:
-                        reference[b, n, h, at[x]] = reference[b, n, h, at[x]] - value * LN2
+                    if const_expr(self.pair):
+                        raised = best[x] - real[x]
+                        if cute.math.absf(raised) > cute.math.absf(real[x]) * _ROUNDING and not dead:
+                            reference[b, n, h, at[x]] = reference[b, n, h, at[x]] - raised
 
     @cute.jit
     def scores(
@@ -127,7 +138,9 @@ class Redo:
         rQ,
         k: cute.Tensor,
         row: Any,
+        deep: Any,
         pair: Any,
+        real: cute.Tensor,
         b: Int32,
         n: Int32,
         h: Int32,
@@ -139,7 +152,11 @@ class Redo:
         t: Int32,
         keys: Int32,
     ):
-        """Scores of this thread's two queries and two of 8 keys from j0 on, as an accumulator holds them; -inf past the end."""
+        """Scores of this thread's two queries and two of 8 keys from j0 on, as an accumulator holds them; -inf past the end.
+
+        With a pair bias, biases are raised to LOWEST and LOWEST_KEY, and `real` grows to the largest score of each query
+        without that.
+        """
         line = k[b, n, h, cutlass.min(j0 + g, keys - 1), None]
         S = [Float32(0.0)] * 4
         for step in range_constexpr((self.channels + 15) // 16):
@@ -152,14 +169,19 @@ class Redo:
             bias, dead = Float32(0.0), j >= keys
             if const_expr(self.row):
                 terms = [row[r, key * TERMS + x].to(Float32) for x in (0, 1, 2, 6)]
-                bias = terms[0] + terms[1] + terms[2]
-                dead = dead | (bias <= MASKED * 0.75) | (terms[3] < 0.0)
+                held = terms[0] + terms[1] + terms[2]
+                dead = dead | (held <= MASKED * 0.75) | (terms[3] < 0.0)
+                bias = Float32(cutlass.select_(held < LOWEST_KEY, Float32(LOWEST_KEY), held)) if self.pair else held
             for x in range_constexpr(2):
                 s, gone = S[2 * x + y] * scale + bias, dead
                 if const_expr(self.pair):
                     # with MASKED for -inf, if dtype has it
                     more = pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), lines[x], key].to(Float32)
                     gone = dead | (more == -Float32.inf) | (more == MASKED)
+                    whole = S[2 * x + y] * scale + more
+                    if const_expr(self.row):
+                        whole += deep[r, key]
+                    real[x] = arch.fmax(real[x], cutlass.select_(gone, -Float32.inf, whole))
                     s += cutlass.select_(more < LOWEST, Float32(LOWEST), more)
                 out[2 * x + y] = cutlass.select_(gone, -Float32.inf, s)
         return out

@@ -103,7 +103,7 @@ def test_deepspeed_refuses_clearly() -> None:
             DS4Sci_EvoformerAttention(q, k, v, biases)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mask_bias must be"):
         DS4Sci_EvoformerAttention(q, k, v, [torch.zeros(1, 1, 2, 9, 9)])
-    assert list(inspect.signature(DS4Sci_EvoformerAttention).parameters) == ["Q", "K", "V", "biases"]
+    assert list(inspect.signature(DS4Sci_EvoformerAttention).parameters) == ["Q", "K", "V", "biases", "empty_rows"]
 
 
 def cue_inputs(seed: int = 0, lq: int = 7, lk: int = 9, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -145,6 +145,17 @@ def test_cuequivariance_definition(dtype: torch.dtype, masked: bool, scale: floa
         torch.testing.assert_close(value.double(), wanted.double(), **{key: 2 * x for key, x in tolerance.items()})
 
 
+def test_cuequivariance_with_the_native_rule() -> None:
+    q, k, v, bias = cue_inputs()
+    mask = torch.ones(2, 3, 1, 1, 9, dtype=torch.bool)
+    mask[0, 1] = False
+    o, lse, _ = triangle_attention(q, k, v, bias, mask, return_aux=True, empty_rows="native")
+    assert not o[0, 1].any() and (lse[0, 1] == -torch.inf).all()
+    assert torch.equal(o, triangle_attention(q, k, v, bias, mask, empty_rows="native"))
+    with pytest.raises(ValueError, match="empty_rows must be"):
+        triangle_attention(q, k, v, bias, mask, empty_rows=True)  # type: ignore[call-overload]
+
+
 def test_cuequivariance_kv_lengths() -> None:
     q, k, v, bias = cue_inputs()
     lengths = torch.tensor([[9, 4, 0], [1, 100, 5]], dtype=torch.int32).reshape(2, 3, 1, 1, 1)
@@ -176,7 +187,7 @@ def test_cuequivariance_four_axes_int_masks_and_shared_bias() -> None:
     torch.testing.assert_close(
         triangle_attention(q, k, v, bias[:1, :, :1]), triangle_attention(q, k, v, bias[:1, :, :1].expand(2, 1, 4, 7, 9))
     )
-    names = ["q", "k", "v", "bias", "mask", "scale", "return_aux", "kv_lengths"]
+    names = ["q", "k", "v", "bias", "mask", "scale", "return_aux", "kv_lengths", "empty_rows"]
     assert list(inspect.signature(triangle_attention).parameters) == names
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
+from evoattn.compat.empty_rows import EmptyRows, check_choice
 
 __all__ = ["triangle_attention"]
 
@@ -35,6 +36,8 @@ def triangle_attention(
     scale: float | None = ...,
     return_aux: Literal[False] = ...,
     kv_lengths: Tensor | None = ...,
+    *,
+    empty_rows: EmptyRows = ...,
 ) -> Tensor: ...
 @overload
 def triangle_attention(
@@ -47,6 +50,7 @@ def triangle_attention(
     *,
     return_aux: Literal[True],
     kv_lengths: Tensor | None = ...,
+    empty_rows: EmptyRows = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def triangle_attention(
     q: Tensor,
@@ -57,6 +61,8 @@ def triangle_attention(
     scale: float | None = None,
     return_aux: bool = False,
     kv_lengths: Tensor | None = None,
+    *,
+    empty_rows: EmptyRows = "mean",
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Triangle attention as cuEquivariance calls it: the logits of masked keys are replaced by -1e9.
 
@@ -71,6 +77,8 @@ def triangle_attention(
         return_aux: also return the logsumexp and the maximum of the logits, which carry no gradient.
         kv_lengths: int32 `[B, N, 1, 1, 1]`: row n attends its first `kv_lengths[b, n]` keys, longer than K counts as K.
             A row of length 0 has output 0. Not together with mask.
+        empty_rows: for a row with no key to keep, "mean" is the original's answer, the mean of v; "native" is that of
+            `evoformer_attention`, 0 with a logsumexp of -inf.
 
     Returns:
         `[B, N, H, Q, C]` in q's dtype, 5-D also for 4-D input; with `return_aux`, also logsumexp and maximum,
@@ -86,6 +94,7 @@ def triangle_attention(
         >>> triangle_attention(q, q, q, torch.randn(1, 1, 4, 6, 6), mask=torch.ones(1, 6, 1, 1, 6, dtype=torch.bool)).shape
         torch.Size([1, 6, 4, 6, 32])
     """
+    check_choice(empty_rows)
     if mask is not None and kv_lengths is not None:
         raise ValueError("mask and kv_lengths exclude each other: give one of them")
     q, k, v, bias = (_five_axes(x) for x in (q, k, v, bias))
@@ -95,7 +104,7 @@ def triangle_attention(
         mask = _five_axes(mask).to(torch.bool)
     if not return_aux:
         o = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld")
-        return o if mask is None or kv_lengths is not None else _mean_where_empty(o, v, mask)
+        return o if mask is None or kv_lengths is not None or empty_rows == "native" else _mean_where_empty(o, v, mask)
     o, lse = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld", return_lse=True)
     lse = lse.detach()
     if k.shape[-2] == 0:
@@ -103,7 +112,7 @@ def triangle_attention(
         return o, nothing, nothing.clone()
     q, k = q.to(o.dtype), k.to(o.dtype)  # as autocast casts them
     largest = _largest_logit(q, k, bias, mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
-    if mask is None:
+    if mask is None or empty_rows == "native":
         return o, lse.float(), largest
     attended = mask.any(-1).squeeze(-1).unsqueeze(2)  # [b,n|1,1,1] against [b,n,h,q]
     if kv_lengths is not None:

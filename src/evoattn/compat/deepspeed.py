@@ -14,11 +14,20 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
+from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
+from evoattn.validation import key_axes
 
 __all__ = ["DS4Sci_EvoformerAttention"]
 
 
-def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:  # noqa: N802, N803
+def DS4Sci_EvoformerAttention(  # noqa: N802
+    Q: Tensor,  # noqa: N803
+    K: Tensor,  # noqa: N803
+    V: Tensor,  # noqa: N803
+    biases: Sequence[Tensor | None],
+    *,
+    empty_rows: EmptyRows = "mean",
+) -> Tensor:
     """Evoformer attention as DeepSpeed4Science calls it.
 
     Args:
@@ -28,6 +37,9 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         biases: at most two, either may be None: first `[B, N, 1, 1, Lk]`, added for each key; second
             `[B, 1, H, Lq, Lk]`, added for each pair. Anything that broadcasts to these is welcome. Gradients
             flow to both.
+        empty_rows: "mean" is what the original computes for a row that the first bias masks at every key, with -1e9 or so: the
+            mean of V, since float32 scores are swallowed. "native" is the rule of `evoformer_attention`, which keeps them;
+            see `evoattn.compat.openfold.attention`.
 
     Returns:
         `[B, N, Lq, H, C]` in Q's dtype.
@@ -45,5 +57,11 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         raise TypeError(f"biases must be a list of at most two tensors, [mask_bias, pair_bias], got {type(biases).__name__}")
     if len(biases) > 2:
         raise ValueError(f"biases must have at most two entries, [mask_bias, pair_bias], got {len(biases)}")
+    check_choice(empty_rows)
     mask_bias, pair_bias = (*biases, None, None)[:2]
-    return evoformer_attention(Q, K, V, mask_bias=mask_bias, pair_bias=pair_bias)
+    o = evoformer_attention(Q, K, V, mask_bias=mask_bias, pair_bias=pair_bias)
+    if empty_rows == "native" or mask_bias is None:
+        return o
+    o, q, k, v = (x.transpose(-2, -3) for x in (o, Q, K, V))
+    bias = key_axes(mask_bias, Q)[..., None, None, :]  # type: ignore[index]
+    return with_means(o, q, k, v, bias, pair_bias, Q.shape[-1] ** -0.5).transpose(-2, -3)

@@ -1,0 +1,129 @@
+"""Rows that are masked at every key, as models compute them that add -1e9 to the scores.
+
+In float32 a bias of -1e9 swallows the scores: numbers of that size are 64 apart. So a row that such a bias masks at every key
+weighs all keys alike, and its output is the mean of v. Its gradients are those of softmax at equal weights w = 1 / K,
+
+    dS = w (dP - delta),    delta = sum over k of w dP
+
+and reach q, k, v and the biases as always. Equal weights make the products small: with V' = V - mean(V),
+
+    dQ = scale dO (K^T w V')^T,    dK = scale w V' (Q^T dO)^T,    dV = w sum over q of dO,    d(bias) = w dO V'^T
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from evoattn.validation import compute_dtype
+
+__all__ = ["EmptyRows", "check_choice", "with_means"]
+
+EmptyRows = Literal["mean", "native"]
+
+_SWALLOWS = {torch.float32: -1e8, torch.bfloat16: -3e4, torch.float16: -3e4}
+"""A mask bias no higher than this leaves a score of the dtype no digits that count. float64 keeps them at any usual mask."""
+
+_EQUAL = 1.25
+"""Keys whose bias is below this times the largest of the row are masked deeper than the others, and weigh nothing."""
+
+
+def check_choice(empty_rows: str) -> None:
+    """Raise ValueError for anything but "mean" and "native"."""
+    if empty_rows not in ("mean", "native"):
+        raise ValueError(f"empty_rows must be 'mean' or 'native', got {empty_rows!r}")
+
+
+def with_means(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
+) -> Tensor:
+    """The output of attention, with the mean of v in rows that the mask bias masks at every key.
+
+    Args:
+        o: `[*, H, Q, C]`, from q, k, v, both biases and the scale.
+        q, k, v: `[*, H, Q, D]`, `[*, H, K, D]`, `[*, H, K, C]`.
+        mask_bias: `[*, 1, 1, K]`, or None: then no row is masked. Every axis may be 1.
+        pair_bias: anything that broadcasts to `[*, H, Q, K]`, or None.
+        scale: factor on q k.
+    """
+    limit = _SWALLOWS.get(compute_dtype(q))
+    if limit is None or mask_bias is None or not k.shape[-2]:
+        return o
+    if pair_bias is not None:
+        pair_bias = pair_bias[(None,) * (q.ndim - pair_bias.ndim)]
+    bias = mask_bias.detach().expand(*mask_bias.shape[:-1], k.shape[-2])
+    largest = bias.amax(-1, keepdim=True)
+    empty = largest <= limit
+    kept = (bias >= _EQUAL * largest) | ~empty  # of the other rows anything, as long as it is not nothing
+    made: Tensor = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, kept, scale)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Means(torch.autograd.Function):
+    """o where a row is not empty, else the mean of v over the keys that are kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask_bias: Tensor,
+        pair_bias: Tensor | None,
+        empty: Tensor,
+        kept: Tensor,
+        scale: float,
+    ) -> Tensor:
+        return torch.where(empty, _mean(v, kept).to(o.dtype), o)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, q, k, v, mask_bias, pair_bias, empty, kept, scale = inputs
+        ctx.save_for_backward(q, k, v, empty, kept)
+        ctx.shapes = (mask_bias.shape, None if pair_bias is None else pair_bias.shape)
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs[:6]]
+        ctx.scale = scale
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, empty, kept = ctx.saved_tensors
+        needs, dtype = ctx.needs_input_grad, do.dtype
+        of_o = torch.where(empty, 0, do) if needs[0] else None
+        do = torch.where(empty, do, 0)
+        q, k, v = (x.to(dtype) for x in (q, k, v))  # as autocast casts them
+        weights = (kept / kept.sum(-1, keepdim=True)).to(dtype).transpose(-1, -2)  # [*,1,k,1]
+        apart = weights * (v - _mean(v, kept).to(dtype))  # w V'
+        dq = dk = dv = dmask = dpair = None
+        if needs[1]:
+            dq = ctx.scale * torch.matmul(do, torch.matmul(apart.transpose(-1, -2), k))
+        if needs[2]:
+            dk = ctx.scale * torch.matmul(apart, torch.matmul(do.transpose(-1, -2), q))
+        if needs[3]:
+            dv = weights * do.sum(-2, keepdim=True)
+        if needs[4]:
+            dmask = torch.matmul(do.sum(-2, keepdim=True), apart.transpose(-1, -2)).sum_to_size(ctx.shapes[0])
+        if needs[5]:
+            dpair = _of_pairs(do, apart, ctx.shapes[1])
+        found = (of_o, dq, dk, dv, dmask, dpair)
+        return *(None if x is None else x.to(to) for x, to in zip(found, ctx.dtypes, strict=True)), None, None, None
+
+
+def _mean(v: Tensor, kept: Tensor) -> Tensor:
+    """The mean of v over the keys that are kept, `[*, H, 1, C]`, in float32."""
+    share = kept.shape[-1] / kept.sum(-1, keepdim=True)  # of all keys
+    return torch.where(kept.transpose(-1, -2), v, 0).mean(-2, keepdim=True, dtype=torch.float32) * share
+
+
+def _of_pairs(do: Tensor, apart: Tensor, shape: torch.Size) -> Tensor:
+    """dO (w V')^T, summed to the shape of a pair bias; what rows share is summed within the product."""
+    lead = do.ndim - 3
+    names = [chr(ord("a") + axis) for axis in range(lead)]
+    kept = [name for name, size in zip(names, shape[:lead], strict=True) if size != 1]
+    left, right = "".join((*names, "xyz")), "".join((*names, "xwz"))
+    made = torch.einsum(f"{left},{right}->{''.join(kept)}xyw", do, apart)
+    made = made.reshape(*(size if shape[axis] != 1 else 1 for axis, size in enumerate(do.shape[:lead])), *made.shape[-3:])
+    return made.sum_to_size(shape)

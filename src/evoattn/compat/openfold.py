@@ -1,0 +1,109 @@
+"""The attention that OpenFold and all its descendants call between projections and gate, by their conventions.
+
+    from evoattn.compat.openfold import attention
+
+OpenFold, OpenFold-3, Boltz, BoltzGen, Protenix, OpenDDE and ESMFold have it as `_attention(query, key, value, biases)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evoattn.api import evoformer_attention
+from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
+from evoattn.numerics import accumulate_dtype
+
+__all__ = ["attention"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Sequence[Tensor | None],
+    *,
+    scaled: bool = True,
+    empty_rows: EmptyRows = "mean",
+) -> Tensor:
+    """Attention with a list of biases that each broadcast to the scores; none of them is expanded.
+
+    A bias that has size 1 for heads and queries is a mask bias. All others are pair biases; several of them are added up, in
+    float32, to the smallest shape that holds their sum.
+
+    Args:
+        q: `[*, H, Q, D]` with any leading axes, also none.
+        k: `[*, H, K, D]`, the same leading axes; H may be 1.
+        v: `[*, H, K, C]`, likewise.
+        biases: any number, in any order, of any dtype. Each is None or broadcasts to `[*, H, Q, K]`. Integers and bools are
+            added as numbers, which is what `scores += bias` does.
+        scaled: whether q has been multiplied by the scale already; else the scale is `D ** -0.5`.
+        empty_rows: "mean" is what the originals compute, which add -1e9 to the scores in float32 or narrower: a row whose mask
+            bias is at most -1e8 (-3e4 if q has 16 bits) for every key has the mean of v, and the gradients of that. In float64
+            it is ordinary softmax. "native" is the rule of `evoformer_attention`: a finite bias never swallows the scores, and
+            a row of -inf has output 0.
+
+    Returns:
+        `[*, H, Q, C]` in q's dtype.
+
+    Raises:
+        TypeError, ValueError: as `evoattn.evoformer_attention`; also for a bias that does not broadcast.
+
+    Example:
+        >>> import torch
+        >>> q = torch.randn(1, 12, 4, 12, 32)  # [*, N, H, L, D]
+        >>> attention(q, q, q, [torch.zeros(1, 12, 1, 1, 12), torch.randn(1, 1, 4, 12, 12)]).shape
+        torch.Size([1, 12, 4, 12, 32])
+
+    Source: Ahdritz et al. 2024, `openfold.model.primitives._attention`.
+    """
+    check_choice(empty_rows)
+    if not isinstance(biases, (list, tuple)):
+        raise TypeError(f"biases must be a list of tensors, got {type(biases).__name__}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim < 3:
+            raise ValueError(f"{name} must be [*, H, L, C], got shape {list(x.shape)}")
+    if q.ndim == 3:
+        given = [None if x is None else _with_axes(x, 4) for x in biases]
+        return attention(q[None], k[None], v[None], given, scaled=scaled, empty_rows=empty_rows)[0]
+    mask_bias, pair_bias = _sorted(q, k, biases)
+    scale = 1.0 if scaled else q.shape[-1] ** -0.5
+    o = evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, scale=scale, layout="bnhld")
+    return with_means(o, q, k, v, mask_bias, pair_bias, scale) if empty_rows == "mean" else o
+
+
+def _sorted(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    """The mask bias `[*, 1, 1, K]` and the pair bias that biases add up to, with as many axes as q."""
+    scores = (*q.shape[:-1], k.shape[-2])
+    masks: list[Tensor] = []
+    pairs: list[Tensor] = []
+    for place, bias in enumerate(biases):
+        if bias is None:
+            continue
+        if not isinstance(bias, Tensor):
+            raise TypeError(f"biases[{place}] must be a torch.Tensor or None, got {type(bias).__name__}")
+        sizes = tuple(bias.shape)
+        if len(sizes) > len(scores) or any(x not in (1, y) for x, y in zip(reversed(sizes), reversed(scores), strict=False)):
+            raise ValueError(f"biases[{place}] must broadcast to the scores, {list(scores)}, got shape {list(sizes)}")
+        bias = _with_axes(bias if bias.is_floating_point() else bias.to(accumulate_dtype(q.dtype)), q.ndim)
+        (masks if bias.shape[-2] == bias.shape[-3] == 1 else pairs).append(bias)
+    return _sum(masks, q.dtype), _sum(pairs, q.dtype)
+
+
+def _sum(biases: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """One bias as it is; several in the accumulation dtype, smallest first."""
+    if len(biases) < 2:
+        return biases[0] if biases else None
+    first, *others = sorted(biases, key=Tensor.numel)
+    total = first.to(accumulate_dtype(dtype))
+    for other in others:
+        total = total + other
+    return total
+
+
+def _with_axes(x: Tensor, ndim: int) -> Tensor:
+    return x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) if isinstance(x, Tensor) and x.ndim < ndim else x

@@ -88,6 +88,17 @@ def test_keys_masked_twice_weigh_nothing() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("other", [(2, 1, 4, 7, 9), MASK, None], ids=str)
+def test_queries_that_a_mask_per_pair_masks(other: Any) -> None:
+    """As of atoms in windows: the mask has one head, and leaves some queries no key."""
+    q, k, v, biases = make((2, 5), [None if other is None else other])
+    pairs = torch.zeros(2, 5, 1, 7, 9).masked_fill_(torch.rand(2, 5, 1, 7, 9) > 0.5, -1e9)
+    pairs[..., 2:4, :] = -1e9
+    for ours, theirs in zip(step(openfold.attention, q, k, v, [*biases, pairs.requires_grad_()]),
+                            step(original, q, k, v, [*biases, pairs]), strict=True):  # fmt: skip
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
 def test_the_native_rule_keeps_the_scores() -> None:
     q, k, v, (mask, pair) = make((2, 5), [MASK, (2, 1, 4, 7, 9)])
     o = openfold.attention(q, k, v, [mask, pair], empty_rows="native")

@@ -2,6 +2,17 @@
 
 from evoattn._version import __version__
 from evoattn.api import BackendStatus, Explanation, backends, evoformer_attention, explain
+from evoattn.clients import Patch, patch
 from evoattn.tuning import Config
 
-__all__ = ["BackendStatus", "Config", "Explanation", "__version__", "backends", "evoformer_attention", "explain"]
+__all__ = [
+    "BackendStatus",
+    "Config",
+    "Explanation",
+    "Patch",
+    "__version__",
+    "backends",
+    "evoformer_attention",
+    "explain",
+    "patch",
+]

@@ -3,7 +3,8 @@
     from evoattn.compat.cuequivariance import triangle_attention
 
 Beyond the original: any length, any number of channels, a bias of any shape that broadcasts and of any of these dtypes (it is
-read as it is, never converted), float32 and float64 forward and backward, CPU as well as GPU.
+read as it is, never converted), float32 and float64 forward and backward, CPU as well as GPU. `triangle_multiplicative_update`
+is here too, in plain torch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from evoattn.api import evoformer_attention
 from evoattn.compat.empty_rows import EmptyRows, check_choice
+from evoattn.compat.triangle_multiplication import triangle_multiplicative_update
 
-__all__ = ["triangle_attention"]
+__all__ = ["triangle_attention", "triangle_multiplicative_update"]
 
 _MASKED = -1e9
 """The logit of a masked key in cuEquivariance's definition."""

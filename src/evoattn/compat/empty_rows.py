@@ -12,6 +12,7 @@ and reach q, k, v and the biases as always. Equal weights make the products smal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from evoattn.validation import compute_dtype
 
-__all__ = ["EmptyRows", "check_choice", "with_means"]
+__all__ = ["EmptyRows", "check_choice", "with_means", "with_means_of_queries"]
 
 EmptyRows = Literal["mean", "native"]
 
@@ -53,12 +54,44 @@ def with_means(
         return o
     if pair_bias is not None:
         pair_bias = pair_bias[(None,) * (q.ndim - pair_bias.ndim)]
-    bias = mask_bias.detach().expand(*mask_bias.shape[:-1], k.shape[-2])
-    largest = bias.amax(-1, keepdim=True)
-    empty = largest <= limit
-    kept = (bias >= _EQUAL * largest) | ~empty  # of the other rows anything, as long as it is not nothing
+    empty, kept = _masked(mask_bias, k.shape[-2], limit)
     made: Tensor = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, kept, scale)  # type: ignore[no-untyped-call]
     return made
+
+
+def with_means_of_queries(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, biases: Sequence[Tensor], scale: float
+) -> Tensor:
+    """The same for queries that a mask per pair masks at every key. Scores are held: as many as the mask has, for each head.
+
+    Args:
+        o, q, k, v, scale: as `with_means` takes them.
+        mask: `[*, 1, Q, K]`, the sum of all biases that count as masks.
+        biases: all that are added to the scores.
+    """
+    limit = _SWALLOWS.get(compute_dtype(q))
+    if limit is None or not k.shape[-2]:
+        return o
+    empty, kept = _masked(mask, k.shape[-2], limit)
+    weights = (kept / kept.sum(-1, keepdim=True)).to(o.dtype)
+    change = _change(scale * torch.matmul(q, k.transpose(-1, -2)))  # zeros, whose gradients are those of scores
+    for bias in biases:
+        change = change + _change(bias)
+    p = weights * (1 + change - (weights * change).sum(-1, keepdim=True))
+    return torch.where(empty, torch.matmul(p.to(o.dtype), v.to(o.dtype)), o)
+
+
+def _change(x: Tensor) -> Tensor:
+    """x less itself: 0, with x's gradient."""
+    return torch.where(x.isfinite(), x - x.detach(), 0)
+
+
+def _masked(bias: Tensor, keys: int, limit: float) -> tuple[Tensor, Tensor]:
+    """Which queries a mask leaves no key, `[*, 1, Q|1, 1]`, and which keys weigh something there, `[*, 1, Q|1, K]`."""
+    bias = bias.detach().expand(*bias.shape[:-1], keys)
+    largest = bias.amax(-1, keepdim=True)
+    empty = largest <= limit
+    return empty, (bias >= _EQUAL * largest) | ~empty  # elsewhere anything, as long as it is not nothing
 
 
 class _Means(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
-from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
+from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means, with_means_of_queries
 from evoattn.numerics import accumulate_dtype
 
 __all__ = ["attention"]
@@ -40,10 +40,11 @@ def attention(
         biases: any number, in any order, of any dtype. Each is None or broadcasts to `[*, H, Q, K]`. Integers and bools are
             added as numbers, which is what `scores += bias` does.
         scaled: whether q has been multiplied by the scale already; else the scale is `D ** -0.5`.
-        empty_rows: "mean" is what the originals compute, which add -1e9 to the scores in float32 or narrower: a row whose mask
-            bias is at most -1e8 (-3e4 if q has 16 bits) for every key has the mean of v, and the gradients of that. In float64
-            it is ordinary softmax. "native" is the rule of `evoformer_attention`: a finite bias never swallows the scores, and
-            a row of -inf has output 0.
+        empty_rows: "mean" is what the originals compute, which add -1e9 to the scores in float32 or narrower: a query whose
+            masks add up to at most -1e8 (-3e4 if q has 16 bits) at every key has the mean of v, and the gradients of that. In
+            float64 it is ordinary softmax. Mask biases count as masks, and pair biases of size 1 for heads if q has several:
+            for these the scores are held in memory. "native" is the rule of `evoformer_attention`: a finite bias never
+            swallows the scores, and a query of -inf has output 0.
 
     Returns:
         `[*, H, Q, C]` in q's dtype.
@@ -70,17 +71,25 @@ def attention(
     if q.ndim == 3:
         given = [None if x is None else _with_axes(x, 4) for x in biases]
         return attention(q[None], k[None], v[None], given, scaled=scaled, empty_rows=empty_rows)[0]
-    mask_bias, pair_bias = _sorted(q, k, biases)
+    added = _checked(q, k, biases)
+    masks = [x for x in added if x.shape[-2] == x.shape[-3] == 1]
+    pairs = [x for x in added if x.shape[-2] != 1 or x.shape[-3] != 1]
+    mask_bias, pair_bias = _sum(masks, q.dtype), _sum(pairs, q.dtype)
     scale = 1.0 if scaled else q.shape[-1] ** -0.5
     o = evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, scale=scale, layout="bnhld")
-    return with_means(o, q, k, v, mask_bias, pair_bias, scale) if empty_rows == "mean" else o
+    if empty_rows == "native":
+        return o
+    per_pair = [x for x in pairs if x.shape[-3] == 1 < q.shape[-3]]
+    if per_pair:
+        mask = _sum([*masks, *per_pair], q.dtype)
+        return with_means_of_queries(o, q, k, v, mask, added, scale)  # type: ignore[arg-type]
+    return with_means(o, q, k, v, mask_bias, pair_bias, scale)
 
 
-def _sorted(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    """The mask bias `[*, 1, 1, K]` and the pair bias that biases add up to, with as many axes as q."""
+def _checked(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """The biases that are there, of a floating-point dtype, with as many axes as q."""
     scores = (*q.shape[:-1], k.shape[-2])
-    masks: list[Tensor] = []
-    pairs: list[Tensor] = []
+    found: list[Tensor] = []
     for place, bias in enumerate(biases):
         if bias is None:
             continue
@@ -89,9 +98,8 @@ def _sorted(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> tuple[Tens
         sizes = tuple(bias.shape)
         if len(sizes) > len(scores) or any(x not in (1, y) for x, y in zip(reversed(sizes), reversed(scores), strict=False)):
             raise ValueError(f"biases[{place}] must broadcast to the scores, {list(scores)}, got shape {list(sizes)}")
-        bias = _with_axes(bias if bias.is_floating_point() else bias.to(accumulate_dtype(q.dtype)), q.ndim)
-        (masks if bias.shape[-2] == bias.shape[-3] == 1 else pairs).append(bias)
-    return _sum(masks, q.dtype), _sum(pairs, q.dtype)
+        found.append(_with_axes(bias if bias.is_floating_point() else bias.to(accumulate_dtype(q.dtype)), q.ndim))
+    return found
 
 
 def _sum(biases: list[Tensor], dtype: torch.dtype) -> Tensor | None:

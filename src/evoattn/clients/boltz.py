@@ -1,0 +1,117 @@
+"""Boltz-1, Boltz-2 and BoltzGen: triangle attention, its kernel, and the pair-biased attention inline in a `forward`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.clients.calls import additive, kernel, multiplication
+from evoattn.clients.patching import Client, Count, Site
+from evoattn.compat.openfold import attention
+
+__all__ = ["CLIENTS"]
+
+
+def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
+    """The pair-biased attention `[B * S, Q, H, D]` of S samples that share the bias `[B, H, Q, K]`; mask `[B * S, K]`.
+
+    The originals repeat the bias for each sample, and compute in float32. -1e6 or so is added where the mask is 0.
+    """
+    q, k, v = (x.transpose(1, 2).unflatten(0, (-1, multiplicity)) for x in (q, k, v))  # [b,s,h,l,d]
+    off = (1 - mask.float()) * -self.inf
+    masks = off.unflatten(0, (-1, multiplicity))[:, :, None, None]
+    with torch.autocast(q.device.type, enabled=False):
+        o = attention(q, k, v, [bias.unsqueeze(1), masks], scaled=False, empty_rows="native")
+    return o.flatten(0, 1).transpose(1, 2)
+
+
+def _second(original: Any, count: Count) -> Any:
+    """Boltz-2's and BoltzGen's."""
+
+    def forward(self: Any, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
+        count.one()
+        q, k, v = _projected(self, s, k_in)
+        if getattr(self, "use_qk_norm", False):
+            q, k = self.q_norm(q), self.k_norm(k)
+        o = _attend(self, q, k, v, self.proj_z(z), mask, multiplicity)
+        gate = self.proj_g(s).sigmoid()
+        out: Tensor = self.proj_o(gate * o.reshape(s.shape[0], -1, self.c_s))
+        return out
+
+    return forward
+
+
+def _first(original: Any, count: Count) -> Any:
+    """Boltz-1's, whose keys may be of windows, and whose bias is kept for the steps of a diffusion."""
+
+    def forward(
+        self: Any,
+        s: Tensor,
+        z: Tensor,
+        mask: Tensor,
+        multiplicity: int = 1,
+        to_keys: Any = None,
+        model_cache: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        count.one()
+        if self.initial_norm:
+            s = self.norm_s(s)
+        k_in = s
+        if to_keys is not None:
+            k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
+        q, k, v = _projected(self, s, k_in)
+        if model_cache is None or "z" not in model_cache:
+            z = self.proj_z(z)
+            if model_cache is not None:
+                model_cache["z"] = z
+        else:
+            z = model_cache["z"]
+        o = _attend(self, q, k, v, z, mask, multiplicity)
+        gate = self.proj_g(s).sigmoid()
+        out: Tensor = self.proj_o(gate * o.reshape(s.shape[0], -1, self.c_s))
+        return out
+
+    return forward
+
+
+def _projected(self: Any, s: Tensor, k_in: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v `[B, L, H, D]`."""
+    made = (self.proj_q(s), self.proj_k(k_in), self.proj_v(k_in))
+    return tuple(x.view(s.shape[0], -1, self.num_heads, self.head_dim) for x in made)
+
+
+def _sites(package: str, multiplied: str, pairs: tuple[Site, ...]) -> tuple[Site, ...]:
+    layers = f"{package}.model.layers"
+    triangle = f"{layers}.triangular_attention"
+    return (
+        Site(f"{triangle}.primitives", "_attention", additive),
+        Site(f"{triangle}.primitives", "kernel_triangular_attn", kernel),
+        *pairs,
+        Site(f"{layers}.{multiplied}", ("_" if package == "boltzgen" else "") + "kernel_triangular_mult",
+             multiplication, missing="cuequivariance_torch"),
+        Site(f"{triangle}.primitives", "Attention.forward"),
+        Site(f"{triangle}.attention", "TriangleAttention.forward"),
+    )  # fmt: skip
+
+
+CLIENTS = {
+    "boltz": Client(
+        "boltz",
+        "boltz",
+        _sites(
+            "boltz",
+            "triangular_mult",
+            (
+                Site("boltz.model.layers.attentionv2", "AttentionPairBias.forward", _second),
+                Site("boltz.model.layers.attention", "AttentionPairBias.forward", _first),
+            ),
+        ),
+    ),
+    "boltzgen": Client(
+        "boltzgen",
+        "boltzgen",
+        _sites("boltzgen", "triangular", (Site("boltzgen.model.layers.attention", "AttentionPairBias.forward", _second),)),
+    ),
+}

@@ -1,0 +1,70 @@
+"""Replacements that several clients share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.clients.patching import Count
+from evoattn.compat import cuequivariance
+from evoattn.compat.openfold import attention
+
+__all__ = ["additive", "kernel", "multiplication", "queries_first"]
+
+Function = Callable[..., Any]
+
+
+def additive(original: Function, count: Count) -> Function:
+    """`_attention(query, key, value, biases)`, as OpenFold has it: q is scaled, heads come before queries."""
+
+    def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
+        count.one()
+        return attention(query, key, value, biases)
+
+    return _attention
+
+
+def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:
+    """What stands around a kernel there: `(q, k, v, biases) -> [*, Q, H, C]`."""
+
+    def replace(original: Function, count: Count) -> Function:
+        def attend(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], scale: float | None = None) -> Tensor:
+            """`scale`, where it is given, is that of the channels."""
+            count.one()
+            added = [_additive_mask(x) for x in biases]
+            return attention(q, k, v, added, scaled=scaled).transpose(-2, -3)
+
+        return attend
+
+    return replace
+
+
+def _additive_mask(bias: Tensor) -> Tensor:
+    """A bool mask, True is attended, as the others are."""
+    return torch.where(bias, 0.0, -1e9) if bias.dtype == torch.bool else bias
+
+
+def kernel(original: Function, count: Count) -> Function:
+    """A call of cuEquivariance's `triangle_attention` with the mask fifth and the scale sixth, whatever their names."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, scale: float) -> Tensor:
+        count.one()
+        return cuequivariance.triangle_attention(q, k, v, bias, mask=mask, scale=scale)
+
+    def named(q: Tensor, k: Tensor, v: Tensor, tri_bias: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return attend(q, k, v, tri_bias, mask, scale)
+
+    return named if "tri_bias" in inspect.signature(original).parameters else attend
+
+
+def multiplication(original: Function, count: Count) -> Function:
+    """cuEquivariance's triangle multiplication in plain torch, for clients that want it with the attention."""
+
+    def update(x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        return cuequivariance.triangle_multiplicative_update(x, *arguments, **named)
+
+    return update

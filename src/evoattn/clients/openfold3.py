@@ -1,0 +1,75 @@
+"""OpenFold-3: all attention goes through one module, which looks its functions up at each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.clients.calls import queries_first
+from evoattn.clients.patching import Client, Count, Site
+from evoattn.compat.cuequivariance import triangle_multiplicative_update
+from evoattn.compat.openfold import attention
+
+__all__ = ["CLIENTS"]
+
+_MODULE = "openfold3.core.model.primitives.attention"
+_MULTIPLICATION = "openfold3.core.model.layers.triangular_multiplicative_update"
+
+
+def _additive(original: Any, count: Count) -> Any:
+    def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor], use_high_precision: bool = False) -> Tensor:
+        """In the dtype of the query, which the original sets as that of autocast. Sums are float32 with either precision."""
+        count.one()
+        with torch.autocast(query.device.type, enabled=False):
+            return attention(query, key.to(query.dtype), value.to(query.dtype), biases)
+
+    return _attention
+
+
+def _low_memory(original: Any, count: Count) -> Any:
+    def _lma(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int) -> Tensor:
+        """Ours holds no scores, whatever the chunks. The caller has expanded the biases: that is taken back."""
+        count.one()
+        return attention(q, k, v, [_narrow(x) for x in biases])
+
+    return _lma
+
+
+def _narrow(bias: Tensor) -> Tensor:
+    """One entry of each axis along which a tensor was expanded."""
+    for axis, (size, stride) in enumerate(zip(bias.shape, bias.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            bias = bias.narrow(axis, 0, 1)
+    return bias
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    """Whether cuEquivariance would leave a call to torch."""
+    return False
+
+
+CLIENTS = {
+    "openfold3": Client(
+        "openfold3",
+        "openfold3",
+        (
+            Site(_MODULE, "_attention", _additive),
+            Site(_MODULE, "_lma", _low_memory),
+            Site(_MODULE, "_triton_evo_attn", queries_first(scaled=False)),
+            Site(_MODULE, "_cueq_triangle_attn", queries_first(scaled=False)),
+            Site(_MODULE, "_deepspeed_evo_attn", queries_first(scaled=False)),
+            Site(_MODULE, "Attention.forward"),
+            Site(_MODULE, "GlobalAttention.forward"),
+            Site(_MODULE, "attention_chunked_trainable"),
+        ),
+        values=(
+            (_MODULE, "cueq_is_installed", True),
+            (_MODULE, "cueq_would_fall_back", _never),
+            (_MODULE, "TritonEvoformer", queries_first),  # asked for, and not called
+            (_MODULE, "TRITON_AVAILABLE", True),
+            (_MULTIPLICATION, "triangle_multiplicative_update", triangle_multiplicative_update),
+        ),
+    )
+}

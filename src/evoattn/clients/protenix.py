@@ -1,0 +1,58 @@
+"""Protenix and OpenDDE: triangle attention by a name given at each call, and SDPA for the single track, samples and atoms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from evoattn.clients.calls import additive, kernel, multiplication, queries_first
+from evoattn.clients.patching import Client, Count, Site
+from evoattn.compat.openfold import attention
+
+__all__ = ["CLIENTS"]
+
+
+def _single(original: Any, count: Count) -> Any:
+    def _attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_bias: Tensor | None = None,
+        use_efficient_implementation: bool = True,
+        inplace_safe: bool = False,
+    ) -> Tensor:
+        """`[..., H, L, D]`, or windows `[..., H, blocks, L, D]`, whose blocks take the place of heads."""
+        if q.ndim < 3:
+            count.other("an attention without heads")
+            passed: Tensor = original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)
+            return passed
+        count.one()
+        return attention(q, k.to(q.dtype), v.to(q.dtype), [attn_bias])
+
+    return _attention
+
+
+def _sites(package: str, more: tuple[Site, ...] = ()) -> tuple[Site, ...]:
+    layers, triangles = f"{package}.model.triangular.layers", f"{package}.model.triangular.triangular"
+    return (
+        Site(layers, "_attention", additive),
+        Site(layers, "cuequivariance_triangular_attn", kernel),
+        *more,
+        Site(f"{package}.model.modules.primitives", "_attention", _single),
+        Site(triangles, "kernel_triangular_mult", multiplication, missing="cuequivariance_torch"),
+        Site(layers, "Attention.forward"),
+        Site(f"{package}.model.modules.primitives", "_local_attention"),
+        Site(f"{package}.model.modules.primitives", "Attention.forward"),
+    )
+
+
+_KERNELS = (
+    Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
+    Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
+)
+
+CLIENTS = {
+    "protenix": Client("protenix", "protenix", _sites("protenix", _KERNELS)),
+    "opendde": Client("opendde", "opendde", _sites("opendde")),
+}

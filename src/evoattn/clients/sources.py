@@ -1,0 +1,79 @@
+"""Digests of the clients' functions in the releases that are known, as `patching.digest` makes them.
+
+`python tools/client_sources.py NAME` prints the lines of the release that is installed.
+"""
+
+from __future__ import annotations
+
+__all__ = ["SOURCES"]
+
+SOURCES: dict[str, dict[str, dict[str, str]]] = {
+    "boltz": {
+        "2.2.1": {
+            "boltz.model.layers.triangular_attention.primitives:_attention": "595e99d0da09ccd6",
+            "boltz.model.layers.triangular_attention.primitives:kernel_triangular_attn": "a13942efdb4cd87e",
+            "boltz.model.layers.attentionv2:AttentionPairBias.forward": "74d96d3d59227018",
+            "boltz.model.layers.attention:AttentionPairBias.forward": "0cf46e443849a5af",
+            "boltz.model.layers.triangular_mult:kernel_triangular_mult": "8ed271b2b4f6810f",
+            "boltz.model.layers.triangular_attention.primitives:Attention.forward": "a1722baccda13296",
+            "boltz.model.layers.triangular_attention.attention:TriangleAttention.forward": "c01d47c693b13f25",
+        },
+    },
+    "boltzgen": {
+        "0.3.2": {
+            "boltzgen.model.layers.triangular_attention.primitives:_attention": "595e99d0da09ccd6",
+            "boltzgen.model.layers.triangular_attention.primitives:kernel_triangular_attn": "a13942efdb4cd87e",
+            "boltzgen.model.layers.attention:AttentionPairBias.forward": "5b735a189d4d3d79",
+            "boltzgen.model.layers.triangular:_kernel_triangular_mult": "4038b2a9e63b76ff",
+            "boltzgen.model.layers.triangular_attention.primitives:Attention.forward": "667a0805e8d38044",
+            "boltzgen.model.layers.triangular_attention.attention:TriangleAttention.forward": "c01d47c693b13f25",
+        },
+    },
+    "esmfold": {
+        "5.24.0": {
+            "transformers.models.esm.modeling_esmfold:EsmFoldAttention.forward": "18347ce3dfbbd77f",
+            "transformers.models.esm.modeling_esmfold:EsmFoldSelfAttention.forward": "e34878faf3a7ae51",
+            "transformers.models.esm.modeling_esmfold:EsmFoldAttention._prep_qkv": "744219ed857c30f5",
+            "transformers.models.esm.modeling_esmfold:EsmFoldAttention._wrap_up": "0d6a10dbc3b64229",
+            "transformers.models.esm.modeling_esmfold:EsmFoldTriangleAttention.forward": "a1259a59359dc2d3",
+            "transformers.models.esm.modeling_esmfold:EsmFoldTriangularSelfAttentionBlock.forward": "c2dcca846b7db1dc",
+        },
+    },
+    "opendde": {
+        "1.2.0": {
+            "opendde.model.triangular.layers:_attention": "595e99d0da09ccd6",
+            "opendde.model.triangular.layers:cuequivariance_triangular_attn": "44bf9a094acff462",
+            "opendde.model.modules.primitives:_attention": "8cdd042ca581b2de",
+            "opendde.model.triangular.triangular:kernel_triangular_mult": "865be2809079c276",
+            "opendde.model.triangular.layers:Attention.forward": "74db8b5ffdbc0585",
+            "opendde.model.modules.primitives:_local_attention": "5cf317f9df2ed736",
+            "opendde.model.modules.primitives:Attention.forward": "36a33032a1b586c4",
+        },
+    },
+    "openfold3": {
+        "0.5.0": {
+            "openfold3.core.model.primitives.attention:_attention": "3b9b2c2331db3405",
+            "openfold3.core.model.primitives.attention:_lma": "d6efd48ca5ff0251",
+            "openfold3.core.model.primitives.attention:_triton_evo_attn": "35e9ab18b94d84a7",
+            "openfold3.core.model.primitives.attention:_cueq_triangle_attn": "58777d523200e667",
+            "openfold3.core.model.primitives.attention:_deepspeed_evo_attn": "7b436774203a341e",
+            "openfold3.core.model.primitives.attention:Attention.forward": "fccd73b9d91e855d",
+            "openfold3.core.model.primitives.attention:GlobalAttention.forward": "2052f241f4614499",
+            "openfold3.core.model.primitives.attention:attention_chunked_trainable": "26ccfc1d4688fcc6",
+        },
+    },
+    "protenix": {
+        "2.0.0": {
+            "protenix.model.triangular.layers:_attention": "595e99d0da09ccd6",
+            "protenix.model.triangular.layers:cuequivariance_triangular_attn": "435bdcb0baec4fb2",
+            "protenix.model.triangular.layers:_tri_attention": "f2459ad7153cb924",
+            "protenix.model.triangular.layers:_deepspeed_evo_attn": "bd58c9cc8f1b43b4",
+            "protenix.model.modules.primitives:_attention": "ac6ef0d0faa32b4e",
+            "protenix.model.triangular.triangular:kernel_triangular_mult": "865be2809079c276",
+            "protenix.model.triangular.layers:Attention.forward": "20294019c87357a5",
+            "protenix.model.modules.primitives:_local_attention": "5cf317f9df2ed736",
+            "protenix.model.modules.primitives:Attention.forward": "01fbcba49158c829",
+        },
+    },
+}
+"""By client, release and site."""

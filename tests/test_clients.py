@@ -1,0 +1,287 @@
+"""Patches of clients: of a toy client in all its states, and of ESMFold's blocks in transformers, numbers and all."""
+
+import importlib
+import pathlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn.clients import patching
+from evoattn.clients.calls import additive
+from evoattn.clients.patching import Client, Site
+from evoattn.clients.sources import SOURCES
+
+TOY = {
+    "layers.py": """
+import torch
+
+
+def _attention(query, key, value, biases):
+    scores = query @ key.transpose(-1, -2)
+    for bias in biases:
+        scores = scores + bias
+    return torch.softmax(scores, -1) @ value
+
+
+def dispatch(q, k, v, biases, fast=False):
+    return kernel(q, k, v, biases) if fast else _attention(q, k, v, biases)
+
+
+def kernel(q, k, v, biases):
+    raise ImportError("no kernel on this machine")
+""",
+    "model.py": """
+from toy_client.layers import _attention as attend
+from toy_client.layers import dispatch
+
+
+class Block:
+    def forward(self, x):
+        return attend(x, x, x, [])
+""",
+}
+
+
+def times(original: Any, count: patching.Count) -> Any:
+    """A replacement that leaves long inputs to the original."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.shape[-2] > 8:
+            count.other("more than 8 keys")
+            return original(self, x)
+        count.one()
+        return original(self, x)
+
+    return forward
+
+
+SITES = (
+    Site("toy_client.layers", "_attention", additive),
+    Site("toy_client.layers", "kernel", additive),
+    Site("toy_client.model", "Block.forward", times),
+    Site("toy_client.layers", "dispatch"),
+)
+
+
+@pytest.fixture
+def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """An installed client, toy 1.0, that `patch` knows."""
+    (tmp_path / "toy_client").mkdir()
+    for name, text in (("__init__.py", ""), *TOY.items()):
+        (tmp_path / "toy_client" / name).write_text(text)
+    (tmp_path / "toy-1.0.dist-info").mkdir()
+    (tmp_path / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = Client("toy", "toy", SITES, values=(("toy_client.layers", "has_kernel", True),))
+    monkeypatch.setattr(patching, "NAMES", ("toy",))
+    monkeypatch.setattr(patching, "client", {"toy": known}.__getitem__)
+    model = importlib.import_module("toy_client.model")
+    layers = sys.modules["toy_client.layers"]
+    found = {str(site): patching.digest(_at(site)) for site in SITES}
+    monkeypatch.setitem(SOURCES, "toy", {"0.9": {}, "1.0": found})
+    model.layers = layers  # type: ignore[attr-defined]
+    yield model
+    for name in ("toy_client", "toy_client.layers", "toy_client.model"):
+        sys.modules.pop(name, None)
+    patching._active.clear()
+
+
+def _at(site: Site) -> Any:
+    owner: Any = sys.modules[site.module]
+    for part in site.name.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def x(length: int = 5) -> Tensor:
+    return torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(length))
+
+
+def test_every_name_is_replaced_counted_and_put_back(toy: Any) -> None:
+    before = {str(site): _at(site) for site in SITES}
+    expected = toy.layers._attention(x(), x(), x(), [])
+    with evoattn.patch("toy") as patched:
+        assert patched.sites == tuple(str(site) for site in SITES[:3])
+        assert toy.attend is toy.layers._attention is not before["toy_client.layers:_attention"], "imported by name"
+        assert toy.layers.dispatch is before["toy_client.layers:dispatch"], "only checked"
+        assert toy.layers.has_kernel
+        torch.testing.assert_close(toy.layers.dispatch(x(), x(), x(), []), expected)
+        torch.testing.assert_close(toy.layers.dispatch(x(), x(), x(), [], fast=True), expected)
+        torch.testing.assert_close(toy.Block().forward(x()), expected)
+        toy.Block().forward(x(9))
+    assert patched.calls_by_site == {
+        "toy_client.layers:_attention": 3,
+        "toy_client.layers:kernel": 1,
+        "toy_client.model:Block.forward": 1,
+    }
+    assert (patched.calls, patched.passed_on) == (5, {"more than 8 keys": 1})
+    assert {str(site): _at(site) for site in SITES} == before
+    assert toy.attend is toy.layers._attention and not hasattr(toy.layers, "has_kernel")
+    for text in ("toy 1.0: 5 calls", "1  by the original: more than 8 keys", "3  toy_client.layers:_attention"):
+        assert text in str(patched)
+    toy.layers._attention(x(), x(), x(), [])
+    assert patched.calls == 5, "the original again"
+
+
+def test_twice_is_once(toy: Any) -> None:
+    original = toy.layers._attention
+    with evoattn.patch("toy") as outer:
+        with evoattn.patch("toy") as inner:
+            assert inner is outer
+        assert toy.layers._attention is not original, "the outer one holds on"
+    assert toy.layers._attention is original
+    held = evoattn.patch("toy")
+    with evoattn.patch("toy"):
+        toy.layers._attention(x(), x(), x(), [])
+    assert held.calls == 1 and toy.layers._attention is not original
+    held.undo()
+    assert toy.layers._attention is original
+    held.undo()
+
+
+@pytest.mark.parametrize("change", ["text", "gone", "no source"])
+def test_code_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = toy.layers._attention
+    if change == "text":
+        monkeypatch.setitem(SOURCES["toy"]["1.0"], "toy_client.layers:dispatch", "another")
+    elif change == "gone":
+        monkeypatch.delattr(toy.layers, "dispatch")
+    else:
+        monkeypatch.setattr(toy.layers, "dispatch", len)
+    with pytest.raises(evoattn.clients.UnknownRelease, match=r"toy 1\.0 .* toy_client\.layers:dispatch; known are 0\.9, 1\.0"):
+        evoattn.patch("toy")
+    assert toy.layers._attention is original and not patching._active
+    assert evoattn.patch().sites == ()
+
+
+def test_all_that_are_installed(toy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with evoattn.patch() as patched:
+        assert patched.versions == {"toy": "1.0"}
+        assert evoattn.patch("toy") is patched
+    assert capsys.readouterr().err == "evoattn computes the attention of toy 1.0\n"
+
+
+def test_what_others_replaced_since_stays(toy: Any) -> None:
+    patched = evoattn.patch("toy")
+    toy.layers._attention = theirs = lambda *_: None
+    with pytest.warns(UserWarning, match="not put back, because others have replaced them since: _attention"):
+        patched.undo()
+    assert toy.layers._attention is theirs
+
+
+def test_names_and_clients_that_are_not_there(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="name must be one of 'toy', or None for all that are installed; got 'bolz'"):
+        evoattn.patch("bolz")
+    missing = Client("toy", "toy-that-is-not-there", SITES)
+    monkeypatch.setattr(patching, "client", {"toy": missing}.__getitem__)
+    with pytest.raises(ImportError, match="toy is not installed: no distribution toy-that-is-not-there"):
+        evoattn.patch("toy")
+
+
+def test_a_compiled_call_is_ours_too(toy: Any) -> None:
+    expected = toy.layers.dispatch(x(), x(), x(), [])
+    torch.compiler.reset()
+    with evoattn.patch("toy"):
+        compiled = torch.compile(toy.layers.dispatch, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x(), x(), x(), [], fast=True), expected)
+
+
+@pytest.mark.parametrize("name", patching.NAMES)
+def test_every_site_of_a_client_is_known(name: str) -> None:
+    of = patching.client(name)
+    assert of.name == name
+    for version, sources in SOURCES[name].items():
+        assert set(sources) == {str(site) for site in of.sites}, version
+    assert len({str(site) for site in of.sites}) == len(of.sites)
+
+
+# ---- ESMFold
+
+
+@pytest.fixture(scope="module")
+def esmfold() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("transformers.models.esm.modeling_esmfold")
+
+
+def block(esmfold: Any, dtype: torch.dtype) -> Any:
+    """A block of the trunk, small, with parameters that are all far from zero."""
+    from transformers import EsmConfig
+
+    config = EsmConfig(vocab_size=33, is_folding_model=True, esmfold_config={}, vocab_list=["<cls>"] * 33).esmfold_config.trunk
+    config.sequence_state_dim, config.pairwise_state_dim = 32, 16
+    config.sequence_head_width, config.pairwise_head_width, config.dropout = 8, 8, 0.0
+    made = esmfold.EsmFoldTriangularSelfAttentionBlock(config).to(dtype)
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            noise = torch.randn(parameter.shape, generator=rng).to(dtype)
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.3 * noise + 0.5)
+    return made
+
+
+def outputs_and_gradients(module: Any, length: int, dtype: torch.dtype, chunk_size: int | None) -> tuple[list[Tensor], Tensor]:
+    """Both outputs, and all gradients in one vector."""
+    rng = torch.Generator().manual_seed(length)
+    s, z = (torch.randn(size, generator=rng).to(dtype).requires_grad_() for size in ((2, length, 32), (2, length, length, 16)))
+    mask = (torch.arange(length) < torch.tensor([[length], [length - 5]])).to(dtype)
+    outputs = module(s, z, mask=mask, chunk_size=chunk_size)
+    cotangents = [torch.randn(o.shape, generator=rng).to(dtype) for o in outputs]
+    leaves = [s, z, *module.parameters()]
+    gradients = torch.autograd.grad(outputs, leaves, cotangents)
+    return [o.detach() for o in outputs], torch.cat([g.flatten() for g in gradients])
+
+
+@pytest.mark.parametrize("length", [16, 33, 64])
+@pytest.mark.parametrize("chunk_size", [None, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_esmfolds_block_gives_the_same(esmfold: Any, dtype: torch.dtype, chunk_size: int | None, length: int) -> None:
+    """Outputs at padded positions too, and all gradients."""
+    module = block(esmfold, dtype)
+    expected, expected_gradients = outputs_and_gradients(module, length, dtype, chunk_size)
+    with evoattn.patch("esmfold") as patched:
+        found, gradients = outputs_and_gradients(module, length, dtype, chunk_size)
+    assert all(patched.calls_by_site.values()), "a branch that ours never reached"
+    limit, of_gradients = (1e-5, 1e-4) if dtype == torch.float32 else (1e-7, 1e-7)  # float64 numbers near 1e9 are 1e-7 apart
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() <= limit * theirs.abs().max()
+    assert (gradients - expected_gradients).norm() <= of_gradients * expected_gradients.norm()
+
+
+def test_esmfolds_originals_do_not_run(esmfold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the patch no softmax of the original is taken."""
+    module = block(esmfold, torch.float32)
+
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("the original computes attention")
+
+    with evoattn.patch("esmfold"):
+        monkeypatch.setattr(esmfold, "softmax_no_cast", refuse)
+        monkeypatch.setattr(esmfold.nn.functional, "softmax", refuse)
+        outputs_and_gradients(module, 16, torch.float32, None)
+    with pytest.raises(AssertionError, match="the original computes attention"):
+        outputs_and_gradients(module, 16, torch.float32, None)
+
+
+def test_esmfolds_options_go_to_the_original(esmfold: Any) -> None:
+    module = block(esmfold, torch.float32).tri_att_start.mha
+    q_x = torch.randn(3, 7, 16)
+    with evoattn.patch("esmfold") as patched, pytest.raises(ValueError, match="use_flash is incompatible"):
+        module(q_x, q_x, [torch.zeros(7)], use_flash=True)
+    assert patched.passed_on == {"use_flash, or options by position": 1} and patched.calls == 0
+
+
+def test_a_sequence_without_a_residue_is_not_nan(esmfold: Any) -> None:
+    attention = block(esmfold, torch.float32).seq_attention
+    with evoattn.patch("esmfold"):
+        y, maps = attention(torch.randn(2, 7, 32), mask=torch.zeros(2, 7), bias=torch.randn(2, 7, 7, 4))
+    assert y.isfinite().all() and maps is None

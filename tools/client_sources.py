@@ -1,0 +1,24 @@
+"""Print the digests of installed clients' functions, for `evoattn.clients.sources`: client_sources.py NAME ..."""
+
+import importlib
+import sys
+
+from evoattn.clients.patching import client, digest
+
+
+def main(names: list[str]) -> None:
+    """A block of lines a client."""
+    for name in names:
+        of = client(name)
+        print(f'    "{name}": {{\n        "{of.installed}": {{')
+        for site in of.sites:
+            *classes, function = site.name.split(".")
+            owner = importlib.import_module(site.module)
+            for part in classes:
+                owner = getattr(owner, part)
+            print(f'            "{site}": "{digest(vars(owner)[function])}",')
+        print("        },\n    },")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

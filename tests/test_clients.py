@@ -94,10 +94,7 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
 
 
 def _at(site: Site) -> Any:
-    owner: Any = sys.modules[site.module]
-    for part in site.name.split("."):
-        owner = getattr(owner, part)
-    return owner
+    return site.find()[2]
 
 
 def x(length: int = 5) -> Tensor:
@@ -143,7 +140,9 @@ def test_twice_is_once(toy: Any) -> None:
     assert held.calls == 1 and toy.layers._attention is not original
     held.undo()
     assert toy.layers._attention is original
-    held.undo()
+    with evoattn.patch("toy") as other:
+        held.undo()
+        assert evoattn.patch("toy") is other, "one that is undone already takes no other with it"
 
 
 @pytest.mark.parametrize("change", ["text", "gone", "no source"])

@@ -150,11 +150,8 @@ def test_a_problem_that_failed_holds(case: testing.Case, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_queries_to_which_a_pair_bias_leaves_masked_keys_alone(dtype: torch.dtype, bias: float) -> None:
     """A pair bias of -inf at all keys that the mask bias of a row leaves: what is left is attended, and keeps its digits."""
-    case = testing.Case(
-        "left", n=3, h=2, lq=70, lk=70, dtype=dtype, bias_dtype=torch.float32, mask_bias="finite", pair_bias="b1hqk"
-    )
-    inputs = case.make(seed=1, device="cuda")
-    mask_bias, pair_bias = torch.zeros_like(inputs.mask_bias), inputs.pair_bias.clone()
+    inputs = example(n=3, h=2, lq=70, lk=70, dtype=dtype, mask=None, mask_bias="finite")
+    mask_bias, pair_bias = torch.zeros_like(inputs.mask_bias, dtype=torch.float32), inputs.pair_bias.clone()
     mask_bias[:, 1, ..., 40:] = bias
     pair_bias[..., 5:20, :40] = -torch.inf
     inputs = dataclasses.replace(inputs, mask_bias=mask_bias, pair_bias=pair_bias)

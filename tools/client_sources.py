@@ -1,6 +1,5 @@
 """Print the digests of installed clients' functions, for `evoattn.clients.sources`: client_sources.py NAME ..."""
 
-import importlib
 import sys
 
 from evoattn.clients.patching import client, digest
@@ -12,11 +11,7 @@ def main(names: list[str]) -> None:
         of = client(name)
         print(f'    "{name}": {{\n        "{of.installed}": {{')
         for site in of.sites:
-            *classes, function = site.name.split(".")
-            owner = importlib.import_module(site.module)
-            for part in classes:
-                owner = getattr(owner, part)
-            print(f'            "{site}": "{digest(vars(owner)[function])}",')
+            print(f'            "{site}": "{digest(site.find()[2])}",')
         print("        },\n    },")
 
 

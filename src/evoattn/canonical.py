@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from evoattn.numerics import accumulate_dtype
 
-__all__ = ["Canonical", "canonicalise"]
+__all__ = ["Canonical", "canonicalise", "narrow_expanded", "with_axes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +80,10 @@ def canonicalise(
     lead = tuple(q.shape[:-3])
     batch = _all_but_the_rows(lead)
     if pair_bias is not None:
-        pair_bias = _with_axes(pair_bias, q.ndim)
+        pair_bias = with_axes(pair_bias, q.ndim)
         # Where a gradient must come back in the expanded shape, the axis stays.
         if narrow and _strides_are_told_apart() and not (pair_bias.requires_grad and torch.is_grad_enabled()):
-            pair_bias = _narrow_expanded(pair_bias)
+            pair_bias = narrow_expanded(pair_bias)
         batch = tuple(axis for axis in range(len(lead)) if pair_bias.shape[axis] != 1) or batch
     rows = tuple(axis for axis in range(len(lead)) if axis not in batch)
     heads = q.shape[-3]
@@ -118,7 +118,8 @@ def _strides_are_told_apart() -> bool:
     return torch._C._get_tracing_state() is None and get_proxy_mode() is None
 
 
-def _with_axes(x: Tensor, ndim: int) -> Tensor:
+def with_axes(x: Tensor, ndim: int) -> Tensor:
+    """A tensor with as many axes, of size 1 in front; the tensor itself where it has them."""
     return x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) if x.ndim < ndim else x
 
 
@@ -126,7 +127,8 @@ def _with_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[-3] == heads else x.expand(*x.shape[:-3], heads, *x.shape[-2:])
 
 
-def _narrow_expanded(x: Tensor) -> Tensor:
+def narrow_expanded(x: Tensor) -> Tensor:
+    """One entry of each axis along which a tensor was expanded."""
     for axis in range(x.ndim):
         if x.shape[axis] > 1 and x.stride(axis) == 0:
             x = x.narrow(axis, 0, 1)
@@ -151,7 +153,7 @@ def _fold_keys(
     The gradient of a bias that is expanded is summed by autograd, in the dtype of what was expanded: in 16 bits each term would
     be rounded before.
     """
-    x = _with_axes(x, len(lead) + 1)
+    x = with_axes(x, len(lead) + 1)
     sizes = list(x.shape)
     for group in (batch, rows):
         if [axis for axis in group if sizes[axis] != 1]:

@@ -16,7 +16,7 @@ from evoattn.dispatch import BACKENDS
 from evoattn.layouts import LAYOUTS
 from evoattn.tuning import Config
 
-__all__ = ["check_arguments", "check_no_tangent", "compute_dtype", "key_axes"]
+__all__ = ["check_arguments", "check_no_tangent", "compute_dtype", "fits", "key_axes"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AXES = {
@@ -44,10 +44,10 @@ def _has_unit_axes(x: Tensor, q: Tensor) -> bool:
     if x.ndim > max(2, len(lead) + 1):
         return True
     units = x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1
-    return units and not _fits(tuple(x.shape[:-1]), lead) and _fits(tuple(x.shape[:-3]), lead)
+    return units and not fits(tuple(x.shape[:-1]), lead) and fits(tuple(x.shape[:-3]), lead)
 
 
-def _fits(sizes: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+def fits(sizes: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Whether sizes broadcast to what is expected."""
     pairs = zip(reversed(sizes), reversed(expected), strict=False)
     return len(sizes) <= len(expected) and all(size == 1 or size == wanted for size, wanted in pairs)
@@ -179,7 +179,7 @@ def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> N
                 " a bias that varies over heads or queries goes to pair_bias"
             )
         x = x.squeeze(-2).squeeze(-2)
-    elif x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1 != x.shape[-4] and _fits(tuple(x.shape[:-3]), expected[:-1]):
+    elif x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1 != x.shape[-4] and fits(tuple(x.shape[:-3]), expected[:-1]):
         raise ValueError(
             f"{name} of shape {_shape(x)} can be read as [*, N, 1, 1, Lk] and as [*, N, Lk] = {_sizes(expected)};"
             " give it all leading axes of q"
@@ -188,7 +188,7 @@ def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> N
 
 
 def _check_broadcast(name: str, x: Tensor, expected: tuple[int, ...], axes: str) -> None:
-    if not _fits(tuple(x.shape), expected):
+    if not fits(tuple(x.shape), expected):
         raise ValueError(f"{name} must broadcast to {axes} = {_sizes(expected)}, got shape {_shape(x)}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -49,20 +48,23 @@ def _additive_mask(bias: Tensor) -> Tensor:
 
 
 def kernel(original: Function, count: Count) -> Function:
-    """A call of cuEquivariance's `triangle_attention` with the mask fifth and the scale sixth, whatever their names."""
+    """A call of cuEquivariance's `triangle_attention`. Boltz gives the bias by name, and calls it `tri_bias`."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **named: Any) -> Tensor:
         count.one()
-        return cuequivariance.triangle_attention(q, k, v, bias, mask=mask, scale=scale)
+        if "tri_bias" in named:
+            named["bias"] = named.pop("tri_bias")
+        o: Tensor = cuequivariance.triangle_attention(q, k, v, *arguments, **named)
+        return o
 
-    def named(q: Tensor, k: Tensor, v: Tensor, tri_bias: Tensor, mask: Tensor, scale: float) -> Tensor:
-        return attend(q, k, v, tri_bias, mask, scale)
-
-    return named if "tri_bias" in inspect.signature(original).parameters else attend
+    return attend
 
 
 def multiplication(original: Function, count: Count) -> Function:
-    """cuEquivariance's triangle multiplication in plain torch, for clients that want it with the attention."""
+    """cuEquivariance's triangle multiplication in plain torch, for clients that want it with the attention.
+
+    A function of its own, since a replacement takes the name of the original.
+    """
 
     def update(x: Tensor, *arguments: Any, **named: Any) -> Tensor:
         return cuequivariance.triangle_multiplicative_update(x, *arguments, **named)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn.canonical import narrow_expanded
 from evoattn.clients.calls import queries_first
 from evoattn.clients.patching import Client, Count, Site
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
@@ -32,17 +33,9 @@ def _low_memory(original: Any, count: Count) -> Any:
     def _lma(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int) -> Tensor:
         """Ours holds no scores, whatever the chunks. The caller has expanded the biases: that is taken back."""
         count.one()
-        return attention(q, k, v, [_narrow(x) for x in biases])
+        return attention(q, k, v, [narrow_expanded(x) for x in biases])
 
     return _lma
-
-
-def _narrow(bias: Tensor) -> Tensor:
-    """One entry of each axis along which a tensor was expanded."""
-    for axis, (size, stride) in enumerate(zip(bias.shape, bias.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            bias = bias.narrow(axis, 0, 1)
-    return bias
 
 
 def _never(*_: Any, **__: Any) -> bool:

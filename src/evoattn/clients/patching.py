@@ -77,6 +77,14 @@ class Site:
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"
 
+    def find(self) -> tuple[Any, str, Callable[..., Any] | None]:
+        """What owns the function, a module or a class, its name there, and the function, or None. Imports the module."""
+        *classes, name = self.name.split(".")
+        owner: Any = importlib.import_module(self.module)
+        for part in classes:
+            owner = getattr(owner, part, None)
+        return owner, name, None if owner is None else vars(owner).get(name)
+
 
 @dataclasses.dataclass(frozen=True)
 class Client:
@@ -85,7 +93,7 @@ class Client:
     Args:
         name: what `patch` takes.
         distribution: its name in the package registry.
-        sites: what is replaced and what is checked.
+        sites: the functions to replace, and those that are only checked.
         values: module, name and value of what says that a kernel is there, or is one; set where nothing is there.
     """
 
@@ -177,7 +185,8 @@ class Patch:
         lost = [change.name for change in reversed(self._changes) if not change.undo()]
         self._changes.clear()
         for name in self.versions:
-            _active.pop(name, None)
+            if _active.get(name) is self:
+                del _active[name]
         if lost:
             warnings.warn(f"not put back, because others have replaced them since: {', '.join(lost)}", stacklevel=2)
 
@@ -285,11 +294,7 @@ def client(name: str) -> Client:
 
 def _find(of: Client, version: str, site: Site) -> tuple[Any, str, Callable[..., Any]]:
     """A site's owner, a module or a class, its name there, and the function, if it is the one that is known."""
-    *classes, name = site.name.split(".")
-    owner: Any = importlib.import_module(site.module)
-    for part in classes:
-        owner = getattr(owner, part, None)
-    function = vars(owner).get(name) if owner is not None else None
+    owner, name, function = site.find()
     if function is None:
         raise UnknownRelease(_unknown(of, version, f"has no {site}"))
     try:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from evoattn.canonical import with_axes
 from evoattn.validation import compute_dtype
 
 __all__ = ["EmptyRows", "check_choice", "with_means", "with_means_of_queries"]
@@ -53,7 +54,7 @@ def with_means(
     if limit is None or mask_bias is None or not k.shape[-2]:
         return o
     if pair_bias is not None:
-        pair_bias = pair_bias[(None,) * (q.ndim - pair_bias.ndim)]
+        pair_bias = with_axes(pair_bias, q.ndim)
     empty, kept = _masked(mask_bias, k.shape[-2], limit)
     made: Tensor = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, kept, scale)  # type: ignore[no-untyped-call]
     return made

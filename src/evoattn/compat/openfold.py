@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
+from evoattn.canonical import with_axes
 from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means, with_means_of_queries
 from evoattn.numerics import accumulate_dtype
+from evoattn.validation import fits
 
 __all__ = ["attention"]
 
@@ -69,8 +71,7 @@ def attention(
         if x.ndim < 3:
             raise ValueError(f"{name} must be [*, H, L, C], got shape {list(x.shape)}")
     if q.ndim == 3:
-        given = [None if x is None else _with_axes(x, 4) for x in biases]
-        return attention(q[None], k[None], v[None], given, scaled=scaled, empty_rows=empty_rows)[0]
+        return attention(q[None], k[None], v[None], biases, scaled=scaled, empty_rows=empty_rows)[0]
     added = _checked(q, k, biases)
     masks = [x for x in added if x.shape[-2] == x.shape[-3] == 1]
     pairs = [x for x in added if x.shape[-2] != 1 or x.shape[-3] != 1]
@@ -95,10 +96,9 @@ def _checked(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> list[Tens
             continue
         if not isinstance(bias, Tensor):
             raise TypeError(f"biases[{place}] must be a torch.Tensor or None, got {type(bias).__name__}")
-        sizes = tuple(bias.shape)
-        if len(sizes) > len(scores) or any(x not in (1, y) for x, y in zip(reversed(sizes), reversed(scores), strict=False)):
-            raise ValueError(f"biases[{place}] must broadcast to the scores, {list(scores)}, got shape {list(sizes)}")
-        found.append(_with_axes(bias if bias.is_floating_point() else bias.to(accumulate_dtype(q.dtype)), q.ndim))
+        if not fits(tuple(bias.shape), scores):
+            raise ValueError(f"biases[{place}] must broadcast to the scores, {list(scores)}, got shape {list(bias.shape)}")
+        found.append(with_axes(bias if bias.is_floating_point() else bias.to(accumulate_dtype(q.dtype)), q.ndim))
     return found
 
 
@@ -111,7 +111,3 @@ def _sum(biases: list[Tensor], dtype: torch.dtype) -> Tensor | None:
     for other in others:
         total = total + other
     return total
-
-
-def _with_axes(x: Tensor, ndim: int) -> Tensor:
-    return x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) if isinstance(x, Tensor) and x.ndim < ndim else x

@@ -74,10 +74,8 @@ def triangle_multiplicative_update(
         "p_out_weight": p_out_weight,
         "g_out_weight": g_out_weight,
     }
-    for name, weight in needed.items():
-        if weight is None:
-            raise ValueError(f"{name} must be given")
-    assert p_in_weight is not None and g_in_weight is not None and p_out_weight is not None and g_out_weight is not None
+    if p_in_weight is None or g_in_weight is None or p_out_weight is None or g_out_weight is None:
+        raise ValueError(f"{next(name for name, weight in needed.items() if weight is None)} must be given")
     channels, hidden = x.shape[-1], p_in_weight.shape[0] // 2
     expected = ((2 * hidden, channels), (2 * hidden, channels), (channels, hidden), (channels, channels))
     for (name, weight), shape in zip(needed.items(), expected, strict=True):

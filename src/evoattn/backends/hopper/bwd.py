@@ -214,8 +214,8 @@ def plan_backward(
         # From here each kernel starts while the one before it runs: memory for all that they write is made by now. The first
         # waits for the terms where it reads them, the second for the first where it reads its statistics. Order and starts it
         # reads at once: the first lets it start only when it has waited for them.
-        row, ends, _, order, starts = (k,) + (None,) * 4 if terms is None else terms.make(start, mask, mask_bias, to_sums)
-        of_keys = (row, ends, order, starts)
+        made = (k, *(None,) * 4) if terms is None else terms.make(start, mask, mask_bias, to_sums)
+        of_keys = (*made[:2], *made[3:])  # without `deep`
         places = (q, k, v, o, do, lse, dlse, dq, dk, dv, to_mask, pair, laid, to_sums, to_pair, *of_keys)
         in_turn(functools.partial(launch, start), places, further)
         if first and factor != 1.0 and tensors[11] is not None:

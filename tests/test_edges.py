@@ -191,3 +191,30 @@ def test_a_scale_that_is_no_number_is_refused_in_compiled_code() -> None:
     torch.compiler.reset()
     with pytest.raises(ValueError, match="scale must be finite"):
         torch.compile(lambda x: evoformer_attention(x, k, v, scale=float("nan")))(q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_masked_key_far_above_the_only_key_that_is_left(backend: str, dtype: torch.dtype) -> None:
+    """Its pair bias, measured from the dtype's lowest number, overflowed: NaN."""
+    case = testing.Case(
+        "masked_key_above", n=2, h=1, lq=4, lk=2, d=32, dtype=dtype, mask="padding", pair_bias="111qk", pair_fill="lowest"
+    )
+    inputs = case.make(seed=1)
+    assert inputs.mask is not None and inputs.pair_bias is not None
+    inputs.mask[:] = torch.tensor([True, False])
+    inputs.pair_bias[..., 0, :] = torch.tensor([torch.finfo(dtype).min, 0.25], dtype=dtype)
+    outcome = testing.judge(_Fixed(inputs), backend)  # type: ignore[arg-type]
+    assert outcome == testing.Outcome("held")
+
+
+class _Fixed:
+    """A problem whose inputs are given."""
+
+    deterministic = False
+
+    def __init__(self, inputs: testing.Inputs) -> None:
+        self.inputs = inputs
+
+    def make(self, device: object) -> testing.Inputs:
+        return self.inputs

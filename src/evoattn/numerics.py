@@ -67,8 +67,9 @@ def largest_bias(dtype: torch.dtype) -> float:
 
 
 def _below(bias: Tensor, shift: Tensor) -> Tensor:
-    """bias - shift, which is -inf only if the bias is."""
-    return torch.where(bias == -torch.inf, bias, (bias - shift).clamp_min(-largest_bias(bias.dtype)))
+    """bias - shift, which is -inf only if the bias is, and never +inf: a key that a mask switches off may lie far above."""
+    largest = largest_bias(bias.dtype)
+    return torch.where(bias == -torch.inf, bias, (bias - shift).clamp(-largest, largest))
 
 
 def _masked_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -31,11 +31,11 @@ ARROWS: dict[str, set[str]] = {
     "sharded": set(),
     "api": {"eager", "sharded", "ops", "canonical", "dispatch", "layouts", "numerics", "problem", "tuning", "validation"},
     "compat": {"api", "canonical", "numerics", "validation"},
-    "clients": {"canonical", "compat"},
+    "clients": {"canonical", "compat", "dispatch"},
     "testing": {"api", "layouts", "numerics", "tuning", "workloads"},
     "__init__": {"_version", "api", "clients", "tuning"},
     "bench": {"__init__", "_version", "api", "dispatch", "problem", "testing", "tuning", "workloads"},
-    "cli": {"__init__", "api", "bench", "backends", "dispatch", "testing", "tuning", "workloads", "_version"},
+    "cli": {"__init__", "api", "bench", "backends", "clients", "dispatch", "testing", "tuning", "workloads", "_version"},
     "__main__": {"cli"},
 }
 

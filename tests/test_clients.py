@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import evoattn
-from evoattn.clients import patching
+from evoattn.clients import patching, releases
 from evoattn.clients.calls import additive
-from evoattn.clients.patching import Client, Site
+from evoattn.clients.releases import digest, digests_in_file
+from evoattn.clients.site import Client, Count, Site
 from evoattn.clients.sources import SOURCES
 
 TOY = {
@@ -49,7 +50,7 @@ class Block:
 }
 
 
-def times(original: Any, count: patching.Count) -> Any:
+def times(original: Any, count: Count) -> Any:
     """A replacement that leaves long inputs to the original."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     monkeypatch.setattr(patching, "client", {"toy": known}.__getitem__)
     model = importlib.import_module("toy_client.model")
     layers = sys.modules["toy_client.layers"]
-    found = {str(site): patching.digest(_at(site)) for site in SITES}
+    found = {str(site): digest(_at(site)) for site in SITES}
     monkeypatch.setitem(SOURCES, "toy", {"0.9": {}, "1.0": found})
     model.layers = layers  # type: ignore[attr-defined]
     yield model
@@ -284,3 +285,30 @@ def test_a_sequence_without_a_residue_is_not_nan(esmfold: Any) -> None:
     with evoattn.patch("esmfold"):
         y, maps = attention(torch.randn(2, 7, 32), mask=torch.zeros(2, 7), bias=torch.randn(2, 7, 7, 4))
     assert y.isfinite().all() and maps is None
+
+
+def test_a_file_gives_the_digests_of_its_functions(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With decorators, comments at the end, under conditions, in classes, in packages."""
+    (tmp_path / "in_files").mkdir()
+    (tmp_path / "in_files" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "in_files" / "part.py").write_text(
+        "import functools\n"
+        "try:\n    import no_such_module\nexcept ImportError:\n    @functools.cache\n    def one(x):\n        return x\n"
+        "        # at the end\n\n\n"
+        "class Two:\n    if True:\n        def three(self):\n            return 3\n    else:\n        def three(self): ...\n\n"
+        "    @staticmethod\n    def four(x):\n        '''A text.\n        '''\n\n\nname = 5\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sites = {name: Site("in_files.part", name) for name in ("one", "Two.three", "Two.four", "name", "Two.none")}
+    found = {name: digests_in_file(site) for name, site in sites.items()}
+    assert [len(x) for x in found.values()] == [1, 2, 1, 0, 0]
+    assert not digests_in_file(Site("in_files.no_such_part", "one")) and not digests_in_file(Site("no_such_package", "one"))
+    (tmp_path / "in_files" / "__init__.py").write_text("")
+    for name, site in sites.items():
+        function = site.find()[2]
+        if callable(function):
+            assert digest(getattr(function, "__wrapped__", function) if name == "one" else function) in found[name], name
+
+
+def test_esmfolds_files_are_known() -> None:
+    releases.check_files(patching.client("esmfold"))

@@ -2,7 +2,8 @@
 
 import sys
 
-from evoattn.clients.patching import client, digest
+from evoattn.clients.patching import client
+from evoattn.clients.releases import digest
 
 
 def main(names: list[str]) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from evoattn.backends import Backend
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["AUTO_ORDER", "BACKENDS", "backend_module", "objections", "refusals", "select"]
+__all__ = ["AUTO_ORDER", "BACKENDS", "backend_module", "listeners", "objections", "refusals", "select"]
 
 AUTO_ORDER = ("hopper", "triton", "tiled")
 """`auto` takes the first of these that has no objection."""
 
 BACKENDS = (*AUTO_ORDER, "reference")
 """Every name that `backend=` takes besides "auto"."""
+
+
+listeners: list[Callable[[str], None]] = []
+"""Told the name of each backend that `select` chooses; a kept plan chooses once."""
 
 
 def backend_module(name: str) -> Backend:
@@ -59,6 +63,8 @@ def select(problem: Problem, backend: str, config: Config) -> Backend:
     found = objections(AUTO_ORDER if backend == "auto" else (backend,), problem, config)
     for name, reasons in found.items():
         if not reasons:
+            for listener in listeners:
+                listener(name)
             return backend_module(name)
     refused = [f"{name}: {reason}" for name, reasons in found.items() for reason in reasons]
     raise ValueError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused))

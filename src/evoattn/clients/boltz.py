@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.clients.calls import additive, kernel, multiplication
-from evoattn.clients.patching import Client, Count, Site
+from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]

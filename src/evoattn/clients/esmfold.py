@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.clients.patching import Client, Count, Site
+from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]

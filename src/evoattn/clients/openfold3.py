@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evoattn.canonical import narrow_expanded
 from evoattn.clients.calls import queries_first
-from evoattn.clients.patching import Client, Count, Site
+from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.compat.openfold import attention
 

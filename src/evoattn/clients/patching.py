@@ -5,116 +5,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
-import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
+from evoattn.clients.releases import UnknownRelease, check_files, check_function
+from evoattn.clients.site import Client, Count, Site
 
-from evoattn.clients.sources import SOURCES
-
-__all__ = ["NAMES", "Client", "Count", "Patch", "Site", "UnknownRelease", "client", "digest", "patch"]
+__all__ = ["NAMES", "Client", "Count", "Patch", "Site", "UnknownRelease", "client", "patch", "patch_as_imported"]
 
 NAMES = ("boltz", "boltzgen", "esmfold", "opendde", "openfold3", "protenix")
 """Clients that `patch` knows; each has a module of this folder, or shares one (`_MODULES`)."""
 
 _MODULES = {"boltzgen": "boltz", "opendde": "protenix"}
-
-
-class UnknownRelease(RuntimeError):  # noqa: N818
-    """A client's code is not the code that the patch was written for."""
-
-
-class Count:
-    """How often a site was called: by ours, or passed on to the original, with the reason.
-
-    Calls inside code that torch.compile made are not counted: a number that changes would have it compiled anew.
-    """
-
-    def __init__(self) -> None:
-        self.ours = 0
-        self.passed_on: collections.Counter[str] = collections.Counter()
-
-    def one(self) -> None:
-        """A call that ours computes."""
-        if not torch.compiler.is_compiling():
-            self.ours += 1
-
-    def other(self, reason: str) -> None:
-        """A call that the original computes."""
-        if not torch.compiler.is_compiling():
-            self.passed_on[reason] += 1
-
-
-Replace = Callable[[Callable[..., Any], Count], Callable[..., Any]]
-"""Makes a replacement of a function from it and from what counts its calls."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """A function that computes attention, or that decides which one does.
-
-    Args:
-        module: its module, by its full name.
-        name: the function in the module, or "Class.function".
-        replace: makes what stands there instead. None: it is only checked, because the replacements rely on it.
-        missing: the site is replaced only if this module is not installed.
-    """
-
-    module: str
-    name: str
-    replace: Replace | None = None
-    missing: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.name}"
-
-    def find(self) -> tuple[Any, str, Callable[..., Any] | None]:
-        """What owns the function, a module or a class, its name there, and the function, or None. Imports the module."""
-        *classes, name = self.name.split(".")
-        owner: Any = importlib.import_module(self.module)
-        for part in classes:
-            owner = getattr(owner, part, None)
-        return owner, name, None if owner is None else vars(owner).get(name)
-
-
-@dataclasses.dataclass(frozen=True)
-class Client:
-    """A program whose attention can be replaced.
-
-    Args:
-        name: what `patch` takes.
-        distribution: its name in the package registry.
-        sites: the functions to replace, and those that are only checked.
-        values: module, name and value of what says that a kernel is there, or is one; set where nothing is there.
-    """
-
-    name: str
-    distribution: str
-    sites: tuple[Site, ...]
-    values: tuple[tuple[str, str, Any], ...] = ()
-
-    @property
-    def installed(self) -> str | None:
-        """The version that is installed, or None."""
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-
-def digest(function: Callable[..., Any]) -> str:
-    """What tells one source of a function from another; comments count, indentation and spaces at the ends of lines do not."""
-    lines = textwrap.dedent(inspect.getsource(function)).strip().splitlines()
-    return hashlib.sha256("\n".join(line.rstrip() for line in lines).encode()).hexdigest()[:16]
 
 
 _NOTHING = object()
@@ -154,6 +62,7 @@ class Patch:
         self._changes: list[_Change] = []
         self._entered: list[bool] = []
         self._fresh = True
+        self._tell: Callable[[str], None] | None = None
         for name in names:
             self._apply(client(name))
 
@@ -208,20 +117,24 @@ class Patch:
 
     def _apply(self, of: Client) -> None:
         """Check all sites of a client, then replace them: nothing is half patched."""
-        version = of.installed
-        if version is None:
+        if of.installed is None:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution}")
-        found = [(site, *_find(of, version, site)) for site in of.sites]
+        self._replace(of, of.sites, of.values)
+        self.versions[of.name] = of.installed
+
+    def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
+        """Check these sites, then replace them."""
+        found = [(site, *_find(of, site)) for site in sites]
         changes: list[_Change] = []
         counts: dict[str, Count] = {}
         for site, owner, name, original in found:
             if site.replace is None or (site.missing is not None and _is_installed(site.missing)):
                 continue
-            count = counts[str(site)] = Count()
+            count = counts[str(site)] = Count(self._tell)
             made = functools.wraps(original)(site.replace(original, count))
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
             changes += [_Change(place, where, original, made) for place, where in places]
-        for module, name, value in of.values:
+        for module, name, value in values:
             owner = importlib.import_module(module)
             if not getattr(owner, name, None):
                 changes.append(_Change(owner, name, getattr(owner, name, _NOTHING), value))
@@ -229,7 +142,6 @@ class Patch:
             setattr(change.owner, change.name, change.now)
         self._changes += changes
         self._counts |= counts
-        self.versions[of.name] = version
 
 
 _active: dict[str, Patch] = {}
@@ -285,6 +197,31 @@ def _patch_all() -> Patch:
     return made
 
 
+def patch_as_imported(name: str, module: str, tell: Callable[[str], None]) -> Patch:
+    """Replace what is in one module of a client, which has just been imported; the others follow as they are imported.
+
+    Args:
+        name: one of `NAMES`.
+        module: full name of the module.
+        tell: is told of each call, as by `Count`.
+
+    Returns:
+        The client's patch, the same for all its modules.
+
+    Raises:
+        UnknownRelease: the files of the client are not those that are known. Nothing is replaced then.
+    """
+    of = client(name)
+    if name not in _active:
+        check_files(of)
+        made = Patch()
+        made._tell, made.versions[name] = tell, str(of.installed)
+        _active[name] = made
+    sites = [site for site in of.sites if site.module == module]
+    _active[name]._replace(of, sites, [value for value in of.values if value[0] == module])
+    return _active[name]
+
+
 def client(name: str) -> Client:
     """What is known of a client."""
     module = importlib.import_module(f"evoattn.clients.{_MODULES.get(name, name)}")
@@ -292,24 +229,10 @@ def client(name: str) -> Client:
     return found
 
 
-def _find(of: Client, version: str, site: Site) -> tuple[Any, str, Callable[..., Any]]:
+def _find(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]]:
     """A site's owner, a module or a class, its name there, and the function, if it is the one that is known."""
     owner, name, function = site.find()
-    if function is None:
-        raise UnknownRelease(_unknown(of, version, f"has no {site}"))
-    try:
-        if digest(function) not in {of_sites.get(str(site)) for of_sites in SOURCES[of.name].values()}:
-            raise UnknownRelease(_unknown(of, version, f"has another {site}"))
-    except (OSError, TypeError) as error:
-        raise UnknownRelease(_unknown(of, version, f"does not show the source of {site}")) from error
-    return owner, name, function
-
-
-def _unknown(of: Client, version: str, what: str) -> str:
-    return (
-        f"{of.name} {version} {what}; known are {', '.join(SOURCES[of.name])}. Install one of these, or replace the calls by "
-        "those of evoattn.compat"
-    )
+    return owner, name, check_function(of, site, function)
 
 
 def _names_of(function: Callable[..., Any], of: Client) -> list[tuple[types.ModuleType, str]]:

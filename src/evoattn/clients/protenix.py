@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from evoattn.clients.calls import additive, kernel, multiplication, queries_first
-from evoattn.clients.patching import Client, Count, Site
+from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]

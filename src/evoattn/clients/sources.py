@@ -1,4 +1,4 @@
-"""Digests of the clients' functions in the releases that are known, as `patching.digest` makes them.
+"""Digests of the clients' functions in the releases that are known, as `releases.digest` makes them.
 
 `python tools/client_sources.py NAME` prints the lines of the release that is installed.
 """

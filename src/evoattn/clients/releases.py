@@ -1,0 +1,104 @@
+"""Whether an installed client is one that its patch was written for: by digests of the source of its functions."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import pathlib
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from evoattn.clients.site import Client, Site
+from evoattn.clients.sources import SOURCES
+
+__all__ = ["UnknownRelease", "check_files", "check_function", "digest", "digests_in_file"]
+
+
+class UnknownRelease(RuntimeError):  # noqa: N818
+    """A client's code is not the code that the patch was written for."""
+
+
+def digest(function: Callable[..., Any]) -> str:
+    """What tells one source of a function from another; comments count, indentation and spaces at the ends of lines do not."""
+    return _digest(inspect.getsource(function))
+
+
+def digests_in_file(site: Site) -> set[str]:
+    """The same of all functions of a site's name in its file, without importing it."""
+    path = _file_of(site.module)
+    if path is None:
+        return set()
+    with tokenize.open(path) as file:
+        text = file.read()
+    lines = text.splitlines(keepends=True)
+    nodes: list[ast.AST] = [ast.parse(text)]
+    for part in site.name.split("."):
+        nodes = [found for node in nodes for found in _defined(node) if getattr(found, "name", None) == part]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    firsts = [min(node.lineno, *(x.lineno for x in node.decorator_list), node.lineno) for node in functions]
+    return {_digest("".join(inspect.getblock(lines[first - 1 :]))) for first in firsts}
+
+
+def check_function(of: Client, site: Site, function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The function that stands at a site; UnknownRelease unless it is one that is known."""
+    if function is None:
+        raise UnknownRelease(_unknown(of, f"has no {site}"))
+    try:
+        if digest(function) not in _known(of, site):
+            raise UnknownRelease(_unknown(of, f"has another {site}"))
+    except (OSError, TypeError) as error:
+        raise UnknownRelease(_unknown(of, f"does not show the source of {site}")) from error
+    return function
+
+
+def check_files(of: Client) -> None:
+    """Raise UnknownRelease unless the files of a client hold the functions that are known. Nothing is imported."""
+    for site in of.sites:
+        found = digests_in_file(site)
+        if not found & _known(of, site):
+            raise UnknownRelease(_unknown(of, f"has another {site}" if found else f"has no {site}"))
+
+
+def _known(of: Client, site: Site) -> set[str]:
+    return {sites[str(site)] for sites in SOURCES[of.name].values() if str(site) in sites}
+
+
+def _digest(source: str) -> str:
+    lines = textwrap.dedent(source).strip().splitlines()
+    return hashlib.sha256("\n".join(line.rstrip() for line in lines).encode()).hexdigest()[:16]
+
+
+def _defined(node: ast.AST) -> Iterator[ast.AST]:
+    """What a module or a class defines, under conditions too."""
+    for field in ("body", "orelse", "handlers", "finalbody"):
+        for child in getattr(node, field, []):
+            yield child
+            if isinstance(child, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+                yield from _defined(child)
+
+
+def _file_of(module: str) -> pathlib.Path | None:
+    """A module's file, from where its outermost package lies."""
+    first, *parts = module.split(".")
+    spec = importlib.util.find_spec(first)
+    if spec is None:
+        return None
+    if not parts:
+        return None if spec.origin is None else pathlib.Path(spec.origin)
+    for folder in spec.submodule_search_locations or ():
+        stem = pathlib.Path(folder, *parts)
+        for path in (stem.with_name(stem.name + ".py"), stem / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+def _unknown(of: Client, what: str) -> str:
+    return (
+        f"{of.name} {of.installed} {what}; known are {', '.join(SOURCES[of.name])}. Install one of these, or replace the calls "
+        "by those of evoattn.compat"
+    )

@@ -1,0 +1,117 @@
+"""What happens inside a program under `evoattn run`: modules of clients are patched as they come, and calls are counted.
+
+The counts lie in a folder of the parent, one file a process, and are there however the process ends.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import mmap
+import os
+import pathlib
+import secrets
+import threading
+from typing import Any
+
+from evoattn import dispatch
+from evoattn.clients.patching import NAMES, UnknownRelease, client, patch_as_imported
+
+__all__ = ["FOLDER", "STARTUP", "Tally", "imported", "modules", "totals"]
+
+FOLDER = "EVOATTN_RUN"
+"""The environment's name for the folder of the counts."""
+
+STARTUP = pathlib.Path(__file__).parent / "startup"
+"""The folder that goes to PYTHONPATH."""
+
+_MOST = 1024  # names of a process
+_BYTES = 8
+
+
+class Tally:
+    """Counts of names, in a file that is mapped to memory: they outlive a process that is killed.
+
+    A forked process begins a file of its own.
+
+    Args:
+        folder: where. If it is gone, nothing is counted.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = pathlib.Path(folder)
+        self._begin()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[tuple[str, ...], int] = {}
+        self._counts: memoryview | None = None
+
+    def add(self, *name: str) -> None:
+        """Count one more."""
+        with self._lock:
+            if name not in self._places:
+                if len(self._places) == _MOST or not self._write(name):
+                    return
+                self._places[name] = len(self._places)
+            assert self._counts is not None
+            self._counts[self._places[name]] += 1
+
+    def _write(self, name: tuple[str, ...]) -> bool:
+        """Whether the name could be put into the file of names; makes both files first."""
+        try:
+            if self._counts is None:
+                self._stem = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}"
+                with self._stem.with_suffix(".counts").open("w+b") as file:
+                    file.truncate(_MOST * _BYTES)
+                    self._counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+            with self._stem.with_suffix(".names").open("a") as file:
+                file.write(json.dumps(name) + "\n")
+        except OSError:
+            return False
+        return True
+
+
+def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
+    """The counts of all processes, by their names."""
+    found: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for path in folder.glob("*.names"):
+        counts = memoryview(path.with_suffix(".counts").read_bytes()).cast("q")
+        for name, count in zip(path.read_text().splitlines(), counts, strict=False):
+            found[tuple(json.loads(name))] += count
+    return found
+
+
+def modules(names: tuple[str, ...] = NAMES) -> dict[str, list[str]]:
+    """The modules to watch, each with the clients that it is of."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for module in sorted(client(name).modules):
+            found.setdefault(module, []).append(name)
+    return found
+
+
+_process: dict[str, Any] = {}
+"""The tally of this process, and the clients that are not patched in it."""
+
+
+def imported(module: str, folder: str) -> None:
+    """A watched module has been imported: replace what is in it."""
+    if not _process:
+        _process.update(tally=Tally(folder), refused=set())
+        dispatch.listeners.append(lambda backend: _process["tally"].add("backend", backend))
+    tally: Tally = _process["tally"]
+    watched = json.loads(pathlib.Path(folder, "modules.json").read_text())
+    for name in watched[module]:
+        if name in _process["refused"]:
+            continue
+        try:
+            patched = patch_as_imported(name, module, functools.partial(tally.add, "call", name))
+        except UnknownRelease as error:
+            _process["refused"].add(name)
+            tally.add("refused", name, str(error))
+        else:
+            tally.add("patched", name, patched.versions[name])

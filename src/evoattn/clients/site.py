@@ -1,0 +1,107 @@
+"""What is known of a client: the functions that compute attention, and what stands in their place."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Client", "Count", "Replace", "Site"]
+
+
+class Count:
+    """How often a site was called: by ours, or passed on to the original, with the reason.
+
+    Calls inside code that torch.compile made are not counted: a number that changes would have it compiled anew.
+
+    Args:
+        tell: is told of each call: "" if ours computes it, else the reason.
+    """
+
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        self.ours = 0
+        self.passed_on: collections.Counter[str] = collections.Counter()
+        self._tell = tell
+
+    def one(self) -> None:
+        """A call that ours computes."""
+        if torch.compiler.is_compiling():
+            return
+        self.ours += 1
+        if self._tell is not None:
+            self._tell("")
+
+    def other(self, reason: str) -> None:
+        """A call that the original computes."""
+        if torch.compiler.is_compiling():
+            return
+        self.passed_on[reason] += 1
+        if self._tell is not None:
+            self._tell(reason)
+
+
+Replace = Callable[[Callable[..., Any], Count], Callable[..., Any]]
+"""Makes a replacement of a function from it and from what counts its calls."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A function that computes attention, or that decides which one does.
+
+    Args:
+        module: its module, by its full name.
+        name: the function in the module, or "Class.function".
+        replace: makes what stands there instead. None: it is only checked, because the replacements rely on it.
+        missing: the site is replaced only if this module is not installed.
+    """
+
+    module: str
+    name: str
+    replace: Replace | None = None
+    missing: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+    def find(self) -> tuple[Any, str, Callable[..., Any] | None]:
+        """What owns the function, a module or a class, its name there, and the function, or None. Imports the module."""
+        *classes, name = self.name.split(".")
+        owner: Any = importlib.import_module(self.module)
+        for part in classes:
+            owner = getattr(owner, part, None)
+        return owner, name, None if owner is None else vars(owner).get(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+    """A program whose attention can be replaced.
+
+    Args:
+        name: what `patch` takes.
+        distribution: its name in the package registry.
+        sites: the functions to replace, and those that are only checked.
+        values: module, name and value of what says that a kernel is there, or is one; set where nothing is there.
+    """
+
+    name: str
+    distribution: str
+    sites: tuple[Site, ...]
+    values: tuple[tuple[str, str, Any], ...] = ()
+
+    @property
+    def installed(self) -> str | None:
+        """The version that is installed, or None."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def modules(self) -> set[str]:
+        """The modules in which something is replaced or set."""
+        return {site.module for site in self.sites if site.replace} | {module for module, _, _ in self.values}

@@ -1,0 +1,78 @@
+"""Python runs this file when it starts in a program under `evoattn run`, and in its children: their folder is in PYTHONPATH.
+
+It watches for the modules of known clients. Once one has been imported, `evoattn.clients.running` replaces what is in it.
+Until then nothing but the standard library is imported.
+"""
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+from typing import Any
+
+
+class _Watched(importlib.abc.Loader):
+    """A module's own loader, and what happens after it."""
+
+    def __init__(self, loader: Any, folder: str) -> None:
+        self._loader, self._folder = loader, folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        self._loader.exec_module(module)
+        try:
+            from evoattn.clients import running
+        except ImportError as error:
+            with open(os.path.join(self._folder, f"{os.getpid()}.lost"), "w") as file:
+                file.write(f"{sys.executable} cannot import evoattn ({error})")
+        else:
+            running.imported(module.__name__, self._folder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds watched modules as the finders after it do."""
+
+    def __init__(self, modules: Any, folder: str) -> None:
+        self._modules, self._folder = frozenset(modules), folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self._modules:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Watched(spec.loader, self._folder)
+                return spec
+        return None
+
+
+def _watch(folder: str) -> None:
+    try:
+        with open(os.path.join(folder, "modules.json")) as file:
+            modules = json.load(file)
+    except OSError:  # the program has ended; this is a child that it left behind
+        return
+    sys.meta_path.insert(0, _Finder(modules, folder))
+
+
+def _leave_the_stage() -> None:
+    """Out of sys.path, and the file of this name that would have run without this one, if there is one."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    own = sys.modules.pop("sitecustomize")
+    spec = importlib.util.find_spec("sitecustomize")
+    sys.modules["sitecustomize"] = own if spec is None else importlib.util.module_from_spec(spec)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(sys.modules["sitecustomize"])
+
+
+if "EVOATTN_RUN" in os.environ:
+    _watch(os.environ["EVOATTN_RUN"])
+_leave_the_stage()

@@ -1,0 +1,249 @@
+"""`evoattn run`: a toy client in programs that end in all ways, and what the line at the end says. ESMFold once, for real."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from evoattn.cli import main
+from evoattn.clients import running
+
+LAYERS = """
+import torch
+
+
+def _attention(query, key, value, biases):
+    scores = query @ key.transpose(-1, -2)
+    for bias in biases:
+        scores = scores + bias
+    return torch.softmax(scores, -1) @ value
+"""
+
+TOY = """
+from evoattn.clients.calls import additive
+from evoattn.clients.site import Client, Site
+
+
+def times(original, count):
+    def forward(x):
+        count.other("too long")
+        return original(x)
+
+    return forward
+
+
+SITES = (Site("toy_client.layers", "_attention", additive), Site("toy_client.model", "long", times))
+CLIENTS = {"toy": Client("toy", "toy", SITES)}
+"""
+
+MODEL = """
+from toy_client.layers import _attention as attend
+
+
+def long(x):
+    return attend(x, x, x, [])
+"""
+
+# What makes the toy known in a program, before it is imported.
+PREPARE = """
+import evoattn.clients.patching, evoattn.clients.releases, torch
+from evoattn.clients.sources import SOURCES
+evoattn.clients.__path__.append({folder!r})
+evoattn.clients.patching.NAMES = ("toy",)
+from evoattn.clients.toy import CLIENTS
+SOURCES["toy"] = {{"1.0": {{str(site): {known} for site in CLIENTS["toy"].sites}}}}
+x = torch.randn(1, 2, 5, 8)
+"""
+KNOWN = "max(evoattn.clients.releases.digests_in_file(site))"
+
+
+class Program:
+    """A script beside the toy client, run by `python -m evoattn run`."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        (folder / "toy_client").mkdir()
+        (folder / "toy-1.0.dist-info").mkdir()
+        (folder / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+        for name, text in (("__init__.py", ""), ("layers.py", LAYERS), ("model.py", MODEL)):
+            (folder / "toy_client" / name).write_text(text)
+        (folder / "toy.py").write_text(TOY)
+
+    def write(self, text: str, known: str = KNOWN) -> None:
+        prepare = PREPARE.format(folder=str(self.folder), known=known)
+        (self.folder / "program.py").write_text(prepare + textwrap.dedent(text))
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """`evoattn run` in a process of its own, in which the toy is known too."""
+        prepare = PREPARE.format(folder=str(self.folder), known="''")
+        begin = f"{prepare}\nimport sys, evoattn.cli.run\nevoattn.cli.run.NAMES = ('toy',)\nfrom evoattn.cli import main"
+        line = f"{begin}\nsys.exit(main(['run', *sys.argv[1:]]))"
+        return subprocess.Popen(
+            [sys.executable, "-c", line, *command],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *command: str) -> tuple[int, str, str]:
+        """Its status, output and the last line of its errors."""
+        process = self.start(*(command or ("python", "program.py")))
+        out, errors = process.communicate(timeout=120)
+        return process.returncode, out, errors.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def program(tmp_path: pathlib.Path) -> Program:
+    return Program(tmp_path)
+
+
+def test_a_program_and_its_children_are_patched(program: Program) -> None:
+    """A spawned process, a forked one that is killed, and one that replaces itself."""
+    program.write(
+        """
+        import multiprocessing, os, signal, subprocess, sys
+        from toy_client import layers, model
+
+        def one(times):
+            for _ in range(times):
+                layers._attention(x, x, x, [])
+
+        if __name__ == "__main__":
+            assert "startup" not in " ".join(sys.path), sys.path
+            one(1)
+            model.long(x)
+            if sys.argv[1:] == ["last"]:
+                sys.exit(7)
+            spawned = multiprocessing.get_context("spawn").Process(target=one, args=(10,))
+            spawned.start()
+            spawned.join()
+            if os.fork() == 0:
+                one(100)
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.wait()
+            os.execv(sys.executable, [sys.executable, __file__, "last"])
+        """
+    )
+    status, _, line = program.run()
+    assert status == 7
+    # Two of the program, and two more once it has replaced itself; 10 and 100.
+    ours, others = line.removeprefix("evoattn run: ").split("; ")
+    assert ours == "114 attention calls of toy 1.0 computed by evoattn on tiled"
+    assert others == "2 attention calls by the original: too long"
+
+
+def test_a_module_with_arguments(program: Program) -> None:
+    program.write("import sys, toy_client.layers\nprint(sys.argv[1:])")
+    status, out, line = program.run("-m", "program", "-m", "--patch", "--help")
+    assert (status, out) == (0, "['-m', '--patch', '--help']\n")
+    assert line == "evoattn run: toy 1.0 patched, but no attention was called"
+
+
+def test_a_sitecustomize_of_the_user_runs_too(program: Program) -> None:
+    (program.folder / "sitecustomize.py").write_text("import builtins\nbuiltins.of_the_user = __file__\n")
+    (program.folder / "program.py").write_text("import sitecustomize\nassert of_the_user == sitecustomize.__file__\n")
+    status, _, line = program.run()
+    assert (status, line) == (0, "evoattn run: nothing to patch: the program imported no attention of toy")
+
+
+def test_a_release_that_is_not_known_is_left_alone_and_named(program: Program) -> None:
+    program.write("from toy_client.layers import _attention\nassert not hasattr(_attention, '__wrapped__')", known="''")
+    status, _, line = program.run()
+    assert status == 0
+    assert line.startswith("evoattn run: toy was not patched: toy 1.0 has another toy_client.layers:_attention; known are 1.0")
+    status, out, line = program.run("--patch", "toy", "python", "-c", "print('ran')")
+    assert (status, out) == (2, "") and "has another toy_client.layers:_attention" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_signals_are_the_programs(program: Program, number: signal.Signals) -> None:
+    """It handles the first, and dies of the second; calls before that count."""
+    program.write(
+        f"""
+        import signal, time
+        from toy_client import layers
+        layers._attention(x, x, x, [])
+        def handle(*_):
+            signal.signal({int(number)}, signal.SIG_DFL)
+            print("handled", flush=True)
+        signal.signal({int(number)}, handle)
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.05)
+        """
+    )
+    process = program.start("python", "program.py")
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    child = _child(process.pid)
+    for answer in ("handled\n", ""):
+        if number is signal.SIGINT:  # a terminal tells both
+            os.kill(child, number)
+        process.send_signal(number)
+        assert process.stdout.readline() == answer
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -number
+    assert "1 attention call of toy 1.0 computed by evoattn on tiled" in errors
+
+
+def _child(parent: int) -> int:
+    return int(pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
+
+
+def test_commands_that_cannot_be_started(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("#!/somewhere/else/bin/python3\n")
+    other.chmod(0o755)
+    for command, words in (
+        ([], "PROGRAM is missing"),
+        (["no_such_command"], "no command 'no_such_command'"),
+        ([str(other)], "runs with /somewhere/else/bin/python3"),
+        (["--patch", "boltz", "python"], "boltz is not installed here"),
+        (["--patch", "nothing", "python"], "invalid choice: 'nothing'"),
+    ):
+        assert main(["run", *command]) == 2, command
+        assert words in capfd.readouterr().err
+
+
+def test_an_environment_without_evoattn_is_named(tmp_path: pathlib.Path) -> None:
+    for name, text in (("watched", ""), ("evoattn", "raise ImportError('not here')")):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "modules.json").write_text(json.dumps({"watched": ["boltz"]}))
+    environment = {"EVOATTN_RUN": str(tmp_path), "PYTHONPATH": f"{running.STARTUP}{os.pathsep}{tmp_path}"}
+    subprocess.run([sys.executable, "-c", "import watched"], env=environment, check=True, cwd=tmp_path)
+    (lost,) = tmp_path.glob("*.lost")
+    assert "cannot import evoattn" in lost.read_text()
+
+
+def test_counts_of_a_folder_that_is_gone_are_dropped(tmp_path: pathlib.Path) -> None:
+    tally = running.Tally(tmp_path / "gone")
+    tally.add("call", "toy", "")
+    assert not list(tmp_path.iterdir())
+    kept = running.Tally(tmp_path)
+    for x in range(1100):  # more names than there is room for
+        kept.add("call", str(x))
+        kept.add("call", "0")
+    found = running.totals(tmp_path)
+    assert found["call", "0"] == 1101 and len(found) == 1024
+
+
+def test_esmfold(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from transformers.models.esm.modeling_esmfold import EsmFoldAttention
+        torch.manual_seed(0)
+        EsmFoldAttention(16, 16, 16, 4, 2)(torch.randn(1, 3, 5, 16), torch.randn(1, 3, 5, 16), [torch.randn(1, 3, 1, 1, 5)])
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "evoattn", "run", "--patch", "esmfold", "python", "program.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr.strip().splitlines()[-1].startswith("evoattn run: 1 attention call of esmfold 5.")

@@ -233,6 +233,18 @@ def test_counts_of_a_folder_that_is_gone_are_dropped(tmp_path: pathlib.Path) -> 
     assert found["call", "0"] == 1101 and len(found) == 1024
 
 
+def test_a_fork_counts_for_itself(tmp_path: pathlib.Path) -> None:
+    tally = running.Tally(tmp_path)
+    tally.add("before")
+    child = os.fork()
+    for _ in range(5 if child == 0 else 7):
+        tally.add("of the child" if child == 0 else "of the parent")
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert running.totals(tmp_path) == {("before",): 1, ("of the child",): 5, ("of the parent",): 7}
+
+
 def test_esmfold(tmp_path: pathlib.Path) -> None:
     (tmp_path / "program.py").write_text(
         textwrap.dedent("""

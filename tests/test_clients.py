@@ -299,9 +299,9 @@ def test_a_file_gives_the_digests_of_its_functions(tmp_path: pathlib.Path, monke
         "    @staticmethod\n    def four(x):\n        '''A text.\n        '''\n\n\nname = 5\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    sites = {name: Site("in_files.part", name) for name in ("one", "Two.three", "Two.four", "name", "Two.none")}
+    sites = {name: Site("in_files.part", name) for name in ("one", "Two.three", "Two.four", "name", "Two.none", "Two")}
     found = {name: digests_in_file(site) for name, site in sites.items()}
-    assert [len(x) for x in found.values()] == [1, 2, 1, 0, 0]
+    assert [len(x) for x in found.values()] == [1, 2, 1, 0, 0, 1]
     assert not digests_in_file(Site("in_files.no_such_part", "one")) and not digests_in_file(Site("no_such_package", "one"))
     (tmp_path / "in_files" / "__init__.py").write_text("")
     for name, site in sites.items():

@@ -28,7 +28,7 @@ def digest(function: Callable[..., Any]) -> str:
 
 
 def digests_in_file(site: Site) -> set[str]:
-    """The same of all functions of a site's name in its file, without importing it."""
+    """The same of all functions or classes of a site's name in its file, without importing it."""
     path = _file_of(site.module)
     if path is None:
         return set()
@@ -38,8 +38,8 @@ def digests_in_file(site: Site) -> set[str]:
     nodes: list[ast.AST] = [ast.parse(text)]
     for part in site.name.split("."):
         nodes = [found for node in nodes for found in _defined(node) if getattr(found, "name", None) == part]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    firsts = [min(node.lineno, *(x.lineno for x in node.decorator_list), node.lineno) for node in functions]
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    firsts = [min([node.lineno, *(x.lineno for x in node.decorator_list)]) for node in found]
     return {_digest("".join(inspect.getblock(lines[first - 1 :]))) for first in firsts}
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn.canonical import narrow_expanded
 from evoattn.clients.site import Count
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 
-__all__ = ["additive", "kernel", "multiplication", "queries_first"]
+__all__ = ["additive", "kernel", "low_memory", "multiplication", "queries_first"]
 
 Function = Callable[..., Any]
 
@@ -25,6 +26,17 @@ def additive(original: Function, count: Count) -> Function:
         return attention(query, key, value, biases)
 
     return _attention
+
+
+def low_memory(original: Function, count: Count) -> Function:
+    """`_lma`, as OpenFold and OpenFold-3 have it."""
+
+    def _lma(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int) -> Tensor:
+        """Ours holds no scores, whatever the chunks. The caller has expanded the biases: that is taken back."""
+        count.one()
+        return attention(q, k, v, [narrow_expanded(x) for x in biases])
+
+    return _lma
 
 
 def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:

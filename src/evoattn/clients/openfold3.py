@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.canonical import narrow_expanded
-from evoattn.clients.calls import queries_first
+from evoattn.clients.calls import low_memory, queries_first
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.compat.openfold import attention
@@ -29,15 +28,6 @@ def _additive(original: Any, count: Count) -> Any:
     return _attention
 
 
-def _low_memory(original: Any, count: Count) -> Any:
-    def _lma(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int) -> Tensor:
-        """Ours holds no scores, whatever the chunks. The caller has expanded the biases: that is taken back."""
-        count.one()
-        return attention(q, k, v, [narrow_expanded(x) for x in biases])
-
-    return _lma
-
-
 def _never(*_: Any, **__: Any) -> bool:
     """Whether cuEquivariance would leave a call to torch."""
     return False
@@ -49,7 +39,7 @@ CLIENTS = {
         "openfold3",
         (
             Site(_MODULE, "_attention", _additive),
-            Site(_MODULE, "_lma", _low_memory),
+            Site(_MODULE, "_lma", low_memory),
             Site(_MODULE, "_triton_evo_attn", queries_first(scaled=False)),
             Site(_MODULE, "_cueq_triangle_attn", queries_first(scaled=False)),
             Site(_MODULE, "_deepspeed_evo_attn", queries_first(scaled=False)),

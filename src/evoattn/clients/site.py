@@ -55,7 +55,7 @@ class Site:
 
     Args:
         module: its module, by its full name.
-        name: the function in the module, or "Class.function".
+        name: the function in the module, or "Class.function"; or "Class", to check all of its source.
         replace: makes what stands there instead. None: it is only checked, because the replacements rely on it.
         missing: the site is replaced only if this module is not installed.
     """

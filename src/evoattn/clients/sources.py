@@ -50,6 +50,20 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "opendde.model.modules.primitives:Attention.forward": "36a33032a1b586c4",
         },
     },
+    "openfold": {
+        "2.2.0": {
+            "openfold.model.primitives:_attention": "dd2783949eee38b1",
+            "openfold.model.primitives:_lma": "14adb3a8446a9998",
+            "openfold.model.primitives:_deepspeed_evo_attn": "5569481d4d717866",
+            "openfold.model.primitives:_flash_attn": "9bf248c41c9a6130",
+            "openfold.model.primitives:Attention.forward": "139d99b15d8cbc93",
+            "openfold.model.primitives:GlobalAttention.forward": "9c31fbbca5ee54f5",
+            "openfold.model.primitives:Attention._prep_qkv": "0a7a6bc1a1ac7d63",
+            "openfold.model.primitives:Attention._wrap_up": "ccba98296441cf40",
+            "openfold.model.primitives:_attention_chunked_trainable": "0add24d5765624fc",
+            "openfold.utils.kernel.attention_core:AttentionCoreFunction.forward": "05941d8097ab06a6",
+        },
+    },
     "openfold3": {
         "0.5.0": {
             "openfold3.core.model.primitives.attention:_attention": "3b9b2c2331db3405",

@@ -1,0 +1,86 @@
+"""OpenFold 1 and 2: one module of functions, a CUDA kernel called in the midst of a `forward`, and the global attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.clients.calls import additive, low_memory, queries_first
+from evoattn.clients.site import Client, Count, Site
+from evoattn.compat.openfold import attention
+
+__all__ = ["CLIENTS"]
+
+_MODULE = "openfold.model.primitives"
+
+
+def _kernel(original: Any, count: Count) -> Any:
+    def forward(
+        self: Any,
+        q_x: Tensor,
+        kv_x: Tensor,
+        biases: list[Tensor] | None = None,
+        use_memory_efficient_kernel: bool = False,
+        *arguments: Any,
+        **options: Any,
+    ) -> Tensor:
+        """Only the CUDA kernel is called here. The original calls functions for all else, and those are replaced too."""
+        other_switch = any(x is True for x in (*arguments, *options.values()))  # which with this one is an error
+        if not use_memory_efficient_kernel or other_switch:
+            passed: Tensor = original(self, q_x, kv_x, biases, use_memory_efficient_kernel, *arguments, **options)
+            return passed
+        count.one()
+        q, k, v = self._prep_qkv(q_x, kv_x)
+        o = attention(q, k, v, biases or [])
+        out: Tensor = self._wrap_up(o.transpose(-2, -3), q_x)
+        return out
+
+    return forward
+
+
+def _global(original: Any, count: Count) -> Any:
+    def forward(self: Any, m: Tensor, mask: Tensor, use_lma: bool = False) -> Tensor:
+        """Each row `[*, N, L, C]` has one query a head, made of the mean of its entries, and one head of keys and values."""
+        count.one()
+        mean = (m * mask.unsqueeze(-1)).sum(-2) / (mask.sum(-1, keepdim=True) + self.eps)
+        q = self.linear_q(mean).unflatten(-1, (self.no_heads, -1)).unsqueeze(-2)  # [*,n,h,1,c]
+        k, v = (linear(m).unsqueeze(-3) for linear in (self.linear_k, self.linear_v))  # [*,n,1,l,c]
+        off = self.inf * (mask - 1)
+        o = attention(q, k, v, [off[..., None, None, :]], scaled=False)
+        gate = self.linear_g(m).sigmoid().unflatten(-1, (self.no_heads, -1))  # [*,n,l,h,c]
+        out: Tensor = self.linear_o((o.transpose(-2, -3) * gate).flatten(-2))
+        return out
+
+    return forward
+
+
+def _flash(original: Any, count: Count) -> Any:
+    def _flash_attn(q: Tensor, k: Tensor, v: Tensor, kv_mask: Tensor) -> Tensor:
+        """In q's dtype, not in float16. Keys that are masked are left out: a query without a key has output 0."""
+        count.one()
+        off = torch.where(kv_mask == 0, -torch.inf, 0.0)[..., None, None, :]
+        return attention(q, k, v, [off], empty_rows="native").transpose(-2, -3)
+
+    return _flash_attn
+
+
+CLIENTS = {
+    "openfold": Client(
+        "openfold",
+        "openfold",
+        (
+            Site(_MODULE, "_attention", additive),
+            Site(_MODULE, "_lma", low_memory),
+            Site(_MODULE, "_deepspeed_evo_attn", queries_first(scaled=False)),
+            Site(_MODULE, "_flash_attn", _flash),
+            Site(_MODULE, "Attention.forward", _kernel),
+            Site(_MODULE, "GlobalAttention.forward", _global),
+            Site(_MODULE, "Attention._prep_qkv"),
+            Site(_MODULE, "Attention._wrap_up"),
+            Site(_MODULE, "_attention_chunked_trainable"),
+            Site("openfold.utils.kernel.attention_core", "AttentionCoreFunction.forward"),
+        ),
+    )
+}

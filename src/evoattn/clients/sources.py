@@ -8,6 +8,16 @@ from __future__ import annotations
 __all__ = ["SOURCES"]
 
 SOURCES: dict[str, dict[str, dict[str, str]]] = {
+    "alphafold3_pytorch": {
+        "0.8.3": {
+            "alphafold3_pytorch.attention:Attend.forward": "7f860798ffe46178",
+            "alphafold3_pytorch.attention:Attend.local_attn": "497283d008f36e85",
+            "alphafold3_pytorch.alphafold3:TriangleAttention.forward": "17b6b705512f1026",
+            "alphafold3_pytorch.attention:Attention.forward": "5f9e7ccbaccb8ffb",
+            "alphafold3_pytorch.attention:full_attn_bias_to_windowed": "8f79188f7dd5ec43",
+            "alphafold3_pytorch.attention:full_pairwise_repr_to_windowed": "bba00236cbf9dad1",
+        },
+    },
     "boltz": {
         "2.2.1": {
             "boltz.model.layers.triangular_attention.primitives:_attention": "595e99d0da09ccd6",

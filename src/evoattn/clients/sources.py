@@ -99,5 +99,17 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "protenix.model.modules.primitives:Attention.forward": "01fbcba49158c829",
         },
     },
+    "rf3": {
+        "0.2.0": {
+            "rf3.model.layers.attention:TriangleAttention._forward_vanilla": "5881cc1bf689d83c",
+            "rf3.model.layers.attention:TriangleAttention._forward_cuequivariance": "ba03d861a3401781",
+            "rf3.model.layers.pairformer_layers:AttentionPairBiasPairformerDeepspeed.forward": "e8c1808df67a6be4",
+            "rf3.model.layers.af3_diffusion_transformer:AttentionPairBiasDiffusion.forward": "4d3acf37568bae61",
+            "rf3.model.layers.af3_diffusion_transformer:AttentionPairBiasDiffusion.atom_attention": "cfdabdc81ff3a8dd",
+            "rf3.model.layers.attention:TriangleAttention": "943d7df812f7d68a",
+            "rf3.model.layers.af3_diffusion_transformer:AttentionPairBiasDiffusion": "efdb2c8d04b887b8",
+            "foundry.training.checkpoint:activation_checkpointing": "fe7994286a24fb0d",
+        },
+    },
 }
 """By client, release and site."""

@@ -1,0 +1,136 @@
+"""RosettaFold-3 in foundry: triangle attention in two branches, and pair-biased attention inline in a `forward`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.clients.site import Client, Count, Site
+from evoattn.compat.openfold import attention
+
+__all__ = ["CLIENTS"]
+
+_TRIANGLES = "rf3.model.layers.attention"
+_PAIRFORMER = "rf3.model.layers.pairformer_layers"
+_DIFFUSION = "rf3.model.layers.af3_diffusion_transformer"
+
+
+def _triangle(original: Any, count: Count) -> Any:
+    """Either branch, with the dtypes of torch's: cuEquivariance's insists on bfloat16."""
+
+    def forward(self: Any, pair: Tensor, bias: Tensor) -> Tensor:
+        count.one()
+        gate = self.to_g(pair).sigmoid()
+        q, k, v = (to(pair).unflatten(-1, (self.h, -1)).transpose(-2, -3) for to in (self.to_q, self.to_k, self.to_v))
+        o = attention(q, k, v, [bias.movedim(-1, 1).unsqueeze(1)], scaled=False, empty_rows="native")
+        gated: Tensor = gate * o.transpose(-2, -3).flatten(-2)
+        return gated
+
+    return forward
+
+
+def _pairformer(original: Any, count: Count) -> Any:
+    def forward(self: Any, A_I: Tensor, S_I: None, Z_II: Tensor, Beta_II: Tensor) -> Tensor:  # noqa: N803
+        """A_I `[I, C]`, Z_II `[I, I, C]`; Beta_II is added for all heads. `use_deepspeed_evo` chooses nothing here."""
+        count.one()
+        a = _low_precision(self, self.ln_1(A_I))
+        bias = self.to_b(self.ln_0(Z_II)) + Beta_II[..., None]
+        out: Tensor = self.to_a(_attend(self, a, bias, self.to_q(a), self.to_k(a)))
+        return out
+
+    return forward
+
+
+def _diffusion(original: Any, count: Count) -> Any:
+    def forward(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor, Beta_II: Any) -> Tensor:  # noqa: N803
+        """A_I `[D, I, C]` of D samples that share Z_II `[I, I, C]`. With a Beta_II they are atoms, attended in windows."""
+        a = self.ada_ln_1(A_I, S_I)
+        if Beta_II is not None:
+            atoms: Tensor = self.atom_attention(a, S_I, Z_II)
+            return atoms
+        count.one()
+        a = _low_precision(self, a)
+        bias = self.to_b(self.ln_0(Z_II))
+        o = self.to_a(_attend(self, a, bias, *_normed(self, self.to_q(a), self.to_k(a))))
+        out: Tensor = self.linear_output_project(S_I) * o
+        return out
+
+    return _checkpointed(forward)
+
+
+def _atoms(original: Any, count: Count) -> Any:
+    def atom_attention(
+        self: Any,
+        A_I: Tensor,  # noqa: N803
+        S_I: Tensor,  # noqa: N803
+        Z_II: Tensor,  # noqa: N803
+        qbatch: int = 32,
+        kbatch: int = 128,
+    ) -> Tensor:
+        """A_I `[D, L, C]` or `[L, C]`, Z_II `[L, L, C]`; each window of queries attends the keys around its middle."""
+        count.one()
+        a = A_I[None] if A_I.ndim == 2 else A_I
+        samples, length = a.shape[:2]
+        q, k = _normed(self, self.to_q(a), self.to_k(a))  # [s,l,h,c]
+        middle = torch.arange(qbatch // 2, length + qbatch // 2, qbatch, device=a.device)[:, None]
+        queries = middle + torch.arange(-(qbatch // 2), qbatch // 2, device=a.device)  # [n,q]
+        keys = middle + torch.arange(-(kbatch // 2), kbatch // 2, device=a.device)  # [n,k]
+        off = torch.where((keys < 0) | (keys >= length), -torch.inf, 0.0)[:, None, None]
+        queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
+        bias = self.to_b(self.ln_0(Z_II[queries[:, :, None], keys[:, None]])).movedim(-1, 1)  # [n,h,q,k]
+        q, k, v = (x.transpose(-2, -3) for x in (q[:, queries], k[:, keys], self.to_v(a)[:, keys]))  # [s,n,h,q|k,c]
+        # Not "mean": every window has keys, and queries beyond the last atom are cut off.
+        o = attention(q, k.to(q.dtype), v.to(q.dtype), [off, bias], scaled=False, empty_rows="native")
+        o = o.transpose(-2, -3).flatten(1, 2)[:, :length]
+        out: Tensor = self.linear_output_project(S_I) * self.to_a((self.to_g(a) * o).reshape(samples, length, -1))
+        return out
+
+    return atom_attention
+
+
+def _attend(self: Any, a: Tensor, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Gated attention `[..., I, H * D]`; bias `[..., I, I, H]`, shared by all samples that a holds more of."""
+    q, k, v = (x.transpose(-2, -3) for x in (q, k, self.to_v(a)))
+    o = attention(q, k.to(q.dtype), v.to(q.dtype), [bias.movedim(-1, -3)], scaled=False, empty_rows="native")
+    gated: Tensor = self.to_g(a) * o.transpose(-2, -3)
+    return gated.flatten(-2)
+
+
+def _normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k `[..., H, D]`, normed over all heads if the module does that."""
+    if not self.kq_norm:
+        return q, k
+    return self.query_layer_norm(q.flatten(-2)).view_as(q), self.key_layer_norm(k.flatten(-2)).view_as(k)
+
+
+def _low_precision(self: Any, a: Tensor) -> Tensor:
+    """a in bfloat16, where the original has it so."""
+    low = (self.use_deepspeed_evo or self.force_bfloat16) and a.device.type != "mps"
+    return a.to(torch.bfloat16) if low else a
+
+
+def _checkpointed(forward: Any) -> Any:
+    """With foundry's decorator, which the original has."""
+    return importlib.import_module("foundry.training.checkpoint").activation_checkpointing(forward)
+
+
+CLIENTS = {
+    "rf3": Client(
+        "rf3",
+        "rc-foundry",
+        (
+            Site(_TRIANGLES, "TriangleAttention._forward_vanilla", _triangle),
+            Site(_TRIANGLES, "TriangleAttention._forward_cuequivariance", _triangle),
+            Site(_PAIRFORMER, "AttentionPairBiasPairformerDeepspeed.forward", _pairformer),
+            Site(_DIFFUSION, "AttentionPairBiasDiffusion.forward", _diffusion),
+            Site(_DIFFUSION, "AttentionPairBiasDiffusion.atom_attention", _atoms),
+            # Classes, because the source of a decorated method is the decorator's.
+            Site(_TRIANGLES, "TriangleAttention"),
+            Site(_DIFFUSION, "AttentionPairBiasDiffusion"),
+            Site("foundry.training.checkpoint", "activation_checkpointing"),
+        ),
+    )
+}

@@ -123,8 +123,10 @@ def _triangle(original: Any, count: Count) -> Any:
     def forward(
         self: Any, pairwise_repr: Tensor, mask: Tensor | None = None, return_values: bool = False, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`[b, n, n, d]`. The original repeats bias and mask for each row; here `Attend.forward` is handed one for all rows."""
-        count.one()
+        """`[b, n, n, d]`. The original repeats bias and mask for each row; here `Attend.forward` gets one for all rows.
+
+        It counts the call.
+        """
         if self.need_transpose:
             pairwise_repr = pairwise_repr.transpose(1, 2)
         bias = self.to_attn_bias(pairwise_repr)

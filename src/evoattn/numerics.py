@@ -28,6 +28,7 @@ __all__ = [
     "NEAR",
     "accumulate_dtype",
     "bounded",
+    "float32_products",
     "largest_bias",
     "natural_lse",
     "query_shift",
@@ -42,10 +43,23 @@ LOG2E = math.log2(math.e)
 NEAR = 64.0
 """A pair bias up to this size costs a float32 score no digit that counts: float32 numbers are 4e-6 apart there."""
 
+_HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, statistics and sums: float64 for float64, float32 for all narrower ones."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def float32_products() -> str:
+    """torch's setting for products of float32 matrices on NVIDIA GPUs, such as "tf32" or "ieee".
+
+    torch before 2.9 has only allow_tf32. Later ones raise if that is read after fp32_precision was set.
+    """
+    if _HAS_FP32_PRECISION:
+        setting: str = torch.backends.cuda.matmul.fp32_precision
+        return setting
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def natural_lse(lse: Tensor, reference: Tensor) -> Tensor:

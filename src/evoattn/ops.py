@@ -19,7 +19,7 @@ from evoattn import layouts
 from evoattn.backends import Backend, Passes
 from evoattn.canonical import canonicalise
 from evoattn.dispatch import select
-from evoattn.numerics import accumulate_dtype
+from evoattn.numerics import accumulate_dtype, float32_products
 from evoattn.problem import describe
 from evoattn.tuning import Config
 from evoattn.validation import check_no_tangent
@@ -79,7 +79,7 @@ def _look(x: Tensor | None) -> tuple[Any, ...] | None:
 
 def settings(dtype: torch.dtype) -> str:
     """All that a backend may look at in torch's settings when it plans, besides determinism, which is an argument."""
-    return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else ""
+    return float32_products() if dtype == torch.float32 else ""
 
 
 def choose_forward(

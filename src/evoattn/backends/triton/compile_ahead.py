@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import triton
-from triton import knobs
 from triton.runtime import driver
 
 from evoattn.backends.triton.launch import ahead
+from evoattn.backends.triton.release import COMPILES_AHEAD
 
 __all__ = ["compile_ahead"]
 
@@ -37,15 +37,15 @@ def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     keep all of that: there nothing happens, and kernels are compiled as they are launched. One plan at a time: a launch that
     another thread has made would not ask but start.
     """
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not COMPILES_AHEAD or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
+    mode = triton.AsyncCompileMode
     try:
         _try_again(run, arguments, mode)
     except json.JSONDecodeError as error:  # what Triton keeps beside a kernel is not whole: it would fail in every process
         warnings.warn(f"a kernel in Triton's cache is damaged ({error}): compiled anew", stacklevel=2)
-        with knobs.compilation.scope():
-            knobs.compilation.always_compile = True
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
             _try_again(run, arguments, mode)
 
 

@@ -31,6 +31,7 @@ from evoattn.backends.triton.primitives import (
     store_tile,
     wide,
 )
+from evoattn.backends.triton.release import TENSOR_MAPS
 from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
 from evoattn.tuning.heuristics import LEFT_OVER_WARPS, ForwardTiles, forward_tiles
@@ -359,7 +360,8 @@ def _launches(
     b, n, h, lq, lk, d, c = problem.b, problem.n, problem.h, problem.lq, problem.lk, problem.d, problem.c
     grain = launch.grain(*qkv)
     maps = (
-        problem.capability is not None
+        TENSOR_MAPS
+        and problem.capability is not None
         and problem.capability[0] == 9
         and pair is not None
         and loads_wide(pair)

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from evoattn.backends.triton.release import REPEATS
+from evoattn.numerics import float32_products
+
 __all__ = [
     "Kernel",
     "Launch",
@@ -95,8 +98,7 @@ def precision(dtype: torch.dtype) -> str:
     """Triton's input_precision for matmuls of `dtype`: float32 is exact unless torch is told that TF32 will do."""
     if dtype != torch.float32:
         return "ieee"
-    # Not allow_tf32: reading that raises once fp32_precision was set, while this one follows both.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and not on_amd() else "ieee"
+    return "tf32" if float32_products() == "tf32" and not on_amd() else "ieee"
 
 
 def split_precision(dtype: torch.dtype, channels: int) -> str:
@@ -347,4 +349,4 @@ class Launch:
 
 def keeps_compiled(tensor: Tensor) -> bool:
     """Whether a launch for this tensor can be repeated directly; AMD's compiler also looks at how large tensors are."""
-    return tensor.is_cuda and not on_amd()
+    return REPEATS and tensor.is_cuda and not on_amd()

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.launch import Launch
+from evoattn.backends.triton.release import OVERLAPS
 
 __all__ = ["overlap", "wait_to_load", "wait_to_store"]
 
@@ -42,19 +43,29 @@ _STORE = tl.constexpr(_TO_STORE)
 
 
 @triton.jit
+def _unknown():
+    """Stands for an instruction that this Triton does not have. No kernel comes by: WAIT is 0 there."""
+    tl.static_assert(False)
+
+
+_wait = tl.extra.cuda.gdc_wait if OVERLAPS else _unknown
+_launch_dependents = tl.extra.cuda.gdc_launch_dependents if OVERLAPS else _unknown
+
+
+@triton.jit
 def wait_to_load(WAIT: tl.constexpr):
     """Stands once in a kernel, before the first load of what another kernel of the call makes."""
     if WAIT == _LOAD:
-        tl.extra.cuda.gdc_wait()
+        _wait()
     if WAIT:
-        tl.extra.cuda.gdc_launch_dependents()
+        _launch_dependents()
 
 
 @triton.jit
 def wait_to_store(WAIT: tl.constexpr):
     """Stands once in a kernel, after `wait_to_load` and before the first store, where every program comes by."""
     if WAIT == _STORE:
-        tl.extra.cuda.gdc_wait()
+        _wait()
 
 
 def overlap(device: torch.device, *chain: tuple[Launch | None, tuple[Launch | None, ...]]) -> None:
@@ -64,7 +75,7 @@ def overlap(device: torch.device, *chain: tuple[Launch | None, tuple[Launch | No
         device: where they run.
         chain: the launches in the order of the stream, each with those whose results it loads; None for one that is not made.
     """
-    able = (launch.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
+    able = OVERLAPS and (launch.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
     place: dict[Launch, int] = {}
     complete = 0  # how many of them are when the next one starts
     for one, loads in chain:

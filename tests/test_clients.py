@@ -14,7 +14,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn.clients import patching, releases
-from evoattn.clients.calls import additive
+from evoattn.clients.calls import additive, kernel
 from evoattn.clients.releases import digest, digests_in_file
 from evoattn.clients.site import Client, Count, Site
 from evoattn.clients.sources import SOURCES
@@ -201,6 +201,27 @@ def test_every_site_of_a_client_is_known(name: str) -> None:
     for version, sources in SOURCES[name].items():
         assert set(sources) == {str(site) for site in of.sites}, version
     assert len({str(site) for site in of.sites}) == len(of.sites)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_kernel_switch_changes_no_gradient(dtype: torch.dtype) -> None:
+    """Of a query without a key too: cuEquivariance's definition has none there, the clients' own paths have."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 5, 4, generator=rng, dtype=dtype).requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 5, 5, generator=rng, dtype=dtype).requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)[:, None, None]
+    cotangent = torch.randn(3, 2, 5, 4, generator=rng, dtype=dtype)
+    of_torch = additive(_never, Count())(q / 2, k, v, [1e9 * (mask.to(dtype) - 1), bias])
+    expected = torch.autograd.grad(of_torch, (q, k, v, bias), cotangent)
+    for given in ({"bias": bias}, {"tri_bias": bias}):
+        found = kernel(_never, Count())(q, k, v, mask=mask, scale=0.5, **given)
+        assert found.shape == (1, 3, 2, 5, 4), "five axes, as cuEquivariance's"
+        torch.testing.assert_close(found[0], of_torch)
+        torch.testing.assert_close(torch.autograd.grad(found[0], (q, k, v, bias), cotangent), expected)
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the original runs")
 
 
 # ---- ESMFold

@@ -60,14 +60,26 @@ def _additive_mask(bias: Tensor) -> Tensor:
 
 
 def kernel(original: Function, count: Count) -> Function:
-    """A call of cuEquivariance's `triangle_attention`. Boltz gives the bias by name, and calls it `tri_bias`."""
+    """A call of cuEquivariance's `triangle_attention`, with the gradients of the client's path without a kernel.
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    cuEquivariance replaces the scores of masked keys, so a query without a key passes no gradient on to q, k and the bias. The
+    clients' own paths add -1e9 to them, and so does this: a switch changes neither answers nor gradients.
+    """
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        *,
+        tri_bias: Tensor | None = None,
+    ) -> Tensor:
+        """`scale` is that of the channels. Boltz calls the bias `tri_bias`. The result has five axes, as cuEquivariance's."""
         count.one()
-        if "tri_bias" in named:
-            named["bias"] = named.pop("tri_bias")
-        o: Tensor = cuequivariance.triangle_attention(q, k, v, *arguments, **named)
-        return o
+        o = attention(q, k, v, [None if mask is None else _additive_mask(mask), bias, tri_bias], scaled=False)
+        return o if o.ndim > 4 else o[None]
 
     return attend
 

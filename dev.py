@@ -8,12 +8,13 @@
     python3 dev.py bench   speed, memory and error next to every peer that is installed
     python3 dev.py figures the pictures and tables of the pages, from the committed results
     python3 dev.py goals   the ratios that the project holds itself to on a CPU
+    python3 dev.py clients [NAME ...]  the blocks of the clients, the same with `evoattn.patch` as without
     python3 dev.py setup   only make the environment
 
 The first call makes .venv and installs the package and its tools there; EVOATTN_TORCH names another torch to install than
 the one in tools/constraints.txt. What follows the command goes to the tool: `python3 dev.py test -k vmap`,
 `python3 dev.py demo my.a3m`. `demo`, `doctor` and `bench` run in the folder that they are called from, and read and write
-files there; the others run in the checkout.
+files there; the others run in the checkout. `clients` makes an environment for each client under build/clients.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import venv
 
 ROOT = pathlib.Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv"
-BIN = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
-STAMP = ENVIRONMENT / "evoattn-installed"
+SCRIPTS = "Scripts" if os.name == "nt" else "bin"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
-CODE = ["src", "tests", "benchmarks", "examples", "docs", "dev.py"]
+CLIENTS = ROOT / "tools" / "clients"
+CODE = ["src", "tests", "benchmarks", "examples", "docs", "tools", "dev.py"]
 
 COMMANDS: dict[str, list[list[str]]] = {
     "setup": [],
@@ -49,27 +50,60 @@ WHERE_CALLED = ("demo", "doctor", "bench")
 """Commands whose arguments name files of the caller."""
 
 
-def set_up() -> None:
-    """Make the environment, unless one with these very requirements stands."""
+def set_up(environment: pathlib.Path, requirements: pathlib.Path | None = None) -> pathlib.Path:
+    """Make an environment, unless one with these very requirements stands.
+
+    Args:
+        environment: its folder.
+        requirements: a file of pinned packages, installed without what they ask for. None: the tools of this project.
+
+    Returns:
+        The folder of its programs.
+    """
+    programs, stamp = environment / SCRIPTS, environment / "evoattn-installed"
+    python = str(programs / "python")
     torch = os.environ.get("EVOATTN_TORCH", "")
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes() + torch.encode()).hexdigest()
-    if STAMP.exists() and STAMP.read_text() == wanted:
-        return
-    print(f"setting up {ENVIRONMENT} (once; a few minutes)", file=sys.stderr)
-    if not (BIN / "python").exists():
-        venv.create(ENVIRONMENT, with_pip=True)
-    elif not has_pip():  # it was interrupted while it was made, or another tool made it
-        run([str(BIN / "python"), "-m", "ensurepip"])
-    pip = [str(BIN / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    files = [ROOT / "pyproject.toml", CONSTRAINTS, *([requirements] if requirements else [])]
+    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in files) + torch.encode()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return programs
+    print(f"setting up {environment} (once; a few minutes)", file=sys.stderr)
+    if not (programs / "python").exists():
+        venv.create(environment, with_pip=True)
+    elif not has_pip(python):  # it was interrupted while it was made, or another tool made it
+        run([python, "-m", "ensurepip"])
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = [] if torch else ["--constraint", str(CONSTRAINTS)]
     run([*pip, torch or "torch", *constraints])  # first and alone, so that nothing else chooses its build
-    run([*pip, *constraints, "--editable", f"{ROOT}[cli,triton,hopper,test,lint,docs]"])
-    STAMP.write_text(wanted)
+    if requirements:  # clients ask for another torch, and for much that their blocks do not import
+        run([*pip, "--no-deps", "--requirement", str(requirements), "--editable", str(ROOT)])
+    else:
+        run([*pip, *constraints, "--editable", f"{ROOT}[cli,triton,hopper,test,lint,docs]"])
+    stamp.write_text(wanted)
+    return programs
 
 
-def has_pip() -> bool:
-    """Whether the environment has pip."""
-    return subprocess.run([str(BIN / "python"), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+def has_pip(python: str) -> bool:
+    """Whether an environment has pip."""
+    return subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+
+
+def compare_clients(names: list[str]) -> None:
+    """Compare the blocks of clients, each in an environment of its own; end with status 1 if one of them differs."""
+    known = sorted(file.stem for file in CLIENTS.glob("*.txt"))
+    if unknown := sorted(set(names) - set(known)):
+        sys.exit(f"unknown: {', '.join(unknown)}; the clients are {', '.join(known)}")
+    failed = []
+    for name in names or known:
+        programs = set_up(ROOT / "build" / "clients" / name, CLIENTS / f"{name}.txt")
+        try:
+            run([str(programs / "python"), "-m", "clients", name], CLIENTS.parent)
+        except SystemExit as ended:
+            if ended.code == 130:
+                raise
+            failed.append(name)
+    if failed:
+        sys.exit(f"not the same with and without the patch: {', '.join(failed)}")
 
 
 def run(command: list[str], folder: pathlib.Path = ROOT) -> None:
@@ -88,13 +122,15 @@ def run(command: list[str], folder: pathlib.Path = ROOT) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["clients"]:
+        return compare_clients(arguments[1:])
     if not arguments or arguments[0] not in COMMANDS:
         print(__doc__.strip())
         sys.exit(0 if arguments in (["-h"], ["--help"]) else 2)
-    set_up()
+    programs = set_up(ENVIRONMENT)
     folder = pathlib.Path.cwd() if arguments[0] in WHERE_CALLED else ROOT
     for tool, *options in COMMANDS[arguments[0]]:
-        run([str(BIN / tool), *options, *arguments[1:]], folder)
+        run([str(programs / tool), *options, *arguments[1:]], folder)
 
 
 if __name__ == "__main__":

@@ -279,19 +279,15 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     (tmp_path / "checkout").mkdir()
     (tmp_path / "elsewhere").mkdir()
-    for name, value in (
-        ("ROOT", tmp_path / "checkout"),
-        ("ENVIRONMENT", tmp_path / ".venv"),
-        ("BIN", tmp_path / ".venv" / "bin"),
-    ):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "ROOT", tmp_path / "checkout")
+    monkeypatch.setattr(module, "ENVIRONMENT", tmp_path / ".venv")
     monkeypatch.chdir(tmp_path / "elsewhere")
     return module
 
 
 def test_dev_runs_what_takes_files_where_it_is_called(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     called: dict[str, Path] = {}
-    monkeypatch.setattr(dev, "set_up", lambda: None)
+    monkeypatch.setattr(dev, "set_up", lambda environment: environment)
     for command in dev.COMMANDS:
         monkeypatch.setattr(dev, "run", lambda given, folder, command=command: called.update({command: folder}))
         dev.main([command, "my.a3m"])
@@ -304,15 +300,39 @@ def test_dev_gives_a_half_made_environment_its_pip(dev: ModuleType, monkeypatch:
     for name in ("pyproject.toml", "constraints.txt"):
         (dev.ROOT / name).write_text("")
     monkeypatch.setattr(dev, "CONSTRAINTS", dev.ROOT / "constraints.txt")
-    monkeypatch.setattr(dev, "STAMP", dev.ENVIRONMENT / "installed")
     dev.venv.create(dev.ENVIRONMENT, with_pip=False)
     (dev.ENVIRONMENT / "mine").write_text("")
-    assert not dev.has_pip()
+    python = str(dev.ENVIRONMENT / dev.SCRIPTS / "python")
+    assert not dev.has_pip(python)
     run, commands = dev.run, []
     monkeypatch.setattr(dev, "run", lambda command, *_: run(command) if "ensurepip" in command else commands.append(command))
-    dev.set_up()
-    assert dev.has_pip() and (dev.ENVIRONMENT / "mine").exists()
+    dev.set_up(dev.ENVIRONMENT)
+    assert dev.has_pip(python) and (dev.ENVIRONMENT / "mine").exists()
     assert len(commands) == 2 and all("install" in command for command in commands)
+
+
+def test_dev_compares_every_client_in_an_environment_of_its_own(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that differs does not keep the others from running."""
+    made, compared = [], []
+
+    def run(command: list[str], folder: Path) -> None:
+        assert folder == dev.CLIENTS.parent
+        compared.append(command[-1])
+        if command[-1] == "boltz":
+            sys.exit(1)
+
+    monkeypatch.setattr(
+        dev, "set_up", lambda environment, requirements: (made.append((environment, requirements)), environment)[1]
+    )
+    monkeypatch.setattr(dev, "run", run)
+    with pytest.raises(SystemExit, match="not the same with and without the patch: boltz"):
+        dev.main(["clients"])
+    assert made == [(dev.ROOT / "build" / "clients" / name, dev.CLIENTS / f"{name}.txt") for name in compared]
+    assert {"boltz", "esmfold"} <= set(compared)
+    dev.main(["clients", "esmfold"])
+    assert compared[-1] == "esmfold"
+    with pytest.raises(SystemExit, match="unknown: bolz; the clients are .*boltz, "):
+        dev.main(["clients", "bolz"])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs signals of POSIX")

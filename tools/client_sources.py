@@ -12,7 +12,10 @@ def main(names: list[str]) -> None:
         of = client(name)
         print(f'    "{name}": {{\n        "{of.installed}": {{')
         for site in of.sites:
-            print(f'            "{site}": "{digest(site.find()[2])}",')
+            function = site.find()[2]
+            if function is None:
+                sys.exit(f"{name} {of.installed} has no {site}")
+            print(f'            "{site}": "{digest(function)}",')
         print("        },\n    },")
 
 

@@ -1,0 +1,108 @@
+"""The comparison of `python3 dev.py clients`: on ESMFold's block, and that it finds what is wrong."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn.clients import esmfold as patches
+
+pytest.importorskip("transformers")
+
+from clients import __main__ as command
+from clients.blocks import Block, Problem
+from clients.compare import LIMITS, Result, compare
+from clients.esmfold import BLOCKS
+
+(TRUNK,) = BLOCKS
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # the blocks are small, and workers share the cores
+
+
+@pytest.mark.parametrize("residues", [16, 33, 64, 97])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_esmfolds_block_gives_the_same(dtype: torch.dtype, residues: int) -> None:
+    result = compare("esmfold", TRUNK, dtype, [residues])
+    assert not result.faults
+    assert result.outputs > 0, "the original's own arithmetic is another"
+    assert all(result.sites.values()), "a branch that ours never reached"
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_wrong_answer_is_a_fault(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by ten times the bound, at one residue."""
+    real = patches.attention
+    off = 10 * LIMITS[dtype][0]
+
+    def wrong(*arguments: Any, **options: Any) -> Tensor:
+        o = real(*arguments, **options)
+        return o * (1 + off * (torch.arange(o.shape[-2]) == 3).to(o.dtype)[:, None])
+
+    monkeypatch.setattr(patches, "attention", wrong)
+    first, *_ = compare("esmfold", TRUNK, dtype, [16]).faults
+    assert first.startswith(f"trunk in {str(dtype).removeprefix('torch.')} at 16 residues: outputs are off by ")
+
+
+def test_a_wrong_gradient_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = patches.attention
+    monkeypatch.setattr(patches, "attention", lambda q, *rest, **options: real(q.detach(), *rest, **options))
+    faults = compare("esmfold", TRUNK, torch.float64, [16]).faults
+    assert len(faults) == len(TRUNK.ways) and all("gradients are off by" in fault for fault in faults)
+
+
+def test_nan_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "attention", lambda q, *_, **__: q * torch.nan)
+    assert compare("esmfold", TRUNK, torch.float32, [16]).faults
+
+
+def test_a_call_that_is_not_ours_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evoattn, "patch", lambda _: evoattn.Patch())
+    faults = compare("esmfold", TRUNK, torch.float32, [16]).faults
+    assert "trunk in float32 at 16 residues: no call was ours" in faults
+    file = sys.modules["transformers.models.esm.modeling_esmfold"].__file__
+    assert f"trunk in float32 at 16 residues: the client took 3 softmaxes itself, in {file}" in faults
+
+
+def test_what_is_passed_on_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = evoattn.patch
+
+    def patch(name: str) -> evoattn.Patch:
+        made = real(name)
+        next(iter(made._counts.values())).other("too long")
+        return made
+
+    monkeypatch.setattr(evoattn, "patch", patch)
+    assert "trunk in float32 at 16 residues: 1 calls went to the original: too long" in compare(
+        "esmfold", TRUNK, torch.float32, [16]
+    ).faults  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["", "outputs are off by 1"])
+def test_the_table_and_the_exit_status(fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reached = {str(site): 4 for site in patches.CLIENTS["esmfold"].sites}
+    made = Result(1e-6, 2e-6, 8, command.collections.Counter(reached), [fault] if fault else [])
+    monkeypatch.setattr(command, "compare", lambda *_, **__: made)
+    assert command.main(["esmfold"]) == (1 if fault else 0)
+    lines = capsys.readouterr().out.splitlines()
+    beyond = ["beyond"] if fault else []
+    assert lines[1].split() == [*["esmfold", "trunk", "float64", "16", "33", "64", "97", "1e-06", "2e-06", "8"], *beyond]
+    assert lines[4:] == ([f"esmfold: {fault}"] * 2 if fault else [])
+
+
+def test_a_site_that_no_block_reaches_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "compare", lambda *_, **__: Result())
+    assert command.main(["esmfold"]) == 1
+    assert (
+        "esmfold: no block calls transformers.models.esm.modeling_esmfold:EsmFoldAttention.forward" in capsys.readouterr().out
+    )
+
+
+def test_parameters_are_far_from_zero_and_the_same_in_every_dtype() -> None:
+    double, single = (TRUNK.call(Problem(16, dtype)) for dtype in LIMITS)
+    for a, b in zip(double.module.parameters(), single.module.parameters(), strict=True):
+        assert (a != 0).all() and torch.equal(a.float(), b)
+    assert Block("", TRUNK.call).ways == ({},)

@@ -1,5 +1,6 @@
 """The comparison of `python3 dev.py clients`: on ESMFold's block, and that it finds what is wrong."""
 
+import math
 import sys
 from typing import Any
 
@@ -56,7 +57,8 @@ def test_a_wrong_gradient_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nan_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "attention", lambda q, *_, **__: q * torch.nan)
-    assert compare("esmfold", TRUNK, torch.float32, [16]).faults
+    result = compare("esmfold", TRUNK, torch.float32, [16])
+    assert result.faults and result.outputs == result.gradients == math.inf
 
 
 def test_a_call_that_is_not_ours_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

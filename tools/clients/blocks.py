@@ -97,6 +97,8 @@ class Block:
         ways: options of the original and of ours alike. The first are those without chunks.
         switches: kernel switches. Ours runs with each of them too; the original runs without.
         averages: files of the client whose softmax is no attention, because it has no q and no k.
+        like: options of the original that ours with a switch is compared with, by residues and switch: none, unless the
+            switch changes the answer of the original itself.
     """
 
     name: str
@@ -104,3 +106,4 @@ class Block:
     ways: tuple[Options, ...] = ({},)
     switches: tuple[Options, ...] = ()
     averages: tuple[str, ...] = ()
+    like: Callable[[int, Options], Options] = lambda residues, switch: {}

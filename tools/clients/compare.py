@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -67,24 +69,29 @@ def compare(
     result = Result()
     for length in residues:
         for way in block.ways:
-            expected = None
+            originals: dict[str, Outcome] = {}
             for switch in ({}, *block.switches):
                 what = _words(block.name, dtype, length, {**way, **switch})
                 if tell:
                     tell(what)
-                if expected is None:
-                    expected, _ = _run(block, dtype, length, way)
+                like = block.like(length, switch)
+                if str(like) not in originals:
+                    originals[str(like)], _ = _run(block, dtype, length, {**way, **like})
                 with evoattn.patch(client) as patched:
                     found, theirs = _run(block, dtype, length, {**way, **switch})
                 result.calls += patched.calls
                 result.sites.update(patched.calls_by_site)
                 result.faults += [f"{what}: {fault}" for fault in _not_ours(patched, theirs)]
-                errors = _errors(expected, found)
-                for name, error, limit in zip(("outputs", "gradients"), errors, LIMITS[dtype], strict=True):
-                    if not error <= limit:  # NaN too
-                        result.faults.append(f"{what}: {name} are off by {error:.1e}, the bound is {limit:.0e}")
-                result.outputs, result.gradients = max(result.outputs, errors[0]), max(result.gradients, errors[1])
+                _judge(result, what, _errors(originals[str(like)], found), LIMITS[dtype])
     return result
+
+
+def _judge(result: Result, what: str, errors: tuple[float, float], limits: tuple[float, float]) -> None:
+    """Take the errors of outputs and gradients into the result."""
+    for name, error, limit in zip(("outputs", "gradients"), errors, limits, strict=True):
+        if error > limit:
+            result.faults.append(f"{what}: {name} are off by {error:.1e}, the bound is {limit:.0e}")
+    result.outputs, result.gradients = max(result.outputs, errors[0]), max(result.gradients, errors[1])
 
 
 def _words(name: str, dtype: torch.dtype, length: int, options: Options) -> str:
@@ -130,11 +137,15 @@ def _residues(x: Tensor, call: Call, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _errors(expected: Outcome, found: Outcome) -> tuple[float, float]:
-    """Of the outputs, by the largest element of each, and of all gradients in one vector."""
+    """Of the outputs, by the largest element of each, and of all gradients in one vector. What is NaN is off by infinity."""
     outputs = [float((b - a).abs().max() / a.abs().max()) for a, b in zip(expected[0], found[0], strict=True)]
     theirs, ours = (torch.cat([g.flatten().double() for g in gradients]) for _, gradients in (expected, found))
-    worst = float("nan") if any(x != x for x in outputs) else max(outputs)
-    return worst, float((ours - theirs).norm() / theirs.norm())
+    gradients = float((ours - theirs).norm() / theirs.norm())
+    return max(_or_infinite(x) for x in outputs), _or_infinite(gradients)
+
+
+def _or_infinite(x: float) -> float:
+    return math.inf if math.isnan(x) else x
 
 
 class _Watch(TorchFunctionMode):
@@ -159,13 +170,13 @@ class _Watch(TorchFunctionMode):
         self._averages = averages
         self.theirs: collections.Counter[str] = collections.Counter()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func in self._ATTENTION:
-            place = _caller()
-            if place and not place.endswith(self._averages):
-                self.theirs[place] += 1
-        elif self._double and func in (Tensor.float, Tensor.to) and _caller():
+            files = _files()
+            if files and not any(file.endswith(self._averages) for file in files):
+                self.theirs[files[0]] += 1
+        elif self._double and func in (Tensor.float, Tensor.to) and _files():
             if func is Tensor.float:
                 return args[0].double()
             args = tuple(torch.float64 if x is torch.float32 else x for x in args)
@@ -173,10 +184,15 @@ class _Watch(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _caller() -> str:
-    """The file of the client's code that calls torch, or nothing if it is evoattn's."""
-    frame = sys._getframe(2)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "contextlib") and frame.f_back:
+def _files() -> list[str]:
+    """The files of the client's code that call torch, innermost first, or none if it is evoattn that calls."""
+    files: list[str] = []
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package in ("clients", "evoattn"):
+            break
+        if package not in ("contextlib", "torch"):
+            files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    module: str = frame.f_globals.get("__name__", "")
-    return "" if module.partition(".")[0] in ("evoattn", "clients") else frame.f_code.co_filename
+    return files

@@ -8,7 +8,7 @@
     python3 dev.py bench   speed, memory and error next to every peer that is installed
     python3 dev.py figures the pictures and tables of the pages, from the committed results
     python3 dev.py goals   the ratios that the project holds itself to on a CPU
-    python3 dev.py clients [NAME ...]  the blocks of the clients, the same with `evoattn.patch` as without
+    python3 dev.py clients the blocks of the clients, or of those that are named, with and without `evoattn.patch`
     python3 dev.py setup   only make the environment
 
 The first call makes .venv and installs the package and its tools there; EVOATTN_TORCH names another torch to install than

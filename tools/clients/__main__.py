@@ -15,7 +15,7 @@ import evoattn
 from clients.blocks import Block
 from clients.compare import DTYPES, RESIDUES, Result, compare
 
-COLUMNS = "{:12}{:34}{:9}{:>13}{:>9}{:>11}{:>8}"
+COLUMNS = "{:20}{:34}{:9}{:>13}{:>9}{:>11}{:>8}"
 
 NOT_COUNTED = "kernel_triangular_mult"
 """The triangle multiplication that some switches want too is no attention."""

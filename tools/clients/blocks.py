@@ -96,7 +96,6 @@ class Block:
         call: builds the block and a call of it for a problem.
         ways: options of the original and of ours alike. The first are those without chunks.
         switches: kernel switches. Ours runs with each of them too; the original runs without.
-        averages: files of the client whose softmax is no attention, because it has no q and no k.
         like: options of the original that ours with a switch is compared with, by residues and switch: none, unless the
             switch changes the answer of the original itself.
     """
@@ -105,5 +104,4 @@ class Block:
     call: Callable[[Problem], Call]
     ways: tuple[Options, ...] = ({},)
     switches: tuple[Options, ...] = ()
-    averages: tuple[str, ...] = ()
     like: Callable[[int, Options], Options] = lambda residues, switch: {}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from clients.blocks import Block, Call, Problem, pairs
 from clients.boltz_calls import (
-    AVERAGES,
     CHUNKED,
     HEADS,
     KERNELS,
@@ -58,11 +57,11 @@ def _first_atoms(problem: Problem) -> Call:
 BLOCKS = (
     Block("Boltz-2 pairformer", functools.partial(pairformer, PairformerModule, v2=True, **_FOUR), CHUNKED, KERNELS),
     Block("Boltz-2 template pairformer", functools.partial(template, PairformerNoSeqModule), CHUNKED, KERNELS),
-    Block("Boltz-2 MSA layer", functools.partial(msa, trunkv2.MSALayer), CHUNKED, KERNELS, AVERAGES),
+    Block("Boltz-2 MSA layer", functools.partial(msa, trunkv2.MSALayer), CHUNKED, KERNELS),
     Block("Boltz-2 diffusion transformer", functools.partial(diffusion, transformersv2.DiffusionTransformer)),
     Block("Boltz-2 atom transformer", functools.partial(atoms, transformersv2.AtomTransformer, 2 * HEADS, _WINDOWS)),
     Block("Boltz-1 pairformer", functools.partial(pairformer, trunk.PairformerModule, **_FOUR), CHUNKED, KERNELS),
-    Block("Boltz-1 MSA layer", functools.partial(msa, trunk.MSALayer), CHUNKED, KERNELS, AVERAGES),
+    Block("Boltz-1 MSA layer", functools.partial(msa, trunk.MSALayer), CHUNKED, KERNELS),
     Block("Boltz-1 diffusion transformer", functools.partial(_first_diffusion, False)),
     Block("Boltz-1 diffusion, z kept", functools.partial(_first_diffusion, True)),
     Block("Boltz-1 atom transformer", _first_atoms),

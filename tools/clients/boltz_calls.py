@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clients.blocks import Call, Options, Problem, pairs
 
-__all__ = ["AVERAGES", "CHUNKED", "HEADS", "KERNELS", "PAIR", "SAMPLES", "SINGLE"]
+__all__ = ["CHUNKED", "HEADS", "KERNELS", "PAIR", "SAMPLES", "SINGLE"]
 __all__ += ["atoms", "diffusion", "msa", "pairformer", "template"]
 
 SINGLE, PAIR, MSA = 64, 32, 24
@@ -19,7 +19,6 @@ QUERIES, KEYS = 32, 128
 
 KERNELS = ({"use_kernels": True},)
 CHUNKED: tuple[Options, ...] = ({}, {"chunk_size_tri_attn": 8})
-AVERAGES = ("pair_averaging.py",)
 MSA_OPTIONS = {"msa_s": MSA, "token_z": PAIR, "msa_dropout": 0.0, "z_dropout": 0.0, "pairwise_head_width": 16}
 
 

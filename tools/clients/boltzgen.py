@@ -11,7 +11,7 @@ from boltzgen.model.modules.transformers import AtomTransformer, DiffusionTransf
 from boltzgen.model.modules.trunk import MSALayer
 
 from clients.blocks import Block
-from clients.boltz_calls import AVERAGES, CHUNKED, HEADS, KERNELS, atoms, diffusion, msa, pairformer, template
+from clients.boltz_calls import CHUNKED, HEADS, KERNELS, atoms, diffusion, msa, pairformer, template
 
 __all__ = ["BLOCKS"]
 
@@ -21,7 +21,7 @@ BLOCKS = (
     Block("pairformer", functools.partial(pairformer, PairformerModule, pairwise_head_width=16), CHUNKED, KERNELS),
     Block("miniformer", functools.partial(pairformer, MiniformerModule)),
     Block("template pairformer", functools.partial(template, PairformerNoSeqModule), CHUNKED, KERNELS),
-    Block("MSA layer", functools.partial(msa, MSALayer, miniformer_blocks=False), CHUNKED, KERNELS, AVERAGES),
+    Block("MSA layer", functools.partial(msa, MSALayer, miniformer_blocks=False), CHUNKED, KERNELS),
     Block("diffusion transformer", functools.partial(diffusion, DiffusionTransformer)),
     Block("diffusion, q and k normed", functools.partial(diffusion, DiffusionTransformer, use_qk_norm=True)),
     Block("atom transformer", functools.partial(atoms, AtomTransformer, 2 * HEADS, _WINDOWS)),

@@ -117,7 +117,7 @@ def _run(block: Block, dtype: torch.dtype, length: int, options: Options) -> tup
     """Build the block, call it, and differentiate it; also count the softmaxes of the client's own code."""
     problem = Problem(length, dtype)
     call = block.call(problem)
-    with _Watch(dtype, block.averages) as watch:
+    with _Watch(dtype) as watch:
         outputs = call.run(**call.leaves, **options)
         kept = [_residues(x, call, name, dtype) for x, name in zip(outputs, call.outputs, strict=True)]
         cotangents = [problem.normal(*x.shape).detach() for x in kept]
@@ -148,6 +148,10 @@ def _or_infinite(x: float) -> float:
     return math.inf if math.isnan(x) else x
 
 
+_AVERAGING = "PairWeightedAveraging"
+"""Modules of this name take a softmax that is no attention, because it has no q and no k."""
+
+
 class _Watch(TorchFunctionMode):
     """Keep a float64 client in float64, and count the softmaxes that its own code takes.
 
@@ -164,19 +168,18 @@ class _Watch(TorchFunctionMode):
         }
     )
 
-    def __init__(self, dtype: torch.dtype, averages: tuple[str, ...]) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._double = dtype == torch.float64
-        self._averages = averages
         self.theirs: collections.Counter[str] = collections.Counter()
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func in self._ATTENTION:
-            files = _files()
-            if files and not any(file.endswith(self._averages) for file in files):
-                self.theirs[files[0]] += 1
-        elif self._double and func in (Tensor.float, Tensor.to) and _files():
+            frames = _of_client()
+            if frames and not any(type(x.f_locals.get("self")).__name__.endswith(_AVERAGING) for x in frames):
+                self.theirs[frames[0].f_code.co_filename] += 1
+        elif self._double and func in (Tensor.float, Tensor.to) and _of_client():
             if func is Tensor.float:
                 return args[0].double()
             args = tuple(torch.float64 if x is torch.float32 else x for x in args)
@@ -184,15 +187,15 @@ class _Watch(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _files() -> list[str]:
-    """The files of the client's code that call torch, innermost first, or none if it is evoattn that calls."""
-    files: list[str] = []
+def _of_client() -> list[types.FrameType]:
+    """The frames of the client's code that call torch, innermost first, or none if it is evoattn that calls."""
+    found: list[types.FrameType] = []
     frame: types.FrameType | None = sys._getframe(2)
     while frame:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package in ("clients", "evoattn"):
             break
         if package not in ("contextlib", "torch"):
-            files.append(frame.f_code.co_filename)
+            found.append(frame)
         frame = frame.f_back
-    return files
+    return found

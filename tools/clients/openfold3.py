@@ -19,7 +19,7 @@ from clients.blocks import Block, Call, Options, Problem, pairs
 __all__ = ["BLOCKS"]
 
 SINGLE, PAIR, MSA, CONDITION = 64, 32, 24, 48
-HEADS, SAMPLES, TEMPLATES, SEQUENCES = 4, 3, 3, 5
+HEADS, SAMPLES, TEMPLATES, SEQUENCES = 4, 3, 2, 5
 QUERIES, KEYS = 32, 128
 
 CHUNKED: tuple[Options, ...] = ({}, {"chunk_size": 8})
@@ -105,7 +105,8 @@ def _templates(problem: Problem) -> Call:
 
 def _msa(make: Any, problem: Problem, **more: Any) -> Call:
     """A block of the MSA module, or of AlphaFold 2's Evoformer."""
-    module = problem.fill(make(**_OF_PAIRS, **_OF_MSA, no_heads_pair=HEADS, msa_dropout=0.0, eps=1e-10, **more))
+    module = problem.fill(make(**_OF_MSA, no_heads_pair=HEADS, msa_dropout=0.0, eps=1e-10, **more))
+    module.outer_product_mean.eps = 1.0  # pairs of padding are divided by it: 1e-3 makes them outweigh all else 100 times
     mask, n = problem.mask(), problem.residues
     of_msa = mask[:, None].expand(-1, SEQUENCES, -1)
     return Call(
@@ -200,7 +201,7 @@ BLOCKS = (
     Block("triangle attention, start", functools.partial(_triangle, True), CHUNKED, (*KERNELS, TRITON)),
     Block("triangle attention, end", functools.partial(_triangle, False), CHUNKED, (*KERNELS, TRITON)),
     Block("templates", _templates, CHUNKED, KERNELS),
-    Block("MSA block", functools.partial(_msa, MSAModuleBlock, opm_first=True), CHUNKED, KERNELS, ("layers/msa.py",)),
+    Block("MSA block", functools.partial(_msa, MSAModuleBlock, opm_first=True), CHUNKED, KERNELS),
     Block("Evoformer block", _EVOFORMER, CHUNKED, KERNELS),
     Block("MSA rows", _rows, (*CHUNKED, {"_chunk_logits": 2})),
     Block("MSA columns, global", _columns, CHUNKED),

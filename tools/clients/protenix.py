@@ -27,9 +27,9 @@ _TEMPLATES = functools.partial(templates, trunk.PairformerStack, dropout=0.0)
 _MSA = functools.partial(msa, trunk.MSABlock, msa_dropout=0.0, pair_dropout=0.0, msa_chunk_size=4, msa_max_size=8)
 
 BLOCKS = (
-    Block("pairformer", _FOLDS, CHUNKED, (*KERNELS, MULTIPLICATION), like=_like),
-    Block("template pairformer", _TEMPLATES, CHUNKED, KERNELS, like=_like),
-    Block("MSA block", _MSA, CHUNKED, KERNELS, ("modules/pairformer.py",), _like),
+    Block("pairformer", _FOLDS, CHUNKED, (*KERNELS, MULTIPLICATION), _like),
+    Block("template pairformer", _TEMPLATES, CHUNKED, KERNELS, _like),
+    Block("MSA block", _MSA, CHUNKED, KERNELS, _like),
     Block("diffusion transformer", functools.partial(diffusion, transformer.DiffusionTransformer)),
     Block("atom transformer", functools.partial(atoms, transformer.AtomTransformer), ({}, {"chunk_size": 2})),
     Block("attention", functools.partial(attention, primitives.Attention, True)),

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from clients import __main__ as command
 from clients.blocks import Block, Problem
-from clients.compare import LIMITS, Result, compare
+from clients.compare import LIMITS, Result, Watch, compare
 from clients.esmfold import BLOCKS
 
 (TRUNK,) = BLOCKS
@@ -101,6 +101,39 @@ def test_a_site_that_no_block_reaches_is_a_fault(monkeypatch: pytest.MonkeyPatch
     assert (
         "esmfold: no block calls transformers.models.esm.modeling_esmfold:EsmFoldAttention.forward" in capsys.readouterr().out
     )
+
+
+CLIENT = """
+import torch
+
+def single(x):
+    return [x.float(), x.to(torch.float32), x.to(dtype=torch.float32)]
+
+class PairWeightedAveraging:
+    def forward(self, x):
+        return weights(x)
+
+def weights(x):
+    return torch.softmax(x, -1)
+"""
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_clients_casts_stay_in_float64_and_its_softmaxes_are_counted(dtype: torch.dtype) -> None:
+    """A softmax of averaging is no attention; what evoattn casts and computes is its own."""
+    toy: dict[str, Any] = {"__name__": "toy"}
+    exec(compile(CLIENT, "toy.py", "exec"), toy)
+    ours: dict[str, Any] = {"__name__": "evoattn.toy"}
+    exec(compile(CLIENT, "ours.py", "exec"), ours)
+    x = torch.randn(3, 4, dtype=dtype)
+    with Watch(dtype) as watch:
+        assert {y.dtype for y in toy["single"](x)} == {dtype}
+        assert {y.dtype for y in ours["single"](x)} == {torch.float32}
+        toy["PairWeightedAveraging"]().forward(x)
+        ours["weights"](x)
+        assert not watch.theirs
+        toy["weights"](x)
+    assert watch.theirs == {"toy.py": 1}
 
 
 def test_parameters_are_far_from_zero_and_the_same_in_every_dtype() -> None:

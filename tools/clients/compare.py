@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 import evoattn
 from clients.blocks import Block, Call, Options, Problem
 
-__all__ = ["DTYPES", "LIMITS", "RESIDUES", "Result", "compare"]
+__all__ = ["DTYPES", "LIMITS", "RESIDUES", "Result", "Watch", "compare"]
 
 RESIDUES = (16, 33, 64, 97)
 DTYPES = (torch.float64, torch.float32)
@@ -117,7 +117,7 @@ def _run(block: Block, dtype: torch.dtype, length: int, options: Options) -> tup
     """Build the block, call it, and differentiate it; also count the softmaxes of the client's own code."""
     problem = Problem(length, dtype)
     call = block.call(problem)
-    with _Watch(dtype) as watch:
+    with Watch(dtype) as watch:
         outputs = call.run(**call.leaves, **options)
         kept = [_residues(x, call, name, dtype) for x, name in zip(outputs, call.outputs, strict=True)]
         cotangents = [problem.normal(*x.shape).detach() for x in kept]
@@ -152,7 +152,7 @@ _AVERAGING = "PairWeightedAveraging"
 """Modules of this name take a softmax that is no attention, because it has no q and no k."""
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Keep a float64 client in float64, and count the softmaxes that its own code takes.
 
     Clients cast to float32 before an attention, which bfloat16 needs. A cast of a float64 tensor in their code stays float64;

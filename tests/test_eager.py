@@ -404,15 +404,15 @@ def test_settings_are_part_of_a_call(planner: Planner, monkeypatch: pytest.Monke
     found = {}
     for name in ("", "deterministic", "tf32"):
         deterministic = torch.are_deterministic_algorithms_enabled()
-        precision = torch.backends.cuda.matmul.fp32_precision
+        before = torch.get_float32_matmul_precision()
         try:
             torch.use_deterministic_algorithms(name == "deterministic", warn_only=True)
-            torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             attend(*tensors)
             found[name] = find(*tensors)
         finally:
             torch.use_deterministic_algorithms(deterministic)
-            torch.backends.cuda.matmul.fp32_precision = precision
+            torch.set_float32_matmul_precision(before)
     assert all(call.direct for call in found.values())
     assert len({id(call) for call in found.values()}) == 3
 
@@ -430,13 +430,13 @@ def test_settings_are_part_of_a_backward(planner: Planner, operators: list[str])
     torch.testing.assert_close(gradients(arguments[1:]), whole[1:])
     torch.testing.assert_close(gradients(arguments[:1]), whole[:1])
     assert planner.planned_backwards == 1
-    precision = torch.backends.cuda.matmul.fp32_precision
+    precision = torch.get_float32_matmul_precision()
     try:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.set_float32_matmul_precision("high")
         gradients(arguments)
         assert planner.planned_backwards == 2
     finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
+        torch.set_float32_matmul_precision(precision)
     eager.forget()
     torch.testing.assert_close(gradients(arguments), whole)
     assert planner.planned_backwards == 3

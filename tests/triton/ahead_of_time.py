@@ -159,7 +159,9 @@ def _serialised(kernel: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [get_ptxas(90).path, "--verbose", "--gpu-name=sm_90a", path, "--output-file", path.with_suffix(".cubin")]
+        ptxas = get_ptxas(90)
+        program = ptxas[0] if isinstance(ptxas, tuple) else ptxas.path  # a pair in Triton 3.3
+        command = [program, "--verbose", "--gpu-name=sm_90a", path, "--output-file", path.with_suffix(".cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return next((line for line in said.splitlines() if "are serialized" in line), "")
 

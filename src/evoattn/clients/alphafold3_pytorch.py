@@ -146,7 +146,7 @@ CLIENTS = {
         (
             Site(_MODULE, "Attend.forward", _attend),
             Site(_MODULE, "Attend.local_attn", _windows),
-            Site("alphafold3_pytorch.alphafold3", "TriangleAttention.forward", _triangle),
+            Site("alphafold3_pytorch.alphafold3", "TriangleAttention.forward", _triangle, counted=False),
             Site(_MODULE, "Attention.forward"),
             Site(_MODULE, "full_attn_bias_to_windowed"),
             Site(_MODULE, "full_pairwise_repr_to_windowed"),

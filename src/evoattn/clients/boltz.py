@@ -90,7 +90,7 @@ def _sites(package: str, multiplied: str, pairs: tuple[Site, ...]) -> tuple[Site
         Site(f"{triangle}.primitives", "kernel_triangular_attn", kernel),
         *pairs,
         Site(f"{layers}.{multiplied}", ("_" if package == "boltzgen" else "") + "kernel_triangular_mult",
-             multiplication, missing="cuequivariance_torch"),
+             multiplication, missing="cuequivariance_torch", counted=False),
         Site(f"{triangle}.primitives", "Attention.forward"),
         Site(f"{triangle}.attention", "TriangleAttention.forward"),
     )  # fmt: skip

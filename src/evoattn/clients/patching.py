@@ -58,6 +58,7 @@ class Patch:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.versions: dict[str, str] = {}
+        self._sites: list[str] = []
         self._counts: dict[str, Count] = {}
         self._changes: list[_Change] = []
         self._entered: list[bool] = []
@@ -69,7 +70,7 @@ class Patch:
     @property
     def sites(self) -> tuple[str, ...]:
         """The functions that were replaced."""
-        return tuple(self._counts)
+        return tuple(self._sites)
 
     @property
     def calls(self) -> int:
@@ -127,10 +128,14 @@ class Patch:
         found = [(site, *_find(of, site)) for site in sites]
         changes: list[_Change] = []
         counts: dict[str, Count] = {}
+        replaced: list[str] = []
         for site, owner, name, original in found:
             if site.replace is None or (site.missing is not None and _is_installed(site.missing)):
                 continue
-            count = counts[str(site)] = Count(self._tell)
+            count = Count(self._tell)
+            replaced.append(str(site))
+            if site.counted:
+                counts[str(site)] = count
             made = functools.wraps(original)(site.replace(original, count))
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
             changes += [_Change(place, where, original, made) for place, where in places]
@@ -142,6 +147,7 @@ class Patch:
             setattr(change.owner, change.name, change.now)
         self._changes += changes
         self._counts |= counts
+        self._sites += replaced
 
 
 _active: dict[str, Patch] = {}

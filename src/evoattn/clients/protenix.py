@@ -40,7 +40,7 @@ def _sites(package: str, more: tuple[Site, ...] = ()) -> tuple[Site, ...]:
         Site(layers, "cuequivariance_triangular_attn", kernel),
         *more,
         Site(f"{package}.model.modules.primitives", "_attention", _single),
-        Site(triangles, "kernel_triangular_mult", multiplication, missing="cuequivariance_torch"),
+        Site(triangles, "kernel_triangular_mult", multiplication, missing="cuequivariance_torch", counted=False),
         Site(layers, "Attention.forward"),
         Site(f"{package}.model.modules.primitives", "_local_attention"),
         Site(f"{package}.model.modules.primitives", "Attention.forward"),

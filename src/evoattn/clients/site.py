@@ -58,12 +58,14 @@ class Site:
         name: the function in the module, or "Class.function"; or "Class", to check all of its source.
         replace: makes what stands there instead. None: it is only checked, because the replacements rely on it.
         missing: the site is replaced only if this module is not installed.
+        counted: whether its calls are counted. Not if it calls another site, which counts them, or is no attention.
     """
 
     module: str
     name: str
     replace: Replace | None = None
     missing: str | None = None
+    counted: bool = True
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"

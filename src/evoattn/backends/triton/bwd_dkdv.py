@@ -41,7 +41,7 @@ def transposed_scores(
         if HAS_ROW:
             b_start += b_row[:, None]
         return tl.dot(b_k, tl.trans(b_q), b_start, input_precision=PRECISION)
-    if FOLD and HAS_ROW and SEED:
+    if (FOLD and HAS_ROW) and SEED:
         b_start = tl.broadcast_to(b_row[:, None], SHAPE)  # [k,q]
         return tl.dot(b_k, tl.trans(b_q), b_start, input_precision=PRECISION)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [k,q]

@@ -47,7 +47,8 @@ def availability() -> str | None:
     if all(torch.cuda.get_device_capability(index) != _CAPABILITY for index in range(torch.cuda.device_count())):
         return "no GPU of compute capability 9.0 (H100, H200, GH200)"
     if not installed("nvidia_cutlass_dsl"):
-        return "CuTe DSL is not installed: pip install 'evoattn[hopper]'"
+        extra = "hopper-cu12" if (torch.version.cuda or "").startswith("12.") else "hopper"
+        return f"CuTe DSL is not installed: pip install 'evoattn[{extra}]'"
     return None
 
 

@@ -6,6 +6,7 @@ A launch takes addresses: sizes and strides are packed when it is planned, so th
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -136,8 +137,14 @@ def live_rows() -> tuple[Any, Any]:
 
 @functools.cache
 def _source() -> bytes:
-    """What a kept kernel depends on besides its own name: the kernels' text, the compiler's version, the kind of host."""
-    digest = hashlib.sha256(f"{importlib.metadata.version('nvidia-cutlass-dsl')} {platform.machine()}".encode())
+    """What a kept kernel depends on besides its own name: the kernels' text, the compiler's version, the kind of host.
+
+    The compilers for CUDA 12 and 13 have the same version.
+    """
+    parts = [importlib.metadata.version("nvidia-cutlass-dsl"), platform.machine()]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        parts.append("cu13 " + importlib.metadata.version("nvidia-cutlass-dsl-libs-cu13"))
+    digest = hashlib.sha256(" ".join(parts).encode())
     for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.digest()

@@ -28,6 +28,7 @@ FIGURES = Path("docs/figures")
 KEY = "evoattn-source"
 _SHOWN = {
     "speed": "Scores a second by workload",
+    "speedups": "How many times as fast evoattn is as the fastest peer, by workload, with the peer's name",
     "ceilings": "Scores a second of evoattn and of the fastest peer, and the lowest ceiling of the device, by workload",
     "length": "Time and peak memory against length",
 }
@@ -72,6 +73,7 @@ def pictures(part: Part) -> dict[Path, Callable[[], object]]:
     timed = [problem for problem in part.problems if any(result.times for result in problem.results)]
     found: dict[Path, Callable[[], object]] = {}
     if len(timed) > 1:
+        found[FIGURES / f"bench-{part.name}-speedups.png"] = lambda: plots.speedups(part.record, timed)
         found[FIGURES / f"bench-{part.name}-speed.png"] = lambda: plots.rates(part.record, timed)
         if part.record.ceilings.exp2_per_s and any("forward" in result.times for p in timed for result in p.results):
             found[FIGURES / f"bench-{part.name}-ceilings.png"] = lambda: plots.roofs(part.record, timed)
@@ -202,7 +204,7 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
             f"{part.record.machine['device']}, {part.dtype}, {names} in ms, every result checked against float64 first:",
             "",
         ]
-        shown_there = [path for path in pictures(part) if not path.stem.endswith("ceilings")]
+        shown_there = [path for path in pictures(part) if path.stem.endswith(("speedups", "length"))]
         lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
         blocks[name] = "\n".join([*lines, times_table(shown)])
     return blocks

@@ -61,11 +61,12 @@ def test_drawing_makes_every_page(figures: ModuleType, copy: Path) -> None:
     readme = (copy / "README.md").read_text()
     assert readme.startswith("a\n<!-- figures: begin gpu -->\na machine, float32, forward / forward + backward in ms")
     assert "| tri16 | **10.000** / - | 20.000 / - |\n<!-- figures: end cpu -->\nb\n" in readme and "old" not in readme
-    assert "ceilings.png" not in readme, "the README shows the speed, the pages the ceilings too"
+    assert "ceilings.png" not in readme, "the README shows speed-ups and lengths, the pages the rest too"
     assert sorted(path.name for path in (copy / "docs" / "figures").iterdir()) == [
         "bench-card-float32-ceilings.png",
         "bench-card-float32-length.png",
         "bench-card-float32-speed.png",
+        "bench-card-float32-speedups.png",
     ]
 
 
@@ -94,3 +95,19 @@ def test_an_edited_page_or_another_picture_is_drift(figures: ModuleType, copy: P
 def test_a_page_without_its_marks(figures: ModuleType) -> None:
     with pytest.raises(ValueError, match="no part 'gpu' is marked"):
         figures.with_blocks("nothing", {"gpu": "x"})
+
+
+def test_speed_ups_are_against_the_fastest_peer_that_solves_the_problem(figures: ModuleType) -> None:
+    """The record's own times give each label; a kernel that leaves the bias out is no peer."""
+    part = next(part for part in figures.parts(ROOT / "benchmarks" / "results") if part.name == "h200-bfloat16")
+    drawn = figures.plots.speedups(part.record, part.problems)
+    labels = [{text.xy[1]: text.get_text() for text in axes.texts} for axes in drawn.axes]
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    for name, texts in zip(("forward", "backward"), labels, strict=True):
+        problem = next(problem for problem in part.problems if problem.workload.name == "tri397")
+        times = {r.name: r.times[name].median_ms for r in problem.results if name in r.times}
+        peers = {peer: time for peer, time in times.items() if peer not in ("evoattn", "evoattn/triton", "flash_unbiased")}
+        fastest = min(peers, key=lambda peer: peers[peer])
+        number, _, title = texts[names.index("tri397")].partition("  ")
+        assert number == f"{peers[fastest] / times['evoattn']:.2f}x"
+        assert title.lower().startswith(fastest[:4])

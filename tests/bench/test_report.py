@@ -81,7 +81,7 @@ def test_what_peers_say_cannot_break_out() -> None:
     assert data is not None
     held = json.loads(data[1])
     assert held["problems"][0]["results"][4]["reason"] == EVIL
-    assert held["titles"]["flash_unbiased"] == "FlashAttention, no bias"
+    assert held["titles"]["flash_unbiased"] == "torch flash kernel, no bias"
 
 
 def test_a_page_of_nothing() -> None:

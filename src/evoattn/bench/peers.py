@@ -269,7 +269,7 @@ PEERS: dict[str, Peer] = {
         Peer(
             "dense_compiled", "dense torch, compiled", functools.partial(_dense, compiled=True), score_copies=4, compiles=True
         ),
-        Peer("flash_unbiased", "FlashAttention, no bias", _flash, biased=False),
+        Peer("flash_unbiased", "torch flash kernel, no bias", _flash, biased=False),
     )
 }
 """In the order in which they run: the closest first, so that a short budget has seen them."""

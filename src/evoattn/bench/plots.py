@@ -1,4 +1,4 @@
-"""Pictures of a record, by matplotlib: scores a second by workload, how far from the ceilings, time and memory by length."""
+"""Pictures of a record, by matplotlib: scores a second by workload, speed-ups, how far from the ceilings, time and memory by length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STYLE", "against_length", "rates", "roofs", "save", "write_png"]
+__all__ = ["STYLE", "against_length", "rates", "roofs", "save", "speedups", "write_png"]
 
 _OURS = "#0072B2"
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C6BB1", "#66A61E", "#A6761D")
@@ -97,6 +97,42 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
     return figure
+
+
+def speedups(record: Record, problems: list[Problem]) -> Figure:
+    """How many times as fast evoattn is as the fastest peer: a bar a workload and pass, with the number and the peer's name."""
+    passes = _passes(problems, ("forward", "backward")) or _passes(problems, ("both",))
+    rows = [p for p in problems if any(_beside_fastest(p, name) for name in passes)]
+    height = 1.35 + 0.34 * len(rows)
+    figure = _figure(1.6 + 4.3 * len(passes), height, _what("Speed-up", rows), table.headline(record))
+    panels: Any = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
+    for axes, name in zip(panels, passes, strict=True):
+        for row, problem in enumerate(rows):
+            found = _beside_fastest(problem, name)
+            if found is None:
+                continue
+            ratio, peer = found
+            axes.barh(row, ratio, 0.66, color=_OURS if ratio >= 1 else _COLOURS[0])
+            place: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
+            axes.annotate(f"{ratio:.2f}x  {peer}", (max(ratio, 1), row), **place)
+        axes.axvline(1, color=_INK, linewidth=1)
+        axes.set_xlabel(f"{_TITLES[name]}: time of the fastest peer / evoattn's")
+        axes.set_xlim(0, 1.75 * axes.dataLim.x1)
+        axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
+        _plain(axes)
+    panels[0].set_yticks(range(len(rows)), [p.workload.name for p in rows])
+    panels[0].set_ylim(len(rows) - 0.4, -0.6)
+    return figure
+
+
+def _beside_fastest(problem: Problem, name: str) -> tuple[float, str] | None:
+    """The time of the fastest peer that solves the whole problem over ours, and that peer's title."""
+    ours = problem.result("evoattn")
+    fair = [r for r in problem.results if r.name in PEERS and PEERS[r.name].biased and name in r.times]
+    if ours is None or name not in ours.times or not fair:
+        return None
+    fastest = min(fair, key=lambda r: r.times[name].median_ms)
+    return fastest.times[name].median_ms / ours.times[name].median_ms, table.title(fastest.name).split(",")[0]
 
 
 def roofs(record: Record, problems: list[Problem]) -> Figure:

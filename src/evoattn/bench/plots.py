@@ -1,4 +1,4 @@
-"""Pictures of a record, by matplotlib: scores a second by workload, speed-ups, how far from the ceilings, time and memory by length."""
+"""Pictures of a record, by matplotlib: speed and speed-ups by workload, distance from the ceilings, growth with length."""
 
 from __future__ import annotations
 

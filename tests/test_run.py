@@ -13,6 +13,8 @@ import pytest
 from evoattn.cli import main
 from evoattn.clients import running
 
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
 LAYERS = """
 import torch
 
@@ -90,6 +92,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_as_at_a_terminal,
         )
 
     def run(self, *command: str) -> tuple[int, str, str]:
@@ -97,6 +100,12 @@ class Program:
         process = self.start(*(command or ("python", "program.py")))
         out, errors = process.communicate(timeout=120)
         return process.returncode, out, errors.strip().splitlines()[-1]
+
+
+def _as_at_a_terminal() -> None:
+    """Heed signals that nohup, or a shell's background, had this process ignore."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -162,7 +171,7 @@ def test_a_release_that_is_not_known_is_left_alone_and_named(program: Program) -
     assert (status, out) == (2, "") and "has another toy_client.layers:_attention" in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_signals_are_the_programs(program: Program, number: signal.Signals) -> None:
     """It handles the first, and dies of the second; calls before that count."""
     program.write(

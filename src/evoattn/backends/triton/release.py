@@ -15,7 +15,7 @@ __all__ = ["COMPILES_AHEAD", "OVERLAPS", "REPEATS", "TENSOR_MAPS"]
 COMPILES_AHEAD = hasattr(triton, "AsyncCompileMode")
 """Kernels can be compiled on other threads before they are launched."""
 
-OVERLAPS = hasattr(tl.extra.cuda, "gdc_wait")
+OVERLAPS = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
 """A launch can start while the one before it still runs (programmatic dependent launch)."""
 
 REPEATS = hasattr(triton, "knobs")

@@ -145,7 +145,8 @@ def test_the_gradient_of_a_mask_bias_that_is_broadcast_is_rounded_once(shape: tu
     mask_bias = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
     wide = [x.detach().double() for x in (q, k, v, mask_bias)]
     wide[3].requires_grad_()
-    do, dlse = torch.randn_like(q), torch.randn(1, 64, 2, 12)
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = torch.randn(q.shape, generator=generator).to(q.dtype), torch.randn(1, 64, 2, 12, generator=generator)
 
     def gradient(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, backend: str) -> Tensor:
         o, lse = evoformer_attention(q, k, v, mask_bias=mask_bias, return_lse=True, backend=backend)

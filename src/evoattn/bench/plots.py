@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from evoattn.bench import table
 from evoattn.bench.peers import PEERS
-from evoattn.bench.record import Problem, Record
+from evoattn.bench.record import Problem, Record, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,12 +127,16 @@ def speedups(record: Record, problems: list[Problem]) -> Figure:
 
 def _beside_fastest(problem: Problem, name: str) -> tuple[float, str] | None:
     """The time of the fastest peer that solves the whole problem over ours, and that peer's title."""
-    ours = problem.result("evoattn")
-    fair = [r for r in problem.results if r.name in PEERS and PEERS[r.name].biased and name in r.times]
-    if ours is None or name not in ours.times or not fair:
+    ours, fastest = problem.result("evoattn"), _fastest_peer(problem, name)
+    if ours is None or name not in ours.times or fastest is None:
         return None
-    fastest = min(fair, key=lambda r: r.times[name].median_ms)
     return fastest.times[name].median_ms / ours.times[name].median_ms, table.title(fastest.name).split(",")[0]
+
+
+def _fastest_peer(problem: Problem, name: str) -> Result | None:
+    """The peer that solves the whole problem in the least time; a bound, which leaves the biases out, is none."""
+    fair = [r for r in problem.results if r.name in PEERS and PEERS[r.name].biased and name in r.times]
+    return min(fair, key=lambda r: r.times[name].median_ms, default=None)
 
 
 def roofs(record: Record, problems: list[Problem]) -> Figure:
@@ -176,9 +180,7 @@ def _roof(axes: Axes, row: int, record: Record, problem: Problem, name: str) -> 
             axes.annotate(text, (bounds[lowest], row), (5, 0), **style)
     if rate is not None:
         axes.barh(row, rate, 0.32, color=_OURS, label="evoattn, and its share of the ceiling")
-    fair = [result for result in problem.results if result.name in PEERS and PEERS[result.name].biased]
-    peers = [table.rate(problem, result, name) for result in fair]
-    best = max((rate for rate in peers if rate is not None), default=None)
+    best = table.rate(problem, _fastest_peer(problem, name), name)
     if best is not None:
         axes.plot(best, row, "D", color=_COLOURS[0], markeredgecolor="white", markersize=6.5, label="the fastest peer")
 

@@ -124,7 +124,7 @@ def _refuse_unknown(name: str) -> None:
 def _wait(command: list[str], environment: dict[str, str]) -> int:
     """The status with which a program ends, negative if of a signal.
 
-    Ctrl-C and Ctrl-\\ reach it from the terminal; what is sent to us alone is passed on.
+    Ctrl-C and Ctrl-\\ reach it from the terminal; a signal for this process alone is passed on.
     """
     try:
         process = subprocess.Popen(command, env=environment)

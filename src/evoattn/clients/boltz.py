@@ -14,17 +14,21 @@ from evoattn.compat.openfold import attention
 __all__ = ["CLIENTS"]
 
 
-def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
-    """The pair-biased attention `[B * S, Q, H, D]` of S samples that share the bias `[B, H, Q, K]`; mask `[B * S, K]`.
+def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
+    """The gated, pair-biased attention of S samples that share the bias `[B, H, Q, K]`, as its output `[B * S, Q, C]`.
+
+    s is `[B * S, Q, C]`; q, k and v are `[B * S, L, H, D]`, the mask is `[B * S, K]`.
 
     The originals repeat the bias for each sample, and compute in float32. -1e6 or so is added where the mask is 0.
     """
-    q, k, v = (x.transpose(1, 2).unflatten(0, (-1, multiplicity)) for x in (q, k, v))  # [b,s,h,l,d]
+    q, k, v = (x.transpose(1, 2).unflatten(0, (-1, multiplicity)) for x in qkv)  # [b,s,h,l,d]
     off = (1 - mask.float()) * -self.inf
     masks = off.unflatten(0, (-1, multiplicity))[:, :, None, None]
     with torch.autocast(q.device.type, enabled=False):
         o = attention(q, k, v, [bias.unsqueeze(1), masks], scaled=False, empty_rows="native")
-    return o.flatten(0, 1).transpose(1, 2)
+    o = o.flatten(0, 1).transpose(1, 2)
+    out: Tensor = self.proj_o(self.proj_g(s).sigmoid() * o.reshape(s.shape[0], -1, self.c_s))
+    return out
 
 
 def _second(original: Any, count: Count) -> Any:
@@ -35,10 +39,7 @@ def _second(original: Any, count: Count) -> Any:
         q, k, v = _projected(self, s, k_in)
         if getattr(self, "use_qk_norm", False):
             q, k = self.q_norm(q), self.k_norm(k)
-        o = _attend(self, q, k, v, self.proj_z(z), mask, multiplicity)
-        gate = self.proj_g(s).sigmoid()
-        out: Tensor = self.proj_o(gate * o.reshape(s.shape[0], -1, self.c_s))
-        return out
+        return _attend(self, s, (q, k, v), self.proj_z(z), mask, multiplicity)
 
     return forward
 
@@ -61,17 +62,14 @@ def _first(original: Any, count: Count) -> Any:
         k_in = s
         if to_keys is not None:
             k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
-        q, k, v = _projected(self, s, k_in)
+        qkv = _projected(self, s, k_in)
         if model_cache is None or "z" not in model_cache:
             z = self.proj_z(z)
             if model_cache is not None:
                 model_cache["z"] = z
         else:
             z = model_cache["z"]
-        o = _attend(self, q, k, v, z, mask, multiplicity)
-        gate = self.proj_g(s).sigmoid()
-        out: Tensor = self.proj_o(gate * o.reshape(s.shape[0], -1, self.c_s))
-        return out
+        return _attend(self, s, qkv, z, mask, multiplicity)
 
     return forward
 

@@ -13,7 +13,7 @@ from evoattn.clients.site import Count
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 
-__all__ = ["additive", "kernel", "low_memory", "multiplication", "queries_first"]
+__all__ = ["additive", "kernel", "low_memory", "multiplication", "projected", "queries_first"]
 
 Function = Callable[..., Any]
 
@@ -26,6 +26,13 @@ def additive(original: Function, count: Count) -> Function:
         return attention(query, key, value, biases)
 
     return _attention
+
+
+def projected(module: Any, q_x: Tensor, kv_x: Tensor, biases: list[Tensor] | None) -> Tensor:
+    """The whole of `Attention.forward`, as OpenFold and ESMFold have it: projections, attention, gate and output."""
+    q, k, v = module._prep_qkv(q_x, kv_x)
+    out: Tensor = module._wrap_up(attention(q, k, v, biases or []).transpose(-2, -3), q_x)
+    return out
 
 
 def low_memory(original: Function, count: Count) -> Function:

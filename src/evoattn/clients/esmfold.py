@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn.clients.calls import projected
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -24,10 +25,7 @@ def _triangle(original: Any, count: Count) -> Any:
             passed: Tensor = original(self, q_x, kv_x, biases, *arguments, **options)
             return passed
         count.one()
-        q, k, v = self._prep_qkv(q_x, kv_x)
-        o = attention(q, k, v, biases or [])
-        out: Tensor = self._wrap_up(o.transpose(-2, -3), q_x)
-        return out
+        return projected(self, q_x, kv_x, biases)
 
     return forward
 

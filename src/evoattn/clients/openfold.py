@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.clients.calls import additive, low_memory, queries_first
+from evoattn.clients.calls import additive, low_memory, projected, queries_first
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -32,10 +32,7 @@ def _kernel(original: Any, count: Count) -> Any:
             passed: Tensor = original(self, q_x, kv_x, biases, use_memory_efficient_kernel, *arguments, **options)
             return passed
         count.one()
-        q, k, v = self._prep_qkv(q_x, kv_x)
-        o = attention(q, k, v, biases or [])
-        out: Tensor = self._wrap_up(o.transpose(-2, -3), q_x)
-        return out
+        return projected(self, q_x, kv_x, biases)
 
     return forward
 

@@ -56,14 +56,14 @@ class Patch:
         versions: the client's version, by its name.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, names: Iterable[str] = (), tell: Callable[[str], None] | None = None) -> None:
         self.versions: dict[str, str] = {}
         self._sites: list[str] = []
         self._counts: dict[str, Count] = {}
         self._changes: list[_Change] = []
         self._entered: list[bool] = []
         self._fresh = True
-        self._tell: Callable[[str], None] | None = None
+        self._tell = tell
         for name in names:
             self._apply(client(name))
 
@@ -118,10 +118,11 @@ class Patch:
 
     def _apply(self, of: Client) -> None:
         """Check all sites of a client, then replace them: nothing is half patched."""
-        if of.installed is None:
+        version = of.installed
+        if version is None:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution}")
         self._replace(of, of.sites, of.values)
-        self.versions[of.name] = of.installed
+        self.versions[of.name] = version
 
     def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
         """Check these sites, then replace them."""
@@ -220,8 +221,8 @@ def patch_as_imported(name: str, module: str, tell: Callable[[str], None]) -> Pa
     of = client(name)
     if name not in _active:
         check_files(of)
-        made = Patch()
-        made._tell, made.versions[name] = tell, str(of.installed)
+        made = Patch(tell=tell)
+        made.versions[name] = str(of.installed)
         _active[name] = made
     sites = [site for site in of.sites if site.module == module]
     _active[name]._replace(of, sites, [value for value in of.values if value[0] == module])

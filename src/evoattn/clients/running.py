@@ -13,7 +13,6 @@ import os
 import pathlib
 import secrets
 import threading
-from typing import Any
 
 from evoattn import dispatch
 from evoattn.clients.patching import NAMES, UnknownRelease, client, patch_as_imported
@@ -48,31 +47,30 @@ class Tally:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._places: dict[tuple[str, ...], int] = {}
-        self._counts: memoryview | None = None
+        self._counts = memoryview(b"")  # until there is a name
+        self._stem = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}"
 
     def add(self, *name: str) -> None:
         """Count one more."""
         with self._lock:
             if name not in self._places:
-                if len(self._places) == _MOST or not self._write(name):
+                if len(self._places) == _MOST:
+                    return
+                try:
+                    self._write(name)
+                except OSError:
                     return
                 self._places[name] = len(self._places)
-            assert self._counts is not None
             self._counts[self._places[name]] += 1
 
-    def _write(self, name: tuple[str, ...]) -> bool:
-        """Whether the name could be put into the file of names; makes both files first."""
-        try:
-            if self._counts is None:
-                self._stem = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}"
-                with self._stem.with_suffix(".counts").open("w+b") as file:
-                    file.truncate(_MOST * _BYTES)
-                    self._counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-            with self._stem.with_suffix(".names").open("a") as file:
-                file.write(json.dumps(name) + "\n")
-        except OSError:
-            return False
-        return True
+    def _write(self, name: tuple[str, ...]) -> None:
+        """Put a name into the file of names; the first one makes both files."""
+        if not self._counts:
+            with self._stem.with_suffix(".counts").open("w+b") as file:
+                file.truncate(_MOST * _BYTES)
+                self._counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        with self._stem.with_suffix(".names").open("a") as file:
+            file.write(json.dumps(name) + "\n")
 
 
 def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
@@ -94,24 +92,28 @@ def modules(names: tuple[str, ...] = NAMES) -> dict[str, list[str]]:
     return found
 
 
-_process: dict[str, Any] = {}
-"""The tally of this process, and the clients that are not patched in it."""
+_refused: set[str] = set()
+"""Clients that are not patched in this process."""
 
 
-def imported(module: str, folder: str) -> None:
-    """A watched module has been imported: replace what is in it."""
-    if not _process:
-        _process.update(tally=Tally(folder), refused=set())
-        dispatch.listeners.append(lambda backend: _process["tally"].add("backend", backend))
-    tally: Tally = _process["tally"]
-    watched = json.loads(pathlib.Path(folder, "modules.json").read_text())
-    for name in watched[module]:
-        if name in _process["refused"]:
+@functools.cache
+def _tally(folder: str) -> Tally:
+    """The counts of this process, which hear of each backend that is chosen."""
+    tally = Tally(folder)
+    dispatch.listeners.append(functools.partial(tally.add, "backend"))
+    return tally
+
+
+def imported(module: str, names: list[str], folder: str) -> None:
+    """A watched module of the named clients has been imported: replace what is in it."""
+    tally = _tally(folder)
+    for name in names:
+        if name in _refused:
             continue
         try:
             patched = patch_as_imported(name, module, functools.partial(tally.add, "call", name))
         except UnknownRelease as error:
-            _process["refused"].add(name)
+            _refused.add(name)
             tally.add("refused", name, str(error))
         else:
             tally.add("patched", name, patched.versions[name])

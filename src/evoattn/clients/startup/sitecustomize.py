@@ -15,8 +15,8 @@ from typing import Any
 class _Watched(importlib.abc.Loader):
     """A module's own loader, and what happens after it."""
 
-    def __init__(self, loader: Any, folder: str) -> None:
-        self._loader, self._folder = loader, folder
+    def __init__(self, loader: Any, clients: list, folder: str) -> None:
+        self._loader, self._clients, self._folder = loader, clients, folder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -32,14 +32,14 @@ class _Watched(importlib.abc.Loader):
             with open(os.path.join(self._folder, f"{os.getpid()}.lost"), "w") as file:
                 file.write(f"{sys.executable} cannot import evoattn ({error})")
         else:
-            running.imported(module.__name__, self._folder)
+            running.imported(module.__name__, self._clients, self._folder)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds watched modules as the finders after it do."""
 
     def __init__(self, modules: Any, folder: str) -> None:
-        self._modules, self._folder = frozenset(modules), folder
+        self._modules, self._folder = modules, folder
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self._modules:
@@ -48,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Watched(spec.loader, self._folder)
+                    spec.loader = _Watched(spec.loader, self._modules[name], self._folder)
                 return spec
         return None
 

@@ -118,6 +118,21 @@ def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype
     assert count(names, "STG") == 1 + 2 * skips, "a quad's two keys, once a row, and what is left out"
 
 
+@pytest.mark.parametrize(("channels", "length"), [(8, 384), (32, 384), (32, 1024), (48, 384), (64, 256), (64, 768)])
+def test_variants_with_a_float32_pair_bias(channels, length, tmp_path):
+    """They hold it in float32 whatever it was: only how it is loaded differs."""
+    chosen = bwd_plan.query_variant(channels, length, True)
+    kernel = bwd_dq.QueryGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, bias_gradient=True, **chosen)
+    names = instructions(kernel, tmp_path)
+    assert count(names, "WARPGROUP.DEPBAR") == chosen["slices"] + 3 - kernel.helped
+    assert count(names, "LDL") < 64
+    chosen = bwd_plan.key_variant(channels, length, True, exact=True)
+    kernel = bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen)
+    names = instructions(kernel, tmp_path)
+    check_waits(names, kernel)
+    assert count(names, "LDL", "STL") <= (ONCE_A_ROW if channels == 48 else 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [8, 24, 32, 48, 64])
 def test_variants_of_the_other_dtype(channels, dtype, tmp_path):

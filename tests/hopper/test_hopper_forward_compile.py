@@ -25,6 +25,7 @@ ROOM = 1.03
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 BOTH = {"pair": True, "row": True, "exact": False, "resident": True}
+WIDE = {"pair": True, "row": True, "exact": True, "resident": False, "wide": True}
 VARIANTS = {
     "d8": (8, BOTH),
     "d16": (16, BOTH | {"exact": True}),
@@ -41,9 +42,15 @@ VARIANTS = {
     "d64_own_scale": (64, BOTH | {"resident": False}),
     "d64_row": (64, BOTH | {"pair": False, "exact": True}),
     "d64_row_long": (64, BOTH | {"pair": False, "exact": True, "resident": False}),
+    "d8_wide": (8, WIDE),
+    "d16_wide": (16, WIDE),
+    "d32_wide": (32, WIDE),
+    "d32_wide_pair": (32, WIDE | {"row": False}),
+    "d48_wide": (48, WIDE),
+    "d64_wide": (64, WIDE),
     "d64_none": (64, BOTH | {"pair": False, "row": False, "exact": True}),
 }
-SPILLS = {"d48_row": 8, "d48_long": 2, "d64_long": 1, "d64_own_scale": 1}
+SPILLS = {"d48_row": 8, "d48_long": 2, "d64_long": 1, "d64_own_scale": 1, "d48_wide": 1, "d64_wide": 1}
 """Instructions that touch local memory, where a variant is known to have some."""
 
 
@@ -83,7 +90,7 @@ def test_forward_compiles(name: str, tmp_path: pathlib.Path) -> None:
     assert instructions_a_score(names) <= ROOM * recorded, "more instructions a score than on record"
 
 
-@pytest.mark.parametrize("name", ["d32", "d48_long", "d64_long"])
+@pytest.mark.parametrize("name", ["d32", "d32_wide", "d48_long", "d64_long"])
 def test_float16_compiles(name: str, tmp_path: pathlib.Path) -> None:
     names = instructions(variant(name, "float16"), tmp_path)
     assert count(main_loop(names), "LDL", "STL") <= SPILLS.get(name, 0)
@@ -104,6 +111,13 @@ def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathli
 @pytest.mark.parametrize("width", [1, 8])
 def test_pairs_compile(width: int, bounded: bool, dtype: str, tmp_path: pathlib.Path) -> None:
     names = instructions(prepare.Pairs(DTYPES[dtype], width, bounded=bounded), tmp_path)
+    assert count(names, "LDL", "STL") == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 4])
+def test_wide_pairs_compile(width: int, dtype: str, tmp_path: pathlib.Path) -> None:
+    names = instructions(prepare.Pairs(cutlass.Float32, width, beside=DTYPES[dtype]), tmp_path)
     assert count(names, "LDL", "STL") == 0
 
 

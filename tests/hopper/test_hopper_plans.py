@@ -183,9 +183,10 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     fwd.plan_forward(q, k, v, c.mask, None, pair, scale=0.2, layout="bnhld")(q, k, v, c.mask, None, pair, o, lse, lse)
     assert [name for name, _ in launched] == ["Pairs", "Rows", *["Forward"] * len(starts)]
     forwards = [given for name, given in launched if name == "Forward"]
-    for place, x in ((2, q), (3, k), (4, v), (9, o), (10, lse)):
+    for place, x in ((2, q), (3, k), (4, v), (10, o), (11, lse)):
         assert [given[place] for given in forwards] == addresses(x, 2)
-    assert len({given[8] for given in forwards}) == len(starts), "the pair bias, laid out anew"
+    assert [given[8] for given in forwards] == addresses(pair, 1), "the pair bias as it is given"
+    assert len({given[9] for given in forwards}) == len(starts), "and laid out anew"
     assert len({given[5] for given in forwards}) == (1 if of_b == 1 else 2), "the rows' terms, of each b"
     assert len({given[6] for given in forwards}) == (1 if of_b == 1 else 2), "their ends"
     assert len({given[7] for given in forwards}) == (1 if of_b == 1 else 2), "their biases as they are"

@@ -65,8 +65,8 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append(
             f"takes as many value as query channels, {', '.join(map(str, _CHANNELS))}; got {problem.d} and {problem.c}"
         )
-    if problem.pair_bias not in (None, problem.dtype):
-        reasons.append(f"takes a pair_bias of q's dtype, got {problem.pair_bias}")
+    if problem.pair_bias not in (None, problem.dtype, torch.float32):
+        reasons.append(f"takes a pair_bias of q's dtype or float32, got {problem.pair_bias}")
     if problem.mask_bias not in (None, *_BIASES):
         reasons.append(f"takes a mask_bias in float16, bfloat16 or float32, got {problem.mask_bias}")
     if not problem.scores:
@@ -112,7 +112,7 @@ def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, in
         keys = chosen["groups"] * chosen["slices"] * 32
         found["dq"] = {"block_q": 64, "block_k": keys, "num_stages": chosen["stages"], "cluster": chosen["cluster"]}
     if of_k or of_v or of_mask_bias:
-        stages = key_variant(problem.d, problem.lq, pair, _skips(problem))["stages"]
+        stages = key_variant(problem.d, problem.lq, pair, _skips(problem), exact=_exact(problem))["stages"]
         found["dkdv"] = {"block_q": 64, "block_k": 64, "num_stages": stages}
     return found
 
@@ -122,11 +122,17 @@ def _sizes(problem: Problem) -> tuple[int, int, int, int, int]:
     return problem.b, problem.n, problem.h, problem.lq, problem.lk
 
 
+def _exact(problem: Problem) -> bool:
+    """Whether its pair bias is float32."""
+    return problem.pair_bias == torch.float32
+
+
 def _skips(problem: Problem) -> bool:
     """Whether the two kernels of its backward leave out what a mask switches off."""
     from evoattn.backends.hopper.bwd_plan import skips_rows
 
-    return skips_rows(problem.mask, problem.needs, problem.pair_bias is not None, problem.d, _sizes(problem))
+    pair, exact = problem.pair_bias is not None, _exact(problem)
+    return skips_rows(problem.mask, problem.needs, pair, problem.d, _sizes(problem), exact=exact)
 
 
 def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
@@ -142,7 +148,10 @@ def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor 
     if pair_bias is None:
         return found
     found.append("pair_bias: laid out anew once a pass, measured from the largest of each query")
-    if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True, _skips(problem))["ring"]:
+    exact = _exact(problem)
+    if exact:
+        found.append("pair_bias: in float32, laid out anew once a forward, to be streamed")
+    if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True, _skips(problem), exact=exact)["ring"]:
         found.append("pair_bias: laid out anew once a backward, to be streamed")
     return found
 

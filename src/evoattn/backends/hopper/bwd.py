@@ -57,14 +57,15 @@ def plan_backward(
     panels, key_panels = -(-lq // ROWS), -(-lk // ROWS)
     sizes = (b, n, h, lq, lk)
     whole = one_kernel(needs, pair_bias is not None, d, sizes, processors)
-    skips = not whole and skips_rows(mask is not None, needs, pair_bias is not None, d, sizes)
+    exact = pair_bias is not None and pair_bias.dtype == torch.float32
+    skips = not whole and skips_rows(mask is not None, needs, pair_bias is not None, d, sizes, exact=exact)
 
     nothing: dict[str, Any] = {"groups": 0, "slices": 0, "cluster": 1}
     chosen = (query_variant(d, lk, pair_bias is not None) if first and not whole else None) or nothing
     split = {name: chosen[name] for name in nothing}
     cluster = split["cluster"]
     at_once = processors if cluster == 1 else resident_clusters(cluster, SHARED, device)
-    variant = key_variant(d, lq, pair_bias is not None, skips)
+    variant = key_variant(d, lq, pair_bias is not None, skips, exact=exact)
     turns = Turns.of(q, pair_bias if second and variant["ring"] else None, key_panels * n, processors)
     of_turn = turns.b * turns.h
     clusters, key_blocks = min(at_once, of_turn * panels * n), min(processors, of_turn * key_panels * n)
@@ -85,6 +86,7 @@ def plan_backward(
         mask, mask_bias, q, lk, workspace, room=keys_of_terms, always=always, clears=clears, lists=skips, bounded=bounded
     )
     has = {"pair": pair_bias is not None, "row": terms is not None}
+    bias = None if pair_bias is None else types[pair_bias.dtype]
 
     # How all that the kernels see lies in memory. In the place of what is not there they get another address, and do not look.
     inputs: dict[str, Tensor] = {}
@@ -100,7 +102,7 @@ def plan_backward(
     nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
     pair, even, shifts, pairs = nowhere, None, None, None
     if pair_bias is not None:
-        even, shifts, pairs = pair_plan(pair_bias, lq, lk, bounded=True)
+        even, shifts, pairs = pair_plan(pair_bias, lq, lk, beside=q.dtype, bounded=True)
         pair = even[..., :lk]
     row, row_b, row_n = (like(1, 8), 0, 0) if terms is None else (terms.like, terms.row_b, terms.row_n)
     ends, order, starts = (None, None, None) if terms is None else (terms.ends, terms.order, terms.starts)
@@ -135,7 +137,7 @@ def plan_backward(
     elif first:
         wishes = {"bias_gradient": of_pair, "dlse": dlse is not None, "partial": partial, "skips": skips}
         vector = pair_bias is None or lk % 2 == 0
-        made = QueryGradients(dtype, d, **has, **wishes, **chosen, vector=vector, timed=by_queries)  # type: ignore[assignment]
+        made = QueryGradients(dtype, d, bias=bias, **has, **wishes, **chosen, vector=vector, timed=by_queries)  # type: ignore[assignment]
         left = parts if partial else nowhere[..., :4] if added is None else at_sums
         tensors = (at_q, at_k, at_v, at_o, at_do, at_pair, row, at_lse, at_dlse, stats, at_dq, left, at_order, at_starts)
         query_kernel = plan(made, device, *tensors, unit, row_b, row_n, clusters * cluster)
@@ -147,11 +149,11 @@ def plan_backward(
         summed = PanelSum(types[gradient.sums.dtype], **split, deal=deal, vector=lk % 2 == 0, timed=by_queries)
         total = plan(summed, device, parts, at_sums, n, clusters)
     if second and not whole:
-        tiles = plan(Tiles(dtype, wide=wide), device, pair, laid, unit) if variant["ring"] else None
+        tiles = plan(Tiles(bias, wide=wide), device, pair, laid, unit) if variant["ring"] else None
         rounds = gradient is not None and gradient.rounds
         fours = [x.view(-1, 4) for x in (at_sums, at_wanted)] if rounds else (None, None)
         wishes = {"mask_gradient": of_mask, "rounds": rounds, "skips": skips, "clears": skips and of_q}
-        made = KeyGradients(dtype, d, **has, **wishes, **variant, timed=by_keys)  # type: ignore[arg-type, assignment]
+        made = KeyGradients(dtype, d, bias=bias, **has, **wishes, **variant, timed=by_keys)  # type: ignore[arg-type, assignment]
         tensors = (at_q, at_k, at_v, at_do, at_laid if tiles else at_pair, row, stats, at_dk, at_dv, at_mask)
         key_kernel = plan(made, device, *tensors, *fours, at_dq, at_order, at_starts, unit, row_b, row_n, key_blocks)
 
@@ -261,10 +263,10 @@ class PairGradient(NamedTuple):
         else:
             sums = torch.empty((*shape[:2], lq, -(-lk // 4) * 4), dtype=torch.float32, device="meta")
         rounds = idle and not deterministic and not over and lk % 4 == 0 and n >= _ROWS_THAT_HIDE_ROUNDING
-        rounds = rounds and sums.numel() <= _MOST_IN_32_BITS
+        rounds = rounds and sums.numel() <= _MOST_IN_32_BITS and pair_bias.dtype != torch.float32
         return cls(wanted, sums, rounds, over, lk)
 
     def finish(self, sums: Tensor) -> Tensor:
         """d(pair bias) of the sums, where nobody rounded them."""
         lines = sums if sums.shape[-1] == self.keys else sums[..., : self.keys]
-        return (lines.sum(self.over, keepdim=True) if self.over else lines).to(self.wanted.dtype)
+        return (lines.sum(self.over, keepdim=True) if self.over else lines).to(self.wanted.dtype).contiguous()

@@ -42,9 +42,10 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
-        dtype: cutlass type of q, k, v and the pair bias.
+        dtype: cutlass type of q, k and v.
         channels: D.
         pair, row: whether there is a pair bias, a key-wise bias.
+        bias: cutlass type of the pair bias, if it is not dtype.
         mask_gradient: whether the gradient of the mask bias is wanted.
         rounds: whether a warp that has nothing to bring in rounds d(pair bias), which `bwd_dq` added up in float32, to dtype.
         skips: whether it does the rows alone that a mask leaves to each panel, which `bwd_live` knows.
@@ -64,6 +65,7 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
         *,
         pair: bool,
         row: bool,
+        bias: Any = None,
         mask_gradient: bool = False,
         rounds: bool = False,
         skips: bool = False,
@@ -77,6 +79,7 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
         apart: bool = False,
     ):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
+        self.bias = dtype if bias is None else bias
         self.mask_gradient, self.rounds, self.skips, self.clears = mask_gradient, rounds, skips, clears
         self.blocks, self.ring, self.streams, self.stages = blocks, ring, streams, stages
         self.D, self.steps = padded(channels), -(-channels // 16)
@@ -94,7 +97,9 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
             raise ValueError("each warp has something to bring in, none is left to round")
         tiles = {"blocks": blocks, "ring": ring or None, "wide": wide, "streams": streams, "stages": stages, "apart": apart}
         wishes = {"mask_gradient": mask_gradient, "rounds": rounds, "skips": skips, "clears": clears}
-        self.name_after(dtype, channels=channels, pair=pair, row=row, **wishes, **tiles, timed=self.timed)
+        # a pair bias that streams in float32 comes from `prepare.Tiles`, whatever it was
+        other = None if self.bias is dtype or self.streamed else self.bias
+        self.name_after(dtype, channels=channels, pair=pair, row=row, bias=other, **wishes, **tiles, timed=self.timed)
 
     def layouts(self):
         n = self.streams * self.stages
@@ -367,7 +372,7 @@ class KeyGradients(KeyFeed, KeyRow, Kernel):
         dpair = Stand(self.dtype, (fours, 4), (4, 1), 8) if self.rounds else None
         q, k, v, do, dk, dv = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, KL, KL))
         dq = channels(self.dtype, (B, N, H, Q), self.channels) if self.clears else None
-        pair = fake_pair(self.dtype, Q, KL, False)
+        pair = fake_pair(self.bias, Q, KL, False)
         if self.streamed:
             pair = Stand(self.tile, (*(size() for _ in range(4)), ROWS * QUERIES), (*(even() for _ in range(4)), 1), 16)
         return (

@@ -46,9 +46,10 @@ class QueryGradients(QuerySum, QueryFeed, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
-        dtype: cutlass type of q, k, v and the pair bias.
+        dtype: cutlass type of q, k and v.
         channels: D.
         pair, row: whether there is a pair bias, a key-wise bias.
+        bias: cutlass type of the pair bias, if it is not dtype.
         bias_gradient: whether d(pair bias) is needed.
         groups, slices: warpgroups, and slices of 32 keys of each: groups * slices * 32 keys of a block at most.
         stage, stages: slices of a stage of keys, and stages of a warpgroup.
@@ -70,6 +71,7 @@ class QueryGradients(QuerySum, QueryFeed, Kernel):
         *,
         pair: bool,
         row: bool,
+        bias: Any = None,
         bias_gradient: bool,
         dlse: bool = False,
         partial: bool = False,
@@ -83,6 +85,7 @@ class QueryGradients(QuerySum, QueryFeed, Kernel):
         timed: bool = True,
     ):
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
+        self.bias = dtype if bias is None else bias
         self.groups, self.slices, self.stage, self.stages, self.vector = groups, slices, stage, stages, vector
         self.cluster = cluster
         self.D, self.steps = padded(channels), -(-channels // 16)
@@ -101,7 +104,8 @@ class QueryGradients(QuerySum, QueryFeed, Kernel):
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
         options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial, "skips": skips}
         tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
-        self.name_after(dtype, channels=channels, **options, **tiles, vector=vector, timed=self.timed)
+        other = None if self.bias is dtype else self.bias
+        self.name_after(dtype, channels=channels, **options, bias=other, **tiles, vector=vector, timed=self.timed)
 
     def layouts(self):
         n = self.groups * self.stages
@@ -387,7 +391,7 @@ class QueryGradients(QuerySum, QueryFeed, Kernel):
             dpair = fake_words((size(), self.slices * 4, self.groups * 128, 4), 16)
         return (
             *(q, k, v, o, do),
-            *(fake_pair(self.dtype, Q, KL, self.vector), terms(self.dtype), lse, dlse, fake_words((B, N, H, size()), 16)),
+            *(fake_pair(self.bias, Q, KL, self.vector), terms(self.dtype), lse, dlse, fake_words((B, N, H, size()), 16)),
             *(dq, dpair, *(live_rows() if self.skips else (None, None))),
             *(Float32(0), Int32(0), Int32(0), Int32(0)),
         )

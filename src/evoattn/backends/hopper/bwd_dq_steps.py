@@ -29,6 +29,7 @@ class QuerySteps:
     """The part of `QueryGradients` that knows nothing of the barriers of what streams."""
 
     dtype: Any
+    bias: Any
     channels: int
     D: int
     steps: int
@@ -88,13 +89,13 @@ class QuerySteps:
         """this thread's part of the pair bias, as the accumulators of the scores hold it"""
         lines = [pair[b, h, cutlass.min(q0 + 8 * r, LQ - 1), None] for r in range(2)]
         for u in range(self.slices):
-            held = cute.make_rmem_tensor((4, 4), self.dtype)
+            held = cute.make_rmem_tensor((4, 4), self.bias)
             for x in range(4):
                 for r in range(2):
                     key = first_key + self.key(u) + 8 * x
                     if self.vector:
-                        words = cute.recast_tensor(lines[r], Int32)
-                        packed(held)[2 * x + r] = words[cutlass.min(key, (LK - 1) // 2 * 2) // 2]
+                        two = cute.local_tile(lines[r], (2,), (cutlass.min(key, (LK - 1) // 2 * 2) // 2,))
+                        cute.autovec_copy(two, cute.make_tensor(held.iterator + 4 * x + 2 * r, cute.make_layout(2)))
                     else:
                         for y in range(2):
                             held[2 * r + y, x] = lines[r][cutlass.min(key + y, LK - 1)]

@@ -101,12 +101,12 @@ def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int
     return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 6) * 8
 
 
-def key_variant(channels: int, queries: int, pair: bool, skips: bool = False) -> dict[str, Any]:
-    """blocks, ring, wide, streams, stages, apart for `queries` queries of `channels`."""
+def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *, exact: bool = False) -> dict[str, Any]:
+    """blocks, ring, wide, streams, stages, apart for `queries` queries of `channels`; `exact`: the pair bias is float32."""
     streams = 3 if channels <= 48 else 2
     stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "wide": False}
-    # 48 channels wait for L2: they take the pair bias as it is, in half the bytes, and convert it
-    passes: dict[str, Any] = {"blocks": 0, "ring": 4, "wide": channels != 48}
+    # 48 channels wait for L2: they take the pair bias as it is, in half the bytes, and convert it; in float32 fewer tiles fit
+    passes: dict[str, Any] = {"blocks": 0, "ring": 3 if exact and channels == 48 else 4, "wide": exact or channels != 48}
     least = 2 if channels <= 48 else 3  # stages that what stays has to leave room for
     wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
     variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
@@ -152,8 +152,16 @@ def one_kernel(
     return whole_tiles(channels, sizes, processors) if both and not pair else None
 
 
-def skips_rows(mask: bool, needs: tuple[bool, ...], pair: bool, channels: int, sizes: tuple[int, int, int, int, int]) -> bool:
-    """Whether the two kernels leave out what a mask switches off; sizes are b, n, h, q, k.
+def skips_rows(
+    mask: bool,
+    needs: tuple[bool, ...],
+    pair: bool,
+    channels: int,
+    sizes: tuple[int, int, int, int, int],
+    *,
+    exact: bool = False,
+) -> bool:
+    """Whether the two kernels leave out what a mask switches off; sizes are b, n, h, q, k; `exact`: the pair bias is float32.
 
     They do not where a tile of zeros would take a stage: with 48 channels and no pair bias.
     """
@@ -161,7 +169,7 @@ def skips_rows(mask: bool, needs: tuple[bool, ...], pair: bool, channels: int, s
     listed = n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST and keys <= PANEL * MOST_PANELS
     if not (mask and any(needs[1:4]) and listed and math.prod(sizes) >= _LEAST_SCORES_TO_SKIP):
         return False
-    return key_variant(channels, queries, pair, skips=True) == key_variant(channels, queries, pair)
+    return key_variant(channels, queries, pair, True, exact=exact) == key_variant(channels, queries, pair, exact=exact)
 
 
 def whole_shared(channels: int, tiles: int) -> int:

@@ -13,7 +13,7 @@ from evoattn import layouts
 from evoattn.backends.hopper.fwd_kernel import CHAIN, HALVES, KEYS, ROWS, Forward
 from evoattn.backends.hopper.launch import plan, types
 from evoattn.backends.hopper.memory import loads_wide
-from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows
+from evoattn.backends.hopper.prepare import TERMS, Pairs, Rows, Tiles
 from evoattn.backends.hopper.primitives import padded
 from evoattn.backends.hopper.turns import Turns, in_turn
 from evoattn.backends.hopper.workspace import Workspace
@@ -33,12 +33,16 @@ def plan_forward(
     dtype, device = types[q.dtype], q.device
     factor, unit = fold(scale)
     row = mask is not None or mask_bias is not None or lk % KEYS != 0
-    resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS
-    laid = shifts = pairs = None
+    wide = pair_bias is not None and pair_bias.dtype == torch.float32
+    resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS and not wide
+    given = laid = shifts = pairs = tiled = tiles = None
     if pair_bias is not None:
-        laid, shifts, pairs = pair_plan(pair_bias, lq, lk, bounded=False)
-    exact = pair_bias is None or d == 8 or _exact(1.0 / unit, q.dtype)
-    variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident)
+        given = pair_bias.expand(-1, -1, lq, lk)
+        laid, shifts, pairs = pair_plan(pair_bias, lq, lk, beside=q.dtype, bounded=False)
+        if wide:
+            tiled, tiles = _tile_plan(laid[..., :lk], q, unit)
+    exact = pair_bias is None or wide or d == 8 or _exact(1.0 / unit, q.dtype)
+    variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, wide=wide)
 
     panels = -(-lq // (HALVES * ROWS))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -51,38 +55,42 @@ def plan_forward(
     terms = row_plan(mask, mask_bias, q, lk, workspace, always=row, deep=pair_bias is not None)
     of_rows = (None, None, 0, 0) if terms is None else (terms.like, terms.ends, terms.row_b, terms.row_n)
     deep = None if terms is None else terms.deep
-    at_laid, at_shifts = (0 if x is None else workspace.add(x) for x in (laid, shifts))
+    at_laid, at_shifts, at_tiled = (0 if x is None else workspace.add(x) for x in (laid, shifts, tiled))
+    seen = tiled if wide else laid  # what the kernel reads
     (q, change_q), (k, change_k), (v, change_v) = loadable(q, factor), loadable(k), loadable(v)
     changes = [(i, change) for i, change in enumerate((change_q, change_k, change_v)) if change is not None]
     o = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta"))
     lse = torch.empty((b, n, h, lq), device="meta", dtype=torch.float32)
-    bias, of_shifts = (None if x is None else turns.cut(x, 1) for x in (laid, shifts))
+    of_given, bias, of_shifts = (None if x is None else turns.cut(x, 1) for x in (given, seen, shifts))
     of_turn = [turns.cut(x, 2) for x in (q, k, v, o, lse, lse)]
-    tensors = (*of_turn[:3], *of_rows[:2], deep, bias, *of_turn[3:], of_shifts)
+    tensors = (*of_turn[:3], *of_rows[:2], deep, of_given, bias, *of_turn[3:], of_shifts)
     kernel = plan(variant, device, *tensors, *of_rows[2:], unit, deal, blocks)
     by_b = [None if terms is None or x is None else terms.by_b(x) for x in (*of_rows[:2], deep)]
     of_inputs = ((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b))
-    further = turns.further(*of_inputs, (laid, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1))
+    further = turns.further(*of_inputs, (given, 1), (seen, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1))
 
     def run(*tensors: Any) -> None:
         if changes:
             tensors = changed(tensors, changes)
-        q, k, v, mask, mask_bias, pair, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
-        start = 0
+        q, k, v, mask, mask_bias, given, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
+        start, pair = 0, None
         if workspace.bytes:
             room = workspace.make()
             start = room.data_ptr()
         if pairs is not None:
-            given, pair = pair, start + at_laid
+            pair = start + at_laid
             pairs(given, pair, start + at_shifts)
+        if tiles is not None:
+            tiles(pair, start + at_tiled)
+            pair = start + at_tiled
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
         of_keys = (None, None, None) if terms is None else terms.make(start, mask, mask_bias)[:3]
-        in_turn(kernel, (q, k, v, *of_keys, pair, o, lse, reference, start + at_shifts), further)
+        in_turn(kernel, (q, k, v, *of_keys, given, pair, o, lse, reference, start + at_shifts), further)
 
     return run
 
 
-def pair_plan(pair_bias: Tensor, queries: int, keys: int, *, bounded: bool) -> tuple[Tensor, Tensor, Any]:
+def pair_plan(pair_bias: Tensor, queries: int, keys: int, *, beside: torch.dtype, bounded: bool) -> tuple[Tensor, Tensor, Any]:
     """How a pair bias [b|1,h|1,q|1,k|1] lies once it is measured (`Pairs`), and its shifts; and the launch that makes both.
 
     Its lines of keys have a multiple of 8, zero past the last key.
@@ -91,8 +99,18 @@ def pair_plan(pair_bias: Tensor, queries: int, keys: int, *, bounded: bool) -> t
     laid = pair_bias.new_empty((*pair.shape[:3], -(-keys // 8) * 8), device="meta")
     shifts = torch.empty(pair.shape[:3], dtype=torch.float32, device="meta")
     wide = pair_bias.shape[3] == keys and keys % 8 == 0 and loads_wide(pair_bias)
-    kernel = Pairs(types[pair_bias.dtype], 8 if wide else 1, bounded=bounded)
+    width = 16 // pair_bias.element_size() if wide else 1
+    kernel = Pairs(types[pair_bias.dtype], width, beside=types[beside], bounded=bounded)
     return laid, shifts, plan(kernel, pair_bias.device, pair, laid, shifts)
+
+
+def _tile_plan(pair: Tensor, q: Tensor, unit: float) -> tuple[Tensor, Any]:
+    """How a float32 pair bias [b|1,h|1,q,k] lies as the forward's accumulators hold it, and the launch that makes it so."""
+    panels, blocks = -(-pair.shape[2] // (HALVES * ROWS)), -(-pair.shape[3] // KEYS)
+    tiled = torch.empty(*pair.shape[:2], HALVES * panels, blocks, ROWS * KEYS, device="meta", dtype=torch.float32)
+    if q.shape[-1] == 8:  # 1 / scale is rounded there
+        unit = 1.0 / torch.tensor(1.0 / unit).to(q.dtype).item()
+    return tiled, plan(Tiles(types[torch.float32], wide=True), q.device, pair.transpose(2, 3), tiled, unit)
 
 
 class KeyTerms(NamedTuple):

@@ -93,14 +93,20 @@ class ForwardFeed(ForwardSteps):
                         if s == 0:
                             arch.mbarrier_wait(pempty + st, ph ^ 1)
                             with arch.elect_one():
-                                arch.mbarrier_arrive_and_expect_tx(pfull + st, HALVES * ROWS * KEYS * 2)
+                                arch.mbarrier_arrive_and_expect_tx(pfull + st, HALVES * ROWS * KEYS * (4 if self.wide else 2))
                             for x in range_constexpr(HALVES):
-                                cute.copy(
-                                    aP,
-                                    pG[None, ib * HALVES + x, j, phd, pb],
-                                    pS[None, st * HALVES + x],
-                                    tma_bar_ptr=pfull + st,
-                                )
+                                if const_expr(self.wide):
+                                    with arch.elect_one():
+                                        from_tile = pair[pb, phd, ib * HALVES + x, j, None]
+                                        g2, s2 = cpasync.group_bulk_copy_modes(from_tile, pS[None, st * HALVES + x])
+                                        cute.copy(aP, g2, s2, mbar_ptr=pfull + st)
+                                else:
+                                    cute.copy(
+                                        aP,
+                                        pG[None, ib * HALVES + x, j, phd, pb],
+                                        pS[None, st * HALVES + x],
+                                        tma_bar_ptr=pfull + st,
+                                    )
                     arch.mbarrier_wait(empty + i, ph ^ 1)
                     with arch.elect_one():
                         arch.mbarrier_arrive_and_expect_tx(full + i, 2 * KEYS * self.of_stage)

@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 from evoattn.backends.hopper.fwd_feed import STREAMS, ForwardFeed
 from evoattn.backends.hopper.fwd_row import ForwardRow
 from evoattn.backends.hopper.fwd_steps import CHAIN, HALVES, SLICE
-from evoattn.backends.hopper.launch import Kernel, Stand, channels, deep, ends, even, free, shifts, size, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, channels, deep, ends, even, free, given_pair, shifts, size, terms
 from evoattn.backends.hopper.panel import KEYS, ROWS, load_panel
 from evoattn.backends.hopper.prepare import TERMS
 from evoattn.backends.hopper.primitives import (
@@ -54,17 +54,18 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
     """One variant of the kernel. Sizes, strides and scale are known when it runs.
 
     Args:
-        dtype: cutlass type of q, k, v and the pair bias.
+        dtype: cutlass type of q, k and v, and of the pair bias if it is not wide.
         channels: D = C.
         pair: whether there is a pair bias.
         row: whether there is a key-wise bias; a length that is no multiple of 64 needs one for its end.
         exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly.
             With 8 channels it need not be: one term is taken, and q makes up for it.
         resident: whether the pair bias of a panel stays in shared memory.
+        wide: whether the pair bias is float32: it streams, over scale, as the accumulators hold it (`prepare.Tiles`).
     """
 
-    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool):
-        self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool, wide: bool = False):
+        self.dtype, self.channels, self.pair, self.row, self.wide = dtype, channels, pair, row, wide
         self.resident, self.streamed, self.long = resident, pair and not resident, not resident
         self.D = padded(channels)
         self.twice = channels == 8  # a product's 16 channels meet the 8 of a key twice
@@ -75,10 +76,12 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         self.slots = 1 if channels < 64 else 2
         self.odd = row and channels < 48  # whether a row may end in a block of one slice: more channels leave no registers
         self.stages = 3 if resident and pair else {16: 5, 32: 5, 64: 3}[self.D]
+        if wide:
+            self.stages = {16: 4, 32: 3, 64: 2}[self.D]
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
         self.terms = 1 if exact or self.twice else 2
-        options = {"pair": pair, "row": row, "exact": exact, "long": self.long}
+        options = {"pair": pair, "row": row, "exact": exact, "long": self.long, "wide": wide}
         self.name_after(dtype, channels=channels, **options)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
         self.redo = Redo(dtype, channels, pair=pair, row=row)
@@ -88,20 +91,25 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
 
         row, end = (terms(self.dtype), ends()) if self.row else (None, None)
         q, k, v, o = (channels(self.dtype, (b, n, h, length), self.channels) for length in (lq, lk, lk, lq))
-        pair = None
+        pair = given = None
         if self.pair:
+            given = given_pair(Float32 if self.wide else self.dtype)
             pair = Stand(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
+        if self.wide:
+            tile = (*(size() for _ in range(4)), ROWS * KEYS)
+            pair = Stand(Float32, tile, (*(even() for _ in range(4)), 1), 16)
         lse, reference = (Stand(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4) for _ in range(2))
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
         whole = deep() if self.row and self.pair else None
-        return q, k, v, row, end, whole, pair, o, lse, reference, shifts() if self.pair else None, *numbers
+        return q, k, v, row, end, whole, given, pair, o, lse, reference, shifts() if self.pair else None, *numbers
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block; what the compiler does not check."""
         tiles = 2 * CONSUMERS * ROWS * self.D + STREAMS * self.stages * KEYS * (self.of_keys + self.D)
         terms = self.terms * SLICE * SLICE + STREAMS * self.stages * KEYS * TERMS
-        return 2 * (tiles + terms + self.tiles_of_pair * ROWS * KEYS) + 2048
+        pair = self.tiles_of_pair * ROWS * KEYS * (2 if self.wide else 1)
+        return 2 * (tiles + terms + pair) + 2048
 
     @property
     def tiles_of_pair(self) -> int:
@@ -127,6 +135,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         row: Any,
         ends: Any,
         deep: Any,
+        given: Any,
         pair: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
@@ -139,8 +148,9 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS], ends [r] and deep [r, keys] as `Rows` leaves them;
-        pair [b|1,h|1,q,k] and shifts [b|1,h|1,q] as `Pairs` does; lse and reference [b,n,h,q]."""
+        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS], ends [r] and deep [r, keys] as `Rows` leaves them; given [b|1,h|1,q,k]
+        the pair bias as it is; pair [b|1,h|1,q,k] and shifts [b|1,h|1,q] as `Pairs` leaves them, a wide one in the tiles of
+        `Tiles`, of q an even number; lse and reference [b,n,h,q]."""
         lq, lk, lv, lp, _, lo = self.layouts()
         D = self.D
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -152,7 +162,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         aV, tV = cpasync.make_tiled_tma_atom(load, view(v, [4, 3, 2, 1, 0]), one(lv), (D, KEYS))
         aO, tO = cpasync.make_tiled_tma_atom(store, view(o, order), one(lo), (16, D))
         aP, tP = aQ, tQ
-        if const_expr(self.streamed):
+        if const_expr(self.streamed and not self.wide):
             aP, tP = cpasync.make_tiled_tma_atom(load, view(pair, [2, 3, 1, 0]), one(lp), (ROWS, KEYS))
         self.kernel(
             aQ,
@@ -168,6 +178,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
             row,
             ends,
             deep,
+            given,
             pair,
             q,
             k,
@@ -198,6 +209,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         row: Any,
         ends: Any,
         deep: Any,
+        given: Any,
         pair: Any,
         gQ: cute.Tensor,
         gK: cute.Tensor,
@@ -224,7 +236,12 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         smem = SmemAllocator()
         lq, lk, lv, lp, li, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
-        sP, sK, sV, sQ = new(lp), new(lk), new(lv), new(lq)
+        if const_expr(self.wide):
+            ring = smem.allocate_array(Float32, self.tiles_of_pair * ROWS * KEYS, byte_alignment=1024)
+            sP = cute.make_tensor(ring, cute.make_layout((4, 128, 8, self.tiles_of_pair), stride=(1, 4, 512, ROWS * KEYS)))
+        else:
+            sP = new(lp)
+        sK, sV, sQ = new(lk), new(lv), new(lq)
         sO = new(lo) if const_expr(SLOTS == 1) else cute.make_tensor(sQ.iterator, lo.outer)
         sI = new(li)
         pR = smem.allocate_array(self.dtype, STREAMS * ST * KEYS * TERMS, byte_alignment=128)
@@ -257,7 +274,7 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
                 arch.mbarrier_init(qempty + i, HALVES * 4)
         arch.mbarrier_init_fence()
         zero = self.dtype(0.0)
-        if const_expr(self.pair):
+        if const_expr(self.pair and not self.wide):
             for i in cutlass.range(tid, SLICE * SLICE, THREADS):
                 rest = Float32(1.0) / scale
                 for y in range_constexpr(self.terms):
@@ -282,7 +299,10 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
         vS, vG = part(aV, tV, (D, KEYS), (0, None, None, None, None), sV)
         oS, oG = part(aO, tO, (16, D), (None, 0, None, None, None), sO)
         pS, pG = qS, qG
-        if const_expr(self.streamed):
+        if const_expr(self.wide):
+            aP = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+            pS = cute.make_tensor(sP.iterator, cute.make_layout((ROWS * KEYS, self.tiles_of_pair)))
+        elif const_expr(self.streamed):
             pS, pG = part(aP, tP, (ROWS, KEYS), (None, None, None, None), sP)
         if wid >= CONSUMERS * 4:
             # ================= producers: one warp a stream
@@ -318,7 +338,10 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
             if const_expr(self.twice):
                 ofK = cute.make_tensor(sK.iterator, eights)
             fK = mQK.make_fragment_B(hQK.partition_B(ofK))  # (., 1, step, slice, stage)
-            fP = mPI.make_fragment_A(hPI.partition_A(sP))  # (., 1, step, tile)
+            if const_expr(self.wide):
+                fP = sP[None, wt, None, None]  # (four numbers, of 8 keys, tile)
+            else:
+                fP = mPI.make_fragment_A(hPI.partition_A(sP))  # (., 1, step, tile)
             fI = mPI.make_fragment_B(hPI.partition_B(sI))  # (., 1, step, 1)
             fV = mPV.make_fragment_B(
                 hPV.partition_B(cute.local_tile(sV, (16 * self.steps, KEYS), (0, 0, None)))
@@ -407,5 +430,23 @@ class Forward(ForwardFeed, ForwardRow, Kernel):
                     arch.griddepcontrol_wait()
                 block = arch.make_warp_uniform(bid)
                 self.repair(
-                    gQ, gK, gV, row, deep, pair, gO, lse, reference, row_b, row_n, scale, deal, block, sizes, s, half, w
+                    gQ,
+                    gK,
+                    gV,
+                    row,
+                    deep,
+                    given,
+                    gO,
+                    lse,
+                    reference,
+                    shifts,
+                    row_b,
+                    row_n,
+                    scale,
+                    deal,
+                    block,
+                    sizes,
+                    s,
+                    half,
+                    w,
                 )

@@ -248,10 +248,11 @@ class ForwardRow(ForwardSteps):
         v: cute.Tensor,
         row: Any,
         deep: Any,
-        pair: Any,
+        given: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
         reference: cute.Tensor,
+        shifts: Any,
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
@@ -278,6 +279,7 @@ class ForwardRow(ForwardSteps):
                 n = self.schedule.row(p, phase, deal, N)
                 value = lse[b, n, h, i]
                 if i0 < LQ and arch.vote_any_sync(value != value or value == Float32.inf):
-                    self.redo(q, k, v, row, deep, pair, o, lse, reference, b, n, h, i0, b * row_b + n * row_n, scale)
+                    r = b * row_b + n * row_n
+                    self.redo(q, k, v, row, deep, given, o, lse, reference, shifts, b, n, h, i0, r, scale)
                 p += STREAMS
             unit += p1 - p0

@@ -36,6 +36,7 @@ class ForwardSteps:
     row: bool
     resident: bool
     streamed: bool
+    wide: bool
     long: bool
 
     def slot(self, s, turn, phase):
@@ -157,14 +158,21 @@ class ForwardSteps:
         return st, ph, prev
 
     def scores(self, queries, frags, S, part, tile, stage):
-        """Issue S = Q K^T + key-wise bias + pair bias for slice `part` of a stage: one wgmma group."""
+        """Issue S = Q K^T + key-wise bias + pair bias for slice `part` of a stage: one wgmma group.
+
+        A wide pair bias is where the accumulators start.
+        """
         rA, fK, fR, fP, fI = frags
+        if self.wide:
+            for x in range(4):
+                cute.autovec_copy(fP[None, 4 * part + x, tile], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
+            warpgroup.fence()
         for step in range(self.steps):
-            tiled = multiply(self.dtype, self.slots == 2, K, SLICE, step > 0)
+            tiled = multiply(self.dtype, self.slots == 2, K, SLICE, self.wide or step > 0)
             cute.gemm(tiled, S, queries[None, None, step], fK[None, None, step, part, stage], S)
         if self.row:
             cute.gemm(multiply(self.dtype, False, K, SLICE), S, rA[None, None, 0], fR[None, None, 0, part, stage], S)
-        if self.pair:
+        if self.pair and not self.wide:
             for term in range(self.terms):
                 for x in range(2):
                     cute.gemm(

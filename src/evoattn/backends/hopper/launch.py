@@ -40,6 +40,7 @@ __all__ = [
     "ends",
     "even",
     "free",
+    "given_pair",
     "live_rows",
     "plan",
     "size",
@@ -127,6 +128,11 @@ def deep() -> Any:
 def shifts() -> Any:
     """What stands for what a pair bias is measured from, float32 [b|1,h|1,q]."""
     return Stand(cutlass.Float32, (size(), size(), size()), (free(), free(), 1), 4)
+
+
+def given_pair(dtype: Any) -> Any:
+    """What stands for a pair bias of any strides, [b|1,h|1,q,k]."""
+    return Stand(dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), dtype.width // 8)
 
 
 def live_rows() -> tuple[Any, Any]:

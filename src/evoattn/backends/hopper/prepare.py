@@ -12,12 +12,12 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import BFloat16, Float16, Float32, Int32, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.bwd_plan import MOST_PANELS, PANEL
-from evoattn.backends.hopper.launch import Kernel, Stand, deep, ends, even, free, live_rows, shifts, size, terms
+from evoattn.backends.hopper.launch import Kernel, Stand, deep, ends, even, free, given_pair, live_rows, shifts, size, terms
 from evoattn.backends.hopper.primitives import LOWEST, LOWEST_KEY, MASKED, SHALLOW, VETO, finite, three_terms
 from evoattn.backends.hopper.schedule import place
 from evoattn.numerics import NEAR
@@ -298,22 +298,24 @@ class Pairs(Kernel):
 
     Args:
         dtype: cutlass type of the pair bias.
-        width: elements that load at a time (1 or 8).
+        width: elements that load at a time (1, or as many as 16 bytes hold).
+        beside: cutlass type of q, if it is not dtype. Beside float16 no bias lies below -65,504, where masked keys begin.
         bounded: whether what lies far below the largest is brought to LOWEST, which is as good as masked: as `redo` does in the
             forward, and so for the backward.
     """
 
-    def __init__(self, dtype: Any, width: int, *, bounded: bool = False):
+    def __init__(self, dtype: Any, width: int, *, beside: Any = None, bounded: bool = False):
         self.dtype, self.width, self.bounded = dtype, width, bounded
-        self.keeps = 4 if width == 8 else 16  # vectors of a thread: 1,024 keys, or 512
-        self.name_after(dtype, width=width, bounded=bounded)
+        self.beside = dtype if beside is None else beside
+        self.bytes = dtype.width // 8
+        self.keeps = 32 // width if width > 1 else 16  # vectors of a thread: 1,024 keys, or 512
+        self.name_after(dtype, width=width, beside=None if self.beside is dtype else beside, bounded=bounded)
 
     def arguments(self) -> tuple[Any, ...]:
         def aligned() -> Any:
             return Stand(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
 
-        any_strides = Stand(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
-        return aligned() if self.width == 8 else any_strides, aligned(), shifts()
+        return aligned() if self.width > 1 else given_pair(self.dtype), aligned(), shifts()
 
     @cute.jit
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor, stream: cuda.CUstream):
@@ -379,7 +381,7 @@ class Pairs(Kernel):
     def part(self, x: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
         """The elements of a vector."""
         start = x.iterator + cute.crd2idx((b, h, i, vector * self.width), x.layout)
-        return cute.make_tensor(start.align(2 * self.width), cute.make_layout(self.width))
+        return cute.make_tensor(start.align(self.bytes * self.width), cute.make_layout(self.width))
 
     def take(self, pair: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
         """The elements of a vector, in registers."""
@@ -395,8 +397,8 @@ class Pairs(Kernel):
     def clean(self, value: Any, shift: Float32) -> Any:
         """Measured from the shift, and not too far below it; NaN stays."""
         x = value.to(Float32)
-        lowest = LOWEST if self.bounded else SHALLOW if self.dtype is BFloat16 else -65504.0
-        masked = Float32(MASKED if self.dtype is BFloat16 else -math.inf)
+        lowest = LOWEST if self.bounded else SHALLOW if self.beside is BFloat16 else -65504.0
+        masked = Float32(-math.inf if self.dtype is Float16 else MASKED)
         near = x - shift
         near = Float32(cutlass.select_(near < lowest, Float32(lowest), near))
         return Float32(cutlass.select_(x == -Float32.inf, masked, near)).to(self.dtype)
@@ -405,7 +407,8 @@ class Pairs(Kernel):
 class Tiles(Kernel):
     """pair_bias [b,h,q,k] of any strides -> tiles [b,h,tiles of k,tiles of q,64 * 64], zero past the ends.
 
-    Within a tile it lies as the threads of a warpgroup hold transposed scores: `bwd_dkdv` reads four numbers at a time.
+    Within a tile it lies as the threads of a warpgroup hold transposed scores: `bwd_dkdv` reads four numbers at a time. The
+    forward hands over [b,h,k,q], and so finds scores that are not transposed.
 
     Args:
         dtype: cutlass type of the pair bias.
@@ -418,7 +421,7 @@ class Tiles(Kernel):
         self.name_after(dtype, wide=wide)
 
     def arguments(self) -> tuple[Any, ...]:
-        pair = Stand(self.dtype, (size(), size(), size(), size()), (free(), free(), free(), free()), 2)
+        pair = given_pair(self.dtype)
         out = Stand(self.out, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
         return pair, out, Float32(0)
 
@@ -442,6 +445,7 @@ class Tiles(Kernel):
                 if k < pair.shape[3] and q < pair.shape[2]:
                     value = pair[b, h, q, k]
                     if const_expr(self.wide):
-                        value = finite(value.to(Float32)) * inverse
+                        value = value.to(Float32)
+                        value = Float32(cutlass.select_(value == -Float32.inf, Float32(MASKED), value)) * inverse
                     held[y] = value
             cute.autovec_copy(held, cute.local_tile(out[b, h, i, j, None], (4,), (x * _THREADS + tid,)))

@@ -49,10 +49,11 @@ class Redo:
         v: cute.Tensor,
         row: Any,
         deep: Any,
-        pair: Any,
+        given: Any,
         o: cute.Tensor,
         lse: cute.Tensor,
         reference: cute.Tensor,
+        shifts: Any,
         b: Int32,
         n: Int32,
         h: Int32,
@@ -63,7 +64,7 @@ class Redo:
         """Write o and lse of those of 16 queries from `first` on whose lse is NaN or +inf; their key-wise bias is row r.
 
         Biases far below 0 are raised here, so that scores keep their digits. What that adds to the largest score goes from the
-        reference. The row's bias as it is stands in deep.
+        reference. The row's bias as it is stands in deep, the pair bias in given, not yet measured from shifts.
         """
         g, t = arch.lane_idx() // 4, arch.lane_idx() % 4
         queries, keys = q.shape[3], k.shape[3]
@@ -76,10 +77,16 @@ class Redo:
         best.fill(-Float32.inf)
         total.fill(0.0)
         out.fill(0.0)
+        origins = cute.make_rmem_tensor(2, Float32)
+        origins.fill(0.0)
+        if const_expr(self.pair):
+            for x in range_constexpr(2):
+                origins[x] = shifts[cutlass.min(b, shifts.shape[0] - 1), cutlass.min(h, shifts.shape[1] - 1), lines[x]]
         real = cute.make_rmem_tensor(2, Float32)  # the largest scores with the biases as they are
         real.fill(-Float32.inf)
         for j0 in cutlass.range(0, keys, _KEYS, unroll=1):
-            S = [self.scores(rQ, k, row, deep, pair, real, b, n, h, lines, j0 + 8 * x, r, scale, g, t, keys) for x in range(2)]
+            biases = (row, deep, given, origins)
+            S = [self.scores(rQ, k, biases, real, b, n, h, lines, j0 + 8 * x, r, scale, g, t, keys) for x in range(2)]
             p = cute.make_rmem_tensor((2, 2, 2), Float32)  # key of a pair, query, tile
             for x in range_constexpr(2):
                 top = arch.fmax(arch.fmax(S[0][2 * x], S[0][2 * x + 1]), arch.fmax(S[1][2 * x], S[1][2 * x + 1]))
@@ -137,9 +144,7 @@ class Redo:
         self,
         rQ,
         k: cute.Tensor,
-        row: Any,
-        deep: Any,
-        pair: Any,
+        biases,
         real: cute.Tensor,
         b: Int32,
         n: Int32,
@@ -157,6 +162,7 @@ class Redo:
         With a pair bias, biases are raised to LOWEST and LOWEST_KEY, and `real` grows to the largest score of each query
         without that.
         """
+        row, deep, given, origins = biases
         line = k[b, n, h, cutlass.min(j0 + g, keys - 1), None]
         S = [Float32(0.0)] * 4
         for step in range_constexpr((self.channels + 15) // 16):
@@ -175,9 +181,10 @@ class Redo:
             for x in range_constexpr(2):
                 s, gone = S[2 * x + y] * scale + bias, dead
                 if const_expr(self.pair):
-                    # with MASKED for -inf, if dtype has it
-                    more = pair[cutlass.min(b, pair.shape[0] - 1), cutlass.min(h, pair.shape[1] - 1), lines[x], key].to(Float32)
-                    gone = dead | (more == -Float32.inf) | (more == MASKED)
+                    more = given[cutlass.min(b, given.shape[0] - 1), cutlass.min(h, given.shape[1] - 1), lines[x], key]
+                    more = more.to(Float32)
+                    gone = dead | (more == -Float32.inf)
+                    more -= origins[x]
                     whole = S[2 * x + y] * scale + more
                     if const_expr(self.row):
                         whole += deep[r, key]

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.blocks import Problem, pairs
-
 __all__ = ["CLIENTS", "GROUPS", "PASSES", "Client", "Way"]
 
 PASSES = ("inference", "training")
-GROUPS = ("base", "own", "cuequivariance")
-"""Ways are measured in groups, each in a process of its own: `own` compiles for minutes, and `cuequivariance` has to be
-installed, which alone changes what a client does."""
+GROUPS = ("base", "cuequivariance", "own")
+"""Ways are measured in groups, each in a process of its own. `cuequivariance` has to be installed, which alone changes what a
+client does; `own` tunes for minutes."""
 
 Options = Mapping[str, Any]
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -79,6 +77,8 @@ class Client:
 
     def build(self) -> nn.Module:
         """The blocks in float64 on the CPU. Every parameter is random, not 0, and a bfloat16 number."""
+        from clients.blocks import Problem  # of tools/, which pages do without
+
         module = Problem(self.blocks, torch.float64).fill(self.make(self.blocks))
         with torch.no_grad():
             for parameter in module.parameters():
@@ -94,6 +94,11 @@ class Client:
         """All residues are there. ESMFold's tokenizer gives whole numbers."""
         kind = torch.long if self.name == "esmfold" else dtype
         return torch.ones((1, residues) if self.batched else residues, dtype=kind, device=device)
+
+
+def _pairs(mask: Tensor) -> Tensor:
+    """The mask `[*, L, L]` of pairs of residues."""
+    return mask[..., :, None] * mask[..., None, :]
 
 
 def _esmfold(blocks: int) -> nn.Module:
@@ -134,7 +139,7 @@ def _run_openfold3(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: bo
     """For inference in place, as the client does it, on a copy."""
     if not training:
         s, z = s.clone(), z.clone()
-    s, z = module(s, z, mask, pairs(mask), inplace_safe=not training, **options)
+    s, z = module(s, z, mask, _pairs(mask), inplace_safe=not training, **options)
     return s, z
 
 
@@ -145,7 +150,7 @@ def _boltz(blocks: int) -> nn.Module:
 
 def _run_boltz(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: bool, **options: Any) -> tuple[Tensor, Tensor]:
     """For inference the module takes chunks of 128 rows, from 385 residues on."""
-    s, z = module(s, z, mask, pairs(mask), **options)
+    s, z = module(s, z, mask, _pairs(mask), **options)
     return s, z
 
 
@@ -159,7 +164,7 @@ def _run_protenix(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: boo
     """For inference in place, as the client does it, on a copy."""
     if not training:
         s, z = s.clone(), z.clone()
-    s, z = module(s, z, pairs(mask), inplace_safe=not training, **options)
+    s, z = module(s, z, _pairs(mask), inplace_safe=not training, **options)
     return s, z
 
 

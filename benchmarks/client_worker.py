@@ -37,7 +37,7 @@ Values = dict[str, Tensor]
 _COMPARED = ("s", "z", "dz")
 """The outputs, and after a training step the gradient of the pair features."""
 
-SECONDS, LEAST, MOST = 0.5, 3, 20
+SECONDS, LEAST, MOST = 0.3, 3, 20
 """A pass is repeated for so long, and at least and at most so often."""
 
 WORSE, ROUNDING = 3.0, {"float32": 1e-6, "bfloat16": 1e-3}

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Everything that pages show of the committed results, made from them alone: `python benchmarks/figures.py`.
 
-Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png, and the parts of README.md between
-`<!-- figures: begin NAME -->` and `<!-- figures: end NAME -->`. With --check it writes nothing, and ends with status 1 and a
-line for each file that is not what the results make it. A picture carries a digest of the results and of the code that drew
-it, so that another release of matplotlib is no drift.
+Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png and clients-*.png, and the parts of README.md and
+docs/clients/speed.md between `<!-- figures: begin NAME -->` and `<!-- figures: end NAME -->`. With --check it writes nothing,
+and ends with status 1 and a line for each file that is not what the results make it. A picture carries a digest of the results
+and of the code that drew it, so that another release of matplotlib is no drift.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import client_page
+
 from evoattn.bench import plots, table
 from evoattn.bench.record import Problem, Record, read
 
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = Path("docs/benchmarks.md")
 README = Path("README.md")
+CLIENTS = Path("docs/clients/speed.md")
 FIGURES = Path("docs/figures")
 KEY = "evoattn-source"
 _SHOWN = {
@@ -224,20 +227,42 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
     return text
 
 
+def texts(root: Path, results: Path) -> dict[Path, str]:
+    """Every page, as the results make it."""
+    found = parts(results)
+    blocks = {"clients": client_page.block(client_page.parts(results), "../figures")}
+    marked = {README: readme_blocks(found), CLIENTS: blocks}
+    pages = {path: with_blocks((root / path).read_text(encoding="utf-8"), of) for path, of in marked.items()}
+    return {PAGE: page(found), **pages}
+
+
+def drawings(results: Path) -> dict[Path, tuple[str, Callable[[], object]]]:
+    """Every picture: its digest, and what draws it."""
+    found = {path: (digest(part), make) for part in parts(results) for path, make in pictures(part).items()}
+    of_clients = {
+        path: (client_page.digest(part), make)
+        for part in client_page.parts(results)
+        for path, make in client_page.pictures(part, FIGURES).items()
+    }
+    return {**found, **of_clients}
+
+
+def present(root: Path) -> list[Path]:
+    """The pictures that are there."""
+    return sorted(FIGURES / path.name for kind in ("bench", "clients") for path in (root / FIGURES).glob(f"{kind}-*.png"))
+
+
 def drift(root: Path, results: Path) -> list[str]:
     """One line for each file that is not what the results make it."""
-    found = parts(results)
     lines = []
-    texts = {PAGE: page(found), README: with_blocks((root / README).read_text(encoding="utf-8"), readme_blocks(found))}
-    for path, text in texts.items():
+    for path, text in texts(root, results).items():
         if not (root / path).exists() or (root / path).read_text(encoding="utf-8") != text:
             lines.append(f"{path} is not what the results make it")
-    expected = {path: digest(part) for part in found for path in pictures(part)}
-    for path, sum_ in expected.items():
+    expected = drawings(results)
+    for path, (sum_, _) in expected.items():
         if not (root / path).exists() or sum_.encode() not in (root / path).read_bytes():
             lines.append(f"{path} was not drawn from these results by this code")
-    present = {FIGURES / path.name for path in (root / FIGURES).glob("bench-*.png")}
-    lines += [f"{path} has no results any more" for path in sorted(present - set(expected))]
+    lines += [f"{path} has no results any more" for path in present(root) if path not in expected]
     return [f"{line}: run python3 dev.py figures" for line in lines]
 
 
@@ -245,18 +270,17 @@ def draw(root: Path, results: Path) -> list[Path]:
     """Write every page and picture."""
     import matplotlib
 
-    found = parts(results)
-    expected = {path: (part, make) for part in found for path, make in pictures(part).items()}
-    for stale in (root / FIGURES).glob("bench-*.png"):
-        if FIGURES / stale.name not in expected:
-            stale.unlink()
+    expected = drawings(results)
+    for path in present(root):
+        if path not in expected:
+            (root / path).unlink()
     with matplotlib.rc_context(plots.STYLE):
-        for path, (part, make) in expected.items():
-            plots.save(make(), root / path, {KEY: digest(part), "Software": ""})  # type: ignore[arg-type]
-    (root / PAGE).write_text(page(found), encoding="utf-8")
-    readme = root / README
-    readme.write_text(with_blocks(readme.read_text(encoding="utf-8"), readme_blocks(found)), encoding="utf-8")
-    return [PAGE, README, *expected]
+        for path, (sum_, make) in expected.items():
+            plots.save(make(), root / path, {KEY: sum_, "Software": ""})  # type: ignore[arg-type]
+    pages = texts(root, results)
+    for path, text in pages.items():
+        (root / path).write_text(text, encoding="utf-8")
+    return [*pages, *expected]
 
 
 def main() -> int:

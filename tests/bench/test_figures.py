@@ -36,6 +36,9 @@ def copy(figures: ModuleType, tmp_path: Path) -> Path:
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (tmp_path / "docs" / "figures").mkdir(parents=True)
+    (tmp_path / "docs" / "clients").mkdir()
+    marks = "a\n<!-- figures: begin clients -->\nold\n<!-- figures: end clients -->\n"
+    (tmp_path / "docs" / "clients" / "speed.md").write_text(marks)
     text = "a\n<!-- figures: begin gpu -->\nold\n<!-- figures: end gpu -->\nb\n"
     (tmp_path / "README.md").write_text(text + text.replace("gpu", "cpu"))
     gpu, cpu = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[10.0], dense=[20.0])

@@ -21,7 +21,7 @@ from evoattn.cli import fuzz as command
 from evoattn.testing.shrink import shrink, smaller
 from evoattn.testing.workers import Task, Workers
 
-JUDGES = "fuzz_judges"
+JUDGES = "tests.helpers.fuzz_judges"
 
 
 def wish(judge: str, **words: object) -> command.Wish:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_checks import check_in_turn, check_offsets, check_same_bits
 from torch import Tensor
 
 import evoattn
 from evoattn import eager, ops, testing
 from evoattn.workloads import WORKLOADS
+from tests.helpers.gpu_checks import check_in_turn, check_offsets, check_same_bits
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_checks import check_in_turn, check_offsets, check_same_bits
 from torch import Tensor
 
 import evoattn
 from evoattn import testing
 from evoattn.backends.hopper import turns
 from evoattn.workloads import WORKLOADS
+from tests.helpers.gpu_checks import check_in_turn, check_offsets, check_same_bits
 
 STATUS = next(status for status in evoattn.backends() if status.name == "hopper")
 

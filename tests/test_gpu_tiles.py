@@ -4,8 +4,6 @@ python -m pytest -m gpu tests/test_gpu_tiles.py
 """
 
 import dataclasses
-import pathlib
-import sys
 
 import pytest
 import torch
@@ -29,10 +27,8 @@ def problems() -> list[Problem]:
     if not torch.cuda.is_available():
         return []
     pytest.importorskip("triton")
-    sys.path.insert(0, str(pathlib.Path(__file__).parent / "triton"))
-    from reachable import reachable
-
     from evoattn.backends.triton import launch
+    from tests.helpers.reachable import reachable
 
     device = torch.device("cuda", torch.cuda.current_device())
     found = []

@@ -12,8 +12,8 @@ from evoattn.bench import record as records
 from evoattn.bench import report
 from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
 from evoattn.workloads import workload
+from tests.helpers import browser
 
-from . import browser
 from .conftest import a_record
 
 EVIL = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2"> & <b>"\u2028'

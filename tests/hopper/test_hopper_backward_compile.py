@@ -2,18 +2,15 @@
 
 import os
 import pathlib
-import sys
 
 import pytest
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 pytest.importorskip("triton", reason="Triton brings the disassembler")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from machine_code import count, instructions  # noqa: E402
 
 from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_preprocess, bwd_whole, prepare  # noqa: E402
+from tests.helpers.machine_code import count, instructions  # noqa: E402
 
 BOTH = {"pair": True, "row": True}
 

@@ -1,6 +1,6 @@
 """Every variant of the Hopper forward, compiled without a GPU: registers, shared memory, instructions.
 
-`python tests/hopper/test_hopper_forward_compile.py` writes instructions.json anew.
+`python -m tests.hopper.test_hopper_forward_compile` writes instructions.json anew.
 """
 
 import json
@@ -13,11 +13,9 @@ import pytest
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 pytest.importorskip("triton", reason="Triton brings the disassembler")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from machine_code import count, instructions  # noqa: E402
 
 from evoattn.backends.hopper import bwd_plan, fwd_kernel, prepare  # noqa: E402 (where the compiler is)
+from tests.helpers.machine_code import count, instructions  # noqa: E402
 
 RECORD = pathlib.Path(__file__).parent / "instructions.json"
 ROOM = 1.03

@@ -1,10 +1,9 @@
 """Every built-in config of the backward, compiled for every supported GPU without one: registers, spills, shared memory.
 
-`python tests/triton/test_backward_compile.py` prints what there is.
+`python -m tests.triton.test_backward_compile` prints what there is.
 """
 
 import dataclasses
-import pathlib
 import sys
 from typing import Any
 
@@ -12,14 +11,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
 from evoattn.backends import triton as backend
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics_backward import backward_tiles
+from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
 FEW_SPILLS = 28
 """Instructions of the main loop that may move spilled registers, where a limit of registers makes a kernel faster: dQ by 13% at

@@ -1,7 +1,6 @@
 """What a call launches is compiled before its first launch, on other threads. Nothing here runs on a GPU."""
 
 import pathlib
-import sys
 import threading
 import time
 import types
@@ -13,10 +12,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one that compiles no kernel ahead")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import triton
-from ahead_of_time import target
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
@@ -28,6 +25,7 @@ from evoattn.backends.triton import compile_ahead as compile_ahead_module
 from evoattn.backends.triton.compile_ahead import compile_ahead
 from evoattn.backends.triton.launch import Kernel
 from evoattn.tuning import Config
+from tests.helpers.ahead_of_time import target
 
 KERNELS = [
     each

@@ -1,22 +1,19 @@
 """The kernels for few queries and few keys, compiled for every supported GPU without one: registers and shared memory.
 
-`python tests/triton/test_few_compile.py` prints what there is.
+`python -m tests.triton.test_few_compile` prints what there is.
 """
 
 import dataclasses
-import pathlib
 import sys
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
 from evoattn.backends import triton as backend
 from evoattn.tuning import Config
+from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
 
 @dataclasses.dataclass(frozen=True)

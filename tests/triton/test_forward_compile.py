@@ -1,29 +1,27 @@
 """Every built-in config of the forward, compiled for every supported GPU without one: registers, shared memory, instructions.
 
-`python tests/triton/test_forward_compile.py` prints what there is and writes instructions.json anew.
+`python -m tests.triton.test_forward_compile` prints what there is and writes instructions.json anew.
 """
 
 import dataclasses
 import json
 import os
 import pathlib
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import triton
-from ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import launch
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics import forward_shared_bytes, forward_tiles
+from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
 RECORD = pathlib.Path(__file__).parent / "instructions.json"
 ROOM = 1.03

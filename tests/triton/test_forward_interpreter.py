@@ -28,8 +28,7 @@ if not INTERPRETED:
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 else:
-    sys.path.insert(0, str(HERE.parent))
-    import interpreter
+    from tests.helpers import interpreter
 
     interpreter.patch()
 

@@ -3,8 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import pathlib
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton.tools.tensor_descriptor", reason="no Triton, or one whose launches are not repeated")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import triton
 from triton.runtime import driver

@@ -2,9 +2,7 @@
 
 import contextlib
 import itertools
-import pathlib
 import re
-import sys
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from ahead_of_time import target
 
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import bwd, bwd_pair, fwd, launch
@@ -26,6 +21,7 @@ from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.release import OVERLAPS
 from evoattn.tuning import Config
+from tests.helpers.ahead_of_time import target
 
 pytestmark = pytest.mark.skipif(not OVERLAPS, reason="launches do not overlap with this Triton")
 

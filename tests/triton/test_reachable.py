@@ -1,11 +1,10 @@
 """Every tile that the fitting rules can reach keeps the rule of `tuning.validity`; a sample is compiled.
 
-`python tests/triton/test_reachable.py [sm_90 ...]` compiles all of them and prints what is wrong.
+`python -m tests.triton.test_reachable [sm_90 ...]` compiles all of them and prints what is wrong.
 """
 
 import dataclasses
 import itertools
-import pathlib
 import sys
 from typing import Any
 
@@ -13,11 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from ahead_of_time import SHARED_LIMITS, target
-from descriptors import wrong_descriptors
-from reachable import CARDS, Launched, launches, reachable
 from triton.backends.nvidia.compiler import get_ptxas
 
 from evoattn.backends import triton as backend
@@ -26,6 +21,9 @@ from evoattn.tuning import Config, heuristics, heuristics_backward, user, validi
 from evoattn.tuning.heuristics import ForwardTiles, forward_tiles
 from evoattn.tuning.heuristics_backward import Tiles, backward_tiles
 from evoattn.workloads import WORKLOADS
+from tests.helpers.ahead_of_time import SHARED_LIMITS, target
+from tests.helpers.descriptors import wrong_descriptors
+from tests.helpers.reachable import CARDS, Launched, launches, reachable
 
 KERNELS = ("forward_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
 FEW_QUERIES = Problem("cuda", (9, 0), torch.float32, 1, 3, 4, 2, 47, 40, 32, needs=(True, True, True, False, False))

@@ -14,7 +14,7 @@ factor depends on the warp. ptxas 12.8, which is part of Triton 3.6 and 3.7, the
 products. It computes some of these addresses from registers that nothing has written. The product reads other shared memory,
 or some that does not exist. ptxas 12.9 makes right code of the same PTX.
 
-`tests/triton/descriptors.py` compares the addresses in PTX with those in machine code. All wrong kernels that it found are
+`tests/helpers/descriptors.py` compares the addresses in PTX with those in machine code. All wrong kernels that it found are
 float32 with shared rows. They have 8 columns a warp, or 16 channels of one kind and more of the other. There are such kernels
 in the forward, in dQ and in dK, dV. None of bfloat16 was wrong.
 

@@ -2,7 +2,8 @@
 """Set up and run everything of a source checkout, with nothing but Python and git.
 
     python3 dev.py demo    the main job: Evoformer attention on a real alignment, a table and a picture
-    python3 dev.py test    the tests
+    python3 dev.py test    the tests, but for those that are marked slow
+    python3 dev.py test-slow  those alone, and test-all: all tests
     python3 dev.py check   lint, format and types
     python3 dev.py docs    build the documentation
     python3 dev.py bench   speed, memory and error next to every peer that is installed
@@ -33,11 +34,15 @@ CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 CLIENTS = ROOT / "tools" / "clients"
 CODE = ["src", "tests", "benchmarks", "examples", "docs", "tools", "dev.py"]
 
+PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "worksteal"]
+
 COMMANDS: dict[str, list[list[str]]] = {
     "setup": [],
     "demo": [["evoattn", "demo"]],
     "doctor": [["evoattn", "doctor"]],
-    "test": [["python", "-m", "pytest", "-n", "2", "--dist", "worksteal"]],
+    "test": [[*PYTEST, "-m", "not slow"]],
+    "test-slow": [[*PYTEST, "-m", "slow"]],
+    "test-all": [PYTEST],
     "check": [["ruff", "check", *CODE], ["ruff", "format", "--check", *CODE], ["mypy"]],
     "format": [["ruff", "check", "--fix", *CODE], ["ruff", "format", *CODE]],
     "docs": [["sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "build/docs"]],
@@ -78,7 +83,7 @@ def set_up(environment: pathlib.Path, requirements: pathlib.Path | None = None) 
     if requirements:  # clients ask for another torch, and for much that their blocks do not import
         run([*pip, "--no-deps", "--requirement", str(requirements), "--editable", str(ROOT)])
     else:
-        run([*pip, *constraints, "--editable", f"{ROOT}[cli,triton,hopper,test,lint,docs]"])
+        run([*pip, *constraints, "--editable", f"{ROOT}[cli,triton,hopper,test,lint,docs,release]"])
     stamp.write_text(wanted)
     return programs
 

@@ -18,6 +18,15 @@ if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
 
+def pytest_configure() -> None:
+    """Give each of several test processes its share of the cores: threads of torch that wait for one keep it busy."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
+        torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def no_table_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the developer's own `evoattn tune` found changes no test; EVOATTN_TEST_CACHE_DIR may keep compiled kernels."""

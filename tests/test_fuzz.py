@@ -210,7 +210,7 @@ def test_ctrl_c_prints_what_was_found(tmp_path: Path) -> None:
     )
     script = tmp_path / "run.py"
     script.write_text(code)
-    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,

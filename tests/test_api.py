@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 import evoattn
 from evoattn import api, dispatch, ops, testing
 from evoattn.api import Layout
+from evoattn.backends import reference
 from evoattn.canonical import canonicalise
 from evoattn.cli.measure import peak_bytes
 from evoattn.problem import Problem
@@ -95,6 +97,49 @@ def test_rows_that_share_a_pair_bias_are_rows(lead: tuple[int, ...], expected: t
     assert c.pair_bias is not None and (tuple(c.q.shape[:2]), c.pair_bias.shape[0]) == (expected, 1)
     assert c.q.untyped_storage().data_ptr() == inputs.q.untyped_storage().data_ptr()
     testing.check(testing.run(inputs, "tiled"), inputs)
+
+
+@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+@pytest.mark.parametrize(
+    ("lead", "of_pair", "expected"),
+    [
+        ((48, 1), (1, 1), (1, 48)),
+        ((1, 5, 1), (1, 1, 1), (1, 5)),
+        ((2, 5, 1), (2, 1, 1), (2, 5)),
+        ((5, 2, 1), (1, 2, 1), (2, 5)),
+        ((2, 5, 3), (2, 1, 1), (2, 15)),
+        ((48, 1), None, (1, 48)),
+    ],
+    ids=str,
+)
+def test_a_backend_gets_rows_that_share_a_pair_bias_as_n(
+    lead: tuple[int, ...],
+    of_pair: tuple[int, ...] | None,
+    expected: tuple[int, int],
+    layout: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a whole call, without a copy of any argument."""
+    seen: list[tuple[Tensor, ...]] = []
+    real = reference.forward
+
+    def spy(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(tensors)
+        return real(*tensors, **options)
+
+    monkeypatch.setattr(reference, "forward", spy)
+    sizes = (4, 2, 8) if layout == "bnlhd" else (2, 4, 8)
+    q, k, v = (torch.randn(*lead, *sizes) for _ in range(3))
+    mask = torch.rand(*lead, 4) > 0.2
+    pair_bias = None if of_pair is None else torch.randn(*of_pair, 2, 4, 4)
+    evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias, layout=layout, backend="reference")
+    ((*got, got_mask, _, got_pair),) = seen
+    assert {tuple(x.shape[:2]) for x in (*got, got_mask)} == {expected}
+    given = (q, k, v, mask, pair_bias)
+    assert [x if x is None else x.data_ptr() for x in (*got, got_mask, got_pair)] == [
+        x if x is None else x.data_ptr() for x in given
+    ]
+    assert got_pair is None or got_pair.shape == (expected[0] if 2 in of_pair else 1, 2, 4, 4)  # type: ignore[operator]
 
 
 def test_an_expanded_pair_bias_is_not_materialised() -> None:

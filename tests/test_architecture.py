@@ -84,6 +84,24 @@ def test_no_backend_imports_another(path: pathlib.Path) -> None:
         assert pieces[1:2] != ["backends"] or pieces[2:3] == [own], f"{path.name} imports {name}"
 
 
+TABLES = {
+    "heuristics": "triton",
+    "heuristics_backward": "triton",
+    "heuristics_few": "triton",
+    "validity": "triton",
+    "tiled": "tiled",
+}
+"""The modules of `tuning` that choose tiles for one backend, and for which."""
+
+
+@pytest.mark.parametrize("path", OF_BACKENDS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_backend_reads_the_tables_of_another(path: pathlib.Path) -> None:
+    own = path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+    for name in imported(path):
+        pieces = name.split(".")
+        assert pieces[1:2] != ["tuning"] or TABLES.get(*pieces[2:3] or [""], own) == own, f"{path.name} imports {name}"
+
+
 def fresh(code: str) -> str:
     """What a fresh Python process prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ import torch
 from evoattn import dispatch
 from evoattn.problem import Problem
 from evoattn.tuning import Config
+from evoattn.tuning.heuristics_few import few_tiles
 
 hopper = importlib.import_module("evoattn.backends.hopper")
 
@@ -205,6 +206,17 @@ def test_whoever_is_named_as_faster_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     assert dispatch.select(PLAIN, "auto", Config()).NAME == "tiled"
     left = ["leaves it to tiled: so it is"]
     assert dispatch.objections(dispatch.AUTO_ORDER, PLAIN, Config()) == {"hopper": left, "triton": left, "tiled": []}
+
+
+@pytest.mark.parametrize("d", [8, 16, 24, 32, 48, 64])
+@pytest.mark.parametrize("lk", [1, 64, 65, 128, 129, 256, 257])
+@pytest.mark.parametrize("lq", [1, 2, 16, 33])
+def test_what_few_kernels_of_triton_take_is_left_to_them(lq: int, lk: int, d: int) -> None:
+    """This backend keeps numbers of its own, as no backend reads another's tables; they agree with Triton's."""
+    for pair_bias in (None, torch.bfloat16):
+        problem = dataclasses.replace(PLAIN, lq=lq, lk=lk, d=d, c=d, pair_bias=pair_bias)
+        taken = few_tiles("forward", problem, Config()) is not None
+        assert (hopper.faster(problem) is not None) == (taken or (lq <= FEW["lq"] and lk <= FEW["lk"]))
 
 
 @pytest.mark.parametrize("lk", [1, 32, 64, 65, 256, 600])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
-from evoattn.backends.hopper import turns
+from evoattn.backends.hopper.host import head_groups
 from evoattn.workloads import WORKLOADS
 from tests.helpers.gpu_checks import check_in_turn, check_offsets, check_same_bits
 
@@ -26,16 +26,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 @pytest.fixture
 def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without a pair bias one kernel finds all gradients, as where a call has many rows, and in this test at least once."""
-    from evoattn.backends.hopper import bwd, bwd_plan
+    from evoattn.backends.hopper.backward import stages, variants
 
-    kernel, made = bwd.WholeGradients, []
+    kernel, made = stages.FusedGradients, []
 
     def make(*args: object, **wishes: object) -> object:
         made.append(kernel(*args, **wishes))
         return made[-1]
 
-    monkeypatch.setattr(bwd, "WholeGradients", make)
-    monkeypatch.setattr(bwd_plan, "whole_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
+    monkeypatch.setattr(stages, "FusedGradients", make)
+    monkeypatch.setattr(variants, "fused_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
     yield
     assert made
 
@@ -43,30 +43,30 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a call has few rows."""
-    from evoattn.backends.hopper import bwd_plan
+    from evoattn.backends.hopper.backward import variants
 
-    monkeypatch.setattr(bwd_plan, "whole_tiles", lambda *_: None)
+    monkeypatch.setattr(variants, "fused_tiles", lambda *_: None)
 
 
 @pytest.fixture
 def heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head at a time where a pair bias streams, as where one keeps all processors busy."""
-    monkeypatch.setattr(turns, "divisor", lambda *_: 1)
+    monkeypatch.setattr(head_groups, "divisor", lambda *_: 1)
 
 
 @pytest.fixture
 def rows_left_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The backward leaves out rows that a mask switches off, as where a call has many scores; at least once in a test."""
-    from evoattn.backends.hopper import bwd, bwd_plan
+    from evoattn.backends.hopper.backward import stages, variants
 
-    kernel, made = bwd.KeyGradients, []
+    kernel, made = stages.KeyGradients, []
 
     def make(*args: object, **wishes: object) -> object:
         made.append(wishes["skips"])
         return kernel(*args, **wishes)
 
-    monkeypatch.setattr(bwd, "KeyGradients", make)
-    monkeypatch.setattr(bwd_plan, "_LEAST_SCORES_TO_SKIP", 0)
+    monkeypatch.setattr(stages, "KeyGradients", make)
+    monkeypatch.setattr(variants, "_LEAST_SCORES_TO_SKIP", 0)
     yield
     assert any(made)
 
@@ -734,7 +734,7 @@ def test_heads_in_turns(
     together: int, changes: dict, pair_bias: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where so many keep all processors busy."""
-    monkeypatch.setattr(turns, "divisor", lambda *_: together)
+    monkeypatch.setattr(head_groups, "divisor", lambda *_: together)
     inputs = example(**{"lead": (2,), "mask_bias": "finite", "pair_bias": pair_bias, "lq": 520, "lk": 520, **changes})
     results = testing.run(inputs, "hopper", deterministic=deterministic)
     testing.check(results, inputs)

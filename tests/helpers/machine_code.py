@@ -8,7 +8,7 @@ import subprocess
 
 import triton
 
-from evoattn.backends.hopper import launch
+from evoattn.backends.hopper.host import launch
 
 __all__ = ["count", "instructions"]
 

@@ -12,9 +12,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 
 import cutlass
 
-from evoattn.backends.hopper import bwd_plan
-from evoattn.backends.hopper import bwd_schedule as schedule
-from evoattn.backends.hopper.bwd_dq import QueryGradients
+from evoattn.backends.hopper.backward import schedule, variants
+from evoattn.backends.hopper.backward.dq.kernel import QueryGradients
 
 
 def stretches(rows: list[int], blocks: int, timed: bool = True):
@@ -79,7 +78,7 @@ def test_blocks_that_change_panels_have_fewer_rows() -> None:
     ("panels", "n", "blocks"), [(6, 48, 33), (7, 40, 3), (24, 384, 132), (16, 256, 132), (66, 3, 132), (3, 1, 20)]
 )
 def test_the_parts_of_a_deterministic_sum_are_found(panels: int, n: int, blocks: int) -> None:
-    """`PanelSum` adds up a slot of each block from the first to the last of a panel, as `bwd_dq` leaves them."""
+    """`PanelSum` adds up a slot of each block from the first to the last of a panel, as `dq` leaves them."""
     each = schedule.share(panels * n, blocks)
     change = schedule.change_of(n, each)
     each = schedule.share(panels * (n + change), blocks)
@@ -100,7 +99,7 @@ def test_the_parts_of_a_deterministic_sum_are_found(panels: int, n: int, blocks:
     [(24, 384, True), (12, 64, True), (16, 256, True), (192, 4, False), (200, 1, False), (192, 48, False)],
 )
 def test_changes_count_where_blocks_have_part_of_a_panel(panels: int, n: int, counts: bool) -> None:
-    assert bwd_plan.timed(panels, n, 132) is counts
+    assert variants.timed(panels, n, 132) is counts
 
 
 def test_blocks_that_need_not_change_do_not() -> None:
@@ -122,7 +121,7 @@ def test_panels_go_through_the_rows_together(panels: int, n: int, blocks: int, a
 )
 def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None:
     """Each slice is one warpgroup's; and where a row ends after some tiles, they are among those that are gone through."""
-    variant = bwd_plan.query_variant(channels, keys, pair)
+    variant = variants.query_variant(channels, keys, pair)
     kernel = QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, skips=True, **variant)
     groups = [(rank, s) for rank in range(kernel.cluster) for s in range(kernel.groups)]
     of_all = [rank * kernel.groups + s for rank, s in groups]

@@ -9,13 +9,18 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 pytest.importorskip("triton", reason="Triton brings the disassembler")
 
-from evoattn.backends.hopper import bwd_bias, bwd_dkdv, bwd_dq, bwd_plan, bwd_preprocess, bwd_whole, prepare  # noqa: E402
+from evoattn.backends.hopper.backward import statistics, variants  # noqa: E402
+from evoattn.backends.hopper.backward.dkdv import kernel as dkdv  # noqa: E402
+from evoattn.backends.hopper.backward.dq import bias_sum  # noqa: E402
+from evoattn.backends.hopper.backward.dq import kernel as dq  # noqa: E402
+from evoattn.backends.hopper.backward.fused import kernel as fused  # noqa: E402
+from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402
 from tests.helpers.machine_code import count, instructions  # noqa: E402
 
 BOTH = {"pair": True, "row": True}
 
 
-def check_waits(names: list[str], kernel: bwd_dkdv.KeyGradients) -> None:
+def check_waits(names: list[str], kernel: dkdv.KeyGradients) -> None:
     """Two slices of a stage are waited for, and the first of a row; then the products that run on in the next slice."""
     assert count(names, "WARPGROUP.DEPBAR") == 3 + {0: 0, 1: 1, 2: 3}[kernel.run_on]
     assert count(names, "WARPGROUP.DEPBAR.LE 1") == kernel.run_on
@@ -29,8 +34,8 @@ ONCE_A_ROW = 8
 
 
 def check_dq(channels: int, length: int, dtype: str, skips: bool, folder: pathlib.Path) -> None:
-    chosen = bwd_plan.query_variant(channels, length, True)
-    kernel = bwd_dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, skips=skips, **chosen)
+    chosen = variants.query_variant(channels, length, True)
+    kernel = dq.QueryGradients(DTYPES[dtype], channels, **BOTH, bias_gradient=True, skips=skips, **chosen)
     names = instructions(kernel, folder)
     waits = count(names, "WARPGROUP.DEPBAR")
     once = chosen["slices"] + 3 - kernel.helped  # each slice, the first of a panel, and of a row before dq is left
@@ -40,8 +45,8 @@ def check_dq(channels: int, length: int, dtype: str, skips: bool, folder: pathli
 
 
 def check_dkdv(channels: int, length: int, dtype: str, skips: bool, folder: pathlib.Path) -> None:
-    chosen = bwd_plan.key_variant(channels, length, True, skips)
-    kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, skips=skips, clears=skips, **chosen)
+    chosen = variants.key_variant(channels, length, True, skips)
+    kernel = dkdv.KeyGradients(DTYPES[dtype], channels, **BOTH, skips=skips, clears=skips, **chosen)
     names = instructions(kernel, folder)
     check_waits(names, kernel)
     once_a_panel = (channels, length, dtype) == (32, 512, "float16")
@@ -69,9 +74,9 @@ def test_products_of_dq_are_not_serialised(channels, length, dtype, tmp_path):
 )
 def test_products_of_dq_are_not_serialised_without_a_pair_bias(channels, length, change, tmp_path):
     chosen = (
-        {"pair": False, "row": True, "bias_gradient": False} | bwd_plan.query_variant(channels, length, pair=False) | change
+        {"pair": False, "row": True, "bias_gradient": False} | variants.query_variant(channels, length, pair=False) | change
     )
-    kernel = bwd_dq.QueryGradients(DTYPES[chosen.pop("dtype", "bfloat16")], channels, **chosen)
+    kernel = dq.QueryGradients(DTYPES[chosen.pop("dtype", "bfloat16")], channels, **chosen)
     names = instructions(kernel, tmp_path)
     assert count(names, "WARPGROUP.DEPBAR") == chosen["slices"] + 3
     assert count(names, "LDL") < 16, "two numbers that the loops do not change"
@@ -93,8 +98,8 @@ def test_products_of_dk_and_dv_are_not_serialised(channels, length, dtype, tmp_p
 @pytest.mark.parametrize("change", [{}, {"mask_gradient": True, "dlse": True}, {"row": False}], ids=str)
 @pytest.mark.parametrize("channels", [8, 16, 24, 32])
 def test_products_of_whole_rows_are_not_serialised(channels, change, dtype, tmp_path):
-    tiles = bwd_plan.whole_tiles(channels, (1, 66, 2, 512, 512), 132)
-    kernel = bwd_whole.WholeGradients(DTYPES[dtype], channels, **({"row": True} | change), tiles=tiles)
+    tiles = variants.fused_tiles(channels, (1, 66, 2, 512, 512), 132)
+    kernel = fused.FusedGradients(DTYPES[dtype], channels, **({"row": True} | change), tiles=tiles)
     names = instructions(kernel, tmp_path)
     assert count(names, "WARPGROUP.DEPBAR") == 4, "both halves of a tile, what runs on in the second, and dq"
     assert count(names, "WARPGROUP.DEPBAR.LE 1") == 1
@@ -106,9 +111,9 @@ def test_products_of_whole_rows_are_not_serialised(channels, change, dtype, tmp_
 @pytest.mark.parametrize("channels", [8, 16, 24, 32, 48, 64])
 def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype, tmp_path):
     skips = SKIPS[dtype]
-    chosen = bwd_plan.key_variant(channels, length, pair, skips)
+    chosen = variants.key_variant(channels, length, pair, skips)
     options = {"pair": pair, "row": True, "mask_gradient": True, "skips": skips, "clears": skips}
-    kernel = bwd_dkdv.KeyGradients(DTYPES[dtype], channels, **options, **chosen)
+    kernel = dkdv.KeyGradients(DTYPES[dtype], channels, **options, **chosen)
     names = instructions(kernel, tmp_path)
     check_waits(names, kernel)
     assert count(names, "LDL", "STL") <= ONCE_A_ROW
@@ -118,13 +123,13 @@ def test_the_gradient_of_a_mask_bias_has_registers(channels, length, pair, dtype
 @pytest.mark.parametrize(("channels", "length"), [(8, 384), (32, 384), (32, 1024), (48, 384), (64, 256), (64, 768)])
 def test_variants_with_a_float32_pair_bias(channels, length, tmp_path):
     """They hold it in float32 whatever it was: only how it is loaded differs."""
-    chosen = bwd_plan.query_variant(channels, length, True)
-    kernel = bwd_dq.QueryGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, bias_gradient=True, **chosen)
+    chosen = variants.query_variant(channels, length, True)
+    kernel = dq.QueryGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, bias_gradient=True, **chosen)
     names = instructions(kernel, tmp_path)
     assert count(names, "WARPGROUP.DEPBAR") == chosen["slices"] + 3 - kernel.helped
     assert count(names, "LDL") < 64
-    chosen = bwd_plan.key_variant(channels, length, True, exact=True)
-    kernel = bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen)
+    chosen = variants.key_variant(channels, length, True, exact=True)
+    kernel = dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, bias=cutlass.Float32, **chosen)
     names = instructions(kernel, tmp_path)
     check_waits(names, kernel)
     assert count(names, "LDL", "STL") <= (ONCE_A_ROW if channels == 48 else 0)
@@ -140,8 +145,8 @@ def test_variants_of_the_other_dtype(channels, dtype, tmp_path):
 
 @pytest.mark.parametrize(("channels", "length"), [(8, 384), (32, 384), (64, 256), (64, 384), (64, 640)])
 def test_the_kernel_of_the_keys_has_registers_to_round(channels, length, tmp_path):
-    chosen = bwd_plan.key_variant(channels, length, True, skips=True)
-    kernel = bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, rounds=True, skips=True, clears=True, **chosen)
+    chosen = variants.key_variant(channels, length, True, skips=True)
+    kernel = dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, rounds=True, skips=True, clears=True, **chosen)
     names = instructions(kernel, tmp_path)
     check_waits(names, kernel)
     assert count(names, "LDL", "STL") <= ONCE_A_ROW
@@ -149,7 +154,7 @@ def test_the_kernel_of_the_keys_has_registers_to_round(channels, length, tmp_pat
 
 def test_no_warp_is_left_to_round_where_three_streams_and_the_bias_come_in():
     with pytest.raises(ValueError, match="none is left to round"):
-        bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, rounds=True, **bwd_plan.key_variant(32, 640, pair=True))
+        dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, rounds=True, **variants.key_variant(32, 640, pair=True))
 
 
 @pytest.mark.parametrize(
@@ -164,30 +169,30 @@ def test_no_warp_is_left_to_round_where_three_streams_and_the_bias_come_in():
     ],
 )
 def test_other_variants_of_dq_compile(change, tmp_path):
-    kernel = bwd_dq.QueryGradients(cutlass.BFloat16, 32, **(BOTH | {"bias_gradient": True} | change))
+    kernel = dq.QueryGradients(cutlass.BFloat16, 32, **(BOTH | {"bias_gradient": True} | change))
     assert kernel.helped == kernel.pair
     assert count(instructions(kernel, tmp_path), "WARPGROUP.DEPBAR") == 4 + 3 - kernel.helped
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"pair": False}, {"row": False}, {"row": False, **bwd_plan.key_variant(32, 640, True)}, {"timed": False}],
+    [{"pair": False}, {"row": False}, {"row": False, **variants.key_variant(32, 640, True)}, {"timed": False}],
     ids=str,
 )
 def test_other_variants_of_dk_and_dv_compile(change, tmp_path):
-    kernel = bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **(BOTH | change))
+    kernel = dkdv.KeyGradients(cutlass.BFloat16, 32, **(BOTH | change))
     check_waits(instructions(kernel, tmp_path), kernel)
 
 
 def test_the_small_kernels_compile(tmp_path):
     for variant in (
-        bwd_preprocess.Statistics(cutlass.BFloat16, 24, dlse=True),
-        bwd_bias.PanelSum(cutlass.Float16, vector=False),
-        bwd_bias.PanelSum(cutlass.BFloat16, cluster=2),
-        bwd_bias.PanelSum(cutlass.BFloat16, timed=False),
-        prepare.Rows(cutlass.BFloat16, mask=True, bias=None, clears=True, lists=True),
-        prepare.Tiles(cutlass.BFloat16, wide=True),
-        prepare.Tiles(cutlass.Float16, wide=False),
+        statistics.Statistics(cutlass.BFloat16, 24, dlse=True),
+        bias_sum.PanelSum(cutlass.Float16, vector=False),
+        bias_sum.PanelSum(cutlass.BFloat16, cluster=2),
+        bias_sum.PanelSum(cutlass.BFloat16, timed=False),
+        key_bias.Rows(cutlass.BFloat16, mask=True, bias=None, clears=True, lists=True),
+        pair_bias.Tiles(cutlass.BFloat16, wide=True),
+        pair_bias.Tiles(cutlass.Float16, wide=False),
     ):
         assert count(instructions(variant, tmp_path), "LDL") == 0
 
@@ -198,14 +203,14 @@ def test_the_small_kernels_compile(tmp_path):
 def test_every_length_has_room(channels, pair, skips):
     longest = {48: 3072, 64: 2048 if pair else 3072}.get(channels, 4096 if pair else 8192)
     for length in (*range(1, longest, 61), longest):
-        query, key = bwd_plan.query_variant(channels, length, pair), bwd_plan.key_variant(channels, length, pair, skips)
+        query, key = variants.query_variant(channels, length, pair), variants.key_variant(channels, length, pair, skips)
         assert query is not None
         whole = query["cluster"] * query["groups"] * query["slices"] * 32
         assert whole - whole // query["cluster"] < length <= whole, "each block of a cluster has keys"
         assert query["slices"] % query["stage"] == 0 and query["stages"] > 1
-        assert bwd_plan.query_shared(channels, pair, **query) <= bwd_plan.SHARED
+        assert variants.query_shared(channels, pair, **query) <= variants.SHARED
         assert key["ring"] or not pair or key["blocks"] * 64 >= length
-        assert bwd_plan.key_shared(channels, skips, **key) <= bwd_plan.SHARED
+        assert variants.key_shared(channels, skips, **key) <= variants.SHARED
 
 
 @pytest.mark.parametrize(
@@ -225,9 +230,9 @@ def test_every_length_has_room(channels, pair, skips):
     ],
 )
 def test_what_one_kernel_takes_whole(channels, sizes, tiles):
-    assert bwd_plan.whole_tiles(channels, sizes, 132) == tiles
+    assert variants.fused_tiles(channels, sizes, 132) == tiles
     if tiles:
-        assert bwd_plan.whole_shared(channels, tiles) <= bwd_plan.SHARED
+        assert variants.fused_shared(channels, tiles) <= variants.SHARED
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,7 @@ def test_what_one_kernel_takes_whole(channels, sizes, tiles):
     ],
 )
 def test_what_stays_and_what_streams(channels, length, streams, wide, stages):
-    chosen = bwd_plan.key_variant(channels, length, pair=True)
+    chosen = variants.key_variant(channels, length, pair=True)
     assert (chosen["ring"] > 0, chosen["wide"], chosen["stages"]) == (streams, wide, stages)
 
 
@@ -260,8 +265,8 @@ def test_what_stays_and_what_streams(channels, length, streams, wide, stages):
     ],
 )
 def test_where_a_warp_sums_dq(channels, length, pair, helped):
-    chosen = bwd_plan.query_variant(channels, length, pair)
-    kernel = bwd_dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, **chosen)
+    chosen = variants.query_variant(channels, length, pair)
+    kernel = dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, **chosen)
     assert kernel.helped == helped
     assert kernel.key_producers + 1 + helped <= 4, "a warpgroup of producers has four warps"
 
@@ -272,17 +277,17 @@ def test_where_a_warp_sums_dq(channels, length, pair, helped):
 )
 def test_dk_and_dv_leave_from_tiles_of_their_own_where_there_is_room(channels, length, apart):
     for skips in (True, False):
-        chosen = bwd_plan.key_variant(channels, length, True, skips)
+        chosen = variants.key_variant(channels, length, True, skips)
         assert chosen["apart"] == apart
         if not apart:
-            assert bwd_plan.key_shared(channels, True, **(chosen | {"apart": True})) > bwd_plan.SHARED
+            assert variants.key_shared(channels, True, **(chosen | {"apart": True})) > variants.SHARED
 
 
 def test_more_keys_are_refused():
-    assert bwd_plan.query_variant(32, 4097, pair=True) is None
-    assert bwd_plan.query_variant(64, 2049, pair=True) is None
-    assert bwd_plan.query_variant(32, 8193, pair=False) is None
-    assert bwd_plan.query_variant(64, 3073, pair=False) is None
+    assert variants.query_variant(32, 4097, pair=True) is None
+    assert variants.query_variant(64, 2049, pair=True) is None
+    assert variants.query_variant(32, 8193, pair=False) is None
+    assert variants.query_variant(64, 3073, pair=False) is None
 
 
 @pytest.mark.parametrize(
@@ -290,13 +295,13 @@ def test_more_keys_are_refused():
     [(32, 384, 2), (8, 384, 2), (32, 1024, 2), (32, 512, 1), (64, 256, 2), (64, 384, 2), (48, 768, 0)],
 )
 def test_products_of_dk_and_dv_run_on_where_registers_and_stages_allow(channels, length, slices):
-    chosen = bwd_plan.key_variant(channels, length, pair=True)
-    assert bwd_dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, **chosen).run_on == slices
+    chosen = variants.key_variant(channels, length, pair=True)
+    assert dkdv.KeyGradients(cutlass.BFloat16, channels, **BOTH, **chosen).run_on == slices
 
 
 def test_terms_of_the_next_row_are_not_waited_for(tmp_path):
     """They are loaded a row ahead; taken apart there, they would be waited for at once."""
-    names = instructions(bwd_dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **bwd_plan.key_variant(32, 384, True)), tmp_path)
+    names = instructions(dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **variants.key_variant(32, 384, True)), tmp_path)
     last = max(i for i, name in enumerate(names) if name.startswith("LDG"))
     until_branch = names[last : next(i for i in range(last, len(names)) if names[i].startswith("BRA"))]
     assert not count(until_branch, "PRMT", "SHF", "LOP3")

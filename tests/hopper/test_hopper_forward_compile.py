@@ -14,7 +14,9 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 pytest.importorskip("triton", reason="Triton brings the disassembler")
 
-from evoattn.backends.hopper import bwd_plan, fwd_kernel, prepare  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper.backward import variants  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper.forward import kernel as forward_kernel  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402 (where the compiler is)
 from tests.helpers.machine_code import count, instructions  # noqa: E402
 
 RECORD = pathlib.Path(__file__).parent / "instructions.json"
@@ -58,7 +60,7 @@ def instructions_a_score(names: list[str]) -> float:
     The rare choice of a reference is among them; what runs at every step is about two thirds.
     """
     at = [i for i, name in enumerate(names) if name == "MUFU.EX2"]
-    at = at[: 16 * (2 * fwd_kernel.CHAIN - 1)]
+    at = at[: 16 * (2 * forward_kernel.CHAIN - 1)]
     return (at[-1] - at[0]) / (len(at) - 1)
 
 
@@ -70,20 +72,20 @@ def main_loop(names: list[str]) -> list[str]:
     return names[products[0] : stores[-1] + 1]
 
 
-def variant(name: str, dtype: str) -> fwd_kernel.Forward:
+def variant(name: str, dtype: str) -> forward_kernel.Forward:
     channels, options = VARIANTS[name]
-    return fwd_kernel.Forward(DTYPES[dtype], channels, **options)
+    return forward_kernel.Forward(DTYPES[dtype], channels, **options)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_forward_compiles(name: str, tmp_path: pathlib.Path) -> None:
     made = variant(name, "bfloat16")
-    assert made.shared_bytes <= bwd_plan.SHARED
+    assert made.shared_bytes <= variants.SHARED
     names = instructions(made, tmp_path)
     local = count(main_loop(names), "LDL", "STL")
     assert local <= SPILLS.get(name, 0)
     waits = count(names, "WARPGROUP.DEPBAR")
-    assert waits <= 3 * fwd_kernel.CHAIN + 2, "the compiler has serialised the tensor cores' work"
+    assert waits <= 3 * forward_kernel.CHAIN + 2, "the compiler has serialised the tensor cores' work"
     recorded = json.loads(RECORD.read_text())[name]
     assert instructions_a_score(names) <= ROOM * recorded, "more instructions a score than on record"
 
@@ -92,7 +94,7 @@ def test_forward_compiles(name: str, tmp_path: pathlib.Path) -> None:
 def test_float16_compiles(name: str, tmp_path: pathlib.Path) -> None:
     names = instructions(variant(name, "float16"), tmp_path)
     assert count(main_loop(names), "LDL", "STL") <= SPILLS.get(name, 0)
-    assert count(names, "WARPGROUP.DEPBAR") <= 3 * fwd_kernel.CHAIN + 2
+    assert count(names, "WARPGROUP.DEPBAR") <= 3 * forward_kernel.CHAIN + 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,7 +102,7 @@ def test_float16_compiles(name: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("bias", [None, "Float32", "BFloat16"])
 def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathlib.Path) -> None:
     for more in ({}, {"deep": True}, {"bounded": True}):
-        kernel = prepare.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias), **more)
+        kernel = key_bias.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias), **more)
         assert count(instructions(kernel, tmp_path), "LDL", "STL") == 0
 
 
@@ -108,14 +110,14 @@ def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathli
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("width", [1, 8])
 def test_pairs_compile(width: int, bounded: bool, dtype: str, tmp_path: pathlib.Path) -> None:
-    names = instructions(prepare.Pairs(DTYPES[dtype], width, bounded=bounded), tmp_path)
+    names = instructions(pair_bias.Pairs(DTYPES[dtype], width, bounded=bounded), tmp_path)
     assert count(names, "LDL", "STL") == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 4])
 def test_wide_pairs_compile(width: int, dtype: str, tmp_path: pathlib.Path) -> None:
-    names = instructions(prepare.Pairs(cutlass.Float32, width, beside=DTYPES[dtype]), tmp_path)
+    names = instructions(pair_bias.Pairs(cutlass.Float32, width, beside=DTYPES[dtype]), tmp_path)
     assert count(names, "LDL", "STL") == 0
 
 

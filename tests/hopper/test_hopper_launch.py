@@ -12,8 +12,8 @@ import torch
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
-from evoattn.backends.hopper import clusters, launch  # noqa: E402 (where the compiler is)
-from evoattn.backends.hopper.workspace import Workspace  # noqa: E402
+from evoattn.backends.hopper.host import clusters, launch  # noqa: E402
+from evoattn.backends.hopper.host.workspace import Workspace  # noqa: E402
 
 CPU = torch.device("cpu", 0)
 

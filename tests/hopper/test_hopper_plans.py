@@ -19,8 +19,12 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 
 from evoattn import testing
 from evoattn.backends import hopper
-from evoattn.backends.hopper import bwd, bwd_plan, fwd, launch, prepare, turns
-from evoattn.backends.hopper.memory import loads_wide
+from evoattn.backends.hopper.backward import facts, pair_gradient, stages, variants
+from evoattn.backends.hopper.backward import plan as backward
+from evoattn.backends.hopper.forward import plan as forward
+from evoattn.backends.hopper.host import head_groups, launch
+from evoattn.backends.hopper.host.memory import loads_wide
+from evoattn.backends.hopper.kernels import key_bias
 from evoattn.canonical import Canonical, canonicalise
 from evoattn.layouts import to_canonical
 from evoattn.problem import describe
@@ -47,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
     monkeypatch.setattr(launch, "compiled", compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(bwd, "resident_clusters", lambda *arguments: 66)
+    monkeypatch.setattr(facts, "resident_clusters", lambda *arguments: 66)
     return calls
 
 
@@ -79,7 +83,7 @@ def launch_backward(c: Canonical, needs: tuple[bool, ...]) -> tuple[Tensor | Non
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
-    return bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    return backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -87,7 +91,7 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
     c = canonical(case.make(seed=1))
     tensors = tensors_of(c, (False,) * 5)
     o, lse = torch.empty(c.q.shape), torch.empty(c.q.shape[:-1])
-    fwd.plan_forward(*tensors, scale=0.2, layout=case.layout)(*tensors, o, lse, torch.zeros_like(lse))
+    forward.plan_forward(*tensors, scale=0.2, layout=case.layout)(*tensors, o, lse, torch.zeros_like(lse))
     name, arguments = launched[-1]
     assert name == "Forward"
     assert {o.data_ptr(), lse.data_ptr()} <= set(arguments)
@@ -105,7 +109,7 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
     tensors = (do, None, *inputs, o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
     options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
-    dmask_bias, dpair_bias = bwd.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
+    dmask_bias, dpair_bias = backward.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
     for gradient, of in ((dmask_bias, c.mask_bias), (dpair_bias, c.pair_bias)):
         assert (gradient is None) == (of is None)
         if gradient is not None and of is not None:
@@ -128,10 +132,10 @@ def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, d
     lse = torch.randn(q.shape[:-1])
     gradient = torch.randn(lse.numel() + 1)[1:].view(lse.shape) if dlse else None
     made, *wanted = (torch.empty(stored) for _ in range(4))
-    fwd.plan_forward(q, k, v, None, None, None, scale=0.1, layout=layout)(q, k, v, None, None, None, made, lse, lse)
+    forward.plan_forward(q, k, v, None, None, None, scale=0.1, layout=layout)(q, k, v, None, None, None, made, lse, lse)
     tensors = (do, gradient, q, k, v, None, None, None, o, lse, torch.zeros_like(lse))
     options: dict[str, Any] = {"needs": (True, True, True, False, False), "deterministic": False}
-    bwd.plan_backward(*tensors, scale=0.1, layout=layout, **options)(*tensors, *wanted)
+    backward.plan_backward(*tensors, scale=0.1, layout=layout, **options)(*tensors, *wanted)
     assert len(launched) >= 2
     for name, (_, _, *arguments) in launched:  # extents and the stream come first, and other numbers are small
         addresses = [x for x in arguments if isinstance(x, int) and x > 1 << 22]
@@ -149,9 +153,9 @@ def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bo
     tensors = (torch.randn_like(o), dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty(c.q.shape, dtype=o.dtype), None, torch.empty(c.v.shape, dtype=o.dtype)]
     options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
-    dmask_bias, dpair_bias = bwd.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
-    assert [name for name, _ in launched] == ["Rows", "WholeGradients"]
-    given = dict(launched)["WholeGradients"]
+    dmask_bias, dpair_bias = backward.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
+    assert [name for name, _ in launched] == ["Rows", "FusedGradients"]
+    given = dict(launched)["FusedGradients"]
     do = tensors[0]
     assert do is not None and given[2:7] == tuple(x.data_ptr() for x in (c.q, c.k, c.v, o, do))
     assert given[8] == lse.data_ptr() and given[10] == of_qkv[0].data_ptr() and given[12] == of_qkv[2].data_ptr()  # type: ignore[union-attr]
@@ -165,7 +169,7 @@ def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bo
 @pytest.mark.parametrize("together", [1, 2])
 def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn's launches take the addresses of its own heads, and what is laid out, cleared and allocated is for all."""
-    monkeypatch.setattr(turns, "divisor", lambda *_: together)
+    monkeypatch.setattr(head_groups, "divisor", lambda *_: together)
     case = testing.Case(
         "turns", lead=(2,), n=32, h=4, lq=640, lk=640, d=64, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk"
     )
@@ -180,7 +184,7 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
         return [(x[b:] if x.shape[0] > 1 else x).narrow(heads, h, together).data_ptr() for b, h in starts]
 
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
-    fwd.plan_forward(q, k, v, c.mask, None, pair, scale=0.2, layout="bnhld")(q, k, v, c.mask, None, pair, o, lse, lse)
+    forward.plan_forward(q, k, v, c.mask, None, pair, scale=0.2, layout="bnhld")(q, k, v, c.mask, None, pair, o, lse, lse)
     assert [name for name, _ in launched] == ["Pairs", "Rows", *["Forward"] * len(starts)]
     forwards = [given for name, given in launched if name == "Forward"]
     for place, x in ((2, q), (3, k), (4, v), (10, o), (11, lse)):
@@ -195,7 +199,7 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     needs, do = (True, True, True, False, True), torch.randn_like(o)
     of_qkv = [torch.empty_like(x) for x in (q, k, v)]
     tensors = (do, None, q, k, v, c.mask, None, pair, o, lse, torch.zeros_like(lse))
-    _, dpair = bwd.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    _, dpair = backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
     assert [name for name, _ in launched] == ["Pairs", "Tiles", "Rows", *["QueryGradients", "KeyGradients"] * len(starts)]
     of_queries, of_keys = ([given for name, given in launched if name == f"{x}Gradients"] for x in ("Query", "Key"))
     for place, x in ((2, q), (3, k), (4, v), (5, o), (6, do), (9, lse), (12, of_qkv[0])):
@@ -213,7 +217,9 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
 
     launched.clear()
     needs = (True, False, False, False, True)  # nothing streams then
-    bwd.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, of_qkv[0], None, None)
+    backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(
+        *tensors, of_qkv[0], None, None
+    )
     assert [name for name, _ in launched] == ["Pairs", "Rows", "QueryGradients"]
 
 
@@ -248,13 +254,13 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
 
 @pytest.mark.parametrize(("n", "h", "length", "timed"), [(33, 4, 384, True), (2, 24, 384, False), (3, 4, 1000, False)])
 def test_a_kernel_and_its_sum_count_changes_alike(n: int, h: int, length: int, timed: bool, kernels: list[Any]) -> None:
-    """What the blocks of `bwd_dq` leave, `PanelSum` looks for in the same places."""
+    """What the blocks of `dq` leave, `PanelSum` looks for in the same places."""
     case = testing.Case("shares", n=n, h=h, lq=length, lk=length, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
     c = canonical(case.make(seed=1))
     needs = (True, True, True, False, True)
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=True)
+    backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=True)
     found = {type(kernel).__name__: kernel.timed for kernel in kernels if hasattr(kernel, "timed")}
     assert [found[name] for name in ("QueryGradients", "PanelSum", "KeyGradients")] == [timed] * 3
 
@@ -280,14 +286,14 @@ def test_who_leaves_rows_out(
     o, lse = torch.empty_like(c.q), torch.empty(c.q.shape[:-1])
     tensors = (torch.empty_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty_like(x) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
-    bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
     assert kernels
     for kernel in kernels:
-        if isinstance(kernel, (bwd.QueryGradients, bwd.KeyGradients)):
+        if isinstance(kernel, (stages.QueryGradients, stages.KeyGradients)):
             assert kernel.skips == skips
-        if isinstance(kernel, bwd.KeyGradients):
+        if isinstance(kernel, stages.KeyGradients):
             assert kernel.clears == (skips and needs[0])
-        if isinstance(kernel, prepare.Rows):
+        if isinstance(kernel, key_bias.Rows):
             assert kernel.lists == skips
     given = dict(launched)
     lists = given["Rows"][-4:-2] if skips else ()  # before the number of keys, and of rows
@@ -315,14 +321,15 @@ def test_who_leaves_rows_out(
 )
 def test_where_rows_are_left_out(sizes: tuple[int, int, int, int, int], channels: int, pair: bool, skips: bool) -> None:
     needs = (True, True, True, False, pair)
-    assert bwd_plan.skips_rows(True, needs, pair, channels, sizes) == skips
-    assert not bwd_plan.skips_rows(False, needs, pair, channels, sizes)
-    assert not bwd_plan.skips_rows(True, (True, False, False, False, pair), pair, channels, sizes)
+    assert variants.skips_rows(True, needs, pair, channels, sizes) == skips
+    assert not variants.skips_rows(False, needs, pair, channels, sizes)
+    assert not variants.skips_rows(True, (True, False, False, False, pair), pair, channels, sizes)
 
 
 @pytest.mark.parametrize("most", [2 * 72 * 72 - 1, 32 * 4096 - 1], ids=["sums", "rows"])
 def test_torch_clears_more_than_32_bits_count(most: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bwd, "_MOST_IN_32_BITS", most)
+    for module in (backward, pair_gradient):
+        monkeypatch.setattr(module, "MOST_IN_32_BITS", most)
     case = testing.Case("many", n=32, h=2, lq=72, lk=72, d=32, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk")
     c = canonical(case.make(seed=1))
     _, dpair_bias = launch_backward(c, (True, True, True, False, True))
@@ -339,8 +346,8 @@ def test_no_memory_for_what_no_kernel_makes(
     needs: tuple[bool, ...], launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    make = bwd.Workspace.make
-    monkeypatch.setattr(bwd.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
+    make = backward.Workspace.make
+    monkeypatch.setattr(backward.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
     c = canonical(testing.Case("few", n=64, h=4, lq=64, lk=64, d=64, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1))
     launch_backward(c, needs)
     assert sizes[0] < c.q.nbytes
@@ -358,7 +365,7 @@ def test_the_gradient_of_a_mask_bias_alone(
     def compiled(kernel: launch.Kernel) -> Any:
         def run(*arguments: Any) -> None:
             note(kernel)(*arguments)
-            if isinstance(kernel, bwd.KeyGradients):
+            if isinstance(kernel, stages.KeyGradients):
                 ctypes.memmove(arguments[11], parts.data_ptr(), parts.nbytes)  # after sizes, stream and nine other tensors
 
         return run
@@ -372,7 +379,7 @@ def test_the_gradient_of_a_mask_bias_alone(
     needs = (False, False, False, True, False)
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    run = bwd.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
+    run = backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
     dmask_bias, dpair_bias = run(*tensors, None, None, None)
     assert [name for name, _ in launched] == ["Pairs", "Rows", "Statistics", "KeyGradients"]
     assert dpair_bias is None
@@ -392,7 +399,7 @@ def test_a_float16_backward_divides_by_no_small_scale(
     o, lse = torch.randn(c.q.shape, dtype=dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty(x.shape, dtype=dtype) for x in (c.q, c.k, c.v)]
-    bwd.plan_backward(*tensors, scale=scale, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    backward.plan_backward(*tensors, scale=scale, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
     for name in ("QueryGradients", "KeyGradients"):
         assert [x for x in dict(launched)[name] if isinstance(x, float)] == [unit]
 
@@ -404,5 +411,5 @@ def test_a_gradient_of_the_lse_alone_is_launched(launched: list[Any]) -> None:
     o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(*c.q.shape[:-1], 2)[..., 0]
     tensors = (None, dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
-    bwd.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
+    backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
     assert [name for name, _ in launched] == ["Pairs", "Rows", "QueryGradients", "KeyGradients"]

@@ -17,8 +17,8 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
 from evoattn import cache  # noqa: E402
-from evoattn.backends.hopper import launch  # noqa: E402 (where the compiler is)
-from evoattn.backends.hopper.bwd_preprocess import Statistics  # noqa: E402
+from evoattn.backends.hopper.backward.statistics import Statistics  # noqa: E402
+from evoattn.backends.hopper.host import launch  # noqa: E402 (where the compiler is)
 
 
 def kernel(channels: int = 32) -> launch.Kernel:
@@ -210,6 +210,31 @@ def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeyp
     launch._source.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("file", "matters"),
+    [
+        ("kernels/primitives.py", True),
+        ("forward/mma.py", True),
+        ("backward/dq/mma.py", True),
+        ("host/launch.py", True),
+        ("forward/plan.py", False),
+        ("host/workspace.py", False),
+        ("__init__.py", False),
+    ],
+)
+def test_kernels_are_stale_when_their_text_changes(
+    file: str, matters: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever folder; a plan only says what is launched."""
+    copy = tmp_path / "hopper"
+    shutil.copytree(launch._HOPPER, copy)
+    monkeypatch.setattr(launch, "_HOPPER", copy)
+    before = launch._source.__wrapped__()
+    with (copy / file).open("a") as text:
+        text.write("# changed\n")
+    assert (launch._source.__wrapped__() != before) is matters
+
+
 def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At several moments: an exception inside the compiler would abort the process. The next call has the kernel."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -237,8 +262,8 @@ COMPILE = """
 import os, signal, sys, threading
 import cutlass
 from evoattn import cache
-from evoattn.backends.hopper import launch
-from evoattn.backends.hopper.bwd_preprocess import Statistics
+from evoattn.backends.hopper.host import launch
+from evoattn.backends.hopper.backward.statistics import Statistics
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -104,7 +104,7 @@ def resolve(problem: Problem, config: Config) -> Config:
 
 def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
     """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
-    from evoattn.backends.hopper.bwd_plan import key_variant, one_kernel, query_variant
+    from evoattn.backends.hopper.backward.variants import key_variant, one_kernel, query_variant
 
     of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
     pair = problem.pair_bias is not None
@@ -133,7 +133,7 @@ def _exact(problem: Problem) -> bool:
 
 def _skips(problem: Problem) -> bool:
     """Whether the two kernels of its backward leave out what a mask switches off."""
-    from evoattn.backends.hopper.bwd_plan import skips_rows
+    from evoattn.backends.hopper.backward.variants import skips_rows
 
     pair, exact = problem.pair_bias is not None, _exact(problem)
     return skips_rows(problem.mask, problem.needs, pair, problem.d, _sizes(problem), exact=exact)
@@ -141,8 +141,8 @@ def _skips(problem: Problem) -> bool:
 
 def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
     """q, k or v that the copy engine does not take; a pair bias that streams, or whose keys do not lie one after another."""
-    from evoattn.backends.hopper.bwd_plan import key_variant
-    from evoattn.backends.hopper.memory import loads_wide
+    from evoattn.backends.hopper.backward.variants import key_variant
+    from evoattn.backends.hopper.host.memory import loads_wide
 
     found = [
         f"{name}: copied once a pass, so that each row of channels starts on 16 bytes and is in memory once for each head"
@@ -173,9 +173,9 @@ def plan_forward(
     config: Config,
 ) -> Callable[..., None]:
     """The forward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
-    from evoattn.backends.hopper import fwd
+    from evoattn.backends.hopper.forward import plan
 
-    run = fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout)
+    run = plan.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout)
     return on_device_of(q, run)
 
 
@@ -199,10 +199,10 @@ def plan_backward(
     config: Config,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
-    from evoattn.backends.hopper import bwd
+    from evoattn.backends.hopper.backward import plan
 
     tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference)
-    run = bwd.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
+    run = plan.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
     return on_device_of(q, run)
 
 
@@ -213,7 +213,7 @@ def _processors() -> int:
 
 def _unsupported_gradients(problem: Problem) -> list[str]:
     """What the backward refuses besides: keys that have no room."""
-    from evoattn.backends.hopper.bwd_plan import query_variant
+    from evoattn.backends.hopper.backward.variants import query_variant
 
     of_q, _, _, _, of_pair = problem.needs
     pair = problem.pair_bias is not None

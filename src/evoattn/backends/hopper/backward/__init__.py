@@ -1,0 +1,1 @@
+"""The backward: its plan, and a folder a kernel."""

@@ -1,0 +1,1 @@
+"""The kernel of the keys: dk, dv and d(mask bias)."""

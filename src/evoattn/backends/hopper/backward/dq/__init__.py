@@ -1,0 +1,1 @@
+"""The kernel of the queries: dq and d(pair bias)."""

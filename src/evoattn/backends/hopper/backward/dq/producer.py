@@ -1,0 +1,203 @@
+"""What the producer warps of the kernel of the queries bring in, and the statistics that they leave for that of the keys."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import cpasync
+
+from evoattn.backends.hopper.backward.common import NEVER, row_at, sleep_until
+from evoattn.backends.hopper.backward.dq.mma import QueryMma
+from evoattn.backends.hopper.backward.schedule import first_row, opening, row
+from evoattn.backends.hopper.kernels.key_bias import TERMS
+from evoattn.backends.hopper.kernels.primitives import LN2, LOG2E
+from evoattn.backends.hopper.kernels.schedule import place, stretch
+from evoattn.backends.hopper.kernels.tile_sizes import KEYS, ROWS
+
+__all__ = ["QueryProducer"]
+
+
+class QueryProducer(QueryMma):
+    """Two or three warps for the keys, one for the rows; `QueryGradients` says what the attributes are."""
+
+    stages: int
+    keys: int
+    key_producers: int
+    skips: bool
+
+    @cute.jit
+    def produce_keys(
+        self,
+        s: Int32,
+        rank: Int32,
+        lane: Int32,
+        span,
+        sizes,
+        row: cute.Tensor,
+        row_b: Int32,
+        row_n: Int32,
+        live,
+        pR: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        copies,
+    ):
+        """Bring in the keys of warpgroup s, and of s + `key_producers` where there is one, a stage after the other."""
+        begin, end, bid, each, change = span
+        N, H, NQ, _ = sizes
+        WG, ST, TL, also = self.groups, self.stages, self.tiles, s + self.key_producers
+        st, ph, at = Int32(0), Int32(0), begin
+        if const_expr(self.row):
+            arch.griddepcontrol_wait()
+        if const_expr(self.skips):
+            arch.griddepcontrol_launch_dependents()  # `dkdv` reads at once what this kernel has waited for
+        while at < end:
+            pan, n0, n1 = stretch(at, end, N)
+            start = first_row(pan, N, change)
+            known = opening(start, N, each, bid, start + n0)
+            at += n1 - n0
+            _, h, b = place(pan, NQ, H)
+            position, count = Int32(0), n1 - n0
+            while position < count:
+                n = row_at(position, N, known)
+                position = self.next_row(position, count, N, known, live, b, lane)
+                tiles = Int32(TL)
+                if const_expr(len(self.exits) > 0):
+                    tiles = self.live_tiles(self.tiles_to(live, b, n), rank, s)
+                for j in cutlass.range(tiles, unroll=1):
+                    line = b * row_b + n * row_n
+                    self.bring(self.tile_of(j, rank * WG + s), h, n, b, s * ST + st, ph, row, line, pR, full, empty, copies)
+                    if also < WG:
+                        tile = self.tile_of(j, rank * WG + also)
+                        self.bring(tile, h, n, b, also * ST + st, ph, row, line, pR, full, empty, copies)
+                    st += 1
+                    if st == ST:
+                        st = Int32(0)
+                        ph ^= 1
+
+    @cute.jit
+    def bring(
+        self,
+        tile: Int32,
+        h: Int32,
+        n: Int32,
+        b: Int32,
+        i: Int32,
+        ph: Int32,
+        row: cute.Tensor,
+        line: Int32,
+        pR: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        copies,
+    ):
+        """Bring a tile of keys into stage i of all, once that is free; `line`: of its key-wise bias."""
+        (aK, kG, kS), (aV, vG, vS) = copies
+        unit = self.keys * TERMS
+        sleep_until(empty + i, ph ^ 1)
+        with arch.elect_one():
+            arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * self.D * 2 + (unit * 2 if self.row else 0))
+        cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
+        cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
+        if const_expr(self.row):
+            gR = cute.local_tile(row, (1, unit), (line, tile))
+            sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
+            with arch.elect_one():
+                g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
+                cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype), g1, s1, mbar_ptr=full + i)
+
+    def tiles_to(self, live, b, n):
+        """The tiles of a row's keys up to the end of the last panel that has one that is not masked."""
+        return (live[0][b, 1, n] * KEYS + self.keys - 1) // self.keys
+
+    @cute.jit
+    def next_row(self, position: Int32, count: Int32, n: Int32, known, live, b: Int32, lane: Int32) -> Int32:
+        """The position after this one of a row that is not left out, or `count`: a warp looks at 32 together.
+
+        Only for warps that have waited for what `live` says.
+        """
+        position += 1
+        if const_expr(self.skips):
+            order, starts = live
+            if starts[b, 1] < n:
+                there = Int32(0)
+                while position < count and there == 0:
+                    mine = position + lane
+                    some = order[b, 1, row(cutlass.min(mine, count - 1), n, known)] > 0
+                    there = arch.vote_ballot_sync(mine < count and some)
+                    position += Int32(cutlass.select_(there == 0, Int32(32), arch.popc((there & -there) - 1)))
+                position = cutlass.min(position, count)
+        return position
+
+    @cute.jit
+    def produce_rows(
+        self,
+        rank: Int32,
+        lane: Int32,
+        span,
+        sizes,
+        live,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        stats: cute.Tensor,
+        inverse: Float32,
+        sN: cute.Tensor,
+        work: cute.Tensor,
+        qfull: cute.Pointer,
+        qempty: cute.Pointer,
+        copies,
+    ):
+        """Bring in q, o, do and lse of each row, and leave the statistics of the row before for the other kernel."""
+        begin, end, bid, each, change = span
+        N, H, NQ, LQ = sizes
+        (aQ, qG, qS), (aO, oG, oS), (aG, gG, gS) = copies
+        D, ph, at = self.D, Int32(0), begin
+        own, old, extra = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+        pb, pn, pt, pi, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        if const_expr(self.skips):
+            arch.griddepcontrol_wait()
+        while at < end:
+            pan, n0, n1 = stretch(at, end, N)
+            start = first_row(pan, N, change)
+            known = opening(start, N, each, bid, start + n0)
+            at += n1 - n0
+            i, h, b = place(pan, NQ, H)
+            position, rows = Int32(0), n1 - n0
+            while position < rows:
+                n = row_at(position, N, known)
+                following = self.next_row(position, rows, N, known, live, b, lane)
+                for x in range_constexpr(2):
+                    q = i * ROWS + x * 32 + lane
+                    value = lse[b, n, h, cutlass.min(q, LQ - 1)]
+                    real = q < LQ and value > Float32(-float("inf"))
+                    own[x] = cutlass.select_(real, -value, Float32(NEVER))
+                    if const_expr(self.dlse):
+                        extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)] * LOG2E, Float32(0.0))
+                sleep_until(qempty, ph ^ 1)
+                if count > 0 and rank == 0:
+                    self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
+                pb, pn, pt, pi = b, n, h, i
+                for x in range_constexpr(2):
+                    sN[x * 32 + lane, 0] = own[x]
+                    if const_expr(self.dlse):
+                        sN[x * 32 + lane, 2] = extra[x]
+                    old[x] = own[x] * LN2
+                arch.sync_warp()
+                with arch.elect_one():
+                    work[count % 4, 0] = n
+                    if const_expr(self.skips):
+                        work[count % 4, 1] = rows - following
+                    if const_expr(len(self.exits) > 0):
+                        work[count % 4, 2] = self.tiles_to(live, b, n)
+                    arch.mbarrier_arrive_and_expect_tx(qfull, 3 * ROWS * D * 2)
+                cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)
+                cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)
+                cute.copy(aG, gG[None, i, h, n, b], gS[None, 2 + ph], tma_bar_ptr=qfull)
+                count += 1
+                ph ^= 1
+                position = following
+        if count > 0:
+            sleep_until(qempty, ph ^ 1)
+            if rank == 0:
+                self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)

@@ -1,0 +1,1 @@
+"""All gradients of a call without a pair bias in one kernel."""

@@ -1,0 +1,145 @@
+"""Which rows n the kernel of the keys does, where a mask switches keys off: those with a key that counts in a panel or beyond.
+
+`key_bias.Rows` lists for each b its rows by their panels of 64 keys up to the last not masked, most first: order[b,0,n];
+order[b,1,n] is how many panels row n has. The rows of a panel are the first of the list, and units (panel, row) lie in a line,
+as in `schedule`: starts [b, panels + 2] says where each panel of a head begins, where the head ends, and how many panels
+have a row. These come first; the others take no time. What is not in the line has gradients of zero.
+
+All is read past the first cache, which may hold what lay there before this kernel began.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.backward.common import clear_numbers
+from evoattn.backends.hopper.backward.schedule import CHANGE, change_of, first_row, share
+from evoattn.backends.hopper.kernels.schedule import place
+from evoattn.backends.hopper.kernels.tile_sizes import ROWS
+
+__all__ = ["Line"]
+
+
+def _read(x: Any, *at: Any) -> Any:
+    return arch.load(x.iterator + cute.crd2idx(at, x.layout), Int32, cop="cg")
+
+
+class Line:
+    """The units of a launch, for kernels with `skips`; without it each panel has all rows.
+
+    timed: whether the time of a change to another panel counts.
+    """
+
+    skips: bool
+    timed: bool
+
+    @cute.jit
+    def measure(self, live, sizes, blocks: Int32):
+        """The time that all units take, that of a change to another panel, and whether any row is left out of any panel."""
+        B, N, H, NK = sizes
+        panels = Int64(B * H * NK)
+        units, some, change = panels * N, Boolean(False), Int32(0)
+        if const_expr(self.skips):
+            _, starts = live
+            units, used = Int64(0), Int64(0)
+            for b in cutlass.range(B, unroll=1):
+                units += Int64(H) * _read(starts, b, NK)
+                if const_expr(self.timed):
+                    used += Int64(H) * _read(starts, b, NK + 1)
+            some = units < panels * N
+            if const_expr(self.timed):
+                panels = used
+        if const_expr(self.timed):
+            change = Int32(CHANGE)
+            if not some:
+                change = change_of(N, Int32(share(units, blocks)))
+            units += panels * change
+        return units, change, some
+
+    @cute.jit
+    def time_of_head(self, starts, b: Int32, NK: Int32, change: Int32) -> Int32:
+        """The time of a head of batch b."""
+        time = _read(starts, b, NK)
+        if const_expr(self.timed):
+            time += change * _read(starts, b, NK + 1)
+        return time
+
+    @cute.jit
+    def come_to(self, at: Int32, end: Int32, change: Int32, live, sizes, lane: Int32):
+        """Of the panel that a block comes to at time `at`: its place i, h, b; the first of its rows, and past the last, that
+        the block does before `end`, which may be none; when its rows begin, and how many it has."""
+        _, N, H, NK = sizes
+        if const_expr(self.skips):
+            _, starts = live
+            b, start = Int32(0), Int32(0)
+            of_head = self.time_of_head(starts, b, NK, change)
+            while at >= start + H * of_head:
+                start += H * of_head
+                b += 1
+                of_head = self.time_of_head(starts, b, NK, change)
+            h = (at - start) // of_head
+            start += h * of_head
+            i = Int32(0)
+            for x in cutlass.range((NK + 31) // 32, unroll=1):
+                next_ = x * 32 + lane + 1
+                begun = next_ <= NK and _read(starts, b, cutlass.min(next_, NK)) + change * next_ <= at - start
+                i += arch.popc(arch.vote_ballot_sync(begun))
+            first = _read(starts, b, i)
+            n = _read(starts, b, i + 1) - first
+            start += first + change * (i + 1)
+        else:
+            pan = at // (N + change)
+            i, h, b = place(pan, NK, H)
+            start, n = first_row(pan, N, change), N
+        n0 = cutlass.max(at - start, 0)
+        return i, h, b, n0, cutlass.max(cutlass.min(n, end - start), n0), start, n
+
+    @cute.jit
+    def row_of(self, rank: Int32, b: Int32, live, some: Boolean) -> Int32:
+        """The row of a panel of batch b with that rank; `some`: whether any row is left out of any panel."""
+        n = rank
+        if const_expr(self.skips):
+            if some:
+                order, _ = live
+                n = arch.make_warp_uniform(_read(order, b, 0, rank))
+        return n
+
+    @cute.jit
+    def clear(self, live, sizes, zeros, dmask: Any, first: Int32, step: Int32, lane: Int32):
+        """Zeros for what is not in the line: a warp's share, each `step`-th from `first` on.
+
+        zeros: copies of 16 rows of zeros to dk and dv; to dq, of rows whose keys are all masked, or None; and how many there.
+        """
+        B, N, H, NK = sizes
+        order, starts = live
+        of_keys, of_queries, tiles = zeros
+        if const_expr(of_queries is not None):
+            copy, nothing, dq = of_queries
+            for b in cutlass.range(B, unroll=1):
+                for rank in cutlass.range(_read(starts, b, 1) + first, N, step, unroll=1):
+                    n = _read(order, b, 0, rank)
+                    for h in cutlass.range(H, unroll=1):
+                        for x in cutlass.range(tiles, unroll=1):
+                            cute.copy(copy, nothing, dq[None, x, h, n, b])
+        for panel in cutlass.range(B * NK, unroll=1):
+            b, i = panel // NK, panel % NK
+            at = _read(starts, b, i + 1) - _read(starts, b, i) + (first + panel * 31) % step
+            while at < N:
+                rows = _read(order, b, 0, cutlass.min(at + lane * step, N - 1))
+                for x in cutlass.range(cutlass.min((N - at + step - 1) // step, 32), unroll=1):
+                    n = arch.make_warp_uniform(arch.shuffle_sync(rows, x))
+                    for h in cutlass.range(H, unroll=1):
+                        for atom, tile, to in of_keys:
+                            for w in range_constexpr(ROWS // 16):
+                                cute.copy(atom, tile, to[None, i * (ROWS // 16) + w, h, n, b])
+                        if const_expr(dmask is not None):
+                            clear_numbers(dmask[b, n, h, None], i * ROWS, lane)
+                at += 32 * step
+        arch.cp_async_bulk_commit_group()
+        arch.cp_async_bulk_wait_group(0)
+        # where nothing is left to do nobody else waits, and this launch must not end before the one that let it start
+        arch.griddepcontrol_wait()

@@ -1,0 +1,1 @@
+"""The forward: its plan, its kernel, and the exact path behind it."""

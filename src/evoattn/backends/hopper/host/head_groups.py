@@ -1,0 +1,79 @@
+"""Groups of heads, launched one after another where the pair bias streams: the fewer heads, the less memory at a time.
+
+The blocks of a launch go through the pair bias of all their heads for every few rows n, and through the other tensors in step,
+more or less. What one of them has brought in another one finds in the L2 cache if that is not too much: at 2,048 queries and
+keys the pair bias of four heads is 67 MB in float32. So a call's main kernels are launched for a few heads at a time, on parts
+of the same tensors. Where the pair bias stays in shared memory this gains nothing, and each change of it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["HeadGroups", "for_each_group", "moved"]
+
+_LEAST_UNITS = 128
+"""Rows of a panel that a processor has in a group at least: a launch ends with some idle, as much as a few rows take."""
+
+
+class HeadGroups(NamedTuple):
+    """Which (b, h) are launched together.
+
+    Args:
+        b, h: how many of each.
+        starts: the first b and h of each group.
+    """
+
+    b: int
+    h: int
+    starts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, q: Tensor, streamed: Tensor | None, units: int, processors: int) -> HeadGroups:
+        """For q [b,n,h,q,d] and a pair bias [b|1,h|1,q|1,k|1] that streams.
+
+        units: panels of a (b, h), times rows, which the processors share.
+        """
+        b, _, h, _, _ = q.shape
+        if streamed is None or streamed.shape[1] != h:
+            return cls(b, h, ((0, 0),))
+        least = -(-_LEAST_UNITS * processors // units)
+        of_h, of_b = divisor(h, least), b
+        if streamed.shape[0] == b:
+            of_b = divisor(b, -(-least // h)) if of_h == h else 1
+        return cls(of_b, of_h, tuple((x, y) for x in range(0, b, of_b) for y in range(0, h, of_h)))
+
+    def cut(self, x: Tensor, heads: int) -> Tensor:
+        """What the first group sees of a tensor [b|1,...], whose axis `heads` is of the heads, or of size 1."""
+        return x[: self.b].narrow(heads, 0, min(self.h, x.shape[heads]))
+
+    def further(self, *tensors: tuple[Tensor | None, int | None]) -> tuple[tuple[int, ...], ...]:
+        """For each group, how many bytes further its part of a tensor [b|1,...] lies; with each goes the axis of its heads."""
+
+        def step(x: Tensor | None, axis: int | None) -> int:
+            return 0 if x is None or axis is None or x.shape[axis] == 1 else x.stride(axis) * x.element_size()
+
+        steps = [(step(x, 0), step(x, heads)) for x, heads in tensors]
+        return tuple(tuple(b * by_b + h * by_h for by_b, by_h in steps) for b, h in self.starts)
+
+
+def divisor(count: int, least: int) -> int:
+    """The smallest divisor of `count` that is no smaller than `least`, or `count` itself."""
+    return next((x for x in range(max(least, 1), count) if count % x == 0), count)
+
+
+def moved(addresses: Iterable[int | None], further: Iterable[int]) -> list[int | None]:
+    """Addresses so many bytes further; None stays None."""
+    return [None if address is None else address + more for address, more in zip(addresses, further, strict=True)]
+
+
+def for_each_group(launch: Callable[..., Any], addresses: tuple[int | None, ...], further: tuple[tuple[int, ...], ...]) -> None:
+    """`launch` for each group, with its addresses; where there is one, they are what they are."""
+    if len(further) == 1:
+        launch(*addresses)
+    else:
+        for steps in further:
+            launch(*moved(addresses, steps))

@@ -1,0 +1,292 @@
+"""The kernel that lays out the key-wise bias before a main kernel, and lists the rows that a mask leaves.
+
+**A key's terms.** mask and mask_bias become one bias, measured from the row's largest (`evoattn.numerics`), and each number
+x of it eight 16-bit terms, hi mid lo hi mid hi veto veto, with x = hi + mid + lo. The forward multiplies them by 1 / scale =
+a0 + a1 + a2 in the order a0 a0 a0 a1 a1 a2 VETO VETO, so that the tensor cores add x / scale to about 2^-24.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.memory import SmemAllocator
+
+from evoattn.backends.hopper.host.launch import (
+    Kernel,
+    Stand,
+    deep,
+    ends,
+    free,
+    live_rows,
+    size,
+    terms,
+)
+from evoattn.backends.hopper.kernels.primitives import LOWEST_KEY, VETO, finite, three_terms
+from evoattn.backends.hopper.kernels.tile_sizes import KEYS, MOST_PANELS
+
+__all__ = ["CLEARED", "TERMS", "Rows"]
+
+TERMS = 8
+_THREADS = 128
+_LISTING = 512  # threads of a block where one lists rows: each looks at few
+CLEARED = 8 * _THREADS  # vectors of four words that a block clears
+_CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
+_WORD = 16  # keys of a word
+_LARGEST = 2.0**127 * (2 - 2.0**-23)  # float32 number
+
+
+class Rows(Kernel):
+    """mask [b|1,n|1,k] and mask_bias [b|1,n|1,k] -> terms [r, keys * TERMS], keys past the end masked, and ends [r].
+
+    A row's end is how many keys there are up to the last one that is not masked. deep [r, keys] holds each key's bias as it
+    is, measured from the row's largest, which the terms cannot hold if it is too low.
+
+    Args:
+        dtype: cutlass type of the terms.
+        mask, bias: whether they are given, and of which type the bias is.
+        clears: whether it clears what a later kernel adds to, float32 [words, 4].
+        lists: whether it also lists the rows that `mask` leaves to each panel of 64 keys, as `live_rows` reads them.
+        deep: whether it writes deep.
+        bounded: whether a finite bias below LOWEST_KEY is raised to it, as `exact` does in the forward, for the backward.
+    """
+
+    def __init__(
+        self,
+        dtype: Any,
+        *,
+        mask: bool,
+        bias: Any,
+        clears: bool = False,
+        lists: bool = False,
+        deep: bool = False,
+        bounded: bool = False,
+    ):
+        self.dtype, self.mask, self.bias, self.clears, self.lists = dtype, mask, bias, clears, lists
+        self.deep, self.bounded = deep, bounded
+        self.threads = _LISTING if lists else _THREADS
+        self.warps = self.threads // 32
+        self.name_after(dtype, mask=mask, bias=bias, clears=clears, lists=lists, deep=deep, bounded=bounded)
+
+    def arguments(self) -> tuple[Any, ...]:
+        def keys(dtype: Any, align: int) -> Any:
+            return Stand(dtype, (size(), size(), size()), (free(), free(), free()), align)
+
+        mask = keys(Uint8, 1) if self.mask else None
+        bias = keys(self.bias, self.bias.width // 8) if self.bias is not None else None
+        cleared = Stand(Float32, (size(), 4), (4, 1), 16) if self.clears else None
+        order, starts = live_rows() if self.lists else (None, None)
+        return mask, bias, terms(self.dtype), ends(), deep() if self.deep else None, cleared, order, starts, Int32(0), Int32(0)
+
+    @cute.jit
+    def __call__(
+        self,
+        mask: Any,
+        bias: Any,
+        terms: cute.Tensor,
+        ends: cute.Tensor,
+        deep: Any,
+        cleared: Any,
+        order: Any,
+        starts: Any,
+        keys: Int32,
+        n: Int32,
+        stream: cuda.CUstream,
+    ):
+        blocks = terms.shape[0]
+        if const_expr(self.clears):
+            blocks = cutlass.max(blocks, (cleared.shape[0] + CLEARED - 1) // CLEARED)
+        if const_expr(self.lists):
+            blocks = blocks + order.shape[0]
+        self.kernel(mask, bias, terms, ends, deep, cleared, order, starts, keys, n).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mask: Any,
+        bias: Any,
+        terms: cute.Tensor,
+        ends: cute.Tensor,
+        deep: Any,
+        cleared: Any,
+        order: Any,
+        starts: Any,
+        keys: Int32,
+        n: Int32,
+    ):
+        # In this order: most warps of the next kernel wait for nothing, and all before this one has to be complete by then.
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        tid, _, _ = arch.thread_idx()
+        r, _, _ = arch.block_idx()
+        smem = SmemAllocator()
+        tops = cute.make_tensor(smem.allocate_array(Float32, self.warps), cute.make_layout(self.warps))
+        lasts = cute.make_tensor(smem.allocate_array(Int32, self.warps), cute.make_layout(self.warps))
+        if const_expr(self.lists):
+            counts = cute.make_tensor(smem.allocate_array(Int32, MOST_PANELS + 1), cute.make_layout(MOST_PANELS + 1))
+            r = r - order.shape[0]
+            if r < 0:
+                self.list_rows(mask, order, starts, counts, keys, r + order.shape[0], tid)
+        if const_expr(self.clears):
+            nothing = cute.make_rmem_tensor(4, Float32)
+            nothing.fill(0.0)
+            if r >= 0:
+                for x in cutlass.range(r * CLEARED + tid, cutlass.min((r + 1) * CLEARED, cleared.shape[0]), self.threads):
+                    cute.autovec_copy(nothing, cleared[x, None])
+        if r >= 0 and r < terms.shape[0]:
+            self.fill(mask, bias, terms, ends, deep, keys, n, r, tid, tops, lasts)
+
+    @cute.jit
+    def list_rows(
+        self, mask: cute.Tensor, order: cute.Tensor, starts: cute.Tensor, counts: cute.Tensor, keys: Int32, b: Int32, tid: Int32
+    ):
+        """order and starts of batch b, by all threads of a block: rows are counted by their panels, then dealt."""
+        rows, panels = order.shape[2], starts.shape[1] - 2
+        for x in cutlass.range(tid, panels + 1, self.threads):
+            counts[x] = Int32(0)
+        arch.sync_threads()
+        for n in cutlass.range(tid, rows, self.threads):
+            live = self.live_panels(mask, b, n, keys)
+            order[b, 1, n] = live
+            arch.atomic_add(counts.iterator + live, Int32(1), sem="relaxed", scope="cta")
+        arch.sync_threads()
+        if tid == 0:
+            longer, units, used = Int32(0), Int32(0), Int32(0)
+            for y in cutlass.range(panels + 1):
+                x = panels - y
+                longer, counts[x] = longer + counts[x], longer
+            for x in cutlass.range(panels):  # as many rows have more than x panels
+                starts[b, x] = units
+                units += counts[x]
+                used += Int32(cutlass.select_(counts[x] > 0, 1, 0))
+            starts[b, panels], starts[b, panels + 1] = units, used
+        arch.sync_threads()
+        for n in cutlass.range(tid, rows, self.threads):
+            at = arch.atomic_add(counts.iterator + order[b, 1, n], Int32(1), sem="relaxed", scope="cta")
+            order[b, 0, at] = n
+
+    @cute.jit
+    def live_panels(self, mask: cute.Tensor, b: Int32, n: Int32, keys: Int32) -> Int32:
+        """Panels of 64 keys of a row up to the last key that is not masked."""
+        row = mask[cutlass.min(b, mask.shape[0] - 1), cutlass.min(n, mask.shape[1] - 1), None]
+        live = Int32(0)
+        if mask.stride[2] == 1:
+            live = self.last_of_words(row, keys)
+        else:
+            chunks = (keys + _CHUNK - 1) // _CHUNK
+            while chunks > 0 and live == 0:
+                for x in range_constexpr(_CHUNK):
+                    j = cutlass.min((chunks - 1) * _CHUNK + x, keys - 1)
+                    live = cutlass.max(live, Int32(cutlass.select_(row[j] != Uint8(0), j + 1, 0)))
+                chunks -= 1
+        return (live + KEYS - 1) // KEYS
+
+    @cute.jit
+    def last_of_words(self, row: cute.Tensor, keys: Int32) -> Int32:
+        """Keys of a row up to the last that is not masked, where they lie side by side.
+
+        It reads the words of 16 bytes that hold them, from the last to the first.
+        """
+        start = row.iterator.toint()
+        before = Int32(start) & (_WORD - 1)  # bytes of the first word that are not this row's
+        pointer = cute.make_ptr(Int32, start & ~(_WORD - 1), cute.AddressSpace.gmem, assumed_align=_WORD)
+        words, live = (before + keys + _WORD - 1) // _WORD, Int32(0)
+        while words > 0 and live <= 0:
+            held = [cute.make_rmem_tensor(4, Int32) for _ in range(_CHUNK)]
+            for x in range_constexpr(_CHUNK):
+                word = cutlass.max(words - 1 - x, 0)
+                cute.autovec_copy(cute.make_tensor((pointer + word * 4).align(_WORD), cute.make_layout(4)), held[x])
+            for x in range_constexpr(_CHUNK):
+                first = cutlass.max(words - 1 - x, 0) * _WORD - before
+                for y in range_constexpr(4):
+                    here = first + 4 * y
+                    bits = cutlass.min(cutlass.max(keys - here, 0), 4) * 8  # of this row
+                    last = Int32(arch.bfind(Uint32(held[x][y] & arch.shf(Int32(-1), Int32(0), bits, "clamp_left"))))
+                    live = cutlass.max(live, Int32(cutlass.select_(last >= 0, here + 1 + last // 8, 0)))
+            words -= _CHUNK
+        return live
+
+    @cute.jit
+    def fill(
+        self,
+        mask: Any,
+        bias: Any,
+        terms: cute.Tensor,
+        ends: cute.Tensor,
+        deep: Any,
+        keys: Int32,
+        n: Int32,
+        r: Int32,
+        tid: Int32,
+        tops: cute.Tensor,
+        lasts: cute.Tensor,
+    ):
+        """the terms, the end and the deep of row r, by all threads of a block"""
+        rb, rn = r // n, r % n
+        warp, lane = tid // 32, tid % 32
+        top = -Float32.inf
+        if const_expr(self.bias is not None):
+            for j in cutlass.range(tid, keys, self.threads):
+                top = arch.fmax(top, self.read(mask, bias, rb, rn, j))
+            top = arch.warp_reduction_max(top)
+            if lane == 0:
+                tops[warp] = top
+            arch.sync_threads()
+            for x in range_constexpr(self.warps):
+                top = arch.fmax(top, tops[x])
+        shift = Float32(cutlass.select_(cute.math.absf(top) < Float32.inf, top, Float32(0.0)))
+        last = Int32(0)
+        for j in cutlass.range(tid, terms.shape[1] // TERMS, self.threads):
+            x = -Float32.inf
+            if j < keys:
+                x = self.read(mask, bias, rb, rn, j)
+            if x != -Float32.inf:
+                last = j + 1
+                x = arch.fmax(x - shift, Float32(-_LARGEST))
+            if const_expr(self.deep):
+                if j < keys:
+                    deep[r, j] = x
+            self.write(terms, r, j, x)
+        last = arch.warp_redux_sync(last, "max")
+        if lane == 0:
+            lasts[warp] = last
+        arch.sync_threads()
+        if tid == 0:
+            for x in range_constexpr(self.warps):
+                last = cutlass.max(last, lasts[x])
+            ends[r] = last
+
+    @cute.jit
+    def read(self, mask: Any, bias: Any, b: Int32, n: Int32, j: Int32) -> Float32:
+        x = Float32(0.0)
+        if const_expr(self.bias is not None):
+            x = bias[cutlass.min(b, bias.shape[0] - 1), cutlass.min(n, bias.shape[1] - 1), j].to(Float32)
+        if const_expr(self.mask):
+            if mask[cutlass.min(b, mask.shape[0] - 1), cutlass.min(n, mask.shape[1] - 1), j] == Uint8(0):
+                x = -Float32.inf
+        return x
+
+    @cute.jit
+    def write(self, terms: cute.Tensor, r: Int32, j: Int32, x: Float32):
+        veto = Float32(0.0)
+        if const_expr(self.bounded):
+            x = Float32(cutlass.select_((x < LOWEST_KEY) & (x != -Float32.inf), Float32(LOWEST_KEY), x))
+        if const_expr(self.dtype is BFloat16):
+            x = finite(x)
+        else:
+            if x == -Float32.inf:
+                veto = Float32(-VETO)
+                x = Float32(0.0)
+            if x < -65504.0:
+                x = Float32(-65504.0)
+        hi, mid, lo = three_terms(x, self.dtype)
+        held = cute.make_rmem_tensor(TERMS, self.dtype)
+        for y, term in enumerate((hi, mid, lo, hi, mid, hi, veto.to(self.dtype), veto.to(self.dtype))):
+            held[y] = term
+        target = cute.local_tile(terms, (1, TERMS), (r, j))
+        cute.autovec_copy(held, target[0, None])

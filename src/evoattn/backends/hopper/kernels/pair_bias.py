@@ -1,0 +1,192 @@
+"""Kernels that lay out the pair bias before a main kernel: measured from each query's largest, and in tiles that stream."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.host.launch import (
+    Kernel,
+    Stand,
+    even,
+    given_pair,
+    shifts,
+    size,
+)
+from evoattn.backends.hopper.kernels.primitives import LOWEST, MASKED, SHALLOW
+from evoattn.backends.hopper.kernels.schedule import place
+from evoattn.numerics import NEAR
+
+__all__ = ["Pairs", "Tiles"]
+
+_THREADS = 128
+_LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp each
+
+
+class Pairs(Kernel):
+    """pair_bias [b,h,q,k] of any strides -> the same, measured from the largest of each query if that is far from 0.
+
+    For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row (`evoattn.numerics`): beside such
+    numbers float32 scores would have no digits left. The largest is subtracted only if that is exact in dtype for all that lie
+    less than -LOWEST below it: if they are between half and twice the largest. From 2^15 on they always are; below, float32
+    scores have digits enough. A mask may switch off the largest itself, so that the others count. Rows of the result start on
+    16 bytes, and -inf becomes finite if dtype allows. shifts [b,h,q] is what was subtracted.
+
+    Args:
+        dtype: cutlass type of the pair bias.
+        width: elements that load at a time (1, or as many as 16 bytes hold).
+        beside: cutlass type of q, if it is not dtype. Beside float16 no bias lies below -65,504, where masked keys begin.
+        bounded: whether what lies far below the largest is brought to LOWEST, which is as good as masked: `exact` does it in
+            the forward, and this for the backward.
+    """
+
+    def __init__(self, dtype: Any, width: int, *, beside: Any = None, bounded: bool = False):
+        self.dtype, self.width, self.bounded = dtype, width, bounded
+        self.beside = dtype if beside is None else beside
+        self.bytes = dtype.width // 8
+        self.keeps = 32 // width if width > 1 else 16  # vectors of a thread: 1,024 keys, or 512
+        self.name_after(dtype, width=width, beside=None if self.beside is dtype else beside, bounded=bounded)
+
+    def arguments(self) -> tuple[Any, ...]:
+        def aligned() -> Any:
+            return Stand(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
+
+        return aligned() if self.width > 1 else given_pair(self.dtype), aligned(), shifts()
+
+    @cute.jit
+    def __call__(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor, stream: cuda.CUstream):
+        b, h, q, _ = out.shape
+        blocks = (b * h * q + _LINES - 1) // _LINES  # on one axis: the others end at 65,535
+        self.kernel(pair, out, shifts).launch(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor):
+        """A warp a query: it finds the largest, keeps what it has room for, and reads the rest once more."""
+        arch.griddepcontrol_launch_dependents()
+        tid, _, _ = arch.thread_idx()
+        block, _, _ = arch.block_idx()
+        lane, line = tid % 32, block * _LINES + tid // 32
+        if line < out.shape[0] * out.shape[1] * out.shape[2]:
+            i, h, b = place(line, out.shape[2], out.shape[1])
+            top, vectors, across = -Float32.inf, pair.shape[3] // self.width, out.shape[3] // self.width
+            kept = [cute.make_rmem_tensor(self.width, self.dtype) for _ in range(self.keeps)]
+            for u in range_constexpr(self.keeps):
+                kept[u].fill(0.0)
+                if lane + 32 * u < vectors:
+                    cute.autovec_copy(self.part(pair, b, h, i, lane + 32 * u), kept[u])
+            for u in range_constexpr(self.keeps):
+                if lane + 32 * u < vectors:
+                    for y in range_constexpr(self.width):
+                        top = arch.fmax(top, kept[u][y].to(Float32))
+            for x in cutlass.range(lane + 32 * self.keeps, vectors, 32, unroll=1):
+                held = self.take(pair, b, h, i, x)
+                for y in range_constexpr(self.width):
+                    top = arch.fmax(top, held[y].to(Float32))
+            top = arch.warp_reduction_max(top)
+            shift = Float32(0.0)
+            if cute.math.absf(top) > NEAR and cute.math.absf(top) < Float32.inf:
+                depth = -top  # of the lowest that counts
+                for u in range_constexpr(self.keeps):
+                    if lane + 32 * u < vectors:
+                        for y in range_constexpr(self.width):
+                            depth = self.deeper(depth, kept[u][y], top)
+                for x in cutlass.range(lane + 32 * self.keeps, vectors, 32, unroll=1):
+                    held = self.take(pair, b, h, i, x)
+                    for y in range_constexpr(self.width):
+                        depth = self.deeper(depth, held[y], top)
+                depth = arch.warp_reduction_max(depth)
+                if depth <= Float32(cutlass.select_(top > 0.0, -0.5 * top, -2.0 * top)):
+                    shift = top
+            for u in range_constexpr(self.keeps):
+                if lane + 32 * u < across:
+                    if lane + 32 * u < vectors:
+                        for y in range_constexpr(self.width):
+                            kept[u][y] = self.clean(kept[u][y], shift)
+                    cute.autovec_copy(kept[u], self.part(out, b, h, i, lane + 32 * u))
+            for x in cutlass.range(lane + 32 * self.keeps, across, 32, unroll=1):
+                held = cute.make_rmem_tensor(self.width, self.dtype)
+                held.fill(0.0)
+                if x < vectors:
+                    given = self.take(pair, b, h, i, x)
+                    for y in range_constexpr(self.width):
+                        held[y] = self.clean(given[y], shift)
+                cute.autovec_copy(held, self.part(out, b, h, i, x))
+            if lane == 0:
+                shifts[b, h, i] = shift
+
+    def part(self, x: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
+        """The elements of a vector."""
+        start = x.iterator + cute.crd2idx((b, h, i, vector * self.width), x.layout)
+        return cute.make_tensor(start.align(self.bytes * self.width), cute.make_layout(self.width))
+
+    def take(self, pair: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
+        """The elements of a vector, in registers."""
+        held = cute.make_rmem_tensor(self.width, self.dtype)
+        cute.autovec_copy(self.part(pair, b, h, i, vector), held)
+        return held
+
+    def deeper(self, depth: Float32, value: Any, top: Float32) -> Float32:
+        """The larger of a depth and this number's, if it is not too far below the largest to count."""
+        x = value.to(Float32)
+        return arch.fmax(depth, Float32(cutlass.select_(x > top + LOWEST, -x, -top)))
+
+    def clean(self, value: Any, shift: Float32) -> Any:
+        """Measured from the shift, and not too far below it; NaN stays."""
+        x = value.to(Float32)
+        lowest = LOWEST if self.bounded else SHALLOW if self.beside is BFloat16 else -65504.0
+        masked = Float32(-math.inf if self.dtype is Float16 else MASKED)
+        near = x - shift
+        near = Float32(cutlass.select_(near < lowest, Float32(lowest), near))
+        return Float32(cutlass.select_(x == -Float32.inf, masked, near)).to(self.dtype)
+
+
+class Tiles(Kernel):
+    """pair_bias [b,h,q,k] of any strides -> tiles [b,h,tiles of k,tiles of q,64 * 64], zero past the ends.
+
+    Within a tile it lies as the threads of a warpgroup hold transposed scores: `dkdv` reads four numbers at a time. The
+    forward hands over [b,h,k,q], and so finds scores that are not transposed.
+
+    Args:
+        dtype: cutlass type of the pair bias.
+        wide: whether the tiles are float32, finite and over scale, as the accumulators hold it.
+    """
+
+    def __init__(self, dtype: Any, *, wide: bool):
+        self.dtype, self.wide = dtype, wide
+        self.out = Float32 if wide else dtype
+        self.name_after(dtype, wide=wide)
+
+    def arguments(self) -> tuple[Any, ...]:
+        pair = given_pair(self.dtype)
+        out = Stand(self.out, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
+        return pair, out, Float32(0)
+
+    @cute.jit
+    def __call__(self, pair: cute.Tensor, out: cute.Tensor, scale: Float32, stream: cuda.CUstream):
+        b, h, of_k, of_q, _ = out.shape
+        self.kernel(pair, out, Float32(1.0) / scale).launch(grid=(b * h * of_k, of_q, 1), block=(_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, pair: cute.Tensor, out: cute.Tensor, inverse: Float32):
+        tid, _, _ = arch.thread_idx()
+        panel, j, _ = arch.block_idx()
+        _, H, of_k, _, _ = out.shape
+        i, h, b = panel % of_k, panel // of_k % H, panel // of_k // H
+        key, query = i * 64 + tid // 32 * 16 + tid % 32 // 4, j * 64 + 2 * (tid % 4)
+        for x in range_constexpr(8):
+            held = cute.make_rmem_tensor(4, self.out)
+            for y in range_constexpr(4):
+                k, q = key + y // 2 * 8, query + 8 * x + y % 2
+                held[y] = self.out(0.0)
+                if k < pair.shape[3] and q < pair.shape[2]:
+                    value = pair[b, h, q, k]
+                    if const_expr(self.wide):
+                        value = value.to(Float32)
+                        value = Float32(cutlass.select_(value == -Float32.inf, Float32(MASKED), value)) * inverse
+                    held[y] = value
+            cute.autovec_copy(held, cute.local_tile(out[b, h, i, j, None], (4,), (x * _THREADS + tid,)))

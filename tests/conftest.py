@@ -7,8 +7,8 @@ import hypothesis
 import pytest
 import torch
 
-from evoattn import eager
 from evoattn.bench import machine
+from evoattn.run import calls
 
 MUCH = 1 << 30
 """More than this many bytes of a GPU are given back after a test: processes share it."""
@@ -47,7 +47,7 @@ def poisoned() -> Iterator[None]:
 def nothing_kept() -> Iterator[None]:
     """A test that changes what calls are planned from leaves no plan behind, and none keeps memory that others need."""
     yield
-    eager.forget()
+    calls.forget()
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MUCH:
         torch.cuda.empty_cache()
 

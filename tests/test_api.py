@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import evoattn
-from evoattn import api, dispatch, ops, testing
+from evoattn import testing
 from evoattn.api import Layout
-from evoattn.backends import reference
-from evoattn.canonical import canonicalise
+from evoattn.backends import Description, Plan, reference, tiled
+from evoattn.call.canonical import canonicalise
 from evoattn.cli.measure import peak_bytes
+from evoattn.inputs import Inputs
 from evoattn.problem import Problem
-from evoattn.tuning import Config, user
+from evoattn.run import dispatch, plans
+from evoattn.tuning import Config
 
 
 def make(**changes: object) -> testing.Inputs:
@@ -80,7 +82,7 @@ def test_canonical_tensors_are_views(pattern: str) -> None:
     """No argument is copied on its way to a backend, whatever the pair bias varies along."""
     inputs = make(lead=(2,), pair_bias=pattern, layout="bnhld")
     assert inputs.mask_bias is not None and inputs.pair_bias is not None
-    c = canonicalise(inputs.q, inputs.k, inputs.v, None, inputs.mask_bias[..., 0, 0, :], inputs.pair_bias)
+    c, _ = canonicalise(Inputs(inputs.q, inputs.k, inputs.v, None, inputs.mask_bias, inputs.pair_bias))
     for name in ("q", "k", "v", "pair_bias"):
         assert getattr(c, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr(), name
 
@@ -93,7 +95,7 @@ def test_canonical_tensors_are_views(pattern: str) -> None:
 def test_rows_that_share_a_pair_bias_are_rows(lead: tuple[int, ...], expected: tuple[int, int]) -> None:
     """Whatever the leading axes: a backend that shares the pair bias over rows must see them as n."""
     inputs = make(lead=lead[:-1], n=lead[-1], mask="random", pair_bias="1" * len(lead) + "hqk", layout="bnhld")
-    c = canonicalise(inputs.q, inputs.k, inputs.v, None, None, inputs.pair_bias)
+    c, _ = canonicalise(Inputs(inputs.q, inputs.k, inputs.v, pair_bias=inputs.pair_bias))
     assert c.pair_bias is not None and (tuple(c.q.shape[:2]), c.pair_bias.shape[0]) == (expected, 1)
     assert c.q.untyped_storage().data_ptr() == inputs.q.untyped_storage().data_ptr()
     testing.check(testing.run(inputs, "tiled"), inputs)
@@ -120,14 +122,14 @@ def test_a_backend_gets_rows_that_share_a_pair_bias_as_n(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a whole call, without a copy of any argument."""
-    seen: list[tuple[Tensor, ...]] = []
-    real = reference.forward
+    seen: list[Inputs] = []
+    real = reference.plan_forward
 
-    def spy(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append(tensors)
-        return real(*tensors, **options)
+    def spy(inputs: Inputs, **options: Any) -> Plan:
+        seen.append(inputs)
+        return real(inputs, **options)
 
-    monkeypatch.setattr(reference, "forward", spy)
+    monkeypatch.setattr(reference, "plan_forward", spy)
     sizes = (4, 2, 8) if layout == "bnlhd" else (2, 4, 8)
     q, k, v = (torch.randn(*lead, *sizes) for _ in range(3))
     mask = torch.rand(*lead, 4) > 0.2
@@ -149,7 +151,7 @@ def test_an_expanded_pair_bias_is_not_materialised() -> None:
     expanded = inputs.pair_bias.expand(2, 5, *inputs.pair_bias.shape[2:])
     wide = dataclasses.replace(inputs, pair_bias=expanded)
     torch.testing.assert_close(call(wide), call(inputs))
-    c = canonicalise(*(x.transpose(2, 3) for x in (inputs.q, inputs.k, inputs.v)), None, None, expanded)
+    c, _ = canonicalise(Inputs(inputs.q, inputs.k, inputs.v, pair_bias=expanded), "bnlhd")
     assert c.pair_bias is not None and c.pair_bias.numel() == inputs.pair_bias.numel()
     leaf = inputs.pair_bias.clone().requires_grad_()
     (through_expand,) = torch.autograd.grad(
@@ -166,18 +168,18 @@ def test_an_expanded_pair_bias_is_not_materialised() -> None:
 
 @pytest.mark.parametrize("asked", [("q",), ("k", "v"), ("pair_bias",), ("mask_bias",), ("q", "pair_bias")])
 def test_only_the_gradients_asked_for_are_computed(asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[bool]] = []
-    real = ops.backward
+    seen: list[tuple[bool, ...]] = []
+    real = plans.backward
 
-    def spy(*arguments: object) -> object:
-        seen.append(arguments[11])  # type: ignore[arg-type]
+    def spy(*arguments: Any) -> Plan:
+        seen.append(arguments[3])
         return real(*arguments)
 
-    monkeypatch.setattr(ops, "backward", spy)
+    monkeypatch.setattr(plans, "backward", spy)
     inputs = make()
     leaves = {name: x.requires_grad_(name in asked) for name, x in inputs.differentiable.items()}
     call(inputs).backward(inputs.do)
-    assert seen == [[name in asked for name in ("q", "k", "v", "mask_bias", "pair_bias")]]
+    assert seen == [tuple(name in asked for name in ("q", "k", "v", "mask_bias", "pair_bias"))]
     assert {name for name, x in leaves.items() if x.grad is not None} == set(asked)
 
 
@@ -360,7 +362,7 @@ def test_explain_names_the_backend_of_the_backward(monkeypatch: pytest.MonkeyPat
         return [] if name == "reference" else ["not here"]
 
     monkeypatch.setattr(dispatch, "refusals", refusals)
-    monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
+    monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
     q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
     explanation = evoattn.explain(q, q, q)
     assert (explanation.backend, explanation.backward_backend) == ("tiled", "reference")
@@ -376,15 +378,15 @@ def test_explain_tells_what_leaves_a_pass_to_a_faster_backend(monkeypatch: pytes
     def faster(problem: Problem) -> tuple[str, str] | None:
         return None if any(problem.needs) else ("reference", "it has no tiles")
 
-    def copies(name: str, problem: Problem, *tensors: object) -> list[str]:
-        return [f"{name}: q", *[f"{name}: k once a backward"] * any(problem.needs)]
+    def told(name: str, pass_: str, *tensors: object, **options: object) -> Plan:
+        copies = (f"{name}: q", *[f"{name}: k once a backward"] * (pass_ == "backward"))
+        return Plan(lambda *given: None, lambda: Description(copies=copies, tuned=pass_))
 
-    for name in ("tiled", "reference"):
-        monkeypatch.setattr(dispatch.backend_module(name), "copies", functools.partial(copies, name))
-    monkeypatch.setattr(dispatch.backend_module("tiled"), "faster", faster, raising=False)
-    monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
-    found = {("tiled", "both"), ("tiled", "backward"), ("reference", "forward")}
-    monkeypatch.setattr(user, "tuned", lambda backend, direction, problem: Config() if (backend, direction) in found else None)
+    for backend in (tiled, reference):
+        for pass_ in ("forward", "backward"):
+            monkeypatch.setattr(backend, f"plan_{pass_}", functools.partial(told, backend.NAME, pass_))
+    monkeypatch.setattr(tiled, "faster", faster, raising=False)
+    monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
     q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
     explanation = evoattn.explain(q, q, q)
     assert (explanation.backend, explanation.backward_backend) == ("reference", "tiled")

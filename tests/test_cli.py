@@ -11,19 +11,22 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import evoattn
-from evoattn import api, cli
-from evoattn.backends import tiled
+from evoattn import cli
+from evoattn.backends import Plan, tiled
 from evoattn.bench import record as records
 from evoattn.bench.record import Timing
 from evoattn.cli import demo, doctor, evoformer, measure, plot, sweep, terminal
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import attentions, embed, first_rows
+from evoattn.inputs import Inputs, Outputs
 from evoattn.problem import Problem
+from evoattn.run import calls, dispatch
 from evoattn.tuning import Config
 from evoattn.workloads import workload
 
@@ -87,13 +90,19 @@ def test_demo_fails_on_wrong_numbers(
     family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backward that is off by a part in a thousand gives exit status 1 and is named."""
-    right = tiled.backward
+    right = tiled.plan_backward
 
-    def wrong(*arguments: object, **options: object) -> tuple[torch.Tensor | None, ...]:
-        dq, dk, *others = right(*arguments, **options)  # type: ignore[arg-type]
-        return dq, dk * 1.001, *others
+    def wrong(*arguments: Any, **options: Any) -> Plan:
+        plan = right(*arguments, **options)
 
-    monkeypatch.setattr(tiled, "backward", wrong)
+        def run(*given: Any) -> Any:
+            of_biases = plan.run(*given)
+            given[-1][1].mul_(1.001)
+            return of_biases
+
+        return dataclasses.replace(plan, run=run)
+
+    monkeypatch.setattr(tiled, "plan_backward", wrong)
     arguments = ["demo", str(family), "--quick", "--max-length", "16", "--device", "cpu", "--output", str(tmp_path / "a.png")]
     assert cli.main(arguments) == 1
     assert re.search(r"BEYOND ITS BUDGET  MSA column: dk: relative error 1\.0e-03, allowed", capsys.readouterr().out)
@@ -446,10 +455,11 @@ def test_errors_over_a_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_demo_names_both_backends(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
+    monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
     inputs = attentions(embed(read_alignment(family).rows, 0, torch.device("cpu")), torch.float32)[0]
     assert demo._backends(inputs) == "tiled"
     monkeypatch.setattr(tiled, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else [])
+    calls.forget()
     assert demo._backends(inputs) == "tiled, backward reference"
 
 
@@ -481,16 +491,21 @@ def test_doctor_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
             assert held[backend, dtype] == list(doctor._CASES)
 
 
-def broken_numbers(*arguments: object, **options: object) -> tuple[torch.Tensor, ...]:
-    o, *statistic = _right_forward(*arguments, **options)  # type: ignore[arg-type]
-    return o * 1.01, *statistic
+def broken_numbers(*arguments: Any, **options: Any) -> Plan:
+    plan = _right_forward(*arguments, **options)
+
+    def run(inputs: Inputs, outputs: Outputs) -> None:
+        plan.run(inputs, outputs)
+        outputs.o.mul_(1.01)
+
+    return dataclasses.replace(plan, run=run)
 
 
 def broken_call(*_: object, **__: object) -> None:
     raise RuntimeError("the kernel\nfell over")
 
 
-_right_forward = tiled.forward
+_right_forward = tiled.plan_forward
 
 
 @pytest.mark.parametrize(
@@ -500,7 +515,7 @@ _right_forward = tiled.forward
 def test_doctor_finds_a_broken_backend(
     broken: object, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiled, "forward", broken)
+    monkeypatch.setattr(tiled, "plan_forward", broken)
     monkeypatch.setattr(doctor, "_CASES", doctor._CASES[:2])
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out

@@ -1,9 +1,10 @@
-"""The short way of an eager call: taken when nothing special is going on, left for the operators when anything is."""
+"""Calls go straight to a plan when nothing special is going on, and through the operators when anything is."""
 
 import copy
+import dataclasses
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,67 +16,59 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import evoattn
-from evoattn import eager, ops, testing
-from evoattn.backends import reference
+from evoattn import testing
+from evoattn.backends import Plan, reference
+from evoattn.call.validation import Wishes
+from evoattn.inputs import Inputs
+from evoattn.run import calls, guards, plans
+from evoattn.run import operators as ops
 
 
 class Planner:
-    """Gives the reference backend plans, which read memory as it was planned whatever the shapes of what comes; counts runs.
-
-    Of backwards it counts the plans too.
-    """
+    """Counts what the reference backend plans and runs, and looks at the tensors that its plans are run with."""
 
     def __init__(self) -> None:
-        self.forwards = 0
-        self.backwards = 0
-        self.planned_backwards = 0
+        self.forwards = self.planned_forwards = 0
+        self.backwards = self.planned_backwards = 0
+        self.shapes: set[tuple[int, ...]] = set()
+        self._forward, self._backward = reference.plan_forward, reference.plan_backward
 
     @staticmethod
-    def views(planned: tuple[Tensor | None, ...]) -> Callable[..., list[Any]]:
-        looks = [None if x is None else (x.shape, x.stride()) for x in planned]
+    def check(given: Iterable[Tensor | None]) -> None:
+        tensors = [x for x in given if x is not None]
+        assert not any(x.is_neg() for x in tensors), "memory holds the opposite sign"
+        assert not any(x.numel() and x.data_ptr() == 0 for x in tensors), "there is no memory"
 
-        def views(tensors: Any) -> list[Any]:
-            assert not any(x is not None and x.is_neg() for x in tensors), "memory holds the opposite sign"
-            assert not any(x is not None and x.numel() and x.data_ptr() == 0 for x in tensors), "there is no memory"
-            return [x if look is None else x.as_strided(*look) for x, look in zip(tensors, looks, strict=True)]
+    def plan_forward(self, inputs: Inputs, **options: Any) -> Plan:
+        self.planned_forwards += 1
+        self.shapes.add(tuple(inputs.q.shape))
+        plan = self._forward(inputs, **options)
 
-        return views
-
-    def plan_forward(self, *tensors: Tensor | None, scale: float, layout: str, config: evoattn.Config) -> Callable[..., None]:
-        view = self.views(tensors)
-
-        @torch.no_grad()
-        def run(*tensors: Any) -> None:
+        def run(*given: tuple[Tensor | None, ...]) -> None:
             self.forwards += 1
-            *inputs, o, lse, of_reference = tensors
-            made = reference.forward(*view(inputs), scale=scale, layout=layout, config=config)
-            for out, value in zip((o, lse, of_reference), made, strict=True):
-                out.as_strided(value.shape, value.stride()).copy_(value)
+            self.check(x for tensors in given for x in tensors)
+            plan.run(*given)
 
-        return run
+        return dataclasses.replace(plan, run=run)
 
-    def plan_backward(self, *tensors: Tensor | None, **options: Any) -> Callable[..., tuple[Tensor | None, ...]]:
+    def plan_backward(self, *given: Any, **options: Any) -> Plan:
         self.planned_backwards += 1
-        view = self.views(tensors)
+        plan = self._backward(*given, **options)
 
-        @torch.no_grad()
-        def run(*tensors: Any) -> tuple[Tensor | None, ...]:
+        def run(*given: tuple[Tensor | None, ...]) -> Any:
             self.backwards += 1
-            made = reference.backward(*view(tensors[:11]), **options)
-            for out, value in zip(tensors[11:], made, strict=False):
-                if out is not None:
-                    out.as_strided(value.shape, value.stride()).copy_(value)
-            return made[3:]
+            self.check(x for tensors in given for x in tensors)
+            return plan.run(*given)
 
-        return run
+        return dataclasses.replace(plan, run=run)
 
 
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
     planner = Planner()
-    monkeypatch.setattr(reference, "plan_forward", planner.plan_forward, raising=False)
-    monkeypatch.setattr(reference, "plan_backward", planner.plan_backward, raising=False)
-    eager.forget()
+    monkeypatch.setattr(reference, "plan_forward", planner.plan_forward)
+    monkeypatch.setattr(reference, "plan_backward", planner.plan_backward)
+    calls.forget()
     return planner
 
 
@@ -103,13 +96,26 @@ def attend(*tensors: Tensor | None, **options: Any) -> Tensor:
     return evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, backend="reference", **options)  # type: ignore
 
 
-def find(*tensors: Tensor | None) -> eager.Call:
-    """What `attend` finds."""
+def arguments_of(*tensors: Tensor | None) -> tuple[Inputs, Wishes]:
+    """What `attend` passes on."""
     q, k, v, mask_bias, pair_bias = tensors
-    options = ("bnlhd", False, None, torch.are_deterministic_algorithms_enabled(), "reference", None)
-    call = eager.find((q, k, v, None, mask_bias, pair_bias), None, *options)
+    return Inputs(q, k, v, None, mask_bias, pair_bias), Wishes(backend="reference")  # type: ignore[arg-type]
+
+
+def find(*tensors: Tensor | None) -> Any:
+    """What `attend` finds."""
+    call = calls.find(*arguments_of(*tensors))
     assert call is not None
     return call
+
+
+def alike(*tensors: Tensor | None) -> list[Any]:
+    """The calls that are kept beside the one that `attend` finds."""
+    return [call for _, call in guards._kept(*calls._key(*arguments_of(*tensors)))]
+
+
+def is_straight(call: Any) -> bool:
+    return isinstance(call, calls.Straight)
 
 
 def leaves(dtype: torch.dtype = torch.float32, **changes: Any) -> list[Tensor]:
@@ -144,6 +150,53 @@ def test_plain_calls_go_straight_to_the_plan(
     testing.check(testing.run(inputs, "reference"), inputs)
     assert operators == []
     assert (planner.forwards, planner.backwards) == (1, 1)
+
+
+@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+@pytest.mark.parametrize("pair_bias", [None, (4, 1, 6), (1, 6)])
+def test_global_attention_goes_straight_to_a_plan(
+    planner: Planner, operators: list[str], pair_bias: tuple[int, ...] | None, layout: str
+) -> None:
+    """One query of heads that share their keys: the plan has the heads as queries of one head, and the tensors stay."""
+    q, k, v = torch.randn(2, 3, 1, 4, 8), torch.randn(2, 3, 6, 1, 8), torch.randn(2, 3, 6, 1, 8)
+    given = [x if layout == "bnlhd" else x.transpose(2, 3).contiguous() for x in (q, k, v)]
+    biases = [] if pair_bias is None else [torch.randn(pair_bias)]
+    arguments = [x.requires_grad_() for x in (*given, *biases)]
+    for _ in range(2):
+        output = attend(*arguments[:3], None, *(arguments[3:] or [None]), layout=layout)
+        torch.autograd.grad(output.sum(), arguments)
+    assert output.is_contiguous()
+    assert operators == []
+    assert (planner.forwards, planner.backwards) == (2, 2)
+    assert (planner.planned_forwards, planner.planned_backwards) == (1, 1)
+    assert planner.shapes == {(2, 3, 1, 4, 8)}
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("lead", [(1,), (2, 3)])
+def test_explain_describes_the_plan_that_runs(planner: Planner, lead: tuple[int, ...], return_lse: bool) -> None:
+    """It makes the plans of both passes, and the call finds them."""
+    arguments = leaves(lead=lead)
+    q, k, v, mask_bias, pair_bias = arguments
+    options: dict[str, Any] = {"backend": "reference", "return_lse": return_lse}
+    told = evoattn.explain(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, **options)
+    assert told.backend == "reference"
+    planned = planner.planned_forwards, planner.planned_backwards
+    assert planned == (1, 1) and planner.forwards == planner.backwards == 0
+    made = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, **options)
+    outputs = made if return_lse else (made,)
+    torch.autograd.grad(outputs, arguments, [torch.randn_like(x) for x in outputs])
+    assert (planner.planned_forwards, planner.planned_backwards) == planned
+    assert (planner.forwards, planner.backwards) == (1, 1)
+
+
+def test_operators_and_calls_share_their_plans(planner: Planner, operators: list[str]) -> None:
+    """The same canonical tensors, here seen by a function mode."""
+    tensors = [x.detach() for x in leaves()]
+    attend(*tensors)
+    in_a_function_mode(tensors)
+    assert operators == ["forward"]
+    assert planner.forwards == 2 and planner.planned_forwards == 1
 
 
 def test_the_same_graph_of_autograd(planner: Planner, operators: list[str]) -> None:
@@ -413,7 +466,7 @@ def test_settings_are_part_of_a_call(planner: Planner, monkeypatch: pytest.Monke
         finally:
             torch.use_deterministic_algorithms(deterministic)
             torch.set_float32_matmul_precision(before)
-    assert all(call.direct for call in found.values())
+    assert all(map(is_straight, found.values()))
     assert len({id(call) for call in found.values()}) == 3
 
 
@@ -437,7 +490,7 @@ def test_settings_are_part_of_a_backward(planner: Planner, operators: list[str])
         assert planner.planned_backwards == 2
     finally:
         torch.set_float32_matmul_precision(precision)
-    eager.forget()
+    calls.forget()
     torch.testing.assert_close(gradients(arguments), whole)
     assert planner.planned_backwards == 3
     assert operators == []
@@ -447,11 +500,11 @@ def test_alignment_is_part_of_a_call(planner: Planner) -> None:
     """Kernels load 16 bytes at a time where tensors start on a multiple of them."""
     q, k, v, mask_bias, pair_bias = (x.detach() for x in leaves())
     moved = torch.empty(pair_bias.numel() + 1)[1:].view(pair_bias.shape).copy_(pair_bias)
-    calls = []
+    found = []
     for bias in (pair_bias, moved, pair_bias.clone()):
         attend(q, k, v, mask_bias, bias)
-        calls.append(find(q, k, v, mask_bias, bias))
-    assert calls[0] is calls[2] is not calls[1]
+        found.append(find(q, k, v, mask_bias, bias))
+    assert found[0] is found[2] is not found[1]
 
 
 def test_a_bias_is_not_taken_for_another(planner: Planner, operators: list[str]) -> None:
@@ -461,26 +514,28 @@ def test_a_bias_is_not_taken_for_another(planner: Planner, operators: list[str])
     assert pair_bias.ndim == q.ndim
     by_key, by_pair = attend(q, k, v, mask_bias, None), attend(q, k, v, None, pair_bias)
     torch.testing.assert_close(by_key, by_pair)
-    calls = [find(q, k, v, *biases) for biases in ((mask_bias, None), (None, pair_bias))]
-    assert all(call.direct for call in calls) and calls[0] is not calls[1]
+    found = [find(q, k, v, *biases) for biases in ((mask_bias, None), (None, pair_bias))]
+    assert all(map(is_straight, found)) and found[0] is not found[1]
     assert operators == []
 
 
 def test_only_the_newest_looks_are_kept(planner: Planner, operators: list[str]) -> None:
-    """Of calls that differ in their strides alone, forward and backward, and the forgotten ones are worked out again."""
+    """Of calls that differ in their strides alone, forward and backward; the forgotten ones find their plan again."""
     q, k, v, mask_bias, pair_bias = leaves()
     *lead, lq, lk = pair_bias.shape
-    wide = torch.randn(*lead, lq, lk + 2 * eager._MOST)
-    for more in (*range(2 * eager._MOST), 0):
+    wide = torch.randn(*lead, lq, lk + 2 * guards._MOST)
+    for more in (*range(2 * guards._MOST), 0):
         bias = wide[..., : lk + more].contiguous()[..., :lk].detach().requires_grad_()
         expected = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=bias, backend="tiled")
         found = attend(q, k, v, mask_bias, bias)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(*(torch.autograd.grad(o.sum(), bias)[0] for o in (found, expected)))
-    assert operators.count("forward") == operators.count("backward") == 2 * eager._MOST + 1  # those of the tiled backend
-    alike = find(q, k, v, mask_bias, bias).alike
-    assert len(alike) == eager._MOST
-    assert all(len(eager._kept_backwards(call)) <= eager._MOST for call in alike)
+    assert operators == []
+    assert planner.planned_forwards == planner.planned_backwards == 2 * guards._MOST
+    kept = alike(q, k, v, mask_bias, bias)
+    assert len(kept) == guards._MOST and all(map(is_straight, kept))
+    of_last = (kept[0], False, True, (True,) * 5, plans.settings(q.dtype))
+    assert 1 <= len(guards._kept(*of_last)) <= guards._MOST
 
 
 def test_a_tensor_may_be_given_twice(planner: Planner, operators: list[str]) -> None:
@@ -497,7 +552,7 @@ def test_a_tensor_may_be_given_twice(planner: Planner, operators: list[str]) -> 
             torch.testing.assert_close(one, other)
     assert planner.forwards == planner.backwards == 5
     assert planner.planned_backwards <= 2
-    assert len(find(q, k, k, None, None).alike) == 2
+    assert len(alike(q, k, k, None, None)) == 2
     assert find(q, k, k, None, None) is find(q, v, v, None, None) is not find(q, k, v, None, None)
 
 
@@ -525,21 +580,21 @@ def test_a_tangent_of_the_cotangent_is_refused(planner: Planner, before: bool) -
             torch.autograd.grad((output @ weight).sum(), tensors[0])
 
 
-def test_what_does_not_go_the_short_way_is_found_out_once(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of one head want their gradient in that shape, and `tiled` plans nothing."""
+def test_what_takes_the_operator_is_found_out_once(
+    planner: Planner, operators: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of one head want their gradient in that shape."""
     looked = []
-    ordinary = eager._ordinary
-    monkeypatch.setattr(eager, "_ordinary", lambda tensors: looked.append(tensors) or ordinary(tensors))
+    ordinary = guards.ordinary
+    monkeypatch.setattr(guards, "ordinary", lambda tensors: looked.append(tensors) or ordinary(tensors))
     q, k, v, mask_bias, pair_bias = (x.detach() for x in leaves())
     one_head = k[..., :1, :].clone().requires_grad_()
     for _ in range(20):
         attend(q, one_head, v, mask_bias, pair_bias)
     call = find(q, one_head, v, mask_bias, pair_bias)
-    assert not call.direct and call.alike == [call]
+    assert isinstance(call, calls.ByOperator) and alike(q, one_head, v, mask_bias, pair_bias) == [call]
     assert len(looked) == 1
-    for _ in range(20):
-        evoattn.evoformer_attention(q, k, v, backend="tiled")
-    assert len(looked) == 2
+    assert operators == ["forward"] * 20 and planner.planned_forwards == 1
 
 
 @pytest.mark.parametrize("wrong", [[1], None, torch.zeros(1).numpy()], ids=["list", "None", "array"])
@@ -563,15 +618,15 @@ def test_a_kept_call_holds_no_tensor(planner: Planner) -> None:
 def test_without_the_private_names_the_operator_is_called(
     planner: Planner, operators: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eager, "_PRIVATE", (*eager._PRIVATE, "_renamed_in_another_torch"))
-    eager._states.cache_clear()
+    monkeypatch.setattr(guards, "_PRIVATE", (*guards._PRIVATE, "_renamed_in_another_torch"))
+    guards._states.cache_clear()
     try:
         arguments = leaves()
         step(arguments)
         assert operators == ["forward", "backward"]
     finally:
         monkeypatch.undo()
-        eager._states.cache_clear()
+        guards._states.cache_clear()
 
 
 def test_compiled_code_sees_one_operator(planner: Planner) -> None:
@@ -606,7 +661,7 @@ def test_what_a_backward_tells_the_dispatcher_is_known(
     planner: Planner, operators: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch 2.11 tells it more while a backward runs. That is found in the first backward, and no earlier."""
-    state, in_backward = eager._state, []
+    state, in_backward = guards._state, []
 
     def more() -> tuple[int, int]:
         include, exclude = state()
@@ -615,8 +670,8 @@ def test_what_a_backward_tells_the_dispatcher_is_known(
         in_backward.append(True)
         return include, exclude | 1 << 60
 
-    monkeypatch.setattr(eager, "_state", more)
-    eager._states_in_backward.cache_clear()
+    monkeypatch.setattr(guards, "_state", more)
+    guards._states_in_backward.cache_clear()
     try:
         tensors = leaves()
         attend(*tensors)
@@ -627,4 +682,4 @@ def test_what_a_backward_tells_the_dispatcher_is_known(
         assert in_backward
         assert operators == []
     finally:
-        eager._states_in_backward.cache_clear()
+        guards._states_in_backward.cache_clear()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import evoattn
-from evoattn import ops
+from evoattn.run import calls
 
 Q = torch.zeros(2, 3, 5, 4, 8)  # [B, N, L, H, D]
 K = torch.zeros(2, 3, 6, 4, 8)
@@ -99,9 +99,9 @@ BAD = [
 @pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=[message[:60] for _, _, message in BAD])
 def test_bad_input(changes: dict, error: type[Exception], message: str, call, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_work(*arguments: object) -> None:
-        pytest.fail("the operator was reached")
+        pytest.fail("a call was worked out")
 
-    monkeypatch.setattr(ops, "forward", no_work)
+    monkeypatch.setattr(calls, "work_out", no_work)
     arguments = {"q": Q, "k": K, "v": K, **changes}
     with pytest.raises(error, match=message):
         call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)

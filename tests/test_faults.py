@@ -18,8 +18,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evoattn
-from evoattn import eager, ops, testing
-from evoattn.backends import reference
+from evoattn import testing
+from evoattn.backends import Description, Plan, reference
+from evoattn.inputs import Inputs, Options
+from evoattn.run import operators as ops
+from evoattn.run import plans as kept_plans
+from evoattn.run.calls import forget
 from tests.test_eager import Planner
 
 SMALL = testing.Case("small", n=2, h=2, lq=7, lk=9, d=8, mask="random", mask_bias="finite", pair_bias="b1hqk")
@@ -29,11 +33,11 @@ SEVERAL_BLOCKS = evoattn.Config(block_q=16, block_k=16)
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reference backend plans its calls, so that they go the short way of `evoattn.eager`."""
+    """The reference backend plans its calls, so that what runs is counted."""
     planner = Planner()
-    monkeypatch.setattr(reference, "plan_forward", planner.plan_forward, raising=False)
-    monkeypatch.setattr(reference, "plan_backward", planner.plan_backward, raising=False)
-    eager.forget()
+    monkeypatch.setattr(reference, "plan_forward", planner.plan_forward)
+    monkeypatch.setattr(reference, "plan_backward", planner.plan_backward)
+    forget()
     yield
     assert planner.forwards and planner.backwards
 
@@ -79,7 +83,7 @@ def test_no_memory_at_any_operation(backend: str) -> None:
     config = SEVERAL_BLOCKS if backend == "tiled" else None
     failed = 0
     for at in itertools.count(1, 3 if backend == "reference" else 61):
-        eager.forget()
+        forget()
         try:
             with NoMemory(at):
                 testing.run(inputs, backend, config=config)
@@ -94,7 +98,7 @@ def test_no_memory_at_any_operation(backend: str) -> None:
     run(LARGE, backend)
 
 
-ALLOCATORS = ("empty", "empty_strided", "empty_like", "matmul", "exp")
+ALLOCATORS = ("empty", "empty_strided", "matmul", "exp")
 """Functions of torch that make memory somewhere in the check, the plan or the run of a call that goes the short way."""
 
 
@@ -105,7 +109,7 @@ def test_no_memory_on_the_short_way(name: str, plans: None, monkeypatch: pytest.
     inputs = LARGE.make(seed=1)
     failed = 0
     for known, at in itertools.product((False, True), range(1, 8)):
-        eager.forget()
+        forget()
         if known:
             testing.run(inputs, "reference")
         left = at
@@ -238,7 +242,7 @@ def test_a_fork_while_other_threads_call(one_thread: None) -> None:
 
     def call() -> None:
         while not stop.is_set():
-            eager.forget()
+            forget()
             testing.run(SMALL.make(seed=1), "tiled")
 
     threads = [threading.Thread(target=call) for _ in range(2)]
@@ -275,16 +279,16 @@ def test_workers_of_a_data_loader() -> None:
 
 FIRST_CALL = """
 import os, torch, evoattn
-from evoattn import eager
+from evoattn.run import guards
 
 def fail(*_):
     os.write(2, b"a forward has run a backward")
     os._exit(1)  # an exception would end its thread alone
 
 q = torch.randn(1, 2, 5, 2, 8, requires_grad=True)
-apply, eager._LookInBackward.apply = eager._LookInBackward.apply, fail
+apply, guards._LookInBackward.apply = guards._LookInBackward.apply, fail
 o = evoattn.evoformer_attention(q, q, q)
-eager._LookInBackward.apply = apply
+guards._LookInBackward.apply = apply
 o.sum().backward()
 assert not torch.cuda.is_initialized()
 """
@@ -355,22 +359,18 @@ def check_threads(backend: str, repetitions: int) -> None:
                 torch.testing.assert_close(value, expected[i][name], rtol=0, atol=0)
 
     for _ in range(repetitions):
-        eager.forget()
+        forget()
         at_once([lambda first=i: calls(first) for i in range(8)])  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_eight_threads_call_at_once(backend: str, busy_switching: None, one_thread: None) -> None:
-    """By the operators.
-
-    `ops.choose_forward` sets `backend` last: a thread that sees it sees `run` and `config` too. One that does not see it plans
-    once more, and has an equal plan.
-    """
+    """A thread that finds no plan makes one, and has an equal one if another thread is making it."""
     check_threads(backend, repetitions=6)
 
 
 def test_eight_threads_call_at_once_on_the_short_way(plans: None, busy_switching: None, one_thread: None) -> None:
-    """`eager.find` gives each thread a new Call, which is kept when it is filled: no other thread sees one that is not.
+    """`run.calls` keeps a call when it is worked out: no other thread sees one that is not.
 
     Two threads may keep the same call twice: the older is forgotten with time. A list may lose its last elements while
     another thread walks through it: the walk then ends earlier.
@@ -393,29 +393,30 @@ def test_eight_threads_whose_calls_differ_only_in_strides(plans: None, busy_swit
 
     testing.run(inputs, "reference")
     for _ in range(4):
-        eager.forget()
+        forget()
         at_once([lambda first=3 * i: calls(first) for i in range(8)])  # type: ignore[misc]
 
 
-def test_a_choice_is_whole_before_another_thread_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that finds a choice while another one plans it plans it too, and does not take it for one that has no plan."""
-    eager.forget()
+def test_a_plan_is_whole_before_another_thread_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that asks for a plan while another one makes it makes one too."""
+    forget()
     planning, others_are_there = threading.Event(), threading.Event()
 
-    def plan(*_: Any, **__: Any) -> Callable[..., None]:
+    def plan(*_: Any, **__: Any) -> Plan:
         first = not planning.is_set()
         planning.set()
         if first:
             others_are_there.wait(10)
-        return lambda *tensors: None
+        return Plan(lambda *tensors: None, Description)
 
-    monkeypatch.setattr(reference, "plan_forward", plan, raising=False)
+    monkeypatch.setattr(reference, "plan_forward", plan)
     q = torch.randn(1, 2, 2, 5, 8)
-    arguments = (q, q, q, None, None, None, None, "bnhld", False, "reference", "")
+    arguments = Inputs(q, q, q), Options(layout="bnhld", backend="reference")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(ops.choose_forward, *arguments)
+        first = pool.submit(kept_plans.forward, *arguments)
         assert planning.wait(10)
-        second = ops.choose_forward(*arguments)
-        assert second.run is not None and second.backend is reference
+        second = kept_plans.forward(*arguments)
+        assert second.backend == "reference"
         others_are_there.set()
-        assert first.result(10).run is not None
+        assert first.result(10).backend == "reference"
+    assert kept_plans.forward(*arguments) is second

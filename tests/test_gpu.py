@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 import evoattn
-from evoattn import eager, ops, testing
+from evoattn import testing
+from evoattn.run import calls
+from evoattn.run import operators as ops
 from evoattn.workloads import WORKLOADS
 from tests.helpers.gpu_checks import check_in_turn, check_offsets, check_same_bits
 
@@ -185,9 +187,9 @@ def nine_rows_a_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from evoattn.backends.triton import bwd_pair
 
     monkeypatch.setattr(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 9))
-    eager.forget()
+    calls.forget()
     yield
-    eager.forget()
+    calls.forget()
 
 
 def test_deterministic_sums_of_rows_in_turns(nine_rows_a_turn: None) -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import evoattn
-from evoattn import eager, testing
+from evoattn import testing
+from evoattn.run import calls
 
 STATUS = {status.name: status for status in evoattn.backends()}
 
@@ -67,7 +68,7 @@ def test_out_of_memory_in_the_middle_of_a_call(backend: str, planned: bool, limi
     failed = 0
     for step in range(200):
         if not planned:
-            eager.forget()
+            calls.forget()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + step * STEP) / total)
         try:
@@ -116,7 +117,7 @@ def test_eight_threads_call_at_once(backend: str) -> None:
             torch.cuda.current_stream().synchronize()
         return made
 
-    eager.forget()
+    calls.forget()
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)
     try:

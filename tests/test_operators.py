@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import evoattn
-from evoattn import ops, testing
-from evoattn.canonical import canonicalise
+from evoattn import testing
+from evoattn.call.canonical import canonicalise
+from evoattn.inputs import Inputs
+from evoattn.run import operators as ops
 
 OPTIONS = (None, "bnlhd", False, "tiled", "")
 
@@ -30,9 +32,9 @@ def canonical(requires_grad: bool = True, **changes: object) -> list[Tensor | No
     }
     inputs = testing.Case("op", **settings).make(seed=5)  # type: ignore[arg-type]
     mask_bias = None if inputs.mask_bias is None else inputs.mask_bias.squeeze(-2).squeeze(-2)
-    c = canonicalise(inputs.q, inputs.k, inputs.v, inputs.mask, mask_bias, inputs.pair_bias)
-    tensors = [c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias]
-    return [x if x is None or x.dtype == torch.bool else x.detach().clone().requires_grad_(requires_grad) for x in tensors]
+    given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, mask_bias, inputs.pair_bias)
+    folded, _ = canonicalise(given)
+    return [x if x is None or x.dtype == torch.bool else x.detach().clone().requires_grad_(requires_grad) for x in folded]
 
 
 @pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
@@ -165,6 +167,21 @@ def test_a_backward_is_not_cast(backend: str) -> None:
         found = torch.autograd.grad(o, (q, k, v, pair_bias), cotangent)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_what_has_the_dtype_of_autocast_is_not_cast_further(backend: str) -> None:
+    """Neither on the way of the operators nor straight: sums stay in float32."""
+    q, k, v, mask_bias, pair_bias = (x.detach().to(torch.bfloat16).requires_grad_() for x in leaves(16))
+    found = []
+    for casts in (False, True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            o = evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, backend=backend)
+            cotangent = torch.ones_like(o)
+            found.append((o.detach(), *torch.autograd.grad(o, (q, k, v, mask_bias, pair_bias), cotangent)))
+    for others in found[1:]:
+        for one, other in zip(others, found[0], strict=True):
+            assert torch.equal(one, other)
 
 
 def test_autocast_leaves_float64_and_biases_alone() -> None:

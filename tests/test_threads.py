@@ -190,8 +190,9 @@ def test_a_fork_after_shared_work(shared: list[int]) -> None:
 def test_small_problems_are_not_shared() -> None:
     problem = testing.Case("small", n=48, h=4, lq=48, lk=48, d=32)
     inputs = problem.make()
+    from evoattn.inputs import Inputs
     from evoattn.problem import describe
 
-    described = describe(*(x.transpose(2, 3) for x in (inputs.q, inputs.k, inputs.v)), None, None, None)
+    described = describe(Inputs(*(x.transpose(2, 3) for x in (inputs.q, inputs.k, inputs.v))))
     assert tiled_plan(described, Config(), 2).threads == 1
     assert tiled_plan(dataclasses.replace(described, n=2000), Config(), 2).threads == 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import evoattn
-from evoattn.dispatch import AUTO_ORDER
+from evoattn.backends import AUTO_ORDER
 from evoattn.problem import Problem
 from evoattn.tuning import Config, tiled_plan, user
 from evoattn.tuning.heuristics import forward_tiles
@@ -79,8 +79,8 @@ def test_few_queries_and_keys_ask_no_table() -> None:
     assert user.tuned("triton", "forward", point) is not None
     assert few_tiles("forward", point, Config()) == before is not None
     assert few_tiles("forward", point, Config(block_q=16)) is None
-    assert user.tuned_directions("triton", "triton", point) == ()
-    assert user.tuned_directions("triton", "triton", dataclasses.replace(point, lq=16)) == ("forward",)
+    assert user.is_tuned("triton", "forward", dataclasses.replace(point, lq=16), Config())
+    assert not user.is_tuned("triton", "forward", dataclasses.replace(point, lq=16), Config(block_q=16))
 
 
 def test_the_forward_finds_what_was_saved_for_the_described_call() -> None:
@@ -285,7 +285,7 @@ def test_a_home_that_cannot_be_entered_or_is_not_known_costs_nothing(monkeypatch
             patch.delenv("XDG_CACHE_HOME", raising=False)
             patch.setattr(Path, attribute, value)
             user.forget()
-            evoattn.eager.forget()
+            evoattn.run.calls.forget()
             assert evoattn.evoformer_attention(q, q, q, backend="tiled").isfinite().all()
             assert user.clear(on_cpu=True) is None
 

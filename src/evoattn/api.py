@@ -1,22 +1,22 @@
-"""The public call: validate, bring to canonical axes, run the operator, give back the user's layout."""
+"""The public call, and what can be asked about it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from evoattn import eager, ops, sharded
-from evoattn.canonical import Canonical, canonicalise
-from evoattn.dispatch import AUTO_ORDER, BACKENDS, backend_module, objections
-from evoattn.layouts import to_canonical, to_user
+from evoattn.backends import BACKENDS
+from evoattn.call import sharded
+from evoattn.call.canonical import key_axes
+from evoattn.call.validation import Wishes, check_arguments
+from evoattn.explanation import Explanation, explanation_of
+from evoattn.inputs import Inputs
 from evoattn.numerics import natural_lse, row_shift
-from evoattn.problem import Problem, describe
-from evoattn.tuning import Config, tuned_directions
-from evoattn.validation import check_arguments, compute_dtype, key_axes
+from evoattn.run import calls
+from evoattn.run.dispatch import backend_module
+from evoattn.tuning import Config
 
 __all__ = ["BackendStatus", "Explanation", "backends", "evoformer_attention", "explain"]
 
@@ -113,77 +113,30 @@ def evoformer_attention(
 
     Source: Jumper et al. 2021 (supplementary algorithms 7, 13, 14); DeepSpeed4Science's evoformer attention.
     """
-    tensors = (q, k, v, mask, mask_bias, pair_bias)
-    call = eager.find(tensors, scale, layout, return_lse, deterministic, _deterministic(deterministic), backend, config)
-    if call is None or not call.direct:
-        check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
-        if sharded.is_sharded(tensors):
-            again = _same_call(scale, layout, return_lse, backend, deterministic, config)
-            o, *lses = sharded.attend(again, tensors, layout)
-            return (o, lses[0]) if return_lse else o
-        if _one_query_of_shared_keys(q, k, v, layout):
-            again = _same_call(scale, layout, return_lse, backend, deterministic, config)
-            o, *lses = again(_swapped(q), k, v, mask, mask_bias, _swapped(pair_bias))
-            return (_swapped(o), lses[0].transpose(-1, -2)) if return_lse else _swapped(o)
-        c = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
-        settings = "" if config is None else config.to_text()
-        options = (None if scale is None else float(scale), layout, _deterministic(deterministic), backend, settings)
-        if call is not None:
-            call.fill(tensors, c, options)
-    if call is not None and call.direct:
-        o, lse, reference = call(*tensors)
-    else:
-        made = ops.forward(c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias, *options)
-        o, lse, reference = (c.restore(x) for x in made)
-        o = to_user(o, layout)
-    if not return_lse:
-        return o
+    inputs = Inputs(q, k, v, mask, mask_bias, pair_bias)
+    made = _attend(inputs, Wishes(scale, layout, return_lse, backend, deterministic, config))
+    return (made[0], made[1]) if return_lse else made[0]
+
+
+def _attend(inputs: Inputs, wishes: Wishes) -> tuple[Tensor, ...]:
+    """o, and the LSE if it is wished for."""
+    call = calls.find(inputs, wishes)
+    if call is None:
+        check_arguments(inputs, wishes)
+        if sharded.is_sharded(inputs):
+            return sharded.attend(lambda local: _attend(local, wishes), inputs, wishes.layout)
+        call = calls.work_out(inputs, wishes)
+    o, lse, reference = call(inputs)
+    return (o, _user_lse(inputs, lse, reference)) if wishes.return_lse else (o,)
+
+
+def _user_lse(inputs: Inputs, lse: Tensor, reference: Tensor) -> Tensor:
+    """The logsumexp of the scores, from what a forward saves: in natural units, and with the row shift."""
     lse = natural_lse(lse, reference)
-    bias = key_axes(mask_bias, q)
-    if bias is not None:
-        lse = lse + row_shift(key_axes(mask, q), bias, lse.dtype)[..., None, None]
-    return o, lse
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What a call would run and why; `print` it.
-
-    Args:
-        problem: the call in canonical axes.
-        backend: the backend that would run it, or None if every one asked refuses.
-        config: the tile config that this backend would use, of the forward where the backward has its own.
-        backward_backend: the backend of the backward, if that is another one.
-        backward: the tiles of each kernel of the backward that gradients need, where the backend has some of its own.
-        refused: for each backend that was asked and does not take it, all its reasons; one may know another to be faster.
-        copies: what would be copied because of how the arguments lie in memory, each with the reason.
-        tuned: for which directions, "forward", "backward" or "both", `evoattn tune` found the config on this machine.
-    """
-
-    problem: Problem
-    backend: str | None
-    config: Config | None
-    refused: dict[str, list[str]]
-    copies: list[str]
-    backward: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
-    backward_backend: str | None = None
-    tuned: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"problem  {self.problem}", f"backend  {self.backend or 'none takes it'}"]
-        if self.config is not None:
-            lines.append(f"config   {_settings(self.config.given())}")
-        if self.backward_backend is not None:
-            lines.append(f"backward by {self.backward_backend}")
-        lines += [f"backward {kernel}: {_settings(tiles)}" for kernel, tiles in self.backward.items()]
-        lines += [f"tuned    {direction}: found by evoattn tune on this machine" for direction in self.tuned]
-        lines += [f"copied   {what}" for what in self.copies]
-        lines += [f"refused  {name}: {reason}" for name, reasons in self.refused.items() for reason in reasons]
-        return "\n".join(lines)
-
-
-def _settings(values: dict[str, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+    if inputs.mask_bias is None:
+        return lse
+    mask, bias = (None if x is None else key_axes(x, inputs.q) for x in (inputs.mask, inputs.mask_bias))
+    return lse + row_shift(mask, bias, lse.dtype)[..., None, None]  # type: ignore[arg-type]
 
 
 def explain(
@@ -216,56 +169,8 @@ def explain(
         >>> explain(q, q, q, backend="tiled").backend
         'tiled'
     """
-    check_arguments(q, k, v, mask, mask_bias, pair_bias, scale, layout, backend, return_lse, deterministic, config)
-    if sharded.is_sharded((q, k, v, mask, mask_bias, pair_bias)):
-        q, k, v, mask, mask_bias, pair_bias = sharded.outlines((q, k, v, mask, mask_bias, pair_bias), layout)
-    if _one_query_of_shared_keys(q, k, v, layout):
-        q, pair_bias = _swapped(q), _swapped(pair_bias)
-    canonical = _canonical(q, k, v, mask, mask_bias, pair_bias, layout)
-    dtype = compute_dtype(q)
-    problem = dataclasses.replace(
-        describe(
-            canonical.q,
-            canonical.k,
-            canonical.v,
-            canonical.mask,
-            canonical.mask_bias,
-            canonical.pair_bias,
-            needs=tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, mask_bias, pair_bias)),  # type: ignore[arg-type]
-            deterministic=_deterministic(deterministic),
-        ),
-        dtype=dtype,
-    )
-    settings = config or Config()
-    asked = AUTO_ORDER if backend == "auto" else (backend,)
-    alone = dataclasses.replace(problem, needs=(False,) * 5)
-    reasons = objections(asked, alone, settings)
-    chosen = next((name for name in asked if not reasons[name]), None)
-    with_gradients = objections(asked, problem, settings) if any(problem.needs) else reasons
-    chosen_backward = next((name for name in asked if not with_gradients[name]), None)
-    refused = {name: [*dict.fromkeys((*reasons[name], *with_gradients[name]))] for name in asked}  # chosen one by one
-    copies = [
-        f"{name}: its leading axes cannot be merged as a view"
-        for name, x in (("q", q), ("k", k), ("v", v))
-        if x.numel() and _copied(x, getattr(canonical, name))
-    ]
-    backward: dict[str, dict[str, int]] = {}
-    for name, asks in ((chosen, alone), (chosen_backward, problem)):
-        if name is not None:
-            copies += backend_module(name).copies(asks, canonical.q, canonical.k, canonical.v, canonical.pair_bias)
-    if chosen_backward is not None:
-        resolve_backward = getattr(backend_module(chosen_backward), "resolve_backward", None)
-        backward = resolve_backward(problem, settings) if resolve_backward is not None else {}
-    return Explanation(
-        problem=problem,
-        backend=chosen,
-        config=None if chosen is None else backend_module(chosen).resolve(problem, settings),
-        refused={name: why for name, why in refused.items() if why},
-        copies=list(dict.fromkeys(copies)),
-        backward=backward,
-        backward_backend=chosen_backward if chosen_backward != chosen else None,
-        tuned=() if settings != Config() else tuned_directions(chosen, chosen_backward, problem),
-    )
+    inputs = Inputs(q, k, v, mask, mask_bias, pair_bias)
+    return explanation_of(inputs, Wishes(scale, layout, return_lse, backend, deterministic, config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,66 +201,3 @@ def backends() -> list[BackendStatus]:
         reason = backend_module(name).availability()
         statuses.append(BackendStatus(name, reason is None, reason or ""))
     return statuses
-
-
-def _canonical(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    layout: str,
-) -> Canonical:
-    return canonicalise(
-        to_canonical(q, layout),
-        to_canonical(k, layout),
-        to_canonical(v, layout),
-        key_axes(mask, q),
-        key_axes(mask_bias, q),
-        pair_bias,
-    )
-
-
-def _same_call(
-    scale: float | None, layout: str, return_lse: bool, backend: str, deterministic: bool | None, config: Config | None
-) -> Callable[..., tuple[Tensor, ...]]:
-    """A call of other tensors, with the same options: a function of the six that gives (o,) or (o, lse)."""
-
-    def again(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-        named: dict[str, Any] = dict(zip(("q", "k", "v", "mask", "mask_bias", "pair_bias"), tensors, strict=True))
-        same: dict[str, Any] = {"layout": layout, "return_lse": return_lse, "backend": backend}
-        made: Any = evoformer_attention(**named, **same, scale=scale, deterministic=deterministic, config=config)
-        return made if return_lse else (made,)
-
-    return again
-
-
-def _one_query_of_shared_keys(q: Tensor, k: Tensor, v: Tensor, layout: str) -> bool:
-    """Whether a single query has several heads and all of them the same keys and values, as in global attention.
-
-    That is as many queries of one head, for which every backend reads and differentiates the keys once.
-    """
-    heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
-    return q.shape[length] == 1 and q.shape[heads] > 1 and k.shape[heads] == v.shape[heads] == 1
-
-
-@overload
-def _swapped(x: Tensor) -> Tensor: ...
-@overload
-def _swapped(x: Tensor | None) -> Tensor | None: ...
-def _swapped(x: Tensor | None) -> Tensor | None:
-    """Heads and queries of q, o or a pair bias in each other's place; one with fewer axes varies along neither."""
-    return x if x is None or x.ndim < 3 else x.transpose(-2, -3)
-
-
-def _copied(x: Tensor, canonical: Tensor) -> bool:
-    """Whether canonical axes took a copy; unknown, and so False, inside vmap, where a tensor has no memory of its own."""
-    try:
-        return x.data_ptr() != canonical.data_ptr()
-    except RuntimeError:
-        return False
-
-
-def _deterministic(deterministic: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

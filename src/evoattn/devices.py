@@ -1,4 +1,4 @@
-"""What several backends ask of the machine: whether a kernel language is installed, and to run on a tensor's device."""
+"""What several backends ask of the machine: whether a kernel language is installed, to run on a device, or without autocast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["installed", "on_device_of"]
+__all__ = ["installed", "on_device_of", "without_autocast"]
 
 
 def installed(package: str) -> bool:
@@ -49,3 +49,18 @@ def on_device_of(
         return run(*arguments)
 
     return on_device
+
+
+def without_autocast(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, made of torch's operations on the tensor's device, with autocast off there: sums stay in the dtype of sums."""
+    device = tensor.device.type
+    if device not in ("cpu", "cuda"):
+        return run
+
+    def uncast(*arguments: Any) -> Any:
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return run(*arguments)
+        return run(*arguments)
+
+    return uncast

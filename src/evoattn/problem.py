@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
+
+from evoattn.inputs import Inputs
 
 __all__ = ["GRADIENTS", "Problem", "describe"]
 
@@ -70,17 +71,10 @@ class Problem:
 
 
 def describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    needs: tuple[bool, bool, bool, bool, bool] = (False,) * 5,
-    deterministic: bool = False,
+    inputs: Inputs, *, needs: tuple[bool, bool, bool, bool, bool] = (False,) * 5, deterministic: bool = False
 ) -> Problem:
     """The Problem of canonical tensors: q [b,n,h,q,d], k [b,n,h,k,d], v [b,n,h,k,c]."""
+    q, mask_bias, pair_bias = inputs.q, inputs.mask_bias, inputs.pair_bias
     b, n, h, lq, d = q.shape
     on_cuda = q.device.type == "cuda" and torch.version.hip is None
     return Problem(
@@ -91,10 +85,10 @@ def describe(
         n=n,
         h=h,
         lq=lq,
-        lk=k.shape[-2],
+        lk=inputs.k.shape[-2],
         d=d,
-        c=v.shape[-1],
-        mask=mask is not None,
+        c=inputs.v.shape[-1],
+        mask=inputs.mask is not None,
         mask_bias=None if mask_bias is None else mask_bias.dtype,
         pair_bias=None if pair_bias is None else pair_bias.dtype,
         needs=needs,

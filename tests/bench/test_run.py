@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from evoattn import api, dispatch, testing
+from evoattn import testing
 from evoattn.backends import tiled
 from evoattn.bench import budget, choice, correctness, run
 from evoattn.bench.clock import Clock, TookTooLong, WallClock
@@ -19,6 +19,7 @@ from evoattn.bench.peers import PEERS, Peer, Prepared
 from evoattn.bench.plan import Plan, left
 from evoattn.bench.record import PASSES, Record, Result
 from evoattn.bench.runner import Runner, copies_for
+from evoattn.run import dispatch
 from evoattn.testing import Inputs
 from evoattn.workloads import WORKLOADS, workload
 
@@ -373,7 +374,6 @@ def test_a_backend_that_auto_takes_is_measured_once(clock: FakeClock) -> None:
 def test_another_backend_for_the_backward_is_named(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Hopper's kernels take a forward and Triton's its backward."""
     monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
-    monkeypatch.setattr(api, "AUTO_ORDER", ("tiled", "reference"))
     right = tiled.unsupported
     monkeypatch.setattr(
         tiled, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else right(problem, config)

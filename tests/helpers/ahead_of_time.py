@@ -1,7 +1,7 @@
 """Compiles kernels for a GPU that is not there, exactly as their launchers would, and reads what came out.
 
     with target("sm_90") as compiled:
-        backend.plan_forward(*cpu_tensors, ...)(*cpu_tensors, o, lse)
+        backend.plan_forward(inputs, ...).run(inputs, outputs)
     report(compiled[0])
 
 Inside the block every kernel launch compiles and is collected instead of run, so the launcher's own choice of constants,

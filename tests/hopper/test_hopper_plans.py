@@ -25,11 +25,11 @@ from evoattn.backends.hopper.forward import plan as forward
 from evoattn.backends.hopper.host import head_groups, launch
 from evoattn.backends.hopper.host.memory import loads_wide
 from evoattn.backends.hopper.kernels import key_bias
-from evoattn.canonical import Canonical, canonicalise
-from evoattn.layouts import to_canonical
+from evoattn.call.canonical import canonicalise
+from evoattn.inputs import Cotangents, Inputs
+from evoattn.layouts import empty_gradients, empty_outputs, to_canonical
 from evoattn.problem import describe
 from evoattn.tuning import Config
-from evoattn.validation import key_axes
 
 LONG = [
     testing.Case("long", n=2, h=2, lq=700, lk=650, d=32, pair_bias="b1hqk", mask="random"),
@@ -57,28 +57,26 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
 
 @pytest.fixture
 def kernels(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels that are planned, in their order."""
-    planned: list[Any] = []
+    """The kernels that are launched, in their order."""
+    found: list[Any] = []
     note = launch.compiled
-    monkeypatch.setattr(launch, "compiled", lambda kernel: planned.append(kernel) or note(kernel))
-    return planned
+    monkeypatch.setattr(launch, "compiled", lambda kernel: found.append(kernel) or note(kernel))
+    return found
 
 
-def canonical(inputs: testing.Inputs) -> Canonical:
-    q, k, v = (to_canonical(x, inputs.case.layout) for x in (inputs.q, inputs.k, inputs.v))
-    masks = (key_axes(x, inputs.q) for x in (inputs.mask, inputs.mask_bias))
-    return canonicalise(q, k, v, *masks, inputs.pair_bias)
+def canonical(inputs: testing.Inputs) -> Inputs:
+    given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias)
+    return canonicalise(given, inputs.case.layout).inputs
 
 
-def tensors_of(c: Canonical, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    tensors = (c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias)
-    problem = dataclasses.replace(describe(*tensors, needs=needs), device="cuda", capability=(9, 0))  # type: ignore[arg-type]
+def tensors_of(c: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    problem = dataclasses.replace(describe(c, needs=needs), device="cuda", capability=(9, 0))  # type: ignore[arg-type]
     if reasons := hopper.unsupported(problem, Config()):
         pytest.skip("; ".join(reasons))
-    return tensors
+    return c
 
 
-def launch_backward(c: Canonical, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
+def launch_backward(c: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of mask_bias and pair_bias of a backward that adds in memory, with random o, do and lse."""
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -117,6 +115,29 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
     arguments = {name: set(given) for name, given in launched}
     assert of_qkv[0].data_ptr() in arguments["QueryGradients"]
     assert {x.data_ptr() for x in of_qkv[1:]} <= arguments["KeyGradients"]
+
+
+@pytest.mark.parametrize("pair_bias", ["b1hqk", None])
+def test_the_backend_plans_both_passes(pair_bias: str | None, launched: list[Any], kernels: list[Any]) -> None:
+    """What its plans run and describe; nothing is compiled before the first run."""
+    case = testing.Case("plans", n=3, h=2, lq=70, lk=65, d=32, dtype=torch.bfloat16, mask="random", pair_bias=pair_bias)
+    inputs = canonical(case.make(seed=1))
+    outputs = empty_outputs(inputs, "bnlhd")
+    needs = (True, True, True, False, pair_bias is not None)
+    options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "config": Config()}
+    values = Cotangents(torch.randn_like(outputs.o)), inputs, outputs
+    forward = hopper.plan_forward(inputs, **options)
+    backward = hopper.plan_backward(*values, needs=needs, deterministic=False, **options)
+    told = forward.describe(), backward.describe()
+    assert kernels == []
+    assert told[0].config == Config(block_q=128, block_k=64) and set(told[1].kernels) == {"dq", "dkdv"}
+    assert [bool(one.copies) for one in told] == [pair_bias is not None] * 2
+    forward.run(inputs, outputs)
+    assert launched[-1][0] == "Forward" and set(map(Tensor.data_ptr, outputs)) <= set(launched[-1][1])
+    gradients = empty_gradients(inputs, "bnlhd", needs)
+    of_mask, of_pair = backward.run(*values, gradients)
+    assert of_mask is None and (of_pair is None) == (pair_bias is None)
+    assert {x.data_ptr() for x in gradients if x is not None} <= {x for _, given in launched for x in given}
 
 
 @pytest.mark.parametrize(("layout", "heads"), [("bnhld", 2), ("bnlhd", 2), ("bnlhd", 1)])
@@ -174,7 +195,7 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
         "turns", lead=(2,), n=32, h=4, lq=640, lk=640, d=64, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk"
     )
     c = canonical(case.make(seed=1))
-    c = dataclasses.replace(c, pair_bias=c.pair_bias[:of_b])  # type: ignore[index]
+    c = c._replace(pair_bias=c.pair_bias[:of_b])  # type: ignore[index]
     pair = tensors_of(c, (True, True, True, False, True))[5]
     q, k, v = (x.contiguous() for x in (c.q, c.k, c.v))
     assert pair is not None
@@ -260,7 +281,9 @@ def test_a_kernel_and_its_sum_count_changes_alike(n: int, h: int, length: int, t
     needs = (True, True, True, False, True)
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
-    backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=True)
+    backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=True)(
+        *tensors, *map(torch.empty_like, c.qkv)
+    )
     found = {type(kernel).__name__: kernel.timed for kernel in kernels if hasattr(kernel, "timed")}
     assert [found[name] for name in ("QueryGradients", "PanelSum", "KeyGradients")] == [timed] * 3
 

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from evoattn import dispatch
+from evoattn.inputs import Inputs
 from evoattn.problem import Problem
+from evoattn.run import dispatch
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics_few import few_tiles
 
@@ -37,7 +38,7 @@ def test_a_call_on_the_cpu_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(hopper, "availability", lambda: pytest.fail("asked for a GPU"))
     on_cpu = dataclasses.replace(PLAIN, device="cpu", capability=None)
     assert dispatch.refusals("hopper", on_cpu, Config()) == ["needs tensors on a GPU, got device cpu"]
-    assert dispatch.select(on_cpu, "auto", Config()).NAME != "hopper"
+    assert dispatch.select(on_cpu, "auto", Config())[0].NAME != "hopper"
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -104,15 +105,15 @@ def test_refuses(changes: dict, word: str) -> None:
 
 def test_refuses_every_config_its_own_too() -> None:
     assert "its tiles are fixed" in reasons(Config(num_warps=4))[0]
-    assert "its tiles are fixed" in reasons(hopper.resolve(PLAIN, Config()))[0]
+    assert "its tiles are fixed" in reasons(hopper.resolve())[0]
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 384, 384), (1, 4, 1, 397), (1, 4, 384, 1), (1, 4, 8, 513)], ids=str)
 def test_tells_that_a_pair_bias_is_laid_out_anew(shape: tuple[int, ...]) -> None:
     """Always: it is measured from the largest of each query."""
     problem = dataclasses.replace(PLAIN, lk=max(shape[-1], 64))
-    assert [what.split(":")[0] for what in hopper.copies(problem, *QKV, torch.empty(shape))] == ["pair_bias"]
-    assert hopper.copies(problem, *QKV, None) == []
+    assert [what.split(":")[0] for what in hopper.copies(problem, Inputs(*QKV, pair_bias=torch.empty(shape)))] == ["pair_bias"]
+    assert hopper.copies(problem, Inputs(*QKV)) == []
 
 
 @pytest.mark.parametrize(
@@ -130,14 +131,16 @@ def test_tells_that_a_pair_bias_is_laid_out_anew(shape: tuple[int, ...]) -> None
 def test_tells_which_of_q_k_and_v_are_copied(x: torch.Tensor, copied: bool) -> None:
     for place, name in enumerate("qkv"):
         given = [*QKV[:place], x, *QKV[place + 1 :]]
-        assert [what.split(":")[0] for what in hopper.copies(PLAIN, *given, None)] == [name] * copied
+        assert [what.split(":")[0] for what in hopper.copies(PLAIN, Inputs(*given))] == [name] * copied
 
 
 def test_tells_what_is_laid_out_to_be_streamed() -> None:
     pair_bias = torch.empty(1, 4, 384, 384)
     for needs in (ALL, (False, False, False, True, False)):
         long = dataclasses.replace(PLAIN, lq=1024, needs=needs)
-        assert hopper.copies(long, *QKV, pair_bias)[1:] == ["pair_bias: laid out anew once a backward, to be streamed"]
+        assert hopper.copies(long, Inputs(*QKV, pair_bias=pair_bias))[1:] == [
+            "pair_bias: laid out anew once a backward, to be streamed"
+        ]
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 1.0, 32**-0.5, 3e-5, -3e-5, 9e4, 1e-30])
@@ -191,19 +194,19 @@ def test_auto_takes_the_faster_of_two(changes: dict, backend: str, monkeypatch: 
     for name in ("hopper", "triton"):
         monkeypatch.setattr(dispatch.backend_module(name), "availability", lambda: None)
     problem = dataclasses.replace(PLAIN, **changes)
-    assert dispatch.select(problem, "auto", Config()) is dispatch.backend_module(backend)
-    assert dispatch.select(problem, "hopper", Config()) is hopper
+    assert dispatch.select(problem, "auto", Config())[0] is dispatch.backend_module(backend)
+    assert dispatch.select(problem, "hopper", Config())[0] is hopper
     objection = dispatch.objections(dispatch.AUTO_ORDER, problem, Config())["hopper"]
     assert [text.split(":")[0] for text in objection] == ["leaves it to triton"] * (backend == "triton")
     monkeypatch.setattr(dispatch.backend_module("triton"), "availability", lambda: "Triton is not installed")
-    assert dispatch.select(problem, "auto", Config()) is hopper
+    assert dispatch.select(problem, "auto", Config())[0] is hopper
 
 
 def test_whoever_is_named_as_faster_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though others that could run it come before it."""
     monkeypatch.setattr(dispatch, "refusals", lambda name, problem, config: [])
     monkeypatch.setattr(hopper, "faster", lambda problem: ("tiled", "so it is"))
-    assert dispatch.select(PLAIN, "auto", Config()).NAME == "tiled"
+    assert dispatch.select(PLAIN, "auto", Config())[0].NAME == "tiled"
     left = ["leaves it to tiled: so it is"]
     assert dispatch.objections(dispatch.AUTO_ORDER, PLAIN, Config()) == {"hopper": left, "triton": left, "tiled": []}
 
@@ -239,7 +242,7 @@ def test_a_scale_of_zero() -> None:
 
 def test_the_tiles_of_the_backward_are_told() -> None:
     def tiles(**changes: object) -> dict:
-        return hopper.resolve_backward(dataclasses.replace(PLAIN, **changes), Config())
+        return hopper.resolve_backward(dataclasses.replace(PLAIN, **changes))
 
     assert tiles() == {}
     both = tiles(needs=ALL)

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from evoattn.backends import triton as backend
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics_backward import backward_tiles
@@ -56,11 +57,11 @@ class Compiled:
             pair = torch.empty(1, 4, queries, self.length, dtype=self.pair_bias, device="meta")
         lse = torch.empty(1, self.n, 4, queries, device="meta")
         with target(arch) as compiled:
-            tensors = (do, None, q, k, v, mask, None, pair, o, lse, torch.empty_like(lse))
+            values = Cotangents(do), Inputs(q, k, v, mask, None, pair), Outputs(o, lse, torch.empty_like(lse))
             needs = (True, True, True, False, pair is not None)
             options = {"layout": "bnlhd", "needs": needs, "deterministic": self.deterministic}
-            run = backend.plan_backward(*tensors, scale=self.d**-0.5, **options, config=Config())
-            run(*tensors, *(torch.empty_like(x) for x in (q, k, v)))
+            plan = backend.plan_backward(*values, scale=self.d**-0.5, **options, config=Config())
+            plan.run(*values, tuple(torch.empty_like(x) for x in (q, k, v)))
         return [report(kernel) for kernel in compiled if kernel.metadata.name in KERNELS]
 
 

@@ -24,6 +24,7 @@ from evoattn.backends.triton import bwd_bias, bwd_dkdv, bwd_dq, bwd_pair, bwd_pr
 from evoattn.backends.triton import compile_ahead as compile_ahead_module
 from evoattn.backends.triton.compile_ahead import compile_ahead
 from evoattn.backends.triton.launch import Kernel
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.tuning import Config
 from tests.helpers.ahead_of_time import target
 
@@ -58,11 +59,12 @@ def planned(backward: bool, deterministic: bool = False) -> tuple[Any, tuple[Any
     mask, pair = torch.ones(1, N, 64, dtype=torch.bool), torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
     lse = torch.empty(1, N, 2, 64)
     options: dict[str, Any] = {"scale": 0.25, "layout": "bnhld", "config": Config()}
+    inputs, outputs = Inputs(q, q, q, mask, None, pair), Outputs(o, lse, torch.zeros_like(lse))
     if not backward:
-        return backend.plan_forward(q, q, q, mask, None, pair, **options), (q, q, q, mask, None, pair, o, lse, lse)
-    tensors = (o, None, q, q, q, mask, None, pair, o, lse, torch.zeros_like(lse))
+        return backend.plan_forward(inputs, **options).run, (inputs, outputs)
+    values = Cotangents(o), inputs, outputs
     options |= {"needs": (True, True, True, False, True), "deterministic": deterministic}
-    return backend.plan_backward(*tensors, **options), (*tensors, *(torch.empty_like(q) for _ in range(3)))
+    return backend.plan_backward(*values, **options).run, (*values, tuple(torch.empty_like(q) for _ in range(3)))
 
 
 @pytest.mark.parametrize(("backward", "deterministic"), [(False, False), (True, False), (True, True)])

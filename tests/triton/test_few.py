@@ -8,9 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from evoattn.backends import Description
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import few, launch
 from evoattn.backends.triton.launch import Kernel, Launch
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics_few import FewTiles, few_tiles
@@ -49,10 +51,15 @@ def test_what_goes_there(changes: dict[str, Any], forward: FewTiles | None, back
 
 
 def test_explain_tells_them() -> None:
-    assert backend.unsupported(POINT, backend.resolve(POINT, Config())) == []
-    assert backend.resolve(POINT, Config()) == Config(num_warps=1)
-    needs = dataclasses.replace(POINT, needs=(True, True, True, False, False))
-    assert backend.resolve_backward(needs, Config()) == {"few": {"rows": 16, "block_k": 4, "num_warps": 1}}
+    q, k = (torch.empty(1, POINT.n, length, 4, 16, dtype=POINT.dtype, device="meta").transpose(2, 3) for length in (1, 4))
+    lse = torch.empty(1, POINT.n, 4, 1, device="meta")
+    inputs, options = Inputs(q, k, k), {"scale": 0.25, "layout": "bnlhd", "config": Config()}
+    forward = backend.plan_forward(inputs, **options).describe()
+    assert forward == Description(Config(num_warps=1))
+    assert backend.unsupported(POINT, forward.config) == []
+    needs = {"needs": (True, True, True, False, False), "deterministic": False}
+    backward = backend.plan_backward(Cotangents(q), inputs, Outputs(q, lse, lse), **needs, **options).describe()
+    assert backward == Description(kernels={"few": {"rows": 16, "block_k": 4, "num_warps": 1}})
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
@@ -73,9 +80,10 @@ def test_a_launch_a_pass_and_few_variants(monkeypatch: pytest.MonkeyPatch, long:
         lse = torch.empty(1, n, 4, 1, device="meta")
         mask = torch.empty(1, n, lk, dtype=torch.bool, device="meta")
         options: dict[str, Any] = {"scale": 0.25, "layout": "bnlhd", "config": Config()}
-        backend.plan_forward(q, k, k, mask, None, None, **options)
-        needs = (True, True, True, False, False)
-        backend.plan_backward(q, None, q, k, k, mask, None, None, q, lse, lse, needs=needs, deterministic=True, **options)
+        inputs, needs = Inputs(q, k, k, mask), (True, True, True, False, False)
+        backend.plan_forward(inputs, **options)
+        values = Cotangents(q), inputs, Outputs(q, lse, lse)
+        backend.plan_backward(*values, needs=needs, deterministic=True, **options)
     assert len(launches) == 8
     assert [each.programs for each in launches[:2]] == [-(-4 * n // 16), -(-4 * n // 8)] if long else [26, 51]
     assert {each.constants["WIDE"] for each in launches} == {long}

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from evoattn.backends import triton as backend
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.tuning import Config
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, report, target
 
@@ -38,13 +39,13 @@ class Compiled:
         mask = torch.empty(1, self.n, self.lk, dtype=torch.bool, device="meta")
         mask_bias = torch.empty(1, self.n, self.lk, device="meta") if self.bias else None
         lse = torch.empty(1, self.n, 4, self.lq, device="meta")
-        inputs = (q, k, v, mask, mask_bias, None)
+        inputs, outputs = Inputs(q, k, v, mask, mask_bias), Outputs(o, lse, lse)
         options = {"scale": self.d**-0.5, "layout": "bnlhd", "config": Config()}
         with target(arch) as compiled:
-            backend.plan_forward(*inputs, **options)(*inputs, o, lse, lse)
+            backend.plan_forward(inputs, **options).run(inputs, outputs)
             needs = (True, True, True, False, False)
-            run = backend.plan_backward(do, None, *inputs, o, lse, lse, needs=needs, deterministic=False, **options)
-            run(do, None, *inputs, o, lse, lse, q, k, v)
+            values = (Cotangents(do), inputs, outputs)
+            backend.plan_backward(*values, needs=needs, deterministic=False, **options).run(*values, (q, k, v))
         return [report(kernel) for kernel in compiled]
 
 

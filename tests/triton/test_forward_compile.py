@@ -18,6 +18,7 @@ import triton
 
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import launch
+from evoattn.inputs import Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics import forward_shared_bytes, forward_tiles
@@ -55,9 +56,9 @@ class Compiled:
         mask = torch.ones(1, self.n, self.length, dtype=torch.bool) if self.mask else None
         pair = None if self.pair_bias is None else torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias)
         with target(arch) as compiled:
-            inputs = (q, k, v, mask, None, pair)
-            run = backend.plan_forward(*inputs, scale=self.d**-0.5, layout="bnlhd", config=Config())
-            run(*inputs, torch.empty_like(q), *(torch.empty(q.shape[:-1]) for _ in range(2)))
+            inputs = Inputs(q, k, v, mask, None, pair)
+            plan = backend.plan_forward(inputs, scale=self.d**-0.5, layout="bnlhd", config=Config())
+            plan.run(inputs, Outputs(torch.empty_like(q), *(torch.empty(q.shape[:-1]) for _ in range(2))))
         kernels = [kernel for kernel in compiled if kernel.metadata.name == "forward_kernel"]
         assert len(kernels) == 2 or not self.left_over
         return report(kernels[-1] if self.left_over else kernels[0])
@@ -138,8 +139,8 @@ def test_products_and_sums_are_fused_whatever_the_default() -> None:
     x = torch.empty(1, 4, 2, 64, 16, dtype=torch.bfloat16)
     with triton.knobs.language.scope(), target("sm_90") as compiled:
         triton.knobs.language.default_fp_fusion = False
-        run = backend.plan_forward(x, x, x, None, None, None, scale=0.25, layout="bnhld", config=Config())
-        run(x, x, x, None, None, None, x, *(torch.empty(x.shape[:-1]) for _ in range(2)))
+        plan = backend.plan_forward(Inputs(x, x, x), scale=0.25, layout="bnhld", config=Config())
+        plan.run(Inputs(x, x, x), Outputs(x, *(torch.empty(x.shape[:-1]) for _ in range(2))))
     assert [kernel.metadata.enable_fp_fusion for kernel in compiled] == [True]
 
 
@@ -162,8 +163,8 @@ def planned(dtype: torch.dtype, lq: int, lk: int, d: int, pair: tuple[int, ...] 
     k = torch.empty(1, 300, lk, 4, d, dtype=dtype).transpose(2, 3)
     bias = torch.empty(pair or (1, 4, lq, lk), dtype=dtype)
     with target("sm_90"):
-        run = backend.plan_forward(q, k, k, None, None, bias, scale=0.2, layout="bnlhd", config=Config())
-    return [each.constants for each in run.launches]  # type: ignore[attr-defined]
+        plan = backend.plan_forward(Inputs(q, k, k, pair_bias=bias), scale=0.2, layout="bnlhd", config=Config())
+    return [each.constants for each in plan.run.launches]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("dtype", "lq", "lk", "d", "limits"), [

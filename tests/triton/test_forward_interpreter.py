@@ -32,17 +32,17 @@ else:
 
     interpreter.patch()
 
-    from evoattn import explain, numerics, ops, testing
+    from evoattn import explain, numerics, testing
     from evoattn.backends import triton as backend
     from evoattn.backends.triton import launch, release
     from evoattn.backends.triton import overlap as overlap_module
     from evoattn.backends.triton.overlap import overlap
     from evoattn.backends.triton.prepare import plan_rows
-    from evoattn.canonical import Canonical, canonicalise
-    from evoattn.layouts import to_canonical, to_user
+    from evoattn.call.canonical import Canonical, canonicalise
+    from evoattn.inputs import Inputs
     from evoattn.problem import describe
+    from evoattn.run import operators as ops
     from evoattn.tuning import Config
-    from evoattn.validation import key_axes
 
     pytestmark = [
         pytest.mark.usefixtures("poisoned"),
@@ -50,21 +50,20 @@ else:
     ]
 
     def canonical(inputs: testing.Inputs) -> Canonical:
-        q, k, v = (to_canonical(x, inputs.case.layout) for x in (inputs.q, inputs.k, inputs.v))
-        return canonicalise(q, k, v, key_axes(inputs.mask, q), key_axes(inputs.mask_bias, q), inputs.pair_bias)
+        given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias)
+        return canonicalise(given, inputs.case.layout)
 
     def forward(inputs: testing.Inputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
         """o and lse with the user's shapes, straight from the backend."""
-        c = canonical(inputs)
+        c, axes = canonical(inputs)
         config = config or Config()
-        assert backend.unsupported(describe(c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias), config) == []
+        assert backend.unsupported(describe(c), config) == []
         scale = inputs.case.scale if inputs.case.scale is not None else inputs.case.d**-0.5
-        tensors = (c.q, c.k, c.v, c.mask, c.mask_bias, c.pair_bias)
-        o, lse, reference = ops.forward(*tensors, scale, inputs.case.layout, False, "triton", config.to_text())
+        o, lse, reference = ops.forward(*c, scale, inputs.case.layout, False, "triton", config.to_text())
         lse = numerics.natural_lse(lse, reference)
         if c.mask_bias is not None:
             lse = lse + numerics.row_shift(c.mask, c.mask_bias, torch.float32)[:, :, None, None]
-        return to_user(c.restore(o), inputs.case.layout), c.restore(lse)
+        return axes.restore_queries(o), axes.restore_statistic(lse)
 
     def check(inputs: testing.Inputs, config: Config | None = None) -> None:
         """Hold o and lse to the suite's budget; the gradients stand in from the oracle."""

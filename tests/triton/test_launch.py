@@ -20,6 +20,7 @@ from evoattn.backends import triton as backend
 from evoattn.backends.triton import bwd, bwd_pair, launch
 from evoattn.backends.triton.bwd_pair import rows_of_a_turn, shares
 from evoattn.backends.triton.launch import Kernel, Launch, strided
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import describe
 from evoattn.tuning import Config
 
@@ -50,7 +51,8 @@ def test_short_lengths_have_more_shares(monkeypatch: pytest.MonkeyPatch, length:
     lse = torch.empty(1, 64, 1, length)
     needs = (True, True, True, False, True)
     options = {"scale": 1.0, "layout": "bnhld", "needs": needs, "deterministic": True, "config": Config()}
-    planned = bwd.plan_backward(q, None, q, q, q, None, None, pair, q, lse, lse, **options)
+    values = Cotangents(q), Inputs(q, q, q, pair_bias=pair), Outputs(q, lse, lse)
+    planned = bwd.plan_backward(*values, **options).run
     assert planned.pair.in_order.partial.shape[1] == most
 
 
@@ -81,13 +83,11 @@ def test_heads_share_half_of_the_cache(
     q = torch.empty(1, 2, heads, length, 32, dtype=torch.bfloat16, device="meta")
     shape = (1, heads, length, length)
     bias, of_sums = (launch.contiguous(shape, dtype) for dtype in (torch.bfloat16, sums or torch.float32))
-    found = bwd._heads_together(
-        describe(q, q, q, None, None, None), bias, None if sums is None else of_sums, torch.device("cpu")
-    )
+    found = bwd._heads_together(describe(Inputs(q, q, q)), bias, None if sums is None else of_sums, torch.device("cpu"))
     assert found == together
     for of_all in ((1, 1, length, length), (1, heads, 1, length)):  # what heads share, or is small, is no reason to part them
         small = launch.contiguous(of_all, torch.bfloat16)
-        assert bwd._heads_together(describe(q, q, q, None, None, None), small, None, torch.device("cpu")) == heads
+        assert bwd._heads_together(describe(Inputs(q, q, q)), small, None, torch.device("cpu")) == heads
 
 
 class Compiled:
@@ -224,7 +224,8 @@ def test_statistics_far_from_one_another(monkeypatch: pytest.MonkeyPatch, n: int
     lse = torch.empty(1, n, 1, 17, device="meta")
     options = {"scale": 1.0, "layout": "bnhld", "needs": (True,) * 5, "config": Config()}
     for deterministic in (False, True):
-        bwd.plan_backward(q, None, q, k, k, None, row, pair, q, lse, lse, deterministic=deterministic, **options)  # type: ignore[arg-type]
+        values = Cotangents(q), Inputs(q, k, k, None, row, pair), Outputs(q, lse, lse)
+        bwd.plan_backward(*values, deterministic=deterministic, **options)  # type: ignore[arg-type]
     kernels = ("statistics_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
     assert {name: seen.get(name) for name in kernels} == dict.fromkeys(kernels, long), seen
 
@@ -237,9 +238,10 @@ def plan_training_step(length: int, n: int, mask: bool) -> None:
     pair = torch.empty(1, 4, length, length, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, n, 4, length, device="meta")
     common: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "config": Config()}
-    backend.plan_forward(q, k, v, allowed, None, pair, **common)
-    needs = (True, True, True, False, True)
-    backend.plan_backward(do, None, q, k, v, allowed, None, pair, o, lse, lse, needs=needs, deterministic=False, **common)
+    inputs, needs = Inputs(q, k, v, allowed, None, pair), (True, True, True, False, True)
+    backend.plan_forward(inputs, **common)
+    values = Cotangents(do), inputs, Outputs(o, lse, lse)
+    backend.plan_backward(*values, needs=needs, deterministic=False, **common)
 
 
 class Counter:

@@ -20,6 +20,7 @@ from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
 from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.release import OVERLAPS
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.tuning import Config
 from tests.helpers.ahead_of_time import target
 
@@ -66,18 +67,18 @@ def call(
 
 
 def forward(tensors: tuple[Any, ...]) -> None:
-    q, *_ = tensors
-    inputs = tensors[:6]
-    backend.plan_forward(*inputs, scale=q.shape[-1] ** -0.5, layout="bnlhd", config=Config())(*tensors)
+    inputs, outputs = Inputs(*tensors[:6]), Outputs(*tensors[6:])
+    scale = inputs.q.shape[-1] ** -0.5
+    backend.plan_forward(inputs, scale=scale, layout="bnlhd", config=Config()).run(inputs, outputs)
 
 
 def backward(tensors: tuple[Any, ...], needs: tuple[bool, ...], deterministic: bool, given: str = "do") -> None:
-    q, k, v, _, mask_bias, pair, o, lse, _ = tensors
-    needs = (*needs[:3], needs[3] and mask_bias is not None, needs[4] and pair is not None)
-    cotangents = (o if "do" in given else None, lse if "dlse" in given else None)
+    inputs, outputs = Inputs(*tensors[:6]), Outputs(*tensors[6:])
+    needs = (*needs[:3], needs[3] and inputs.mask_bias is not None, needs[4] and inputs.pair_bias is not None)
+    values = Cotangents(outputs.o if "do" in given else None, outputs.lse if "dlse" in given else None), inputs, outputs
     options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "needs": needs, "deterministic": deterministic}
-    run = backend.plan_backward(*cotangents, *tensors, **options, config=Config())
-    run(*cotangents, *tensors, *(torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=False)))
+    gradients = tuple(torch.empty_like(x) if need else None for x, need in zip(inputs.qkv, needs, strict=False))
+    backend.plan_backward(*values, **options, config=Config()).run(*values, gradients)
 
 
 class Stream(TorchDispatchMode):

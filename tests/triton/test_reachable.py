@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from triton.backends.nvidia.compiler import get_ptxas
 
 from evoattn.backends import triton as backend
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config, heuristics, heuristics_backward, user, validity
 from evoattn.tuning.heuristics import ForwardTiles, forward_tiles
@@ -156,11 +157,10 @@ def compiled(problem: Problem, arch: str, config: Config | None = None) -> list[
     lse = torch.empty(p.b, p.n, p.h, p.lq)
     options: dict[str, Any] = {"scale": p.d**-0.5, "layout": "bnlhd", "config": config or Config()}
     with target(arch) as kernels:
-        inputs = (q, k, v, None, None, pair)
-        backend.plan_forward(*inputs, **options)(*inputs, o, lse, lse)
-        inputs = (do, None, *inputs, o, lse, lse)
-        run = backend.plan_backward(*inputs, **options, needs=p.needs, deterministic=p.deterministic)
-        run(*inputs, *(torch.empty_like(x) for x in (q, k, v)))
+        values = Cotangents(do), Inputs(q, k, v, pair_bias=pair), Outputs(o, lse, lse)
+        backend.plan_forward(values[1], **options).run(*values[1:])
+        plan = backend.plan_backward(*values, **options, needs=p.needs, deterministic=p.deterministic)
+        plan.run(*values, tuple(torch.empty_like(x) for x in (q, k, v)))
     return [kernel for kernel in kernels if kernel.metadata.name in KERNELS]
 
 

@@ -1,4 +1,4 @@
-"""The backends. Each is a module of this package with the names of `Backend`, and those of `Passes` or of `Plans`.
+"""The backends. Each is a module of this package with the names of `Backend`.
 
 A backend imports neither another backend nor anything that calls one.
 
@@ -8,15 +8,62 @@ pair_bias `[b|1,h|1,q|1,k|1]`, o like q with c channels, lse and reference `[b,n
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor
-
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["Backend", "Passes", "Plans"]
+__all__ = ["AUTO_ORDER", "BACKENDS", "Backend", "Description", "Plan"]
+
+AUTO_ORDER = ("hopper", "triton", "tiled")
+"""`auto` takes the first of these that has no objection."""
+
+BACKENDS = (*AUTO_ORDER, "reference")
+"""Every name that `backend=` takes besides "auto"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a plan runs, in words and numbers.
+
+    Args:
+        config: the tiles as a `Config`, where one describes all of the pass.
+        kernels: the tiles of each kernel, by its name, where kernels have tiles of their own.
+        copies: what is copied or laid out anew once a call because of how the tensors lie in memory, each with the reason.
+        tuned: what `evoattn tune` has found the tiles for on this machine, "forward", "backward" or "both"; None for others.
+    """
+
+    config: Config | None = None
+    kernels: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    copies: tuple[str, ...] = ()
+    tuned: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """One pass of all calls whose tensors lie in memory alike.
+
+    They have the same dtype, device and strides of the canonical axes, and start on a multiple of 16 bytes or not. A plan may
+    be run with tensors in other shapes that start where the canonical ones do: it goes by addresses, and by what it was planned
+    with. It holds no tensor. It depends on nothing that can change but its arguments, torch's precision of float32 products and
+    torch's number of threads.
+
+    Args:
+        run: of a forward, a function of (inputs, outputs) that writes the outputs. Of a backward, a function of (cotangents,
+            inputs, outputs, (dq, dk, dv)) that writes the last three where they are given, and returns dmask_bias and
+            dpair_bias in their canonical shapes, None where they are not wanted.
+        describe: what `run` runs; asked seldom, and never by a call.
+        backend: who made it.
+        refused: the other backends that were asked before, with all their reasons.
+    """
+
+    run: Callable[..., Any]
+    describe: Callable[[], Description]
+    backend: str = ""
+    refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 class Backend(Protocol):
@@ -35,109 +82,25 @@ class Backend(Protocol):
     def unsupported(self, problem: Problem, config: Config) -> list[str]:
         """Every reason why it refuses a problem; empty when it takes it."""
 
-    def resolve(self, problem: Problem, config: Config) -> Config:
-        """The tile config that it would run a problem with."""
+    def plan_forward(self, inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
+        """The forward of canonical tensors.
 
-    def copies(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
-        """What it copies once a call because of how the canonical tensors lie in memory, in words."""
-
-
-class Passes(Backend, Protocol):
-    """A backend that computes a pass when it is called."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        mask_bias: Tensor | None,
-        pair_bias: Tensor | None,
-        *,
-        scale: float,
-        layout: str,
-        config: Config,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """o in q's dtype, contiguous in the user's layout; lse and reference in float32 (float64 for float64), contiguous."""
-
-    def backward(
-        self,
-        do: Tensor | None,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        mask_bias: Tensor | None,
-        pair_bias: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-        reference: Tensor,
-        *,
-        scale: float,
-        layout: str,
-        needs: tuple[bool, ...],
-        deterministic: bool,
-        config: Config,
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients that `needs` asks for, None for the others, each in its input's dtype. dlse is the cotangent of lse.
-
-        dq, dk and dv are contiguous in the user's layout, dmask_bias and dpair_bias in their canonical shapes.
-        """
-
-
-class Plans(Backend, Protocol):
-    """A backend that first plans a pass, for all calls that look alike.
-
-    A plan serves all tensors that lie in memory like those it was made for: same dtype, device, strides of the canonical axes,
-    and a start on a multiple of 16 bytes or not. It may be called with them in other shapes, so it has to go by addresses and
-    by what it was planned with. It holds no tensor, and looks at nothing that can change but its arguments and torch's
-    precision of float32 products. In return nothing but the plan is run on an eager call (see `evoattn.eager`).
-    """
-
-    def plan_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        mask_bias: Tensor | None,
-        pair_bias: Tensor | None,
-        *,
-        scale: float,
-        layout: str,
-        config: Config,
-    ) -> Callable[..., None]:
-        """`Passes.forward` as a function of (q, k, v, mask, mask_bias, pair_bias, o, lse, reference).
-
-        It writes the last three.
+        The outputs are contiguous: o in the user's layout, in q's dtype; lse and reference in float32 (float64 for float64).
         """
 
     def plan_backward(
         self,
-        do: Tensor | None,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        mask_bias: Tensor | None,
-        pair_bias: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-        reference: Tensor,
+        cotangents: Cotangents,
+        inputs: Inputs,
+        outputs: Outputs,
         *,
         scale: float,
         layout: str,
         needs: tuple[bool, ...],
         deterministic: bool,
         config: Config,
-    ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-        """`Passes.backward` as a function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk,
-        dv).
+    ) -> Plan:
+        """The backward of canonical tensors: the gradients that `needs` asks for, each in its input's dtype.
 
-        It writes dq, dk and dv where they are given, and returns dmask_bias and dpair_bias.
+        dq, dk and dv are contiguous in the user's layout.
         """
-
-    def resolve_backward(self, problem: Problem, config: Config) -> dict[str, dict[str, int]]:
-        """The tiles of every kernel of the backward that a problem needs, by the kernel's name."""

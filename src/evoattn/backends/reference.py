@@ -13,12 +13,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evoattn.layouts import arranged
+from evoattn.backends import Description, Plan
+from evoattn.devices import without_autocast
+from evoattn.inputs import Cotangents, Inputs, Outputs
+from evoattn.layouts import as_planned, empty_gradients, empty_outputs
 from evoattn.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shifted_pair
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["NAME", "attention", "availability", "backward", "copies", "forward", "resolve", "unsupported"]
+__all__ = ["NAME", "attention", "availability", "plan_backward", "plan_forward", "unsupported"]
 
 NAME = "reference"
 
@@ -33,15 +36,9 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
     return [f"{name}={value} in config: the dense reference has no tiles" for name, value in config.given().items()]
 
 
-def resolve(problem: Problem, config: Config) -> Config:
-    """Nothing to choose."""
-    return config
-
-
-def _scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _scores(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
     """Scores [b,n,h,q,k] without what they are measured from; and of that what belongs to a query, [b|1,n|1,h|1,q|1,1]."""
+    q, k, _, mask, mask_bias, pair_bias = inputs
     acc = accumulate_dtype(q.dtype)
     s = torch.matmul(q.to(acc) * scale, k.to(acc).transpose(-1, -2))  # [b,n,h,q,k]
     shift = s.new_zeros((1, 1, 1, 1, 1))
@@ -65,71 +62,70 @@ def _probabilities(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return e / torch.where(total == 0, 1, total), m, total
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    mask_bias: Tensor | None = None,
-    pair_bias: Tensor | None = None,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention(inputs: Inputs, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """O and the saved statistic (`evoattn.numerics`) of canonical tensors, in the compute dtype, differentiable by autograd."""
-    s, shift = _scores(q, k, mask, mask_bias, pair_bias, scale)
+    s, shift = _scores(inputs, scale)
     p, m, total = _probabilities(s)
     reference = (m + shift).detach().clamp_min(torch.finfo(m.dtype).min)
     # What rounding the sum takes away goes to the LSE.
     lse = total.log2() + (m - (reference - shift)) * LOG2E
-    return torch.matmul(p, v.to(p.dtype)), lse.squeeze(-1), reference.squeeze(-1)
+    return torch.matmul(p, inputs.v.to(p.dtype)), lse.squeeze(-1), reference.squeeze(-1)
 
 
-def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
-    """Reads every tensor as it lies."""
-    return []
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> tuple[Tensor, Tensor, Tensor]:
+def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """See `evoattn.backends`."""
-    o, lse, reference = attention(q, k, v, mask, mask_bias, pair_bias, scale=scale)
-    return arranged(o, layout, q.dtype), lse, reference
+    view_inputs, view_outputs = as_planned(inputs), as_planned(empty_outputs(inputs, layout, "meta"))
+
+    def run(inputs: Inputs, outputs: Outputs) -> None:
+        made = attention(Inputs(*view_inputs(inputs)), scale=scale)
+        for out, value in zip(view_outputs(outputs), made, strict=True):
+            out.copy_(value)
+
+    return Plan(without_autocast(inputs.q, run), lambda: Description(config))
 
 
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    reference: Tensor,
+def plan_backward(
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
     *,
     scale: float,
     layout: str,
     needs: tuple[bool, ...],
     deterministic: bool,
     config: Config,
-) -> tuple[Tensor | None, ...]:
-    """See `evoattn.backends`; the equations at the top of this file, in their order."""
+) -> Plan:
+    """See `evoattn.backends`."""
+    wanted = empty_gradients(inputs, layout, needs, "meta")
+    views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
+
+    def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        cotangents, tensors, outputs, gradients = [view(each) for view, each in zip(views, given, strict=True)]
+        inputs = Inputs(*tensors)
+        of_qkv, of_biases = _gradients(Cotangents(*cotangents), inputs, Outputs(*outputs), scale)
+        for out, value in zip(gradients, of_qkv, strict=True):
+            if out is not None:
+                out.copy_(value)
+        return tuple([_of_bias(*each) for each in zip(inputs.differentiable[3:], needs[3:], of_biases, strict=True)])
+
+    return Plan(without_autocast(inputs.q, run), lambda: Description(config))
+
+
+def _of_bias(bias: Tensor | None, need: bool, gradient: Tensor) -> Tensor | None:
+    """The gradient of a bias, if it is wanted, summed over what it was broadcast along."""
+    return gradient.sum_to_size(bias.shape).to(bias.dtype) if need and bias is not None else None
+
+
+def _gradients(
+    cotangents: Cotangents, inputs: Inputs, outputs: Outputs, scale: float
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """dq, dk and dv, and dmask_bias and dpair_bias before they are summed over what broadcasts: the equations at the top of
+    this file, in their order."""
+    (do, dlse), (q, k, v, *_), (o, lse, reference) = cotangents, inputs, outputs
     acc = accumulate_dtype(q.dtype)
     q_, k_, v_, o_ = (x.to(acc) for x in (q, k, v, o))
     do_ = torch.zeros_like(o_) if do is None else do.to(acc)
-    s, shift = _scores(q, k, mask, mask_bias, pair_bias, scale)
+    s, shift = _scores(inputs, scale)
     empty = (lse == -torch.inf).unsqueeze(-1)  # [b,n,h,q,1]
     from_reference = s - (reference.unsqueeze(-1) - shift)  # [b,n,h,q,k]
     p = torch.exp2(from_reference * LOG2E - torch.where(empty, torch.inf, lse.unsqueeze(-1)))  # [b,n,h,q,k]
@@ -138,10 +134,7 @@ def backward(
         delta = delta - dlse.unsqueeze(-1) * LOG2E
     delta = torch.where(empty, 0, delta)
     ds = p * (torch.matmul(do_, v_.transpose(-1, -2)) - delta)  # [b,n,h,q,k]
-    return (
-        arranged(scale * torch.matmul(ds, k_), layout, q.dtype) if needs[0] else None,
-        arranged(scale * torch.matmul(ds.transpose(-1, -2), q_), layout, k.dtype) if needs[1] else None,
-        arranged(torch.matmul(p.transpose(-1, -2), do_), layout, v.dtype) if needs[2] else None,
-        ds.sum((2, 3)).sum_to_size(mask_bias.shape).to(mask_bias.dtype) if needs[3] and mask_bias is not None else None,
-        ds.sum(1).sum_to_size(pair_bias.shape).to(pair_bias.dtype) if needs[4] and pair_bias is not None else None,
-    )
+    dv = torch.matmul(p.transpose(-1, -2), do_)
+    dq = scale * torch.matmul(ds, k_)
+    dk = scale * torch.matmul(ds.transpose(-1, -2), q_)
+    return (dq, dk, dv), (ds.sum((2, 3)), ds.sum(1))

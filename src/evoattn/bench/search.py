@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 import evoattn
+from evoattn.backends import AUTO_ORDER
 from evoattn.bench import correctness
 from evoattn.bench.clock import Clock
 from evoattn.bench.peers import Peer, Prepared
 from evoattn.bench.record import Timing
 from evoattn.bench.runner import Runner, copies_for
-from evoattn.dispatch import AUTO_ORDER, refusals
 from evoattn.problem import Problem
+from evoattn.run.dispatch import refusals
 from evoattn.testing import Inputs
 from evoattn.tuning import Config, user
 from evoattn.tuning.heuristics_few import few_tiles

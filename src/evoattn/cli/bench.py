@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from evoattn.backends import BACKENDS
 from evoattn.bench import ceilings, choice, compare, machine, plots, report, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
@@ -18,7 +19,6 @@ from evoattn.bench.record import PASSES, Record, read, write, write_text
 from evoattn.bench.run import run
 from evoattn.cli.machine import pick
 from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress
-from evoattn.dispatch import BACKENDS
 from evoattn.workloads import WORKLOADS, Workload
 
 __all__ = ["add_parser", "among", "names_in", "workloads_of"]

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 import evoattn
+from evoattn.backends import BACKENDS
 from evoattn.bench.record import write_text
 from evoattn.cli import machine
 from evoattn.cli.bench import among, names_in
 from evoattn.cli.terminal import Count, RefusedError, WholeNumber, check_output, count_progress
-from evoattn.dispatch import BACKENDS
 from evoattn.testing.fuzz import Failure, Findings, shrunk, tasks
 from evoattn.testing.random_problems import DTYPES
 from evoattn.testing.workers import JUDGE, Workers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.canonical import narrow_expanded
+from evoattn.call.canonical import narrow_expanded
 from evoattn.clients.site import Count
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention

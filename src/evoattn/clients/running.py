@@ -14,8 +14,8 @@ import pathlib
 import secrets
 import threading
 
-from evoattn import dispatch
 from evoattn.clients.patching import NAMES, UnknownRelease, client, patch_as_imported
+from evoattn.run import dispatch
 
 __all__ = ["FOLDER", "STARTUP", "Tally", "imported", "modules", "totals"]
 

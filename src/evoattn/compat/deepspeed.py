@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
+from evoattn.call.canonical import key_axes
 from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
-from evoattn.validation import key_axes
 
 __all__ = ["DS4Sci_EvoformerAttention"]
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from evoattn.canonical import with_axes
-from evoattn.validation import compute_dtype
+from evoattn.call.canonical import with_axes
+from evoattn.call.validation import compute_dtype
 
 __all__ = ["EmptyRows", "check_choice", "with_means", "with_means_of_queries"]
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
-from evoattn.canonical import with_axes
+from evoattn.call.canonical import fits, with_axes
 from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means, with_means_of_queries
 from evoattn.numerics import accumulate_dtype
-from evoattn.validation import fits
 
 __all__ = ["attention"]
 

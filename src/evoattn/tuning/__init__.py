@@ -2,6 +2,5 @@
 
 from evoattn.tuning.config import Config
 from evoattn.tuning.tiled import TiledPlan, tiled_plan
-from evoattn.tuning.user import tuned_directions
 
-__all__ = ["Config", "TiledPlan", "tiled_plan", "tuned_directions"]
+__all__ = ["Config", "TiledPlan", "tiled_plan"]

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from evoattn._version import __version__
 from evoattn.cache import VARIABLE, folder, write
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
-from evoattn.tuning.heuristics_few import few_tiles
 from evoattn.tuning.sizes import power_of_two
 
 __all__ = [
@@ -31,13 +30,14 @@ __all__ = [
     "entries",
     "forget",
     "ignored",
+    "is_tuned",
     "key",
+    "listeners",
     "machine",
     "path",
     "preferred",
     "save",
     "tuned",
-    "tuned_directions",
 ]
 
 DIRECTIONS = ("forward", "backward", "both")
@@ -70,18 +70,9 @@ def preferred(backend: str, direction: str, problem: Problem, config: Config) ->
     return config if config != _NOTHING_SET else tuned(backend, direction, problem) or config
 
 
-def tuned_directions(forward: str | None, backward: str | None, problem: Problem) -> tuple[str, ...]:
-    """For which directions something was found for problems like this one, by the backends of the two passes."""
-    backends = {"forward": forward, "backward": backward, "both": forward}
-
-    def asked(backend: str, direction: str) -> bool:
-        return backend != "triton" or direction == "both" or few_tiles(direction, problem, _NOTHING_SET) is None
-
-    return tuple(
-        name
-        for name in DIRECTIONS
-        if (backend := backends[name]) is not None and asked(backend, name) and tuned(backend, name, problem)
-    )
+def is_tuned(backend: str, direction: str, problem: Problem, config: Config) -> bool:
+    """Whether `preferred` takes what was found on this machine."""
+    return config == _NOTHING_SET and tuned(backend, direction, problem) is not None
 
 
 def key(backend: str, direction: str, problem: Problem) -> str:
@@ -226,9 +217,15 @@ def clear(on_cpu: bool) -> Path | None:
     return file
 
 
+listeners: list[Callable[[], None]] = []
+"""Called when other tiles may be chosen from now on: whoever keeps what was planned has to plan anew."""
+
+
 def forget() -> None:
     """Read the file again at the next look."""
     _table.cache_clear()
+    for listener in listeners:
+        listener()
 
 
 @contextlib.contextmanager
@@ -236,9 +233,11 @@ def ignored() -> Iterator[None]:
     """No table meanwhile, in every thread: the built-in tables choose."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = ""
+    forget()
     try:
         yield
     finally:
         del os.environ[VARIABLE]
         if before is not None:
             os.environ[VARIABLE] = before
+        forget()

@@ -6,13 +6,13 @@ Importing this package imports no CuTe DSL: the kernels are imported when a call
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
+from evoattn.backends import Description, Plan
 from evoattn.devices import installed, on_device_of
-from evoattn.problem import Problem
+from evoattn.inputs import Cotangents, Inputs, Outputs
+from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
 
 __all__ = [
@@ -97,12 +97,12 @@ def faster(problem: Problem) -> tuple[str, str] | None:
     return None
 
 
-def resolve(problem: Problem, config: Config) -> Config:
-    """The tiles, which are the same for every problem."""
+def resolve() -> Config:
+    """The tiles of the forward, which are the same for every problem."""
     return Config(block_q=128, block_k=64)
 
 
-def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
+def resolve_backward(problem: Problem) -> dict[str, dict[str, int]]:
     """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
     from evoattn.backends.hopper.backward.variants import key_variant, one_kernel, query_variant
 
@@ -139,17 +139,17 @@ def _skips(problem: Problem) -> bool:
     return skips_rows(problem.mask, problem.needs, pair, problem.d, _sizes(problem), exact=exact)
 
 
-def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
+def copies(problem: Problem, inputs: Inputs) -> list[str]:
     """q, k or v that the copy engine does not take; a pair bias that streams, or whose keys do not lie one after another."""
     from evoattn.backends.hopper.backward.variants import key_variant
     from evoattn.backends.hopper.host.memory import loads_wide
 
     found = [
         f"{name}: copied once a pass, so that each row of channels starts on 16 bytes and is in memory once for each head"
-        for name, x in (("q", q), ("k", k), ("v", v))
+        for name, x in zip("qkv", inputs.qkv, strict=True)
         if not loads_wide(x)
     ]
-    if pair_bias is None:
+    if inputs.pair_bias is None:
         return found
     found.append("pair_bias: laid out anew once a pass, measured from the largest of each query")
     exact = _exact(problem)
@@ -160,50 +160,36 @@ def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor 
     return found
 
 
-def plan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> Callable[..., None]:
-    """The forward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
+def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
+    """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.hopper.forward import plan
 
-    run = plan.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout)
-    return on_device_of(q, run)
+    run = on_device_of(inputs.q, plan.plan_forward(*inputs, scale=scale, layout=layout))
+    told = Description(resolve(), copies=tuple(copies(describe(inputs), inputs)))
+    return Plan(lambda inputs, outputs: run(*inputs, *outputs), lambda: told)
 
 
 def plan_backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    reference: Tensor,
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
     *,
     scale: float,
     layout: str,
-    needs: tuple[bool, ...],
+    needs: tuple[bool, bool, bool, bool, bool],
     deterministic: bool,
     config: Config,
-) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """The backward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
+) -> Plan:
+    """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.hopper.backward import plan
 
-    tensors = (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference)
-    run = plan.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
-    return on_device_of(q, run)
+    tensors = (*cotangents, *inputs, *outputs)
+    run = on_device_of(
+        inputs.q, plan.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
+    )
+    problem = describe(inputs, needs=needs, deterministic=deterministic)
+    told = Description(kernels=resolve_backward(problem), copies=tuple(copies(problem, inputs)))
+    return Plan(lambda *given: run(*[x for tensors in given for x in tensors]), lambda: told)
 
 
 def _processors() -> int:

@@ -25,15 +25,18 @@ import torch
 from torch import Tensor
 
 from evoattn import threads
+from evoattn.backends import Description, Plan
 from evoattn.backends.tiled.backward import Work, shares
 from evoattn.backends.tiled.forward import forward_pieces
 from evoattn.backends.tiled.scores import Rows, Scores, spans, statistic, subtrahends
-from evoattn.layouts import empty
+from evoattn.devices import without_autocast
+from evoattn.inputs import Cotangents, Inputs, Outputs
+from evoattn.layouts import as_planned, empty_gradients, empty_outputs
 from evoattn.numerics import LOG2E, accumulate_dtype, row_bias
 from evoattn.problem import Problem, describe
-from evoattn.tuning import Config, TiledPlan, tiled_plan
+from evoattn.tuning import Config, TiledPlan, tiled_plan, user
 
-__all__ = ["NAME", "availability", "backward", "copies", "forward", "resolve", "unsupported"]
+__all__ = ["NAME", "availability", "plan_backward", "plan_forward", "unsupported"]
 
 NAME = "tiled"
 
@@ -55,107 +58,118 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
     ]
 
 
-def resolve(problem: Problem, config: Config) -> Config:
-    """The block sizes that fit the score budget."""
-    return _plan(problem, config).config
-
-
-def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
-    """Reads every tensor as it lies."""
-    return []
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> tuple[Tensor, Tensor, Tensor]:
+def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """See `evoattn.backends`."""
-    problem = describe(q, k, v, mask, mask_bias, pair_bias)
-    acc = accumulate_dtype(q.dtype)
-    b, n, h, lq, _ = q.shape
-    o = empty((b, n, h, lq, v.shape[-1]), layout, q)
-    lse = torch.empty((b, n, h, lq), dtype=acc, device=q.device)
-    reference = torch.empty_like(lse)
-    if k.shape[-2] == 0 or lse.numel() == 0:
-        return o.zero_(), torch.full_like(lse, -torch.inf), torch.zeros_like(lse)
-    plan = _plan(problem, config)
-    pieces = [(*rows, qs) for rows in _rows(problem, plan) for qs in spans(lq, plan.q)]
-    several = min(plan.threads, len(pieces))
-    with threads.alone(several):
-        scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
-        threads.share(pieces, lambda taken: forward_pieces(taken, scores, q, k, v, o, lse, reference), several)
-        if scores.plain:
-            lse, reference = statistic(reference, lse, None)
-    return o, lse, reference
+    blocks = _Blocks(describe(inputs), config)
+    view_inputs, view_outputs = as_planned(inputs), as_planned(empty_outputs(inputs, layout, "meta"))
+
+    def run(inputs: Inputs, outputs: Outputs) -> None:
+        _forward(Inputs(*view_inputs(inputs)), Outputs(*view_outputs(outputs)), scale, blocks)
+
+    return Plan(without_autocast(inputs.q, run), blocks.describe)
 
 
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    reference: Tensor,
+def plan_backward(
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
     *,
     scale: float,
     layout: str,
     needs: tuple[bool, ...],
     deterministic: bool,
     config: Config,
-) -> tuple[Tensor | None, ...]:
+) -> Plan:
     """See `evoattn.backends`. Every sum has a fixed order, so results are bit-equal from run to run by nature."""
-    problem = describe(q, k, v, mask, mask_bias, pair_bias)
+    blocks = _Blocks(describe(inputs), config)
+    wanted = empty_gradients(inputs, layout, needs, "meta")
+    views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
+
+    def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        cotangents, inputs, outputs, (dq, dk, dv) = [view(each) for view, each in zip(views, given, strict=True)]
+        tensors = Cotangents(*cotangents), Inputs(*inputs), Outputs(*outputs)
+        return _backward(*tensors, (dq, dk, dv), scale, needs, blocks)
+
+    return Plan(without_autocast(inputs.q, run), blocks.describe)
+
+
+class _Blocks:
+    """How a problem is cut, for as many threads as torch has when it runs; on a GPU nothing is shared."""
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        self.problem, self.config = problem, config
+        self.tuned = user.is_tuned(NAME, "both", problem, config)
+        self._plans: dict[int, TiledPlan] = {}
+
+    def plan(self) -> TiledPlan:
+        """For the threads that there are now."""
+        several = threads.available() if self.problem.device == "cpu" else 1
+        plan = self._plans.get(several)
+        if plan is None:
+            plan = self._plans[several] = tiled_plan(self.problem, self.config, several)
+        return plan
+
+    def rows(self, plan: TiledPlan) -> list[Rows]:
+        """The pieces b, n, h; those that share a pair bias come one after another."""
+        p = self.problem
+        of_b, of_n, of_h = spans(p.b, plan.b), spans(p.n, plan.n), spans(p.h, plan.h)
+        return [(b, n, h) for b, h, n in itertools.product(of_b, of_h, of_n)]
+
+    def describe(self) -> Description:
+        """See `evoattn.backends`."""
+        return Description(self.plan().config, tuned="both" if self.tuned else None)
+
+
+def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: _Blocks) -> None:
+    q, k, v, mask, mask_bias, pair_bias = inputs
+    o, lse, reference = outputs
+    if blocks.problem.scores == 0:
+        o.zero_()
+        lse.fill_(-torch.inf)
+        reference.zero_()
+        return
+    acc, plan = accumulate_dtype(q.dtype), blocks.plan()
+    pieces = [(*rows, qs) for rows in blocks.rows(plan) for qs in spans(q.shape[-2], plan.q)]
+    several = min(plan.threads, len(pieces))
+    with threads.alone(several):
+        scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
+        threads.share(pieces, lambda taken: forward_pieces(taken, scores, q, k, v, o, lse, reference), several)
+        if scores.plain:
+            for saved, found in zip((lse, reference), statistic(reference, lse, None), strict=True):
+                saved.copy_(found)
+
+
+def _backward(
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    scale: float,
+    needs: tuple[bool, ...],
+    blocks: _Blocks,
+) -> tuple[Tensor | None, ...]:
+    q, k, v, mask, mask_bias, pair_bias = inputs
     acc = accumulate_dtype(q.dtype)
-    dq = empty(q.shape, layout, q) if needs[0] else None
-    dk = empty(k.shape, layout, k) if needs[1] else None
-    dv = empty(v.shape, layout, v) if needs[2] else None
-    dmask_bias = mask_bias.new_zeros(mask_bias.shape, dtype=acc) if needs[3] and mask_bias is not None else None
-    dpair_bias = pair_bias.new_zeros(pair_bias.shape, dtype=acc) if needs[4] and pair_bias is not None else None
-    if problem.scores == 0:
-        for gradient in (dq, dk, dv):
+    biases = [bias if need else None for bias, need in zip((mask_bias, pair_bias), needs[3:], strict=True)]
+    sums = [None if bias is None else bias.new_zeros(bias.shape, dtype=acc) for bias in biases]
+    if blocks.problem.scores == 0:
+        for gradient in gradients:
             if gradient is not None:
                 gradient.zero_()
     else:
+        o, lse, reference = outputs
+        do, dlse = cotangents
         do = torch.zeros((), dtype=o.dtype, device=o.device).expand(o.shape) if do is None else do
-        plan = _plan(problem, config)
-        rows = _rows(problem, plan)
+        plan = blocks.plan()
+        rows = blocks.rows(plan)
         several = min(plan.threads, len(rows))
-        parts = shares(rows, 1 if several == 1 else min(_SHARES * several, len(rows)), dmask_bias, dpair_bias)
+        parts = shares(rows, 1 if several == 1 else min(_SHARES * several, len(rows)), *sums)
         with threads.alone(several):
             scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
             of_query = subtrahends(lse, reference, None) if scores.plain else (lse, reference)
-            work = Work(scores, (q, k, v, do, o), of_query, None if dlse is None else dlse * LOG2E, (dq, dk, dv))
+            work = Work(scores, (q, k, v, do, o), of_query, None if dlse is None else dlse * LOG2E, gradients)
             threads.share(parts, work.run, several)
             for part in parts:
                 part.add_up()
-    return (
-        dq,
-        dk,
-        dv,
-        None if dmask_bias is None or mask_bias is None else dmask_bias.to(mask_bias.dtype),
-        None if dpair_bias is None or pair_bias is None else dpair_bias.to(pair_bias.dtype),
-    )
-
-
-def _plan(problem: Problem, config: Config) -> TiledPlan:
-    """The plan of a problem for as many threads as torch has here; on a GPU nothing is shared."""
-    return tiled_plan(problem, config, threads.available() if problem.device == "cpu" else 1)
-
-
-def _rows(problem: Problem, plan: TiledPlan) -> list[Rows]:
-    """The pieces b, n, h; those that share a pair bias come one after another."""
-    of_b, of_n, of_h = spans(problem.b, plan.b), spans(problem.n, plan.n), spans(problem.h, plan.h)
-    return [(b, n, h) for b, h, n in itertools.product(of_b, of_h, of_n)]
+    found = zip(sums, biases, strict=True)
+    return tuple([None if x is None or bias is None else x.to(bias.dtype) for x, bias in found])

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from evoattn.backends import Plan
 from evoattn.devices import installed, on_device_of
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 from evoattn.tuning.validity import most_warps
@@ -21,11 +23,8 @@ from evoattn.tuning.validity import most_warps
 __all__ = [
     "NAME",
     "availability",
-    "copies",
     "plan_backward",
     "plan_forward",
-    "resolve",
-    "resolve_backward",
     "unsupported",
 ]
 
@@ -91,109 +90,45 @@ def _too_many_warps(problem: Problem, config: Config) -> list[str]:
     return reasons
 
 
-def resolve(problem: Problem, config: Config) -> Config:
-    """The forward's tiles for this problem on the current device: the table's choice under what `config` sets."""
-    from evoattn.backends.triton.launch import shared_memory_limit
-    from evoattn.tuning.heuristics import forward_tiles
-    from evoattn.tuning.heuristics_few import few_tiles
-
-    few = few_tiles("forward", problem, config)
-    if few is not None:
-        return Config(num_warps=few.num_warps)
-    tiles = forward_tiles(problem, config, shared_memory_limit(_device_for(problem)))
-    return Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-
-
-def resolve_backward(problem: Problem, config: Config) -> dict[str, dict[str, int]]:
-    """The tiles of the backward's kernels: those of its gradients that are wanted."""
-    from evoattn.backends.triton.launch import capability, shared_memory_limit
-    from evoattn.tuning.heuristics_backward import backward_tiles
-    from evoattn.tuning.heuristics_few import few_tiles
-
-    few = few_tiles("backward", problem, config)
-    if few is not None:
-        return {"few": dataclasses.asdict(few)}
-    device = _device_for(problem)
-    tiles = backward_tiles(problem, config, shared_memory_limit(device), capability(device))
-    of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
-    wanted = {
-        "dq": (of_q or (of_pair_bias and not problem.deterministic), tiles.dq),
-        "dkdv": (of_k or of_v or of_mask_bias, tiles.dkdv),
-        "dpair_bias": (of_pair_bias and problem.deterministic, tiles.pair),
-    }
-    return {name: tile.given() for name, (runs, tile) in wanted.items() if runs}
-
-
-def copies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> list[str]:
-    """The pair bias, where its rows do not load 16 bytes at a time and enough rows n share the copy."""
-    from evoattn.backends.triton.launch import strided
-    from evoattn.backends.triton.prepare import needs_copy
-
-    if pair_bias is None or not needs_copy(strided(pair_bias), problem.n):
-        return []
-    return ["pair_bias: its rows are not 16-byte aligned with stride 1, so it is laid out anew once a call"]
-
-
-def plan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> Callable[..., None]:
-    """The forward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
+def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
+    """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.triton import fwd
-    from evoattn.backends.triton.compile_ahead import compile_ahead
 
-    with _device_of(q):
-        plan = fwd.plan_forward(q, k, v, mask, mask_bias, pair_bias, scale=scale, layout=layout, config=config)
-    return on_device_of(q, plan, first=compile_ahead)
+    with _device_of(inputs.q):
+        plan = fwd.plan_forward(inputs, scale=scale, layout=layout, config=config)
+    return _compiled_ahead(plan, inputs.q)
 
 
 def plan_backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    reference: Tensor,
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
     *,
     scale: float,
     layout: str,
     needs: tuple[bool, bool, bool, bool, bool],
     deterministic: bool,
     config: Config,
-) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """The backward of all tensors that lie in memory like these; see `evoattn.backends.Plans`."""
+) -> Plan:
+    """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.triton import bwd
+
+    options: dict[str, Any] = {"scale": scale, "layout": layout, "config": config}
+    with _device_of(inputs.q):
+        plan = bwd.plan_backward(cotangents, inputs, outputs, needs=needs, deterministic=deterministic, **options)
+    return _compiled_ahead(plan, inputs.q)
+
+
+def _compiled_ahead(plan: Plan, tensor: Tensor) -> Plan:
+    """The same plan on the tensor's device, whose kernels are compiled together before the first run."""
     from evoattn.backends.triton.compile_ahead import compile_ahead
 
-    with _device_of(q):
-        plan = bwd.plan_backward(
-            do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference,
-            scale=scale, layout=layout, needs=needs, deterministic=deterministic, config=config,
-        )  # fmt: skip
-    return on_device_of(q, plan, first=compile_ahead)
+    return dataclasses.replace(plan, run=on_device_of(tensor, plan.run, first=compile_ahead))
 
 
 def _device_of(tensor: Tensor) -> torch.cuda.device:
     """Triton launches on the current device: make it the tensor's own (a device of -1 changes nothing, for CPU tensors)."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
-
-
-def _device_for(problem: Problem) -> torch.device:
-    """The device that a problem would run on: the current one of its type."""
-    return torch.device("cuda", torch.cuda.current_device()) if problem.device == "cuda" else torch.device(problem.device)
 
 
 @functools.cache

@@ -12,12 +12,13 @@ Few queries and few keys without a pair bias go to `few` instead: one kernel mak
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from evoattn.backends import Description, Plan
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.bwd_dkdv import MASK_ADD, MASK_NONE, MASK_STORE, dkdv_kernel
 from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, dq_kernel
@@ -28,7 +29,9 @@ from evoattn.backends.triton.few import plan_backward_few
 from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, layout_for, strided
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.prepare import RowBias, plan_rows
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem, describe
+from evoattn.tuning import user
 from evoattn.tuning.config import Config
 from evoattn.tuning.heuristics_backward import BackwardTiles, backward_tiles
 from evoattn.tuning.heuristics_few import few_tiles
@@ -49,6 +52,8 @@ class Backward:
 
     Args:
         device: of all tensors.
+        tiles: of the kernels.
+        tuned: whether `evoattn tune` found them on this machine.
         stats: [2, b, n, h, padded_q]: lse and delta; with a pair bias [4, ...], see `bwd_preprocess.store_statistics`.
         rows: makes the row bias, where there is one.
         pair: the pair bias and its gradient.
@@ -59,6 +64,8 @@ class Backward:
     """
 
     device: torch.device
+    tiles: BackwardTiles
+    tuned: bool
     stats: Strided
     rows: RowBias | None
     pair: Pair
@@ -70,23 +77,18 @@ class Backward:
     mask: _MaskGradient | None
     gathers: bool
 
+    def describe(self) -> Description:
+        """See `evoattn.backends`."""
+        runs = {"dq": self.dq, "dkdv": self.dkdv, "dpair_bias": self.pair.in_order}
+        of_each = {"dq": self.tiles.dq, "dkdv": self.tiles.dkdv, "dpair_bias": self.tiles.pair}
+        kernels = {name: of_each[name].given() for name, run in runs.items() if run is not None}
+        return Description(kernels=kernels, copies=self.pair.copies(), tuned="backward" if self.tuned else None)
+
     def __call__(
-        self,
-        do: Tensor | None,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        mask_bias: Tensor | None,
-        pair_bias: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-        reference: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
+        self, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
+        (do, dlse), (q, k, v, mask, mask_bias, pair_bias) = cotangents, inputs
+        (o, lse, reference), (dq, dk, dv) = outputs, gradients
         # What torch clears comes before our kernels and what it sums after them, so that they are neighbours in the stream.
         do = torch.zeros((), dtype=o.dtype, device=self.device) if do is None else do
         sums = None if self.mask is None else self.mask.begin()
@@ -99,23 +101,23 @@ class Backward:
         row, runs = (stats, stats) if self.rows is None else self.rows(mask, mask_bias)
         self.pair.copy(pair_bias, pair)
         by_query, by_key = (q, q) if pair.by_query is None or pair.by_key is None else (pair.by_query, pair.by_key)
-        inputs = (q, k, v, do, stats, stats if pair.distant is None else pair.distant)
+        of_all = (q, k, v, do, stats, stats if pair.distant is None else pair.distant)
         spans = row if self.pair.in_order is None else self.pair.in_order.find_spans(row)
         if self.statistics is not None:
-            self.statistics(o, do, lse, reference, dlse, *inputs[4:])
+            self.statistics(o, do, lse, reference, dlse, *of_all[4:])
         if self.dq is not None:
             to_dq, to_sums = q if dq is None else dq, stats if pair.sums is None else pair.sums
-            of_dq = (*inputs, o, lse, reference, dlse, row, runs, by_query, to_dq, to_sums)
+            of_dq = (*of_all, o, lse, reference, dlse, row, runs, by_query, to_dq, to_sums)
             self.dq(*of_dq)
         if self.dkdv is not None:
             to_dk, to_dv = k if dk is None else dk, v if dv is None else dv
-            of_dkdv = (*inputs, row, by_key, to_dk, to_dv, stats if sums is None else sums)
+            of_dkdv = (*of_all, row, by_key, to_dk, to_dv, stats if sums is None else sums)
             self.dkdv(*of_dkdv)
         if self.distant_dq is not None:
             self.distant_dq(*of_dq)
         if self.distant_dkdv is not None:
             self.distant_dkdv(*of_dkdv)
-        of_pair = pair.sums if self.pair.in_order is None else self.pair.in_order(inputs, row, spans, by_query)
+        of_pair = pair.sums if self.pair.in_order is None else self.pair.in_order(of_all, row, spans, by_query)
         dpair_bias = self.pair.finish(pair, of_pair)
         dmask_bias = None if self.mask is None or sums is None else self.mask.finish(sums)
         return dmask_bias, dpair_bias
@@ -143,42 +145,50 @@ class _MaskGradient:
 
 
 def plan_backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    reference: Tensor,
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
     *,
     scale: float,
     layout: str,
     needs: tuple[bool, bool, bool, bool, bool],
     deterministic: bool,
     config: Config,
-) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+) -> Plan:
     """What computes the gradients that `needs` asks for, of canonical tensors that lie in memory like these."""
     problem = dataclasses.replace(
-        describe(q, k, v, mask, mask_bias, pair_bias, needs=needs, deterministic=deterministic),
-        capability=launch.capability(q.device),
+        describe(inputs, needs=needs, deterministic=deterministic), capability=launch.capability(inputs.q.device)
     )
-    if problem.scores == 0 or (do is None and dlse is None):
-        return _Zeros(
-            None if mask_bias is None or not needs[3] else tuple(mask_bias.shape),
-            None if pair_bias is None or not needs[4] else tuple(pair_bias.shape),
-        )
+    if problem.scores == 0 or cotangents == (None, None):
+        of_biases = zip(inputs.differentiable[3:], needs[3:], strict=True)
+        zeros = _Zeros(*(None if x is None or not need else tuple(x.shape) for x, need in of_biases))
+        return Plan(zeros, Description)
     few = few_tiles("backward", problem, config)
     if few is not None:
-        return plan_backward_few(do, dlse, q, k, v, mask, mask_bias, o, lse, few, scale=scale, layout=layout, needs=needs[:3])
-    tiles = backward_tiles(problem, config, launch.shared_memory_limit(q.device), problem.capability)
+        run = plan_backward_few(cotangents, inputs, outputs, few, scale=scale, layout=layout, needs=needs[:3])
+        return Plan(run, functools.partial(Description, kernels={"few": dataclasses.asdict(few)}))
+    tiles = backward_tiles(problem, config, launch.shared_memory_limit(inputs.q.device), problem.capability)
+    call = _call(problem, tiles, cotangents, inputs, outputs, scale=scale, layout=layout)
+    backward = _launches(call, inputs, outputs, user.is_tuned("triton", "backward", problem, config))
+    _overlap(backward)
+    return Plan(backward, backward.describe)
+
+
+def _call(
+    problem: Problem,
+    tiles: BackwardTiles,
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
+    *,
+    scale: float,
+    layout: str,
+) -> Call:
+    (do, dlse), (q, k, v, mask, mask_bias, pair_bias), (o, lse, _) = cotangents, inputs, outputs
     padded_q = round_up(problem.lq, max(tiles.dq.block_q, tiles.dkdv.block_q, tiles.pair.block_q))
     of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
     of_o = strided(o)
-    call = Call(
+    return Call(
         problem=problem,
         tiles=tiles,
         device=q.device,
@@ -191,17 +201,25 @@ def plan_backward(
         scale=scale,
         heads_inside=layout == "bnlhd",
     )
-    bias = None if pair_bias is None else strided(pair_bias)
-    pair = plan_pair(call, bias, need=needs[4] and bias is not None, deterministic=deterministic)
-    of_mask = None if mask_bias is None or not needs[3] else _plan_mask_gradient(call, mask_bias, deterministic)
-    statistics, dq = _plan_dq(call, pair, needs[0])
-    dkdv = _plan_dkdv(call, pair, needs[1], needs[2], of_mask)
+
+
+def _launches(call: Call, inputs: Inputs, outputs: Outputs, tuned: bool) -> Backward:
+    """All launches of a call, in no order yet."""
+    (of_q, of_k, of_v, of_mask_bias, of_pair), deterministic = call.problem.needs, call.problem.deterministic
+    mask_bias = inputs.mask_bias
+    bias = None if inputs.pair_bias is None else strided(inputs.pair_bias)
+    pair = plan_pair(call, bias, need=of_pair and bias is not None, deterministic=deterministic)
+    of_mask = None if mask_bias is None or not of_mask_bias else _plan_mask_gradient(call, mask_bias, deterministic)
+    statistics, dq = _plan_dq(call, pair, of_q)
+    dkdv = _plan_dkdv(call, pair, of_k, of_v, of_mask)
     distant_dq = distant_dkdv = None
     if bias is not None:
-        _, distant_dq = _plan_dq(call, pair, needs[0], distant_only=True)
-        distant_dkdv = _plan_dkdv(call, pair, needs[1], needs[2], of_mask, distant_only=True)
-    backward = Backward(
-        q.device,
+        _, distant_dq = _plan_dq(call, pair, of_q, distant_only=True)
+        distant_dkdv = _plan_dkdv(call, pair, of_k, of_v, of_mask, distant_only=True)
+    return Backward(
+        call.device,
+        call.tiles,
+        tuned,
         call.stats,
         call.rows,
         pair,
@@ -211,10 +229,8 @@ def plan_backward(
         distant_dq,
         distant_dkdv,
         of_mask,
-        _has_gaps(lse, reference),
+        _has_gaps(outputs.lse, outputs.reference),
     )
-    _overlap(backward)
-    return backward
 
 
 def _has_gaps(*saved: Tensor) -> bool:
@@ -229,9 +245,11 @@ class _Zeros:
     mask_bias: tuple[int, ...] | None
     pair_bias: tuple[int, ...] | None
 
-    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        mask_bias, pair_bias = tensors[6:8]
-        for gradient in tensors[11:]:
+    def __call__(
+        self, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        mask_bias, pair_bias = inputs.mask_bias, inputs.pair_bias
+        for gradient in gradients:
             if gradient is not None:
                 gradient.zero_()
         of_mask = None if self.mask_bias is None or mask_bias is None else mask_bias.new_zeros(self.mask_bias)

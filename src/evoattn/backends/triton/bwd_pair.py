@@ -19,7 +19,7 @@ from evoattn.backends.triton.bwd_plan import Call, round_up
 from evoattn.backends.triton.bwd_preprocess import PAD, plan_pack, plan_row_spans
 from evoattn.backends.triton.bwd_total import plan_total
 from evoattn.backends.triton.launch import Launch, Strided, cache_bytes, contiguous, empty, layout_for, programs_at_once
-from evoattn.backends.triton.prepare import loads_wide
+from evoattn.backends.triton.prepare import COPIED, loads_wide
 from evoattn.problem import Problem
 from evoattn.tuning.heuristics_backward import Tiles
 from evoattn.tuning.sizes import SHORT
@@ -119,6 +119,15 @@ class Pair:
         if view is None or view is not self.bias:
             return False
         return bool(self.lq % tile.block_q or self.lk % tile.block_k)
+
+    def copies(self) -> tuple[str, ...]:
+        """The copies of the bias that are made, in words."""
+        made = []
+        if self.straight is not None and self.bias is not None:
+            made.append("pair_bias: padded to whole tiles once a backward" if loads_wide(self.bias) else COPIED)
+        if self.transposed is not None:
+            made.append("pair_bias: transposed once a backward, for dK and dV")
+        return tuple(made)
 
     def begin(self, bias: Tensor | None) -> PairTensors:
         """The memory of the copies and of the gradient, whose sums are cleared."""

@@ -22,6 +22,7 @@ from evoattn.backends.triton.bwd_preprocess import without_empty_rows
 from evoattn.backends.triton.launch import Kernel, Strided, contiguous, layout_for, strided
 from evoattn.backends.triton.prepare import row_tile
 from evoattn.backends.triton.primitives import FLOOR, LOG2E, finish, load_tile, wide
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.tuning.heuristics_few import FewTiles
 
 __all__ = ["backward_few_kernel", "forward_few_kernel", "plan_backward_few", "plan_forward_few"]
@@ -238,40 +239,25 @@ def _store_keys(
     tl.store(p_tile, b_keys.to(p_keys.dtype.element_ty), mask=inside[:, None, None] & (o_k < lk) & (o_c < COLS))
 
 
-def plan_forward_few(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    tiles: FewTiles,
-    *,
-    scale: float,
-    layout: str,
-) -> Callable[..., None]:
+def plan_forward_few(inputs: Inputs, tiles: FewTiles, *, scale: float, layout: str) -> Callable[..., None]:
     """What computes o, lse and reference of tensors that lie in memory like these, which `heuristics_few` has tiles for."""
-    strides, sizes, constants = _common(strided(q), strided(k), strided(v), mask, mask_bias, tiles, layout, ())
-    programs = -(-math.prod(q.shape[:3]) // tiles.rows)
+    strides, sizes, constants = _common(inputs, tiles, layout, ())
+    programs = -(-math.prod(inputs.q.shape[:3]) // tiles.rows)
     start = forward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
 
-    def run(*tensors: Tensor | None) -> None:
-        q, k, v, mask, mask_bias, _, o, lse, reference = tensors
+    def run(inputs: Inputs, outputs: Outputs) -> None:
+        q, k, v, mask, mask_bias, _ = inputs
+        lse = outputs.lse
         # What is not given is never read: any tensor stands in for it.
-        start(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, o, lse, reference)  # type: ignore[arg-type]
+        start(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, *outputs)
 
     return run
 
 
 def plan_backward_few(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
     tiles: FewTiles,
     *,
     scale: float,
@@ -279,38 +265,31 @@ def plan_backward_few(
     needs: tuple[bool, bool, bool],
 ) -> Callable[..., tuple[None, None]]:
     """What computes dq, dk and dv, of which `needs` says which are wanted, likewise."""
+    (do, dlse), (o, lse, _) = cotangents, outputs
     of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
     of_dlse = None if dlse is None else strided(dlse)
-    more = (of_do, strided(o))
-    strides, sizes, constants = _common(strided(q), strided(k), strided(v), mask, mask_bias, tiles, layout, more, of_dlse)
+    strides, sizes, constants = _common(inputs, tiles, layout, (of_do, strided(o)), of_dlse)
     constants.update(zip(("NEED_DQ", "NEED_DK", "NEED_DV"), needs, strict=True), HAS_DLSE=dlse is not None)
-    programs = -(-math.prod(q.shape[:3]) // tiles.rows)
+    programs = -(-math.prod(inputs.q.shape[:3]) // tiles.rows)
     gathers = not lse.is_contiguous()  # as hooks on saved tensors may give it back
     start = backward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
 
-    def run(*tensors: Tensor | None) -> tuple[None, None]:
-        do, dlse, q, k, v, mask, mask_bias, _, o, lse, _, *results = tensors
-        do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do  # type: ignore[union-attr]
-        lse = lse.contiguous() if gathers else lse  # type: ignore[union-attr]
+    def run(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, results: tuple[Tensor | None, ...]) -> tuple[None, None]:
+        (do, dlse), (q, k, v, mask, mask_bias, _), (o, lse, _) = cotangents, inputs, outputs
+        do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do
+        lse = lse.contiguous() if gathers else lse
         mask, mask_bias, dlse = (lse if x is None else x for x in (mask, mask_bias, dlse))
-        start(q, k, v, mask, mask_bias, do, o, lse, dlse, *(o if x is None else x for x in results))  # type: ignore[arg-type]
+        start(q, k, v, mask, mask_bias, do, o, lse, dlse, *(o if x is None else x for x in results))
         return None, None
 
     return run
 
 
 def _common(
-    q: Strided,
-    k: Strided,
-    v: Strided,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    tiles: FewTiles,
-    layout: str,
-    more: tuple[Strided, ...],
-    dlse: Strided | None = None,
+    inputs: Inputs, tiles: FewTiles, layout: str, more: tuple[Strided, ...], dlse: Strided | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
     """Strides (of dlse too where there are more tensors), sizes and constants of a launch."""
+    (q, k, v), mask, mask_bias = map(strided, inputs[:3]), inputs.mask, inputs.mask_bias
     b, n, h, lq, d = q.shape
     lk, c = k.shape[-2], v.shape[-1]
     of_all = layout_for(q, k, v, *more)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from evoattn.backends import Description, Plan
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.few import plan_forward_few
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, strided
 from evoattn.backends.triton.overlap import overlap, wait_to_load, wait_to_store
-from evoattn.backends.triton.prepare import RowBias, copied, loads_wide, needs_copy, plan_rows
+from evoattn.backends.triton.prepare import COPIED, RowBias, copied, loads_wide, needs_copy, plan_rows
 from evoattn.backends.triton.primitives import (
     FLOOR,
     LN2,
@@ -32,7 +32,9 @@ from evoattn.backends.triton.primitives import (
     wide,
 )
 from evoattn.backends.triton.release import TENSOR_MAPS
+from evoattn.inputs import Inputs, Outputs
 from evoattn.problem import Problem, describe
+from evoattn.tuning import user
 from evoattn.tuning.config import Config
 from evoattn.tuning.heuristics import LEFT_OVER_WARPS, ForwardTiles, forward_tiles
 from evoattn.tuning.heuristics_few import few_tiles
@@ -264,29 +266,31 @@ class Forward:
     """The launches of a call. Call it with the tensors, and with o, lse and reference to write.
 
     Args:
+        tiles: of the kernel.
+        tuned: whether `evoattn tune` found them on this machine.
         rows: makes the row bias, where there is a mask or a mask bias.
         pair: the pair bias as it is given.
         copy_pair: with rows that load wide, where it is copied to such rows first.
         launches: of the kernel.
     """
 
+    tiles: ForwardTiles
+    tuned: bool
     rows: RowBias | None
     pair: Strided | None
     copy_pair: Strided | None
     launches: tuple[Launch, ...]
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        mask_bias: Tensor | None,
-        pair_bias: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-        reference: Tensor,
-    ) -> None:
+    def describe(self) -> Description:
+        """See `evoattn.backends`."""
+        tiles = self.tiles
+        config = Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+        copies = () if self.copy_pair is None else (COPIED,)
+        return Description(config, copies=copies, tuned="forward" if self.tuned else None)
+
+    def __call__(self, inputs: Inputs, outputs: Outputs) -> None:
+        q, k, v, mask, mask_bias, pair_bias = inputs
+        o, lse, reference = outputs
         p_pair = q
         if pair_bias is not None:
             p_pair = pair_bias
@@ -300,33 +304,20 @@ class Forward:
             start(q, k, v, row, runs, p_pair, o, lse, reference)
 
 
-def plan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    *,
-    scale: float,
-    layout: str,
-    config: Config,
-) -> Callable[..., None]:
+def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """What computes o [b,n,h,q,c], contiguous in `layout`, lse and reference [b,n,h,q] of tensors that lie like these."""
+    q, k, v, mask, mask_bias, pair_bias = inputs
     n, lk = q.shape[1], k.shape[-2]
-    if q.shape[:-1].numel() == 0:
-        return _nothing
-    if lk == 0:
-        return _no_keys
+    if q.shape[:-1].numel() == 0 or lk == 0:
+        return Plan(_nothing if q.shape[:-1].numel() == 0 else _no_keys, Description)
     pair = None if pair_bias is None else strided(pair_bias)
     copy_pair = copied(pair) if pair is not None and needs_copy(pair, n) else None
     fold = launch.folds(scale)
-    problem = dataclasses.replace(
-        describe(q, k, v, mask, mask_bias, pair_bias), capability=launch.capability(q.device), needs=(False,) * 5
-    )
+    problem = dataclasses.replace(describe(inputs), capability=launch.capability(q.device))
     few = few_tiles("forward", problem, config)
     if few is not None:
-        return plan_forward_few(q, k, v, mask, mask_bias, few, scale=scale, layout=layout)
+        run = plan_forward_few(inputs, few, scale=scale, layout=layout)
+        return Plan(run, functools.partial(Description, Config(num_warps=few.num_warps)))
     tiles = forward_tiles(problem, config, launch.shared_memory_limit(q.device))
     rows = None
     if mask is not None or mask_bias is not None:
@@ -343,7 +334,9 @@ def plan_forward(
     )
     row = None if rows is None else rows.launch
     overlap(q.device, (row, ()), *((start, (row,)) for start in launches))
-    return Forward(rows, pair, copy_pair, launches)
+    tuned = user.is_tuned("triton", "forward", problem, config)
+    forward = Forward(tiles, tuned, rows, pair, copy_pair, launches)
+    return Plan(forward, forward.describe)
 
 
 def _launches(
@@ -418,13 +411,12 @@ def _tail(lk: int, tiles: ForwardTiles) -> int:
     return half if halves else tiles.block_k
 
 
-def _nothing(*tensors: Tensor | None) -> None:
+def _nothing(inputs: Inputs, outputs: Outputs) -> None:
     """No query: nothing to write."""
 
 
-def _no_keys(*tensors: Tensor) -> None:
+def _no_keys(inputs: Inputs, outputs: Outputs) -> None:
     """Queries that attend to nothing, for want of keys."""
-    *_, o, lse, reference = tensors
-    o.zero_()
-    lse.fill_(float("-inf"))
-    reference.zero_()
+    outputs.o.zero_()
+    outputs.lse.fill_(float("-inf"))
+    outputs.reference.zero_()

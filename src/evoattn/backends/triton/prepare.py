@@ -193,6 +193,10 @@ def plan_rows(
     return RowBias(bias, runs, strides(bias, 3)[:2] + strides(runs, 3)[:2], device, launch)
 
 
+COPIED = "pair_bias: its rows are not 16-byte aligned with stride 1, so it is laid out anew once a call"
+"""Why a pair bias is copied, as `explain` says it."""
+
+
 def needs_copy(pair_bias: Strided, n: int) -> bool:
     """Whether copying a pair bias first is cheaper than loading it as it lies.
 

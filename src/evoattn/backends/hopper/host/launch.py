@@ -257,12 +257,12 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
     It takes one for each argument but the numbers, which come last, and passes on those that the variant takes.
 
     Args:
-        kernel: compiled if it is not yet.
+        kernel: compiled at its first launch if it is not yet, so that a plan can be described without that.
         device: where the tensors will be.
         arguments: tensors, on any device, None and numbers, as `kernel.arguments()` has them. Tensors give their shape and
             strides, and are not kept; numbers stay what they are.
     """
-    function = compiled(kernel)
+    function: Any = None
     stands = kernel.arguments()
     extents: dict[int, int] = {}
     numbers = []
@@ -279,6 +279,9 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
     stream = torch._C._cuda_getCurrentRawStream  # what Triton and torch's own compiler ask; torch.cuda wraps it in an object
 
     def launch(*addresses: int | None) -> None:
+        nonlocal function
+        if function is None:
+            function = compiled(kernel)
         function(known, stream(index), *[addresses[i] for i in taken], *numbers)
 
     return launch

@@ -1,4 +1,4 @@
-"""Problem -> backend. The one place that knows which backends exist and in which order `auto` asks them."""
+"""Problem -> backend: the backends are asked in order, and the first without a reason to refuse runs the problem."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from evoattn.backends import Backend
+from evoattn.backends import AUTO_ORDER, BACKENDS, Backend
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["AUTO_ORDER", "BACKENDS", "backend_module", "listeners", "objections", "refusals", "select"]
-
-AUTO_ORDER = ("hopper", "triton", "tiled")
-"""`auto` takes the first of these that has no objection."""
-
-BACKENDS = (*AUTO_ORDER, "reference")
-"""Every name that `backend=` takes besides "auto"."""
-
+__all__ = ["AUTO_ORDER", "BACKENDS", "RefusalError", "backend_module", "listeners", "objections", "refusals", "select"]
 
 listeners: list[Callable[[str], None]] = []
 """Told the name of each backend that `select` chooses; a kept plan chooses once."""
@@ -54,17 +47,30 @@ def objections(names: Iterable[str], problem: Problem, config: Config) -> dict[s
     return found
 
 
-def select(problem: Problem, backend: str, config: Config) -> Backend:
-    """The backend that runs a problem.
+class RefusalError(ValueError):
+    """No backend that was asked takes a problem.
+
+    Args:
+        message: the problem, and the reasons in lines.
+        reasons: all reasons of each backend that was asked.
+    """
+
+    def __init__(self, message: str, reasons: dict[str, list[str]]) -> None:
+        super().__init__(message)
+        self.reasons = reasons
+
+
+def select(problem: Problem, backend: str, config: Config) -> tuple[Backend, dict[str, list[str]]]:
+    """The backend that runs a problem, and the reasons of those that do not.
 
     Raises:
-        ValueError: the named backend (or, for "auto", every backend) refuses; the message lists all reasons.
+        RefusalError: the named backend (or, for "auto", every backend) refuses; the message lists all reasons.
     """
     found = objections(AUTO_ORDER if backend == "auto" else (backend,), problem, config)
     for name, reasons in found.items():
         if not reasons:
             for listener in listeners:
                 listener(name)
-            return backend_module(name)
+            return backend_module(name), {other: why for other, why in found.items() if why}
     refused = [f"{name}: {reason}" for name, reasons in found.items() for reason in reasons]
-    raise ValueError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused))
+    raise RefusalError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused), found)

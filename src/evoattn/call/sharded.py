@@ -16,39 +16,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from evoattn.inputs import Inputs
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 __all__ = ["attend", "is_sharded", "outlines"]
 
-_NAMES = ("q", "k", "v", "mask", "mask_bias", "pair_bias")
 
-
-def is_sharded(tensors: tuple[Any, ...]) -> bool:
+def is_sharded(inputs: Inputs) -> bool:
     """Whether a DTensor is among them. Nobody has one who has not imported them, which takes a second."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(x, DTensor) for x in tensors)
+    return any(isinstance(x, DTensor) for x in inputs)
 
 
-def attend(attention: Callable[..., tuple[Tensor, ...]], tensors: tuple[Any, ...], layout: str) -> tuple[Tensor, ...]:
+def attend(attention: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs, layout: str) -> tuple[Tensor, ...]:
     """o, and lse if it is made, as DTensors, of valid arguments.
 
     Args:
         attention: what makes o, and lse if that is wanted, of what one process holds of the tensors.
-        tensors: q, k, v, mask, mask_bias, pair_bias.
+        inputs: q, k, v, mask, mask_bias, pair_bias.
         layout: the order of axes in q, k, v and o.
 
     Raises:
         TypeError: some are DTensors, and some are not.
         ValueError: they are on different meshes.
     """
-    made = attention(*_local(tensors, layout))
-    q, _, v, *_ = tensors
+    made = attention(_local(inputs, layout))
+    q: Any = inputs.q
     split, sizes = _split(q), q.shape
-    outputs = [_distributed(made[0], q, split, (*sizes[:-1], v.shape[-1]))]
+    outputs = [_distributed(made[0], q, split, (*sizes[:-1], inputs.v.shape[-1]))]
     if len(made) > 1:
         heads, length = _heads_and_length(len(sizes), layout)
         in_lse = {heads: len(sizes) - 3, length: len(sizes) - 2}
@@ -57,15 +57,15 @@ def attend(attention: Callable[..., tuple[Tensor, ...]], tensors: tuple[Any, ...
     return tuple(outputs)
 
 
-def _local(tensors: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
+def _local(inputs: Inputs, layout: str) -> Inputs:
     """What this process holds of the arguments once all are split as q is. All processes have to ask for it together."""
-    return tuple(
+    return Inputs._make(
         None if x is None else x.redistribute(placements=lies).to_local(grad_placements=of_gradient)
-        for x, lies, of_gradient in _places(tensors, layout)
+        for x, lies, of_gradient in _places(inputs, layout)
     )
 
 
-def outlines(tensors: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
+def outlines(inputs: Inputs, layout: str) -> Inputs:
     """Tensors like those that this process would hold, but for what is in them, and contiguous; it may ask for them alone.
 
     Raises:
@@ -74,20 +74,20 @@ def outlines(tensors: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
     from torch.distributed.tensor import empty
 
     held: list[Any] = []
-    for x, lies, _ in _places(tensors, layout):
+    for x, lies, _ in _places(inputs, layout):
         like = None if x is None else empty(x.shape, dtype=x.dtype, device_mesh=x.device_mesh, placements=lies).to_local()
         held.append(like if like is None else like.requires_grad_(x.requires_grad))
-    return tuple(held)
+    return Inputs._make(held)
 
 
-def _places(tensors: tuple[Any, ...], layout: str) -> Iterator[tuple[Any, list[Placement], list[Placement]]]:
+def _places(inputs: Inputs, layout: str) -> Iterator[tuple[Any, list[Placement], list[Placement]]]:
     """Each argument, how it has to lie, and how the gradient of what a process holds of it does."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    _check_one_mesh(tensors)
-    q = tensors[0]
+    _check_one_mesh(inputs)
+    q: Any = inputs.q
     split = _split(q)
-    for name, x in zip(_NAMES, tensors, strict=True):
+    for name, x in inputs._asdict().items():
         own = [None if x is None or axis is None else _own_axis(name, x, axis, q, layout) for axis in split]
         of_gradient: list[Placement] = [
             Replicate() if axis is None else Partial() if mine is None else Shard(mine)
@@ -96,11 +96,11 @@ def _places(tensors: tuple[Any, ...], layout: str) -> Iterator[tuple[Any, list[P
         yield x, _placements(own), of_gradient
 
 
-def _check_one_mesh(tensors: tuple[Any, ...]) -> None:
+def _check_one_mesh(inputs: Inputs) -> None:
     from torch.distributed.tensor import DTensor
 
-    mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
-    for name, x in zip(_NAMES, tensors, strict=True):
+    mesh = next(x.device_mesh for x in inputs if isinstance(x, DTensor))
+    for name, x in inputs._asdict().items():
         if x is None:
             continue
         if not isinstance(x, DTensor):

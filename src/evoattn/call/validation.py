@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from evoattn.dispatch import BACKENDS
+from evoattn.backends import BACKENDS
+from evoattn.call.canonical import fits, has_unit_axes
+from evoattn.inputs import Inputs, Options
 from evoattn.layouts import LAYOUTS
 from evoattn.tuning import Config
 
-__all__ = ["check_arguments", "check_no_tangent", "compute_dtype", "fits", "key_axes"]
+__all__ = ["Wishes", "check_arguments", "check_no_tangent", "compute_dtype"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AXES = {
@@ -33,47 +36,35 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def key_axes(x: Tensor | None, q: Tensor) -> Tensor | None:
-    """A mask or mask bias as `[*, Lk]`: `[*, N, 1, 1, Lk]` loses its two unit axes."""
-    return x.squeeze(-2).squeeze(-2) if x is not None and _has_unit_axes(x, q) else x
+class Wishes(NamedTuple):
+    """What a caller asks for besides the tensors, as it was given; `evoattn.api.evoformer_attention` says what each is."""
+
+    scale: float | None = None
+    layout: str = "bnlhd"
+    return_lse: bool = False
+    backend: str = "auto"
+    deterministic: bool | None = None
+    config: Config | None = None
+
+    def options(self) -> Options:
+        """The same for an operator, once it has been checked."""
+        scale, config = self.scale, self.config
+        deterministic = torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
+        text = "" if config is None else config.to_text()
+        return Options(None if scale is None else float(scale), self.layout, deterministic, self.backend, text)
 
 
-def _has_unit_axes(x: Tensor, q: Tensor) -> bool:
-    """Whether a mask is `[*, N, 1, 1, Lk]` and not `[*, N, Lk]`: it has more axes than that, or does not fit as that."""
-    lead = tuple(q.shape[:-3])
-    if x.ndim > max(2, len(lead) + 1):
-        return True
-    units = x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1
-    return units and not fits(tuple(x.shape[:-1]), lead) and fits(tuple(x.shape[:-3]), lead)
-
-
-def fits(sizes: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether sizes broadcast to what is expected."""
-    pairs = zip(reversed(sizes), reversed(expected), strict=False)
-    return len(sizes) <= len(expected) and all(size == 1 or size == wanted for size, wanted in pairs)
-
-
-def check_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    scale: float | None,
-    layout: str,
-    backend: str,
-    return_lse: bool,
-    deterministic: bool | None,
-    config: Config | None,
-) -> None:
+def check_arguments(inputs: Inputs, wishes: Wishes) -> None:
     """Raise TypeError or ValueError for the first argument that does not fit."""
-    check_no_tangent(q, k, v, mask_bias, pair_bias)
-    _check_options(scale, layout, backend, return_lse, deterministic, config)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x)
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {_text(x.dtype)}")
+    check_no_tangent(*inputs.differentiable)
+    _check_options(wishes)
+    layout = wishes.layout
+    named = inputs._asdict()
+    for name in ("q", "k", "v"):
+        _check_tensor(name, named[name])
+        if named[name].dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {_text(named[name].dtype)}")
+    q, k, v, *_ = inputs
     for name, x in (("k", k), ("v", v)):
         if compute_dtype(x) != compute_dtype(q):
             raise TypeError(f"{name} must have the dtype of q, {_text(q.dtype)}, got {_text(x.dtype)}")
@@ -81,22 +72,22 @@ def check_arguments(
     head_axis, length_axis = (-2, -3) if layout == "bnlhd" else (-3, -2)
     lead = tuple(q.shape[:-3])
     lk = k.shape[length_axis]
-    for name, bias in (("mask", mask), ("mask_bias", mask_bias), ("pair_bias", pair_bias)):
+    for name in ("mask", "mask_bias", "pair_bias"):
+        bias = named[name]
         if bias is None:
             continue
         _check_tensor(name, bias)
         _check_bias_dtype(name, bias)
         if bias.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {bias.device}")
-        if name != "pair_bias":
+        if name == "pair_bias":
+            _check_broadcast(name, bias, (*lead, q.shape[head_axis], q.shape[length_axis], lk), "[*, N, H, Lq, Lk]")
+        else:
             _check_keys(name, bias, q, (*lead, lk))
-    if pair_bias is not None:
-        _check_broadcast("pair_bias", pair_bias, (*lead, q.shape[head_axis], q.shape[length_axis], lk), "[*, N, H, Lq, Lk]")
 
 
-def _check_options(
-    scale: float | None, layout: str, backend: str, return_lse: bool, deterministic: bool | None, config: Config | None
-) -> None:
+def _check_options(wishes: Wishes) -> None:
+    scale, layout, return_lse, backend, deterministic, config = wishes
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
     if backend != "auto" and backend not in BACKENDS:
@@ -172,7 +163,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
 def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> None:
     if x.ndim == 0:
         raise ValueError(f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk], got a scalar")
-    if _has_unit_axes(x, q):
+    if has_unit_axes(x, q):
         if x.ndim > q.ndim or x.ndim < 3 or x.shape[-2] != 1 or x.shape[-3] != 1:
             raise ValueError(
                 f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk] and so broadcast to {_sizes(expected)}, got shape {_shape(x)};"

@@ -1,0 +1,69 @@
+"""The arguments of a call as values: its tensors, what comes out, what a backward starts from, and the options of an operator.
+
+A tensor that a call may have besides is one more field here, and is then wherever these values go.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Cotangents", "Inputs", "Options", "Outputs"]
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, in the order in which the operators take them.
+
+    In a user's axes or in canonical ones (`evoattn.backends`), as the function says that takes them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    mask_bias: Tensor | None = None
+    pair_bias: Tensor | None = None
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those that are never missing."""
+        return self.q, self.k, self.v
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """Those that can have a gradient, in the order of every `needs` (`problem.GRADIENTS`)."""
+        return self.q, self.k, self.v, self.mask_bias, self.pair_bias
+
+
+class Outputs(NamedTuple):
+    """What a forward makes: O, and the two numbers of each query that it saves (`evoattn.numerics`)."""
+
+    o: Tensor
+    lse: Tensor
+    reference: Tensor
+
+
+class Cotangents(NamedTuple):
+    """What a backward starts from: the gradients of O and of lse, None for one that is not used."""
+
+    do: Tensor | None = None
+    dlse: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """What a call asks for besides, as plain values that an operator takes.
+
+    Args:
+        scale: factor on Q K^T; None is `D ** -0.5`.
+        layout: the order of axes in q, k, v and O.
+        deterministic: whether results must be bit-equal from run to run.
+        backend: "auto" or a backend's name.
+        config: a `Config` as text; "" sets nothing.
+    """
+
+    scale: float | None = None
+    layout: str = "bnlhd"
+    deterministic: bool = False
+    backend: str = "auto"
+    config: str = ""

@@ -1,0 +1,214 @@
+"""Autograd, for both ways of a call: one function saves what a backward needs, and one makes the gradients.
+
+`EvoformerAttention` is a call that goes straight to a plan; its tensors have the user's axes. The operator `evoattn::forward`
+is differentiated by the same two functions; its tensors have canonical axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from evoattn.call.canonical import Axes, canonicalise
+from evoattn.call.validation import check_no_tangent
+from evoattn.inputs import Cotangents, Inputs, Options, Outputs
+from evoattn.layouts import empty_gradients
+from evoattn.run import guards, operators, plans
+
+__all__ = ["EvoformerAttention", "Look", "look_of", "make", "record", "same_memory"]
+
+Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor that is to be made; no tuple at all says that it is like another tensor."""
+
+Gradients = tuple[Tensor | None, ...]
+"""Of q, k, v, mask_bias and pair_bias; None for one that is not wanted."""
+
+
+class Straight(Protocol):
+    """A call that goes straight to a plan (`evoattn.run.calls`)."""
+
+    options: Options
+
+    def compute(self, inputs: Inputs) -> Outputs:
+        """The outputs, in the user's axes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """Backwards that look alike.
+
+    Args:
+        run: of their plan.
+        looks: of dq, dk and dv, None for one that is not wanted.
+    """
+
+    run: Callable[..., tuple[Tensor | None, Tensor | None]]
+    looks: tuple[Look | tuple[()] | None, ...]
+
+
+def _save(ctx: Any, inputs: Inputs, outputs: Outputs, way: Straight | Options) -> None:
+    """Keep what the backward needs. `way` is a call whose tensors have the user's axes, or the options of an operator."""
+    ctx.way = way
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(outputs.reference)
+    ctx.save_for_backward(*inputs, *outputs)
+
+
+def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: tuple[bool, ...]) -> Gradients:
+    """The gradients: straight by a plan, unless this pass is itself recorded, traced or transformed.
+
+    Hooks may have put other tensors in the place of those that were saved, so all are looked at again.
+    """
+    if do is None and dlse is None:
+        return (None,) * len(needs)
+    seen = guards.is_seen()
+    if seen:  # perhaps by forward mode
+        check_no_tangent(do, dlse)
+    saved = ctx.saved_tensors
+    cotangents, inputs, outputs = Cotangents(do, dlse), Inputs._make(saved[:-3]), Outputs._make(saved[-3:])
+    found = None if seen or torch.is_grad_enabled() else _find(ctx, cotangents, inputs, outputs, needs)
+    if found is None:
+        return _by_operator(ctx, cotangents, inputs, outputs, needs)
+    of_qkv = tuple([None if look is None else make(look, x) for look, x in zip(found.looks, saved, strict=False)])
+    dmask_bias, dpair_bias = found.run(cotangents, inputs, outputs, of_qkv)
+    return (*of_qkv, _like(dmask_bias, inputs.mask_bias), _like(dpair_bias, inputs.pair_bias))
+
+
+def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...]) -> _Backward | None:
+    """The backward of these tensors, or None where the operator has to run it."""
+    way: Any = ctx.way
+    if way.__class__ is Options:
+        if guards.autocasts() is None:  # in a trace, sizes may be symbols
+            return None
+        way = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), way)
+    do, dlse = cotangents
+    key = (way, do is None, dlse is None, needs, plans.settings(inputs.q.dtype))
+    given = [x for x in (do, dlse, *inputs, *outputs) if x is not None]
+    found: _Backward | None = guards.recall(key, given)
+    if found is not None:
+        return found
+    if guards.autocasts() is None or not guards.ordinary(given):
+        return None
+    of_cotangents, folded, of_outputs, axes = _canonical(ctx, cotangents, inputs, outputs, needs)
+    pairs = zip((*cotangents, *inputs, *outputs), (*of_cotangents, *folded, *of_outputs), strict=True)
+    if not all(same_memory(x, y) for x, y in pairs):
+        return None
+    options = _options(ctx)
+    plan = plans.backward(of_cotangents, folded, of_outputs, needs, options)
+    of_qkv = _restored(empty_gradients(folded, options.layout, needs, "meta"), axes)
+    looks = [None if x is None else look_of(x, like) for x, like in zip(of_qkv, inputs.qkv, strict=True)]
+    found = _Backward(plan.run, tuple(looks))
+    guards.remember(key, given, found)
+    return found
+
+
+def _by_operator(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...]) -> Gradients:
+    """By the operator, which torch can trace and transform, and which refuses a second derivative."""
+    of_cotangents, folded, of_outputs, axes = _canonical(ctx, cotangents, inputs, outputs, needs)
+    made = operators.backward(*of_cotangents, *folded, *of_outputs, list(needs), *_options(ctx))
+    gradients = [x if need else None for x, need in zip(made, needs, strict=True)]
+    of_all = (*_restored(gradients[:3], axes), *gradients[3:])
+    return tuple(_like(x, like) for x, like in zip(of_all, inputs.differentiable, strict=True))
+
+
+def _canonical(
+    ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...]
+) -> tuple[Cotangents, Inputs, Outputs, Axes | None]:
+    """All of them in the canonical axes that the forward gave them, and the way back; None where they have them."""
+    if isinstance(ctx.way, Options):
+        return cotangents, inputs, outputs, None
+    folded, axes = canonicalise(inputs, ctx.way.options.layout, narrow=not needs[4])
+    (do, dlse), (o, lse, reference) = cotangents, outputs
+    of_outputs = Outputs(axes.fold_queries(o), axes.fold_statistic(lse), axes.fold_statistic(reference))
+    do = None if do is None else axes.fold_queries(do)
+    return Cotangents(do, None if dlse is None else axes.fold_statistic(dlse)), folded, of_outputs, axes
+
+
+def _options(ctx: Any) -> Options:
+    options: Options = ctx.way if isinstance(ctx.way, Options) else ctx.way.options
+    return options
+
+
+def _restored(of_qkv: Any, axes: Axes | None) -> tuple[Tensor | None, ...]:
+    """dq, dk and dv in the user's axes."""
+    if axes is None:
+        return tuple(of_qkv)
+    ways = (axes.restore_queries, axes.restore_keys, axes.restore_keys)
+    return tuple(None if x is None else way(x) for x, way in zip(of_qkv, ways, strict=True))
+
+
+def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """A gradient in the shape of what it is of."""
+    return gradient if gradient is None or x is None or gradient.shape == x.shape else gradient.reshape(x.shape)
+
+
+def same_memory(given: Tensor | None, canonical: Tensor | None) -> bool:
+    """Whether a canonical tensor is a view from the same start, and has all elements of one that gets a gradient."""
+    if given is None or canonical is None:
+        return True
+    whole = not given.requires_grad or given.numel() == canonical.numel()
+    return whole and canonical.numel() > 0 and given.data_ptr() == canonical.data_ptr()
+
+
+def look_of(x: Tensor, like: Tensor) -> Look | tuple[()]:
+    """How to make a tensor that looks like x on the device of `like`, perhaps by making one like that."""
+    look = tuple(x.shape), x.stride(), x.dtype
+    return () if look == (tuple(like.shape), like.stride(), like.dtype) else look
+
+
+def make(look: Look | tuple[()], like: Tensor) -> Tensor:
+    """An uninitialised tensor. torch.empty_like takes 0.7 us of the host, torch.empty_strided 0.9."""
+    if not look:
+        return torch.empty_like(like)
+    return torch.empty_strided(look[0], look[1], dtype=look[2], device=like.device)
+
+
+class EvoformerAttention(torch.autograd.Function):
+    """A call that goes straight to a plan, as autograd sees it; profilers show it by this name."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Straight, *tensors: Any) -> Outputs:
+        """o, lse and reference in the user's axes."""
+        inputs = Inputs._make(tensors)
+        outputs = call.compute(inputs)
+        _save(ctx, inputs, outputs, call)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
+        """A gradient, or None, for each argument of `forward`."""
+        asked = ctx.needs_input_grad
+        dq, dk, dv, dmask_bias, dpair_bias = _gradients(ctx, do, dlse, (*asked[1:4], *asked[5:]))
+        return None, dq, dk, dv, None, dmask_bias, dpair_bias
+
+
+record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention).apply
+"""`EvoformerAttention.apply` without its questions about transforms, which `guards` has asked."""
+
+
+def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    count = len(Inputs._fields)
+    _save(ctx, Inputs(*inputs[:count]), Outputs(*output), Options(*inputs[count:]))
+
+
+def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
+    of_q, of_k, of_v, _, of_mask_bias, of_pair_bias, *options = ctx.needs_input_grad
+    needs = (of_q, of_k, of_v, of_mask_bias, of_pair_bias)
+    dq, dk, dv, dmask_bias, dpair_bias = _gradients(ctx, do, dlse, needs)
+    return (dq, dk, dv, None, dmask_bias, dpair_bias, *[None] * len(options))
+
+
+def _no_second_derivative(ctx: Any, *cotangents: Tensor) -> Gradients:
+    raise RuntimeError(
+        "evoformer_attention has no second derivative: its backward recomputes scores in tiles and keeps none. "
+        "For double backward write the attention densely in torch."
+    )
+
+
+_LIBRARY = operators.LIBRARY
+torch.library.register_autograd("evoattn::forward", _differentiate_operator, setup_context=_save_operator, lib=_LIBRARY)
+torch.library.register_autograd("evoattn::backward", _no_second_derivative, lib=_LIBRARY)

@@ -1,0 +1,133 @@
+"""The two ways of a call: straight to a plan, or through the operator `evoattn::forward`.
+
+A call goes straight when the operator would do nothing but compute and its tensors lie in memory as canonical ones do; then its
+result is the operator's. `guards` keeps which way calls of each look go, so that a look is checked and worked out once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from evoattn.call.canonical import canonicalise
+from evoattn.call.validation import Wishes, compute_dtype
+from evoattn.inputs import Inputs, Options, Outputs
+from evoattn.layouts import empty_outputs
+from evoattn.run import guards, operators, plans
+from evoattn.run.autograd import Look, look_of, make, record, same_memory
+from evoattn.tuning import user
+
+__all__ = ["ByOperator", "Straight", "find", "forget", "work_out"]
+
+Call = Callable[[Inputs], Any]
+"""What makes o, lse and reference, in the user's axes, of tensors in the user's axes."""
+
+
+@dataclasses.dataclass(eq=False)
+class Straight:
+    """A call that goes straight to a plan.
+
+    Args:
+        options: as the operators take them.
+        casts: whether autocast was on, which then would cast nothing.
+        records: whether autograd has to know of the call.
+        run: of the forward's plan.
+        o, lse: how they are made, perhaps like q; the reference is like lse.
+    """
+
+    options: Options
+    casts: bool
+    records: bool
+    run: Callable[[Inputs, Outputs], None]
+    o: Look | tuple[()]
+    lse: Look | tuple[()]
+
+    def __call__(self, inputs: Inputs) -> Any:
+        return record(self, *inputs) if self.records else self.compute(inputs)
+
+    def compute(self, inputs: Inputs) -> Outputs:
+        """The outputs, of which autograd knows nothing."""
+        lse = make(self.lse, inputs.q)
+        outputs = Outputs(make(self.o, inputs.q), lse, torch.empty_like(lse))
+        self.run(inputs, outputs)
+        return outputs
+
+
+@dataclasses.dataclass(eq=False)
+class ByOperator:
+    """A call through the operator, by views that autograd knows of."""
+
+    options: Options
+    casts: bool = False
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        folded, axes = canonicalise(inputs, self.options.layout)
+        o, lse, reference = operators.forward(*folded, *self.options)
+        return Outputs(axes.restore_queries(o), axes.restore_statistic(lse), axes.restore_statistic(reference))
+
+
+def forget() -> None:
+    """Check, choose and plan anew from the next call on, because something other than a call's arguments has changed."""
+    plans.forget()
+    guards.forget()
+
+
+user.listeners.append(forget)
+
+
+def find(inputs: Inputs, wishes: Wishes) -> Call | None:
+    """The way of calls that look like this one, if it is known, and torch need not see an operator."""
+    if guards.is_seen():
+        return None
+    try:
+        call = guards.recall(_key(inputs, wishes), [x for x in inputs if x is not None])
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, an option that has no hash, a tensor without a shape
+        return None
+    return None if call is None or (call.casts and _would_cast(inputs)) else call
+
+
+def work_out(inputs: Inputs, wishes: Wishes) -> Call:
+    """The way of a call whose arguments have been checked, which is kept for calls that look alike."""
+    options = wishes.options()
+    if guards.is_seen():
+        return ByOperator(options)
+    given = [x for x in inputs if x is not None]
+    casts = guards.autocasts()
+    if casts is None or (casts and _would_cast(inputs)) or not guards.ordinary(given):
+        return ByOperator(options)
+    call = _straight(inputs, options, casts) or ByOperator(options, casts)
+    if wishes.scale.__class__ in _SCALES:
+        guards.remember(_key(inputs, wishes), given, call)
+    return call
+
+
+_SCALES = (type(None), float, int)
+"""Classes of a scale that equals no other than itself; one of NumPy's may, and is no plain number."""
+
+
+def _key(inputs: Inputs, wishes: Wishes) -> tuple[Any, ...]:
+    """All that a call depends on but for the looks of its tensors."""
+    q = inputs.q
+    missing, deterministic = tuple([x is None for x in inputs]), torch.are_deterministic_algorithms_enabled()
+    return q.shape, inputs.k.shape, missing, torch.is_grad_enabled(), deterministic, plans.settings(q.dtype), *wishes
+
+
+def _would_cast(inputs: Inputs) -> bool:
+    """Whether autocast would give q, k or v another dtype."""
+    return any(compute_dtype(x) != x.dtype for x in inputs[:3])
+
+
+def _straight(inputs: Inputs, options: Options, casts: bool) -> Straight | None:
+    """The call that goes straight to a plan; None if its canonical tensors do not lie as its own do."""
+    folded, axes = canonicalise(inputs, options.layout)
+    if not axes.in_order or not all(same_memory(x, y) for x, y in zip(inputs, folded, strict=True)):
+        return None
+    o, lse, _ = empty_outputs(folded, options.layout, "meta")
+    looks = [look_of(x, inputs.q) for x in (axes.restore_queries(o), axes.restore_statistic(lse))]
+    watched = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    records = watched and any(x is not None and x.requires_grad for x in inputs)
+    run = plans.forward(folded, options).run
+    return Straight(options, casts, records, run, *looks)

@@ -1,0 +1,197 @@
+"""What calls that look alike led to, found again without a look at each tensor from Python.
+
+Two questions are asked of torch here. Whether an operator would do nothing but compute: torch neither compiles nor traces nor
+transforms, and the tensors are ordinary ones. And whether tensors look like those of an earlier call. They are asked all at
+once, by what torch.compile asks before it runs what it compiled (`TensorGuards`): class, what the dispatcher sees in each in
+this thread, dtype, device, shape, strides, whether it requires a gradient. Asked from Python one by one that was half of a
+call's time.
+
+What is kept here was found elsewhere: a plan by `run.plans`. Without it, it would be found there again.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = ["autocasts", "forget", "is_seen", "ordinary", "recall", "remember"]
+
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter))
+
+_PRIVATE = (
+    "_current_graph_task_id",
+    "_dispatch_keys",
+    "_dispatch_tls_local_include_set",
+    "_dispatch_tls_local_exclude_set",
+    "_len_torch_function_stack",
+    "_dynamo.guards.TensorGuards",
+)
+"""What this module needs of torch's internals. With a torch that lacks them every call goes through the operators."""
+
+_MOST = 16
+"""So many are kept whose tensors look different and that have the same key."""
+
+
+class _Look:
+    """What a call may depend on in its tensors. It holds none of them.
+
+    Args:
+        first: for each tensor the place where it is first given, if one is given twice, which the guards do not allow.
+    """
+
+    __slots__ = ("first", "guards", "misaligned")
+
+    def __init__(self, given: list[Tensor]) -> None:
+        first = [next(i for i, y in enumerate(given) if y is x) for x in given]
+        self.first = None if len(set(first)) == len(given) else first
+        self.misaligned = _misaligned(given)
+        given = [given[i] for i in sorted(set(first))]
+        # "dynamic" by its own name only: a number is what a size has to be, and None would be any
+        sizes: Any = [list(x.shape) for x in given]
+        strides: Any = [list(x.stride()) for x in given]
+        guards = torch._C._dynamo.guards.TensorGuards
+        self.guards = guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+    def fits(self, given: list[Any]) -> bool:
+        """Whether as many arguments look the same."""
+        distinct = given
+        if self.first is not None:
+            if any(x is not given[i] for x, i in zip(given, self.first, strict=True)):
+                return False
+            distinct = [x for place, (x, i) in enumerate(zip(given, self.first, strict=True)) if place == i]
+        return bool(self.guards.check(*distinct)) and _misaligned(given) == self.misaligned
+
+
+def _misaligned(given: list[Tensor]) -> list[int]:
+    """The places of tensors that do not start on a multiple of 16 bytes."""
+    addresses = 0
+    for x in given:
+        addresses |= x.data_ptr()
+    return [place for place, x in enumerate(given) if x.data_ptr() & 15] if addresses & 15 else []
+
+
+@functools.lru_cache(maxsize=8192, typed=True)
+def _kept(*key: Any) -> list[tuple[_Look, Any]]:
+    """What was found for one key, the newest first; `typed`, because 1 is not True to validation."""
+    return []
+
+
+def forget() -> None:
+    """Find everything anew from the next call on."""
+    _kept.cache_clear()
+
+
+def recall(key: tuple[Any, ...], given: list[Any]) -> Any:
+    """What was kept for arguments that look like these, or None."""
+    for look, found in _kept(*key):
+        if look.fits(given):
+            return found
+    return None
+
+
+def remember(key: tuple[Any, ...], given: list[Tensor], found: Any) -> None:
+    """Keep what was found: it is also the first that is asked. The oldest is forgotten."""
+    kept = _kept(*key)
+    kept.insert(0, (_Look(given), found))
+    del kept[_MOST:]
+
+
+def is_seen() -> bool:
+    """Whether torch has to see an operator, or cannot be asked: it compiles, a function mode or forward mode is on."""
+    if torch.compiler.is_compiling() or not _states():
+        return True
+    return torch._C._len_torch_function_stack() > 0 or getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def autocasts() -> bool | None:
+    """Whether autocast is on; None in a state in which an operator would do more than compute."""
+    state = _state()
+    casts = _states().get(state)
+    if casts is None and torch._C._current_graph_task_id() != -1:  # a backward runs in this thread
+        casts = _states_in_backward().get(state)
+    return casts
+
+
+def _state() -> tuple[int, int]:
+    """What this thread has told the dispatcher to do besides computing: tracing, transforms, modes, autocast, all of it."""
+    return torch._C._dispatch_tls_local_include_set().raw_repr(), torch._C._dispatch_tls_local_exclude_set().raw_repr()
+
+
+@functools.cache
+def _states() -> dict[tuple[int, int], bool]:
+    """States in which an operator would only compute, and whether autocast is on: those of a thread that was just started."""
+    try:
+        operator.attrgetter(*_PRIVATE)(torch._C)
+    except AttributeError:
+        return {}
+    states: dict[tuple[int, int], bool] = {}
+
+    def look() -> None:
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                states[_state()] = False
+                for device in ("cpu", "cuda"):
+                    torch.set_autocast_enabled(device, True)
+                    states[_state()] = True
+                    torch.set_autocast_enabled(device, False)
+
+    _in_a_new_thread(look)
+    return states
+
+
+@functools.cache
+def _states_in_backward() -> dict[tuple[int, int], bool]:
+    """The state in which an operator would only compute while a backward runs.
+
+    Found when the caller runs a backward, never before. On a machine with a GPU the first backward of a process, even one on
+    the CPU, counts the GPUs and starts a thread for each. Neither survives a fork, and a forward on the CPU must.
+    """
+    states: dict[tuple[int, int], bool] = {}
+
+    def look() -> None:
+        _LookInBackward.apply(torch.zeros((), requires_grad=True), states).backward()  # type: ignore[no-untyped-call]
+
+    _in_a_new_thread(look)
+    return states
+
+
+def _in_a_new_thread(look: Callable[[], None]) -> None:
+    """Look at the dispatcher in a thread that has told it nothing yet."""
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+
+
+class _LookInBackward(torch.autograd.Function):
+    """torch 2.11 tells the dispatcher more while it runs a backward: to leave out what serves named tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, states: dict[tuple[int, int], bool]) -> Tensor:
+        ctx.states = states
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        ctx.states[_state()] = False
+        return dx, None
+
+
+def ordinary(tensors: list[Tensor]) -> bool:
+    """Whether the dispatcher sees in each what it sees in a new tensor: no lazy negation, no wrapper, no symbolic zero."""
+    if any(x.__class__ not in _ORDINARY for x in tensors):
+        return False
+    device = tensors[0].device
+    if device.type == "meta":
+        return False
+    plain = []
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            plain.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+    return all(torch._C._dispatch_keys(x).raw_repr() in plain for x in tensors)

@@ -1,0 +1,72 @@
+"""The one cache of plans: how the tensors of a pass lie in memory, and what is asked of it -> the plan that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.backends import Plan
+from evoattn.inputs import Cotangents, Inputs, Options, Outputs
+from evoattn.numerics import float32_products
+from evoattn.problem import Problem, describe
+from evoattn.run.dispatch import select
+from evoattn.tuning import Config
+
+__all__ = ["backward", "forget", "forward", "settings"]
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(*alike: Any) -> list[Plan]:
+    """Where the plan of passes that look alike is kept; empty until there is one."""
+    return []
+
+
+def forget() -> None:
+    """Choose and plan anew from the next call on, because something other than a call's arguments has changed."""
+    _place.cache_clear()
+
+
+def settings(dtype: torch.dtype) -> str:
+    """All that a backend may look at in torch's settings when it plans, besides determinism, which is an argument."""
+    return float32_products() if dtype == torch.float32 else ""
+
+
+def forward(inputs: Inputs, options: Options) -> Plan:
+    """The plan of a forward of canonical tensors; raises ValueError if no backend takes it."""
+    place = _place(inputs.q.device, *map(_look, inputs), *options, settings(inputs.q.dtype))
+    if not place:
+        problem = describe(inputs, deterministic=options.deterministic)
+        place.append(_plan("plan_forward", (inputs,), problem, options))
+    return place[0]
+
+
+def backward(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...], options: Options) -> Plan:
+    """The plan of a backward of canonical tensors; raises ValueError if no backend takes it."""
+    tensors = (*cotangents, *inputs, *outputs)
+    place = _place(inputs.q.device, *map(_look, tensors), needs, *options, settings(inputs.q.dtype))
+    if not place:
+        problem = describe(inputs, needs=needs, deterministic=options.deterministic)  # type: ignore[arg-type]
+        wishes = {"needs": needs, "deterministic": options.deterministic}
+        place.append(_plan("plan_backward", (cotangents, inputs, outputs), problem, options, **wishes))
+    return place[0]
+
+
+def _look(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All that a backend may look at in a tensor when it plans, but for its device, which is that of q."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+
+
+def _plan(planner: str, tensors: tuple[Any, ...], problem: Problem, options: Options, **wishes: Any) -> Plan:
+    config = Config.from_text(options.config)
+    backend, refused = select(problem, options.backend, config)
+    scale = options.scale
+    if scale is not None and not math.isfinite(scale):  # a number that torch.compile traced as a symbol
+        raise ValueError(f"scale must be finite, got {scale}")
+    scale = float(problem.d) ** -0.5 if scale is None else scale
+    plan: Plan = getattr(backend, planner)(*tensors, scale=scale, layout=options.layout, config=config, **wishes)
+    return dataclasses.replace(plan, backend=backend.NAME, refused=refused)

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 import evoattn
 from clients.compare import Watch
-from evoattn import dispatch
 from evoattn.bench.machine import synchronize
 from evoattn.bench.memory import peak_bytes
+from evoattn.run import dispatch
 
 Values = dict[str, Tensor]
 """What is compared, by its name in `_COMPARED`."""

@@ -129,6 +129,10 @@ def test_the_backend_plans_both_passes(pair_bias: str | None, launched: list[Any
     forward = hopper.plan_forward(inputs, **options)
     backward = hopper.plan_backward(*values, needs=needs, deterministic=False, **options)
     told = forward.describe(), backward.describe()
+    of_explain = empty_outputs(inputs, "bnlhd", "meta")  # `explain` has no outputs
+    values_of_explain = Cotangents(of_explain.o), inputs, of_explain
+    same = hopper.plan_backward(*values_of_explain, needs=needs, deterministic=False, **options).describe()
+    assert same == told[1]
     assert kernels == []
     assert told[0].config == Config(block_q=128, block_k=64) and set(told[1].kernels) == {"dq", "dkdv"}
     assert [bool(one.copies) for one in told] == [pair_bias is not None] * 2

@@ -230,6 +230,33 @@ def test_statistics_far_from_one_another(monkeypatch: pytest.MonkeyPatch, n: int
     assert {name: seen.get(name) for name in kernels} == dict.fromkeys(kernels, long), seen
 
 
+@pytest.mark.parametrize(("length", "aligned", "n", "copies"), [
+    (128, True, 64, ["transposed"]),
+    (104, True, 64, ["padded", "transposed"]),
+    (128, False, 64, ["its rows are not 16-byte aligned", "transposed"]),
+    (128, True, 1, []),
+])  # fmt: skip
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backward_describes_what_it_launches(
+    length: int, aligned: bool, n: int, copies: list[str], deterministic: bool
+) -> None:
+    q = torch.empty(1, n, 2, length, 32, dtype=torch.bfloat16, device="meta")
+    pair, lse = torch.empty(1, 2, length, length + (not aligned), device="meta"), torch.empty(1, n, 2, length, device="meta")
+    values = Cotangents(q), Inputs(q, q, q, pair_bias=pair.bfloat16()[..., :length]), Outputs(q, lse, lse)
+    options: dict[str, Any] = {"scale": 1.0, "layout": "bnhld", "config": Config()}
+    for needs, kernels in (
+        ((True, True, True, False, True), ["dq", "dkdv", *["dpair_bias"] * (deterministic and n > 1)]),
+        ((False, False, True, False, False), ["dkdv"]),
+    ):
+        plan = backend.plan_backward(*values, needs=needs, deterministic=deterministic, **options)
+        told = plan.describe()
+        assert list(told.kernels) == kernels
+        assert told.kernels["dkdv"] == plan.run.tiles.dkdv.given()
+        if needs[4]:
+            assert len(told.copies) == len(copies)
+            assert all(word in text for word, text in zip(copies, told.copies, strict=True))
+
+
 def plan_training_step(length: int, n: int, mask: bool) -> None:
     """Plan forward and backward of a triangle attention with a pair bias; the tensors are of no device."""
     shape = (1, n, length, 4, 32)

@@ -28,8 +28,8 @@ Gradients = tuple[Tensor | None, ...]
 """Of q, k, v, mask_bias and pair_bias; None for one that is not wanted."""
 
 
-class Straight(Protocol):
-    """A call that goes straight to a plan (`evoattn.run.calls`)."""
+class Call(Protocol):
+    """A call that goes straight to a plan (`evoattn.run.calls.Straight`)."""
 
     options: Options
 
@@ -50,7 +50,7 @@ class _Backward:
     looks: tuple[Look | tuple[()] | None, ...]
 
 
-def _save(ctx: Any, inputs: Inputs, outputs: Outputs, way: Straight | Options) -> None:
+def _save(ctx: Any, inputs: Inputs, outputs: Outputs, way: Call | Options) -> None:
     """Keep what the backward needs. `way` is a call whose tensors have the user's axes, or the options of an operator."""
     ctx.way = way
     ctx.set_materialize_grads(False)
@@ -58,27 +58,46 @@ def _save(ctx: Any, inputs: Inputs, outputs: Outputs, way: Straight | Options) -
     ctx.save_for_backward(*inputs, *outputs)
 
 
-def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: tuple[bool, ...]) -> Gradients:
+def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bool, ...]) -> Gradients:
     """The gradients: straight by a plan, unless this pass is itself recorded, traced or transformed.
 
     Hooks may have put other tensors in the place of those that were saved, so all are looked at again.
+
+    Args:
+        ctx: what `_save` has filled.
+        do, dlse: the cotangents.
+        asked: for each of the inputs, whether its gradient is wanted.
     """
     if do is None and dlse is None:
-        return (None,) * len(needs)
+        return (None,) * 5
     seen = guards.is_seen()
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
     saved = ctx.saved_tensors
     cotangents, inputs, outputs = Cotangents(do, dlse), Inputs._make(saved[:-3]), Outputs._make(saved[-3:])
-    found = None if seen or torch.is_grad_enabled() else _find(ctx, cotangents, inputs, outputs, needs)
+    found = None if seen or torch.is_grad_enabled() else _find(ctx, cotangents, inputs, outputs, asked)
     if found is None:
-        return _by_operator(ctx, cotangents, inputs, outputs, needs)
-    of_qkv = tuple([None if look is None else make(look, x) for look, x in zip(found.looks, saved, strict=False)])
+        return _by_operator(ctx, cotangents, inputs, outputs, _needs(asked))
+    of_q, of_k, of_v = found.looks
+    of_qkv = (
+        None if of_q is None else make(of_q, inputs.q),
+        None if of_k is None else make(of_k, inputs.k),
+        None if of_v is None else make(of_v, inputs.v),
+    )
     dmask_bias, dpair_bias = found.run(cotangents, inputs, outputs, of_qkv)
-    return (*of_qkv, _like(dmask_bias, inputs.mask_bias), _like(dpair_bias, inputs.pair_bias))
+    if dmask_bias is not None:
+        dmask_bias = _like(dmask_bias, inputs.mask_bias)
+    if dpair_bias is not None:
+        dpair_bias = _like(dpair_bias, inputs.pair_bias)
+    return *of_qkv, dmask_bias, dpair_bias
 
 
-def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...]) -> _Backward | None:
+def _needs(asked: tuple[bool, ...]) -> tuple[bool, ...]:
+    """For each of `Inputs.differentiable`, whether its gradient is wanted."""
+    return asked[:3] + asked[4:]
+
+
+def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, asked: tuple[bool, ...]) -> _Backward | None:
     """The backward of these tensors, or None where the operator has to run it."""
     way: Any = ctx.way
     if way.__class__ is Options:
@@ -86,13 +105,14 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, ne
             return None
         way = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), way)
     do, dlse = cotangents
-    key = (way, do is None, dlse is None, needs, plans.settings(inputs.q.dtype))
+    key = (way, do is None, dlse is None, asked, plans.settings(inputs.q.dtype))
     given = [x for x in (do, dlse, *inputs, *outputs) if x is not None]
     found: _Backward | None = guards.recall(key, given)
     if found is not None:
         return found
     if guards.autocasts() is None or not guards.ordinary(given):
         return None
+    needs = _needs(asked)
     of_cotangents, folded, of_outputs, axes = _canonical(ctx, cotangents, inputs, outputs, needs)
     pairs = zip((*cotangents, *inputs, *outputs), (*of_cotangents, *folded, *of_outputs), strict=True)
     if not all(same_memory(x, y) for x, y in pairs):
@@ -112,7 +132,8 @@ def _by_operator(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outp
     made = operators.backward(*of_cotangents, *folded, *of_outputs, list(needs), *_options(ctx))
     gradients = [x if need else None for x, need in zip(made, needs, strict=True)]
     of_all = (*_restored(gradients[:3], axes), *gradients[3:])
-    return tuple(_like(x, like) for x, like in zip(of_all, inputs.differentiable, strict=True))
+    pairs = zip(of_all, inputs.differentiable, strict=True)
+    return tuple([None if x is None else _like(x, like) for x, like in pairs])
 
 
 def _canonical(
@@ -141,9 +162,9 @@ def _restored(of_qkv: Any, axes: Axes | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else way(x) for x, way in zip(of_qkv, ways, strict=True))
 
 
-def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+def _like(gradient: Tensor, x: Tensor | None) -> Tensor:
     """A gradient in the shape of what it is of."""
-    return gradient if gradient is None or x is None or gradient.shape == x.shape else gradient.reshape(x.shape)
+    return gradient if x is None or gradient.shape == x.shape else gradient.reshape(x.shape)
 
 
 def same_memory(given: Tensor | None, canonical: Tensor | None) -> bool:
@@ -171,7 +192,7 @@ class EvoformerAttention(torch.autograd.Function):
     """A call that goes straight to a plan, as autograd sees it; profilers show it by this name."""
 
     @staticmethod
-    def forward(ctx: Any, call: Straight, *tensors: Any) -> Outputs:
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Outputs:
         """o, lse and reference in the user's axes."""
         inputs = Inputs._make(tensors)
         outputs = call.compute(inputs)
@@ -181,8 +202,7 @@ class EvoformerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
         """A gradient, or None, for each argument of `forward`."""
-        asked = ctx.needs_input_grad
-        dq, dk, dv, dmask_bias, dpair_bias = _gradients(ctx, do, dlse, (*asked[1:4], *asked[5:]))
+        dq, dk, dv, dmask_bias, dpair_bias = _gradients(ctx, do, dlse, ctx.needs_input_grad[1:])
         return None, dq, dk, dv, None, dmask_bias, dpair_bias
 
 
@@ -196,10 +216,9 @@ def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
-    of_q, of_k, of_v, _, of_mask_bias, of_pair_bias, *options = ctx.needs_input_grad
-    needs = (of_q, of_k, of_v, of_mask_bias, of_pair_bias)
-    dq, dk, dv, dmask_bias, dpair_bias = _gradients(ctx, do, dlse, needs)
-    return (dq, dk, dv, None, dmask_bias, dpair_bias, *[None] * len(options))
+    count = len(Inputs._fields)
+    dq, dk, dv, dmask_bias, dpair_bias = _gradients(ctx, do, dlse, tuple(ctx.needs_input_grad[:count]))
+    return (dq, dk, dv, None, dmask_bias, dpair_bias, *[None] * len(Options._fields))
 
 
 def _no_second_derivative(ctx: Any, *cotangents: Tensor) -> Gradients:

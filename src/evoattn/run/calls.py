@@ -22,6 +22,9 @@ from evoattn.tuning import user
 
 __all__ = ["ByOperator", "Straight", "find", "forget", "work_out"]
 
+_SCALES = (type(None), float, int)
+"""Classes of scales whose calls are kept; any other number takes the way of a new call each time."""
+
 Call = Callable[[Inputs], Any]
 """What makes o, lse and reference, in the user's axes, of tensors in the user's axes."""
 
@@ -102,10 +105,6 @@ def work_out(inputs: Inputs, wishes: Wishes) -> Call:
     if wishes.scale.__class__ in _SCALES:
         guards.remember(_key(inputs, wishes), given, call)
     return call
-
-
-_SCALES = (type(None), float, int)
-"""Classes of a scale that equals no other than itself; one of NumPy's may, and is no plain number."""
 
 
 def _key(inputs: Inputs, wishes: Wishes) -> tuple[Any, ...]:

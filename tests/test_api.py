@@ -288,6 +288,18 @@ def test_explain_names_a_copy() -> None:
     assert evoattn.explain(q, q.contiguous(), q.contiguous()).copies == ["q: its leading axes cannot be merged as a view"]
 
 
+def test_explain_inside_vmap() -> None:
+    """Of one sample, whose tensors have no memory of their own."""
+    told = []
+
+    def attend(q: Tensor) -> Tensor:
+        told.append(evoattn.explain(q, q, q))
+        return q
+
+    torch.func.vmap(attend)(torch.randn(3, 1, 2, 5, 4, 8))
+    assert (told[0].backend, told[0].problem.n, told[0].copies) == ("tiled", 2, [])
+
+
 def test_backends() -> None:
     status = {backend.name: backend for backend in evoattn.backends()}
     assert status["tiled"].available and status["reference"].available

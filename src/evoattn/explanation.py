@@ -67,16 +67,16 @@ def explanation_of(inputs: Inputs, wishes: Wishes) -> Explanation:
     check_arguments(inputs, wishes)
     if sharded.is_sharded(inputs):
         inputs = sharded.outlines(inputs, wishes.layout)
+    needs = tuple([torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs.differentiable])
     inputs = _with_memory(inputs)
     options = wishes.options()
-    folded, _ = canonicalise(inputs, options.layout)
+    folded, _ = canonicalise(inputs, options.layout, narrow=not needs[4])
     copies = [
         f"{name}: its leading axes cannot be merged as a view"
         for name, x, y in zip("qkv", inputs.qkv, folded.qkv, strict=True)
         if x.numel() and x.data_ptr() != y.data_ptr()
     ]
     folded = _cast(folded)
-    needs = tuple([torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs.differentiable])
     forward, refused = _planned(lambda: plans.forward(folded, options))
     backward, refused_backward = forward, refused
     if any(needs):

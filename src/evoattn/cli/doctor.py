@@ -148,7 +148,10 @@ def _auto(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     q = torch.empty(1, 64, 64, 4, 32, device=device, dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 64, 64, device=device, dtype=torch.bool)
     pair_bias = torch.empty(1, 1, 4, 64, 64, device=device, dtype=dtype, requires_grad=True)
-    explanation = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
+    try:
+        explanation = evoattn.explain(q, q, q, mask=mask, pair_bias=pair_bias)
+    except Exception as error:  # a backend that cannot plan is a finding, and the checks go on
+        return {"backend": None, "backward_backend": None, "refused": {"auto": [_text(error)]}}
     return {
         "backend": explanation.backend,
         "backward_backend": explanation.backward_backend or explanation.backend,
@@ -188,8 +191,13 @@ def _run_case(check: Check, case: testing.Case, device: torch.device) -> None:
         testing.check(testing.run(inputs, check.backend), inputs)
         check.held.append(case.name)
     except Exception as error:  # whatever a broken backend raises is a finding, and the other checks go on
-        text = " ".join(str(error).split()) or "no message"
-        check.failed[case.name] = text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+        check.failed[case.name] = _text(error)
+
+
+def _text(error: Exception) -> str:
+    """An error in a line; that of a check without its name."""
+    text = " ".join(str(error).split()) or "no message"
+    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
 
 
 def _refusals(inputs: testing.Inputs, backend: str) -> list[str]:

@@ -14,7 +14,8 @@ from evoattn.backends import tiled
 from evoattn.bench import search
 from evoattn.bench.search import Found
 from evoattn.cli import tune
-from evoattn.tuning import Config, user
+from evoattn.inputs import Inputs, Outputs
+from evoattn.tuning import Config, TiledPlan, user
 from evoattn.workloads import workload
 
 from .conftest import FakeClock
@@ -28,14 +29,14 @@ class ClockOfTiles(FakeClock):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float], tick: float = 0.0) -> None:
         super().__init__(tick)
         self.budget, self.cost = 0, cost
-        plan = tiled.tiled_plan
+        plan = tiled._Blocks.plan
 
-        def watched(problem: object, config: Config, threads: int) -> object:
-            found = plan(problem, config, threads)  # type: ignore[arg-type]
+        def watched(blocks: tiled._Blocks) -> TiledPlan:
+            found = plan(blocks)
             self.budget = found.score_bytes
             return found
 
-        monkeypatch.setattr(tiled, "tiled_plan", watched)
+        monkeypatch.setattr(tiled._Blocks, "plan", watched)
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
         super().calls(call, count)
@@ -74,15 +75,16 @@ def test_nothing_is_kept_that_is_not_clearly_better(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_wrong_or_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ClockOfTiles(monkeypatch, lambda budget: budget / (1 << 22))
-    right = tiled.forward
+    right = tiled._forward
 
-    def broken(*arguments: object, config: Config, **options: object) -> tuple[torch.Tensor, ...]:
-        o, *statistic = right(*arguments, config=config, **options)  # type: ignore[arg-type]
-        if config.score_bytes == 1 << 20:
+    def broken(inputs: Inputs, outputs: Outputs, scale: float, blocks: tiled._Blocks) -> None:
+        right(inputs, outputs, scale, blocks)
+        if blocks.config.score_bytes == 1 << 20:
             raise RuntimeError("too much shared memory")
-        return (o * 1.01 if config.score_bytes == 2 << 20 else o), *statistic
+        if blocks.config.score_bytes == 2 << 20:
+            outputs.o.mul_(1.01)
 
-    monkeypatch.setattr(tiled, "forward", broken)
+    monkeypatch.setattr(tiled, "_forward", broken)
     found = searched(clock)
     assert found.config is None
     assert found.failed == 1

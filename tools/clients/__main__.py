@@ -1,4 +1,4 @@
-"""Compare the blocks of installed clients with and without the patch: python -m clients NAME ..."""
+"""Compare the blocks of installed clients with and without the patch, and with our layers: python -m clients NAME ..."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import evoattn
 from clients.blocks import Block
 from clients.compare import DTYPES, RESIDUES, Result, compare
+from clients.layers import faults_of
 
 COLUMNS = "{:20}{:34}{:9}{:>13}{:>9}{:>11}{:>8}"
 
@@ -47,6 +48,7 @@ def _client(name: str, blocks: tuple[Block, ...]) -> list[str]:
             sites += result.sites
     with evoattn.patch(name) as patched:
         version = patched.versions[name]
+    faults += faults_of(name, blocks)
     faults += [f"no block calls {site}" for site in patched.calls_by_site if not sites[site]]
     print(f"{name} {version}: {len(blocks)} blocks in {time.monotonic() - start:.0f} s, {len(faults)} faults")
     return faults

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 import evoattn
 from clients.blocks import Block, Call, Options, Problem
 
-__all__ = ["DTYPES", "LIMITS", "RESIDUES", "Result", "Watch", "compare"]
+__all__ = ["DTYPES", "LIMITS", "RESIDUES", "Outcome", "Result", "Watch", "compare", "errors", "outcome"]
 
 RESIDUES = (16, 33, 64, 97)
 DTYPES = (torch.float64, torch.float32)
@@ -82,7 +82,7 @@ def compare(
                 result.calls += patched.calls
                 result.sites.update(patched.calls_by_site)
                 result.faults += [f"{what}: {fault}" for fault in _not_ours(patched, theirs)]
-                _judge(result, what, _errors(originals[str(like)], found), LIMITS[dtype])
+                _judge(result, what, errors(originals[str(like)], found), LIMITS[dtype])
     return result
 
 
@@ -113,6 +113,11 @@ Outcome = tuple[list[Tensor], list[Tensor]]
 """Outputs and gradients, without the positions that do not count."""
 
 
+def outcome(block: Block, dtype: torch.dtype, length: int, options: Options) -> Outcome:
+    """Outputs and gradients of a block, as it is."""
+    return _run(block, dtype, length, options)[0]
+
+
 def _run(block: Block, dtype: torch.dtype, length: int, options: Options) -> tuple[Outcome, collections.Counter[str]]:
     """Build the block, call it, and differentiate it; also count the softmaxes of the client's own code."""
     problem = Problem(length, dtype)
@@ -136,7 +141,7 @@ def _residues(x: Tensor, call: Call, name: str, dtype: torch.dtype) -> Tensor:
     return x[mask.expand(x.shape[: mask.ndim])]
 
 
-def _errors(expected: Outcome, found: Outcome) -> tuple[float, float]:
+def errors(expected: Outcome, found: Outcome) -> tuple[float, float]:
     """Of the outputs, by the largest element of each, and of all gradients in one vector. What is NaN is off by infinity."""
     outputs = [float((b - a).abs().max() / a.abs().max()) for a, b in zip(expected[0], found[0], strict=True)]
     theirs, ours = (torch.cat([g.flatten().double() for g in gradients]) for _, gradients in (expected, found))

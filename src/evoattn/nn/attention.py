@@ -1,0 +1,155 @@
+"""What all layers share: the projections of an attention by OpenFold's names, the attention itself, residual and dropout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evoattn.api import evoformer_attention
+from evoattn.call.canonical import fits
+from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
+from evoattn.nn.gate import gated_linear
+from evoattn.nn.project import linear
+from evoattn.numerics import accumulate_dtype
+
+__all__ = ["Attention", "attend", "check_input", "check_mask", "check_settings", "check_shares", "heads", "update"]
+
+
+class Attention(nn.Module):
+    """The parameters `linear_q`, `linear_k`, `linear_v`, `linear_g` and `linear_o`, and the last step.
+
+    Args:
+        c_q: channels of what queries and gate are made from, and of the output.
+        c_kv: channels of what keys and values are made from.
+        c_hidden: channels of a head.
+        no_heads: heads H.
+        gating: whether there is a gate.
+        q_bias, gate_bias, out_bias: whether these products add a bias.
+        shared: whether all heads share one head of keys and values, as in global attention.
+    """
+
+    def __init__(
+        self,
+        c_q: int,
+        c_kv: int,
+        c_hidden: int,
+        no_heads: int,
+        *,
+        gating: bool = True,
+        q_bias: bool = False,
+        gate_bias: bool = True,
+        out_bias: bool = True,
+        shared: bool = False,
+    ) -> None:
+        super().__init__()
+        width = c_hidden * no_heads
+        self.linear_q = nn.Linear(c_q, width, bias=q_bias)
+        self.linear_k, self.linear_v = (nn.Linear(c_kv, c_hidden if shared else width, bias=False) for _ in range(2))
+        self.linear_o = nn.Linear(width, c_q, bias=out_bias)  # before the gate, as optimizers of OpenFold have it
+        self.linear_g = nn.Linear(c_q, width, bias=gate_bias) if gating else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Begin as AlphaFold does: the gate is open wherever it looks, and the output is 0."""
+        for x in (self.linear_q.weight, self.linear_k.weight, self.linear_v.weight):
+            nn.init.xavier_uniform_(x)
+        nn.init.zeros_(self.linear_o.weight)
+        if self.linear_g is not None:
+            nn.init.zeros_(self.linear_g.weight)
+        for module, start in ((self.linear_q, 0.0), (self.linear_g, 1.0), (self.linear_o, 0.0)):
+            if module is not None and module.bias is not None:
+                nn.init.constant_(module.bias, start)
+
+    @property
+    def inputs(self) -> tuple[nn.Linear, ...]:
+        """The projections of self-attention: q, k, v, and the gate if there is one."""
+        made = (self.linear_q, self.linear_k, self.linear_v)
+        return made if self.linear_g is None else (*made, self.linear_g)
+
+    def end(self, o: Tensor, g: Tensor | None) -> Tensor:
+        """The output product of o `[*, H C]`, gated by g if there is a gate."""
+        return linear(o, self.linear_o) if g is None else gated_linear(o, g, self.linear_o)
+
+
+def heads(x: Tensor, no_heads: int) -> Tensor:
+    """View `[*, H C]` as `[*, H, C]`."""
+    return x.view(*x.shape[:-1], no_heads, x.shape[-1] // no_heads)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pair_bias: Tensor | None, *, inf: float, empty_rows: EmptyRows
+) -> Tensor:
+    """The attention of a layer.
+
+    Args:
+        q, k, v: `[*, N, L, H, C]`.
+        mask: `[*, N, K]` or what broadcasts to it: 1 or True where a key is attended.
+        pair_bias: what broadcasts to `[*, N, H, Q, K]`.
+        inf: what a masked key loses.
+        empty_rows: as the layers take it.
+
+    Returns:
+        `[*, N, Q, H, C]`.
+    """
+    if mask is None:
+        return evoformer_attention(q, k, v, pair_bias=pair_bias)
+    if empty_rows == "native":
+        return evoformer_attention(q, k, v, mask=mask.bool(), pair_bias=pair_bias)
+    mask_bias = inf * (mask.to(accumulate_dtype(q.dtype)) - 1)
+    o = evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
+    o, q, k, v = (x.transpose(-2, -3) for x in (o, q, k, v))
+    o = with_means(o, q, k, v, mask_bias[..., None, None, :], pair_bias, q.shape[-1] ** -0.5)
+    return o.transpose(-2, -3)
+
+
+def update(x: Tensor, made: Tensor, *, residual: bool, dropout: float, shared: int | None, training: bool) -> Tensor:
+    """What a layer returns: its update, with dropout, added to its input if it has the residual.
+
+    Args:
+        x: the layer's input.
+        made: the update, of x's shape.
+        residual: whether x is added.
+        dropout: the probability that an entry is dropped in training.
+        shared: the axis along which all entries are dropped together, or None.
+        training: whether the layer trains.
+    """
+    if dropout and training:
+        sizes = [1 if axis == shared else size for axis, size in enumerate(made.shape, -made.ndim)]
+        kept = F.dropout(made.new_ones(sizes), dropout)
+        return torch.addcmul(x, made, kept) if residual else made * kept
+    return x + made if residual else made
+
+
+def check_settings(dropout: float, empty_rows: str) -> None:
+    """Raise ValueError for settings that no layer takes."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+    check_choice(empty_rows)
+
+
+def check_input(name: str, x: Tensor, axes: int, channels: int) -> None:
+    """Raise TypeError or ValueError unless x is a float tensor `[*, channels]` of at least so many axes."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
+    if x.ndim < axes or x.shape[-1] != channels:
+        raise ValueError(f"{name} must have at least {axes} axes and {channels} channels, got shape {list(x.shape)}")
+
+
+def check_shares(name: str, z: Tensor, lead: tuple[int, ...], queries: int, keys: int) -> None:
+    """Raise ValueError unless a pair representation is `[*, queries, keys, C]`, and * is `lead` or has size 1 for its axes."""
+    if z.ndim != len(lead) + 3 or z.shape[-3:-1] != (queries, keys) or not fits(tuple(z.shape[:-3]), lead):
+        wanted = f"[*, {queries}, {keys}, {z.shape[-1]}] where * broadcasts to {list(lead)} and has as many axes"
+        raise ValueError(f"{name} must be {wanted}, got shape {list(z.shape)}")
+
+
+def check_mask(name: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise TypeError or ValueError unless the mask is None or has as many axes as `shape` and broadcasts to it."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.ndim != len(shape) or not fits(tuple(mask.shape), shape):
+        raise ValueError(f"{name} must broadcast to {list(shape)} and have as many axes, got shape {list(mask.shape)}")

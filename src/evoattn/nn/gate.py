@@ -1,0 +1,72 @@
+"""The end of a layer: the gate on the attention's output, and the output product.
+
+    y = (o * sigmoid(g)) W^T + b
+
+The backward keeps o and g, which the attention and the projections keep anyway, and multiplies them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evoattn.nn.norm import uncast
+
+__all__ = ["gated_linear"]
+
+
+def gated_linear(o: Tensor, g: Tensor, module: nn.Linear) -> Tensor:
+    """The output product of a gated attention.
+
+    Args:
+        o: `[*, C]`, the attention's output, any strides. An axis of size 1 is broadcast.
+        g: `[*, C]`, the gate before the sigmoid, of o's dtype.
+        module: of C input features.
+
+    Returns:
+        `[*, out_features]` in o's dtype, laid out as `*` is.
+    """
+    bias = None if module.bias is None else module.bias.to(o.dtype)
+    made: Tensor = _GatedLinear.apply(o, g, module.weight.to(o.dtype), bias)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _gate(o: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """o * sigmoid(g) and sigmoid(g). The gate comes first: so the result lies as the gate does, and its rows are a view."""
+    opened = torch.sigmoid(g)
+    return opened * o, opened
+
+
+def _gate_backward(d_gated: Tensor, o: Tensor, opened: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of o and g; autograd sums that of an o that was broadcast."""
+    return d_gated * opened, torch.ops.aten.sigmoid_backward(d_gated * o, opened)
+
+
+class _GatedLinear(torch.autograd.Function):
+    """(o * sigmoid(g)) W^T + b."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(o, g, weight)
+        return F.linear(_gate(o, g)[0], weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        o, g, weight = ctx.saved_tensors
+        need_o, need_g, need_weight, need_bias = ctx.needs_input_grad
+        do = dg = dweight = dbias = None
+        with uncast(o):
+            rows = dy.reshape(-1, dy.shape[-1])
+            gated, opened = _gate(o, g)
+            if need_weight:
+                dweight = rows.t() @ gated.reshape(-1, g.shape[-1])
+            del gated
+            if need_bias:
+                dbias = rows.sum(0)
+            if need_o or need_g:
+                do, dg = _gate_backward((rows @ weight).view(g.shape), o, opened)
+        return do, dg, dweight, dbias

@@ -1,0 +1,266 @@
+"""Attention in a multiple sequence alignment: along rows with a pair bias, along columns, and global along columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from evoattn.compat.empty_rows import EmptyRows
+from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_shares, heads, update
+from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
+
+__all__ = ["MSAAttention", "MSAColumnAttention", "MSAColumnGlobalAttention", "MSARowAttentionWithPairBias"]
+
+
+class MSAAttention(nn.Module):
+    """What row and column attention share, as in OpenFold.
+
+    Args:
+        c_in: channels of the alignment.
+        c_hidden: channels of a head.
+        no_heads: heads H.
+        pair_bias: whether there is a pair bias.
+        c_z: channels of the pair representation, if there is one.
+        inf, dropout, residual, gate_bias, out_bias, empty_rows: as in `TriangleAttention`; dropout is shared by all sequences.
+    """
+
+    def __init__(
+        self,
+        c_in: int,
+        c_hidden: int,
+        no_heads: int,
+        pair_bias: bool = False,
+        c_z: int | None = None,
+        inf: float = 1e9,
+        *,
+        dropout: float = 0.0,
+        residual: bool = False,
+        gate_bias: bool = True,
+        out_bias: bool = True,
+        empty_rows: EmptyRows = "mean",
+    ) -> None:
+        super().__init__()
+        check_settings(dropout, empty_rows)
+        if pair_bias != (c_z is not None):
+            raise ValueError(f"c_z must be given if there is a pair bias, and only then; got {c_z} and pair_bias={pair_bias}")
+        self.c_in, self.c_z, self.no_heads, self.inf = c_in, c_z, no_heads, inf
+        self.dropout, self.residual, self.empty_rows = dropout, residual, empty_rows
+        self.layer_norm_m = nn.LayerNorm(c_in)
+        self.layer_norm_z = None if c_z is None else nn.LayerNorm(c_z)
+        self.linear_z = None if c_z is None else nn.Linear(c_z, no_heads, bias=False)
+        self.mha = Attention(c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias)
+
+    def forward(self, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, *, columns: bool = False) -> Tensor:
+        """The update of m `[*, S, L, c_in]` with z `[*, L, L, c_z]` and a mask `[*, S, L]`, along rows or along columns."""
+        check_input("m", m, 3, self.c_in)
+        check_mask("mask", mask, tuple(m.shape[:-1]))
+        pair_bias = self._pair_bias(m, z)
+        mha = self.mha
+        q, k, v, g = project(m, self.layer_norm_m, mha.inputs)
+        if columns:
+            q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
+            mask = None if mask is None else mask.transpose(-1, -2)
+        q, k, v = (heads(x, self.no_heads) for x in (q, k, v))
+        o = attend(q, k, v, mask, pair_bias, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
+        made = mha.end(o.transpose(-2, -3) if columns else o, g)
+        return update(m, made, residual=self.residual, dropout=self.dropout, shared=-3, training=self.training)
+
+    def _pair_bias(self, m: Tensor, z: Tensor | None) -> Tensor | None:
+        """`[*, 1, H, L, L]`, a view of what the projection writes."""
+        if self.linear_z is None or self.c_z is None:
+            if z is not None:
+                raise ValueError("z is given, and this attention has no pair bias")
+            return None
+        if z is None:
+            raise ValueError("z must be given: this attention has a pair bias")
+        check_input("z", z, 3, self.c_z)
+        check_shares("z", z, tuple(m.shape[:-3]), m.shape[-2], m.shape[-2])
+        (bias,) = project(z, self.layer_norm_z, (self.linear_z,))
+        return bias.movedim(-1, -3).unsqueeze(-4)
+
+
+class MSARowAttentionWithPairBias(MSAAttention):
+    """Each sequence attends along itself, with a pair bias that all sequences share.
+
+    Parameters have OpenFold's names: `layer_norm_m`, `layer_norm_z`, `linear_z`, `mha.linear_q`, `_k`, `_v`, `_g`, `_o`.
+
+    Args:
+        c_m: channels of the alignment.
+        c_z: channels of the pair representation.
+        c_hidden: channels of a head.
+        no_heads: heads H.
+        inf, dropout, residual, gate_bias, out_bias, empty_rows: as in `TriangleAttention`; all sequences drop the same entries.
+
+    Example:
+        >>> import torch
+        >>> from evoattn.nn import MSARowAttentionWithPairBias
+        >>> layer = MSARowAttentionWithPairBias(c_m=16, c_z=8, c_hidden=8, no_heads=4)
+        >>> layer(torch.randn(1, 5, 12, 16), torch.randn(1, 12, 12, 8), torch.ones(1, 5, 12)).shape
+        torch.Size([1, 5, 12, 16])
+
+    Source: Jumper et al. 2021, supplementary algorithm 7.
+    """
+
+    def __init__(
+        self,
+        c_m: int,
+        c_z: int,
+        c_hidden: int,
+        no_heads: int,
+        inf: float = 1e9,
+        *,
+        dropout: float = 0.0,
+        residual: bool = False,
+        gate_bias: bool = True,
+        out_bias: bool = True,
+        empty_rows: EmptyRows = "mean",
+    ) -> None:
+        super().__init__(
+            c_m,
+            c_hidden,
+            no_heads,
+            pair_bias=True,
+            c_z=c_z,
+            inf=inf,
+            dropout=dropout,
+            residual=residual,
+            gate_bias=gate_bias,
+            out_bias=out_bias,
+            empty_rows=empty_rows,
+        )
+
+    def forward(self, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """The update of m, or m with its update.
+
+        Args:
+            m: the alignment, `[*, S, L, c_m]`.
+            z: the pair representation, `[*, L, L, c_z]`.
+            mask: `[*, S, L]`, 1 or True where a residue is there; None: all are.
+
+        Raises:
+            TypeError, ValueError: m, z or mask do not fit.
+        """
+        return super().forward(m, z, mask)
+
+
+class MSAColumnAttention(nn.Module):
+    """Each column of an alignment attends along itself; the alignment is never copied column by column.
+
+    Parameters have OpenFold's names, below `_msa_att`: `layer_norm_m`, `mha.linear_q`, `_k`, `_v`, `_g`, `_o`.
+
+    Args:
+        c_m: channels of the alignment.
+        c_hidden: channels of a head.
+        no_heads: heads H.
+        inf, residual, gate_bias, out_bias, empty_rows: as in `TriangleAttention`.
+
+    Example:
+        >>> import torch
+        >>> from evoattn.nn import MSAColumnAttention
+        >>> MSAColumnAttention(c_m=16, c_hidden=8, no_heads=4)(torch.randn(1, 5, 12, 16)).shape
+        torch.Size([1, 5, 12, 16])
+
+    Source: Jumper et al. 2021, supplementary algorithm 8.
+    """
+
+    def __init__(
+        self,
+        c_m: int,
+        c_hidden: int,
+        no_heads: int,
+        inf: float = 1e9,
+        *,
+        residual: bool = False,
+        gate_bias: bool = True,
+        out_bias: bool = True,
+        empty_rows: EmptyRows = "mean",
+    ) -> None:
+        super().__init__()
+        self._msa_att = MSAAttention(
+            c_m,
+            c_hidden,
+            no_heads,
+            inf=inf,
+            residual=residual,
+            gate_bias=gate_bias,
+            out_bias=out_bias,
+            empty_rows=empty_rows,
+        )
+
+    def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The update of m `[*, S, L, c_m]`, or m with its update; mask `[*, S, L]`, 1 or True where a residue is there.
+
+        Raises:
+            TypeError, ValueError: m or mask do not fit.
+        """
+        made: Tensor = self._msa_att(m, mask=mask, columns=True)
+        return made
+
+
+class MSAColumnGlobalAttention(nn.Module):
+    """One query for each column and head, the mean of its residues; all heads share one head of keys and values.
+
+    Parameters have OpenFold's names: `layer_norm_m`, `global_attention.linear_q`, `_k`, `_v`, `_g`, `_o`.
+
+    Args:
+        c_in: channels of the alignment.
+        c_hidden: channels of a head.
+        no_heads: heads H.
+        inf: what the scores of a masked residue lose.
+        eps: is added to the number of residues that the mean is divided by.
+        residual, gate_bias, out_bias, empty_rows: as in `TriangleAttention`.
+
+    Example:
+        >>> import torch
+        >>> from evoattn.nn import MSAColumnGlobalAttention
+        >>> MSAColumnGlobalAttention(c_in=16, c_hidden=8, no_heads=4)(torch.randn(1, 5, 12, 16)).shape
+        torch.Size([1, 5, 12, 16])
+
+    Source: Jumper et al. 2021, supplementary algorithm 19.
+    """
+
+    def __init__(
+        self,
+        c_in: int,
+        c_hidden: int,
+        no_heads: int,
+        inf: float = 1e9,
+        eps: float = 1e-10,
+        *,
+        residual: bool = False,
+        gate_bias: bool = True,
+        out_bias: bool = True,
+        empty_rows: EmptyRows = "mean",
+    ) -> None:
+        super().__init__()
+        check_settings(0.0, empty_rows)
+        self.c_in, self.no_heads, self.inf, self.eps = c_in, no_heads, inf, eps
+        self.residual, self.empty_rows = residual, empty_rows
+        self.layer_norm_m = nn.LayerNorm(c_in)
+        self.global_attention = Attention(c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias, shared=True)
+
+    def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The update of m `[*, S, L, c_in]`, or m with its update; mask `[*, S, L]`, 1 or True where a residue is there.
+
+        Raises:
+            TypeError, ValueError: m or mask do not fit.
+        """
+        check_input("m", m, 3, self.c_in)
+        check_mask("mask", mask, tuple(m.shape[:-1]))
+        mha = self.global_attention
+        normed = layer_norm(m, self.layer_norm_m, compute_dtype_of(m, mha.linear_q.weight))
+        k, v, g = project(normed, None, mha.inputs[1:])
+        q = heads(linear(self._mean(normed, mask), mha.linear_q), self.no_heads).unsqueeze(-2)  # [*,l,h,1,d]: heads as queries
+        k, v = (x.transpose(-2, -3).unsqueeze(-2) for x in (k, v))  # [*,l,s,1,d]
+        columns = None if mask is None else mask.transpose(-1, -2)
+        o = attend(q, k, v, columns, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
+        made = mha.end(o.unsqueeze(-3), g)  # one for all sequences
+        return update(m, made, residual=self.residual, dropout=0.0, shared=None, training=self.training)
+
+    def _mean(self, normed: Tensor, mask: Tensor | None) -> Tensor:
+        """The mean of each column's residues, `[*, L, c_in]`, summed in float32 or wider."""
+        wide = torch.promote_types(normed.dtype, torch.float32)
+        if mask is None:
+            return (normed.sum(-3, dtype=wide) / (normed.shape[-3] + self.eps)).to(normed.dtype)
+        weights = mask.to(wide).unsqueeze(-1)
+        return ((normed * weights).sum(-3) / (weights.sum(-3) + self.eps)).to(normed.dtype)

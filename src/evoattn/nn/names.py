@@ -1,0 +1,64 @@
+"""State dicts of OpenFold-3 and Boltz by the names of `evoattn.nn`, which are OpenFold's. OpenFold's own load as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+__all__ = ["from_boltz", "from_openfold3"]
+
+_BOLTZ = {
+    "norm_s": "layer_norm_a",
+    "proj_z.0": "layer_norm_z",
+    "proj_z.1": "linear_z",
+    "proj_q": "mha.linear_q",
+    "proj_k": "mha.linear_k",
+    "proj_v": "mha.linear_v",
+    "proj_g": "mha.linear_g",
+    "proj_o": "mha.linear_o",
+}
+"""Names in Boltz's `AttentionPairBias`. Its triangle attention has OpenFold's names."""
+
+_BOLTZ_NAME = re.compile(rf"(^|\.)({'|'.join(map(re.escape, _BOLTZ))})(?=\.(?:weight|bias)$)")
+
+
+def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of OpenFold-3's layers, or of a model of them, by the names of `evoattn.nn`.
+
+    Only triangle attention differs: its pair bias is `linear_z` there and `linear` here. Make the layer with
+    `gate_bias=False, out_bias=False`.
+
+    Args:
+        state: tensors by OpenFold-3's names, with any prefixes. Names of other layers stay.
+
+    Example:
+        >>> import torch
+        >>> state = {"layer_norm.weight": torch.ones(8), "linear_z.weight": torch.ones(4, 8)}
+        >>> list(from_openfold3(state))
+        ['layer_norm.weight', 'linear.weight']
+    """
+    return {_of_triangle(name, state): x for name, x in state.items()}
+
+
+def _of_triangle(name: str, state: Mapping[str, Tensor]) -> str:
+    prefix, found, _ = name.rpartition("linear_z.weight")
+    return f"{prefix}linear.weight" if found and f"{prefix}layer_norm.weight" in state else name
+
+
+def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of Boltz's layers, or of a model of them, by the names of `evoattn.nn`.
+
+    Make triangle attention with `gate_bias=False, out_bias=False`, and `AttentionPairBias` with `inf=1e6`; `norm=False` if the
+    layer has no `norm_s`.
+
+    Args:
+        state: tensors by Boltz's names, with any prefixes. Names of other layers stay.
+
+    Example:
+        >>> import torch
+        >>> list(from_boltz({"layers.0.attention.proj_q.bias": torch.ones(8)}))
+        ['layers.0.attention.mha.linear_q.bias']
+    """
+    return {_BOLTZ_NAME.sub(lambda found: found[1] + _BOLTZ[found[2]], name): x for name, x in state.items()}

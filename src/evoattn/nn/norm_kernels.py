@@ -1,0 +1,146 @@
+"""Layer norm in Triton: a kernel a pass, which reads each row once. Sums over rows are in a fixed order, without atomics."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from evoattn.devices import on_device_of
+
+__all__ = ["normalise", "normalise_backward"]
+
+_TILE = 4096
+"""Elements of a forward tile, 32 for each thread."""
+
+_TILE_BACKWARD = 2048
+"""Elements of a backward tile: four tiles of float32 are held at a time."""
+
+_PROGRAMS = 4
+"""Backward programs for each processor. Each sums its share of the rows."""
+
+_UNKNOWN_PROCESSORS = 132
+
+
+@triton.jit
+def norm_kernel(
+    x, scale, shift, out, mean, rstd, rows, stride, eps, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_R rows. It reads them once, and writes them once with their mean and 1 / standard deviation."""
+    o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_c = tl.arange(0, BLOCK_C)
+    m_r, m_c = o_r < rows, o_c < C
+    m_rc = m_r[:, None] & m_c[None, :]
+    b_x = tl.load(x + o_r[:, None] * stride + o_c[None, :], mask=m_rc, other=0.0).to(tl.float32)  # [r,c]
+    b_mean = tl.sum(b_x, 1) / C  # [r]
+    b_x = tl.where(m_rc, b_x - b_mean[:, None], 0.0)
+    b_rstd = 1 / tl.sqrt(tl.sum(b_x * b_x, 1) / C + eps)
+    b_x = b_x * b_rstd[:, None]
+    if HAS_SCALE:
+        b_x = b_x * tl.load(scale + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    if HAS_SHIFT:
+        b_x = b_x + tl.load(shift + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + o_r[:, None] * C + o_c[None, :], b_x.to(out.dtype.element_ty), mask=m_rc)
+    tl.store(mean + o_r, b_mean, mask=m_r)
+    tl.store(rstd + o_r, b_rstd, mask=m_r)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy, x, scale, mean, rstd, dx, sums, rows, stride, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_SCALE: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SUMS: tl.constexpr,
+):  # fmt: skip
+    """One program owns every G-th tile of BLOCK_R rows, of G programs. It loops over them and reads each row of dy and x once.
+    It writes each row of dx once, and at its end one row of the sums of dy * normed and of dy.
+    """
+    o_c = tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    b_w = tl.full((BLOCK_C,), 1.0, tl.float32)
+    if HAS_SCALE:
+        b_w = tl.load(scale + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_dscale = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)  # [r,c]
+    b_dshift = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)  # [r,c]
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
+        o_r = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        m_r = o_r < rows
+        m_rc = m_r[:, None] & m_c[None, :]
+        b_dy = tl.load(dy + o_r[:, None] * C + o_c[None, :], mask=m_rc, other=0.0).to(tl.float32)  # [r,c]
+        b_x = tl.load(x + o_r[:, None] * stride + o_c[None, :], mask=m_rc, other=0.0).to(tl.float32)  # [r,c]
+        b_rstd = tl.load(rstd + o_r, mask=m_r, other=0.0)  # [r]
+        b_x = tl.where(m_rc, (b_x - tl.load(mean + o_r, mask=m_r, other=0.0)[:, None]) * b_rstd[:, None], 0.0)
+        if NEEDS_SUMS:
+            b_dscale += b_dy * b_x
+            b_dshift += b_dy
+        if NEEDS_X:
+            b_dy = b_dy * b_w[None, :]
+            b_dx = b_dy - (tl.sum(b_dy, 1) / C)[:, None] - b_x * (tl.sum(b_dy * b_x, 1) / C)[:, None]
+            b_dx = (b_dx * b_rstd[:, None]).to(dx.dtype.element_ty)
+            tl.store(dx + o_r[:, None] * C + o_c[None, :], b_dx, mask=m_rc)
+    if NEEDS_SUMS:
+        p_sums = sums + tl.program_id(0) * 2 * C + o_c
+        tl.store(p_sums, tl.sum(b_dscale, 0), mask=m_c)
+        tl.store(p_sums + C, tl.sum(b_dshift, 0), mask=m_c)
+
+
+def normalise(
+    rows: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `evoattn.nn.norm.normalise`; rows of 16 or 32 bits, as many channels as a program can hold."""
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    count, channels = rows.shape
+    out = torch.empty((count, channels), dtype=dtype, device=rows.device)
+    mean, rstd = (torch.empty((count, 1), dtype=torch.float32, device=rows.device) for _ in range(2))
+    block_c = triton.next_power_of_2(channels)
+    block_r = max(1, _TILE // block_c)
+
+    def launch() -> None:
+        norm_kernel[(triton.cdiv(count, block_r),)](
+            rows, scale, shift, out, mean, rstd, count, rows.stride(0), eps, channels, block_r, block_c,
+            scale is not None, shift is not None,
+        )  # fmt: skip
+
+    on_device_of(rows, launch)()
+    return out, mean, rstd
+
+
+def normalise_backward(
+    d_normed: Tensor,
+    rows: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As `evoattn.nn.norm.normalise_backward`, of the rows that `normalise` takes."""
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    d_normed = d_normed.contiguous()
+    count, channels = rows.shape
+    block_c = triton.next_power_of_2(channels)
+    block_r = max(1, _TILE_BACKWARD // block_c)
+    programs = min(triton.cdiv(count, block_r), _PROGRAMS * _processors(rows))
+    dx = torch.empty((count, channels), dtype=rows.dtype, device=rows.device) if needs[0] else None
+    summed = needs[1] or needs[2]
+    sums = torch.empty((programs, 2, channels), dtype=torch.float32, device=rows.device) if summed else None
+
+    def launch() -> None:
+        norm_backward_kernel[(programs,)](
+            d_normed, rows, scale, mean, rstd, dx, sums, count, rows.stride(0), channels, block_r, block_c,
+            scale is not None, needs[0], summed,
+        )  # fmt: skip
+
+    on_device_of(rows, launch)()
+    if sums is None:
+        return dx, None, None
+    dscale, dshift = sums.sum(0).unbind()
+    return (
+        dx,
+        dscale.to(scale.dtype) if needs[1] and scale is not None else None,
+        dshift.to(shift.dtype) if needs[2] and shift is not None else None,
+    )
+
+
+def _processors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else _UNKNOWN_PROCESSORS

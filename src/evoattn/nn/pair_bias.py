@@ -1,0 +1,183 @@
+"""AlphaFold 3's attention with pair bias: the single track, and the diffusion transformer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evoattn.compat.empty_rows import EmptyRows
+from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_shares, heads, update
+from evoattn.nn.project import linear, project
+
+__all__ = ["AdaLN", "AttentionPairBias"]
+
+
+class AdaLN(nn.Module):
+    """Layer norm whose scale and shift are made from a condition: norm(a) * sigmoid(linear_g(s')) + linear_s(s'), s' = norm(s).
+
+    Args:
+        c_a: channels of what is normalised.
+        c_s: channels of the condition.
+
+    Source: Abramson et al. 2024, algorithm 26. Parameters have OpenFold-3's names.
+    """
+
+    def __init__(self, c_a: int, c_s: int) -> None:
+        super().__init__()
+        self.layer_norm_a = nn.LayerNorm(c_a, elementwise_affine=False)
+        self.layer_norm_s = nn.LayerNorm(c_s, bias=False)
+        self.linear_g = nn.Linear(c_s, c_a)
+        self.linear_s = nn.Linear(c_s, c_a, bias=False)
+
+    def forward(self, a: Tensor, s: Tensor) -> Tensor:
+        """a `[*, c_a]` under the condition s `[*, c_s]`."""
+        g, shift = project(s, self.layer_norm_s, (self.linear_g, self.linear_s))
+        normed = F.layer_norm(a, a.shape[-1:], eps=self.layer_norm_a.eps).to(g.dtype)
+        return torch.addcmul(shift, normed, torch.sigmoid(g))
+
+
+class AttentionPairBias(nn.Module):
+    """Attention along residues with a bias from the pair representation, which all samples of a structure share.
+
+    Parameters have OpenFold-3's names: `layer_norm_a`, `layer_norm_z`, `linear_z`, `mha.linear_q`, `_k`, `_v`, `_g`, `_o`, and
+    with a condition `layer_norm_a.layer_norm_s`, `.linear_g`, `.linear_s` and `linear_ada_out`.
+
+    Args:
+        c_a: channels of a.
+        c_z: channels of the pair representation.
+        c_hidden: channels of a head.
+        no_heads: heads H.
+        c_s: channels of the condition of a diffusion transformer: a is normalised under it and the update is gated by it; z is
+            taken as it is. None: the single track, where z is normalised.
+        inf: what the score of a masked key loses.
+        norm: whether a is normalised; Boltz does that before the layer.
+        q_bias, gate_bias, out_bias: whether these products add a bias.
+        residual, empty_rows: as in `TriangleAttention`.
+
+    Raises:
+        ValueError: a setting is not one of these, or a condition is given without a norm.
+
+    Example:
+        >>> import torch
+        >>> from evoattn.nn import AttentionPairBias
+        >>> layer = AttentionPairBias(c_a=16, c_z=8, c_hidden=8, no_heads=4, c_s=12)
+        >>> a, z, s = torch.randn(1, 5, 10, 16), torch.randn(1, 1, 10, 10, 8), torch.randn(1, 5, 10, 12)  # 5 samples
+        >>> layer(a, z, s).shape
+        torch.Size([1, 5, 10, 16])
+
+    Source: Abramson et al. 2024, algorithm 24.
+    """
+
+    def __init__(
+        self,
+        c_a: int,
+        c_z: int,
+        c_hidden: int,
+        no_heads: int,
+        c_s: int | None = None,
+        inf: float = 1e9,
+        *,
+        norm: bool = True,
+        residual: bool = False,
+        q_bias: bool = True,
+        gate_bias: bool = False,
+        out_bias: bool = False,
+        empty_rows: EmptyRows = "mean",
+    ) -> None:
+        super().__init__()
+        check_settings(0.0, empty_rows)
+        if c_s is not None and not norm:
+            raise ValueError("a condition c_s acts on the norm: norm must be True")
+        self.c_a, self.c_z, self.c_s, self.no_heads, self.inf = c_a, c_z, c_s, no_heads, inf
+        self.residual, self.empty_rows = residual, empty_rows
+        self.layer_norm_a: nn.Module | None = None
+        if norm:
+            self.layer_norm_a = nn.LayerNorm(c_a) if c_s is None else AdaLN(c_a, c_s)
+        self.layer_norm_z = nn.LayerNorm(c_z) if c_s is None else None
+        self.linear_z: nn.Linear | None = nn.Linear(c_z, no_heads, bias=False)
+        self.linear_ada_out = None if c_s is None else nn.Linear(c_s, c_a)
+        self.mha = Attention(c_a, c_a, c_hidden, no_heads, q_bias=q_bias, gate_bias=gate_bias, out_bias=out_bias)
+
+    def forward(
+        self,
+        a: Tensor,
+        z: Tensor | None,
+        s: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        keys: Tensor | None = None,
+        pair_bias: Tensor | None = None,
+    ) -> Tensor:
+        """The update of a, or a with its update.
+
+        Args:
+            a: `[*, Q, c_a]`.
+            z: the pair representation, `[*, Q, K, c_z]`; an axis that all samples share has size 1 and is never repeated. None
+                if `pair_bias` is given.
+            s: the condition, `[*, Q, c_s]`, if the layer takes one.
+            mask: `[*, K]`, 1 or True where a key is there; None: all are.
+            keys: what keys and values are made from, `[*, K, c_a]`, normalised by the layer as a is. None: a.
+            pair_bias: what `self.pair_bias(z)` returned, for calls that share z, such as the steps of a diffusion.
+
+        Returns:
+            `[*, Q, c_a]` in the compute dtype; with the residual, as torch promotes a and that.
+
+        Raises:
+            TypeError, ValueError: the arguments do not fit.
+        """
+        self._check(a, z, s, mask, keys, pair_bias)
+        if a.ndim == 2:
+            one = [None if x is None else x[None] for x in (a, z, s, mask, keys, pair_bias)]
+            return self(*one[:4], keys=one[4], pair_bias=one[5])[0]  # type: ignore[no-any-return]
+        if z is not None:
+            pair_bias = self.pair_bias(z)
+        q, k, v, g = self._projections(a, s, keys)
+        q, k, v = (heads(x, self.no_heads) for x in (q, k, v))
+        made = self.mha.end(attend(q, k, v, mask, pair_bias, inf=self.inf, empty_rows=self.empty_rows).flatten(-2), g)
+        if self.linear_ada_out is not None and s is not None:
+            made = torch.sigmoid(linear(s.to(made.dtype), self.linear_ada_out)) * made
+        return update(a, made, residual=self.residual, dropout=0.0, shared=None, training=self.training)
+
+    def _projections(self, a: Tensor, s: Tensor | None, keys: Tensor | None) -> list[Tensor]:
+        mha, norm = self.mha, self.layer_norm_a
+        if isinstance(norm, AdaLN):
+            a, norm = norm(a, s), None
+        if keys is None:
+            return project(a, norm, mha.inputs)
+        linear_q, linear_k, linear_v, linear_g = mha.inputs
+        q, g = project(a, norm, (linear_q, linear_g))
+        return [q, *project(keys, norm, (linear_k, linear_v)), g]
+
+    def pair_bias(self, z: Tensor) -> Tensor:
+        """The pair bias of z `[*, Q, K, c_z]`: `[*, H, Q, K]`, a view of what the projection writes."""
+        check_input("z", z, 3, self.c_z)
+        if self.linear_z is not None:
+            (z,) = project(z, self.layer_norm_z, (self.linear_z,))
+        return z.movedim(-1, -3)
+
+    def _check(
+        self,
+        a: Tensor,
+        z: Tensor | None,
+        s: Tensor | None,
+        mask: Tensor | None,
+        keys: Tensor | None,
+        pair_bias: Tensor | None,
+    ) -> None:
+        check_input("a", a, 2, self.c_a)
+        if keys is not None:
+            check_input("keys", keys, 2, self.c_a)
+            if self.c_s is not None:
+                raise ValueError("keys cannot be given beside a condition")
+        length = (a if keys is None else keys).shape[-2]
+        if (z is None) == (pair_bias is None):
+            raise ValueError("one of z and pair_bias must be given")
+        if z is not None:
+            check_input("z", z, 3, self.c_z)
+            check_shares("z", z, tuple(a.shape[:-2]), a.shape[-2], length)
+        check_mask("mask", mask, (*a.shape[:-2], length))
+        if (s is None) != (self.c_s is None):
+            raise ValueError(f"s must be {'None' if self.c_s is None else 'given'}: the layer was made with c_s={self.c_s}")
+        if s is not None and self.c_s is not None:
+            check_input("s", s, 2, self.c_s)

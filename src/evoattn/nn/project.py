@@ -1,0 +1,134 @@
+"""Norm and projections: all projections of one input by one product, whose gradients come back as one tensor too.
+
+    y = norm(x) W^T + b,    W = the rows of all projections, one below the other
+
+The backward keeps x, which is an input of the layer, and two numbers for each row. It normalises x again, which costs one pass
+over memory: saving the result would take as much memory as x.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evoattn.call.validation import compute_dtype
+from evoattn.nn.norm import normalise, normalise_backward, uncast
+
+__all__ = ["compute_dtype_of", "layer_norm", "linear", "project"]
+
+_BYTES = 16
+"""Each projection starts on a multiple of this, and so does each row: GPUs copy tiles only from such addresses."""
+
+
+def compute_dtype_of(x: Tensor, parameter: Tensor) -> torch.dtype:
+    """The dtype of a layer's products: autocast's where it is on, else the narrower one of input and parameters."""
+    dtype = compute_dtype(x)
+    return parameter.dtype if parameter.dtype.itemsize < dtype.itemsize else dtype
+
+
+def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
+    """A module's layer norm of x in `dtype`, from its `weight`, `bias` and `eps`; the backward keeps x and the statistics."""
+    scale, shift, eps = _settings(norm)
+    made, _, _ = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, dtype)
+    return made.view(x.shape)
+
+
+def linear(x: Tensor, module: nn.Linear) -> Tensor:
+    """A module's product in the dtype of x."""
+    bias = None if module.bias is None else module.bias.to(x.dtype)
+    return F.linear(x, module.weight.to(x.dtype), bias)
+
+
+def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> list[Tensor]:
+    """The projections of norm(x), in the compute dtype: views of one tensor that one product writes.
+
+    Args:
+        x: `[*, C]`.
+        norm: has `weight`, `bias`, `eps` as `torch.nn.LayerNorm`; None: x is projected as it is.
+        linears: modules of C input features.
+
+    Returns:
+        `[*, out_features]` for each. Each starts on 16 bytes if x has whole rows of them, and its rows do.
+    """
+    dtype = compute_dtype_of(x, linears[0].weight)
+    weight, bias, biased = _join(linears, dtype)
+    if norm is None:
+        joined = F.linear(x.to(dtype), weight, bias)
+    else:
+        scale, shift, eps = _settings(norm)
+        joined = _NormLinear.apply(x, scale, shift, eps, weight, bias, biased)  # type: ignore[no-untyped-call]
+    sizes = itertools.chain.from_iterable((module.out_features, _gap(module, dtype)) for module in linears)
+    return list(joined.split(tuple(sizes), -1)[::2])
+
+
+def _settings(norm: nn.Module) -> tuple[Any, Any, float]:
+    return norm.weight, norm.bias, norm.eps  # type: ignore[return-value]
+
+
+def _gap(module: nn.Linear, dtype: torch.dtype) -> int:
+    """Rows of zeros below a weight, so that what comes next starts on 16 bytes."""
+    return -module.out_features % (_BYTES // dtype.itemsize)
+
+
+def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
+    """One weight, one bias or None, and the columns between which there are biases."""
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    first, last, here = 0, 0, 0
+    for module in linears:
+        rows, gap = module.out_features, _gap(module, dtype)
+        weights += [module.weight, module.weight.new_zeros(gap, module.in_features)]
+        if module.bias is None:
+            biases += [module.weight.new_zeros(rows + gap)]
+        else:
+            biases += [module.bias, module.bias.new_zeros(gap)]
+            first, last = (first if last else here), here + rows
+        here += rows + gap
+    bias = torch.cat(biases).to(dtype) if last else None
+    return torch.cat(weights).to(dtype), bias, (first, last)
+
+
+class _NormLinear(torch.autograd.Function):
+    """norm(x) W^T + b of x `[*, C]`, in the dtype of the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        biased: tuple[int, int],
+    ) -> Tensor:
+        normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight.dtype)
+        ctx.save_for_backward(x, scale, shift, weight, mean, rstd)
+        ctx.eps, ctx.biased = eps, biased
+        return F.linear(normed, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, shift, weight, mean, rstd = ctx.saved_tensors
+        need_x, need_scale, need_shift, _, need_weight, need_bias, _ = ctx.needs_input_grad
+        rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dx = dscale = dshift = dweight = dbias = None
+        with uncast(x):
+            if need_weight:
+                normed, _, _ = normalise(rows, scale, shift, ctx.eps, weight.dtype)
+                dweight = dy.t() @ normed
+                del normed
+            if need_bias:
+                first, last = ctx.biased
+                dbias = dy.new_zeros(dy.shape[-1])
+                dbias[first:last] = dy[:, first:last].sum(0)
+            if need_x or need_scale or need_shift:
+                needs = (need_x, need_scale, need_shift)
+                dx, dscale, dshift = normalise_backward(dy @ weight, rows, mean, rstd, scale, shift, needs)
+        return None if dx is None else dx.view(x.shape), dscale, dshift, None, dweight, dbias, None

@@ -1,0 +1,248 @@
+"""The layers of OpenFold, OpenFold-3 and Boltz, computed by ours.
+
+A layer of the client stays where it is, with its parameters, their names and its hooks. Only its `forward` is set, to a call of
+one of our layers that holds the very same projections and norms.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evoattn.call.canonical import with_axes
+from evoattn.nn.attention import Attention
+from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
+from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
+from evoattn.nn.template import TemplatePointwiseAttention
+from evoattn.nn.triangle import TriangleAttention
+
+__all__ = ["replace"]
+
+
+def replace(model: nn.Module) -> list[str]:
+    """Let our layers compute the attention layers of a client's model, in place.
+
+    Known are the layers of OpenFold 1 and 2 and OpenFold-3 (triangle, MSA row, column and global column attention), OpenFold's
+    template pointwise attention, OpenFold-3's attention with pair bias of the trunk and of the diffusion transformer, and the
+    triangle attention and attention with pair bias of Boltz-1 and Boltz-2. Parameters are shared and keep their names, so
+    optimizers, checkpoints and later moves to a device see no difference. Chunk sizes and kernel switches are ignored. Hooks on
+    the projections inside a layer are not called.
+
+    Args:
+        model: the client's model, or one of its layers.
+
+    Returns:
+        The names of the layers, as `model.named_modules()` has them.
+
+    Raises:
+        ValueError: there is no layer that is known, or one has other parameters than ours, a precision of its own or adapters.
+
+    Example:
+        >>> from torch import nn
+        >>> replace(nn.Linear(3, 3))
+        Traceback (most recent call last):
+        ...
+        ValueError: no layer of Linear is known: evoattn.nn.replace takes models of openfold, openfold3, boltz
+    """
+    made = [(name, module, _ours(module)) for name, module in model.named_modules()]
+    found = [(name, module, forward) for name, module, forward in made if forward is not None]
+    if not found:
+        clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in _LAYERS))
+        raise ValueError(f"no layer of {type(model).__name__} is known: evoattn.nn.replace takes models of {clients}")
+    for _, module, forward in found:
+        module.forward = forward
+    return [name for name, _, _ in found]
+
+
+def _ours(theirs: nn.Module) -> Callable[..., Tensor] | None:
+    """Our forward of a client's layer, or None if it is not known."""
+    for kind in type(theirs).__mro__:
+        known = _LAYERS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if known is not None:
+            make, forward = known
+            with torch.device("meta"):
+                ours = make(theirs)
+            _check(ours, theirs)
+            return functools.partial(forward, ours)
+    return None
+
+
+def _check(ours: nn.Module, theirs: nn.Module) -> None:
+    """Raise ValueError unless ours has the parameters of theirs, in modules that do no more than multiply or normalise."""
+    if {id(x) for x in ours.parameters()} != {id(x) for x in theirs.parameters()}:
+        raise ValueError(f"a {type(theirs).__name__} has other parameters than the layer that evoattn.nn knows")
+    for name, module in ours.named_modules():
+        if getattr(module, "precision", None) is not None:
+            raise ValueError(f"{name} is computed in a precision of its own, {module.precision}, which ours is not")
+        if not type(module).__module__.startswith("evoattn.") and list(module.children()):
+            raise ValueError(f"{name} is more than one projection or norm: replace layers before adapters are added to them")
+
+
+def _adopt(ours: nn.Module, theirs: nn.Module, *names: str, **renamed: str) -> None:
+    """Let ours hold modules of theirs, of the same name or as ours=theirs."""
+    for here, there in (*zip(names, names, strict=True), *renamed.items()):
+        setattr(ours, here, getattr(theirs, there))
+
+
+def _adopt_attention(ours: Attention, theirs: nn.Module, prefix: str = "linear_") -> None:
+    for which in "qkvgo":
+        setattr(ours, f"linear_{which}", getattr(theirs, f"{prefix}{which}", None))
+
+
+def _triangle(linear: str, theirs: Any) -> nn.Module:
+    ours = TriangleAttention(theirs.c_in, theirs.c_hidden, theirs.no_heads, theirs.starting, theirs.inf)
+    _adopt(ours, theirs, "layer_norm", linear=linear)
+    _adopt_attention(ours.mha, theirs.mha)
+    return ours
+
+
+def _rows(theirs: Any) -> nn.Module:
+    ours = MSARowAttentionWithPairBias(theirs.c_in, theirs.c_z, theirs.c_hidden, theirs.no_heads, theirs.inf)
+    _adopt(ours, theirs, "layer_norm_m", "layer_norm_z", "linear_z")
+    _adopt_attention(ours.mha, theirs.mha)
+    return ours
+
+
+def _columns(theirs: Any) -> nn.Module:
+    ours = MSAColumnAttention(theirs.c_m, theirs.c_hidden, theirs.no_heads, theirs.inf)
+    _adopt(ours._msa_att, theirs._msa_att, "layer_norm_m")
+    _adopt_attention(ours._msa_att.mha, theirs._msa_att.mha)
+    return ours
+
+
+def _global(theirs: Any) -> nn.Module:
+    ours = MSAColumnGlobalAttention(theirs.c_in, theirs.c_hidden, theirs.no_heads, theirs.inf, theirs.eps)
+    _adopt(ours, theirs, "layer_norm_m")
+    _adopt_attention(ours.global_attention, theirs.global_attention)
+    return ours
+
+
+def _templates(theirs: Any) -> nn.Module:
+    ours = TemplatePointwiseAttention(theirs.c_t, theirs.c_z, theirs.c_hidden, theirs.no_heads, theirs.inf)
+    _adopt_attention(ours.mha, theirs.mha)
+    return ours
+
+
+def _pair_bias(theirs: Any) -> nn.Module:
+    """OpenFold-3's, of the trunk or of the diffusion transformer."""
+    mha, adaptive = theirs.mha, hasattr(theirs, "linear_ada_out")
+    c_s = theirs.c_s if adaptive else None
+    ours = AttentionPairBias(theirs.c_q, theirs.c_z, mha.c_hidden, mha.no_heads, c_s, theirs.inf)
+    if adaptive:
+        norm = ours.layer_norm_a
+        assert isinstance(norm, AdaLN)
+        _adopt(norm, theirs.layer_norm_a, "layer_norm_a", "layer_norm_s", "linear_g", "linear_s")
+        _adopt(ours, theirs, "linear_z", "linear_ada_out")
+    else:
+        _adopt(ours, theirs, "layer_norm_a", "layer_norm_z", "linear_z")
+    _adopt_attention(ours.mha, mha)
+    return ours
+
+
+def _boltz_pair_bias(theirs: Any) -> nn.Module:
+    """With or without a norm of its own, and with or without a projection of z."""
+    projects = isinstance(theirs.proj_z, nn.Sequential)
+    c_z = theirs.proj_z[1].in_features if projects else theirs.num_heads
+    ours = AttentionPairBias(theirs.c_s, c_z, theirs.head_dim, theirs.num_heads, inf=theirs.inf)
+    ours.layer_norm_a = getattr(theirs, "norm_s", None)
+    ours.layer_norm_z, ours.linear_z = (theirs.proj_z[0], theirs.proj_z[1]) if projects else (None, None)
+    _adopt_attention(ours.mha, theirs, "proj_")
+    return ours
+
+
+def _ignore(switches: dict[str, Any]) -> None:
+    """Raise TypeError for an argument that is no kernel switch, chunk size or leave to overwrite an input."""
+    for name in switches:
+        if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in ("chunk_size", "inplace_safe", "flash_mask"):
+            raise TypeError(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
+
+
+def _call_triangle(
+    ours: Any, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any
+) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(x, mask, transpose_bias=transpose_bias)
+    return made
+
+
+def _call_rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(m, z, mask)
+    return made
+
+
+def _call_columns(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(m, mask)
+    return made
+
+
+def _call_templates(ours: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(t, z, template_mask)
+    return made
+
+
+def _call_pair_bias(
+    ours: Any, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None, **switches: Any
+) -> Tensor:
+    """OpenFold-3 leaves out leading axes of z and mask, along which they do not vary."""
+    _ignore(switches)
+    mask = None if mask is None else with_axes(mask, a.ndim - 1)
+    made: Tensor = ours(a, with_axes(z, a.ndim + 1), s, mask)
+    return made
+
+
+def _call_trunk_pair_bias(ours: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    return _call_pair_bias(ours, a, z, None, mask, **switches)
+
+
+def _call_boltz_pair_bias(
+    ours: Any,
+    s: Tensor,
+    z: Tensor,
+    mask: Tensor,
+    *,
+    k_in: Tensor | None = None,
+    multiplicity: int = 1,
+    to_keys: Callable[[Tensor], Tensor] | None = None,
+    model_cache: dict[str, Any] | None = None,
+) -> Tensor:
+    """The samples of a structure follow one another in the first axis of s and mask; `to_keys` picks the keys of windows."""
+    if to_keys is not None:
+        k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
+    pair_bias = None if model_cache is None else model_cache.get("z")
+    if pair_bias is None:
+        pair_bias = ours.pair_bias(z)
+        if model_cache is not None:
+            model_cache["z"] = pair_bias
+    samples = (-1, multiplicity)
+    keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
+    mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
+    made: Tensor = ours(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)
+    return made
+
+
+_OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
+
+_LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
+    f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
+    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
+    f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, _call_columns),
+    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
+    f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, _call_templates),
+    f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), _call_triangle),
+    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
+    f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, _call_columns),
+    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
+    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, _call_trunk_pair_bias),
+    f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, _call_pair_bias),
+    f"{_BOLTZ}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
+    f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
+    f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
+}
+"""By the full name of a client's class: what makes ours of it, and what calls ours with its arguments."""

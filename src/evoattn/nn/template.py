@@ -1,0 +1,77 @@
+"""Template pointwise attention: each pair of residues attends to the same pair in every template."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from evoattn.compat.empty_rows import EmptyRows
+from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, heads, update
+from evoattn.nn.project import project
+
+__all__ = ["TemplatePointwiseAttention"]
+
+
+class TemplatePointwiseAttention(nn.Module):
+    """Each pair (i, j) attends to the templates' pairs (i, j). There is no norm, no gate and no pair bias.
+
+    Parameters have OpenFold's names: `mha.linear_q`, `_k`, `_v`, `_o`. Keys and values are never copied pair by pair.
+
+    Args:
+        c_t: channels of a template.
+        c_z: channels of the pair representation.
+        c_hidden: channels of a head.
+        no_heads: heads H.
+        inf: what the score of a masked template loses.
+        residual, out_bias, empty_rows: as in `TriangleAttention`.
+
+    Example:
+        >>> import torch
+        >>> from evoattn.nn import TemplatePointwiseAttention
+        >>> layer = TemplatePointwiseAttention(c_t=8, c_z=16, c_hidden=8, no_heads=4)
+        >>> layer(torch.randn(1, 3, 12, 12, 8), torch.randn(1, 12, 12, 16), torch.ones(1, 3)).shape
+        torch.Size([1, 12, 12, 16])
+
+    Source: Jumper et al. 2021, supplementary algorithm 17.
+    """
+
+    def __init__(
+        self,
+        c_t: int,
+        c_z: int,
+        c_hidden: int,
+        no_heads: int,
+        inf: float = 1e9,
+        *,
+        residual: bool = False,
+        out_bias: bool = True,
+        empty_rows: EmptyRows = "mean",
+    ) -> None:
+        super().__init__()
+        check_settings(0.0, empty_rows)
+        self.c_t, self.c_z, self.no_heads, self.inf = c_t, c_z, no_heads, inf
+        self.residual, self.empty_rows = residual, empty_rows
+        self.mha = Attention(c_z, c_t, c_hidden, no_heads, gating=False, out_bias=out_bias)
+
+    def forward(self, t: Tensor, z: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The update of z, or z with its update.
+
+        Args:
+            t: the templates, `[*, T, I, J, c_t]`.
+            z: the pair representation, `[*, I, J, c_z]`.
+            mask: `[*, T]`, 1 or True where a template is there; None: all are.
+
+        Raises:
+            TypeError, ValueError: t, z or mask do not fit.
+        """
+        check_input("t", t, 4, self.c_t)
+        check_input("z", z, 3, self.c_z)
+        if (*t.shape[:-4], *t.shape[-3:-1]) != tuple(z.shape[:-1]):
+            raise ValueError(f"t must be z with an axis of templates, got shapes {list(t.shape)} and {list(z.shape)}")
+        check_mask("mask", mask, tuple(t.shape[:-3]))
+        mha = self.mha
+        (q,) = project(z, None, (mha.linear_q,))
+        k, v = (x.movedim(-4, -2) for x in project(t, None, (mha.linear_k, mha.linear_v)))  # [*,i,j,t,hd]
+        q, k, v = (heads(x, self.no_heads) for x in (q.unsqueeze(-2), k, v))
+        mask = None if mask is None else mask[..., None, None, :]
+        o = attend(q, k, v, mask, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
+        return update(z, mha.end(o, None), residual=self.residual, dropout=0.0, shared=None, training=self.training)

@@ -1,0 +1,258 @@
+"""Every layer of `evoattn.nn` against the same layer in dense torch: outputs, all gradients, and how it is called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import evoattn.nn as ours
+from evoattn.testing import relative_error
+from tests.nn.dense_layers import Dense, columns, global_columns, pair_biased, rows, templates, triangle
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+class Transposed(ours.TriangleAttention):
+    """With queries and keys of the pair bias exchanged."""
+
+    def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(z, mask, transpose_bias=True)
+
+
+LAYERS = (
+    Dense(
+        "triangle, start",
+        lambda: ours.TriangleAttention(12, 6, 4),
+        ((2, 7, 7, 12),),
+        (2, 7, 7),
+        triangle(4, True),
+    ),
+    Dense(
+        "triangle, end",
+        lambda: ours.TriangleAttention(12, 6, 4, starting=False),
+        ((2, 7, 7, 12),),
+        (2, 7, 7),
+        triangle(4, False),
+        (0, slice(None), 2),
+    ),
+    Dense(
+        "triangle, end of OpenFold-3",
+        lambda: Transposed(12, 6, 4, starting=False),
+        ((2, 7, 7, 12),),
+        (2, 7, 7),
+        triangle(4, False, transpose_bias=True),
+        (0, slice(None), 2),
+    ),
+    Dense(
+        "MSA rows",
+        lambda: ours.MSARowAttentionWithPairBias(12, 10, 6, 4),
+        ((2, 3, 7, 12), (2, 7, 7, 10)),
+        (2, 3, 7),
+        rows(4),
+    ),
+    Dense(
+        "MSA columns",
+        lambda: ours.MSAColumnAttention(12, 6, 4),
+        ((2, 5, 7, 12),),
+        (2, 5, 7),
+        columns(4),
+        (0, slice(None), 2),
+    ),
+    Dense(
+        "MSA columns, global",
+        lambda: ours.MSAColumnGlobalAttention(12, 6, 4),
+        ((2, 5, 7, 12),),
+        (2, 5, 7),
+        global_columns(4),
+        (0, slice(None), 2),
+    ),
+    Dense(
+        "templates",
+        lambda: ours.TemplatePointwiseAttention(10, 12, 6, 4),
+        ((2, 3, 5, 7, 10), (2, 5, 7, 12)),
+        (2, 3),
+        templates(4),
+        (0,),
+    ),
+    Dense(
+        "single track",
+        lambda: ours.AttentionPairBias(12, 10, 6, 4),
+        ((2, 7, 12), (2, 7, 7, 10)),
+        (2, 7),
+        pair_biased(4),
+        (0,),
+    ),
+    Dense(
+        "diffusion transformer",
+        lambda: ours.AttentionPairBias(12, 10, 6, 4, c_s=9),
+        ((2, 3, 7, 12), (2, 1, 7, 7, 10), (2, 3, 7, 9)),
+        (2, 3, 7),
+        pair_biased(4),
+    ),
+)
+EACH = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+
+
+def leaves_of(layer: nn.Module) -> list[Tensor]:
+    """The parameters, but for the shift of the norm before a pair bias: one that is the same for all keys changes nothing."""
+    return [x for name, x in layer.named_parameters() if name != "layer_norm_z.bias"]
+
+
+def step(call: Callable[..., Tensor], leaves: list[Tensor], inputs: list[Tensor], mask: Tensor) -> list[Tensor]:
+    """The output, and the gradients of inputs and parameters for one random cotangent."""
+    made = call(*inputs, mask=mask)
+    cotangent = torch.randn(made.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return [made, *torch.autograd.grad(made, [*inputs, *leaves], cotangent.to(made))]
+
+
+def truth(case: Dense, layer: nn.Module, inputs: list[Tensor], mask: Tensor, swallowed: bool) -> list[Tensor]:
+    """`step` in float64 and dense, from the very numbers that a layer of a narrower dtype has."""
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    reference = case.reference(layer, torch.float64, swallowed)
+    return step(reference, reference.parameters, wide, mask)  # type: ignore[attr-defined]
+
+
+def worst(found: list[Tensor], exact: list[Tensor]) -> float:
+    assert all(x.isfinite().all() for x in found)
+    return max(relative_error(x, y) for x, y in zip(found, exact, strict=True))
+
+
+@EACH
+@pytest.mark.parametrize("empty", [False, True])
+def test_float64(case: Dense, empty: bool) -> None:
+    """As dense torch; -1e9 takes 7 digits of the scores of rows without a key, there."""
+    layer = case.layer()
+    inputs, mask = case.arguments(empty=empty)
+    found = step(layer, leaves_of(layer), inputs, mask)
+    assert worst(found, truth(case, layer, inputs, mask, swallowed=False)) < (1e-6 if empty else 1e-12)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrower_dtypes(case: Dense, dtype: torch.dtype) -> None:
+    """No worse than three times what dense torch of the dtype loses; rows without a key have the mean of v."""
+    layer = case.layer(dtype)
+    inputs, mask = case.arguments(dtype)
+    exact = truth(case, layer, inputs, mask, swallowed=True)
+    reference = case.reference(layer, dtype, swallowed=True)
+    budget = 3 * worst(step(reference, reference.parameters, inputs, mask), exact)  # type: ignore[attr-defined]
+    found = step(layer, leaves_of(layer), inputs, mask)
+    assert {x.dtype for x in found} == {dtype}
+    assert worst(found, exact) < budget < 0.2
+
+
+@EACH
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bool])
+def test_autocast(case: Dense, mask_dtype: torch.dtype) -> None:
+    """float32 parameters and inputs, bfloat16 products: the output is bfloat16, gradients are float32."""
+    layer = case.layer(torch.float32)
+    inputs, mask = case.arguments(torch.float32)
+    mask = mask.to(mask_dtype)
+    exact = truth(case, layer, inputs, mask, swallowed=True)
+    reference = case.reference(layer, torch.float32, swallowed=True)
+
+    def run(call: Any) -> Callable[..., Tensor]:
+        def under_autocast(*inputs: Tensor, mask: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return call(*inputs, mask=mask)
+
+        return under_autocast
+
+    budget = 3 * worst(step(run(reference), reference.parameters, inputs, mask), exact)  # type: ignore[attr-defined]
+    made, *gradients = step(run(layer), leaves_of(layer), inputs, mask)
+    assert made.dtype == torch.bfloat16 and {x.dtype for x in gradients} == {torch.float32}
+    assert worst([made, *gradients], exact) < budget < 0.2
+
+
+@EACH
+def test_without_a_mask(case: Dense) -> None:
+    layer = case.layer()
+    inputs, mask = case.arguments()
+    nothing = torch.ones_like(mask)
+    found = step(lambda *inputs, mask: layer(*inputs), leaves_of(layer), inputs, nothing)
+    assert worst(found, truth(case, layer, inputs, nothing, swallowed=False)) < 1e-12
+
+
+@EACH
+def test_native_rows_without_a_key_have_no_attention(case: Dense) -> None:
+    """Every other row is as it was. A row without a key has the output product of 0."""
+    layer = case.layer()
+    inputs, mask = case.arguments()
+    mean = layer(*inputs, mask=mask)
+    for module in layer.modules():
+        if hasattr(module, "empty_rows"):
+            module.empty_rows = "native"
+    native = layer(*inputs, mask=mask)
+    out = next(module for name, module in layer.named_modules() if name.endswith("linear_o"))
+    nothing = (native == (0 if out.bias is None else out.bias)).all(-1)
+    assert nothing.any() and not nothing.all()
+    assert torch.allclose(native[~nothing], mean[~nothing], atol=1e-12)
+
+
+@EACH
+def test_compiles_as_one_graph(case: Dense) -> None:
+    layer = case.layer()
+    inputs, mask = case.arguments()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    leaves = leaves_of(layer)
+    found = step(compiled, leaves, inputs, mask)
+    for one, other in zip(found, step(layer, leaves, inputs, mask), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@EACH
+def test_no_numbers(case: Dense) -> None:
+    """Both passes on the meta device, for whoever counts operations or plans memory."""
+    layer = case.layer(torch.float32)
+    inputs, mask = case.arguments(torch.float32)
+    expected = step(layer, leaves_of(layer), inputs, mask)
+    shapes = [x.detach().to("meta").requires_grad_() for x in inputs]
+    empty = copy.deepcopy(layer).to("meta")
+    found = step(empty, leaves_of(empty), shapes, mask.to("meta"))
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+
+
+def test_another_length_compiles_nothing_anew() -> None:
+    layer = ours.TriangleAttention(12, 6, 4, starting=False).double()
+    torch._dynamo.reset()  # other tests have compiled the same code
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (5, 6, 9):
+            z, mask = torch.randn(1, length, length, 12, dtype=torch.float64, requires_grad=True), torch.ones(1, length, length)
+            torch.testing.assert_close(compiled(z, mask), layer(z, mask), rtol=1e-12, atol=1e-12)
+
+
+@EACH
+def test_checkpoint_is_bit_equal(case: Dense) -> None:
+    layer = case.layer(torch.float32)
+    inputs, mask = case.arguments(torch.float32)
+    leaves = leaves_of(layer)
+
+    def again(*inputs: Tensor, mask: Tensor) -> Tensor:
+        return checkpoint(layer, *inputs, mask=mask, use_reentrant=False)  # type: ignore[no-any-return]
+
+    for one, other in zip(step(again, leaves, inputs, mask), step(layer, leaves, inputs, mask), strict=True):
+        assert torch.equal(one, other)
+
+
+@EACH
+def test_only_what_needs_a_gradient(case: Dense) -> None:
+    """Frozen parameters, or inputs without a gradient, change nothing in the gradients of the others."""
+    layer = case.layer()
+    inputs, mask = case.arguments()
+    leaves = leaves_of(layer)
+    made, *gradients = step(layer, leaves, inputs, mask)
+    frozen = copy.deepcopy(layer).requires_grad_(False)
+    for one, other in zip(step(frozen, [], inputs, mask)[1:], gradients[: len(inputs)], strict=True):
+        assert torch.equal(one, other)
+    fixed = [x.detach() for x in inputs]
+    alone = layer(*fixed, mask=mask)
+    cotangent = torch.randn(made.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for one, other in zip(torch.autograd.grad(alone, leaves, cotangent), gradients[len(inputs) :], strict=True):
+        assert torch.equal(one, other)

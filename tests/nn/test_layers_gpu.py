@@ -1,0 +1,94 @@
+"""Every layer on a GPU, with the Triton kernels of its norm, against dense float64 torch; checkpoints bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evoattn.nn import TriangleAttention
+from tests.nn.dense_layers import Dense
+from tests.nn.test_layers import EACH, leaves_of, step, truth, worst
+
+DEVICE = "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; test_layers.py has the CPU's"),
+]
+
+
+def there(case: Dense, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor], Tensor]:
+    """A layer, its inputs and its mask on the device."""
+    inputs, mask = case.arguments(dtype)
+    return case.layer(dtype).to(DEVICE), [x.detach().to(DEVICE).requires_grad_() for x in inputs], mask.to(DEVICE)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype(case: Dense, dtype: torch.dtype) -> None:
+    """No worse than three times what dense torch of the dtype loses, and the compiled layer no worse either."""
+    layer, inputs, mask = there(case, dtype)
+    swallowed = dtype != torch.float64
+    exact = truth(case, layer, inputs, mask, swallowed)
+    reference = case.reference(layer, dtype, swallowed)
+    budget = 3 * worst(step(reference, reference.parameters, inputs, mask), exact) + 1e-6  # type: ignore[attr-defined]
+    for call in (layer, torch.compile(layer, fullgraph=True)):
+        assert worst(step(call, leaves_of(layer), inputs, mask), exact) < budget < 0.2
+
+
+@EACH
+def test_autocast(case: Dense) -> None:
+    layer, inputs, mask = there(case, torch.float32)
+
+    def under(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*inputs: Tensor, mask: Tensor) -> Tensor:
+            with torch.autocast(DEVICE, torch.bfloat16):
+                return call(*inputs, mask=mask)
+
+        return run
+
+    exact = truth(case, layer, inputs, mask, swallowed=True)
+    reference = case.reference(layer, torch.float32, swallowed=True)
+    budget = 3 * worst(step(under(reference), reference.parameters, inputs, mask), exact)  # type: ignore[attr-defined]
+    assert worst(step(under(layer), leaves_of(layer), inputs, mask), exact) < budget < 0.2
+
+
+@EACH
+def test_checkpoint_is_bit_equal(case: Dense) -> None:
+    """The fixture `poisoned` has switched determinism on."""
+    layer, inputs, mask = there(case, torch.bfloat16)
+
+    def again(*inputs: Tensor, mask: Tensor) -> Tensor:
+        return checkpoint(layer, *inputs, mask=mask, use_reentrant=False)  # type: ignore[no-any-return]
+
+    found = step(again, leaves_of(layer), inputs, mask)
+    for one, other in zip(found, step(layer, leaves_of(layer), inputs, mask), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("starting", [True, False])
+def test_a_triangle_of_a_models_size(starting: bool) -> None:
+    """Padded to 256 residues, 4 heads of 32: what the wide kernels of the backends take."""
+    torch.manual_seed(0)
+    layer = TriangleAttention(128, 32, 4, starting=starting).to(DEVICE)
+    for x in layer.parameters():
+        nn.init.normal_(x, std=0.1)
+    double = TriangleAttention(128, 32, 4, starting=starting).double().to(DEVICE)
+    double.load_state_dict(layer.state_dict())
+    z = torch.randn(1, 256, 256, 128, device=DEVICE, requires_grad=True)
+    kept = (torch.arange(256, device=DEVICE) < 200).double()
+    mask = kept[:, None] * kept[None, :]
+    wide = z.detach().double().requires_grad_()
+    cotangent = torch.randn_like(z) * mask[..., None].float()
+    exact = double(wide, mask[None])
+    gradients = torch.autograd.grad(exact, [wide, *double.parameters()], cotangent.double())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        made = layer(z, mask[None].float())
+    found = torch.autograd.grad(made, [z, *layer.parameters()], cotangent.to(made.dtype))
+    inside = mask.bool()
+    assert worst([made[:, inside], *found], [exact[:, inside], *gradients]) < 3e-2

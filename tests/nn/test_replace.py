@@ -1,0 +1,287 @@
+"""Clients' layers and their state dicts: what is shared, what is refused, and the same answers where a client is installed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import evoattn.nn as ours
+from evoattn.nn.replace import _LAYERS
+from evoattn.testing import relative_error
+
+
+class Toy(ours.TriangleAttention):
+    """Stands for OpenFold's: the same parameters, and a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4, 2, starting=False)
+        self.c_hidden = 4
+        for x in self.parameters():
+            nn.init.normal_(x)
+
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:  # type: ignore[override]
+        raise AssertionError("the client's own forward was called")
+
+
+class Model(nn.Module):
+    """A client's model with one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Toy(), nn.Linear(8, 8)])
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](z, None, chunk_size=4, use_lma=True))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A model whose layer is taken for OpenFold's."""
+    monkeypatch.setitem(_LAYERS, f"{__name__}.Toy", _LAYERS["openfold.model.triangular_attention.TriangleAttention"])
+    torch.manual_seed(0)
+    return Model()
+
+
+def test_parameters_are_shared_and_keep_their_names(model: Model) -> None:
+    before = dict(model.named_parameters())
+    own = ours.TriangleAttention(8, 4, 2, starting=False)
+    own.load_state_dict(model.layers[0].state_dict())
+    assert ours.replace(model) == ["layers.0"]
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() == model.state_dict().keys()
+    assert all(after[name] is before[name] for name in before)
+    z = torch.randn(1, 5, 5, 8)
+    assert torch.equal(model(z), model.layers[1](own(z)))
+    with torch.no_grad():
+        model.layers[0].mha.linear_o.bias.add_(1)
+    assert torch.allclose(model(z), model.layers[1](own(z) + 1), atol=1e-5)
+    assert model.double()(z.double()).dtype == torch.float64
+
+
+def test_copies_and_compiles(model: Model) -> None:
+    """A copy has parameters of its own, and a model that was pickled computes the same."""
+    ours.replace(model)
+    z = torch.randn(1, 5, 5, 8)
+    expected = model(z)
+    copied = copy.deepcopy(model)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(z), expected)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.zero_()
+    assert torch.equal(copied(z), expected)
+    torch.testing.assert_close(torch.compile(copied, fullgraph=True, backend="aot_eager")(z), expected)
+
+
+def test_what_is_not_known_is_refused(model: Model) -> None:
+    with pytest.raises(ValueError, match="no layer of Linear is known"):
+        ours.replace(nn.Linear(3, 3))
+    ours.replace(model)
+    with pytest.raises(TypeError, match="does not know the argument 'window'"):
+        model.layers[0](torch.randn(1, 5, 5, 8), window=3)
+    model.layers[0].mha.q_norm = nn.LayerNorm(4)
+    with pytest.raises(ValueError, match="a Toy has other parameters"):
+        ours.replace(model)
+    del model.layers[0].mha.q_norm
+    model.layers[0].mha.linear_q.precision = torch.float32
+    with pytest.raises(ValueError, match="mha.linear_q is computed in a precision of its own"):
+        ours.replace(model)
+    model.layers[0].mha.linear_q.precision = None
+    model.layers[0].mha.linear_q.adapter = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="mha.linear_q is more than one projection or norm"):
+        ours.replace(model)
+
+
+def test_names() -> None:
+    """State dicts of whole models: prefixes stay, and so do the names of all other layers."""
+    state = {
+        "a.tri_att_start.layer_norm.weight": 0,
+        "a.tri_att_start.linear_z.weight": 1,
+        "a.attn_pair_bias.linear_z.weight": 2,
+        "a.attn_pair_bias.layer_norm_a.weight": 3,
+    }
+    assert ours.from_openfold3(state) == {  # type: ignore[arg-type]
+        "a.tri_att_start.layer_norm.weight": 0,
+        "a.tri_att_start.linear.weight": 1,
+        "a.attn_pair_bias.linear_z.weight": 2,
+        "a.attn_pair_bias.layer_norm_a.weight": 3,
+    }
+    state = {"proj_z.0.bias": 0, "proj_z.1.weight": 1, "b.proj_q.bias": 2, "b.norm_s.weight": 3, "b.some_proj_q.weight": 4}
+    assert ours.from_boltz(state) == {  # type: ignore[arg-type]
+        "layer_norm_z.bias": 0,
+        "linear_z.weight": 1,
+        "b.mha.linear_q.bias": 2,
+        "b.layer_norm_a.weight": 3,
+        "b.some_proj_q.weight": 4,
+    }
+
+
+def installed(module: str) -> Any:
+    """A client's module; the test is skipped if the client is not installed."""
+    pytest.importorskip(module.partition(".")[0], reason="the client is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some warn when they are imported
+        return importlib.import_module(module)
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """In float64, with parameters that are far from 0."""
+    torch.manual_seed(1)
+    module.double()
+    for name, x in module.named_parameters():
+        nn.init.normal_(x, std=0.3)
+        x.data += name.endswith("weight") and x.ndim == 1
+    return module
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def gradients(made: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    cotangent = torch.randn(made.shape, generator=torch.Generator().manual_seed(3), dtype=made.dtype)
+    return [made, *torch.autograd.grad(made, leaves, cotangent)]
+
+
+MASK = (torch.arange(7) < torch.tensor([[7], [5]])).double()
+PAIRS, SEQUENCES = MASK[:, :, None] * MASK[:, None], MASK[:, None].expand(2, 5, 7)
+
+OPENFOLD: dict[str, tuple[str, Callable[[Any], Any], Callable[[], list[Tensor]], Tensor, nn.Module]] = {
+    "triangle, start": (
+        "openfold.model.triangular_attention",
+        lambda client: client.TriangleAttentionStartingNode(12, 6, 4),
+        lambda: [normal(2, 7, 7, 12)],
+        PAIRS,
+        ours.TriangleAttention(12, 6, 4),
+    ),
+    "triangle, end": (
+        "openfold.model.triangular_attention",
+        lambda client: client.TriangleAttentionEndingNode(12, 6, 4),
+        lambda: [normal(2, 7, 7, 12)],
+        PAIRS,
+        ours.TriangleAttention(12, 6, 4, starting=False),
+    ),
+    "MSA rows": (
+        "openfold.model.msa",
+        lambda client: client.MSARowAttentionWithPairBias(12, 10, 6, 4),
+        lambda: [normal(2, 5, 7, 12), normal(2, 7, 7, 10)],
+        SEQUENCES,
+        ours.MSARowAttentionWithPairBias(12, 10, 6, 4),
+    ),
+    "MSA columns": (
+        "openfold.model.msa",
+        lambda client: client.MSAColumnAttention(12, 6, 4),
+        lambda: [normal(2, 5, 7, 12)],
+        SEQUENCES,
+        ours.MSAColumnAttention(12, 6, 4),
+    ),
+    "MSA columns, global": (
+        "openfold.model.msa",
+        lambda client: client.MSAColumnGlobalAttention(12, 6, 4),
+        lambda: [normal(2, 5, 7, 12)],
+        SEQUENCES,
+        ours.MSAColumnGlobalAttention(12, 6, 4),
+    ),
+    "templates": (
+        "openfold.model.template",
+        lambda client: client.TemplatePointwiseAttention(10, 12, 6, 4, 1e9).train(),
+        lambda: [normal(2, 3, 7, 7, 10), normal(2, 7, 7, 12)],
+        torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]).double(),
+        ours.TemplatePointwiseAttention(10, 12, 6, 4),
+    ),
+}
+"""By the layer: its module, what makes it, its inputs, their mask, and our layer."""
+
+
+@pytest.mark.parametrize("layer", OPENFOLD)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_openfold(layer: str, dtype: torch.dtype) -> None:
+    """Its state dict loads as it is; outputs and all gradients are those of its own class, loaded or replaced.
+
+    Padding is compared in float32 alone: in float64 -1e9 leaves a score of a row without a key seven digits.
+    """
+    module, make, inputs, mask, own = OPENFOLD[layer]
+    theirs = filled(make(installed(module))).to(dtype)
+    own.to(dtype).load_state_dict(theirs.state_dict())
+    given = [x.detach().to(dtype).requires_grad_() for x in inputs()]
+    mask = mask.to(dtype)
+    expected = gradients(theirs(*given, mask), [*given, *theirs.parameters()])
+    parameters = dict(own.named_parameters())
+    leaves = [parameters.pop(name) for name, _ in theirs.named_parameters()]
+    assert not parameters
+    found = gradients(own(*given, mask=mask), [*given, *leaves])
+    assert ours.replace(theirs) == [""]
+    replaced = gradients(theirs(*given, mask), [*given, *theirs.parameters()])
+    bound = 1e-6 if dtype == torch.float64 else 2e-5
+    for one, other, third in zip(expected, found, replaced, strict=True):
+        assert torch.equal(other, third)
+        assert one.abs().max() < 1e-5 or relative_error(other, one) < bound
+
+
+def _triangle_of_openfold3() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
+    theirs = installed("openfold3.core.model.layers.triangular_attention").TriangleAttention(12, 6, 4)
+    own = ours.TriangleAttention(12, 6, 4, gate_bias=False, out_bias=False)
+    return theirs, own, ours.from_openfold3, [normal(2, 7, 7, 12)], {"mask": PAIRS}
+
+
+def _track_of_openfold3() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
+    module = installed("openfold3.core.model.layers.attention_pair_bias")
+    theirs = module.AttentionPairBias(12, 12, 12, 9, 10, 6, 4)
+    own = ours.AttentionPairBias(12, 10, 6, 4)
+    return theirs, own, ours.from_openfold3, [normal(2, 7, 12), normal(2, 7, 7, 10)], {"mask": MASK}
+
+
+def _diffusion_of_openfold3() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
+    module = installed("openfold3.core.model.layers.attention_pair_bias")
+    theirs = module.DiffusionAttentionPairBias(12, 12, 12, 9, 10, 6, 4)
+    own = ours.AttentionPairBias(12, 10, 6, 4, c_s=9)
+    given = [normal(2, 3, 7, 12), normal(2, 1, 7, 7, 10), normal(2, 3, 7, 9)]
+    return theirs, own, ours.from_openfold3, given, {"mask": MASK[:, None]}
+
+
+def _triangle_of_boltz() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
+    theirs = installed("boltz.model.layers.triangular_attention.attention").TriangleAttentionEndingNode(12, 6, 4)
+    own = ours.TriangleAttention(12, 6, 4, starting=False, gate_bias=False, out_bias=False)
+    return theirs, own, ours.from_boltz, [normal(2, 7, 7, 12)], {"mask": PAIRS}
+
+
+def _track_of_boltz() -> tuple[nn.Module, nn.Module, Any, list[Tensor], Any]:
+    theirs = installed("boltz.model.layers.attention").AttentionPairBias(24, 10, 4)
+    own = ours.AttentionPairBias(24, 10, 6, 4, inf=1e6)
+    return theirs, own, ours.from_boltz, [normal(2, 7, 24), normal(2, 7, 7, 10)], {"mask": MASK}
+
+
+LOADED = (_triangle_of_openfold3, _track_of_openfold3, _diffusion_of_openfold3, _triangle_of_boltz, _track_of_boltz)
+
+
+@pytest.mark.parametrize("make", LOADED, ids=lambda make: make.__name__)
+def test_state_dicts(make: Callable[[], Any]) -> None:
+    """A state dict by the client's names gives the client's outputs, at all residues; in float32, where Boltz computes."""
+    theirs, own, names, inputs, masks = make()
+    own.load_state_dict(names(filled(theirs).state_dict()))
+    theirs, own = theirs.float(), own.float()
+    inputs, masks = [x.float() for x in inputs], {name: x.float() for name, x in masks.items()}
+    assert relative_error(own(*inputs, **masks), theirs(*inputs, **masks).double()) < 2e-6
+
+
+@pytest.mark.parametrize("client", ["boltz", "openfold3"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_blocks(client: str, dtype: torch.dtype) -> None:
+    """Every block of a client with our layers in it: outputs and all gradients, padding too in float32."""
+    installed(client)
+    blocks = importlib.import_module(f"clients.{client}").BLOCKS
+    layers = importlib.import_module("clients.layers")
+    limits = importlib.import_module("clients.compare").LIMITS[dtype]
+    counts = []
+    for block in blocks:
+        count, outputs, gradients_ = layers.compare_layers(block, dtype, (16,))
+        counts.append(count)
+        assert outputs <= limits[0] and gradients_ <= limits[1], block.name
+    assert sum(counts) >= 15

@@ -1,0 +1,28 @@
+"""The kernels of the layers' norm, compiled for every supported GPU without one: registers, spills and wide loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from evoattn.nn import norm_kernels
+from tests.helpers.ahead_of_time import TARGETS, report, target
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("channels", [64, 128, 384])
+def test_registers_and_loads(arch: str, channels: int) -> None:
+    """float32 rows in, bfloat16 out: at most four spills in a loop (sm_100). sm_90 loads four channels at a time."""
+    x, dy = torch.empty(4096, channels), torch.empty(4096, channels, dtype=torch.bfloat16)
+    scale, shift = torch.empty(2, channels)
+    with target(arch) as compiled:
+        _, mean, rstd = norm_kernels.normalise(x, scale, shift, 1e-5, torch.bfloat16)
+        norm_kernels.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))
+    assert [kernel.metadata.name for kernel in compiled] == ["norm_kernel", "norm_backward_kernel"]
+    for kernel in compiled:
+        made = report(kernel)
+        assert made.spills <= 4 and made.registers <= 128
+        if arch == "sm_90":
+            assert "ld.global.v4" in kernel.asm["ptx"] and "atom" not in kernel.asm["ptx"]

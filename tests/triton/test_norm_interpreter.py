@@ -1,0 +1,112 @@
+"""The kernels of the layers' norm in Triton's interpreter, against float64.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, so these tests need a process of their own: run from the ordinary suite,
+this file starts itself once more with the variable set.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+HERE = pathlib.Path(__file__)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_in_the_interpreter() -> None:
+        """All tests below, in a process where Triton interprets."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
+        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+else:
+    from tests.helpers import interpreter
+
+    interpreter.patch()
+
+    from evoattn.nn import TriangleAttention, norm, norm_kernels
+    from evoattn.testing import relative_error
+
+    pytestmark = pytest.mark.usefixtures("poisoned")
+
+    NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+    @pytest.mark.parametrize("dtype", NARROW)
+    @pytest.mark.parametrize("out", NARROW)
+    @pytest.mark.parametrize("shape", [(1, 1), (70, 24), (35, 128), (5, 1030)])
+    def test_both_passes(dtype: torch.dtype, out: torch.dtype, shape: tuple[int, int]) -> None:
+        """Rows far from 0, whose variance is small beside their mean; no worse than plain torch of the same dtypes."""
+        torch.manual_seed(0)
+        x, dy = (torch.randn(shape) + 3).to(dtype), torch.randn(shape).to(out)
+        scale, shift = torch.randn(2, shape[1])
+        leaves = [t.double().requires_grad_() for t in (x, scale, shift)]
+        exact = F.layer_norm(leaves[0], shape[1:], leaves[1], leaves[2])
+        exact = [exact, *torch.autograd.grad(exact, leaves, dy.double())]
+        errors = []
+        for module in (norm_kernels, norm):
+            made, mean, rstd = module.normalise(x, scale, shift, 1e-5, out)
+            found = [made, *module.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))]
+            assert [t.dtype for t in found] == [out, dtype, torch.float32, torch.float32]
+            assert all(t.isfinite().all() for t in found)
+            errors.append(
+                [relative_error(one, other) for one, other in zip(found, exact, strict=True) if other.abs().max() > 0]
+            )
+        for kernel, plain in zip(*errors, strict=True):
+            assert kernel <= 1.5 * plain + 2e-6
+
+    def test_strided_rows_and_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each program goes through more than one tile, and the last tile is not full."""
+        monkeypatch.setattr(norm_kernels, "_UNKNOWN_PROCESSORS", 1)
+        torch.manual_seed(0)
+        x, dy = torch.randn(300, 70)[:, 3:67], torch.randn(300, 64)
+        scale, shift = torch.randn(2, 64)
+        for needs in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+            results = []
+            for module in (norm_kernels, norm):
+                made, mean, rstd = module.normalise(x, scale, shift, 1e-5, torch.float32)
+                results.append([made, *module.normalise_backward(dy, x, mean, rstd, scale, shift, needs)])
+            for one, other in zip(*results, strict=True):
+                assert (one is None) == (other is None)
+                if other is not None:
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize(("scaled", "shifted"), [(True, False), (False, False)])
+    def test_without_scale_or_shift(scaled: bool, shifted: bool) -> None:
+        torch.manual_seed(0)
+        x, dy, scale = torch.randn(9, 24), torch.randn(9, 24), torch.randn(24) if scaled else None
+        results = []
+        for module in (norm_kernels, norm):
+            made, mean, rstd = module.normalise(x, scale, None, 1e-5, torch.float32)
+            results.append(
+                [made, *module.normalise_backward(dy, x, mean, rstd, scale, None, (True, scaled, False))[: 1 + scaled]]
+            )
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_in_a_layer(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+        """A whole layer with the kernels, and with plain torch: outputs and gradients, z transposed in memory too."""
+        torch.manual_seed(0)
+        layer = TriangleAttention(24, 8, 2, starting=False)
+        for x in layer.parameters():
+            torch.nn.init.normal_(x)
+        z = torch.randn(1, 3, 3, 24).requires_grad_()
+        results = []
+        for kernels in (True, False):
+            called = []
+            monkeypatch.setattr(
+                norm, "_has_kernel", lambda rows, kernels=kernels, called=called: called.append(rows) or kernels
+            )
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                made = layer(z) + layer(z.transpose(1, 2)).transpose(1, 2)
+            cotangent = torch.ones_like(made).normal_(generator=torch.Generator().manual_seed(1))
+            results.append([made, *torch.autograd.grad(made, [z, *layer.parameters()], cotangent)])
+            assert len(called) == 6  # two forwards, and two backwards that normalise again
+        for one, other in zip(*results, strict=True):
+            assert relative_error(one, other.double()) < (3e-2 if autocast else 1e-5)

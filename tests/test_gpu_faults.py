@@ -108,7 +108,7 @@ def test_eight_threads_call_at_once(backend: str) -> None:
     barrier = threading.Barrier(len(inputs))
     found: list[list[dict[str, torch.Tensor]]] = []
 
-    def calls(first: int) -> list[dict[str, torch.Tensor]]:
+    def several(first: int) -> list[dict[str, torch.Tensor]]:
         barrier.wait(30)
         made = []
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -122,7 +122,7 @@ def test_eight_threads_call_at_once(backend: str) -> None:
     sys.setswitchinterval(5e-5)
     try:
         with concurrent.futures.ThreadPoolExecutor(len(inputs)) as pool:
-            found = list(pool.map(calls, range(len(inputs)), timeout=300))
+            found = list(pool.map(several, range(len(inputs)), timeout=300))
     finally:
         sys.setswitchinterval(before)
     for i, each in enumerate(inputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from evoattn import explain
 from evoattn.nn import AttentionPairBias, MSAColumnAttention, MSARowAttentionWithPairBias, TriangleAttention
 from evoattn.nn.attention import update
 from evoattn.nn.gate import gated_linear
-from evoattn.nn.project import project
+from evoattn.nn.project import layer_norm, project
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -58,6 +59,24 @@ def test_each_projection_and_each_row_starts_on_16_bytes(dtype: torch.dtype) -> 
 def test_the_compute_dtype(x: torch.dtype, parameters: torch.dtype, expected: torch.dtype) -> None:
     layer = TriangleAttention(8, 4, 2).to(parameters)
     assert layer(torch.randn(1, 3, 3, 8, dtype=x)).dtype == expected
+
+
+def test_a_norm_alone_has_gradients_where_a_kernel_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU autograd sees nothing of what makes it."""
+    module = importlib.import_module("evoattn.nn.project")
+    right = module.normalise
+
+    def opaque(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in right(*arguments))
+
+    monkeypatch.setattr(module, "normalise", opaque)
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm(6), torch.randn(2, 5, 6, requires_grad=True)
+    nn.init.normal_(norm.weight)
+    wanted, cotangent = (x, norm.weight, norm.bias), torch.randn(2, 5, 6)
+    found = torch.autograd.grad(layer_norm(x, norm, torch.float32), wanted, cotangent)
+    for one, other in zip(found, torch.autograd.grad(norm(x), wanted, cotangent), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_gated_output() -> None:

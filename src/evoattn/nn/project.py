@@ -33,9 +33,8 @@ def compute_dtype_of(x: Tensor, parameter: Tensor) -> torch.dtype:
 
 def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
     """A module's layer norm of x in `dtype`, from its `weight`, `bias` and `eps`; the backward keeps x and the statistics."""
-    scale, shift, eps = _settings(norm)
-    made, _, _ = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, dtype)
-    return made.view(x.shape)
+    made: Tensor = _Norm.apply(x, *_settings(norm), dtype)  # type: ignore[no-untyped-call]
+    return made
 
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
@@ -91,6 +90,25 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
         here += rows + gap
     bias = torch.cat(biases).to(dtype) if last else None
     return torch.cat(weights).to(dtype), bias, (first, last)
+
+
+class _Norm(torch.autograd.Function):
+    """norm(x) of x `[*, C]`, in a dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+        normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, dtype)
+        ctx.save_for_backward(x, scale, shift, mean, rstd)
+        return normed.view(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, shift, mean, rstd = ctx.saved_tensors
+        rows, needs = x.reshape(-1, x.shape[-1]), ctx.needs_input_grad[:3]
+        with uncast(x):
+            dx, *affine = normalise_backward(dy.reshape(rows.shape), rows, mean, rstd, scale, shift, needs)
+        return None if dx is None else dx.view(x.shape), *affine, None, None
 
 
 class _NormLinear(torch.autograd.Function):

@@ -83,7 +83,7 @@ class KeyProducer(Line, KeyMma):
                     from_ = cute.local_tile(stats[b, n, h, None], (TILE,), (j,))
                     to = cute.make_tensor(pS + x * TILE, cute.make_layout(TILE))
                     with arch.elect_one():
-                        g1, s1 = cpasync.group_bulk_copy_modes(from_, to)
+                        g1, s1 = cute.group_modes(from_, 0, 1), cute.group_modes(to, 0, 1)
                         cute.copy(bulk, g1, s1, mbar_ptr=full + x)
                     st += 1
                     if st == ST:
@@ -119,7 +119,7 @@ class KeyProducer(Line, KeyMma):
                     to = cute.make_tensor(ring + st * ROWS * QUERIES, cute.make_layout(ROWS * QUERIES))
                     with arch.elect_one():
                         arch.mbarrier_arrive_and_expect_tx(bfull + st, ROWS * QUERIES * self.tile.width // 8)
-                        g2, s2 = cpasync.group_bulk_copy_modes(tiles[j, None], to)
+                        g2, s2 = cute.group_modes(tiles[j, None], 0, 1), cute.group_modes(to, 0, 1)
                         cute.copy(copy, g2, s2, mbar_ptr=bfull + st)
                     st += 1
                     if st == RG:

@@ -104,7 +104,7 @@ class QueryProducer(QueryMma):
             gR = cute.local_tile(row, (1, unit), (line, tile))
             sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
             with arch.elect_one():
-                g1, s1 = cpasync.group_bulk_copy_modes(gR, sR)
+                g1, s1 = cute.group_modes(gR, 0, 2), cute.group_modes(sR, 0, 2)
                 cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype), g1, s1, mbar_ptr=full + i)
 
     def tiles_to(self, live, b, n):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
 import pathlib
 import re
 import subprocess
@@ -21,6 +22,7 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -28,7 +30,15 @@ from triton.runtime.jit import JITFunction
 
 from evoattn.backends.triton import launch
 
-__all__ = ["SHARED_LIMITS", "TARGETS", "Report", "report", "target"]
+__all__ = ["RECORD", "SHARED_LIMITS", "TARGETS", "Report", "counted", "recorded", "report", "target"]
+
+RECORD = pathlib.Path(__file__).parents[1] / "triton" / "instructions.json"
+recorded = json.loads(RECORD.read_text())
+
+counted = pytest.mark.skipif(
+    triton.__version__ != recorded["triton"], reason=f"registers and instructions were counted with Triton {recorded['triton']}"
+)
+"""Of tests whose numbers belong to one ptxas."""
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -14,10 +14,10 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 pytest.importorskip("triton", reason="Triton brings the disassembler")
 
-from evoattn.backends.hopper.backward import variants  # noqa: E402 (where the compiler is)
-from evoattn.backends.hopper.forward import kernel as forward_kernel  # noqa: E402 (where the compiler is)
-from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402 (where the compiler is)
-from tests.helpers.machine_code import count, instructions  # noqa: E402
+from evoattn.backends.hopper.backward import variants as planned  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper.forward import kernel as forward_kernel  # noqa: E402
+from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402
+from tests.helpers.machine_code import count, make  # noqa: E402
 
 RECORD = pathlib.Path(__file__).parent / "instructions.json"
 ROOM = 1.03
@@ -50,6 +50,9 @@ VARIANTS = {
     "d64_wide": (64, WIDE),
     "d64_none": (64, BOTH | {"pair": False, "row": False, "exact": True}),
 }
+ALIGNED = 512
+"""Bytes by which the formula of shared memory may be too large: it counts room for barriers and for what is small."""
+
 SPILLS = {"d48_row": 8, "d48_long": 2, "d64_long": 1, "d64_own_scale": 1, "d48_wide": 1, "d64_wide": 1}
 """Instructions that touch local memory, where a variant is known to have some."""
 
@@ -77,48 +80,57 @@ def variant(name: str, dtype: str) -> forward_kernel.Forward:
     return forward_kernel.Forward(DTYPES[dtype], channels, **options)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_forward_compiles(name: str, tmp_path: pathlib.Path) -> None:
-    made = variant(name, "bfloat16")
-    assert made.shared_bytes <= variants.SHARED
-    names = instructions(made, tmp_path)
-    local = count(main_loop(names), "LDL", "STL")
-    assert local <= SPILLS.get(name, 0)
-    waits = count(names, "WARPGROUP.DEPBAR")
-    assert waits <= 3 * forward_kernel.CHAIN + 2, "the compiler has serialised the tensor cores' work"
+QUICK = ("d32", "d32_wide", "d64_long")
+"""What `make test` compiles; `make test-all` compiles all variants."""
+
+NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in VARIANTS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_compiles(name: str) -> None:
+    kernel = variant(name, "bfloat16")
+    made = make(kernel)
+    assert made.shared <= kernel.shared_bytes <= min(made.shared + ALIGNED, planned.SHARED)
+    assert not made.serialised
+    assert count(main_loop(made.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_take_no_more_instructions(name: str) -> None:
     recorded = json.loads(RECORD.read_text())[name]
-    assert instructions_a_score(names) <= ROOM * recorded, "more instructions a score than on record"
+    assert instructions_a_score(make(variant(name, "bfloat16")).instructions) <= ROOM * recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["d32", "d32_wide", "d48_long", "d64_long"])
-def test_float16_compiles(name: str, tmp_path: pathlib.Path) -> None:
-    names = instructions(variant(name, "float16"), tmp_path)
-    assert count(main_loop(names), "LDL", "STL") <= SPILLS.get(name, 0)
-    assert count(names, "WARPGROUP.DEPBAR") <= 3 * forward_kernel.CHAIN + 2
+def test_float16_compiles(name: str) -> None:
+    made = make(variant(name, "float16"))
+    assert not made.serialised
+    assert count(main_loop(made.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"deep": True}, {"bounded": True}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("bias", [None, "Float32", "BFloat16"])
-def test_rows_compile(dtype: str, mask: bool, bias: str | None, tmp_path: pathlib.Path) -> None:
-    for more in ({}, {"deep": True}, {"bounded": True}):
-        kernel = key_bias.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias), **more)
-        assert count(instructions(kernel, tmp_path), "LDL", "STL") == 0
+def test_rows_compile(dtype: str, mask: bool, bias: str | None, more: dict[str, bool]) -> None:
+    kernel = key_bias.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias), **more)
+    assert make(kernel).spilled == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("width", [1, 8])
-def test_pairs_compile(width: int, bounded: bool, dtype: str, tmp_path: pathlib.Path) -> None:
-    names = instructions(pair_bias.Pairs(DTYPES[dtype], width, bounded=bounded), tmp_path)
-    assert count(names, "LDL", "STL") == 0
+def test_pairs_compile(width: int, bounded: bool, dtype: str) -> None:
+    assert make(pair_bias.Pairs(DTYPES[dtype], width, bounded=bounded)).spilled == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 4])
-def test_wide_pairs_compile(width: int, dtype: str, tmp_path: pathlib.Path) -> None:
-    names = instructions(pair_bias.Pairs(cutlass.Float32, width, beside=DTYPES[dtype]), tmp_path)
-    assert count(names, "LDL", "STL") == 0
+def test_wide_pairs_compile(width: int, dtype: str) -> None:
+    assert make(pair_bias.Pairs(cutlass.Float32, width, beside=DTYPES[dtype])).spilled == 0
 
 
 def test_names_tell_variants_apart() -> None:
@@ -126,12 +138,9 @@ def test_names_tell_variants_apart() -> None:
 
 
 if __name__ == "__main__":
-    import tempfile
-
     record = {}
     for name in VARIANTS:
-        with tempfile.TemporaryDirectory() as folder:
-            names = instructions(variant(name, "bfloat16"), pathlib.Path(folder))
+        names = make(variant(name, "bfloat16")).instructions
         record[name] = round(instructions_a_score(names), 3)
         print(name, record[name], {x: count(names, x) for x in ("HGMMA", "WARPGROUP.DEPBAR", "LDL", "STL")})
     RECORD.write_text(json.dumps(record, indent=2) + "\n")

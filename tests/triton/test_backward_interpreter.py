@@ -5,25 +5,21 @@ this file starts itself once more with the variable set.
 """
 
 import dataclasses
-import os
-import pathlib
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-HERE = pathlib.Path(__file__)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
-        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -68,12 +64,25 @@ else:
     # The longest take half a minute here; the GPU suite has them all.
     AWKWARD = [case for case in testing.AWKWARD if case.lq * case.lk <= 101 * 101]
 
-    @pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
+    LONG = (
+        *("few_backward", "few_column", "few_queries_few_values", "few_without_bias"),
+        *("pair_bias_minus_1e9_where_keys_are_left", "two_batch_axes"),
+    )
+    """Names of what takes seconds each."""
+
+    def slow_if(condition: bool, *values: object) -> Any:
+        return pytest.param(*values, marks=[pytest.mark.slow] if condition else [])
+
+    SOME = [slow_if(case.name in LONG or i % 2 == 1, case) for i, case in enumerate(AWKWARD)]
+
+    @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
     def test_awkward_case(case: testing.Case) -> None:
         """Every second one with sums in a fixed order; broadcast biases have both below."""
-        check(case.make(seed=1), deterministic=AWKWARD.index(case) % 2 == 1)
+        check(case.make(seed=1), deterministic=AWKWARD.index(case) // 2 % 2 == 1)
 
-    @pytest.mark.parametrize("name", ["few_of_all", "few_column", "few_backward", "few_one_query"])
+    @pytest.mark.parametrize(
+        "name", [slow_if(name in LONG, name) for name in ("few_of_all", "few_column", "few_backward", "few_one_query")]
+    )
     def test_few_with_long_offsets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Both passes with offsets of 64 bits, in float32 and bfloat16."""
         monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
@@ -84,7 +93,7 @@ else:
 
     @pytest.mark.parametrize(("axis", "step"), [(-2, 1 << 30), (-2, 1 << 31), (-1, (1 << 30) + 16)], ids=str)
     @pytest.mark.parametrize("which", ["q", "k", "v", "do"])
-    def test_few_far_apart(which: str, axis: int, step: int) -> None:
+    def test_few_far_apart(which: str, axis: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two and three queries or keys, or three channels, whose offsets pass 32 bits; memory between is never touched."""
         d = 16 if axis == -2 else 3
         case = testing.Case("far", n=1, h=1, lq=3, lk=2, d=d, dtype=torch.float16, layout="bnhld", gradients=("q", "k", "v"))
@@ -92,7 +101,9 @@ else:
         near = getattr(inputs, which)
         stride = [1, 1, 1, 1, 1]
         stride[axis] = step
-        far = torch.empty((near.shape[axis] - 1) * step + 16, dtype=torch.float16).as_strided(near.shape, stride)
+        with monkeypatch.context() as patch:  # NaN in 8 GiB would take seconds
+            patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+            far = torch.empty((near.shape[axis] - 1) * step + 16, dtype=torch.float16).as_strided(near.shape, stride)
         far.copy_(near)
         leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         spread = [far.requires_grad_() if name == which else x for name, x in zip("qkv", leaves, strict=True)]
@@ -110,7 +121,7 @@ else:
         o, lse = evoattn.evoformer_attention(q, k, v, backend="triton", return_lse=True)
         assert o.eq(0).all() and lse.isneginf().all()
 
-    @pytest.mark.parametrize("together", [1, 2])
+    @pytest.mark.parametrize("together", [slow_if(True, 1), 2])
     def test_heads_in_turns(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """As many heads as the cache has room for; each of two b and six heads has its programs."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
@@ -120,14 +131,14 @@ else:
 
     LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, slow_if(True, torch.float16)], ids=["bfloat16", "float16"])
     @pytest.mark.parametrize("case", LOW[::7], ids=lambda case: case.name)
     def test_low_precision(case: testing.Case, dtype: torch.dtype) -> None:
         check(dataclasses.replace(case, dtype=dtype).make(seed=2))
 
-    @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+    @pytest.mark.parametrize("deterministic", [False, slow_if(True, True)], ids=["default", "deterministic"])
     @pytest.mark.parametrize("tiles", ALL_TILES.values(), ids=ALL_TILES)
-    @pytest.mark.parametrize("mask", ["random", None])
+    @pytest.mark.parametrize("mask", ["random", slow_if(True, None)])
     def test_many_tiles(monkeypatch: pytest.MonkeyPatch, mask: str | None, tiles: BackwardTiles, deterministic: bool) -> None:
         """Several tiles of queries and of keys, ragged ends, an odd number of rows that share tiles of bias."""
         use(monkeypatch, tiles)
@@ -135,8 +146,17 @@ else:
         case = testing.Case("tiles", n=5, h=1, lq=41, lk=71, d=12, mask=mask, mask_bias=bias, pair_bias="b1hqk")  # type: ignore[arg-type]
         check(case.make(seed=3), deterministic=deterministic)
 
-    @pytest.mark.parametrize("way", ["default", "deterministic", "added_up_by_torch"])
-    @pytest.mark.parametrize("pair_bias", ["111qk", "b11qk", "11hqk", "b1h1k", "b1hq1", "b1h11", "11111"])
+    SHAPES = ("111qk", "b11qk", "11hqk", "b1h1k", "b1hq1", "b1h11", "11111")
+    QUICK_SHAPES = {
+        "default": ("b11qk", "b1h1k"),
+        "deterministic": ("11hqk",),
+        "added_up_by_torch": ("11111",),
+    }
+
+    @pytest.mark.parametrize(
+        ("pair_bias", "way"),
+        [slow_if(shape not in quick, shape, way) for way, quick in QUICK_SHAPES.items() for shape in SHAPES],
+    )
     def test_broadcast_bias(monkeypatch: pytest.MonkeyPatch, pair_bias: str, way: str) -> None:
         """Every shape that the pair bias can have, with several tiles along each axis that it broadcasts."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
@@ -170,8 +190,8 @@ else:
         inputs.pair_bias[..., ::3, :] -= 1e9
         testing.check(testing.run(inputs, "triton", deterministic=deterministic), inputs)
 
-    @pytest.mark.parametrize("spans", [True, False], ids=["spans", "all_rows"])
-    @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1h1k", "b1hq1", "11111"])
+    @pytest.mark.parametrize("spans", [True, slow_if(True, False)], ids=["spans", "all_rows"])
+    @pytest.mark.parametrize("pair_bias", ["b1hqk", *(slow_if(True, shape) for shape in ("b1h1k", "b1hq1", "11111"))])
     def test_rows_in_turns(monkeypatch: pytest.MonkeyPatch, pair_bias: str, spans: bool) -> None:
         """Two shares of seven rows, at most three rows of each in a turn; queries and keys left over in tiles of their own."""
         use(monkeypatch, ALL_TILES["left_over"])
@@ -192,7 +212,7 @@ else:
         surrounded[:, :, 1] = inputs.pair_bias[:, :, 0]
         check(dataclasses.replace(inputs, pair_bias=surrounded[:, :, 1:2]))
 
-    @pytest.mark.parametrize("pair_bias", ["b1hqk", "b1h1k", "b1hq1", "11111"])
+    @pytest.mark.parametrize("pair_bias", ["b1hqk", *(slow_if(True, shape) for shape in ("b1h1k", "b1hq1", "11111"))])
     @pytest.mark.parametrize("n", [1, 4])
     def test_rows_that_attend_to_nothing_may_hold_anything(monkeypatch: pytest.MonkeyPatch, n: int, pair_bias: str) -> None:
         """NaN in them, and past the last key: the kernel of the queries goes through a tile of theirs all the same."""

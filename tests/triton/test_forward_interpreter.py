@@ -6,26 +6,21 @@ this file starts itself once more with the variable set.
 
 import dataclasses
 import itertools
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-HERE = pathlib.Path(__file__)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
-        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -78,7 +73,9 @@ else:
 
     LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
 
-    @pytest.mark.parametrize("case", LOW, ids=lambda case: case.name)
+    SOME = [case if i % 3 == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(LOW)]
+
+    @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
     def test_low_precision(case: testing.Case) -> None:
         """bfloat16 and, for every third case, float16: the kernels have no code of its own for it."""
         check(dataclasses.replace(case, dtype=torch.bfloat16).make(seed=2))

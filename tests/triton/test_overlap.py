@@ -269,6 +269,7 @@ def test_the_ptx_waits() -> None:
     assert [found for kernel in going_on if (found := loaded_early(kernel, {"p_partial"}))] == []
 
 
+@pytest.mark.slow
 def test_older_cards_know_nothing_of_it() -> None:
     kernels = compiled_for("sm_80")
     assert len(kernels) > 20

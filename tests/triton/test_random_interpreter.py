@@ -4,24 +4,18 @@ Triton reads TRITON_INTERPRET when a kernel is defined, so these tests need a pr
 this file starts itself once more with the variable set.
 """
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
-HERE = pathlib.Path(__file__)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
-        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
@@ -38,7 +32,7 @@ else:
 
     DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-    @pytest.mark.parametrize("seed", range(36))
+    @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 36))])
     def test_random_problem(seed: int) -> None:
         """Up to 40 queries and keys; the GPU runs the others."""
         problem = testing.random_problem(seed, dtypes=DTYPES, largest=1000, longest=40)

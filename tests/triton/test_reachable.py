@@ -194,6 +194,7 @@ def faults(problem: Problem, arch: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_a_sample_compiles(part: int) -> None:
     problems = sample("sm_90")[part::4]

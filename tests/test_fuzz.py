@@ -217,6 +217,7 @@ def test_ctrl_c_prints_what_was_found(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as at a terminal, under nohup too
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
     ) as process:
         assert process.stderr is not None

@@ -89,9 +89,10 @@ def test_compile_fullgraph_without_recompiling() -> None:
 
     def backend(graph: torch.fx.GraphModule, example: list) -> Callable:
         graphs.append(copy.deepcopy(graph))
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
 
     compiled = torch.compile(
         attend, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend)

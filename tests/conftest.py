@@ -1,5 +1,6 @@
 """Fixtures and settings that several test files share."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -25,6 +26,12 @@ def pytest_configure() -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
         torch.set_num_threads(threads)
+
+
+def pytest_collection_finish() -> None:
+    """Keep thousands of collected tests from being looked through whenever a test has garbage collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
+import types
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -92,6 +93,9 @@ class Report:
 class _StubDriver:
     """A Triton driver that names a target and can do nothing with it."""
 
+    utils = types.SimpleNamespace(unload_module=lambda module: None)
+    """Triton 3.8 unloads a kernel that is forgotten."""
+
     def __init__(self, number: int, gpu: GPUTarget) -> None:
         self.number, self.gpu = number, gpu
 
@@ -113,6 +117,9 @@ class _StubDriver:
 
     def map_python_to_cpp_type(self, kind: str) -> str:
         return kind
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        """Until Triton 3.6 each kernel has a launcher, which a C compiler makes."""
 
     def get_benchmarker(self) -> Any:
         raise RuntimeError("there is nothing to time")

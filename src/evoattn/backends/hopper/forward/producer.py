@@ -98,7 +98,8 @@ class ForwardProducer(ForwardMma):
                                 if const_expr(self.wide):
                                     with arch.elect_one():
                                         from_tile = pair[pb, phd, ib * HALVES + x, j, None]
-                                        g2, s2 = cpasync.group_bulk_copy_modes(from_tile, pS[None, st * HALVES + x])
+                                        to_tile = pS[None, st * HALVES + x]
+                                        g2, s2 = (cute.group_modes(y, 0, 1) for y in (from_tile, to_tile))
                                         cute.copy(aP, g2, s2, mbar_ptr=pfull + st)
                                 else:
                                     cute.copy(

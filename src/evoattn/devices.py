@@ -1,7 +1,8 @@
-"""What several backends ask of the machine: whether a kernel language is installed, to run on a device, or without autocast."""
+"""What backends and layers ask of the machine: kernel languages, processors, to run on a device, or without autocast."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["installed", "on_device_of", "without_autocast"]
+__all__ = ["installed", "on_device_of", "processors", "uncast", "without_autocast"]
+
+_OF_AN_H200 = 132
 
 
 def installed(package: str) -> bool:
@@ -19,6 +22,13 @@ def installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # an import hook that blocks it
         return False
+
+
+def processors(device: torch.device | None = None) -> int:
+    """Multiprocessors of a GPU, of the current one for None; of an H200 where there is none, or for another device."""
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return _OF_AN_H200
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on_device_of(
@@ -51,16 +61,21 @@ def on_device_of(
     return on_device
 
 
+def uncast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """No autocast on a device: what runs there computes in the dtypes that it is given."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def without_autocast(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, made of torch's operations on the tensor's device, with autocast off there: sums stay in the dtype of sums."""
-    device = tensor.device.type
-    if device not in ("cpu", "cuda"):
+    device, kind = tensor.device, tensor.device.type
+    if kind not in ("cpu", "cuda"):
         return run
 
-    def uncast(*arguments: Any) -> Any:
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
+    def run_uncast(*arguments: Any) -> Any:
+        if torch.is_autocast_enabled(kind):
+            with uncast(device):
                 return run(*arguments)
         return run(*arguments)
 
-    return uncast
+    return run_uncast

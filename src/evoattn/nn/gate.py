@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn.nn.norm import uncast
+from evoattn.devices import uncast
 
 __all__ = ["gated_linear"]
 
@@ -59,7 +59,7 @@ class _GatedLinear(torch.autograd.Function):
         o, g, weight = ctx.saved_tensors
         need_o, need_g, need_weight, need_bias = ctx.needs_input_grad
         do = dg = dweight = dbias = None
-        with uncast(o):
+        with uncast(o.device):
             rows = dy.reshape(-1, dy.shape[-1])
             gated, opened = _gate(o, g)
             if need_weight:

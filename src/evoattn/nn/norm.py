@@ -5,15 +5,13 @@ torch.compile sees plain torch, and makes one kernel of it.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
 
 from evoattn.devices import installed
 from evoattn.numerics import accumulate_dtype
 
-__all__ = ["normalise", "normalise_backward", "uncast"]
+__all__ = ["normalise", "normalise_backward"]
 
 _MOST_CHANNELS = 4096
 """The kernels hold a row in the registers of one program."""
@@ -81,8 +79,3 @@ def _has_kernel(rows: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(rows) is not Tensor or torch._C._len_torch_dispatch_stack():
         return False
     return installed("triton")
-
-
-def uncast(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """No autocast on x's device: a backward computes in the dtypes of its forward, wherever it is called."""
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

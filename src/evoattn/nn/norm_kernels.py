@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.devices import on_device_of
+from evoattn.devices import on_device_of, processors
 
 __all__ = ["normalise", "normalise_backward"]
 
@@ -19,8 +19,6 @@ _TILE_BACKWARD = 2048
 
 _PROGRAMS = 4
 """Backward programs for each processor. Each sums its share of the rows."""
-
-_UNKNOWN_PROCESSORS = 132
 
 
 @triton.jit
@@ -120,7 +118,7 @@ def normalise_backward(
     count, channels = rows.shape
     block_c = triton.next_power_of_2(channels)
     block_r = max(1, _TILE_BACKWARD // block_c)
-    programs = min(triton.cdiv(count, block_r), _PROGRAMS * _processors(rows))
+    programs = min(triton.cdiv(count, block_r), _PROGRAMS * processors(rows.device))
     dx = torch.empty((count, channels), dtype=rows.dtype, device=rows.device) if needs[0] else None
     summed = needs[1] or needs[2]
     sums = torch.empty((programs, 2, channels), dtype=torch.float32, device=rows.device) if summed else None
@@ -140,7 +138,3 @@ def normalise_backward(
         dscale.to(scale.dtype) if needs[1] and scale is not None else None,
         dshift.to(shift.dtype) if needs[2] and shift is not None else None,
     )
-
-
-def _processors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else _UNKNOWN_PROCESSORS

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.call.validation import compute_dtype
-from evoattn.nn.norm import normalise, normalise_backward, uncast
+from evoattn.devices import uncast
+from evoattn.nn.norm import normalise, normalise_backward
 
 __all__ = ["compute_dtype_of", "layer_norm", "linear", "project"]
 
@@ -106,7 +107,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, shift, mean, rstd = ctx.saved_tensors
         rows, needs = x.reshape(-1, x.shape[-1]), ctx.needs_input_grad[:3]
-        with uncast(x):
+        with uncast(x.device):
             dx, *affine = normalise_backward(dy.reshape(rows.shape), rows, mean, rstd, scale, shift, needs)
         return None if dx is None else dx.view(x.shape), *affine, None, None
 
@@ -137,7 +138,7 @@ class _NormLinear(torch.autograd.Function):
         need_x, need_scale, need_shift, _, need_weight, need_bias, _ = ctx.needs_input_grad
         rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dx = dscale = dshift = dweight = dbias = None
-        with uncast(x):
+        with uncast(x.device):
             if need_weight:
                 normed, _, _ = normalise(rows, scale, shift, ctx.eps, weight.dtype)
                 dweight = dy.t() @ normed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -133,9 +133,7 @@ def _pair_bias(theirs: Any) -> nn.Module:
     c_s = theirs.c_s if adaptive else None
     ours = AttentionPairBias(theirs.c_q, theirs.c_z, mha.c_hidden, mha.no_heads, c_s, theirs.inf)
     if adaptive:
-        norm = ours.layer_norm_a
-        assert isinstance(norm, AdaLN)
-        _adopt(norm, theirs.layer_norm_a, "layer_norm_a", "layer_norm_s", "linear_g", "linear_s")
+        _adopt(cast(AdaLN, ours.layer_norm_a), theirs.layer_norm_a, "layer_norm_a", "layer_norm_s", "linear_g", "linear_s")
         _adopt(ours, theirs, "linear_z", "linear_ada_out")
     else:
         _adopt(ours, theirs, "layer_norm_a", "layer_norm_z", "linear_z")

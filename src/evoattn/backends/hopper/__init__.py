@@ -10,7 +10,7 @@ import functools
 import torch
 
 from evoattn.backends import Description, Plan
-from evoattn.devices import installed, on_device_of
+from evoattn.devices import installed, on_device_of, processors
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
@@ -108,7 +108,7 @@ def resolve_backward(problem: Problem) -> dict[str, dict[str, int]]:
 
     of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
     pair = problem.pair_bias is not None
-    if one_kernel(problem.needs, pair, problem.d, _sizes(problem), _processors()):
+    if one_kernel(problem.needs, pair, problem.d, _sizes(problem), processors()):
         return {"whole": {"block_q": 64, "block_k": 64}}
     found = {}
     if of_q or of_pair_bias:
@@ -190,11 +190,6 @@ def plan_backward(
     problem = describe(inputs, needs=needs, deterministic=deterministic)
     told = Description(kernels=resolve_backward(problem), copies=tuple(copies(problem, inputs)))
     return Plan(lambda *given: run(*[x for tensors in given for x in tensors]), lambda: told)
-
-
-def _processors() -> int:
-    """Of the current device, or of an H200 where there is none."""
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:

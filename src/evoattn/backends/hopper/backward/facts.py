@@ -72,7 +72,7 @@ class Facts:
         needs: tuple[bool, ...],
         deterministic: bool,
     ) -> Facts:
-        """Of tensors as `evoattn.backends.Plans` has them."""
+        """Of tensors as a backend's `plan_backward` gets them."""
         (b, n, h, lq, d), lk = q.shape, k.shape[3]
         sizes, pair = (b, n, h, lq, lk), pair_bias is not None
         exact = pair_bias is not None and pair_bias.dtype == torch.float32

@@ -38,7 +38,7 @@ def plan_backward(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:  # fmt: skip
     """A function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk, dv).
 
-    See `evoattn.backends.Plans`.
+    See `evoattn.backends`.
     """
     facts = Facts.of(q, k, mask, pair_bias, scale=scale, needs=needs, deterministic=deterministic)
     (b, n, h, lq, lk), gradient, device = facts.sizes, facts.gradient, facts.device
@@ -47,7 +47,7 @@ def plan_backward(
     terms, cleared_by_torch = _key_terms(facts, q, mask, mask_bias, workspace)
     inputs, changes = _inputs(facts, do, dlse, q, k, v, o, lse)
 
-    # How all that the stages see lies in memory. In the place of what is not there they get another address, and do not look.
+    # How all that the stages see lies in memory. For a tensor that is not there they get another address, and do not read it.
     nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
     even = shifts = pairs = tiles = None
     pair = nowhere
@@ -81,9 +81,9 @@ def plan_backward(
     if facts.second and not facts.fused and facts.key["ring"]:
         tiles = plan(Tiles(types[pair_bias.dtype], wide=facts.key["wide"]), device, pair, tiled, facts.unit)  # type: ignore[union-attr]
     rows = Rows(False, 0, 0) if terms is None else Rows(True, terms.row_b, terms.row_n)
-    stages = stages_of(facts, seen, rows, dlse=dlse is not None, tiles=tiles is not None)
-
     stats, parts = between(facts)
+    stages = stages_of(facts, seen, rows, stats, parts, dlse=dlse is not None, tiles=tiles is not None)
+
     at_stats = 0 if facts.fused else workspace.add(stats)
     at_tiles = workspace.add(tiled) if tiles else 0
     at_pair, at_shifts = (0 if x is None else workspace.add(x) for x in (even, shifts))

@@ -67,19 +67,19 @@ def between(facts: Facts) -> tuple[Tensor, Tensor]:
     return stats, torch.empty(slots, fragments, threads, 4, device="meta")
 
 
-def stages_of(facts: Facts, seen: Seen, rows: Rows, *, dlse: bool, tiles: bool) -> list[Stage]:
+def stages_of(facts: Facts, seen: Seen, rows: Rows, stats: Tensor, parts: Tensor, *, dlse: bool, tiles: bool) -> list[Stage]:
     """What is launched for each group, in this order. Nothing may come between: a stage starts while the one before runs.
 
     Args:
         facts: of the call.
         seen: how lies in memory what the first group sees.
         rows: of the key-wise bias.
+        stats, parts: as `between` has them.
         dlse: whether the LSE has a gradient.
         tiles: whether the pair bias streams through the kernel of the keys, in tiles.
     """
     if facts.fused:
         return [_fused(facts, seen, rows, dlse)]
-    stats, parts = between(facts)
     found = []
     if facts.first:
         found.append(_query(facts, seen, rows, dlse, stats, parts))

@@ -348,8 +348,8 @@ def test_dev_compares_every_client_in_an_environment_of_its_own(dev: ModuleType,
 def test_dev_waits_for_what_ctrl_c_ends() -> None:
     """The command has its time to write what it has; then the status is 130, without a traceback."""
     child = (
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), print('written', flush=True), sys.exit(130)))\n"
+        "import os, signal, sys, time\n"  # print may still be at "ready" when the signal comes
+        "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), os.write(1, b'written\\n'), sys.exit(130)))\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)"
     )

@@ -4,6 +4,7 @@ Triton reads TRITON_INTERPRET when a kernel is defined, so these tests need a pr
 this file starts itself once more with the variable set.
 """
 
+import copy
 import os
 import pathlib
 import subprocess
@@ -108,5 +109,9 @@ else:
             cotangent = torch.ones_like(made).normal_(generator=torch.Generator().manual_seed(1))
             results.append([made, *torch.autograd.grad(made, [z, *layer.parameters()], cotangent)])
             assert len(called) == 6  # two forwards, and two backwards that normalise again
-        for one, other in zip(*results, strict=True):
-            assert relative_error(one, other.double()) < (3e-2 if autocast else 1e-5)
+        exact = copy.deepcopy(layer).double()
+        wide = z.detach().double().requires_grad_()
+        made = exact(wide) + exact(wide.transpose(1, 2)).transpose(1, 2)
+        truth = [made, *torch.autograd.grad(made, [wide, *exact.parameters()], cotangent.double())]
+        ours, plain = (max(map(relative_error, found, truth)) for found in results)
+        assert ours < 3 * plain

@@ -44,11 +44,8 @@ def on_device_of(
         return run
     index, preparing = tensor.device.index, threading.Lock()
 
-    def on_device(*arguments: Any) -> Any:
+    def prepared(*arguments: Any) -> Any:
         nonlocal first
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(index):
-                return on_device(*arguments)
         if first is not None:
             with preparing:
                 if first is not None:
@@ -57,6 +54,14 @@ def on_device_of(
                     finally:
                         first = None
         return run(*arguments)
+
+    start = run if first is None else prepared
+
+    def on_device(*arguments: Any) -> Any:  # does not name itself: a cycle would keep what `run` holds until a collection
+        if torch.cuda.current_device() == index:
+            return start(*arguments)
+        with torch.cuda.device(index):
+            return start(*arguments)
 
     return on_device
 

@@ -1,10 +1,13 @@
 """What a call launches is compiled before its first launch, on other threads. Nothing here runs on a GPU."""
 
+import functools
+import gc
 import pathlib
 import threading
 import time
 import types
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -318,6 +321,23 @@ def test_a_plan_is_prepared_once(current: int, monkeypatch: pytest.MonkeyPatch) 
     start(3)
     assert done == [("first", 1, (1, 2)), ("run", 1, (1, 2)), ("run", 1, (3,))]
     assert Device.current == current
+
+
+@pytest.mark.parametrize("first", [None, lambda run, given: None], ids=["at once", "prepared"])
+def test_what_a_start_holds_is_freed_with_it(first: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a circle of references its tensors would keep gigabytes of a GPU until Python looks for garbage."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tensor: Any = types.SimpleNamespace(is_cuda=True, device=types.SimpleNamespace(index=1))
+    workspace = torch.empty(1)
+    kept = weakref.ref(workspace)
+    start = devices.on_device_of(tensor, functools.partial(lambda workspace: None, workspace), first=first)
+    gc.disable()
+    try:
+        start()
+        del start, workspace
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 class Device:

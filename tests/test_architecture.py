@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "explanation": {"backends", "call", "inputs", "layouts", "problem", "run", "tuning"},
     "api": {"backends", "call", "explanation", "inputs", "numerics", "run", "tuning"},
     "compat": {"api", "call", "numerics"},
-    "nn": {"api", "call", "compat", "devices", "numerics"},
+    "nn": {"api", "call", "compat", "devices", "numerics", "run"},
     "clients": {"call", "compat", "run"},
     "testing": {"api", "layouts", "numerics", "tuning", "workloads"},
     "__init__": {"_version", "api", "clients", "tuning"},

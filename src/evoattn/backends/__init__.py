@@ -58,19 +58,22 @@ class Plan:
         describe: what `run` runs; asked seldom, and never by a call.
         backend: who made it.
         refused: the other backends that were asked before, with all their reasons.
+        writes_into: whether dq, dk and dv lie in memory as its planner was told, and not contiguous in the user's layout.
     """
 
     run: Callable[..., Any]
     describe: Callable[[], Description]
     backend: str = ""
     refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    writes_into: bool = False
 
 
 class Backend(Protocol):
     """What every backend module has.
 
     One may also have `faster(problem) -> tuple[str, str] | None`: the backend that runs a problem in less time, and why; `auto`
-    then goes to that one, if it takes the problem.
+    then goes to that one, if it takes the problem. One may have `WRITES_ANYWHERE = True`: its `plan_backward` takes `into` too,
+    meta tensors that say how dq, dk and dv lie in memory, with rows of channels on 16 bytes.
     """
 
     NAME: str

@@ -10,6 +10,8 @@ Source: Jumper et al. 2021, supplementary algorithms 7, 8, 13, 14; Dao et al. 20
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,9 @@ from evoattn.tuning import Config
 __all__ = ["NAME", "attention", "availability", "plan_backward", "plan_forward", "unsupported"]
 
 NAME = "reference"
+
+WRITES_ANYWHERE = True
+"""Gradients may have any strides (`evoattn.backends.Backend`)."""
 
 
 def availability() -> str | None:
@@ -94,9 +99,10 @@ def plan_backward(
     needs: tuple[bool, ...],
     deterministic: bool,
     config: Config,
+    into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """See `evoattn.backends`."""
-    wanted = empty_gradients(inputs, layout, needs, "meta")
+    wanted = empty_gradients(inputs, layout, needs, "meta") if into is None else into
     views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
 
     def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

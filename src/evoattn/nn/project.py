@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from evoattn.call.validation import compute_dtype
 from evoattn.devices import uncast
 from evoattn.nn.norm import normalise, normalise_backward
+from evoattn.run import guards
+from evoattn.run.joined import join
 
 __all__ = ["compute_dtype_of", "layer_norm", "linear", "project"]
 
@@ -62,8 +64,10 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
     else:
         scale, shift, eps = _settings(norm)
         joined = _NormLinear.apply(x, scale, shift, eps, weight, bias, biased)  # type: ignore[no-untyped-call]
-    sizes = itertools.chain.from_iterable((module.out_features, _gap(module, dtype)) for module in linears)
-    return list(joined.split(tuple(sizes), -1)[::2])
+    sizes = tuple(itertools.chain.from_iterable((module.out_features, _gap(module, dtype)) for module in linears))
+    if guards.is_seen() or guards.autocasts() is None:  # torch has to see what is done
+        return list(joined.split(sizes, -1)[::2])
+    return list(_Split.apply(joined, sizes))  # type: ignore[no-untyped-call]
 
 
 def _settings(norm: nn.Module) -> tuple[Any, Any, float]:
@@ -91,6 +95,25 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
         here += rows + gap
     bias = torch.cat(biases).to(dtype) if last else None
     return torch.cat(weights).to(dtype), bias, (first, last)
+
+
+class _Split(torch.autograd.Function):
+    """Every second part of a tensor that is cut along its last axis; no gradient is copied that lies joined already."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sizes, ctx.shape, ctx.address = sizes, joined.shape, joined.data_ptr()
+        return tuple(joined.split(sizes, -1)[::2])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *parts: Tensor | None) -> tuple[Tensor | None, None]:
+        if all(x is None for x in parts):
+            return None, None
+        rows: list[Tensor | None] = [None] * len(ctx.sizes)
+        rows[::2] = [None if x is None else x.reshape(-1, x.shape[-1]) for x in parts]
+        return join(rows, ctx.sizes, apart_from=ctx.address).view(ctx.shape), None
 
 
 class _Norm(torch.autograd.Function):

@@ -18,6 +18,7 @@ from evoattn.call.validation import check_no_tangent
 from evoattn.inputs import Cotangents, Inputs, Options, Outputs
 from evoattn.layouts import empty_gradients
 from evoattn.run import guards, operators, plans
+from evoattn.run.joined import Columns, columns_of
 
 __all__ = ["EvoformerAttention", "Look", "look_of", "make", "record", "same_memory"]
 
@@ -44,10 +45,23 @@ class _Backward:
     Args:
         run: of their plan.
         looks: of dq, dk and dv, None for one that is not wanted.
+        columns: where they lie in one tensor; None: each has its own memory.
     """
 
     run: Callable[..., tuple[Tensor | None, Tensor | None]]
     looks: tuple[Look | tuple[()] | None, ...]
+    columns: Columns | None
+
+    def make(self, inputs: Inputs) -> tuple[Tensor | None, ...]:
+        """dq, dk and dv, uninitialised."""
+        if self.columns is not None:
+            return tuple(self.columns.make(inputs.qkv))
+        of_q, of_k, of_v = self.looks
+        return (
+            None if of_q is None else make(of_q, inputs.q),
+            None if of_k is None else make(of_k, inputs.k),
+            None if of_v is None else make(of_v, inputs.v),
+        )
 
 
 def _save(ctx: Any, inputs: Inputs, outputs: Outputs, way: Call | Options) -> None:
@@ -78,12 +92,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
     found = None if seen or torch.is_grad_enabled() else _find(ctx, cotangents, inputs, outputs, asked)
     if found is None:
         return _by_operator(ctx, cotangents, inputs, outputs, _needs(asked))
-    of_q, of_k, of_v = found.looks
-    of_qkv = (
-        None if of_q is None else make(of_q, inputs.q),
-        None if of_k is None else make(of_k, inputs.k),
-        None if of_v is None else make(of_v, inputs.v),
-    )
+    of_qkv = found.make(inputs)
     dmask_bias, dpair_bias = found.run(cotangents, inputs, outputs, of_qkv)
     if dmask_bias is not None:
         dmask_bias = _like(dmask_bias, inputs.mask_bias)
@@ -105,7 +114,8 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, as
             return None
         way = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), way)
     do, dlse = cotangents
-    key = (way, do is None, dlse is None, asked, plans.settings(inputs.q.dtype))
+    columns = columns_of(inputs.qkv) if all(asked[:3]) and _options(ctx).layout == "bnlhd" else None
+    key = (way, do is None, dlse is None, asked, plans.settings(inputs.q.dtype), columns)
     given = [x for x in (do, dlse, *inputs, *outputs) if x is not None]
     found: _Backward | None = guards.recall(key, given)
     if found is not None:
@@ -118,10 +128,11 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, as
     if not all(same_memory(x, y) for x, y in pairs):
         return None
     options = _options(ctx)
-    plan = plans.backward(of_cotangents, folded, of_outputs, needs, options)
+    into = None if columns is None else _folded(columns.make(inputs.qkv, "meta"), axes)
+    plan = plans.backward(of_cotangents, folded, of_outputs, needs, options, into)
     of_qkv = _restored(empty_gradients(folded, options.layout, needs, "meta"), axes)
     looks = [None if x is None else look_of(x, like) for x, like in zip(of_qkv, inputs.qkv, strict=True)]
-    found = _Backward(plan.run, tuple(looks))
+    found = _Backward(plan.run, tuple(looks), columns if plan.writes_into else None)
     guards.remember(key, given, found)
     return found
 
@@ -160,6 +171,14 @@ def _restored(of_qkv: Any, axes: Axes | None) -> tuple[Tensor | None, ...]:
         return tuple(of_qkv)
     ways = (axes.restore_queries, axes.restore_keys, axes.restore_keys)
     return tuple(None if x is None else way(x) for x, way in zip(of_qkv, ways, strict=True))
+
+
+def _folded(of_qkv: list[Tensor], axes: Axes | None) -> list[Tensor]:
+    """dq, dk and dv in canonical axes, from tensors that lie in memory like q, k and v."""
+    if axes is None:
+        return of_qkv
+    dq, dk, dv = of_qkv
+    return [axes.fold_queries(dq), *(axes.fold_keys(x, x.shape[-2]) for x in (dk, dv))]
 
 
 def _like(gradient: Tensor, x: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,14 +46,25 @@ def forward(inputs: Inputs, options: Options) -> Plan:
     return place[0]
 
 
-def backward(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...], options: Options) -> Plan:
-    """The plan of a backward of canonical tensors; raises ValueError if no backend takes it."""
-    tensors = (*cotangents, *inputs, *outputs)
+def backward(
+    cotangents: Cotangents,
+    inputs: Inputs,
+    outputs: Outputs,
+    needs: tuple[bool, ...],
+    options: Options,
+    into: Sequence[Tensor] | None = None,
+) -> Plan:
+    """The plan of a backward of canonical tensors; raises ValueError if no backend takes it.
+
+    into: how dq, dk and dv lie in memory where the backend can write them so (`Plan.writes_into`), as it can if they are
+        contiguous in the user's layout; None: they are.
+    """
+    tensors = (*cotangents, *inputs, *outputs, *(into or ()))
     place = _place(inputs.q.device, *map(_look, tensors), needs, *options, settings(inputs.q.dtype))
     if not place:
         problem = describe(inputs, needs=needs, deterministic=options.deterministic)  # type: ignore[arg-type]
         wishes = {"needs": needs, "deterministic": options.deterministic}
-        place.append(_plan("plan_backward", (cotangents, inputs, outputs), problem, options, **wishes))
+        place.append(_plan("plan_backward", (cotangents, inputs, outputs), problem, options, into, **wishes))
     return place[0]
 
 
@@ -61,12 +73,21 @@ def _look(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
 
 
-def _plan(planner: str, tensors: tuple[Any, ...], problem: Problem, options: Options, **wishes: Any) -> Plan:
+def _plan(
+    planner: str,
+    tensors: tuple[Any, ...],
+    problem: Problem,
+    options: Options,
+    into: Sequence[Tensor] | None = None,
+    **wishes: Any,
+) -> Plan:
     config = Config.from_text(options.config)
     backend, refused = select(problem, options.backend, config)
     scale = options.scale
     if scale is not None and not math.isfinite(scale):  # a number that torch.compile traced as a symbol
         raise ValueError(f"scale must be finite, got {scale}")
     scale = float(problem.d) ** -0.5 if scale is None else scale
+    if into is not None and getattr(backend, "WRITES_ANYWHERE", False):
+        wishes["into"] = into
     plan: Plan = getattr(backend, planner)(*tensors, scale=scale, layout=options.layout, config=config, **wishes)
-    return dataclasses.replace(plan, backend=backend.NAME, refused=refused)
+    return dataclasses.replace(plan, backend=backend.NAME, refused=refused, writes_into="into" in wishes)

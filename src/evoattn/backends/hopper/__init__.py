@@ -6,8 +6,11 @@ Importing this package imports no CuTe DSL: the kernels are imported when a call
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from evoattn.backends import Description, Plan
 from evoattn.devices import installed, on_device_of, processors
@@ -28,6 +31,9 @@ __all__ = [
 ]
 
 NAME = "hopper"
+
+WRITES_ANYWHERE = True
+"""Gradients may have any strides (`evoattn.backends.Backend`)."""
 
 _CAPABILITY = (9, 0)
 _CHANNELS = (8, 16, 24, 32, 48, 64)
@@ -179,14 +185,14 @@ def plan_backward(
     needs: tuple[bool, bool, bool, bool, bool],
     deterministic: bool,
     config: Config,
+    into: Sequence[Tensor] | None = None,
 ) -> Plan:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.hopper.backward import plan
 
     tensors = (*cotangents, *inputs, *outputs)
-    run = on_device_of(
-        inputs.q, plan.plan_backward(*tensors, scale=scale, layout=layout, needs=needs, deterministic=deterministic)
-    )
+    wishes: dict[str, Any] = {"needs": needs, "deterministic": deterministic, "into": into}
+    run = on_device_of(inputs.q, plan.plan_backward(*tensors, scale=scale, layout=layout, **wishes))
     problem = describe(inputs, needs=needs, deterministic=deterministic)
     told = Description(kernels=resolve_backward(problem), copies=tuple(copies(problem, inputs)))
     return Plan(lambda *given: run(*[x for tensors in given for x in tensors]), lambda: told)

@@ -20,6 +20,7 @@ Source: Rabe and Staats 2021; Dao et al. 2022.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ from evoattn.tuning import Config, TiledPlan, tiled_plan, user
 __all__ = ["NAME", "availability", "plan_backward", "plan_forward", "unsupported"]
 
 NAME = "tiled"
+
+WRITES_ANYWHERE = True
+"""Gradients may have any strides (`evoattn.backends.Backend`)."""
 
 _SHARES = 2
 """Shares of the backward for each thread: more balance better, and hold more sums of bias gradients."""
@@ -79,10 +83,11 @@ def plan_backward(
     needs: tuple[bool, ...],
     deterministic: bool,
     config: Config,
+    into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """See `evoattn.backends`. Every sum has a fixed order, so results are bit-equal from run to run by nature."""
     blocks = _Blocks(describe(inputs), config)
-    wanted = empty_gradients(inputs, layout, needs, "meta")
+    wanted = empty_gradients(inputs, layout, needs, "meta") if into is None else into
     views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
 
     def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

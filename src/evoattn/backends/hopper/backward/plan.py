@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,11 @@ _meta = functools.partial(torch.empty, device="meta", dtype=torch.float32)
 def plan_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None,
     pair_bias: Tensor | None, o: Tensor, lse: Tensor, reference: Tensor,
-    *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool,
+    *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool, into: Sequence[Tensor] | None = None,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:  # fmt: skip
     """A function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk, dv).
 
-    See `evoattn.backends`.
+    See `evoattn.backends`. `into` says how dq, dk and dv lie in memory, in place of `layout`.
     """
     facts = Facts.of(q, k, mask, pair_bias, scale=scale, needs=needs, deterministic=deterministic)
     (b, n, h, lq, lk), gradient, device = facts.sizes, facts.gradient, facts.device
@@ -54,7 +54,7 @@ def plan_backward(
     if pair_bias is not None:
         even, shifts, pairs = pair_plan(pair_bias, lq, lk, beside=q.dtype, bounded=True)
         pair = even[..., :lk]
-    outputs = [layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)]
+    outputs = list(into or (layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)))
     tile_type = torch.float32 if facts.key["wide"] else q.dtype
     tiled = torch.empty(*pair.shape[:2], facts.key_panels, facts.panels, ROWS * ROWS, dtype=tile_type, device="meta")
     sums, wanted = (nowhere, nowhere) if gradient is None else (gradient.sums, gradient.wanted)

@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "api": {"backends", "call", "explanation", "inputs", "numerics", "run", "tuning"},
     "compat": {"api", "call", "numerics"},
     "nn": {"api", "call", "compat", "devices", "numerics", "run"},
-    "clients": {"call", "compat", "run"},
+    "clients": {"call", "compat", "nn", "run"},
     "testing": {"api", "layouts", "numerics", "tuning", "workloads"},
     "__init__": {"_version", "api", "clients", "tuning"},
     "bench": {"__init__", "_version", "api", "backends", "problem", "run", "testing", "tuning", "workloads"},

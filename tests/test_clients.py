@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 import evoattn
+import evoattn.nn
 from clients.blocks import Problem
 from evoattn.clients import patching, releases
 from evoattn.clients.calls import additive, kernel
+from evoattn.clients.layers import sites
 from evoattn.clients.releases import digest, digests_in_file
 from evoattn.clients.site import Client, Count, Site
 from evoattn.clients.sources import SOURCES
+from evoattn.nn.replace import _LAYERS
 
 TOY = {
     "layers.py": """
@@ -46,6 +49,21 @@ from toy_client.layers import dispatch
 class Block:
     def forward(self, x):
         return attend(x, x, x, [])
+""",
+    "triangle.py": """
+import evoattn.nn
+from torch import nn
+
+
+class Triangle(evoattn.nn.TriangleAttention):
+    def __init__(self):
+        super().__init__(8, 4, 2)
+        self.c_hidden = 4
+        for x in self.parameters():
+            nn.init.normal_(x)
+
+    def forward(self, x, mask=None, use_lma=False, window=None):
+        return 0 * x
 """,
 }
 
@@ -80,16 +98,19 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     (tmp_path / "toy-1.0.dist-info").mkdir()
     (tmp_path / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    known = Client("toy", "toy", SITES, values=(("toy_client.layers", "has_kernel", True),))
+    whole = sites("toy_client.triangle:Triangle")
+    known = Client("toy", "toy", SITES, values=(("toy_client.layers", "has_kernel", True),), layers=whole)
     monkeypatch.setattr(patching, "NAMES", ("toy",))
     monkeypatch.setattr(patching, "client", {"toy": known}.__getitem__)
     model = importlib.import_module("toy_client.model")
     layers = sys.modules["toy_client.layers"]
-    found = {str(site): digest(_at(site)) for site in SITES}
+    found = {str(site): digest(_at(site)) for site in (*SITES, *whole)}
+    openfolds = "openfold.model.triangular_attention.TriangleAttention"
+    monkeypatch.setitem(_LAYERS, "toy_client.triangle.Triangle", _LAYERS[openfolds])
     monkeypatch.setitem(SOURCES, "toy", {"0.9": {}, "1.0": found})
     model.layers = layers  # type: ignore[attr-defined]
     yield model
-    for name in ("toy_client", "toy_client.layers", "toy_client.model"):
+    for name in ("toy_client", "toy_client.layers", "toy_client.model", "toy_client.triangle"):
         sys.modules.pop(name, None)
     patching._active.clear()
 
@@ -194,12 +215,82 @@ def test_a_compiled_call_is_ours_too(toy: Any) -> None:
             torch.testing.assert_close(compiled(x(), x(), x(), [], fast=True), expected)
 
 
+@pytest.fixture
+def triangle(toy: Any) -> Any:
+    """A layer of toy, which returns zeros."""
+    torch.manual_seed(0)
+    return importlib.import_module("toy_client.triangle").Triangle()
+
+
+Z = torch.randn(1, 5, 5, 8)
+
+
+def ours(triangle: Any) -> Tensor:
+    """What our layer makes of Z with the same parameters."""
+    layer = evoattn.nn.TriangleAttention(8, 4, 2)
+    layer.load_state_dict(triangle.state_dict())
+    return layer(Z)  # type: ignore[no-any-return]
+
+
+def test_whole_layers(triangle: Any) -> None:
+    expected, site = ours(triangle), "toy_client.triangle:Triangle.forward"
+    with evoattn.patch("toy", layers=True) as patched:
+        assert patched.sites[-1] == site
+        assert torch.equal(triangle(Z, use_lma=True), expected)
+        assert patched.calls_by_site[site] == 1 and not patched.passed_on
+        with torch.no_grad():
+            triangle.mha.linear_o.bias.add_(1)
+        assert torch.equal(triangle(Z), ours(triangle)), "parameters are shared"
+    assert not triangle(Z).any(), "the client's own"
+
+
+def test_layers_may_be_asked_for_later(triangle: Any) -> None:
+    with evoattn.patch("toy") as patched:
+        assert not triangle(Z).any()
+        assert evoattn.patch("toy", layers=True) is patched is evoattn.patch("toy", layers=True)
+        assert patched.sites.count("toy_client.triangle:Triangle.forward") == 1
+        assert torch.equal(triangle(Z), ours(triangle))
+    patched.undo()
+    assert not triangle(Z).any()
+
+
+def test_layers_of_other_kinds_stay_the_clients(triangle: Any) -> None:
+    with evoattn.patch("toy", layers=True) as patched:
+        assert triangle(Z).any()
+        assert not triangle(Z, window=3).any()
+        torch.compiler.reset()
+        assert not torch.compile(triangle, backend="eager")(Z).any()
+        linear = triangle.mha.linear_q
+        triangle.mha.linear_q = torch.nn.Sequential(linear)
+        assert not triangle(Z).any(), "an adapter that came later"
+        triangle.mha.linear_q = linear
+        assert triangle(Z).any()
+    reasons = list(patched.passed_on)
+    assert len(reasons) == 2 and "argument 'window'" in reasons[0] and "more than one projection" in reasons[1]
+    assert patched.calls == 2
+
+
+def test_a_layer_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = toy.layers._attention
+    monkeypatch.setitem(SOURCES["toy"]["1.0"], "toy_client.triangle:Triangle.forward", "another")
+    with pytest.raises(evoattn.clients.UnknownRelease, match="has another toy_client.triangle:Triangle.forward"):
+        evoattn.patch("toy", layers=True)
+    assert toy.layers._attention is original and not patching._active
+
+
+def test_a_client_whose_layers_are_not_known() -> None:
+    with pytest.raises(
+        ValueError, match=r"layers must be False for 'esmfold': evoattn.nn has layers of 'boltz', 'openfold', 'open"
+    ):
+        evoattn.patch("esmfold", layers=True)
+
+
 @pytest.mark.parametrize("name", patching.NAMES)
 def test_every_site_of_a_client_is_known(name: str) -> None:
     of = patching.client(name)
     assert of.name == name
     for version, sources in SOURCES[name].items():
-        assert set(sources) == {str(site) for site in of.sites}, version
+        assert set(sources) == {str(site) for site in (*of.sites, *of.layers)}, version
     assert len({str(site) for site in of.sites}) == len(of.sites)
 
 

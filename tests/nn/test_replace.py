@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import evoattn
 import evoattn.nn as ours
+from evoattn.clients import patching
 from evoattn.nn.replace import _LAYERS
 from evoattn.testing import relative_error
 
@@ -285,3 +287,20 @@ def test_blocks(client: str, dtype: torch.dtype) -> None:
         counts.append(count)
         assert outputs <= limits[0] and gradients_ <= limits[1], block.name
     assert sum(counts) >= 15
+
+
+@pytest.mark.parametrize("client", ["boltz", "openfold3"])
+def test_blocks_patched(client: str) -> None:
+    """The same by `patch(layers=True)`: each kind of layer is ours, and what the layers' callers get is theirs."""
+    installed(client)
+    compare, blocks = importlib.import_module("clients.compare"), importlib.import_module(f"clients.{client}").BLOCKS
+    dtype, called = torch.float32, dict[str, int]()
+    for block in blocks:
+        expected = compare.outcome(block, dtype, 16, block.ways[0])
+        with evoattn.patch(client, layers=True) as patched:
+            found = compare.outcome(block, dtype, 16, block.ways[0])
+        called |= {site: called.get(site, 0) + calls for site, calls in patched.calls_by_site.items()}
+        for error, limit in zip(compare.errors(expected, found), compare.LIMITS[dtype], strict=True):
+            assert error <= limit, block.name
+    missed = [str(site) for site in patching.client(client).layers if not called[str(site)]]
+    assert not missed

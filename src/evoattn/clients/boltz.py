@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.clients.calls import additive, kernel, multiplication
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -105,6 +106,11 @@ CLIENTS = {
                 Site("boltz.model.layers.attentionv2", "AttentionPairBias.forward", _second),
                 Site("boltz.model.layers.attention", "AttentionPairBias.forward", _first),
             ),
+        ),
+        layers=sites(
+            "boltz.model.layers.triangular_attention.attention:TriangleAttention",
+            "boltz.model.layers.attention:AttentionPairBias",
+            "boltz.model.layers.attentionv2:AttentionPairBias",
         ),
     ),
     "boltzgen": Client(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.clients.calls import additive, low_memory, projected, queries_first
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -78,6 +79,13 @@ CLIENTS = {
             Site(_MODULE, "Attention._wrap_up"),
             Site(_MODULE, "_attention_chunked_trainable"),
             Site("openfold.utils.kernel.attention_core", "AttentionCoreFunction.forward"),
+        ),
+        layers=sites(
+            "openfold.model.triangular_attention:TriangleAttention",
+            "openfold.model.msa:MSAAttention",
+            "openfold.model.msa:MSAColumnAttention",
+            "openfold.model.msa:MSAColumnGlobalAttention",
+            "openfold.model.template:TemplatePointwiseAttention",
         ),
     )
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.clients.calls import low_memory, queries_first
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.compat.openfold import attention
@@ -15,6 +16,7 @@ from evoattn.compat.openfold import attention
 __all__ = ["CLIENTS"]
 
 _MODULE = "openfold3.core.model.primitives.attention"
+_LAYERS = "openfold3.core.model.layers"
 _MULTIPLICATION = "openfold3.core.model.layers.triangular_multiplicative_update"
 
 
@@ -53,6 +55,14 @@ CLIENTS = {
             (_MODULE, "TritonEvoformer", queries_first),  # asked for, and not called
             (_MODULE, "TRITON_AVAILABLE", True),
             (_MULTIPLICATION, "triangle_multiplicative_update", triangle_multiplicative_update),
+        ),
+        layers=sites(
+            f"{_LAYERS}.triangular_attention:TriangleAttention",
+            f"{_LAYERS}.msa:MSAAttention",
+            f"{_LAYERS}.msa:MSAColumnAttention",
+            f"{_LAYERS}.msa:MSAColumnGlobalAttention",
+            f"{_LAYERS}.attention_pair_bias:AttentionPairBias",
+            f"{_LAYERS}.attention_pair_bias:DiffusionAttentionPairBias",
         ),
     )
 }

@@ -56,8 +56,9 @@ class Patch:
         versions: the client's version, by its name.
     """
 
-    def __init__(self, names: Iterable[str] = (), tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, names: Iterable[str] = (), tell: Callable[[str], None] | None = None, *, layers: bool = False) -> None:
         self.versions: dict[str, str] = {}
+        self._layered: set[str] = set()
         self._sites: list[str] = []
         self._counts: dict[str, Count] = {}
         self._changes: list[_Change] = []
@@ -65,7 +66,7 @@ class Patch:
         self._fresh = True
         self._tell = tell
         for name in names:
-            self._apply(client(name))
+            self._apply(client(name), layers)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -116,13 +117,19 @@ class Patch:
         lines += [f"  {calls:6d}  by the original: {reason}" for reason, calls in self.passed_on.items()]
         return "\n".join(lines)
 
-    def _apply(self, of: Client) -> None:
+    def _apply(self, of: Client, layers: bool = False) -> None:
         """Check all sites of a client, then replace them: nothing is half patched."""
         version = of.installed
         if version is None:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution}")
-        self._replace(of, of.sites, of.values)
-        self.versions[of.name] = version
+        for site in of.layers if layers else ():
+            _find(of, site)
+        if of.name not in self.versions:
+            self._replace(of, of.sites, of.values)
+            self.versions[of.name] = version
+        if layers and of.name not in self._layered:  # over the other replacements, to which they pass on what they do not know
+            self._replace(of, of.layers, ())
+            self._layered.add(of.name)
 
     def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
         """Check these sites, then replace them."""
@@ -155,7 +162,7 @@ _active: dict[str, Patch] = {}
 """The patch of each client that is patched."""
 
 
-def patch(name: str | None = None) -> Patch:
+def patch(name: str | None = None, *, layers: bool = False) -> Patch:
     """Let `evoattn` compute the attention of an installed program.
 
     Every function of the client that computes attention is replaced, and nothing else. Answers stay the same, padded rows too.
@@ -163,12 +170,16 @@ def patch(name: str | None = None) -> Patch:
 
     Args:
         name: one of `NAMES`. None: every client that is installed and not patched yet; which ones is printed on stderr.
+        layers: let `evoattn.nn` compute whole attention layers too, from norm to output: those of Boltz, OpenFold and
+            OpenFold-3 that it knows. A layer with adapters or arguments that it does not know stays the client's, with our
+            attention in it; so does one that torch.compile compiles (`evoattn.nn.replace` serves such a model). Products are in
+            autocast's dtype, also where the client switches autocast off.
 
     Returns:
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site` and `passed_on`.
 
     Raises:
-        ValueError: the name is not known.
+        ValueError: the name is not known, or `evoattn.nn` has no layer of that client.
         ImportError: the client is not installed.
         UnknownRelease: its code is not the code that the patch was written for. Nothing is replaced then.
 
@@ -179,24 +190,28 @@ def patch(name: str | None = None) -> Patch:
         2
     """
     if name is None:
-        return _patch_all()
+        return _patch_all(layers)
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, or None for all that are installed; got {name!r}")
+    if layers and not client(name).layers:
+        known = ", ".join(repr(each) for each in NAMES if client(each).layers)
+        raise ValueError(f"layers must be False for {name!r}: evoattn.nn has layers of {known}")
     if name in _active:
         _active[name]._fresh = False
+        _active[name]._apply(client(name), layers)
         return _active[name]
-    made = Patch([name])
+    made = Patch([name], layers=layers)
     _active[name] = made
     return made
 
 
-def _patch_all() -> Patch:
+def _patch_all(layers: bool) -> Patch:
     made = Patch()
     for name in NAMES:
         if name in _active or client(name).installed is None:
             continue
         try:
-            made._apply(client(name))
+            made._apply(client(name), layers)
             _active[name] = made
         except (ImportError, UnknownRelease) as error:
             print(f"evoattn does not patch {name}: {error}", file=sys.stderr)

@@ -88,12 +88,14 @@ class Client:
         distribution: its name in the package registry.
         sites: the functions to replace, and those that are only checked.
         values: module, name and value of what says that a kernel is there, or is one; set where nothing is there.
+        layers: whole layers that `evoattn.nn` can compute, replaced besides if that is asked for.
     """
 
     name: str
     distribution: str
     sites: tuple[Site, ...]
     values: tuple[tuple[str, str, Any], ...] = ()
+    layers: tuple[Site, ...] = ()
 
     @property
     def installed(self) -> str | None:

@@ -20,7 +20,11 @@ from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
 from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.triangle import TriangleAttention
 
-__all__ = ["replace"]
+__all__ = ["UnknownArgument", "forward_of", "replace"]
+
+
+class UnknownArgument(TypeError):  # noqa: N818
+    """A client's layer was called with an argument that ours does not know. Nothing was computed."""
 
 
 def replace(model: nn.Module) -> list[str]:
@@ -48,7 +52,7 @@ def replace(model: nn.Module) -> list[str]:
         ...
         ValueError: no layer of Linear is known: evoattn.nn.replace takes models of openfold, openfold3, boltz
     """
-    made = [(name, module, _ours(module)) for name, module in model.named_modules()]
+    made = [(name, module, forward_of(module)) for name, module in model.named_modules()]
     found = [(name, module, forward) for name, module, forward in made if forward is not None]
     if not found:
         clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in _LAYERS))
@@ -58,8 +62,12 @@ def replace(model: nn.Module) -> list[str]:
     return [name for name, _, _ in found]
 
 
-def _ours(theirs: nn.Module) -> Callable[..., Tensor] | None:
-    """Our forward of a client's layer, or None if it is not known."""
+def forward_of(theirs: nn.Module) -> Callable[..., Tensor] | None:
+    """Our forward of a client's layer, or None if the layer is not known.
+
+    Raises:
+        ValueError: it is known, and has other parameters than ours, a precision of its own or adapters.
+    """
     for kind in type(theirs).__mro__:
         known = _LAYERS.get(f"{kind.__module__}.{kind.__qualname__}")
         if known is not None:
@@ -153,10 +161,10 @@ def _boltz_pair_bias(theirs: Any) -> nn.Module:
 
 
 def _ignore(switches: dict[str, Any]) -> None:
-    """Raise TypeError for an argument that is no kernel switch, chunk size or leave to overwrite an input."""
+    """Raise UnknownArgument for one that is no kernel switch, chunk size or leave to overwrite an input."""
     for name in switches:
         if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in ("chunk_size", "inplace_safe", "flash_mask"):
-            raise TypeError(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
+            raise UnknownArgument(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
 
 
 def _call_triangle(

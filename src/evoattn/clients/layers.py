@@ -1,0 +1,65 @@
+"""Whole layers of a client, from norm to output, computed by `evoattn.nn`: what `patch(name, layers=True)` replaces besides."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evoattn.clients.site import Count, Site
+from evoattn.nn.replace import UnknownArgument, forward_of
+
+__all__ = ["layer", "sites"]
+
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], Callable[..., Tensor] | str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""For each layer of a client the modules in it when it was looked at, and our forward of it, or why there is none."""
+
+
+def sites(*names: str) -> tuple[Site, ...]:
+    """The layers "module:Class", whose `forward` is replaced."""
+    return tuple(Site(module, f"{name}.forward", layer) for module, _, name in (x.partition(":") for x in names))
+
+
+def layer(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+    """A layer's `forward` by `evoattn.nn`.
+
+    The original computes, with its attention by ours, what ours does not know: adapters, a precision or arguments of its own.
+    It also is what torch.compile compiles.
+    """
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *given: Any, **named: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return original(self, *given, **named)
+        ours = _of(self)
+        if isinstance(ours, str):
+            count.other(ours)
+            return original(self, *given, **named)
+        try:
+            made = ours(*given, **named)
+        except UnknownArgument as error:
+            count.other(str(error))
+            return original(self, *given, **named)
+        count.one()
+        return made
+
+    return forward
+
+
+def _of(theirs: nn.Module) -> Callable[..., Tensor] | str:
+    """Our forward of a client's layer, or why there is none. It is found anew when a module in the layer is another one."""
+    modules = tuple(theirs.modules())[1:]  # not the layer itself, which must not keep itself alive
+    kept = _kept.get(theirs)
+    if kept is None or len(kept[0]) != len(modules) or any(x is not y for x, y in zip(kept[0], modules, strict=True)):
+        try:
+            found: Callable[..., Tensor] | str = forward_of(theirs) or f"evoattn.nn has no {type(theirs).__name__}"
+        except ValueError as error:
+            found = str(error)
+        kept = _kept[theirs] = modules, found
+    return kept[1]

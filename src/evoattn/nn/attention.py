@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from evoattn.call.canonical import fits
 from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
 from evoattn.nn.gate import gated_linear
 from evoattn.nn.project import linear
+from evoattn.nn.sharded import is_distributed
 from evoattn.numerics import accumulate_dtype
 
 __all__ = ["Attention", "attend", "check_input", "check_mask", "check_settings", "check_shares", "heads", "update"]
@@ -103,7 +106,16 @@ def attend(
     return o.transpose(-2, -3)
 
 
-def update(x: Tensor, made: Tensor, *, residual: bool, dropout: float, shared: int | None, training: bool) -> Tensor:
+def update(
+    x: Tensor,
+    made: Tensor,
+    *,
+    residual: bool,
+    dropout: float,
+    shared: int | None,
+    training: bool,
+    same: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """What a layer returns: its update, with dropout, added to its input if it has the residual.
 
     Args:
@@ -113,10 +125,12 @@ def update(x: Tensor, made: Tensor, *, residual: bool, dropout: float, shared: i
         dropout: the probability that an entry is dropped in training.
         shared: the axis along which all entries are dropped together, or None.
         training: whether the layer trains.
+        same: makes what is drawn the same on all processes that have to agree, if x is split over some.
     """
     if dropout and training:
         sizes = [1 if axis == shared else size for axis, size in enumerate(made.shape, -made.ndim)]
         kept = F.dropout(made.new_ones(sizes), dropout)
+        kept = kept if same is None else same(kept)
         return torch.addcmul(x, made, kept) if residual else made * kept
     return x + made if residual else made
 
@@ -128,10 +142,15 @@ def check_settings(dropout: float, empty_rows: str) -> None:
     check_choice(empty_rows)
 
 
-def check_input(name: str, x: Tensor, axes: int, channels: int) -> None:
-    """Raise TypeError or ValueError unless x is a float tensor `[*, channels]` of at least so many axes."""
+def check_input(name: str, x: Tensor, axes: int, channels: int, *, distributed: bool = False) -> None:
+    """Raise TypeError or ValueError unless x is a float tensor `[*, channels]` of at least so many axes.
+
+    distributed: whether it may be a DTensor.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if not distributed and is_distributed(x):
+        raise TypeError(f"{name} must be a plain tensor: TriangleAttention alone takes DTensors")
     if not x.is_floating_point():
         raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
     if x.ndim < axes or x.shape[-1] != channels:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, heads, update
 from evoattn.nn.project import project
+from evoattn.nn.sharded import Split, is_distributed, update_of
 
 __all__ = ["TriangleAttention"]
 
@@ -68,7 +73,8 @@ class TriangleAttention(nn.Module):
         """The update of z, or z with its update.
 
         Args:
-            z: the pair representation, `[*, I, J, c_in]`. One that is transposed in memory is read as it lies.
+            z: the pair representation, `[*, I, J, c_in]`. One that is transposed in memory is read as it lies. A DTensor may be
+                split by rows or by columns (`evoattn.nn.sharded`).
             mask: `[*, I, J]`, 1 or True where an edge is there; None: all are.
             transpose_bias: whether queries and keys change places in the pair bias, as OpenFold-3 has it around the ending
                 node, where it hands the layer a transposed z.
@@ -79,8 +85,30 @@ class TriangleAttention(nn.Module):
         Raises:
             TypeError, ValueError: z or mask do not fit.
         """
-        check_input("z", z, 3, self.c_in)
+        check_input("z", z, 3, self.c_in, distributed=True)
         check_mask("mask", mask, tuple(z.shape[:-1]))
+        if is_distributed(z):
+            compute = functools.partial(self._update, transpose_bias=transpose_bias)
+            wishes: dict[str, Any] = {"rows": self._rows, "compute": compute, "finish": self._finish}
+            return update_of(self, z, mask, **wishes, transpose_bias=transpose_bias)  # type: ignore[arg-type]
+        if is_distributed(mask):
+            raise TypeError("z must be a DTensor, as mask is, got a plain tensor")
+        return self._finish(z, self._update(z, mask, transpose_bias=transpose_bias))
+
+    @property
+    def _rows(self) -> int:
+        """The axis of z along which the attention has rows."""
+        return -3 if self.starting else -2
+
+    def _update(
+        self,
+        z: Tensor,
+        mask: Tensor | None,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        *,
+        transpose_bias: bool = False,
+    ) -> Tensor:
+        """The update of z. `gather` makes the pair bias `[*, L, K, H]` of all rows, if z has not all of them."""
         turned = not z.is_contiguous() and z.transpose(-2, -3).is_contiguous()
         x = z.transpose(-2, -3) if turned else z  # as it lies in memory
         mha = self.mha
@@ -90,12 +118,18 @@ class TriangleAttention(nn.Module):
             q, k, v, bias = (y.transpose(-2, -3) for y in (q, k, v, bias))
         if mask is not None and not self.starting:
             mask = mask.transpose(-1, -2)
+        if gather is not None:
+            bias = gather(bias)
         pair_bias = bias.movedim(-1, -3).unsqueeze(-4)  # [*,1,h,q,k]
         if transpose_bias:
             pair_bias = pair_bias.transpose(-1, -2)
         q, k, v = (heads(y, self.no_heads) for y in (q, k, v))
         o = attend(q, k, v, mask, pair_bias, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
         made = mha.end(o.transpose(-2, -3) if across else o, g)
-        made = made.transpose(-2, -3) if turned else made
-        shared = -3 if self.starting else -2
-        return update(z, made, residual=self.residual, dropout=self.dropout, shared=shared, training=self.training)
+        return made.transpose(-2, -3) if turned else made
+
+    def _finish(self, z: Tensor, made: Tensor, split: Split | None = None) -> Tensor:
+        """What the layer returns. Processes that share z by rows have the same dropout, which is one for all rows."""
+        same = split.same if split is not None and split.axis == self._rows else None
+        wishes: dict[str, Any] = {"residual": self.residual, "dropout": self.dropout, "training": self.training}
+        return update(z, made, shared=self._rows, same=same, **wishes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evoattn import evoformer_attention, testing
-from evoattn.compat import openfold
+from evoattn.compat import empty_rows, openfold
 from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -161,6 +161,24 @@ def test_compiled_and_under_autocast() -> None:
     expected = step(original, q, k, v, biases)
     for ours, theirs in zip((o, *gradients), expected, strict=True):
         assert testing.relative_error(ours, theirs) < 2e-2
+
+
+def test_a_mask_without_empty_rows_costs_no_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU the mask is looked at, but never by a call that torch compiles."""
+
+    def unexpected(*arguments: object) -> None:
+        raise AssertionError("means were computed")
+
+    q, k, v, (mask, pair) = make((2, 5), [MASK, (2, 1, 4, 7, 9)])
+    some = torch.zeros_like(mask)
+    some[..., 1:] = -1e9
+    torch.compiler.reset()
+    compiled = torch.compile(openfold.attention, fullgraph=True, backend="aot_eager")
+    expected = compiled(q, k, v, [some, pair])
+    monkeypatch.setattr(empty_rows._Means, "apply", unexpected)
+    torch.testing.assert_close(openfold.attention(q, k, v, [some, pair]), expected)
+    with pytest.raises(AssertionError, match="means were computed"):
+        openfold.attention(q, k, v, [mask, pair])
 
 
 def test_refusals_name_the_bias() -> None:

@@ -58,6 +58,19 @@ def test_autocast(case: Dense) -> None:
     assert worst(step(under(layer), leaves_of(layer), inputs, mask), exact) < budget < 0.2
 
 
+def test_gradients_are_not_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a key among them: what they add to the gradients stays in the columns of one tensor."""
+    layer = TriangleAttention(128, 32, 4).to(DEVICE)
+    z, mask = torch.randn(1, 96, 96, 128, device=DEVICE, requires_grad=True), torch.ones(1, 96, 96, device=DEVICE)
+    mask[:, :5] = 0
+    with torch.autocast(DEVICE, torch.bfloat16):
+        made = layer(z, mask)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", lambda *given: pytest.fail("gradients are copied together"))
+        made.float().square().sum().backward()
+    assert z.grad is not None
+
+
 @EACH
 def test_checkpoint_is_bit_equal(case: Dense) -> None:
     """The fixture `poisoned` has switched determinism on."""

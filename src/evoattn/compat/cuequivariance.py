@@ -9,6 +9,7 @@ is here too, in plain torch.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, overload
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
-from evoattn.compat.empty_rows import EmptyRows, check_choice
+from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means_of_values
 from evoattn.compat.triangle_multiplication import triangle_multiplicative_update
 
 __all__ = ["triangle_attention", "triangle_multiplicative_update"]
@@ -105,8 +106,10 @@ def triangle_attention(
     elif isinstance(mask, Tensor):
         mask = _five_axes(mask).to(torch.bool)
     if not return_aux:
-        o = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld")
-        return o if mask is None or kv_lengths is not None or empty_rows == "native" else _mean_where_empty(o, v, mask)
+        attend = functools.partial(evoformer_attention, q, k, mask=mask, pair_bias=bias, scale=scale, layout="bnhld")
+        if mask is None or kv_lengths is not None or empty_rows == "native":
+            return attend(v)
+        return with_means_of_values(attend, q, k, v, mask)
     o, lse = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld", return_lse=True)
     lse = lse.detach()
     if k.shape[-2] == 0:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
-from evoattn.call.canonical import key_axes
 from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
 
 __all__ = ["DS4Sci_EvoformerAttention"]
@@ -59,9 +58,6 @@ def DS4Sci_EvoformerAttention(  # noqa: N802
         raise ValueError(f"biases must have at most two entries, [mask_bias, pair_bias], got {len(biases)}")
     check_choice(empty_rows)
     mask_bias, pair_bias = (*biases, None, None)[:2]
-    o = evoformer_attention(Q, K, V, mask_bias=mask_bias, pair_bias=pair_bias)
-    if empty_rows == "native" or mask_bias is None:
-        return o
-    o, q, k, v = (x.transpose(-2, -3) for x in (o, Q, K, V))
-    bias = key_axes(mask_bias, Q)[..., None, None, :]  # type: ignore[index]
-    return with_means(o, q, k, v, bias, pair_bias, Q.shape[-1] ** -0.5).transpose(-2, -3)
+    if empty_rows == "native":
+        return evoformer_attention(Q, K, V, mask_bias=mask_bias, pair_bias=pair_bias)
+    return with_means(evoformer_attention, Q, K, V, mask_bias, pair_bias, None, layout="bnlhd")

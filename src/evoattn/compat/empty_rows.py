@@ -8,20 +8,27 @@ weighs all keys alike, and its output is the mean of v. Its gradients are those 
 and reach q, k, v and the biases as always. Equal weights make the products small: with V' = V - mean(V),
 
     dQ = scale dO (K^T w V')^T,    dK = scale w V' (Q^T dO)^T,    dV = w sum over q of dO,    d(bias) = w dO V'^T
+
+Almost no mask has such a row, so a call without one should cost nothing. On the CPU the mask is looked at. On a GPU that would
+wait for all work before it, so kernels look (`empty_rows_in_place`). Calls that torch compiles, traces or transforms, and those
+that the kernels do not take, compute the means and their gradients for every row and choose by torch.where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from evoattn.call.canonical import with_axes
+from evoattn.call.canonical import fits, key_axes, with_axes
 from evoattn.call.validation import compute_dtype
+from evoattn.run import guards
 
-__all__ = ["EmptyRows", "check_choice", "with_means", "with_means_of_queries"]
+__all__ = ["EmptyRows", "check_choice", "with_means", "with_means_of_queries", "with_means_of_values"]
 
 EmptyRows = Literal["mean", "native"]
 
@@ -31,6 +38,9 @@ _SWALLOWS = {torch.float32: -1e8, torch.bfloat16: -3e4, torch.float16: -3e4}
 _EQUAL = 1.25
 """Keys whose bias is below this times the largest of the row are masked deeper than the others, and weigh nothing."""
 
+_MAX_CHANNELS = 256
+"""More channels need tiles that shared memory does not hold."""
+
 
 def check_choice(empty_rows: str) -> None:
     """Raise ValueError for anything but "mean" and "native"."""
@@ -39,25 +49,113 @@ def check_choice(empty_rows: str) -> None:
 
 
 def with_means(
-    o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float | None,
+    layout: str = "bnhld",
 ) -> Tensor:
     """The output of attention, with the mean of v in rows that the mask bias masks at every key.
 
     Args:
-        o: `[*, H, Q, C]`, from q, k, v, both biases and the scale.
-        q, k, v: `[*, H, Q, D]`, `[*, H, K, D]`, `[*, H, K, C]`.
-        mask_bias: `[*, 1, 1, K]`, or None: then no row is masked. Every axis may be 1.
+        attention: `evoformer_attention` with the scale and the layout. It checks the other arguments too.
+        q, k, v: `[*, H, Q, D]`, `[*, H, K, D]`, `[*, H, K, C]`, or with H behind the length in layout "bnlhd".
+        mask_bias: `[*, 1, 1, K]` or `[*, K]`, or None: then no row is masked. Every axis may be 1.
         pair_bias: anything that broadcasts to `[*, H, Q, K]`, or None.
-        scale: factor on q k.
+        scale: factor on q k; None is `D ** -0.5`.
+        layout: the order of axes in q, k, v and in the output.
     """
+    if mask_bias is None:
+        return attention(q, k, v, mask_bias=None, pair_bias=pair_bias)
+    plain = guards.is_plain((q, k, v, mask_bias, pair_bias))
+    if plain and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout):
+        from evoattn.compat.empty_rows_in_place import attend
+
+        limit = _SWALLOWS[q.dtype]
+        return attend(attention, q, k, v, mask_bias, pair_bias, scale=scale, layout=layout, limit=limit, equal=_EQUAL)
+    o = attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    looks = plain and o.device.type == "cpu"
+    bias: Tensor = key_axes(mask_bias, q)[..., None, None, :]  # type: ignore[index]
+    if layout == "bnhld":
+        return _with_means(o, q, k, v, bias, pair_bias, scale, looks=looks)
+    o, q, k, v = (x.transpose(-2, -3) for x in (o, q, k, v))
+    return _with_means(o, q, k, v, bias, pair_bias, scale, looks=looks).transpose(-2, -3)
+
+
+def _with_means(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None, scale: float, *, looks: bool
+) -> Tensor:
+    """o, with the means. looks: whether an answer may depend on the numbers of a mask."""
     limit = _SWALLOWS.get(compute_dtype(q))
-    if limit is None or mask_bias is None or not k.shape[-2]:
+    if limit is None or not k.shape[-2]:
         return o
     if pair_bias is not None:
         pair_bias = with_axes(pair_bias, q.ndim)
     empty, kept = _masked(mask_bias, k.shape[-2], limit)
+    if looks and not bool(empty.any()):
+        return o
     made: Tensor = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, kept, scale)  # type: ignore[no-untyped-call]
     return made
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles for the device."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _kernels_take(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None, layout: str) -> bool:
+    """Whether plain tensors have the usual shapes and dtypes. What `attention` refuses may pass, and is refused there."""
+    if q.ndim < 4 or not q.ndim == k.ndim == v.ndim == mask_bias.ndim:
+        return False
+    heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
+    lead, h, lq, lk = q.shape[:-3], q.shape[heads], q.shape[length], k.shape[length]
+    same = all(x.shape[:-3] == lead and x.shape[heads] == h and x.dtype == compute_dtype(q) for x in (q, k, v))
+    sizes = k.shape[-1] == q.shape[-1] <= _MAX_CHANNELS and v.shape[length] == lk and 0 < v.shape[-1] <= _MAX_CHANNELS
+    if not (same and sizes and q.dtype in _SWALLOWS and q.numel() and k.numel()):
+        return False
+    if mask_bias.requires_grad or mask_bias.dtype not in _SWALLOWS or not fits(tuple(mask_bias.shape), (*lead, 1, 1, lk)):
+        return False
+    if pair_bias is None:
+        return True
+    if pair_bias.ndim > q.ndim:
+        return False
+    *of_lead, rows, pair_h, pair_q, pair_k = with_axes(pair_bias, q.ndim).shape
+    whole = not pair_bias.requires_grad or (pair_h, pair_q, pair_k) == (h, lq, lk)
+    return rows == 1 and whole and (tuple(of_lead) == lead[:-1] or all(size == 1 for size in of_lead))
+
+
+def with_means_of_values(attention: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """The same for a mask that replaces the scores of masked keys by -1e9: they pass no gradient on to q, k and biases.
+
+    Args:
+        attention: the output for v, all else given.
+        q, k, v: `[B, N, H, L, C]`.
+        mask: bool `[B, N, 1, 1, K]`; every axis may be 1.
+    """
+    plain = guards.is_plain((q, k, v, mask))
+    if plain and q.ndim == 5 and _has_kernels(q.device):
+        bias = torch.where(mask, 0.0, -1e9)
+        if _kernels_take(q, k, v, bias, None, "bnhld"):
+            from evoattn.compat.empty_rows_in_place import attend
+
+            def call(q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
+                return attention(v)
+
+            q, k = q.detach(), k.detach()
+            limit = _SWALLOWS[q.dtype]
+            return attend(call, q, k, v, bias, None, scale=1.0, layout="bnhld", limit=limit, equal=_EQUAL)
+    o = attention(v)
+    attended = mask.any(-1, keepdim=True)
+    if not v.shape[-2] or (plain and o.device.type == "cpu" and bool(attended.all())):
+        return o
+    return torch.where(attended, o, v.mean(-2, keepdim=True).to(o.dtype))
 
 
 def with_means_of_queries(
@@ -92,7 +190,7 @@ def _masked(bias: Tensor, keys: int, limit: float) -> tuple[Tensor, Tensor]:
     bias = bias.detach().expand(*bias.shape[:-1], keys)
     largest = bias.amax(-1, keepdim=True)
     empty = largest <= limit
-    return empty, (bias >= _EQUAL * largest) | ~empty  # elsewhere anything, as long as it is not nothing
+    return empty, (bias >= _EQUAL * largest.float()) | ~empty  # elsewhere anything, as long as it is not nothing
 
 
 class _Means(torch.autograd.Function):

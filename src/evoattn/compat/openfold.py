@@ -7,6 +7,7 @@ OpenFold, OpenFold-3, Boltz, BoltzGen, Protenix, OpenDDE and ESMFold have it as 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -76,14 +77,15 @@ def attention(
     pairs = [x for x in added if x.shape[-2] != 1 or x.shape[-3] != 1]
     mask_bias, pair_bias = _sum(masks, q.dtype), _sum(pairs, q.dtype)
     scale = 1.0 if scaled else q.shape[-1] ** -0.5
-    o = evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, scale=scale, layout="bnhld")
+    attend = functools.partial(evoformer_attention, scale=scale, layout="bnhld")
+    per_pair = [x for x in pairs if x.shape[-3] == 1 < q.shape[-3]]
+    if empty_rows == "mean" and not per_pair:
+        return with_means(attend, q, k, v, mask_bias, pair_bias, scale)
+    o = attend(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
     if empty_rows == "native":
         return o
-    per_pair = [x for x in pairs if x.shape[-3] == 1 < q.shape[-3]]
-    if per_pair:
-        mask = _sum([*masks, *per_pair], q.dtype)
-        return with_means_of_queries(o, q, k, v, mask, added, scale)  # type: ignore[arg-type]
-    return with_means(o, q, k, v, mask_bias, pair_bias, scale)
+    mask = _sum([*masks, *per_pair], q.dtype)
+    return with_means_of_queries(o, q, k, v, mask, added, scale)  # type: ignore[arg-type]
 
 
 def _checked(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:

@@ -99,11 +99,8 @@ def attend(
         return evoformer_attention(q, k, v, pair_bias=pair_bias)
     if empty_rows == "native":
         return evoformer_attention(q, k, v, mask=mask.bool(), pair_bias=pair_bias)
-    mask_bias = inf * (mask.to(accumulate_dtype(q.dtype)) - 1)
-    o = evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
-    o, q, k, v = (x.transpose(-2, -3) for x in (o, q, k, v))
-    o = with_means(o, q, k, v, mask_bias[..., None, None, :], pair_bias, q.shape[-1] ** -0.5)
-    return o.transpose(-2, -3)
+    mask_bias = (inf * (mask.to(accumulate_dtype(q.dtype)) - 1))[..., None, None, :]
+    return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd")
 
 
 def update(

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.devices import on_device_of, processors
+from evoattn.backends.triton import alone
+from evoattn.backends.triton.launch import Kernel
+from evoattn.devices import processors
 
 __all__ = ["normalise", "normalise_backward"]
 
@@ -21,6 +23,7 @@ _PROGRAMS = 4
 """Backward programs for each processor. Each sums its share of the rows."""
 
 
+@Kernel
 @triton.jit
 def norm_kernel(
     x, scale, shift, out, mean, rstd, rows, stride, eps, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -45,6 +48,7 @@ def norm_kernel(
     tl.store(rstd + o_r, b_rstd, mask=m_r)
 
 
+@Kernel
 @triton.jit
 def norm_backward_kernel(
     dy, x, scale, mean, rstd, dx, sums, rows, stride, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -92,14 +96,10 @@ def normalise(
     mean, rstd = (torch.empty((count, 1), dtype=torch.float32, device=rows.device) for _ in range(2))
     block_c = triton.next_power_of_2(channels)
     block_r = max(1, _TILE // block_c)
-
-    def launch() -> None:
-        norm_kernel[(triton.cdiv(count, block_r),)](
-            rows, scale, shift, out, mean, rstd, count, rows.stride(0), eps, channels, block_r, block_c,
-            scale is not None, shift is not None,
-        )  # fmt: skip
-
-    on_device_of(rows, launch)()
+    tiles = {"C": channels, "BLOCK_R": block_r, "BLOCK_C": block_c}
+    given = {"HAS_SCALE": scale is not None, "HAS_SHIFT": shift is not None}
+    tensors = (rows, *(rows if x is None else x for x in (scale, shift)), out, mean, rstd)
+    alone.start(norm_kernel, triton.cdiv(count, block_r), tensors, count, rows.stride(0), eps, **tiles, **given)
     return out, mean, rstd
 
 
@@ -122,14 +122,10 @@ def normalise_backward(
     dx = torch.empty((count, channels), dtype=rows.dtype, device=rows.device) if needs[0] else None
     summed = needs[1] or needs[2]
     sums = torch.empty((programs, 2, channels), dtype=torch.float32, device=rows.device) if summed else None
-
-    def launch() -> None:
-        norm_backward_kernel[(programs,)](
-            d_normed, rows, scale, mean, rstd, dx, sums, count, rows.stride(0), channels, block_r, block_c,
-            scale is not None, needs[0], summed,
-        )  # fmt: skip
-
-    on_device_of(rows, launch)()
+    tiles = {"C": channels, "BLOCK_R": block_r, "BLOCK_C": block_c}
+    wanted = {"HAS_SCALE": scale is not None, "NEEDS_X": needs[0], "NEEDS_SUMS": summed}
+    tensors = (d_normed, rows, rows if scale is None else scale, mean, rstd, *(rows if x is None else x for x in (dx, sums)))
+    alone.start(norm_backward_kernel, programs, tensors, count, rows.stride(0), **tiles, **wanted)
     if sums is None:
         return dx, None, None
     dscale, dshift = sums.sum(0).unbind()

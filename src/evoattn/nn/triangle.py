@@ -32,7 +32,7 @@ class TriangleAttention(nn.Module):
         residual: whether the layer returns z + update, else the update alone.
         gate_bias, out_bias: whether `linear_g` and `linear_o` have biases: yes in OpenFold, no in OpenFold-3 and Boltz.
         empty_rows: what rows have that are masked at every key: "mean", the mean of v, as in OpenFold; or "native", 0 before
-            the output product, which saves passes over memory where a mask is given.
+            the output product, which saves a few launches where a mask is given.
 
     Raises:
         ValueError: `dropout` or `empty_rows` is not one of these.

@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["autocasts", "forget", "is_seen", "ordinary", "recall", "remember"]
+__all__ = ["autocasts", "forget", "is_plain", "is_seen", "ordinary", "recall", "remember"]
 
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
@@ -190,8 +190,20 @@ def ordinary(tensors: list[Tensor]) -> bool:
     device = tensors[0].device
     if device.type == "meta":
         return False
-    plain = []
+    plain = _keys_of_new(device)
+    return all(torch._C._dispatch_keys(x).raw_repr() in plain for x in tensors)
+
+
+@functools.cache
+def _keys_of_new(device: torch.device) -> list[int]:
+    """What the dispatcher sees in a new tensor, in and out of inference mode."""
+    keys = []
     for inference in (False, True):
         with torch.inference_mode(inference):
-            plain.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
-    return all(torch._C._dispatch_keys(x).raw_repr() in plain for x in tensors)
+            keys.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+    return keys
+
+
+def is_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether an operation on these tensors would do nothing but compute."""
+    return not is_seen() and autocasts() is not None and ordinary([x for x in tensors if x is not None])

@@ -1,0 +1,255 @@
+"""Kernels for rows without a key on the CPU, in Triton's interpreter, against the same call in plain torch.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, so these tests need a process of their own: run from the ordinary suite,
+this file starts itself once more with the variable set.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+HERE = pathlib.Path(__file__)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_in_the_interpreter() -> None:
+        """All tests below, in a process where Triton interprets."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
+        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+else:
+    from tests.helpers import interpreter
+
+    interpreter.patch()
+
+    from evoattn import testing
+    from evoattn.compat import empty_rows, empty_rows_in_place, empty_rows_kernels
+    from evoattn.compat.cuequivariance import triangle_attention
+    from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
+    from evoattn.compat.openfold import attention
+    from evoattn.run import calls as ways
+
+    pytestmark = [pytest.mark.usefixtures("poisoned")]
+
+    TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+    Call = Callable[[Tensor, Tensor, Tensor, list[Tensor | None]], Tensor]
+
+    @pytest.fixture(autouse=True)
+    def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The number of leading axes of each call that the kernels took; they take tensors of the CPU here."""
+        taken: list[int] = []
+        attend = empty_rows_in_place.attend
+
+        def counted(function: Call, q: Tensor, *rest: object, **options: object) -> Tensor:
+            taken.append(q.ndim - 3)
+            return attend(function, q, *rest, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(empty_rows_in_place, "attend", counted)
+        monkeypatch.setattr(empty_rows, "_has_kernels", lambda device: True)
+        return taken
+
+    def mask_of(kind: str, lead: tuple[int, ...], keys: int, rng: torch.Generator) -> Tensor:
+        """A float32 mask bias [*, 1, 1, k]."""
+        mask = torch.where(torch.rand(*lead, 1, 1, keys, generator=rng) > 0.3, 0.0, -1e9)
+        rows = mask.view(-1, keys)
+        rows[:, 0] = 0.0
+        if kind == "all":
+            mask.fill_(-1e9)
+        if kind in ("some", "deeper", "infinite"):
+            rows[[0, -1]] = -1e9
+        if kind == "deeper":
+            rows[0, 2:] *= 2
+        if kind == "infinite":
+            rows[-1] = -torch.inf
+        return mask
+
+    def make(
+        kind: str = "some",
+        lead: tuple[int, ...] = (2, 5),
+        lq: int = 7,
+        lk: int = 9,
+        d: int = 8,
+        c: int = 6,
+        dtype: torch.dtype = torch.float32,
+        pair: tuple[int, ...] | None = (2, 1),
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+        """q, k, v and biases; the pair bias requires a gradient as q, k and v do, and a mean of v is not near 0."""
+        rng = torch.Generator().manual_seed(lq)
+
+        def leaf(*sizes: int, add: float = 0.0) -> Tensor:
+            return (torch.randn(*sizes, generator=rng) + add).to(dtype).requires_grad_()
+
+        q, k, v = leaf(*lead, 2, lq, d), leaf(*lead, 2, lk, d), leaf(*lead, 2, lk, c, add=1.0)
+        return q, k, v, [mask_of(kind, lead, lk, rng).to(dtype), None if pair is None else leaf(*pair, 2, lq, lk)]
+
+    def step(call: Call, q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | None]) -> list[Tensor]:
+        """The output and all gradients."""
+        o = call(q, k, v, biases)
+        leaves = [x for x in (q, k, v, *biases) if x is not None and x.requires_grad]
+        return [
+            o,
+            *torch.autograd.grad(o, leaves, torch.randn(o.shape, generator=torch.Generator().manual_seed(3)).to(o.dtype)),
+        ]
+
+    def in_torch(call: Call, *arguments: object) -> list[Tensor]:
+        """The same by torch."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(empty_rows, "_has_kernels", lambda device: False)
+            return step(call, *arguments)  # type: ignore[arg-type]
+
+    def compare(calls: list[int], call: Call, *arguments: object) -> list[Tensor]:
+        """Both agree, and the kernels ran."""
+        expected = in_torch(call, *arguments)
+        assert calls == []
+        made = step(call, *arguments)  # type: ignore[arg-type]
+        assert calls
+        for ours, theirs in zip(made, expected, strict=True):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            assert testing.relative_error(ours, theirs) < TOLERANCE[ours.dtype]
+        return made
+
+    @pytest.mark.parametrize(
+        ("kind", "pair"),
+        [("none", (2, 1)), ("some", (1, 1)), ("all", (2, 1)), ("deeper", (2, 1)), ("deeper", None), ("infinite", (1, 1))],
+    )
+    def test_as_in_torch(calls: list[int], kind: str, pair: tuple[int, ...] | None) -> None:
+        q, k, v, biases = make(kind, pair=pair)
+        o, *_ = compare(calls, attention, q, k, v, biases)
+        if kind in ("all", "infinite"):
+            torch.testing.assert_close(o[1, 4], v[1, 4].mean(-2, keepdim=True).expand(2, 7, 6))
+        if kind == "deeper":
+            torch.testing.assert_close(o[0, 0], v[0, 0, :, :2].mean(-2, keepdim=True).expand(2, 7, 6))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("mask", [None, torch.float32], ids=str)
+    def test_16_bits(calls: list[int], dtype: torch.dtype, mask: torch.dtype | None) -> None:
+        q, k, v, (bias, pair) = make(dtype=torch.float32)
+        q, k, v, pair = (x.detach().to(dtype).requires_grad_() for x in (q, k, v, pair))
+        bias = bias.clamp(min=torch.finfo(dtype).min).to(mask or dtype)
+        compare(calls, attention, q, k, v, [bias, pair])
+
+    @pytest.mark.parametrize(("lq", "lk", "d", "c"), [(70, 66, 8, 6), (66, 3, 72, 20), (9, 40, 20, 140)])
+    def test_several_tiles(calls: list[int], lq: int, lk: int, d: int, c: int) -> None:
+        compare(calls, attention, *make("deeper", (1, 2), lq, lk, d, c, pair=(1, 1)))
+
+    def test_more_rows_than_flags_are_read_at_a_time(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(empty_rows_kernels, "_FLAGS", 8)
+        q, k, v, biases = make("none", (2, 11), 3, 4, pair=(1, 1))
+        biases[0].view(-1, 4)[[0, 5, 7, 8, 21]] = -1e9
+        compare(calls, attention, q, k, v, biases)
+
+    @pytest.mark.parametrize(
+        ("lead", "pair"),
+        [((3,), ()), ((3,), (1,)), ((2, 2, 2), (2, 2, 1)), ((2, 2, 2), ()), ((3, 1), (3, 1))],
+        ids=str,
+    )
+    def test_leading_axes(calls: list[int], lead: tuple[int, ...], pair: tuple[int, ...]) -> None:
+        compare(calls, attention, *make(lead=lead, pair=pair))
+
+    def test_a_mask_that_rows_share(calls: list[int]) -> None:
+        q, k, v, (_, pair) = make()
+        compare(calls, attention, q, k, v, [torch.full((2, 1, 1, 1, 1), -1e9), pair])
+
+    @pytest.mark.parametrize("frozen", [0, 1, 2, 3])
+    def test_what_needs_no_gradient(calls: list[int], frozen: int) -> None:
+        """It gets none, and the others get theirs."""
+        q, k, v, (mask, pair) = make()
+        (q, k, v, pair)[frozen].requires_grad_(False)
+        compare(calls, attention, q, k, v, [mask, pair])
+        for others in range(4):
+            (q, k, v, pair)[others].requires_grad_(others == frozen)
+        calls.clear()
+        compare(calls, attention, q, k, v, [mask, pair])
+
+    def test_no_gradient_at_all(calls: list[int]) -> None:
+        q, k, v, biases = make()
+        with torch.no_grad():
+            o = attention(q, k, v, biases)
+        assert calls == [2] and not o.requires_grad
+        torch.testing.assert_close(o, in_torch(attention, q, k, v, biases)[0])
+
+    def test_strides(calls: list[int]) -> None:
+        """Tensors that lie in another order, with gaps, and a gradient of the output that is expanded."""
+        q, k, v, (mask, pair) = make()
+        q = q.detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_()
+        k = torch.cat((k, k), -1)[..., ::2].detach().requires_grad_()
+        v = v.detach().permute(1, 0, 3, 2, 4).contiguous().permute(1, 0, 3, 2, 4).requires_grad_()
+        compare(calls, attention, q, k, v, [mask.expand(2, 5, 1, 1, 9), pair])
+        calls.clear()
+        compare(calls, lambda *given: attention(*given).sum((-1, -2)), q, k, v, [mask, pair])
+
+    def test_one_tensor_for_all(calls: list[int]) -> None:
+        x = torch.randn(2, 5, 2, 9, 8, requires_grad=True)
+        compare(calls, lambda q, k, v, biases: attention(q, q, q, biases), x, x, x, make()[3][:1])
+
+    def test_deepspeed(calls: list[int]) -> None:
+        """Its own order of axes, which the output keeps."""
+        q, k, v, biases = make()
+        Q, K, V = (x.detach().transpose(-2, -3).contiguous().requires_grad_() for x in (q, k, v))
+        o, *_ = compare(calls, DS4Sci_EvoformerAttention, Q, K, V, biases)
+        assert o.is_contiguous()
+
+    def test_cuequivariance(calls: list[int]) -> None:
+        """Masked keys of an empty row pass a gradient on to v alone."""
+        q, k, v, (mask, pair) = make("some")
+        keep = mask.detach() == 0
+        made = compare(calls, lambda q, k, v, biases: triangle_attention(q, k, v, biases[1], keep), q, k, v, [None, pair])
+        assert made[1][0, 0].abs().max() == 0 and made[3][0, 0].abs().min() > 0
+
+    def test_a_graph_that_is_kept_and_a_second_derivative(calls: list[int]) -> None:
+        q, k, v, biases = make()
+        o = attention(q, k, v, biases)
+        first = torch.autograd.grad(o.square().sum(), [q, v], retain_graph=True)
+        again = torch.autograd.grad(o.square().sum(), [q, v], create_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            again[0].sum().backward()
+
+    def test_checkpointed(calls: list[int]) -> None:
+        q, k, v, biases = make()
+
+        def recomputed(*given: object) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(attention, *given, use_reentrant=False)  # type: ignore[no-any-return]
+
+        compare(calls, recomputed, q, k, v, biases)
+
+    def test_the_attention_goes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+        """What stands before it leaves tensors as plain as they were."""
+        found = []
+        work_out = ways.work_out
+
+        def seen(*arguments: object) -> object:
+            found.append(work_out(*arguments))  # type: ignore[arg-type]
+            return found[-1]
+
+        monkeypatch.setattr(ways, "work_out", seen)
+        ways.forget()
+        step(attention, *make())
+        assert isinstance(found[0], ways.Straight)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda q, k, v, mask, pair: (q, k[:, :, :1], v[:, :, :1], [mask, pair]),
+            lambda q, k, v, mask, pair: (q, k, v, [mask.requires_grad_(), pair]),
+            lambda q, k, v, mask, pair: (q, k, v, [mask, pair[..., :1]]),
+            lambda q, k, v, mask, pair: (q, k, v, [mask, pair.expand(2, 5, 2, 7, 9)]),
+            lambda q, k, v, mask, pair: (q, k, v, [mask.double(), pair]),
+        ],
+        ids=["shared_heads", "gradient_of_the_mask", "pair_of_queries", "pair_of_rows", "float64_mask"],
+    )
+    def test_what_goes_to_torch(calls: list[int], change: Callable[..., tuple[object, ...]]) -> None:
+        q, k, v, (mask, pair) = make()
+        step(attention, *change(q, k, v, mask, pair))  # type: ignore[arg-type]
+        assert calls == []
+        step(attention, *make())
+        assert calls == [2]

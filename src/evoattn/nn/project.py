@@ -8,6 +8,7 @@ over memory: saving the result would take as much memory as x.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -65,9 +66,9 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
         scale, shift, eps = _settings(norm)
         joined = _NormLinear.apply(x, scale, shift, eps, weight, bias, biased)  # type: ignore[no-untyped-call]
     sizes = tuple(itertools.chain.from_iterable((module.out_features, _gap(module, dtype)) for module in linears))
-    if guards.is_seen() or guards.autocasts() is None:  # torch has to see what is done
-        return list(joined.split(sizes, -1)[::2])
-    return list(_Split.apply(joined, sizes))  # type: ignore[no-untyped-call]
+    if _computes():
+        return list(_Split.apply(joined, sizes))  # type: ignore[no-untyped-call]
+    return list(joined.split(sizes, -1)[::2])
 
 
 def _settings(norm: nn.Module) -> tuple[Any, Any, float]:
@@ -86,15 +87,39 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
     first, last, here = 0, 0, 0
     for module in linears:
         rows, gap = module.out_features, _gap(module, dtype)
-        weights += [module.weight, module.weight.new_zeros(gap, module.in_features)]
-        if module.bias is None:
-            biases += [module.weight.new_zeros(rows + gap)]
-        else:
-            biases += [module.bias, module.bias.new_zeros(gap)]
+        weights += [module.weight]
+        if gap:
+            weights += [_zeros(module.weight, gap, module.in_features)]
+        if module.bias is not None:
+            biases += [module.bias]
             first, last = (first if last else here), here + rows
+        blank = gap if module.bias is not None else rows + gap
+        if blank:
+            biases += [_zeros(module.weight, blank)]
         here += rows + gap
     bias = torch.cat(biases).to(dtype) if last else None
     return torch.cat(weights).to(dtype), bias, (first, last)
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros that nobody writes to; kept, since a launch to make them costs as much as one to join the weights."""
+    if not _computes() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph makes them when it is replayed
+        return like.new_zeros(shape)
+    return _kept_zeros(shape, like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        made = torch.zeros(shape, dtype=dtype, device=device)
+    if made.is_cuda:  # other streams may read them next
+        torch.cuda.current_stream(device).synchronize()
+    return made
+
+
+def _computes() -> bool:
+    """Whether torch does nothing but compute: it neither compiles nor traces nor transforms."""
+    return not guards.is_seen() and guards.autocasts() is not None
 
 
 class _Split(torch.autograd.Function):

@@ -34,6 +34,7 @@ __all__ = [
     "on_amd",
     "precision",
     "programs_at_once",
+    "settle_key",
     "shared_memory_limit",
     "split",
     "split_precision",
@@ -274,7 +275,21 @@ class Kernel:
 
         through_map: which of them goes through a tensor map, and what that map is (see `tensor_map`).
         """
+        settle_key(self.jitted)
         return Launch(self, programs, numbers, constants, through_map)
+
+
+def settle_key(jitted: Any) -> None:
+    """Have Triton compute the key of a jitted function after those of all that it calls.
+
+    A function's key has the global constants of those that it calls only if their keys are known by then. So the same kernel
+    would have another key, and be compiled again, in a process that launches kernels in another order.
+    """
+    if getattr(jitted, "hash", "") is not None:  # it is known; the interpreter has none
+        return
+    for name in jitted.fn.__code__.co_names:
+        settle_key(jitted.fn.__globals__.get(name))
+    jitted.cache_key  # noqa: B018 (it is computed when it is looked up)
 
 
 class Launch:

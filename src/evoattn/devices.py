@@ -1,19 +1,86 @@
-"""What backends and layers ask of the machine: kernel languages, processors, to run on a device, or without autocast."""
+"""What backends and layers ask of the machine: kernel languages, its GPU, to run on a device, or without autocast."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
+import functools
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["installed", "on_device_of", "processors", "uncast", "without_autocast"]
+__all__ = ["Card", "card", "installed", "on_device_of", "planned", "planned_for", "processors", "uncast", "without_autocast"]
 
 _OF_AN_H200 = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What plans ask of an NVIDIA GPU.
+
+    Args:
+        name: as the driver tells it.
+        capability: compute capability, (major, minor).
+        processors: multiprocessors.
+        shared_memory: bytes that one block may use.
+        cache_bytes: bytes of second-level cache.
+        registers: of a multiprocessor.
+        clusters: how many clusters of 1, 2, 3... blocks run at a time if each block fills a multiprocessor; empty if unknown.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    shared_memory: int
+    cache_bytes: int
+    registers: int = 2**16
+    clusters: tuple[int, ...] = ()
+
+    def clusters_of(self, size: int) -> int:
+        """How many clusters of `size` blocks run at a time, at most if that is unknown."""
+        return self.clusters[size - 1] if size <= len(self.clusters) else self.processors // size
+
+
+_planned: contextvars.ContextVar[Card | None] = contextvars.ContextVar("planned", default=None)
+
+
+def planned() -> Card | None:
+    """The card for which `planned_for` has plans made, in place of the machine's own."""
+    return _planned.get()
+
+
+@contextlib.contextmanager
+def planned_for(card: Card) -> Iterator[None]:
+    """Plan for this card, which need not be there; nothing may be launched. Tensors on "meta" stand for tensors on it."""
+    token = _planned.set(card)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def card(device: torch.device) -> Card | None:
+    """The NVIDIA GPU of a device, or the one that is planned for; None if there is neither."""
+    return _planned.get() or (_found(device) if device.type == "cuda" and torch.version.hip is None else None)
+
+
+@functools.cache
+def _found(device: torch.device) -> Card:
+    """A card of this machine."""
+    properties = torch.cuda.get_device_properties(device)
+    return Card(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        processors=properties.multi_processor_count,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", 0),
+        cache_bytes=getattr(properties, "L2_cache_size", 0),
+        registers=getattr(properties, "regs_per_multiprocessor", 2**16),
+    )
 
 
 def installed(package: str) -> bool:
@@ -26,6 +93,8 @@ def installed(package: str) -> bool:
 
 def processors(device: torch.device | None = None) -> int:
     """Multiprocessors of a GPU, of the current one for None; of an H200 where there is none, or for another device."""
+    if (stands := _planned.get()) is not None:
+        return stands.processors
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return _OF_AN_H200
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 
+from evoattn import devices
 from evoattn.inputs import Inputs
 
 __all__ = ["GRADIENTS", "Problem", "describe"]
@@ -76,10 +77,10 @@ def describe(
     """The Problem of canonical tensors: q [b,n,h,q,d], k [b,n,h,k,d], v [b,n,h,k,c]."""
     q, mask_bias, pair_bias = inputs.q, inputs.mask_bias, inputs.pair_bias
     b, n, h, lq, d = q.shape
-    on_cuda = q.device.type == "cuda" and torch.version.hip is None
+    card = devices.card(q.device)
     return Problem(
-        device=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if on_cuda else None,
+        device=q.device.type if card is None else "cuda",
+        capability=None if card is None else card.capability,
         dtype=q.dtype,
         b=b,
         n=n,

@@ -115,8 +115,8 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return Made(kernel.name)
 
     monkeypatch.setattr(launch, "build", build)
-    monkeypatch.setattr(launch, "load_module", lambda path, enable_tvm_ffi: Module())
-    monkeypatch.setattr(launch, "_modules", [])
+    monkeypatch.setattr(launch.kept, "load_module", lambda path, enable_tvm_ffi: Module())
+    monkeypatch.setattr(launch.kept, "_modules", [])
     monkeypatch.setattr(launch, "_functions", {})
     monkeypatch.setattr(launch.cache, "folder", lambda: None)
     kernels = [Copy() for _ in range(3)]

@@ -18,6 +18,7 @@ cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip 
 
 from evoattn import cache  # noqa: E402
 from evoattn.backends.hopper.backward.statistics import Statistics  # noqa: E402
+from evoattn.backends.hopper.host import kept as files  # noqa: E402
 from evoattn.backends.hopper.host import launch  # noqa: E402 (where the compiler is)
 
 
@@ -34,7 +35,7 @@ def compile_all(*channels: int) -> None:
 def new_process() -> None:
     """Forget what this process has loaded."""
     launch._functions.clear()
-    launch._cannot_keep.cache_clear()
+    files.cannot_keep.cache_clear()
 
 
 @pytest.fixture
@@ -202,12 +203,12 @@ def test_a_kernel_that_is_not_kept_needs_no_file(folder: pathlib.Path, monkeypat
 
 def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object file holds code of the host's too: a home folder may be an x86 machine's and a GH200's."""
-    here = launch._source()
-    monkeypatch.setattr(launch.platform, "machine", lambda: "another")
-    launch._source.cache_clear()
-    assert launch._source() != here
+    here = files.source()
+    monkeypatch.setattr(files.platform, "machine", lambda: "another")
+    files.source.cache_clear()
+    assert files.source() != here
     monkeypatch.undo()
-    launch._source.cache_clear()
+    files.source.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -218,6 +219,7 @@ def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeyp
         ("backward/dq/mma.py", True),
         ("host/launch.py", True),
         ("forward/plan.py", False),
+        ("host/kept.py", False),
         ("host/workspace.py", False),
         ("__init__.py", False),
     ],
@@ -227,12 +229,12 @@ def test_kernels_are_stale_when_their_text_changes(
 ) -> None:
     """In whatever folder; a plan only says what is launched."""
     copy = tmp_path / "hopper"
-    shutil.copytree(launch._HOPPER, copy)
-    monkeypatch.setattr(launch, "_HOPPER", copy)
-    before = launch._source.__wrapped__()
+    shutil.copytree(files._HOPPER, copy)
+    monkeypatch.setattr(files, "_HOPPER", copy)
+    before = files.source.__wrapped__()
     with (copy / file).open("a") as text:
         text.write("# changed\n")
-    assert (launch._source.__wrapped__() != before) is matters
+    assert (files.source.__wrapped__() != before) is matters
 
 
 def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ pair_bias `[b|1,h|1,q|1,k|1]`, o like q with c channels, lse and reference `[b,n
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["AUTO_ORDER", "BACKENDS", "Backend", "Description", "Plan"]
+__all__ = ["AUTO_ORDER", "BACKENDS", "Backend", "Description", "Needed", "Plan"]
 
 AUTO_ORDER = ("hopper", "triton", "tiled")
 """`auto` takes the first of these that has no objection."""
@@ -68,8 +69,37 @@ class Plan:
     writes_into: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """A kernel that a plan launches, compiled or not.
+
+    Args:
+        name: of its function, or of its variant.
+        key: tells it from all other kernels of its backend.
+        path: the file or folder in which it is kept once it is compiled; None where nothing is kept.
+        kept: whether it is there, so that a launch compiles nothing.
+    """
+
+    name: str
+    key: str
+    path: pathlib.Path | None
+    kept: bool
+
+    @property
+    def bytes(self) -> int:
+        """What it takes on disk; 0 where it is not there."""
+        if self.path is None or not self.path.exists():
+            return 0
+        files = [x for x in self.path.iterdir() if x.is_file()] if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files)
+
+
 class Backend(Protocol):
     """What every backend module has.
+
+    One that compiles kernels also has a module `ahead`, of two functions that plan and launch nothing: `needed(make)` finds the
+    kernels, and `keep(make, key)` compiles one of them for later processes. `make` makes a plan, for the card of
+    `devices.planned_for`, and what it would be run with on the device "meta".
 
     One may also have `faster(problem) -> tuple[str, str] | None`: the backend that runs a problem in less time, and why; `auto`
     then goes to that one, if it takes the problem. One may have `WRITES_ANYWHERE = True`: its `plan_backward` takes `into` too,

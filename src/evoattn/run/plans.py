@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Plan
+from evoattn.devices import planned
 from evoattn.inputs import Cotangents, Inputs, Options, Outputs
 from evoattn.numerics import float32_products
 from evoattn.problem import Problem, describe
@@ -27,6 +28,11 @@ def _place(*alike: Any) -> list[Plan]:
     return []
 
 
+def _kept(*alike: Any) -> list[Plan]:
+    """The same, but a place of its own for each plan that is made for a card that need not be there: nobody runs it twice."""
+    return _place(*alike) if planned() is None else []
+
+
 def forget() -> None:
     """Choose and plan anew from the next call on, because something other than a call's arguments has changed."""
     _place.cache_clear()
@@ -39,7 +45,7 @@ def settings(dtype: torch.dtype) -> str:
 
 def forward(inputs: Inputs, options: Options) -> Plan:
     """The plan of a forward of canonical tensors; raises ValueError if no backend takes it."""
-    place = _place(inputs.q.device, *map(_look, inputs), *options, settings(inputs.q.dtype))
+    place = _kept(inputs.q.device, *map(_look, inputs), *options, settings(inputs.q.dtype))
     if not place:
         problem = describe(inputs, deterministic=options.deterministic)
         place.append(_plan("plan_forward", (inputs,), problem, options))
@@ -60,7 +66,7 @@ def backward(
         contiguous in the user's layout; None: they are.
     """
     tensors = (*cotangents, *inputs, *outputs, *(into or ()))
-    place = _place(inputs.q.device, *map(_look, tensors), needs, *options, settings(inputs.q.dtype))
+    place = _kept(inputs.q.device, *map(_look, tensors), needs, *options, settings(inputs.q.dtype))
     if not place:
         problem = describe(inputs, needs=needs, deterministic=options.deterministic)  # type: ignore[arg-type]
         wishes = {"needs": needs, "deterministic": options.deterministic}

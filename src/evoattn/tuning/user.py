@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from evoattn import devices
 from evoattn._version import __version__
 from evoattn.cache import VARIABLE, folder, write
 from evoattn.problem import Problem
@@ -117,9 +118,12 @@ def machine(on_cpu: bool) -> dict[str, str | None]:
 
 
 def _device(on_cpu: bool) -> str | None:
-    """The name of the processor, or of the current GPU; None where torch has no GPU, as when kernels are only compiled."""
+    """The name of the processor, or of the GPU that plans are made for; None if there is none."""
     if on_cpu:
         return f"cpu {_processor()}"
+    card = devices.planned()
+    if card is not None:
+        return card.name
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None

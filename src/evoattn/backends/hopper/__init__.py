@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Description, Plan
-from evoattn.devices import installed, on_device_of, processors
+from evoattn.devices import installed, on_device_of, planned, processors
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem, describe
 from evoattn.tuning.config import Config
@@ -48,13 +48,22 @@ _KEYS_OF_ONE_QUERY = {8: 256, 16: 256, 24: 256, 32: 256, 48: 128, 64: 128}
 282 us, here 344). Its kernels for one query take no more keys of more channels."""
 
 
-@functools.cache
 def availability() -> str | None:
-    """None where the kernels can run, else why not and what to do about it."""
+    """None where the kernels can run, or can be compiled for the card that is planned for, else why not and what to do."""
+    return _missing() if planned() is not None else _of_this_machine()
+
+
+@functools.cache
+def _of_this_machine() -> str | None:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "no NVIDIA GPU that torch can use"
     if all(torch.cuda.get_device_capability(index) != _CAPABILITY for index in range(torch.cuda.device_count())):
         return "no GPU of compute capability 9.0 (H100, H200, GH200)"
+    return _missing()
+
+
+def _missing() -> str | None:
+    """What to install, or None."""
     if not installed("nvidia_cutlass_dsl"):
         extra = "hopper-cu12" if (torch.version.cuda or "").startswith("12.") else "hopper"
         return f"CuTe DSL is not installed: pip install 'evoattn[{extra}]'"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Plan
-from evoattn.devices import installed, on_device_of
+from evoattn.devices import installed, on_device_of, planned
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
@@ -38,9 +38,15 @@ _SMALLEST_TILE = 16
 _LARGEST_TILE = {"block_q": 256, "block_k": 128}
 
 
-@functools.cache
 def availability() -> str | None:
-    """None where Triton kernels can run, else why not and what to do about it."""
+    """None where Triton kernels can run, or can be compiled for the card that is planned for, else why not and what to do."""
+    if planned() is not None and installed("triton"):
+        return None
+    return _of_this_machine()
+
+
+@functools.cache
+def _of_this_machine() -> str | None:
     if not installed("triton"):
         return "Triton is not installed: pip install triton (or triton-rocm for AMD)"
     if _interprets() or torch.cuda.is_available():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from evoattn import devices
 from evoattn.backends.triton.release import REPEATS
 from evoattn.numerics import float32_products
 
@@ -223,9 +224,14 @@ def split(length: int, block: int) -> Iterator[tuple[int, int, int]]:
         yield whole, left, small
 
 
-@functools.cache
 def shared_memory_limit(device: torch.device) -> int:
     """Bytes of shared memory that one program may use on `device`."""
+    card = devices.planned()
+    return _shared_memory_of(device) if card is None else card.shared_memory
+
+
+@functools.cache
+def _shared_memory_of(device: torch.device) -> int:
     if device.type != "cuda":
         return _NO_DEVICE_LIMIT
     from triton.runtime import driver
@@ -233,28 +239,43 @@ def shared_memory_limit(device: torch.device) -> int:
     return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
-@functools.cache
 def cache_bytes(device: torch.device) -> int:
     """Bytes of second-level cache of `device`."""
+    card = devices.planned()
+    return _cache_of(device) if card is None else card.cache_bytes
+
+
+@functools.cache
+def _cache_of(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(properties, "L2_cache_size", 0) or _UNKNOWN_CACHE
 
 
-@functools.cache
 def programs_at_once(device: torch.device, num_warps: int, max_registers: int) -> int:
     """Programs of so many warps that run on `device` at a time, if registers are what limits them; 0: 255 a thread."""
+    card = devices.planned()
+    if card is not None:
+        return card.processors * _programs_of_a_processor(card.registers, 32, num_warps, max_registers)
+    return _programs_of(device, num_warps, max_registers)
+
+
+@functools.cache
+def _programs_of(device: torch.device, num_warps: int, max_registers: int) -> int:
     if device.type != "cuda":
         return _UNKNOWN_PROGRAMS
     properties = torch.cuda.get_device_properties(device)
-    threads = num_warps * getattr(properties, "warp_size", 32)
-    each = getattr(properties, "regs_per_multiprocessor", 2**16) // (threads * (max_registers or 255))
-    return properties.multi_processor_count * max(each, 1)
+    registers, threads = getattr(properties, "regs_per_multiprocessor", 2**16), getattr(properties, "warp_size", 32)
+    return properties.multi_processor_count * _programs_of_a_processor(registers, threads, num_warps, max_registers)
 
 
-@functools.cache
+def _programs_of_a_processor(registers: int, warp: int, num_warps: int, max_registers: int) -> int:
+    return max(registers // (num_warps * warp * (max_registers or 255)), 1)
+
+
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of an NVIDIA GPU; None elsewhere."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and not on_amd() else None
+    card = devices.card(device)
+    return None if card is None else card.capability
 
 
 class Kernel:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn import devices
 from evoattn.backends.hopper.backward.common import STEP
 from evoattn.backends.hopper.backward.pair_gradient import PairGradient
 from evoattn.backends.hopper.backward.variants import SHARED, key_variant, one_kernel, query_variant, skips_rows, timed
@@ -78,7 +79,7 @@ class Facts:
         exact = pair_bias is not None and pair_bias.dtype == torch.float32
         # The kernel of the keys takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504.
         factor, unit = fold(scale, 2.0 / STEP) if q.dtype == torch.float16 and pair else fold(scale)
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        processors = devices.processors(q.device)
         fused = one_kernel(needs, pair, d, sizes, processors)
         skips = not fused and skips_rows(mask is not None, needs, pair, d, sizes, exact=exact)
         first, second = _first(needs), _second(needs)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import layouts
+from evoattn import devices, layouts
 from evoattn.backends.hopper.forward.kernel import CHAIN, HALVES, Forward
 from evoattn.backends.hopper.host.head_groups import HeadGroups, for_each_group
 from evoattn.backends.hopper.host.launch import plan, types
@@ -44,7 +44,7 @@ def plan_forward(
     variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, wide=wide)
 
     panels = -(-lq // (HALVES * ROWS))
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = devices.processors(device)
     together = HeadGroups.of(q, None if resident else pair_bias, panels * n, processors)
     panels *= together.b * together.h
     blocks = min(processors, panels * n)

@@ -8,18 +8,25 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from evoattn import devices
+
 __all__ = ["resident_clusters"]
 
 _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 
 
-@functools.cache
 def resident_clusters(size: int, shared: int, device: torch.device) -> int:
     """Clusters of `size` blocks, each of which fills a processor with `shared` bytes of shared memory.
 
     Raises:
         RuntimeError: a part of a card that has been divided may be too small for any.
     """
+    card = devices.planned()
+    return _of_this_machine(size, shared, device) if card is None else card.clusters_of(size)
+
+
+@functools.cache
+def _of_this_machine(size: int, shared: int, device: torch.device) -> int:
     number = torch.cuda.current_device() if device.index is None else device.index
     context = _checked(driver.cuDevicePrimaryCtxRetain(number))  # torch's; a thread of autograd may have none current
     _checked(driver.cuCtxPushCurrent(context))

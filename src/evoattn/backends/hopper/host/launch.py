@@ -6,15 +6,9 @@ A launch takes addresses: sizes and strides are packed when it is planned, so th
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
-import functools
-import hashlib
-import importlib.metadata
 import os
-import pathlib
-import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,9 +20,10 @@ import cutlass
 import torch
 import tvm_ffi
 from cutlass import Int32, Int64, cute
-from cutlass.cute.runtime import load_module, make_fake_stream
+from cutlass.cute.runtime import make_fake_stream
 
-from evoattn import cache, numerics
+from evoattn import cache
+from evoattn.backends.hopper.host import kept
 
 __all__ = [
     "Kernel",
@@ -41,7 +36,9 @@ __all__ = [
     "even",
     "free",
     "given_pair",
+    "keep_compiled",
     "live_rows",
+    "noted",
     "plan",
     "size",
     "terms",
@@ -57,17 +54,11 @@ types = {
 
 _OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 
-_HOPPER, _KERNELS = pathlib.Path(__file__).parents[1], ("kernels", "forward", "backward")
-"""Where the kernels' text lies, beside plans, which only say what is launched."""
-
-_DIGEST = hashlib.sha256().digest_size
-"""Bytes at the end of a kept file."""
-
-_modules: list[Any] = []
-"""What functions were loaded from."""
-
 _functions: dict[str, Any] = {}
 """Compiled kernels by name."""
+
+noted: contextvars.ContextVar[list[Kernel] | None] = contextvars.ContextVar("noted", default=None)
+"""Where `plan` puts each kernel that a launch is planned of."""
 
 _compiler = threading.Lock()
 """The compiler is one thread's at a time: two at once bring the process down."""
@@ -142,23 +133,6 @@ def live_rows() -> tuple[Any, Any]:
     """What stands for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `live_rows`."""
     order = Stand(cutlass.Int32, (size(), 2, size()), (free(), free(), 1), 4)
     return order, Stand(cutlass.Int32, (size(), size()), (free(), 1), 4)
-
-
-@functools.cache
-def _source() -> bytes:
-    """What a kept kernel depends on besides its own name: the kernels' text, the compiler's version, the kind of host.
-
-    The compilers for CUDA 12 and 13 have the same version.
-    """
-    parts = [importlib.metadata.version("nvidia-cutlass-dsl"), platform.machine()]
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        parts.append("cu13 " + importlib.metadata.version("nvidia-cutlass-dsl-libs-cu13"))
-    digest = hashlib.sha256(" ".join(parts).encode())
-    for path in sorted(path for folder in _KERNELS for path in (_HOPPER / folder).rglob("*.py")):
-        if path.name != "plan.py":
-            digest.update(path.read_bytes())
-    digest.update((_HOPPER / "host/launch.py").read_bytes() + repr(numerics.NEAR).encode())
-    return digest.digest()
 
 
 class Kernel:
@@ -263,6 +237,8 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
             strides, and are not kept; numbers stay what they are.
     """
     function: Any = None
+    if (kernels := noted.get()) is not None:
+        kernels.append(kernel)
     stands = kernel.arguments()
     extents: dict[int, int] = {}
     numbers = []
@@ -276,7 +252,8 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
             numbers.append(given)
     known = tvm_ffi.Shape(tuple(extents[id(symbol)] for symbol in symbols(stands)))
     index = device.index
-    stream = torch._C._cuda_getCurrentRawStream  # what Triton and torch's own compiler ask; torch.cuda wraps it in an object
+    # What Triton and torch's own compiler ask; torch.cuda wraps it in an object. A torch without CUDA can plan, and has none.
+    stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
     def launch(*addresses: int | None) -> None:
         nonlocal function
@@ -313,58 +290,42 @@ def _make(kernel: Kernel, made: Future[Any]) -> None:
             made.set_exception(error)
 
 
+def keep_compiled(kernel: Kernel) -> None:
+    """Compile a kernel and write its file, for later processes; this one does not load it. It compiles one at a time.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: there is no place for a file.
+    """
+    path = kept.file_of(kernel.name)
+    if path is None:
+        raise ValueError(f"{cache.VARIABLE} is empty, which means that nothing is kept; expected a folder")
+    with _compiler:
+        kept.write(path, _made(kernel))
+
+
 def _found_or_made(kernel: Kernel) -> Any:
     """The function of a kernel, of its file if that is whole. Otherwise it is compiled, and written if there is a folder."""
-    kept = cache.folder()
-    key = hashlib.sha256(_source() + kernel.name.encode()).hexdigest()[:24]
-    symbol = f"evoattn_{key}"  # no two in one process may share a symbol
-    path = None if kept is None else kept / "hopper" / f"{kernel.name}-{key}.o"
+    path, symbol = kept.file_of(kernel.name), kept.symbol_of(kernel.name)
     if path is not None and os.path.exists(path):  # Path.exists raises where a folder may not be entered
         try:
-            return _loaded(_checked(path.read_bytes()), symbol)
+            return kept.loaded(kept.checked(path.read_bytes()), symbol)
         except Exception as error:  # of many kinds: not whole, of another version, a folder, or not ours to read
             why = error if isinstance(error, OSError | ValueError) else type(error).__name__
             warnings.warn(f"{path} does not load ({why}): compiled anew", stacklevel=2)
+    made = _made(kernel)
+    if path is not None:
+        try:
+            kept.write(path, made)
+        except OSError as error:  # this process has the kernel all the same
+            kept.cannot_keep(str(path.parent), error.strerror or str(error))
+    return kept.loaded(made, symbol)
+
+
+def _made(kernel: Kernel) -> bytes:
+    """The object file of a kernel, which is compiled."""
+    symbol = kept.symbol_of(kernel.name)
     handle = os.memfd_create(symbol)  # needs no disk
     with open(handle, "rb") as file:
         build(kernel).export_to_c(f"/proc/self/fd/{handle}", function_name=symbol)
-        made = file.read()
-    if path is not None:
-        try:
-            cache.write(path, made + hashlib.sha256(made).digest())
-        except OSError as error:  # this process has the kernel all the same
-            _cannot_keep(str(path.parent), error.strerror or str(error))
-    return _loaded(made, symbol)
-
-
-def _checked(data: bytes) -> bytes:
-    """An object file without the digest that follows it.
-
-    The loader takes an object file with a hole of zeros, as a machine that lost power may leave it, and the kernel then fails.
-    """
-    made, digest = data[:-_DIGEST], data[-_DIGEST:]
-    if hashlib.sha256(made).digest() != digest:
-        raise ValueError(f"its {len(data)} bytes are not what was written")
-    return made
-
-
-def _loaded(made: bytes, symbol: str) -> Any:
-    """The function of an object file. The module is kept: a function that outlives its module hangs when it is called."""
-    handle = os.memfd_create(symbol)
-    with open(handle, "wb") as file:
-        file.write(made)
-        file.flush()
-        module = load_module(f"/proc/self/fd/{handle}", enable_tvm_ffi=True)
-    function = getattr(module, symbol)
-    _modules.append(module)
-    return function
-
-
-@functools.cache
-def _cannot_keep(folder: str, why: str) -> None:
-    """Say once that kernels are not kept."""
-    warnings.warn(
-        f"{folder} cannot be written ({why}): each process compiles its kernels. {cache.VARIABLE} names another folder; "
-        "empty, nothing is kept and nothing is said.",
-        stacklevel=2,
-    )
+        return file.read()

@@ -1,0 +1,238 @@
+"""`evoattn warm`: compiles all kernels that a model family needs, before its first call, on all cores."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from evoattn.backends import AUTO_ORDER
+from evoattn.cache import VARIABLE, folder
+from evoattn.cli.bench import among, names_in
+from evoattn.cli.terminal import RefusedError, WholeNumber, count_progress
+from evoattn.devices import Card, planned_for
+from evoattn.processes import Pool, Report, Task, cores
+from evoattn.run.dispatch import backend_module
+from evoattn.warming.calls import Call, Found, calls_of
+from evoattn.warming.cards import ARCHITECTURES, cards_here, cards_of
+from evoattn.warming.families import FAMILIES, LENGTHS
+
+__all__ = ["Outcome", "Wish", "add_parser", "warm"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_CHUNK = 24
+"""Calls whose kernels a worker finds at a time: a call takes 10 ms."""
+
+_ABOUT = """\
+Compiles the kernels that a model family needs and keeps them, so that no first call waits for a compiler. It runs on all
+cores. It needs no GPU if --arch names the one that the kernels are for, as in a container build. Kernels that are there
+already are not compiled again. Ctrl-C keeps those that are finished.
+"""
+
+_EPILOG = f"""\
+examples:
+  evoattn warm                                       inference of every family, for this machine's GPU
+  evoattn warm --model esmfold --arch sm_90a         without a GPU: for an H100, H200 or GH200
+  evoattn warm --model boltz --training --dtypes bfloat16
+  evoattn warm --model openfold3 --lengths 384 768
+
+families: {", ".join(FAMILIES)}
+architectures: {", ".join(ARCHITECTURES)} (sm_90a is sm_90)
+
+exit status: 0 every kernel is kept; 1 a kernel failed; 2 bad options; 130 interrupted, with what was finished kept
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What to compile.
+
+    Args:
+        models: names of families.
+        lengths: residues or tokens.
+        dtypes: names, or None for those of each family.
+        training: whether backwards are compiled too.
+        cards: what GPUs for.
+        jobs: worker processes.
+    """
+
+    models: tuple[str, ...]
+    lengths: tuple[int, ...]
+    dtypes: tuple[str, ...] | None
+    training: bool
+    cards: tuple[Card, ...]
+    jobs: int
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of the kernels of one backend.
+
+    Args:
+        compiled, there, failed: how many were compiled, were kept already, did not compile.
+        seconds: that compilers took, of all processes together.
+        bytes: of all that are kept.
+        folders: where.
+    """
+
+    compiled: int = 0
+    there: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    folders: set[Path] = dataclasses.field(default_factory=set)
+
+    def add(self, found: Found) -> None:
+        """A kernel that is kept."""
+        self.bytes += found.kernel.bytes
+        if found.kernel.path is not None:
+            self.folders.add(found.kernel.path.parent)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `warm` to the command line."""
+    parser = commands.add_parser(
+        "warm",
+        help="compile what a model family needs, before its first call",
+        description=_ABOUT,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", nargs="+", metavar="NAME", help="families (default: all)")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=WholeNumber(1),
+        metavar="L",
+        help="residues or tokens (default: what stands for 1 to 2,048)",
+    )
+    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: the family's)")
+    parser.add_argument("--training", action="store_true", help="also the backward")
+    parser.add_argument("--arch", metavar="ARCH", help="the GPU's architecture, such as sm_90a (default: this machine's GPUs)")
+    parser.add_argument("--jobs", type=WholeNumber(1), metavar="J", help="worker processes (default: one for each core)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    every = tuple(_DTYPES)
+    wish = Wish(
+        models=among("--model", names_in(arguments.model), tuple(FAMILIES), tuple(FAMILIES)),
+        lengths=tuple(dict.fromkeys(arguments.lengths or LENGTHS)),
+        dtypes=among("--dtypes", names_in(arguments.dtypes), every, every) if arguments.dtypes else None,
+        training=arguments.training,
+        cards=_cards(arguments.arch),
+        jobs=arguments.jobs or cores(),
+    )
+    if folder() is None:
+        raise RefusedError(f"{VARIABLE} is empty, which means that nothing is kept; expected a folder, or the variable unset")
+    return warm(wish)
+
+
+def _cards(arch: str | None) -> tuple[Card, ...]:
+    if arch is None:
+        found = cards_here()
+        if not found:
+            raise RefusedError("there is no NVIDIA GPU here: name the one that kernels are for, such as --arch sm_90a")
+        return found
+    try:
+        return cards_of(arch)
+    except ValueError as error:
+        raise RefusedError(f"--arch: {error}") from None
+
+
+def warm(wish: Wish) -> int:
+    """Compile what is wished for, print what became of it, and return the exit status."""
+    _tell_missing(wish.cards[0])
+    outcomes: dict[str, Outcome] = {}
+    interrupted, begun = False, time.monotonic()
+    with Pool(wish.jobs) as pool:
+        try:
+            _keep_all(_find_all(wish, pool), pool, outcomes)
+        except KeyboardInterrupt:
+            interrupted = True
+    _print(outcomes, time.monotonic() - begun)
+    if interrupted:
+        print("evoattn warm: interrupted: the kernels above are kept", file=sys.stderr)
+        return 130
+    return 1 if any(outcome.failed for outcome in outcomes.values()) else 0
+
+
+def _tell_missing(card: Card) -> None:
+    """Say which backend that a card could use is not installed; refuse if none is."""
+    with planned_for(card):
+        missing = {name: backend_module(name).availability() for name in AUTO_ORDER if name != "tiled"}
+    if card.capability != (9, 0):
+        missing.pop("hopper")
+    if all(missing.values()):
+        raise RefusedError("; ".join(str(why) for why in missing.values()))
+    for name, why in missing.items():
+        if why is not None:
+            print(f"evoattn warm: without {name}: {why}", file=sys.stderr)
+
+
+def _find_all(wish: Wish, pool: Pool) -> list[Found]:
+    """All kernels, each once, those that take longest first."""
+    calls: dict[Call, None] = {}
+    for name in wish.models:
+        family = FAMILIES[name]
+        dtypes = family.dtypes if wish.dtypes is None else tuple(_DTYPES[dtype] for dtype in wish.dtypes)
+        calls.update(dict.fromkeys(calls_of(family, wish.lengths, dtypes, wish.training)))
+    waiting = iter(calls)
+    chunks = list(iter(lambda: list(itertools.islice(waiting, _CHUNK)), []))
+    found: dict[tuple[str, str], Found] = {}
+    with count_progress(len(chunks)) as count:
+        for done, report in enumerate(pool.run([Task("evoattn.warming.calls:find_all", (x, wish.cards)) for x in chunks]), 1):
+            if report.error is not None:
+                raise RuntimeError(f"kernels cannot be found for {report.task.arguments[0][0]}: {report.error}")
+            found.update({one.key: one for one in report.result})
+            count(done, f"{len(found)} kernels for {len(calls)} calls")
+    return sorted(found.values(), key=lambda one: (one.backend, not one.call.training))
+
+
+def _keep_all(found: list[Found], pool: Pool, outcomes: dict[str, Outcome]) -> None:
+    missing = []
+    for one in found:
+        outcome = outcomes.setdefault(one.backend, Outcome())
+        if one.kernel.kept:
+            outcome.there += 1
+            outcome.add(one)
+        else:
+            missing.append(Task("evoattn.warming.calls:keep", (one,)))
+    with count_progress(len(missing)) as count:
+        for done, report in enumerate(pool.run(missing), 1):
+            _add(report, outcomes)
+            count(done, _counts(outcomes, report))
+
+
+def _add(report: Report, outcomes: dict[str, Outcome]) -> None:
+    asked: Found = report.task.arguments[0]
+    outcome = outcomes[asked.backend]
+    outcome.seconds += report.seconds
+    kept: Found | None = report.result
+    if kept is None or not kept.kernel.kept:
+        outcome.failed += 1
+        why = report.error or "it is not where a call would look for it"
+        print(f"FAILED  {asked.backend} {asked.kernel.name} ({asked.call}): {why}", flush=True)
+        return
+    outcome.compiled += 1
+    outcome.add(kept)
+
+
+def _counts(outcomes: dict[str, Outcome], report: Report) -> str:
+    compiled, failed = (sum(getattr(x, name) for x in outcomes.values()) for name in ("compiled", "failed"))
+    return f"{compiled} compiled, {failed} failed; {report.task.arguments[0].kernel.name}"
+
+
+def _print(outcomes: dict[str, Outcome], seconds: float) -> None:
+    print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
+    for backend, x in sorted(outcomes.items()):
+        folders = ", ".join(map(str, sorted(x.folders))) or "-"
+        row = f"{backend:<8} {x.compiled:>8} {x.there:>6} {x.failed:>7} {x.seconds:>7.1f} {x.bytes / 1e6:>7.1f}  {folders}"
+        print(row)
+    print(f"{sum(x.compiled for x in outcomes.values())} kernels compiled in {seconds:.1f} s")

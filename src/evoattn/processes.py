@@ -1,0 +1,168 @@
+"""Worker processes that compile: each runs one function at a time, and one that dies fails its task alone.
+
+A worker is a new interpreter. It imports this package and nothing of the caller's program, whose main module may have no guard.
+It sees no GPU: compilers need none, and a CUDA context takes memory and time. Ctrl-C does not reach it; its caller ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+__all__ = ["Pool", "Report", "Task", "Worker", "cores", "serve"]
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from evoattn.processes import serve; serve()"
+
+
+class Task(NamedTuple):
+    """A call: "module:function", which the worker imports, and its arguments."""
+
+    function: str
+    arguments: tuple[Any, ...]
+
+
+class Report(NamedTuple):
+    """What became of a task.
+
+    Args:
+        task: it.
+        result: what the function returned; None if it raised or its process died.
+        error: what it raised, or how the process died, in one line; None if it returned.
+        seconds: that it took, with the start of the process if it was the first.
+    """
+
+    task: Task
+    result: Any
+    error: str | None
+    seconds: float
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Worker:
+    """A process that is started with its first task."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, task: Task) -> Report:
+        """Run a task and wait for it."""
+        begun = time.monotonic()
+        try:
+            result, error = self._ask(task)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            result, error = None, f"the worker process died: {self.end()}"
+        return Report(task, result, error, time.monotonic() - begun)
+
+    def _ask(self, task: Task) -> tuple[Any, str | None]:
+        process = self._process = self._process or _start()
+        assert process.stdin is not None and process.stdout is not None  # they are pipes
+        pickle.dump(task, process.stdin)
+        process.stdin.flush()
+        found: tuple[Any, str | None] = pickle.load(process.stdout)
+        return found
+
+    def end(self) -> str:
+        """Kill the process, if there is one, and say how it ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return "not started"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)  # one that died has an exit status of its own
+        process.kill()
+        status = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # what it has not read is lost
+                pipe.close()  # type: ignore[union-attr]
+        return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+
+
+def _start() -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+
+
+class Pool:
+    """So many workers, which live from their first task to the end of the block.
+
+    Args:
+        jobs: how many.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self.workers = [Worker() for _ in range(jobs)]
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill the workers, whatever they do. What tasks have written stays."""
+        for worker in self.workers:
+            worker.end()
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Report]:
+        """Reports of tasks as they come in."""
+        waiting, reports = iter(list(tasks)), queue.SimpleQueue[Report | None]()
+        lock = threading.Lock()
+
+        def work(worker: Worker) -> None:
+            while True:
+                with lock:
+                    task = next(waiting, None)
+                if task is None:
+                    break
+                reports.put(worker.run(task))
+            reports.put(None)
+
+        for worker in self.workers:
+            threading.Thread(target=work, args=(worker,), daemon=True).start()
+        left = len(self.workers)
+        try:
+            while left:
+                report = reports.get()
+                if report is None:
+                    left -= 1
+                else:
+                    yield report
+        finally:
+            with lock:
+                waiting = iter(())  # the caller wants no more: no thread begins another task
+
+
+def serve() -> None:
+    """The life of a worker: take a task, run it, report, until there is nobody to report to."""
+    with open(os.dup(0), "rb") as tasks, open(os.dup(1), "wb") as reports:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, 0)
+        os.dup2(nowhere, 1)  # what a compiler prints is no report
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            while True:
+                pickle.dump(_done(pickle.load(tasks)), reports)
+                reports.flush()
+
+
+def _done(task: Task) -> tuple[Any, str | None]:
+    """The result of a task, or what it raised."""
+    module, _, name = task.function.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)(*task.arguments), None
+    except Exception as error:
+        return None, " ".join(f"{type(error).__name__}: {error}".split())

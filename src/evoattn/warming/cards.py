@@ -1,0 +1,86 @@
+"""The GPUs that stand for an architecture where no GPU is there.
+
+Plans look at the number of multiprocessors and at caches, so an architecture has several cards. Most kernels are the same for
+all of them. Numbers are those that CUDA tells of these cards, or NVIDIA's data sheets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from evoattn.devices import Card, card, installed
+
+__all__ = ["ARCHITECTURES", "cards_here", "cards_of"]
+
+_CLUSTER = 8
+"""Blocks of the largest cluster."""
+
+_MIB = 2**20
+_AMPERE, _SMALL, _LARGE = 166_912, 101_376, 232_448
+"""Bytes of shared memory that one block may use: of 8.0; of 8.6, 8.9 and 12.0; of 9.0 and 10.0."""
+
+_FEWER_CLUSTERS = (132, 66, 39, 32, 24, 19, 16, 14)
+"""Of a card whose parts are of unequal size: a cluster stays within one of them."""
+
+ARCHITECTURES: dict[str, tuple[Card, ...]] = {
+    "sm_80": (
+        Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, _AMPERE, 40 * _MIB),
+        Card("NVIDIA A30", (8, 0), 56, _AMPERE, 24 * _MIB),
+    ),
+    "sm_86": (
+        Card("NVIDIA RTX A6000", (8, 6), 84, _SMALL, 6 * _MIB),
+        Card("NVIDIA A10", (8, 6), 72, _SMALL, 6 * _MIB),
+    ),
+    "sm_89": (
+        Card("NVIDIA L40S", (8, 9), 142, _SMALL, 96 * _MIB),
+        Card("NVIDIA L4", (8, 9), 58, _SMALL, 48 * _MIB),
+    ),
+    "sm_90": (
+        Card("NVIDIA H200", (9, 0), 132, _LARGE, 60 * _MIB),
+        Card("NVIDIA H100 80GB HBM3", (9, 0), 132, _LARGE, 50 * _MIB, clusters=_FEWER_CLUSTERS),
+        Card("NVIDIA H100 PCIe", (9, 0), 114, _LARGE, 50 * _MIB),
+    ),
+    "sm_100": (Card("NVIDIA B200", (10, 0), 148, _LARGE, 126 * _MIB),),
+    "sm_120": (
+        Card("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 188, _SMALL, 128 * _MIB),
+        Card("NVIDIA GeForce RTX 5090", (12, 0), 170, _SMALL, 96 * _MIB),
+    ),
+}
+"""Cards by architecture."""
+
+
+def cards_of(arch: str) -> tuple[Card, ...]:
+    """The cards of an architecture, by its name with or without the letter that NVIDIA's compilers add, as in sm_90a.
+
+    Raises:
+        ValueError: it is not known; the message lists those that are.
+    """
+    found = ARCHITECTURES.get(arch.removesuffix("a"))
+    if found is None:
+        raise ValueError(f"unknown architecture {arch!r}; expected one of {', '.join(ARCHITECTURES)}, or sm_90a")
+    return found
+
+
+def cards_here() -> tuple[Card, ...]:
+    """The NVIDIA GPUs of this machine, each kind once. It starts CUDA."""
+    found: dict[Card, None] = {}
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        known = card(device)
+        if known is not None:
+            found[_with_clusters(known, device)] = None
+    return tuple(found)
+
+
+def _with_clusters(known: Card, device: torch.device) -> Card:
+    """The same card, which knows how many clusters it runs: workers, which see no GPU, cannot ask."""
+    if known.capability != (9, 0) or not installed("nvidia_cutlass_dsl"):
+        return known
+    from evoattn.backends.hopper.backward.variants import SHARED
+    from evoattn.backends.hopper.host.clusters import resident_clusters
+
+    return dataclasses.replace(
+        known, clusters=tuple(resident_clusters(size, SHARED, device) for size in range(1, _CLUSTER + 1))
+    )

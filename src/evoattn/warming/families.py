@@ -1,0 +1,115 @@
+"""The attentions of each model family, as its patch calls them (`evoattn.clients`), at the width of the published models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["FAMILIES", "LENGTHS", "Attention", "Family"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One attention of a model. Sizes that are None are the number of residues or tokens, dtypes that are None that of q.
+
+    Args:
+        name: what reports call it.
+        h, d: heads, and channels of each.
+        n: rows.
+        q, k: queries and keys.
+        mask: whether a mask bias is added, `[n,1,1,k]`.
+        pair: whether a pair bias `[1,h,q,k]` is added, which lies in memory as a projection `[q,k,h]` leaves it.
+        scaled: whether q is scaled already.
+        windows: whether the pair bias varies along a leading axis of so many entries, as in windows of atoms.
+        shared: whether all heads share their keys, as in global attention.
+        dtype: of q, if it is not that of the model.
+        mask_dtype, pair_dtype: of the biases.
+    """
+
+    name: str
+    h: int
+    d: int
+    n: int | None = None
+    q: int | None = None
+    k: int | None = None
+    mask: bool = True
+    pair: bool = True
+    scaled: bool = True
+    windows: int | None = None
+    shared: bool = False
+    dtype: torch.dtype | None = None
+    mask_dtype: torch.dtype | None = None
+    pair_dtype: torch.dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The attentions of a model family, and the dtypes in which it runs unless it is told otherwise."""
+
+    name: str
+    attentions: tuple[Attention, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+
+
+def _masks(attention: Attention) -> Iterator[Attention]:
+    """A mask in q's dtype, and one in float32, as autocast and masks of whole numbers leave it."""
+    yield attention
+    yield dataclasses.replace(attention, mask_dtype=torch.float32)
+
+
+def _triangles(name: str = "triangle", d: int = 32, *, switch: bool = True, exact: bool = False) -> Iterator[Attention]:
+    """Triangle attention.
+
+    switch: whether the client has switches for kernels, which take q as it is.
+    exact: whether it hands them a float32 pair bias.
+    """
+    plain = Attention(name, 4, d)
+    yield from _masks(plain)
+    if switch:
+        unscaled = dataclasses.replace(plain, name=f"{name} with a kernel switch", scaled=False)
+        yield from _masks(unscaled)
+        if exact:
+            yield dataclasses.replace(unscaled, mask_dtype=torch.float32, pair_dtype=torch.float32)
+
+
+def _tokens(*, mask: bool = True, scaled: bool = True, dtype: torch.dtype | None = None) -> Iterator[Attention]:
+    """Single track, diffusion transformer and atom windows of AlphaFold 3, for one sample and for five."""
+    same: dict[str, Any] = {"scaled": scaled, "dtype": dtype}
+    yield from _masks(Attention("single", 16, 24, n=1, mask=mask, **same))
+    for n in (1, 5):
+        yield from _masks(Attention(f"diffusion, {n} samples", 16, 48, n=n, mask=mask, **same))
+        yield from _masks(Attention(f"atoms, {n} samples", 4, 32, n=n, q=32, k=128, windows=64, **same))
+
+
+_EVOFORMER = (
+    *_triangles(),
+    *_masks(Attention("MSA rows", 8, 32, n=512)),
+    *_masks(Attention("MSA columns", 8, 32, q=512, k=512, pair=False)),
+    *_masks(Attention("extra MSA rows", 8, 8, n=1024)),
+    *_masks(Attention("extra MSA columns", 8, 8, q=1, k=1024, pair=False, shared=True, scaled=False)),
+    *_triangles("template", 16),
+    *_masks(Attention("template points", 4, 16, n=4096, q=1, k=4, pair=False)),
+)
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("esmfold", (*_triangles(switch=False), *_masks(Attention("sequence", 32, 32, n=1)))),
+        Family("openfold", _EVOFORMER),
+        Family("openfold3", (*_triangles(), *_triangles("template", 16), *_tokens())),
+        Family("boltz", (*_triangles(), *_tokens(scaled=False, dtype=torch.float32))),
+        Family("boltzgen", (*_triangles(), *_tokens(scaled=False, dtype=torch.float32))),
+        Family("protenix", (*_triangles(exact=True), *_tokens(mask=False))),
+        Family("opendde", (*_triangles(exact=True), *_tokens(mask=False))),
+    )
+}
+"""By the name that `evoattn.patch` takes."""
+
+_LONGEST, _BLOCK = 2048, 64
+_LEFT_OVER = (0, 1, 8, 14, 16, 24, 30, 32, 33, 48, 52, 55)
+
+LENGTHS = (*(block + left for block in range(0, _LONGEST, _BLOCK) for left in _LEFT_OVER if block + left), _LONGEST)
+"""Residues or tokens that stand for all up to 2,048. A kernel depends on the blocks that hold a length, and on what is left."""

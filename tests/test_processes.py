@@ -1,0 +1,72 @@
+"""Workers run functions in processes of their own: what they return or raise comes back, and one that dies fails one task."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from evoattn.processes import Pool, Report, Task
+
+
+def reports(*tasks: Task, jobs: int = 2) -> list[Report]:
+    with Pool(jobs) as pool:
+        return list(pool.run(tasks))
+
+
+def test_results_come_back() -> None:
+    found = reports(*(Task("operator:mul", (i, i)) for i in range(5)))
+    assert sorted(report.result for report in found) == [0, 1, 4, 9, 16]
+    assert all(report.error is None and report.seconds > 0 for report in found)
+
+
+def test_an_error_is_one_line_and_the_worker_goes_on() -> None:
+    first, second = reports(Task("operator:truediv", (1, 0)), Task("os:getpid", ()), jobs=1)
+    assert first.result is None and first.error == "ZeroDivisionError: division by zero"
+    assert second.error is None and second.result != os.getpid()
+
+
+def test_a_worker_that_dies_fails_its_task_alone() -> None:
+    dies = Task("os:kill", (0, signal.SIGKILL))  # 0: all of its group, which is its own
+    first, second = reports(dies, Task("operator:add", (1, 2)), jobs=1)
+    assert first.result is None and first.error == "the worker process died: signal SIGKILL"
+    assert second.result == 3
+
+
+def test_what_a_worker_prints_is_no_report() -> None:
+    (found,) = reports(Task("builtins:print", ("Hello",)), jobs=1)
+    assert found.error is None and found.result is None
+
+
+def test_workers_see_no_gpu_and_end_with_the_block() -> None:
+    with Pool(1) as pool:
+        (found,) = pool.run([Task("os:getenv", ("CUDA_VISIBLE_DEVICES",))])
+        (process,) = pool.run([Task("os:getpid", ())])
+    assert found.result == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.result, 0)
+
+
+def test_a_caller_that_stops_early_kills_what_runs() -> None:
+    begun = time.monotonic()
+    with Pool(2) as pool:
+        for report in pool.run([Task("os:getpid", ()), *[Task("time:sleep", (60,))] * 3]):
+            assert report.error is None
+            break
+    assert time.monotonic() - begun < 30
+
+
+def test_a_script_without_a_guard_starts_workers(tmp_path: pathlib.Path) -> None:
+    """Its main module is not imported again in them, as multiprocessing would do."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from evoattn.processes import Pool, Task\n"
+        "print('once')\n"
+        "with Pool(1) as pool:\n"
+        "    print([report.result for report in pool.run([Task('operator:add', (1, 2))])])\n"
+    )
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "once\n[3]\n"

@@ -1,0 +1,125 @@
+"""`evoattn warm`: what it compiles, tells and keeps, also when something fails or it is interrupted."""
+
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one that compiles no kernel ahead")
+
+from evoattn import cli
+from evoattn.warming import cards
+
+SMALL = ("--arch", "sm_80", "--model", "esmfold", "--lengths", "64", "--dtypes", "bfloat16")
+
+
+@pytest.fixture
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An empty cache folder, of Triton too."""
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "evoattn"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path
+
+
+def counts(printed: str, backend: str) -> tuple[int, int, int]:
+    """Kernels compiled, there and failed, of the table."""
+    row = re.search(rf"^{backend} +(\d+) +(\d+) +(\d+) ", printed, re.MULTILINE)
+    assert row, printed
+    return int(row[1]), int(row[2]), int(row[3])
+
+
+def test_kernels_are_compiled_once(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["warm", *SMALL, "--jobs", "2"]) == 0
+    printed = capsys.readouterr().out
+    compiled, there, failed = counts(printed, "triton")
+    assert compiled > 3 and there == failed == 0
+    assert len(list(cache.glob("triton/*/*.cubin"))) == compiled
+    assert printed.splitlines()[1].endswith(str(cache / "triton"))
+    assert cli.main(["warm", *SMALL, "--jobs", "1"]) == 0
+    assert counts(capsys.readouterr().out, "triton") == (0, compiled, 0)
+
+
+@pytest.mark.slow
+def test_training_needs_more_than_inference(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["warm", *SMALL]) == 0
+    inference = counts(capsys.readouterr().out, "triton")[0]
+    assert cli.main(["warm", *SMALL, "--training"]) == 0
+    compiled, there, failed = counts(capsys.readouterr().out, "triton")
+    assert compiled > 3 and there == inference and failed == 0
+
+
+@pytest.mark.slow
+def test_what_fails_is_told_and_the_rest_is_kept(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that cannot be made: that stops root too."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    (cache / "file").write_text("")
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(cache / "file" / "evoattn"))
+    assert cli.main(["warm", *SMALL, "--arch", "sm_90a"]) == 1
+    printed = capsys.readouterr().out
+    compiled, _, failed = counts(printed, "hopper")
+    assert compiled == 0 and failed > 1
+    assert len(re.findall(r"^FAILED  hopper Forward-\S+ \(triangle, 64, .*\): NotADirectoryError", printed, re.M)) == 1
+    assert counts(printed, "triton")[0] > 0 and counts(printed, "triton")[2] == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_finished(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "evoattn", "warm", *SMALL, "--training", "--jobs", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while len(list(cache.glob("triton/*/__grp__*"))) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "evoattn warm: interrupted" in told
+    compiled = counts(printed, "triton")[0]
+    assert compiled >= 1
+    assert cli.main(["warm", *SMALL, "--training"]) == 0
+    assert counts(capsys.readouterr().out, "triton")[1] >= compiled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--arch", "sm_70"], "--arch: unknown architecture 'sm_70'; expected one of sm_80"),
+        (["--arch", "sm_80", "--model", "alphafold"], "--model: there is no 'alphafold'; expected any of esmfold"),
+        (["--arch", "sm_80", "--dtypes", "float64"], "--dtypes: there is no 'float64'"),
+        (["--arch", "sm_80", "--lengths", "0"], "expected a whole number from 1 up"),
+        ([], "there is no NVIDIA GPU here: name the one that kernels are for, such as --arch sm_90a"),
+    ],
+)
+def test_bad_options_are_refused(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cards.torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["warm", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_no_folder_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
+    assert cli.main(["warm", *SMALL]) == 2
+    assert "EVOATTN_CACHE_DIR is empty, which means that nothing is kept" in capsys.readouterr().err
+
+
+def test_a_missing_backend_is_told(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from evoattn.backends import hopper, triton
+    from evoattn.cli import warm
+
+    monkeypatch.setattr(hopper, "availability", lambda: "CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    warm._tell_missing(cards.cards_of("sm_90a")[0])
+    assert "evoattn warm: without hopper: CuTe DSL is not installed" in capsys.readouterr().err
+    warm._tell_missing(cards.cards_of("sm_80")[0])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(triton, "availability", lambda: "Triton is not installed: pip install triton")
+    with pytest.raises(warm.RefusedError, match="Triton is not installed"):
+        warm._tell_missing(cards.cards_of("sm_80")[0])

@@ -1,0 +1,166 @@
+"""What `evoattn warm` keeps without a GPU is what a call on the GPU looks for."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+
+from evoattn import devices
+from evoattn.call.canonical import canonicalise
+from evoattn.inputs import Cotangents, Inputs
+from evoattn.layouts import empty_gradients, empty_outputs
+from evoattn.tuning import Config
+from evoattn.warming import calls
+from evoattn.warming.calls import Call
+from evoattn.warming.cards import ARCHITECTURES, cards_of
+from evoattn.warming.families import FAMILIES, LENGTHS, Attention
+
+TRIANGLE = Attention("triangle", 4, 32, n=40)
+H200 = cards_of("sm_90a")[0]
+PASSES = pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
+
+
+@pytest.fixture
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An empty cache folder, of Triton too."""
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "evoattn"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path
+
+
+def warmed(call: Call) -> list[calls.Found]:
+    """All kernels of a call, compiled and kept."""
+    found = calls.find(call, H200)
+    assert found and not any(one.kernel.kept or one.kernel.bytes for one in found)
+    return [calls.keep(one) for one in found]
+
+
+def on_cpu(call: Call) -> Inputs:
+    """The same tensors with memory."""
+    return Inputs(*(None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in call.inputs()))
+
+
+def planned(call: Call, backend: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The plan that a call on the CPU would have if that were the card, made by the backend itself, and what it runs with."""
+    inputs = canonicalise(on_cpu(call), "bnhld").inputs
+    outputs = empty_outputs(inputs, "bnhld")
+    options: dict[str, Any] = {"scale": 1.0, "layout": "bnhld", "config": Config()}
+    if not call.training:
+        return backend.plan_forward(inputs, **options), (inputs, outputs)
+    needs = (True, True, True, False, True)
+    values = Cotangents(torch.empty_like(inputs.q)), inputs, outputs
+    plan = backend.plan_backward(*values, needs=needs, deterministic=False, **options)
+    return plan, (*values, empty_gradients(inputs, "bnhld", needs))
+
+
+@PASSES
+def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    from evoattn.backends import hopper
+    from evoattn.backends.hopper.host import launch
+
+    call = Call(TRIANGLE, 96, torch.bfloat16, training)
+    kept = warmed(call)
+    assert {one.backend for one in kept} == {"hopper"}
+    assert all(one.kernel.kept and one.kernel.bytes > 10_000 for one in kept)
+    assert {one.kernel.path for one in kept} == set((cache / "evoattn" / "hopper").iterdir())
+    monkeypatch.setattr(launch, "_functions", {})
+    monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled"))
+    loaded: list[str] = []
+
+    def run(kernel: launch.Kernel) -> Any:
+        assert callable(compiled(kernel))
+        loaded.append(kernel.name)
+        return lambda *arguments: None
+
+    compiled = launch.compiled
+    monkeypatch.setattr(launch, "compiled", run)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    plan, arguments = planned(call, hopper)
+    plan.run(*arguments)
+    assert set(loaded) == {one.kernel.name for one in kept}
+
+
+@PASSES
+def test_a_launch_reads_what_was_kept_for_triton(training: bool, cache: pathlib.Path) -> None:
+    pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one that compiles no kernel ahead")
+    import triton
+
+    from evoattn.backends import triton as backend
+    from tests.helpers.ahead_of_time import target
+
+    call = Call(TRIANGLE, 96, torch.float32, training)
+    kept = warmed(call)
+    assert {one.backend for one in kept} == {"triton"}
+    assert all(one.kernel.kept and one.kernel.bytes > 10_000 for one in kept)
+    hits: list[bool] = []
+    with triton.knobs.compilation.scope(), devices.planned_for(H200), target("sm_90") as compiled:
+        triton.knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
+        plan, arguments = planned(call, backend)
+        forget(compiled)
+        plan.run(*arguments)
+    assert hits and all(hits)
+    assert {kernel.hash for kernel in compiled} == {one.kernel.key for one in kept}
+
+
+def forget(compiled: list[Any]) -> None:
+    """Have Triton look on disk for all kernels, as a new process does."""
+    from tests.triton.test_compile_ahead import KERNELS
+
+    assert not compiled
+    for kernel in KERNELS:
+        kernel.jitted.device_caches.clear()
+
+
+def test_a_kernel_that_plans_do_not_have_is_no_kernel(cache: pathlib.Path) -> None:
+    found = calls.find(Call(TRIANGLE, 96, torch.float32), H200)[0]
+    with pytest.raises(KeyError):
+        calls.keep(dataclasses.replace(found, kernel=dataclasses.replace(found.kernel, key="00" * 32)))
+
+
+def test_finding_kernels_writes_nothing(cache: pathlib.Path) -> None:
+    assert calls.find(Call(TRIANGLE, 96, torch.float32), H200)
+    assert calls.find(Call(TRIANGLE, 96, torch.bfloat16), H200)
+    assert list(cache.iterdir()) == []
+
+
+def test_plans_for_another_card_are_not_kept() -> None:
+    """Else a call on meta tensors, or one for another card, would find them."""
+    attention = Attention("few", 4, 32, n=40)
+    of = {
+        arch: {one.backend for one in calls.find(Call(attention, 96, torch.bfloat16), cards_of(arch)[0])}
+        for arch in ("sm_80", "sm_90")
+    }
+    assert of["sm_80"] == {"triton"} and "hopper" in of["sm_90"]
+    assert devices.planned() is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_attention_of_a_family_has_plans(name: str) -> None:
+    """On every architecture, in all its dtypes, at a length that divides by nothing."""
+    family = FAMILIES[name]
+    for arch in ARCHITECTURES:
+        for call in calls.calls_of(family, (77,), family.dtypes, training=True):
+            assert calls.find(call, cards_of(arch)[-1]), f"{call} on {arch}"
+
+
+def test_the_default_lengths_stand_for_others() -> None:
+    """Kernels of lengths that nobody chose are among those of the default lengths."""
+    family = FAMILIES["esmfold"]
+
+    def keys(lengths: tuple[int, ...]) -> set[tuple[str, str]]:
+        made = calls.calls_of(family, lengths, (torch.bfloat16,), training=False)
+        return {one.key for one in calls.find_all(list(made), (H200,))}
+
+    assert keys((61, 143, 217, 322, 397, 486, 605, 751, 960, 1120, 1409, 1777)) <= keys(LENGTHS)
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "hopper", ""])
+def test_an_unknown_architecture_is_refused(arch: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown architecture .*; expected one of sm_80, .*, or sm_90a"):
+        cards_of(arch)

@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "problem": {"devices", "inputs"},
     "threads": set(),
     "tuning": {"cache", "_version", "devices", "problem"},
-    "backends": {"cache", "devices", "inputs", "problem", "threads", "tuning", "layouts", "numerics"},
+    "backends": {"cache", "devices", "inputs", "problem", "processes", "threads", "tuning", "layouts", "numerics"},
     "call": {"backends", "inputs", "layouts", "numerics", "tuning"},
     "run": {"backends", "call", "devices", "inputs", "layouts", "numerics", "problem", "tuning"},
     "explanation": {"backends", "call", "inputs", "layouts", "problem", "run", "tuning"},

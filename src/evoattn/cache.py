@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["VARIABLE", "folder", "write"]
+__all__ = ["VARIABLE", "folder", "takes_files", "write"]
 
 VARIABLE = "EVOATTN_CACHE_DIR"
 """Names the folder; empty, nothing is kept."""
@@ -56,6 +56,16 @@ def write(path: Path, data: bytes) -> None:
             os.unlink(unfinished)
         raise
     _sweep(path.parent)
+
+
+def takes_files(folder: Path) -> bool:
+    """Whether files can be written there: it is tried, since permissions say little to root. The folder is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _sweep(folder: Path) -> None:

@@ -92,6 +92,8 @@ class Worker:
 
 
 def _start() -> subprocess.Popen[bytes]:
+    if not sys.executable or getattr(sys, "frozen", False):  # it is a program of its own
+        raise OSError("this program has no Python to start")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)]
     pipe = subprocess.PIPE

@@ -118,7 +118,7 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.kept, "load_module", lambda path, enable_tvm_ffi: Module())
     monkeypatch.setattr(launch.kept, "_modules", [])
     monkeypatch.setattr(launch, "_functions", {})
-    monkeypatch.setattr(launch.cache, "folder", lambda: None)
+    monkeypatch.setattr(launch.kept.cache, "folder", lambda: None)
     kernels = [Copy() for _ in range(3)]
     for number, kernel in enumerate(kernels):
         kernel.name = f"thread {number}"

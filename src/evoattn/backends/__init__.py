@@ -60,6 +60,7 @@ class Plan:
         backend: who made it.
         refused: the other backends that were asked before, with all their reasons.
         writes_into: whether dq, dk and dv lie in memory as its planner was told, and not contiguous in the user's layout.
+        kernels: what `run` launches, of a backend that can compile the kernels of several plans together.
     """
 
     run: Callable[..., Any]
@@ -67,6 +68,7 @@ class Plan:
     backend: str = ""
     refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     writes_into: bool = False
+    kernels: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Backend(Protocol):
 
     One may also have `faster(problem) -> tuple[str, str] | None`: the backend that runs a problem in less time, and why; `auto`
     then goes to that one, if it takes the problem. One may have `WRITES_ANYWHERE = True`: its `plan_backward` takes `into` too,
-    meta tensors that say how dq, dk and dv lie in memory, with rows of channels on 16 bytes.
+    meta tensors that say how dq, dk and dv lie in memory, with rows of channels on 16 bytes. And one may have
+    `compile_together(plans)`: compile in other processes what the plans of a call need, while their caller goes on.
     """
 
     NAME: str

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from evoattn.backends import Plan
 from evoattn.call.canonical import canonicalise
 from evoattn.call.validation import Wishes, compute_dtype
-from evoattn.inputs import Inputs, Options, Outputs
+from evoattn.inputs import Cotangents, Inputs, Options, Outputs
 from evoattn.layouts import empty_outputs
 from evoattn.run import guards, operators, plans
 from evoattn.run.autograd import Look, look_of, make, record, same_memory
+from evoattn.run.dispatch import RefusalError, backend_module
 from evoattn.tuning import user
 
 __all__ = ["ByOperator", "Straight", "find", "forget", "work_out"]
@@ -128,5 +130,23 @@ def _straight(inputs: Inputs, options: Options, casts: bool) -> Straight | None:
     looks = [look_of(x, inputs.q) for x in (axes.restore_queries(o), axes.restore_statistic(lse))]
     watched = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     records = watched and any(x is not None and x.requires_grad for x in inputs)
-    run = plans.forward(folded, options).run
-    return Straight(options, casts, records, run, *looks)
+    plan = plans.forward(folded, options)
+    if records:
+        _compile_both(inputs, folded, options, plan)
+    return Straight(options, casts, records, plan.run, *looks)
+
+
+def _compile_both(inputs: Inputs, folded: Inputs, options: Options, forward: Plan) -> None:
+    """Let the forward's backend compile what both passes need, where it can do so at once. The backward is planned as it will
+    be if the cotangent lies like O and the LSE has none."""
+    together = getattr(backend_module(forward.backend), "compile_together", None)
+    if together is None:
+        return
+    needs = tuple([x is not None and x.requires_grad for x in inputs.differentiable])
+    outputs = empty_outputs(folded, options.layout, "meta")
+    try:
+        backward = plans.backward(Cotangents(outputs.o), folded, outputs, needs, options)
+    except (RefusalError, RuntimeError):  # a backward that is asked for raises it again
+        return
+    if backward.backend == forward.backend:
+        together((forward, backward))

@@ -6,6 +6,7 @@ Importing this package imports no CuTe DSL: the kernels are imported when a call
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from evoattn.tuning.config import Config
 __all__ = [
     "NAME",
     "availability",
+    "compile_together",
     "copies",
     "faster",
     "plan_backward",
@@ -36,6 +38,7 @@ WRITES_ANYWHERE = True
 """Gradients may have any strides (`evoattn.backends.Backend`)."""
 
 _CAPABILITY = (9, 0)
+_COMPILER = "evoattn.backends.hopper.host.launch"
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
@@ -177,11 +180,17 @@ def copies(problem: Problem, inputs: Inputs) -> list[str]:
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
-    from evoattn.backends.hopper.forward import plan
+    if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
+        from evoattn.backends.hopper.host import together
 
-    run = on_device_of(inputs.q, plan.plan_forward(*inputs, scale=scale, layout=layout))
+        together.expect()  # a backward will follow
+    from evoattn.backends.hopper.forward import plan
+    from evoattn.backends.hopper.host.launch import noting
+
+    with noting() as kernels:
+        run = on_device_of(inputs.q, plan.plan_forward(*inputs, scale=scale, layout=layout))
     told = Description(resolve(), copies=tuple(copies(describe(inputs), inputs)))
-    return Plan(lambda inputs, outputs: run(*inputs, *outputs), lambda: told)
+    return Plan(lambda inputs, outputs: run(*inputs, *outputs), lambda: told, kernels=tuple(kernels))
 
 
 def plan_backward(
@@ -198,13 +207,23 @@ def plan_backward(
 ) -> Plan:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.hopper.backward import plan
+    from evoattn.backends.hopper.host.launch import noting
 
     tensors = (*cotangents, *inputs, *outputs)
     wishes: dict[str, Any] = {"needs": needs, "deterministic": deterministic, "into": into}
-    run = on_device_of(inputs.q, plan.plan_backward(*tensors, scale=scale, layout=layout, **wishes))
+    with noting() as kernels:
+        planned = plan.plan_backward(*tensors, scale=scale, layout=layout, **wishes)
+    run = on_device_of(inputs.q, planned)
     problem = describe(inputs, needs=needs, deterministic=deterministic)
     told = Description(kernels=resolve_backward(problem), copies=tuple(copies(problem, inputs)))
-    return Plan(lambda *given: run(*[x for tensors in given for x in tensors]), lambda: told)
+    return Plan(lambda *given: run(*[x for tensors in given for x in tensors]), lambda: told, kernels=tuple(kernels))
+
+
+def compile_together(plans: Sequence[Plan]) -> None:
+    """Have the kernels of several plans that are not kept compiled in other processes; see `hopper.host.together`."""
+    from evoattn.backends.hopper.host.launch import begin
+
+    begin(kernel for plan in plans for kernel in plan.kernels)
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from evoattn import cache
 from evoattn.backends import Needed, Plan
 from evoattn.backends.hopper.host import kept
-from evoattn.backends.hopper.host.launch import Kernel, keep_compiled, noted
+from evoattn.backends.hopper.host.launch import keep_compiled
 
 __all__ = ["keep", "needed"]
 
@@ -16,7 +17,8 @@ Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
 def needed(make: Make) -> list[Needed]:
     """The kernels of a plan, each once, in the order in which it plans their launches."""
-    return [Needed(name, name, kept.file_of(name), kept.is_kept(name)) for name in _kernels(make)]
+    names = dict.fromkeys(kernel.name for kernel in make()[0].kernels)
+    return [Needed(name, name, kept.file_of(name), kept.is_kept(name)) for name in names]
 
 
 def keep(make: Make, key: str) -> None:
@@ -24,17 +26,11 @@ def keep(make: Make, key: str) -> None:
 
     Raises:
         KeyError: the plan has no such kernel.
-        OSError, ValueError: it cannot be kept.
+        OSError: the file cannot be written.
+        ValueError: there is no place for a file.
     """
-    keep_compiled(_kernels(make)[key])
-
-
-def _kernels(make: Make) -> dict[str, Kernel]:
-    """By name: all launches are planned before the first."""
-    found: list[Kernel] = []
-    token = noted.set(found)
-    try:
-        make()
-    finally:
-        noted.reset(token)
-    return {kernel.name: kernel for kernel in found}
+    kernel = {kernel.name: kernel for kernel in make()[0].kernels}[key]
+    path = kept.file_of(key)
+    if path is None:
+        raise ValueError(f"{cache.VARIABLE} is empty, which means that nothing is kept; expected a folder")
+    keep_compiled(kernel, path)

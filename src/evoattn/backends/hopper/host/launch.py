@@ -6,12 +6,14 @@ A launch takes addresses: sizes and strides are packed when it is planned, so th
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import os
+import pathlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,12 +24,13 @@ import tvm_ffi
 from cutlass import Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from evoattn import cache
-from evoattn.backends.hopper.host import kept
+from evoattn.backends.hopper.host import kept, together
+from evoattn.processes import Task
 
 __all__ = [
     "Kernel",
     "Stand",
+    "begin",
     "build",
     "channels",
     "compiled",
@@ -38,7 +41,7 @@ __all__ = [
     "given_pair",
     "keep_compiled",
     "live_rows",
-    "noted",
+    "noting",
     "plan",
     "size",
     "terms",
@@ -57,8 +60,7 @@ _OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 _functions: dict[str, Any] = {}
 """Compiled kernels by name."""
 
-noted: contextvars.ContextVar[list[Kernel] | None] = contextvars.ContextVar("noted", default=None)
-"""Where `plan` puts each kernel that a launch is planned of."""
+_noted: contextvars.ContextVar[list[Kernel] | None] = contextvars.ContextVar("noted", default=None)
 
 _compiler = threading.Lock()
 """The compiler is one thread's at a time: two at once bring the process down."""
@@ -225,6 +227,17 @@ def strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> li
     return [want if size == 1 else given for size, given, want in zip(shape, stride, wanted, strict=True)]
 
 
+@contextlib.contextmanager
+def noting() -> Iterator[list[Kernel]]:
+    """The kernels of which launches are planned meanwhile, each as often as it is."""
+    found: list[Kernel] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
 def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
     """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
 
@@ -237,7 +250,7 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
             strides, and are not kept; numbers stay what they are.
     """
     function: Any = None
-    if (kernels := noted.get()) is not None:
+    if (kernels := _noted.get()) is not None:
         kernels.append(kernel)
     stands = kernel.arguments()
     extents: dict[int, int] = {}
@@ -272,6 +285,7 @@ def compiled(kernel: Kernel) -> Any:
     """
     function = _functions.get(kernel.name)
     if function is None:
+        together.claim(kernel.name)
         made: Future[Any] = Future()
         threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, made)).start()
         function = made.result()
@@ -290,16 +304,22 @@ def _make(kernel: Kernel, made: Future[Any]) -> None:
             made.set_exception(error)
 
 
-def keep_compiled(kernel: Kernel) -> None:
-    """Compile a kernel and write its file, for later processes; this one does not load it. It compiles one at a time.
+def begin(kernels: Iterable[Kernel]) -> None:
+    """Have those that are not kept compiled in other processes, while this one comes to them in this order."""
+    tasks = {}
+    for kernel in kernels:
+        path = kept.file_of(kernel.name)
+        if path is not None and kernel.name not in _functions and not os.path.exists(path):
+            tasks[kernel.name] = Task("evoattn.backends.hopper.host.launch:keep_compiled", (kernel, path))
+    together.begin(tasks)
+
+
+def keep_compiled(kernel: Kernel, path: pathlib.Path) -> None:
+    """Compile a kernel and write its file, for other processes; this one does not load it. It compiles one at a time.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: there is no place for a file.
     """
-    path = kept.file_of(kernel.name)
-    if path is None:
-        raise ValueError(f"{cache.VARIABLE} is empty, which means that nothing is kept; expected a folder")
     with _compiler:
         kept.write(path, _made(kernel))
 

@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one that compiles no kernel ahead")
 
 from evoattn import cli
+from evoattn.cli import warm
+from evoattn.devices import Card
 from evoattn.warming import cards
+from evoattn.warming.families import LENGTHS
 
 SMALL = ("--arch", "sm_80", "--model", "esmfold", "--lengths", "64", "--dtypes", "bfloat16")
 
@@ -113,7 +116,6 @@ def test_a_missing_backend_is_told(
     cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from evoattn.backends import hopper, triton
-    from evoattn.cli import warm
 
     monkeypatch.setattr(hopper, "availability", lambda: "CuTe DSL is not installed: pip install 'evoattn[hopper]'")
     warm._tell_missing(cards.cards_of("sm_90a")[0])
@@ -123,3 +125,19 @@ def test_a_missing_backend_is_told(
     monkeypatch.setattr(triton, "availability", lambda: "Triton is not installed: pip install triton")
     with pytest.raises(warm.RefusedError, match="Triton is not installed"):
         warm._tell_missing(cards.cards_of("sm_80")[0])
+
+
+def test_further_cards_of_an_architecture_have_fewer_calls() -> None:
+    """Not if lengths are named, and not if they are of another architecture, as in a machine with two kinds."""
+    a100, h200, h100, *_ = (*cards.cards_of("sm_80")[:1], *cards.cards_of("sm_90"))
+
+    def calls(lengths: tuple[int, ...], *of: Card) -> dict[Card, int]:
+        wish = warm.Wish(("esmfold",), lengths, ("bfloat16",), False, of, 1)
+        counted = dict.fromkeys(of, 0)
+        for chunk, card in warm._chunks(wish):
+            counted[card] += len(chunk)
+        return counted
+
+    assert calls((64, 70), a100, h200, h100) == dict.fromkeys((a100, h200, h100), calls((64, 70), a100)[a100])
+    every = calls(LENGTHS, a100, h200, h100)
+    assert every[a100] == every[h200] > 4 * every[h100] > 0

@@ -17,7 +17,7 @@ from evoattn.layouts import empty_gradients, empty_outputs
 from evoattn.tuning import Config
 from evoattn.warming import calls
 from evoattn.warming.calls import Call
-from evoattn.warming.cards import ARCHITECTURES, cards_of
+from evoattn.warming.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.warming.families import FAMILIES, LENGTHS, Attention
 
 TRIANGLE = Attention("triangle", 4, 32, n=40)
@@ -155,9 +155,30 @@ def test_the_default_lengths_stand_for_others() -> None:
 
     def keys(lengths: tuple[int, ...]) -> set[tuple[str, str]]:
         made = calls.calls_of(family, lengths, (torch.bfloat16,), training=False)
-        return {one.key for one in calls.find_all(list(made), (H200,))}
+        return {one.key for one in calls.find_all(list(made), H200)}
 
     assert keys((61, 143, 217, 322, 397, 486, 605, 751, 960, 1120, 1409, 1777)) <= keys(LENGTHS)
+
+
+def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind once, since workers compile for a kind."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    pytest.importorskip("triton")
+    from evoattn.backends.hopper.host import clusters
+    from evoattn.backends.triton import launch
+
+    a100, h200 = (dataclasses.replace(cards_of(arch)[0], shared_memory=0, cache_bytes=0) for arch in ("sm_80", "sm_90"))
+    found = [a100, h200, h200]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(devices, "_found", lambda device: found[device.index])
+    monkeypatch.setattr(launch, "_shared_memory_of", lambda device: 1000 + device.index)
+    monkeypatch.setattr(launch, "_cache_of", lambda device: 2000)
+    monkeypatch.setattr(clusters, "_of_this_machine", lambda size, shared, device: 132 // size - 1)
+    here = cards_here()
+    assert [(card.shared_memory, card.cache_bytes) for card in here] == [(1000, 2000), (1001, 2000), (1002, 2000)]
+    assert here[0].clusters == () and here[1].clusters == (131, 65, 43, 32, 25, 21, 17, 15)
+    monkeypatch.setattr(launch, "_shared_memory_of", lambda device: 1000)
+    assert len(cards_here()) == 2
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "hopper", ""])

@@ -81,6 +81,7 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> type[Hand]:
     return Hand
 
 
+@pytest.mark.slow
 def test_workers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch.begin(kernels())
     until(lambda: folder.exists() and len(list((folder / "hopper").glob("*.o"))) == len(CHANNELS))

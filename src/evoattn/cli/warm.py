@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from evoattn.processes import Pool, Report, Task, cores
 from evoattn.run.dispatch import backend_module
 from evoattn.warming.calls import Call, Found, calls_of
 from evoattn.warming.cards import ARCHITECTURES, cards_here, cards_of
-from evoattn.warming.families import FAMILIES, LENGTHS
+from evoattn.warming.families import COARSE, FAMILIES, LENGTHS
 
 __all__ = ["Outcome", "Wish", "add_parser", "warm"]
 
@@ -150,17 +151,18 @@ def warm(wish: Wish) -> int:
     """Compile what is wished for, print what became of it, and return the exit status."""
     _tell_missing(wish.cards[0])
     outcomes: dict[str, Outcome] = {}
+    unknown: list[str] = []
     interrupted, begun = False, time.monotonic()
     with Pool(wish.jobs) as pool:
         try:
-            _keep_all(_find_all(wish, pool), pool, outcomes)
+            _keep_all(_find_all(wish, pool, unknown), pool, outcomes)
         except KeyboardInterrupt:
             interrupted = True
     _print(outcomes, time.monotonic() - begun)
     if interrupted:
         print("evoattn warm: interrupted: the kernels above are kept", file=sys.stderr)
         return 130
-    return 1 if any(outcome.failed for outcome in outcomes.values()) else 0
+    return 1 if unknown or any(outcome.failed for outcome in outcomes.values()) else 0
 
 
 def _tell_missing(card: Card) -> None:
@@ -176,23 +178,36 @@ def _tell_missing(card: Card) -> None:
             print(f"evoattn warm: without {name}: {why}", file=sys.stderr)
 
 
-def _find_all(wish: Wish, pool: Pool) -> list[Found]:
-    """All kernels, each once, those that take longest first."""
-    calls: dict[Call, None] = {}
-    for name in wish.models:
-        family = FAMILIES[name]
-        dtypes = family.dtypes if wish.dtypes is None else tuple(_DTYPES[dtype] for dtype in wish.dtypes)
-        calls.update(dict.fromkeys(calls_of(family, wish.lengths, dtypes, wish.training)))
-    waiting = iter(calls)
-    chunks = list(iter(lambda: list(itertools.islice(waiting, _CHUNK)), []))
+def _find_all(wish: Wish, pool: Pool, unknown: list[str]) -> list[Found]:
+    """All kernels, each once, those of backwards first. Calls whose kernels cannot be found are told and added to `unknown`."""
+    tasks = [Task("evoattn.warming.calls:find_all", chunk) for chunk in _chunks(wish)]
     found: dict[tuple[str, str], Found] = {}
-    with count_progress(len(chunks)) as count:
-        for done, report in enumerate(pool.run([Task("evoattn.warming.calls:find_all", (x, wish.cards)) for x in chunks]), 1):
+    with count_progress(len(tasks)) as count:
+        for done, report in enumerate(pool.run(tasks), 1):
             if report.error is not None:
-                raise RuntimeError(f"kernels cannot be found for {report.task.arguments[0][0]}: {report.error}")
+                calls = report.task.arguments[0]
+                unknown.append(f"{calls[0]} to {calls[-1]}")
+                print(f"FAILED  the kernels of calls from {unknown[-1]} are unknown: {report.error}", flush=True)
+                continue
             found.update({one.key: one for one in report.result})
-            count(done, f"{len(found)} kernels for {len(calls)} calls")
+            count(done, f"{len(found)} kernels found")
     return sorted(found.values(), key=lambda one: (one.backend, not one.call.training))
+
+
+def _chunks(wish: Wish) -> Iterator[tuple[list[Call], Card]]:
+    """Some calls of a card at a time: all of the first card of an architecture, and of others those that may differ."""
+    seen: set[tuple[int, int]] = set()
+    for card in wish.cards:
+        lengths = COARSE if card.capability in seen and wish.lengths == LENGTHS else wish.lengths
+        seen.add(card.capability)
+        calls: dict[Call, None] = {}
+        for name in wish.models:
+            family = FAMILIES[name]
+            dtypes = family.dtypes if wish.dtypes is None else tuple(_DTYPES[dtype] for dtype in wish.dtypes)
+            calls.update(dict.fromkeys(calls_of(family, lengths, dtypes, wish.training)))
+        waiting = iter(calls)
+        while chunk := list(itertools.islice(waiting, _CHUNK)):
+            yield chunk, card
 
 
 def _keep_all(found: list[Found], pool: Pool, outcomes: dict[str, Outcome]) -> None:

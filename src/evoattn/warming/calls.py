@@ -78,11 +78,19 @@ def calls_of(family: Family, lengths: tuple[int, ...], dtypes: tuple[torch.dtype
     """All calls of a family, each once."""
     seen: dict[Call, None] = {}
     for attention in family.attentions:
-        for length in lengths:
-            for dtype in dtypes:
+        for dtype in dtypes:
+            plain = _plain(attention, attention.dtype or dtype)
+            for length in lengths:
                 for backward in (False, True)[: 1 + training]:
-                    seen[Call(attention, length, attention.dtype or dtype, backward)] = None
+                    seen[Call(plain, length, attention.dtype or dtype, backward)] = None
     return iter(seen)
+
+
+def _plain(attention: Attention, dtype: torch.dtype) -> Attention:
+    """The same attention of q in a dtype, in the one way in which it can be said."""
+    mask = None if attention.mask_dtype == dtype or not attention.mask else attention.mask_dtype
+    pair = None if attention.pair_dtype == dtype or not attention.pair else attention.pair_dtype
+    return dataclasses.replace(attention, dtype=None, mask_dtype=mask, pair_dtype=pair)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +119,9 @@ def find(call: Call, card: Card) -> list[Found]:
         return [] if module is None else [Found(call, card, backend, kernel) for kernel in module.needed(call.make)]
 
 
-def find_all(calls: list[Call], cards: tuple[Card, ...]) -> list[Found]:
-    """The kernels that calls launch on any of the cards, each once."""
-    return list({found.key: found for call in calls for card in cards for found in find(call, card)}.values())
+def find_all(calls: list[Call], card: Card) -> list[Found]:
+    """The kernels that calls launch on a card, each once."""
+    return list({found.key: found for call in calls for found in find(call, card)}.values())
 
 
 def keep(found: Found) -> Found:

@@ -70,17 +70,21 @@ def cards_here() -> tuple[Card, ...]:
         device = torch.device("cuda", index)
         known = card(device)
         if known is not None:
-            found[_with_clusters(known, device)] = None
+            found[_complete(known, device)] = None
     return tuple(found)
 
 
-def _with_clusters(known: Card, device: torch.device) -> Card:
-    """The same card, which knows how many clusters it runs: workers, which see no GPU, cannot ask."""
-    if known.capability != (9, 0) or not installed("nvidia_cutlass_dsl"):
-        return known
-    from evoattn.backends.hopper.backward.variants import SHARED
-    from evoattn.backends.hopper.host.clusters import resident_clusters
+def _complete(known: Card, device: torch.device) -> Card:
+    """The same card with all that its own plans would ask it: workers, which see no GPU, cannot."""
+    if installed("triton"):
+        from evoattn.backends.triton import launch
 
-    return dataclasses.replace(
-        known, clusters=tuple(resident_clusters(size, SHARED, device) for size in range(1, _CLUSTER + 1))
-    )
+        shared, cache = launch.shared_memory_limit(device), launch.cache_bytes(device)
+        known = dataclasses.replace(known, shared_memory=shared, cache_bytes=cache)
+    if known.capability == (9, 0) and installed("nvidia_cutlass_dsl"):
+        from evoattn.backends.hopper.backward.variants import SHARED
+        from evoattn.backends.hopper.host.clusters import resident_clusters
+
+        clusters = tuple(resident_clusters(size, SHARED, device) for size in range(1, _CLUSTER + 1))
+        known = dataclasses.replace(known, clusters=clusters)
+    return known

@@ -17,7 +17,7 @@ from evoattn.backends import Description, Plan, reference, tiled
 from evoattn.call.canonical import canonicalise
 from evoattn.cli.measure import peak_bytes
 from evoattn.inputs import Inputs
-from evoattn.problem import Problem
+from evoattn.problem import GRADIENTS, Problem
 from evoattn.run import dispatch, plans
 from evoattn.tuning import Config
 
@@ -135,7 +135,7 @@ def test_a_backend_gets_rows_that_share_a_pair_bias_as_n(
     mask = torch.rand(*lead, 4) > 0.2
     pair_bias = None if of_pair is None else torch.randn(*of_pair, 2, 4, 4)
     evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias, layout=layout, backend="reference")
-    ((*got, got_mask, _, got_pair),) = seen
+    ((*got, got_mask, _, got_pair, _),) = seen
     assert {tuple(x.shape[:2]) for x in (*got, got_mask)} == {expected}
     given = (q, k, v, mask, pair_bias)
     assert [x if x is None else x.data_ptr() for x in (*got, got_mask, got_pair)] == [
@@ -179,7 +179,7 @@ def test_only_the_gradients_asked_for_are_computed(asked: tuple[str, ...], monke
     inputs = make()
     leaves = {name: x.requires_grad_(name in asked) for name, x in inputs.differentiable.items()}
     call(inputs).backward(inputs.do)
-    assert seen == [tuple(name in asked for name in ("q", "k", "v", "mask_bias", "pair_bias"))]
+    assert seen == [tuple(name in asked for name in GRADIENTS)]
     assert {name for name, x in leaves.items() if x.grad is not None} == set(asked)
 
 
@@ -274,7 +274,7 @@ def test_explain() -> None:
     inputs.q.requires_grad_()
     told = evoattn.explain(inputs.q, inputs.k, inputs.v, mask_bias=inputs.mask_bias, pair_bias=inputs.pair_bias)
     assert told.backend == "tiled" and told.config is not None and told.config.block_k == 20
-    assert told.problem.needs == (True, False, False, False, False)
+    assert told.problem.needs == (True, False, False, False, False, False)
     text = str(told)
     assert "bfloat16 on cpu, b=1 n=3 h=2 lq=20 lk=20 d=8 c=8, mask_bias bfloat16, pair_bias bfloat16" in text
     assert "backend  tiled" in text and "block_q=20" in text

@@ -13,13 +13,13 @@ from torch import Tensor
 import evoattn
 from evoattn import testing
 from evoattn.call.canonical import canonicalise
-from evoattn.inputs import Inputs
+from evoattn.inputs import Cotangents, Inputs, Options, Outputs
 from evoattn.run import operators as ops
 
-OPTIONS = (None, "bnlhd", False, "tiled", "")
+OPTIONS = Options(backend="tiled")
 
 
-def canonical(requires_grad: bool = True, **changes: object) -> list[Tensor | None]:
+def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
     settings = {
         "mask": "random",
         "mask_bias": "finite",
@@ -34,36 +34,41 @@ def canonical(requires_grad: bool = True, **changes: object) -> list[Tensor | No
     mask_bias = None if inputs.mask_bias is None else inputs.mask_bias.squeeze(-2).squeeze(-2)
     given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, mask_bias, inputs.pair_bias)
     folded, _ = canonicalise(given)
-    return [x if x is None or x.dtype == torch.bool else x.detach().clone().requires_grad_(requires_grad) for x in folded]
+    leaves = (x if x is None or x.dtype == torch.bool else x.detach().clone().requires_grad_(requires_grad) for x in folded)
+    return Inputs._make(leaves)
 
 
 @pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
 @pytest.mark.parametrize("biases", [{}, {"mask": None, "mask_bias": None}, {"pair_bias": None, "dtype": torch.bfloat16}])
 def test_opcheck_forward(biases: dict, layout: str) -> None:
-    torch.library.opcheck(ops.forward, (*canonical(**biases), None, layout, False, "tiled", ""))
+    torch.library.opcheck(ops.forward, ops.arguments_of(canonical(**biases), OPTIONS._replace(layout=layout)))
 
 
 def test_opcheck_backward() -> None:
-    tensors = canonical(requires_grad=False)
-    o, lse, reference = ops.forward(*tensors, *OPTIONS)
+    inputs = canonical(requires_grad=False)
+    outputs = Outputs(*ops.forward(*ops.arguments_of(inputs, OPTIONS)))
     for needs in ([True] * 5, [False, True, False, False, True]):
-        cotangents = (torch.randn_like(o), torch.randn_like(lse))
-        torch.library.opcheck(ops.backward, (*cotangents, *tensors, o, lse, reference, needs, *OPTIONS))
+        cotangents = (torch.randn_like(outputs.o), torch.randn_like(outputs.lse))
+        torch.library.opcheck(ops.backward, (*cotangents, *inputs[:6], *outputs, needs, *OPTIONS, inputs.gate))
 
 
 def test_fake_strides_are_real_strides() -> None:
     """A wrong stride in a fake function shows only when compiled code reads the output, so all four are compared here."""
     for layout in ("bnlhd", "bnhld"):
         for backend in ("tiled", "reference"):
-            tensors = canonical(requires_grad=False)
-            options = (None, layout, False, backend, "")
-            real = [*ops.forward(*tensors, *options)]
-            real += ops.backward(torch.ones_like(real[0]), None, *tensors, *real, [True] * 5, *options)
-            meta = [None if x is None else x.to("meta") for x in tensors]
-            fake = [*ops.forward(*meta, *options)]
-            fake += ops.backward(fake[0], None, *meta, *fake, [True] * 5, *options)
+            inputs = canonical(requires_grad=False)
+            options = Options(layout=layout, backend=backend)
+            meta = Inputs._make(None if x is None else x.to("meta") for x in inputs)
+            real, fake = (both_passes(given, options, torch.ones_like) for given in (inputs, meta))
             for a, b in zip(real, fake, strict=True):
                 assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def both_passes(inputs: Inputs, options: Options, of_o: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """The outputs and all gradients, of the cotangent that a function makes of o."""
+    outputs = Outputs(*ops.forward(*ops.arguments_of(inputs, options)))
+    needs = [x is not None for x in inputs.differentiable]
+    return *outputs, *ops.differentiate(Cotangents(of_o(outputs.o), torch.sin(outputs.lse)), inputs, outputs, needs, options)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor) -> Tensor:
@@ -237,13 +242,12 @@ def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...], lead: tuple[int, ..
 @pytest.mark.parametrize("lead", [(1,), (2,)])
 def test_vmap_of_backward_gives_each_sample_its_gradients(in_dims: tuple[int | None, ...], lead: tuple[int, ...]) -> None:
     made = [canonical(False, lead=lead, layout="bnhld", mask_bias="finite", n=2) for _ in range(3)]
-    axes = (*in_dims[:3], None, *in_dims[3:])
+    axes = (*in_dims[:3], None, *in_dims[3:], None)
     mapped = [x[0] if axis is None else torch.stack(x, axis) for x, axis in zip(zip(*made, strict=True), axes, strict=True)]  # type: ignore[arg-type]
     mask = made[0][3]
 
     def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-        o, lse, reference = ops.forward(*tensors, *OPTIONS)
-        return ops.backward(torch.cos(o), torch.sin(lse), *tensors, o, lse, reference, [True] * 5, *OPTIONS)
+        return both_passes(Inputs(*tensors), OPTIONS, torch.cos)[3:]
 
     assert mask is not None
     together = torch.func.vmap(gradients, axes)(*mapped)

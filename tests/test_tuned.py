@@ -90,7 +90,11 @@ def test_the_forward_finds_what_was_saved_for_the_described_call() -> None:
     assert user.tuned("triton", "forward", planned) == Config(block_q=16)
 
 
-SAME = {"length": {"lq": 400, "lk": 400}, "rows": {"n": 500}, "gradients of q": {"needs": (True, True, True, False, False)}}
+SAME = {
+    "length": {"lq": 400, "lk": 400},
+    "rows": {"n": 500},
+    "gradients of q": {"needs": (True, True, True, False, False, False)},
+}
 OTHER = {
     "length": {"lq": 513, "lk": 513},
     "channels": {"d": 16},
@@ -115,7 +119,7 @@ def test_problems_that_do_not(change: dict[str, object]) -> None:
 
 def test_a_backward_is_told_apart_by_its_sums() -> None:
     keys = {
-        user.key("triton", "backward", dataclasses.replace(ON_GPU, needs=(True,) * 4 + (pair,), deterministic=fixed))  # type: ignore[arg-type]
+        user.key("triton", "backward", dataclasses.replace(ON_GPU, needs=(True,) * 4 + (pair, False), deterministic=fixed))  # type: ignore[arg-type]
         for pair in (False, True)
         for fixed in (False, True)
     }

@@ -32,6 +32,7 @@ def evoformer_attention(
     mask: Tensor | None = ...,
     mask_bias: Tensor | None = ...,
     pair_bias: Tensor | None = ...,
+    gate: Tensor | None = ...,
     scale: float | None = ...,
     layout: Layout = ...,
     return_lse: Literal[False] = ...,
@@ -48,6 +49,7 @@ def evoformer_attention(
     mask: Tensor | None = ...,
     mask_bias: Tensor | None = ...,
     pair_bias: Tensor | None = ...,
+    gate: Tensor | None = ...,
     scale: float | None = ...,
     layout: Layout = ...,
     return_lse: Literal[True],
@@ -63,6 +65,7 @@ def evoformer_attention(
     mask: Tensor | None = None,
     mask_bias: Tensor | None = None,
     pair_bias: Tensor | None = None,
+    gate: Tensor | None = None,
     scale: float | None = None,
     layout: Layout = "bnlhd",
     return_lse: bool = False,
@@ -75,6 +78,8 @@ def evoformer_attention(
         S[b,n,h,q,k] = scale * sum_d Q[b,n,q,h,d] K[b,n,k,h,d] + mask_bias[b,n,k] + pair_bias[b,h,q,k]
         O[b,n,q,h,c] = sum_k softmax_k(S)[b,n,h,q,k] V[b,n,k,h,c]
 
+    With a gate the result is `O * sigmoid(gate)`, by the same kernel.
+
     Sizes: `N` rows (MSA sequences, or the fixed index of a triangle), `H` heads, `Lq` queries, `Lk` keys, `D` query and key
     channels, `C` value channels, `*` any number of batch axes, also none. Any length from 0 up, any strides.
 
@@ -86,8 +91,9 @@ def evoformer_attention(
         mask_bias: additive, of the same shapes as mask, of any of the dtypes of q.
         pair_bias: additive, of any of the dtypes of q, any shape that broadcasts to `[*, N, H, Lq, Lk]`. Leave an axis along
             which it does not vary at size 1: it is then neither read nor differentiated more than once.
+        gate: the gate before its sigmoid, of q's dtype, `[*, N, Lq, H, C]` or `[*, N, H, Lq, C]`. It does not broadcast.
         scale: factor on Q K^T; None is `D ** -0.5`.
-        layout: the order of axes in q, k, v and in the output.
+        layout: the order of axes in q, k, v, gate and in the output.
         return_lse: also return the logsumexp of the scores. Gradients flow through it.
         backend: "auto", or a name from `backends()`.
         deterministic: whether results, gradients too, must be bit-equal from run to run; None follows
@@ -97,8 +103,9 @@ def evoformer_attention(
     Tensors may be DTensors, all of them: each process then runs the call of the queries that it holds.
 
     Returns:
-        O in q's dtype and layout with C channels; with `return_lse`, also the LSE, `[*, N, H, Lq]`, float32 (float64 for
-        float64). A query whose keys are all masked by `mask` or by -inf has O = 0, LSE = -inf and gradient 0.
+        O, gated if there is a gate, in q's dtype and layout with C channels; with `return_lse`, also the LSE, `[*, N, H, Lq]`,
+        float32 (float64 for float64), which does not depend on the gate. A query whose keys are all masked by `mask` or by
+        -inf has O = 0, LSE = -inf and gradient 0.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -111,9 +118,9 @@ def evoformer_attention(
         >>> evoformer_attention(q, k, v, pair_bias=torch.randn(1, 1, 4, 16, 16)).shape
         torch.Size([1, 8, 16, 4, 32])
 
-    Source: Jumper et al. 2021 (supplementary algorithms 7, 13, 14); DeepSpeed4Science's evoformer attention.
+    Source: Jumper et al. 2021 (supplementary algorithms 7, 13, 14, gates included); DeepSpeed4Science's evoformer attention.
     """
-    inputs = Inputs(q, k, v, mask, mask_bias, pair_bias)
+    inputs = Inputs(q, k, v, mask, mask_bias, pair_bias, gate)
     made = _attend(inputs, Wishes(scale, layout, return_lse, backend, deterministic, config))
     return (made[0], made[1]) if return_lse else made[0]
 
@@ -147,6 +154,7 @@ def explain(
     mask: Tensor | None = None,
     mask_bias: Tensor | None = None,
     pair_bias: Tensor | None = None,
+    gate: Tensor | None = None,
     scale: float | None = None,
     layout: Layout = "bnlhd",
     return_lse: bool = False,
@@ -169,7 +177,7 @@ def explain(
         >>> explain(q, q, q, backend="tiled").backend
         'tiled'
     """
-    inputs = Inputs(q, k, v, mask, mask_bias, pair_bias)
+    inputs = Inputs(q, k, v, mask, mask_bias, pair_bias, gate)
     return explanation_of(inputs, Wishes(scale, layout, return_lse, backend, deterministic, config))
 
 

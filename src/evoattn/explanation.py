@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from evoattn.backends import Description, Plan
 from evoattn.call import sharded
@@ -73,8 +74,8 @@ def explanation_of(inputs: Inputs, wishes: Wishes) -> Explanation:
     folded, _ = canonicalise(inputs, options.layout, narrow=not needs[4])
     copies = [
         f"{name}: its leading axes cannot be merged as a view"
-        for name, x, y in zip("qkv", inputs.qkv, folded.qkv, strict=True)
-        if x.numel() and x.data_ptr() != y.data_ptr()
+        for name in ("q", "k", "v", "gate")
+        if _is_copied(getattr(inputs, name), getattr(folded, name))
     ]
     folded = _cast(folded)
     forward, refused = _planned(lambda: plans.forward(folded, options))
@@ -128,7 +129,15 @@ def _with_memory(inputs: Inputs) -> Inputs:
     return inputs
 
 
+def _is_copied(given: Tensor | None, canonical: Tensor | None) -> bool:
+    """Whether a canonical tensor is not a view of what was given."""
+    return given is not None and canonical is not None and given.numel() > 0 and given.data_ptr() != canonical.data_ptr()
+
+
 def _cast(folded: Inputs) -> Inputs:
     """Canonical tensors like those that autocast would make, where it would."""
     q, k, v = (x if x.dtype == compute_dtype(x) else torch.empty_like(x, dtype=compute_dtype(x)) for x in folded.qkv)
-    return folded._replace(q=q, k=k, v=v)
+    gate = folded.gate
+    if gate is not None and gate.dtype != compute_dtype(gate):
+        gate = torch.empty_like(gate, dtype=compute_dtype(gate))
+    return folded._replace(q=q, k=k, v=v, gate=gate)

@@ -13,7 +13,7 @@ __all__ = ["Cotangents", "Inputs", "Options", "Outputs"]
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call, in the order in which the operators take them.
+    """The tensors of a call. The operators take them in this order, except for the gate, which is their last argument.
 
     In a user's axes or in canonical ones (`evoattn.backends`), as the function says that takes them.
     """
@@ -24,6 +24,7 @@ class Inputs(NamedTuple):
     mask: Tensor | None = None
     mask_bias: Tensor | None = None
     pair_bias: Tensor | None = None
+    gate: Tensor | None = None
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,11 +34,14 @@ class Inputs(NamedTuple):
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """Those that can have a gradient, in the order of every `needs` (`problem.GRADIENTS`)."""
-        return self.q, self.k, self.v, self.mask_bias, self.pair_bias
+        return self.q, self.k, self.v, self.mask_bias, self.pair_bias, self.gate
 
 
 class Outputs(NamedTuple):
-    """What a forward makes: O, and the two numbers of each query that it saves (`evoattn.numerics`)."""
+    """What a forward makes: O, gated if there is a gate, and the two numbers of each query that it saves.
+
+    The two numbers (`evoattn.numerics`) do not depend on the gate.
+    """
 
     o: Tensor
     lse: Tensor
@@ -56,7 +60,7 @@ class Options(NamedTuple):
 
     Args:
         scale: factor on Q K^T; None is `D ** -0.5`.
-        layout: the order of axes in q, k, v and O.
+        layout: the order of axes in q, k, v, gate and O.
         deterministic: whether results must be bit-equal from run to run.
         backend: "auto" or a backend's name.
         config: a `Config` as text; "" sets nothing.

@@ -48,9 +48,9 @@ def empty_outputs(inputs: Inputs, layout: str, device: torch.device | str | None
 def empty_gradients(
     inputs: Inputs, layout: str, needs: Sequence[bool], device: torch.device | str | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Uninitialised dq, dk and dv of canonical inputs, None for one that `needs` does not ask for."""
-    wanted = zip(inputs.qkv, needs, strict=False)
-    return tuple([empty(x.shape, layout, x, device) if need else None for x, need in wanted])
+    """Uninitialised dq, dk, dv and dgate of canonical inputs, None for one that `needs` does not ask for."""
+    wanted = zip((*inputs.qkv, inputs.gate), (*needs[:3], needs[5]), strict=True)
+    return tuple([empty(x.shape, layout, x, device) if need and x is not None else None for x, need in wanted])
 
 
 def as_planned(planned: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor | None]], list[Any]]:

@@ -12,10 +12,13 @@ import torch
 from evoattn import devices
 from evoattn.inputs import Inputs
 
-__all__ = ["GRADIENTS", "Problem", "describe"]
+__all__ = ["GRADIENTS", "Needs", "Problem", "describe"]
 
-GRADIENTS = ("q", "k", "v", "mask_bias", "pair_bias")
+GRADIENTS = ("q", "k", "v", "mask_bias", "pair_bias", "gate")
 """The inputs that can have a gradient, in the order of every `needs` tuple."""
+
+Needs = tuple[bool, bool, bool, bool, bool, bool]
+"""Which of `GRADIENTS` are wanted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Problem:
         mask: whether a bool mask is given.
         mask_bias: dtype of the key-wise bias, or None.
         pair_bias: dtype of the pair bias, or None.
+        gate: whether O is multiplied by the sigmoid of a gate, which has q's dtype.
         needs: which of `GRADIENTS` the call must be able to deliver.
         deterministic: whether results must be bit-equal from run to run.
     """
@@ -49,7 +53,8 @@ class Problem:
     mask: bool = False
     mask_bias: torch.dtype | None = None
     pair_bias: torch.dtype | None = None
-    needs: tuple[bool, bool, bool, bool, bool] = (False,) * 5
+    gate: bool = False
+    needs: Needs = (False,) * 6
     deterministic: bool = False
 
     @property
@@ -68,12 +73,11 @@ class Problem:
             if given
         ]
         sizes = f"b={self.b} n={self.n} h={self.h} lq={self.lq} lk={self.lk} d={self.d} c={self.c}"
-        return f"{self.dtype} on {self.device}, {sizes}, {', '.join(biases) or 'no bias'}".replace("torch.", "")
+        gate = ", gate" if self.gate else ""
+        return f"{self.dtype} on {self.device}, {sizes}, {', '.join(biases) or 'no bias'}{gate}".replace("torch.", "")
 
 
-def describe(
-    inputs: Inputs, *, needs: tuple[bool, bool, bool, bool, bool] = (False,) * 5, deterministic: bool = False
-) -> Problem:
+def describe(inputs: Inputs, *, needs: Needs = (False,) * 6, deterministic: bool = False) -> Problem:
     """The Problem of canonical tensors: q [b,n,h,q,d], k [b,n,h,k,d], v [b,n,h,k,c]."""
     q, mask_bias, pair_bias = inputs.q, inputs.mask_bias, inputs.pair_bias
     b, n, h, lq, d = q.shape
@@ -92,6 +96,7 @@ def describe(
         mask=inputs.mask is not None,
         mask_bias=None if mask_bias is None else mask_bias.dtype,
         pair_bias=None if pair_bias is None else pair_bias.dtype,
+        gate=inputs.gate is not None,
         needs=needs,
         deterministic=deterministic,
     )

@@ -104,7 +104,7 @@ def _problems(capability: tuple[int, int] | None) -> list[Problem]:
     problems = [
         Problem(
             "cuda", capability, dtype, 1, n, h, lq, lk, d, c,
-            pair_bias=dtype if pair else None, needs=(True, True, True, False, pair), deterministic=fixed,
+            pair_bias=dtype if pair else None, needs=(True, True, True, False, pair, False), deterministic=fixed,
         )
         for lq, lk, (d, c), (n, h), (pair, fixed), dtype in every
         if n * h * lq * lk <= MOST_SCORES

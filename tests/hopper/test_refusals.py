@@ -29,8 +29,8 @@ PLAIN = Problem(
     mask=True,
     pair_bias=torch.bfloat16,
 )
-ALL = (True, True, True, False, True)
-OF_QKV = (True, True, True, False, False)
+ALL = (True, True, True, False, True, False)
+OF_QKV = (True, True, True, False, False, False)
 
 
 def test_a_call_on_the_cpu_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +68,9 @@ def reasons(config: Config | None = None, **changes: object) -> list[str]:
         {"needs": ALL, "lk": 3072, "d": 48, "c": 48},
         {"needs": OF_QKV, "n": 1, "pair_bias": None},
         {"needs": ALL, "d": 64, "c": 64},
-        {"needs": (False, True, True, False, False), "lq": 9000, "pair_bias": None},
-        {"needs": (True,) * 5, "mask_bias": torch.bfloat16},
-        {"needs": (False, False, False, True, False), "mask_bias": torch.float32, "lk": 9000},
+        {"needs": (False, True, True, False, False, False), "lq": 9000, "pair_bias": None},
+        {"needs": (*(True,) * 5, False), "mask_bias": torch.bfloat16},
+        {"needs": (False, False, False, True, False, False), "mask_bias": torch.float32, "lk": 9000},
     ],
     ids=str,
 )
@@ -136,7 +136,7 @@ def test_tells_which_of_q_k_and_v_are_copied(x: torch.Tensor, copied: bool) -> N
 
 def test_tells_what_is_laid_out_to_be_streamed() -> None:
     pair_bias = torch.empty(1, 4, 384, 384)
-    for needs in (ALL, (False, False, False, True, False)):
+    for needs in (ALL, (False, False, False, True, False, False)):
         long = dataclasses.replace(PLAIN, lq=1024, needs=needs)
         assert hopper.copies(long, Inputs(*QKV, pair_bias=pair_bias))[1:] == [
             "pair_bias: laid out anew once a backward, to be streamed"
@@ -183,7 +183,7 @@ FEW = {"lq": 32, "lk": 64}
         ({"lk": 33, "needs": ALL}, "hopper"),
         ({"lq": 1, "lk": 200}, "hopper"),
         ({"lq": 1, "lk": 200, "pair_bias": None}, "triton"),
-        ({"lq": 1, "lk": 200, "pair_bias": None, "needs": (True, True, True, True, False)}, "triton"),
+        ({"lq": 1, "lk": 200, "pair_bias": None, "needs": (True, True, True, True, False, False)}, "triton"),
         ({"lq": 2, "lk": 200, "pair_bias": None}, "hopper"),
         ({"lq": 1, "lk": 257, "pair_bias": None}, "hopper"),
     ],
@@ -248,11 +248,11 @@ def test_the_tiles_of_the_backward_are_told() -> None:
     both = tiles(needs=ALL)
     assert both["dq"]["block_k"] >= 384 and both["dq"]["cluster"] == 1
     assert both["dkdv"]["block_q"] == both["dkdv"]["block_k"] == 64
-    assert tiles(needs=(False, False, False, True, False)) == {"dkdv": both["dkdv"]}
+    assert tiles(needs=(False, False, False, True, False, False)) == {"dkdv": both["dkdv"]}
     many = {"needs": ALL, "pair_bias": None, "n": 66, "h": 2, "lq": 200, "lk": 300, "d": 32, "c": 32}
     assert tiles(**many) == {"whole": {"block_q": 64, "block_k": 64}}
     assert set(tiles(**{**many, "pair_bias": torch.bfloat16})) == set(tiles(**{**many, "lq": 64})) == {"dq", "dkdv"}
-    assert set(tiles(**{**many, "needs": (False, True, True, False, False)})) == {"dkdv"}
-    long = tiles(needs=(True, False, False, False, False), lk=1024)
+    assert set(tiles(**{**many, "needs": (False, True, True, False, False, False)})) == {"dkdv"}
+    long = tiles(needs=(True, False, False, False, False, False), lk=1024)
     assert set(long) == {"dq"}
     assert long["dq"]["block_k"] * long["dq"]["cluster"] >= 1024 and long["dq"]["cluster"] > 1

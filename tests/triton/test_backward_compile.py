@@ -57,10 +57,10 @@ class Compiled:
         lse = torch.empty(1, self.n, 4, queries, device="meta")
         with target(arch) as compiled:
             values = Cotangents(do), Inputs(q, k, v, mask, None, pair), Outputs(o, lse, torch.empty_like(lse))
-            needs = (True, True, True, False, pair is not None)
+            needs = (True, True, True, False, pair is not None, False)
             options = {"layout": "bnlhd", "needs": needs, "deterministic": self.deterministic}
             plan = backend.plan_backward(*values, scale=self.d**-0.5, **options, config=Config())
-            plan.run(*values, tuple(torch.empty_like(x) for x in (q, k, v)))
+            plan.run(*values, (*(torch.empty_like(x) for x in (q, k, v)), None))
         return [report(kernel) for kernel in compiled if kernel.metadata.name in KERNELS]
 
 

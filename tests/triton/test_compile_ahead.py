@@ -66,8 +66,8 @@ def planned(backward: bool, deterministic: bool = False) -> tuple[Any, tuple[Any
     if not backward:
         return backend.plan_forward(inputs, **options).run, (inputs, outputs)
     values = Cotangents(o), inputs, outputs
-    options |= {"needs": (True, True, True, False, True), "deterministic": deterministic}
-    return backend.plan_backward(*values, **options).run, (*values, tuple(torch.empty_like(q) for _ in range(3)))
+    options |= {"needs": (True, True, True, False, True, False), "deterministic": deterministic}
+    return backend.plan_backward(*values, **options).run, (*values, (*(torch.empty_like(q) for _ in range(3)), None))
 
 
 @pytest.mark.parametrize(("backward", "deterministic"), [(False, False), (True, False), (True, True)])

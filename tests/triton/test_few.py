@@ -18,7 +18,7 @@ from evoattn.tuning import Config
 from evoattn.tuning.heuristics_few import FewTiles, few_tiles
 
 POINT = Problem("cuda", (9, 0), torch.bfloat16, b=1, n=16384, h=4, lq=1, lk=4, d=16, c=16, mask=True)
-ALL = (True,) * 5
+ALL = (*(True,) * 5, False)
 
 
 @pytest.mark.parametrize(("changes", "forward", "backward"), [
@@ -57,7 +57,7 @@ def test_explain_tells_them() -> None:
     forward = backend.plan_forward(inputs, **options).describe()
     assert forward == Description(Config(num_warps=1))
     assert backend.unsupported(POINT, forward.config) == []
-    needs = {"needs": (True, True, True, False, False), "deterministic": False}
+    needs = {"needs": (True, True, True, False, False, False), "deterministic": False}
     backward = backend.plan_backward(Cotangents(q), inputs, Outputs(q, lse, lse), **needs, **options).describe()
     assert backward == Description(kernels={"few": {"rows": 16, "block_k": 4, "num_warps": 1}})
 
@@ -80,7 +80,7 @@ def test_a_launch_a_pass_and_few_variants(monkeypatch: pytest.MonkeyPatch, long:
         lse = torch.empty(1, n, 4, 1, device="meta")
         mask = torch.empty(1, n, lk, dtype=torch.bool, device="meta")
         options: dict[str, Any] = {"scale": 0.25, "layout": "bnlhd", "config": Config()}
-        inputs, needs = Inputs(q, k, k, mask), (True, True, True, False, False)
+        inputs, needs = Inputs(q, k, k, mask), (True, True, True, False, False, False)
         backend.plan_forward(inputs, **options)
         values = Cotangents(q), inputs, Outputs(q, lse, lse)
         backend.plan_backward(*values, needs=needs, deterministic=True, **options)

@@ -44,9 +44,9 @@ class Compiled:
         options = {"scale": self.d**-0.5, "layout": "bnlhd", "config": Config()}
         with target(arch) as compiled:
             backend.plan_forward(inputs, **options).run(inputs, outputs)
-            needs = (True, True, True, False, False)
+            needs = (True, True, True, False, False, False)
             values = (Cotangents(do), inputs, outputs)
-            backend.plan_backward(*values, needs=needs, deterministic=False, **options).run(*values, (q, k, v))
+            backend.plan_backward(*values, needs=needs, deterministic=False, **options).run(*values, (q, k, v, None))
         return [report(kernel) for kernel in compiled]
 
 

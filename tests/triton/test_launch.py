@@ -49,7 +49,7 @@ def test_short_lengths_have_more_shares(monkeypatch: pytest.MonkeyPatch, length:
     monkeypatch.setattr(bwd_pair, "programs_at_once", lambda *_: 1 << 20)
     q, pair = torch.empty(1, 64, 1, length, 32, dtype=torch.bfloat16), torch.empty(1, 1, length, length, dtype=torch.bfloat16)
     lse = torch.empty(1, 64, 1, length)
-    needs = (True, True, True, False, True)
+    needs = (True, True, True, False, True, False)
     options = {"scale": 1.0, "layout": "bnhld", "needs": needs, "deterministic": True, "config": Config()}
     values = Cotangents(q), Inputs(q, q, q, pair_bias=pair), Outputs(q, lse, lse)
     planned = bwd.plan_backward(*values, **options).run
@@ -222,7 +222,7 @@ def test_statistics_far_from_one_another(monkeypatch: pytest.MonkeyPatch, n: int
     q, k = (torch.empty(1, n, 1, length, 8, dtype=torch.bfloat16, device="meta") for length in (17, 8))
     row, pair = torch.empty(1, n, 8, device="meta"), torch.empty(1, 1, 17, 8, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, n, 1, 17, device="meta")
-    options = {"scale": 1.0, "layout": "bnhld", "needs": (True,) * 5, "config": Config()}
+    options = {"scale": 1.0, "layout": "bnhld", "needs": (*(True,) * 5, False), "config": Config()}
     for deterministic in (False, True):
         values = Cotangents(q), Inputs(q, k, k, None, row, pair), Outputs(q, lse, lse)
         bwd.plan_backward(*values, deterministic=deterministic, **options)  # type: ignore[arg-type]
@@ -245,8 +245,8 @@ def test_a_backward_describes_what_it_launches(
     values = Cotangents(q), Inputs(q, q, q, pair_bias=pair.bfloat16()[..., :length]), Outputs(q, lse, lse)
     options: dict[str, Any] = {"scale": 1.0, "layout": "bnhld", "config": Config()}
     for needs, kernels in (
-        ((True, True, True, False, True), ["dq", "dkdv", *["dpair_bias"] * (deterministic and n > 1)]),
-        ((False, False, True, False, False), ["dkdv"]),
+        ((True, True, True, False, True, False), ["dq", "dkdv", *["dpair_bias"] * (deterministic and n > 1)]),
+        ((False, False, True, False, False, False), ["dkdv"]),
     ):
         plan = backend.plan_backward(*values, needs=needs, deterministic=deterministic, **options)
         told = plan.describe()
@@ -265,7 +265,7 @@ def plan_training_step(length: int, n: int, mask: bool) -> None:
     pair = torch.empty(1, 4, length, length, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, n, 4, length, device="meta")
     common: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "config": Config()}
-    inputs, needs = Inputs(q, k, v, allowed, None, pair), (True, True, True, False, True)
+    inputs, needs = Inputs(q, k, v, allowed, None, pair), (True, True, True, False, True, False)
     backend.plan_forward(inputs, **common)
     values = Cotangents(do), inputs, Outputs(o, lse, lse)
     backend.plan_backward(*values, needs=needs, deterministic=False, **common)

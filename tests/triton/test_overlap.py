@@ -36,10 +36,10 @@ MADE = {"p_row", "p_runs", "p_spans", "p_stats", "p_pair", "p_shares"}
 """Arguments that an earlier kernel of the call may have written."""
 
 NEEDS = (
-    (True, True, True, True, True),
-    (False, False, False, False, True),
-    (True, False, False, False, False),
-    (False, True, True, True, False),
+    (True, True, True, True, True, False),
+    (False, False, False, False, True, False),
+    (True, False, False, False, False, False),
+    (False, True, True, True, False, False),
 )
 PAIRS = (None, (1, 4, 1, 1), (1, 4, 0, 1), (1, 4, 0, 0), (4, 4, 0, 0))
 """Sizes of pair biases [b,h,q,k]; 0 stands for the whole length."""
@@ -74,10 +74,10 @@ def forward(tensors: tuple[Any, ...]) -> None:
 
 def backward(tensors: tuple[Any, ...], needs: tuple[bool, ...], deterministic: bool, given: str = "do") -> None:
     inputs, outputs = Inputs(*tensors[:6]), Outputs(*tensors[6:])
-    needs = (*needs[:3], needs[3] and inputs.mask_bias is not None, needs[4] and inputs.pair_bias is not None)
+    needs = (*needs[:3], needs[3] and inputs.mask_bias is not None, needs[4] and inputs.pair_bias is not None, False)
     values = Cotangents(outputs.o if "do" in given else None, outputs.lse if "dlse" in given else None), inputs, outputs
     options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "needs": needs, "deterministic": deterministic}
-    gradients = tuple(torch.empty_like(x) if need else None for x, need in zip(inputs.qkv, needs, strict=False))
+    gradients = (*(torch.empty_like(x) if need else None for x, need in zip(inputs.qkv, needs, strict=False)), None)
     backend.plan_backward(*values, **options, config=Config()).run(*values, gradients)
 
 

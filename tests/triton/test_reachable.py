@@ -27,7 +27,7 @@ from tests.helpers.descriptors import wrong_descriptors
 from tests.helpers.reachable import CARDS, Launched, launches, reachable
 
 KERNELS = ("forward_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
-FEW_QUERIES = Problem("cuda", (9, 0), torch.float32, 1, 3, 4, 2, 47, 40, 32, needs=(True, True, True, False, False))
+FEW_QUERIES = Problem("cuda", (9, 0), torch.float32, 1, 3, 4, 2, 47, 40, 32, needs=(True, True, True, False, False, False))
 """Wrong on an H200 until 8 warps on 16 queries and 64 keys became 4."""
 
 LIMIT = CARDS["sm_90"][1]
@@ -82,7 +82,7 @@ def test_the_rule_changes_no_workload(monkeypatch: pytest.MonkeyPatch, dtype: to
     problems = [
         Problem(
             "cuda", (9, 0), dtype, w.b, w.n, w.h, w.lq, w.lk, w.d, w.d, mask=w.key_mask, deterministic=fixed,
-            pair_bias=dtype if w.pair_bias else None, needs=(True, True, True, False, w.pair_bias),
+            pair_bias=dtype if w.pair_bias else None, needs=(True, True, True, False, w.pair_bias, False),
         )
         for w in WORKLOADS
         for fixed in (False, True)
@@ -133,7 +133,7 @@ def test_what_is_refused_says_what_fits() -> None:
     config = Config(block_q=16, block_k=64, num_warps=8)
     (reason,) = (reason for reason in backend.unsupported(FEW_QUERIES, config) if "num_warps" in reason)
     assert reason == "config.num_warps must be at most 4 with config.block_q=16 and config.block_k=64 in dK and dV, got 8"
-    forward_alone = dataclasses.replace(FEW_QUERIES, needs=(False,) * 5)
+    forward_alone = dataclasses.replace(FEW_QUERIES, needs=(False,) * 6)
     assert not [reason for reason in backend.unsupported(forward_alone, config) if "num_warps" in reason]
 
 
@@ -160,7 +160,7 @@ def compiled(problem: Problem, arch: str, config: Config | None = None) -> list[
         values = Cotangents(do), Inputs(q, k, v, pair_bias=pair), Outputs(o, lse, lse)
         backend.plan_forward(values[1], **options).run(*values[1:])
         plan = backend.plan_backward(*values, **options, needs=p.needs, deterministic=p.deterministic)
-        plan.run(*values, tuple(torch.empty_like(x) for x in (q, k, v)))
+        plan.run(*values, (*(torch.empty_like(x) for x in (q, k, v)), None))
     return [kernel for kernel in kernels if kernel.metadata.name in KERNELS]
 
 

@@ -3,7 +3,7 @@
 A backend imports neither another backend nor anything that calls one.
 
 Canonical tensors, with any strides: q `[b,n,h,q,d]`, k `[b,n,h,k,d]`, v `[b,n,h,k,c]`, mask and mask_bias `[b|1,n|1,k]`,
-pair_bias `[b|1,h|1,q|1,k|1]`, o like q with c channels, lse and reference `[b,n,h,q]` as in `evoattn.numerics`.
+pair_bias `[b|1,h|1,q|1,k|1]`, gate and o `[b,n,h,q,c]`, lse and reference `[b,n,h,q]` as in `evoattn.numerics`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Plan:
 
     Args:
         run: of a forward, a function of (inputs, outputs) that writes the outputs. Of a backward, a function of (cotangents,
-            inputs, outputs, (dq, dk, dv)) that writes the last three where they are given, and returns dmask_bias and
+            inputs, outputs, (dq, dk, dv, dgate)) that writes the last four where they are given, and returns dmask_bias and
             dpair_bias in their canonical shapes, None where they are not wanted.
         describe: what `run` runs; asked seldom, and never by a call.
         backend: who made it.
@@ -138,5 +138,7 @@ class Backend(Protocol):
     ) -> Plan:
         """The backward of canonical tensors: the gradients that `needs` asks for, each in its input's dtype.
 
-        dq, dk and dv are contiguous in the user's layout.
+        dq, dk, dv and dgate are contiguous in the user's layout. `outputs.o` is the gated O:
+
+            delta = sum over c of o dO      dO' = dO * sigmoid(gate)      dgate = dO * o * (1 - sigmoid(gate))
         """

@@ -1,9 +1,11 @@
 """The specification in code: dense, a page long, any dtype, every equation written out. It holds all b*n*h*q*k scores.
 
-    S = scale * q k^T + mask_bias + pair_bias       P = exp(S - LSE)       LSE = log sum_k exp(S)       o = P v
+    S = scale * q k^T + mask_bias + pair_bias       P = exp(S - LSE)       LSE = log sum_k exp(S)
+    o = sigmoid(gate) * P v, without the first factor if there is no gate
 
-    delta = sum_c o do - dLSE      dP = do v^T      dS = P * (dP - delta)
-    dv = P^T do      dq = scale dS k      dk = scale dS^T q      dpair_bias = sum_n dS      dmask_bias = sum_hq dS
+    delta = sum_c o do - dLSE      do' = sigmoid(gate) do      dP = do' v^T      dS = P * (dP - delta)
+    dgate = o do (1 - sigmoid(gate))
+    dv = P^T do'     dq = scale dS k      dk = scale dS^T q      dpair_bias = sum_n dS      dmask_bias = sum_hq dS
 
 Source: Jumper et al. 2021, supplementary algorithms 7, 8, 13, 14; Dao et al. 2022 for the backward from O and LSE.
 """
@@ -43,7 +45,7 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 
 def _scores(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
     """Scores [b,n,h,q,k] without what they are measured from; and of that what belongs to a query, [b|1,n|1,h|1,q|1,1]."""
-    q, k, _, mask, mask_bias, pair_bias = inputs
+    q, k, _, mask, mask_bias, pair_bias, _ = inputs
     acc = accumulate_dtype(q.dtype)
     s = torch.matmul(q.to(acc) * scale, k.to(acc).transpose(-1, -2))  # [b,n,h,q,k]
     shift = s.new_zeros((1, 1, 1, 1, 1))
@@ -74,7 +76,10 @@ def attention(inputs: Inputs, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     reference = (m + shift).detach().clamp_min(torch.finfo(m.dtype).min)
     # What rounding the sum takes away goes to the LSE.
     lse = total.log2() + (m - (reference - shift)) * LOG2E
-    return torch.matmul(p, inputs.v.to(p.dtype)), lse.squeeze(-1), reference.squeeze(-1)
+    o = torch.matmul(p, inputs.v.to(p.dtype))
+    if inputs.gate is not None:
+        o = o * torch.sigmoid(inputs.gate.to(o.dtype))
+    return o, lse.squeeze(-1), reference.squeeze(-1)
 
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
@@ -108,11 +113,11 @@ def plan_backward(
     def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         cotangents, tensors, outputs, gradients = [view(each) for view, each in zip(views, given, strict=True)]
         inputs = Inputs(*tensors)
-        of_qkv, of_biases = _gradients(Cotangents(*cotangents), inputs, Outputs(*outputs), scale)
-        for out, value in zip(gradients, of_qkv, strict=True):
+        found, of_biases = _gradients(Cotangents(*cotangents), inputs, Outputs(*outputs), scale)
+        for out, value in zip(gradients, found, strict=True):
             if out is not None:
                 out.copy_(value)
-        return tuple([_of_bias(*each) for each in zip(inputs.differentiable[3:], needs[3:], of_biases, strict=True)])
+        return tuple([_of_bias(*each) for each in zip(inputs.differentiable[3:5], needs[3:5], of_biases, strict=True)])
 
     return Plan(without_autocast(inputs.q, run), lambda: Description(config))
 
@@ -124,10 +129,12 @@ def _of_bias(bias: Tensor | None, need: bool, gradient: Tensor) -> Tensor | None
 
 def _gradients(
     cotangents: Cotangents, inputs: Inputs, outputs: Outputs, scale: float
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """dq, dk and dv, and dmask_bias and dpair_bias before they are summed over what broadcasts: the equations at the top of
-    this file, in their order."""
-    (do, dlse), (q, k, v, *_), (o, lse, reference) = cotangents, inputs, outputs
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor]]:
+    """dq, dk, dv and dgate, and dmask_bias and dpair_bias before they are summed over what broadcasts.
+
+    The equations at the top of this file, in their order.
+    """
+    (do, dlse), (q, k, v, *_, gate), (o, lse, reference) = cotangents, inputs, outputs
     acc = accumulate_dtype(q.dtype)
     q_, k_, v_, o_ = (x.to(acc) for x in (q, k, v, o))
     do_ = torch.zeros_like(o_) if do is None else do.to(acc)
@@ -139,8 +146,12 @@ def _gradients(
     if dlse is not None:
         delta = delta - dlse.unsqueeze(-1) * LOG2E
     delta = torch.where(empty, 0, delta)
+    dgate = None
+    if gate is not None:
+        dgate = o_ * do_ * torch.sigmoid(-gate.to(acc))  # 1 - sigmoid(gate), which is exact where that is near 0
+        do_ = do_ * torch.sigmoid(gate.to(acc))
     ds = p * (torch.matmul(do_, v_.transpose(-1, -2)) - delta)  # [b,n,h,q,k]
     dv = torch.matmul(p.transpose(-1, -2), do_)
     dq = scale * torch.matmul(ds, k_)
     dk = scale * torch.matmul(ds.transpose(-1, -2), q_)
-    return (dq, dk, dv), (ds.sum((2, 3)), ds.sum(1))
+    return (dq, dk, dv, dgate), (ds.sum((2, 3)), ds.sum(1))

@@ -155,7 +155,7 @@ class _Climb:
         best: Config | None = None
         seen = {start}
         # A search of the forward alone needs no gradient, so it may try what the backward refuses.
-        asked = dataclasses.replace(problem, needs=(False,) * 5) if self.direction == "forward" else problem
+        asked = dataclasses.replace(problem, needs=(False,) * 6) if self.direction == "forward" else problem
 
         def taken(configs: Iterable[Config]) -> list[Config]:
             return [config for config in configs if not refusals(self.backend, asked, config)]

@@ -52,7 +52,7 @@ class Axes:
         return _fold(x, self.batch, self.rows)
 
     def fold_queries(self, x: Tensor) -> Tensor:
-        """q, o or do as the user has it -> `[b,n,h,q,d]`."""
+        """q, gate, o or do as the user has it -> `[b,n,h,q,d]`."""
         return self.fold(self._queries(x))
 
     def fold_keys(self, x: Tensor, heads: int) -> Tensor:
@@ -80,7 +80,7 @@ class Axes:
         return x.permute(*inverse, *range(len(inverse), x.ndim))
 
     def restore_queries(self, x: Tensor) -> Tensor:
-        """o or dq, `[b,n,h,q,d]` -> as the user has it."""
+        """o, dq or dgate, `[b,n,h,q,d]` -> as the user has it."""
         return self._queries(self.restore(x))
 
     def restore_keys(self, x: Tensor) -> Tensor:
@@ -111,11 +111,12 @@ def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) 
 
     Args:
         inputs: q, k and v in the user's layout with at least one leading axis, k and v perhaps of a single head; mask and
-            mask_bias `[*, k]` or `[*, 1, 1, k]`, and a pair bias `[*, h, q, k]`, that broadcast to those leading axes.
-        layout: the order of axes in q, k and v.
+            mask_bias `[*, k]` or `[*, 1, 1, k]`, and a pair bias `[*, h, q, k]`, that broadcast to those leading axes; and a
+            gate with q's axes and v's channels.
+        layout: the order of axes in q, k, v and the gate.
         narrow: whether an expanded (stride 0) axis of the pair bias may be taken as broadcast.
     """
-    q, k, v, mask, mask_bias, pair_bias = inputs
+    q, k, v, mask, mask_bias, pair_bias, gate = inputs
     lead = tuple(q.shape[:-3])
     swapped = _is_one_query_of_shared_keys(inputs, layout)
     batch = _all_but_the_rows(lead)
@@ -131,7 +132,8 @@ def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) 
     of_k, of_v = (axes.fold_keys(x, of_q.shape[2]) for x in (k, v))
     biases = [None if x is None else _fold_key_axes(key_axes(x, q), axes, of_k.shape[-2], q.dtype) for x in (mask, mask_bias)]
     of_pair = None if pair_bias is None else axes.fold(pair_bias).squeeze(1)
-    return Canonical(Inputs(of_q, of_k, of_v, biases[0], biases[1], of_pair), axes)
+    of_gate = None if gate is None else axes.fold_queries(gate)
+    return Canonical(Inputs(of_q, of_k, of_v, biases[0], biases[1], of_pair, of_gate), axes)
 
 
 def _is_one_query_of_shared_keys(inputs: Inputs, layout: str) -> bool:

@@ -38,8 +38,8 @@ def attend(attention: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs, la
 
     Args:
         attention: what makes o, and lse if that is wanted, of what one process holds of the tensors.
-        inputs: q, k, v, mask, mask_bias, pair_bias.
-        layout: the order of axes in q, k, v and o.
+        inputs: of a call, in the user's axes.
+        layout: the order of axes in q, k, v, gate and o.
 
     Raises:
         TypeError: some are DTensors, and some are not.
@@ -148,5 +148,5 @@ def _own_axis(name: str, x: Tensor, axis: int, q: Tensor, layout: str) -> int | 
         units = 2 if x.ndim > max(2, q.ndim - 2) else 0
         own = -1 if axis in (heads, length) else x.ndim - units - (q.ndim - 2) + axis
     else:
-        own = -1 if axis == length and name != "q" else axis
+        own = -1 if axis == length and name in ("k", "v") else axis
     return own if own >= 0 and x.shape[own] == q.shape[axis] else None

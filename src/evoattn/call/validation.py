@@ -69,6 +69,9 @@ def check_arguments(inputs: Inputs, wishes: Wishes) -> None:
         if compute_dtype(x) != compute_dtype(q):
             raise TypeError(f"{name} must have the dtype of q, {_text(q.dtype)}, got {_text(x.dtype)}")
     _check_qkv(q, k, v, layout)
+    if inputs.gate is not None:
+        _check_tensor("gate", inputs.gate)
+        _check_gate(inputs.gate, q, v, layout)
     head_axis, length_axis = (-2, -3) if layout == "bnlhd" else (-3, -2)
     lead = tuple(q.shape[:-3])
     lk = k.shape[length_axis]
@@ -158,6 +161,17 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] == 0:
             raise ValueError(f"{name} must have at least one channel, got shape {_shape(x)}")
+
+
+def _check_gate(gate: Tensor, q: Tensor, v: Tensor, layout: str) -> None:
+    if compute_dtype(gate) != compute_dtype(q):
+        raise TypeError(f"gate must have the dtype of q, {_text(q.dtype)}, got {_text(gate.dtype)}")
+    expected = (*q.shape[:-1], v.shape[-1])
+    if gate.shape != expected:
+        axes = _AXES[layout][0].replace("D", "C")
+        raise ValueError(f"gate must be {axes} = {_sizes(expected)} in layout {layout!r}, got shape {_shape(gate)}")
+    if gate.device != q.device:
+        raise ValueError(f"gate must be on the device of q, {q.device}, got {gate.device}")
 
 
 def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> None:

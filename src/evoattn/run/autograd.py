@@ -17,6 +17,7 @@ from evoattn.call.canonical import Axes, canonicalise
 from evoattn.call.validation import check_no_tangent
 from evoattn.inputs import Cotangents, Inputs, Options, Outputs
 from evoattn.layouts import empty_gradients
+from evoattn.problem import GRADIENTS
 from evoattn.run import guards, operators, plans
 from evoattn.run.joined import Columns, columns_of
 
@@ -26,7 +27,7 @@ Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor that is to be made; no tuple at all says that it is like another tensor."""
 
 Gradients = tuple[Tensor | None, ...]
-"""Of q, k, v, mask_bias and pair_bias; None for one that is not wanted."""
+"""In the order of `problem.GRADIENTS`; None for one that is not wanted."""
 
 
 class Call(Protocol):
@@ -44,7 +45,7 @@ class _Backward:
 
     Args:
         run: of their plan.
-        looks: of dq, dk and dv, None for one that is not wanted.
+        looks: of dq, dk, dv and dgate, None for one that is not wanted.
         columns: where they lie in one tensor; None: each has its own memory.
     """
 
@@ -53,14 +54,15 @@ class _Backward:
     columns: Columns | None
 
     def make(self, inputs: Inputs) -> tuple[Tensor | None, ...]:
-        """dq, dk and dv, uninitialised."""
+        """dq, dk, dv and dgate, uninitialised."""
+        of_q, of_k, of_v, of_gate = self.looks
         if self.columns is not None:
-            return tuple(self.columns.make(inputs.qkv))
-        of_q, of_k, of_v = self.looks
+            return _four(self.columns.make(_joined(inputs, of_gate is not None)))
         return (
             None if of_q is None else make(of_q, inputs.q),
             None if of_k is None else make(of_k, inputs.k),
             None if of_v is None else make(of_v, inputs.v),
+            None if of_gate is None else make(of_gate, inputs.gate),  # type: ignore[arg-type]
         )
 
 
@@ -83,7 +85,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
         asked: for each of the inputs, whether its gradient is wanted.
     """
     if do is None and dlse is None:
-        return (None,) * 5
+        return (None,) * len(GRADIENTS)
     seen = guards.is_seen()
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
@@ -92,13 +94,23 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
     found = None if seen or torch.is_grad_enabled() else _find(ctx, cotangents, inputs, outputs, asked)
     if found is None:
         return _by_operator(ctx, cotangents, inputs, outputs, _needs(asked))
-    of_qkv = found.make(inputs)
-    dmask_bias, dpair_bias = found.run(cotangents, inputs, outputs, of_qkv)
+    written = found.make(inputs)
+    dmask_bias, dpair_bias = found.run(cotangents, inputs, outputs, written)
     if dmask_bias is not None:
         dmask_bias = _like(dmask_bias, inputs.mask_bias)
     if dpair_bias is not None:
         dpair_bias = _like(dpair_bias, inputs.pair_bias)
-    return *of_qkv, dmask_bias, dpair_bias
+    return *written[:3], dmask_bias, dpair_bias, written[3]
+
+
+def _joined(inputs: Inputs, gate: bool) -> list[Tensor]:
+    """q, k and v, and the gate if it has a gradient: tensors that one product may have made."""
+    return [*inputs.qkv, inputs.gate] if gate and inputs.gate is not None else [*inputs.qkv]
+
+
+def _four(gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of `_joined`, with None for a gate that has none."""
+    return (*gradients, None) if len(gradients) == 3 else tuple(gradients)
 
 
 def _needs(asked: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -114,7 +126,8 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, as
             return None
         way = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), way)
     do, dlse = cotangents
-    columns = columns_of(inputs.qkv) if all(asked[:3]) and _options(ctx).layout == "bnlhd" else None
+    joins = all(asked[:3]) and _options(ctx).layout == "bnlhd"
+    columns = columns_of(_joined(inputs, asked[-1])) if joins else None
     key = (way, do is None, dlse is None, asked, plans.settings(inputs.q.dtype), columns)
     given = [x for x in (do, dlse, *inputs, *outputs) if x is not None]
     found: _Backward | None = guards.recall(key, given)
@@ -128,10 +141,11 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, as
     if not all(same_memory(x, y) for x, y in pairs):
         return None
     options = _options(ctx)
-    into = None if columns is None else _folded(columns.make(inputs.qkv, "meta"), axes)
+    into = None if columns is None else _folded(_four(columns.make(_joined(inputs, asked[-1]), "meta")), axes)
     plan = plans.backward(of_cotangents, folded, of_outputs, needs, options, into)
-    of_qkv = _restored(empty_gradients(folded, options.layout, needs, "meta"), axes)
-    looks = [None if x is None else look_of(x, like) for x, like in zip(of_qkv, inputs.qkv, strict=True)]
+    written = _restored(empty_gradients(folded, options.layout, needs, "meta"), axes)
+    pairs = zip(written, (*inputs.qkv, inputs.gate), strict=True)
+    looks = [None if x is None or like is None else look_of(x, like) for x, like in pairs]
     found = _Backward(plan.run, tuple(looks), columns if plan.writes_into else None)
     guards.remember(key, given, found)
     return found
@@ -140,10 +154,10 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, as
 def _by_operator(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...]) -> Gradients:
     """By the operator, which torch can trace and transform, and which refuses a second derivative."""
     of_cotangents, folded, of_outputs, axes = _canonical(ctx, cotangents, inputs, outputs, needs)
-    made = operators.backward(*of_cotangents, *folded, *of_outputs, list(needs), *_options(ctx))
-    gradients = [x if need else None for x, need in zip(made, needs, strict=True)]
-    of_all = (*_restored(gradients[:3], axes), *gradients[3:])
-    pairs = zip(of_all, inputs.differentiable, strict=True)
+    made = operators.differentiate(of_cotangents, folded, of_outputs, needs, _options(ctx))
+    dq, dk, dv, dmask_bias, dpair_bias, dgate = (x if need else None for x, need in zip(made, needs, strict=True))
+    dq, dk, dv, dgate = _restored((dq, dk, dv, dgate), axes)
+    pairs = zip((dq, dk, dv, dmask_bias, dpair_bias, dgate), inputs.differentiable, strict=True)
     return tuple([None if x is None else _like(x, like) for x, like in pairs])
 
 
@@ -165,20 +179,21 @@ def _options(ctx: Any) -> Options:
     return options
 
 
-def _restored(of_qkv: Any, axes: Axes | None) -> tuple[Tensor | None, ...]:
-    """dq, dk and dv in the user's axes."""
+def _restored(written: tuple[Tensor | None, ...], axes: Axes | None) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dgate in the user's axes."""
     if axes is None:
-        return tuple(of_qkv)
-    ways = (axes.restore_queries, axes.restore_keys, axes.restore_keys)
-    return tuple(None if x is None else way(x) for x, way in zip(of_qkv, ways, strict=True))
+        return written
+    ways = (axes.restore_queries, axes.restore_keys, axes.restore_keys, axes.restore_queries)
+    return tuple([None if x is None else way(x) for x, way in zip(written, ways, strict=True)])
 
 
-def _folded(of_qkv: list[Tensor], axes: Axes | None) -> list[Tensor]:
-    """dq, dk and dv in canonical axes, from tensors that lie in memory like q, k and v."""
+def _folded(written: tuple[Any, ...], axes: Axes | None) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dgate in canonical axes, from tensors that lie in memory like q, k, v and the gate."""
     if axes is None:
-        return of_qkv
-    dq, dk, dv = of_qkv
-    return [axes.fold_queries(dq), *(axes.fold_keys(x, x.shape[-2]) for x in (dk, dv))]
+        return written
+    dq, dk, dv, dgate = written
+    of_gate = None if dgate is None else axes.fold_queries(dgate)
+    return axes.fold_queries(dq), *(axes.fold_keys(x, x.shape[-2]) for x in (dk, dv)), of_gate
 
 
 def _like(gradient: Tensor, x: Tensor | None) -> Tensor:
@@ -221,8 +236,8 @@ class EvoformerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
         """A gradient, or None, for each argument of `forward`."""
-        dq, dk, dv, dmask_bias, dpair_bias = _gradients(ctx, do, dlse, ctx.needs_input_grad[1:])
-        return None, dq, dk, dv, None, dmask_bias, dpair_bias
+        dq, dk, dv, dmask_bias, dpair_bias, dgate = _gradients(ctx, do, dlse, ctx.needs_input_grad[1:])
+        return None, dq, dk, dv, None, dmask_bias, dpair_bias, dgate
 
 
 record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention).apply
@@ -230,14 +245,15 @@ record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention).
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    count = len(Inputs._fields)
-    _save(ctx, Inputs(*inputs[:count]), Outputs(*output), Options(*inputs[count:]))
+    given, options = operators.values_of(inputs)
+    _save(ctx, given, Outputs(*output), options)
 
 
 def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
-    count = len(Inputs._fields)
-    dq, dk, dv, dmask_bias, dpair_bias = _gradients(ctx, do, dlse, tuple(ctx.needs_input_grad[:count]))
-    return (dq, dk, dv, None, dmask_bias, dpair_bias, *[None] * len(Options._fields))
+    asked, _ = operators.values_of(ctx.needs_input_grad)
+    dq, dk, dv, dmask_bias, dpair_bias, dgate = _gradients(ctx, do, dlse, tuple([bool(need) for need in asked]))
+    gradients: Gradients = (dq, dk, dv, None, dmask_bias, dpair_bias, *[None] * len(Options._fields), dgate)
+    return gradients[: len(ctx.needs_input_grad)]  # torch leaves out a gate that is None
 
 
 def _no_second_derivative(ctx: Any, *cotangents: Tensor) -> Gradients:

@@ -70,7 +70,7 @@ class ByOperator:
 
     def __call__(self, inputs: Inputs) -> Outputs:
         folded, axes = canonicalise(inputs, self.options.layout)
-        o, lse, reference = operators.forward(*folded, *self.options)
+        o, lse, reference = operators.forward(*operators.arguments_of(folded, self.options))
         return Outputs(axes.restore_queries(o), axes.restore_statistic(lse), axes.restore_statistic(reference))
 
 
@@ -117,8 +117,8 @@ def _key(inputs: Inputs, wishes: Wishes) -> tuple[Any, ...]:
 
 
 def _would_cast(inputs: Inputs) -> bool:
-    """Whether autocast would give q, k or v another dtype."""
-    return any(compute_dtype(x) != x.dtype for x in inputs[:3])
+    """Whether autocast would give q, k, v or the gate another dtype."""
+    return any(x is not None and compute_dtype(x) != x.dtype for x in (*inputs.qkv, inputs.gate))
 
 
 def _straight(inputs: Inputs, options: Options, casts: bool) -> Straight | None:

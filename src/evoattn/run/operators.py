@@ -6,6 +6,7 @@ and torch.export see one opaque operator and no guard on what the choice looks a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,18 +15,20 @@ from torch import Tensor
 from evoattn.call.canonical import canonicalise
 from evoattn.inputs import Cotangents, Inputs, Options, Outputs
 from evoattn.layouts import empty_gradients, empty_outputs
+from evoattn.problem import GRADIENTS
 from evoattn.run import plans
 
-__all__ = ["LIBRARY", "backward", "forward"]
+__all__ = ["LIBRARY", "arguments_of", "backward", "differentiate", "forward", "values_of"]
 
 LIBRARY = torch.library.Library("evoattn", "DEF")
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_bias, Tensor? pair_bias"
 _OPTIONS = "float? scale, str layout, bool deterministic, str backend, str config"
-LIBRARY.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor o, Tensor lse, Tensor reference)")
+_GATE = "Tensor? gate=None"
+LIBRARY.define(f"forward({_INPUTS}, {_OPTIONS}, {_GATE}) -> (Tensor o, Tensor lse, Tensor reference)")
 LIBRARY.define(
-    f"backward(Tensor? do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, Tensor reference, bool[5] needs, {_OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask_bias, Tensor dpair_bias)"
+    f"backward(Tensor? do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, Tensor reference, bool[] needs, {_OPTIONS}, {_GATE})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask_bias, Tensor dpair_bias, Tensor dgate)"
 )
 
 forward = torch.ops.evoattn.forward.default
@@ -35,25 +38,54 @@ No gradient flows through `reference`.
 """
 
 backward = torch.ops.evoattn.backward.default
-"""The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements."""
+"""The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements.
+
+`needs` has an entry for each of `problem.GRADIENTS`. Those that are missing at its end are not wanted: a graph that was stored
+before there was a gate has five.
+"""
 
 
-_COUNT = len(Inputs._fields)
+_COUNT = len(Inputs._fields) - 1
+"""How many inputs the operators take in a row; the gate is their last argument, and torch may leave it out if it is None."""
 
 
-def _of_forward(arguments: tuple[Any, ...]) -> tuple[Inputs, Options]:
-    """The arguments of `forward` as values."""
-    return Inputs(*arguments[:_COUNT]), Options(*arguments[_COUNT:])
+def arguments_of(inputs: Inputs, options: Options) -> tuple[Any, ...]:
+    """Values as the arguments of `forward`."""
+    return (*inputs[:_COUNT], *options, inputs.gate)
 
 
-def _of_backward(arguments: tuple[Any, ...]) -> tuple[Cotangents, Inputs, Outputs, tuple[bool, ...], Options]:
+def values_of(arguments: Sequence[Any]) -> tuple[Any, Any]:
+    """The arguments of `forward`, or something that there is for each of them, as Inputs and Options."""
+    gate_at = _COUNT + len(Options._fields)
+    return Inputs(*arguments[:_COUNT], *arguments[gate_at:]), Options(*arguments[_COUNT:gate_at])
+
+
+def _arguments_of_backward(
+    cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: Sequence[bool], options: Options
+) -> tuple[Any, ...]:
+    """Values as the arguments of `backward`."""
+    return (*cotangents, *inputs[:_COUNT], *outputs, list(needs), *options, inputs.gate)
+
+
+def _values_of_backward(arguments: Sequence[Any]) -> tuple[Cotangents, Inputs, Outputs, tuple[bool, ...], Options]:
     """The arguments of `backward` as values."""
-    cotangents, inputs, rest = arguments[:2], arguments[2 : 2 + _COUNT], arguments[2 + _COUNT :]
-    return Cotangents(*cotangents), Inputs(*inputs), Outputs(*rest[:3]), tuple(rest[3]), Options(*rest[4:])
+    start = 2 + _COUNT
+    outputs, needs, rest = arguments[start : start + 3], arguments[start + 3], arguments[start + 4 :]
+    inputs, options = values_of((*arguments[2:start], *rest))
+    missing = (False,) * (len(GRADIENTS) - len(needs))
+    return Cotangents(*arguments[:2]), inputs, Outputs(*outputs), (*needs, *missing), options
+
+
+def differentiate(
+    cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: Sequence[bool], options: Options
+) -> tuple[Tensor, ...]:
+    """`backward` of values."""
+    gradients: tuple[Tensor, ...] = backward(*_arguments_of_backward(cotangents, inputs, outputs, needs, options))
+    return gradients
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    inputs, options = _of_forward(arguments)
+    inputs, options = values_of(arguments)
     plan = plans.forward(inputs, options)
     outputs = empty_outputs(inputs, options.layout)
     plan.run(inputs, outputs)
@@ -61,43 +93,50 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    cotangents, inputs, outputs, needs, options = _of_backward(arguments)
+    cotangents, inputs, outputs, needs, options = _values_of_backward(arguments)
     plan = plans.backward(cotangents, inputs, outputs, needs, options)
-    of_qkv = empty_gradients(inputs, options.layout, needs)
-    gradients = (*of_qkv, *plan.run(cotangents, inputs, outputs, of_qkv))
+    written = empty_gradients(inputs, options.layout, needs)
+    return _in_order(written, plan.run(cotangents, inputs, outputs, written), inputs)
+
+
+def _in_order(written: tuple[Tensor | None, ...], of_biases: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor, ...]:
+    """dq, dk, dv and dgate, and those of the biases, in the order of `GRADIENTS`; one that is not wanted has no elements."""
+    gradients = (*written[:3], *of_biases, *written[3:])
     return tuple([inputs.q.new_empty(0) if x is None else x for x in gradients])
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    inputs, options = _of_forward(arguments)
+    inputs, options = values_of(arguments)
     return tuple(empty_outputs(inputs, options.layout))
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    _, inputs, _, needs, options = _of_backward(arguments)
-    wanted = zip(inputs.differentiable[3:], needs[3:], strict=True)
+    _, inputs, _, needs, options = _values_of_backward(arguments)
+    wanted = zip(inputs.differentiable[3:5], needs[3:5], strict=True)
     biases = [x.new_empty(x.shape) if need and x is not None else None for x, need in wanted]
-    gradients = (*empty_gradients(inputs, options.layout, needs), *biases)
-    return tuple([inputs.q.new_empty(0) if x is None else x for x in gradients])
+    return _in_order(empty_gradients(inputs, options.layout, needs), biases, inputs)
 
 
 def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The mapped axis becomes one more leading axis; a bias that is not mapped is broadcast along it."""
-    inputs, options = _of_forward(arguments)
-    mapped = Inputs(*_mapped(info.batch_size, in_dims, inputs, expanded=3))
+    inputs, options = values_of(arguments)
+    dims, _ = values_of(in_dims)
+    whole = tuple([name in ("q", "k", "v", "gate") for name in Inputs._fields])
+    mapped = Inputs(*_mapped(info.batch_size, dims, inputs, whole))
     folded, axes = canonicalise(_with_rows(mapped))
-    return tuple(axes.restore(x) for x in forward(*folded, *options)), (0, 0, 0)
+    return tuple(axes.restore(x) for x in forward(*arguments_of(folded, options))), (0, 0, 0)
 
 
 def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """As forward, but with every bias expanded along the mapped axis: each sample has gradients of its own."""
-    cotangents, inputs, outputs, needs, options = _of_backward(arguments)
+    cotangents, inputs, outputs, needs, options = _values_of_backward(arguments)
     tensors = (*cotangents, *inputs, *outputs)
-    do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, in_dims, tensors, expanded=len(tensors))
+    dims = (*in_dims[:2], *values_of((*in_dims[2 : 2 + _COUNT], *in_dims[6 + _COUNT :]))[0], *in_dims[2 + _COUNT : 5 + _COUNT])
+    do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, dims, tensors, (True,) * len(tensors))
     given = _with_rows(Inputs(*mapped))
     folded, axes = canonicalise(given, narrow=False)
     do, dlse, o, lse, reference = (None if x is None else axes.fold(x) for x in (do, dlse, o, lse, reference))
-    gradients = list(backward(do, dlse, *folded, o, lse, reference, needs, *options))
+    gradients = list(differentiate(Cotangents(do, dlse), folded, Outputs(o, lse, reference), needs, options))  # type: ignore[arg-type]
     for i, x in enumerate(given.differentiable):
         if not needs[i]:
             gradients[i] = gradients[i].expand(info.batch_size, 0)
@@ -106,7 +145,7 @@ def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) 
         gradients[i] = axes.restore(gradient).sum_to_size(x.shape)  # type: ignore[union-attr]
     if needs[4]:
         gradients[4] = gradients[4].squeeze(2)
-    return tuple(gradients), (0,) * 5
+    return tuple(gradients), (0,) * len(GRADIENTS)
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
@@ -115,28 +154,35 @@ def _with_rows(inputs: Inputs) -> Inputs:
     return inputs._replace(pair_bias=None if pair_bias is None else pair_bias.unsqueeze(2))
 
 
-def _mapped(
-    size: int, in_dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...], *, expanded: int
-) -> tuple[Any, ...]:
-    """Each tensor with the mapped axis first, of size 1 where it is not mapped, or expanded for the first few."""
+def _mapped(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None], whole: Sequence[bool]) -> tuple[Any, ...]:
+    """Each tensor with the mapped axis first, of size 1 where it is not mapped, or expanded where it has to be whole."""
     moved: list[Tensor | None] = []
-    for i, (x, axis) in enumerate(zip(tensors, in_dims, strict=False)):
+    for x, axis, expanded in zip(tensors, dims, whole, strict=True):
         if x is not None:
             x = x.unsqueeze(0) if axis is None else x.movedim(axis, 0)
-            x = x.expand(size, *x.shape[1:]) if i < expanded else x
+            x = x.expand(size, *x.shape[1:]) if expanded else x
         moved.append(x)
     return tuple(moved)
 
 
 def _autocast(device_type: str, key: str) -> None:
-    """Under autocast q, k and v take its dtype, as torch's own attention does. Biases keep theirs: every backend reads any
-    float dtype, and a mask bias of -1e9 does not fit in float16. A backward has the dtypes of its forward, whatever is on."""
+    """Under autocast q, k, v and gate take its dtype, as torch's own attention does.
+
+    Biases keep theirs: every backend reads any float dtype, and a mask bias of -1e9 does not fit in float16. A backward has the
+    dtypes of its forward, whatever is on.
+    """
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def cast_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    def cast_forward(*arguments: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
+
+        def cast(x: Tensor | None) -> Any:
+            return x if x is None or x.dtype == torch.float64 else x.to(dtype)
+
+        inputs, options = values_of(arguments)
+        inputs = inputs._replace(q=cast(inputs.q), k=cast(inputs.k), v=cast(inputs.v), gate=cast(inputs.gate))
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return forward(*(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)), *rest)
+            return forward(*arguments_of(inputs, options))
 
     def uncast_backward(*arguments: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):

@@ -58,11 +58,11 @@ def backward(
     outputs: Outputs,
     needs: tuple[bool, ...],
     options: Options,
-    into: Sequence[Tensor] | None = None,
+    into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """The plan of a backward of canonical tensors; raises ValueError if no backend takes it.
 
-    into: how dq, dk and dv lie in memory where the backend can write them so (`Plan.writes_into`), as it can if they are
+    into: how dq, dk, dv and dgate lie in memory where the backend can write them so (`Plan.writes_into`), as it can if they are
         contiguous in the user's layout; None: they are.
     """
     tensors = (*cotangents, *inputs, *outputs, *(into or ()))
@@ -84,7 +84,7 @@ def _plan(
     tensors: tuple[Any, ...],
     problem: Problem,
     options: Options,
-    into: Sequence[Tensor] | None = None,
+    into: Sequence[Tensor | None] | None = None,
     **wishes: Any,
 ) -> Plan:
     config = Config.from_text(options.config)

@@ -16,7 +16,7 @@ from torch import Tensor
 from evoattn.backends import Description, Plan
 from evoattn.devices import installed, on_device_of, planned, processors
 from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.problem import Problem, describe
+from evoattn.problem import Needs, Problem, describe
 from evoattn.tuning.config import Config
 
 __all__ = [
@@ -94,6 +94,8 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append("takes no empty tensors")
     if problem.pair_bias is not None and problem.n == 1:
         reasons.append("takes a pair_bias that two or more rows share, got 1 row")
+    if problem.gate:
+        reasons.append("takes no gate yet")
     reasons += _unsupported_gradients(problem)
     if config.given():
         reasons.append("its tiles are fixed: it takes no config")
@@ -124,7 +126,7 @@ def resolve_backward(problem: Problem) -> dict[str, dict[str, int]]:
     """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
     from evoattn.backends.hopper.backward.variants import key_variant, one_kernel, query_variant
 
-    of_q, of_k, of_v, of_mask_bias, of_pair_bias = problem.needs
+    of_q, of_k, of_v, of_mask_bias, of_pair_bias, _ = problem.needs
     pair = problem.pair_bias is not None
     if one_kernel(problem.needs, pair, problem.d, _sizes(problem), processors()):
         return {"whole": {"block_q": 64, "block_k": 64}}
@@ -188,9 +190,9 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     from evoattn.backends.hopper.host.launch import noting
 
     with noting() as kernels:
-        run = on_device_of(inputs.q, plan.plan_forward(*inputs, scale=scale, layout=layout))
+        run = on_device_of(inputs.q, plan.plan_forward(*inputs[:6], scale=scale, layout=layout))
     told = Description(resolve(), copies=tuple(copies(describe(inputs), inputs)))
-    return Plan(lambda inputs, outputs: run(*inputs, *outputs), lambda: told, kernels=tuple(kernels))
+    return Plan(lambda inputs, outputs: run(*inputs[:6], *outputs), lambda: told, kernels=tuple(kernels))
 
 
 def plan_backward(
@@ -200,23 +202,27 @@ def plan_backward(
     *,
     scale: float,
     layout: str,
-    needs: tuple[bool, bool, bool, bool, bool],
+    needs: Needs,
     deterministic: bool,
     config: Config,
-    into: Sequence[Tensor] | None = None,
+    into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.hopper.backward import plan
     from evoattn.backends.hopper.host.launch import noting
 
-    tensors = (*cotangents, *inputs, *outputs)
+    tensors = (*cotangents, *inputs[:6], *outputs)
     wishes: dict[str, Any] = {"needs": needs, "deterministic": deterministic, "into": into}
     with noting() as kernels:
         planned = plan.plan_backward(*tensors, scale=scale, layout=layout, **wishes)
     run = on_device_of(inputs.q, planned)
     problem = describe(inputs, needs=needs, deterministic=deterministic)
     told = Description(kernels=resolve_backward(problem), copies=tuple(copies(problem, inputs)))
-    return Plan(lambda *given: run(*[x for tensors in given for x in tensors]), lambda: told, kernels=tuple(kernels))
+
+    def launch(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]) -> Any:
+        return run(*cotangents, *inputs[:6], *outputs, *gradients[:3])
+
+    return Plan(launch, lambda: told, kernels=tuple(kernels))
 
 
 def compile_together(plans: Sequence[Plan]) -> None:
@@ -230,7 +236,7 @@ def _unsupported_gradients(problem: Problem) -> list[str]:
     """What the backward refuses besides: keys that have no room."""
     from evoattn.backends.hopper.backward.variants import query_variant
 
-    of_q, _, _, _, of_pair = problem.needs
+    of_q, _, _, _, of_pair, _ = problem.needs
     pair = problem.pair_bias is not None
     reasons = []
     if (of_q or of_pair) and problem.d in _CHANNELS and query_variant(problem.d, problem.lk, pair) is None:

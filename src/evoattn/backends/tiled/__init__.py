@@ -6,7 +6,7 @@ and output are rescaled as the running maximum m grows:
 
     first   m = max S            l = sum exp(S - m)                      o = exp(S - m) v
     middle  m' = max(m, max S)   l = l exp(m - m') + sum exp(S - m')     o = o exp(m - m') + exp(S - m') v
-    last    o / l                LSE = m + log l
+    last    sigmoid(gate) o / l  LSE = m + log l
 
 The backward walks the same blocks, recomputes P = exp(S - LSE) from the saved statistic and sums the bias gradients in place.
 
@@ -91,9 +91,9 @@ def plan_backward(
     views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
 
     def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        cotangents, inputs, outputs, (dq, dk, dv) = [view(each) for view, each in zip(views, given, strict=True)]
+        cotangents, inputs, outputs, gradients = [view(each) for view, each in zip(views, given, strict=True)]
         tensors = Cotangents(*cotangents), Inputs(*inputs), Outputs(*outputs)
-        return _backward(*tensors, (dq, dk, dv), scale, needs, blocks)
+        return _backward(*tensors, gradients, scale, needs, blocks)
 
     return Plan(without_autocast(inputs.q, run), blocks.describe)
 
@@ -126,7 +126,7 @@ class _Blocks:
 
 
 def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: _Blocks) -> None:
-    q, k, v, mask, mask_bias, pair_bias = inputs
+    q, _, _, mask, mask_bias, pair_bias, _ = inputs
     o, lse, reference = outputs
     if blocks.problem.scores == 0:
         o.zero_()
@@ -138,7 +138,7 @@ def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: _Blocks) ->
     several = min(plan.threads, len(pieces))
     with threads.alone(several):
         scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
-        threads.share(pieces, lambda taken: forward_pieces(taken, scores, q, k, v, o, lse, reference), several)
+        threads.share(pieces, lambda taken: forward_pieces(taken, scores, inputs, outputs), several)
         if scores.plain:
             for saved, found in zip((lse, reference), statistic(reference, lse, None), strict=True):
                 saved.copy_(found)
@@ -148,14 +148,14 @@ def _backward(
     cotangents: Cotangents,
     inputs: Inputs,
     outputs: Outputs,
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    gradients: Sequence[Tensor | None],
     scale: float,
     needs: tuple[bool, ...],
     blocks: _Blocks,
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, mask_bias, pair_bias = inputs
+    q, k, v, mask, mask_bias, pair_bias, gate = inputs
     acc = accumulate_dtype(q.dtype)
-    biases = [bias if need else None for bias, need in zip((mask_bias, pair_bias), needs[3:], strict=True)]
+    biases = [bias if need else None for bias, need in zip((mask_bias, pair_bias), needs[3:5], strict=True)]
     sums = [None if bias is None else bias.new_zeros(bias.shape, dtype=acc) for bias in biases]
     if blocks.problem.scores == 0:
         for gradient in gradients:
@@ -172,7 +172,7 @@ def _backward(
         with threads.alone(several):
             scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
             of_query = subtrahends(lse, reference, None) if scores.plain else (lse, reference)
-            work = Work(scores, (q, k, v, do, o), of_query, None if dlse is None else dlse * LOG2E, gradients)
+            work = Work(scores, (q, k, v, do, o), gate, of_query, None if dlse is None else dlse * LOG2E, gradients)
             threads.share(parts, work.run, several)
             for part in parts:
                 part.add_up()

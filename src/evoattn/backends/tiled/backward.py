@@ -84,20 +84,22 @@ class Work:
 
     Args:
         scores: of the problem.
-        inputs: q, k, v, do and o.
+        inputs: q, k, v, do and o, gated if there is a gate.
+        gate: `[b,n,h,q,c]`, or None.
         of_query: lse and reference; or what `subtrahends` makes of them, if nothing but the row shift is taken from scores.
         dlse: the gradient of the LSE in log2 units, `[b,n,h,q]`, if there is one.
-        gradients: dq, dk and dv, those that are wanted.
+        gradients: dq, dk, dv and dgate, those that are wanted.
     """
 
     scores: Scores
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    gate: Tensor | None
     of_query: tuple[Tensor, ...]
     dlse: Tensor | None
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
+    gradients: Sequence[Tensor | None]
 
     def run(self, taken: Iterator[Share]) -> None:
-        """Write the gradients of q, k and v of some shares, and add to those of the biases."""
+        """Write the gradients of q, k, v and gate of some shares, and add to those of the biases."""
         buffers = tuple(self.scores.new_buffer(self.inputs[0]) for _ in range(2))
         for share in taken:
             for rows in share.rows:
@@ -107,7 +109,7 @@ class Work:
                         gradient[rows] = unflatten(total, (*rows, slice(None)))
 
     def _of_rows(self, rows: Rows, share: Share, buffers: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """dq, dk, dv of rows, `[g,l,d]`; those of biases are added to the share."""
+        """dq, dk, dv and dgate of rows, `[g,l,d]`; those of biases are added to the share."""
         scores = self.scores
         q, k, v, do, o = (stack(x[rows], scores.dtype) for x in self.inputs)
         shift = scores.shift((*rows, slice(0, q.shape[1])))
@@ -119,9 +121,13 @@ class Work:
         if self.dlse is not None:
             delta -= _column(self.dlse[rows])
         delta.masked_fill_(numbers[-1] == torch.inf, 0)
-        of_q, of_k, of_v = (gradient is not None for gradient in self.gradients)
+        of_q, of_k, of_v, of_gate = (gradient is not None for gradient in self.gradients)
         needs_ds = of_q or of_k or share.wanted
-        sums: list[Tensor | None] = [None, None, None]
+        sums: list[Tensor | None] = [None, None, None, None]
+        if self.gate is not None:
+            gate = stack(self.gate[rows], scores.dtype)
+            sums[3] = torch.sigmoid(-gate).mul_(o).mul_(do) if of_gate else None  # 1 - sigmoid(gate), exact where it is small
+            do = torch.sigmoid(gate).mul_(do)
         for qs, ks in itertools.product(spans(q.shape[1], scores.plan.q), spans(k.shape[1], scores.plan.k)):
             of_queries = None if shift is None else shift[..., qs if shift.shape[-2] > 1 else slice(None), :]
             p = scores.block(buffers[0], (*rows, qs), ks, q[:, qs], k[:, ks], of_queries)

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.tiled.scores import Part, Rows, Scores, spans, stack, statistic, unflatten
+from evoattn.inputs import Inputs, Outputs
 
 __all__ = ["forward_pieces"]
 
 
-def forward_pieces(
-    pieces: Iterator[Part], scores: Scores, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, reference: Tensor
-) -> None:
+def forward_pieces(pieces: Iterator[Part], scores: Scores, inputs: Inputs, outputs: Outputs) -> None:
     """Write o, lse and reference of some rows and queries after the other.
 
     If nothing but the row shift is taken from the scores, lse and reference are l and m, for `statistic` to make both of all
     queries at once.
     """
+    (q, k, v, *_, gate), (o, lse, reference) = inputs, outputs
     plan, buffer = scores.plan, scores.new_buffer(q)
     rows: Rows | None = None
     for part in pieces:
@@ -31,7 +31,11 @@ def forward_pieces(
         for ks in spans(k.shape[-2], plan.k):
             running.add(scores.block(buffer, part, ks, q_, k_[:, ks], shift), v_[:, ks])
         m, l, o_ = (unflatten(x, part) for x in running.sums)
-        torch.div(o_, l.clamp_min(1), out=o[part])  # the largest score adds 1 to l, unless there is no key
+        total = l.clamp_min(1)  # the largest score adds 1 to l, unless there is no key
+        if gate is None:
+            torch.div(o_, total, out=o[part])
+        else:
+            torch.mul(o_.div_(total), torch.sigmoid(gate[part].to(scores.dtype)), out=o[part])
         m, l = m.squeeze(-1), l.squeeze(-1)
         lse[part], reference[part] = (l, m) if shift is None else statistic(m, l, shift)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from evoattn.backends import Plan
 from evoattn.devices import installed, on_device_of, planned
 from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.problem import Problem
+from evoattn.problem import Needs, Problem
 from evoattn.tuning.config import Config
 from evoattn.tuning.validity import most_warps
 
@@ -76,6 +76,8 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         size = getattr(config, name)
         if size is not None and (size & (size - 1) or not _SMALLEST_TILE <= size <= largest):
             reasons.append(f"config.{name} must be a power of two from {_SMALLEST_TILE} to {largest}, got {size}")
+    if problem.gate:
+        reasons.append("takes no gate yet")
     return reasons or _too_many_warps(problem, config)
 
 
@@ -112,7 +114,7 @@ def plan_backward(
     *,
     scale: float,
     layout: str,
-    needs: tuple[bool, bool, bool, bool, bool],
+    needs: Needs,
     deterministic: bool,
     config: Config,
 ) -> Plan:

@@ -30,7 +30,7 @@ from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, l
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.prepare import RowBias, plan_rows
 from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.problem import Problem, describe
+from evoattn.problem import Needs, Problem, describe
 from evoattn.tuning import user
 from evoattn.tuning.config import Config
 from evoattn.tuning.heuristics_backward import BackwardTiles, backward_tiles
@@ -87,8 +87,8 @@ class Backward:
     def __call__(
         self, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        (do, dlse), (q, k, v, mask, mask_bias, pair_bias) = cotangents, inputs
-        (o, lse, reference), (dq, dk, dv) = outputs, gradients
+        (do, dlse), (q, k, v, mask, mask_bias, pair_bias, _) = cotangents, inputs
+        (o, lse, reference), (dq, dk, dv, _) = outputs, gradients
         # What torch clears comes before our kernels and what it sums after them, so that they are neighbours in the stream.
         do = torch.zeros((), dtype=o.dtype, device=self.device) if do is None else do
         sums = None if self.mask is None else self.mask.begin()
@@ -151,7 +151,7 @@ def plan_backward(
     *,
     scale: float,
     layout: str,
-    needs: tuple[bool, bool, bool, bool, bool],
+    needs: Needs,
     deterministic: bool,
     config: Config,
 ) -> Plan:
@@ -160,7 +160,7 @@ def plan_backward(
         describe(inputs, needs=needs, deterministic=deterministic), capability=launch.capability(inputs.q.device)
     )
     if problem.scores == 0 or cotangents == (None, None):
-        of_biases = zip(inputs.differentiable[3:], needs[3:], strict=True)
+        of_biases = zip(inputs.differentiable[3:5], needs[3:5], strict=True)
         zeros = _Zeros(*(None if x is None or not need else tuple(x.shape) for x, need in of_biases))
         return Plan(zeros, Description)
     few = few_tiles("backward", problem, config)
@@ -184,7 +184,7 @@ def _call(
     scale: float,
     layout: str,
 ) -> Call:
-    (do, dlse), (q, k, v, mask, mask_bias, pair_bias), (o, lse, _) = cotangents, inputs, outputs
+    (do, dlse), (q, k, v, mask, mask_bias, pair_bias, _), (o, lse, _) = cotangents, inputs, outputs
     padded_q = round_up(problem.lq, max(tiles.dq.block_q, tiles.dkdv.block_q, tiles.pair.block_q))
     of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
     of_o = strided(o)
@@ -205,7 +205,7 @@ def _call(
 
 def _launches(call: Call, inputs: Inputs, outputs: Outputs, tuned: bool) -> Backward:
     """All launches of a call, in no order yet."""
-    (of_q, of_k, of_v, of_mask_bias, of_pair), deterministic = call.problem.needs, call.problem.deterministic
+    (of_q, of_k, of_v, of_mask_bias, of_pair, _), deterministic = call.problem.needs, call.problem.deterministic
     mask_bias = inputs.mask_bias
     bias = None if inputs.pair_bias is None else strided(inputs.pair_bias)
     pair = plan_pair(call, bias, need=of_pair and bias is not None, deterministic=deterministic)

@@ -246,7 +246,7 @@ def plan_forward_few(inputs: Inputs, tiles: FewTiles, *, scale: float, layout: s
     start = forward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
 
     def run(inputs: Inputs, outputs: Outputs) -> None:
-        q, k, v, mask, mask_bias, _ = inputs
+        q, k, v, mask, mask_bias, *_ = inputs
         lse = outputs.lse
         # What is not given is never read: any tensor stands in for it.
         start(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, *outputs)
@@ -275,11 +275,11 @@ def plan_backward_few(
     start = backward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
 
     def run(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, results: tuple[Tensor | None, ...]) -> tuple[None, None]:
-        (do, dlse), (q, k, v, mask, mask_bias, _), (o, lse, _) = cotangents, inputs, outputs
+        (do, dlse), (q, k, v, mask, mask_bias, *_), (o, lse, _) = cotangents, inputs, outputs
         do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do
         lse = lse.contiguous() if gathers else lse
         mask, mask_bias, dlse = (lse if x is None else x for x in (mask, mask_bias, dlse))
-        start(q, k, v, mask, mask_bias, do, o, lse, dlse, *(o if x is None else x for x in results))
+        start(q, k, v, mask, mask_bias, do, o, lse, dlse, *(o if x is None else x for x in results[:3]))
         return None, None
 
     return run

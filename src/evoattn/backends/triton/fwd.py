@@ -289,7 +289,7 @@ class Forward:
         return Description(config, copies=copies, tuned="forward" if self.tuned else None)
 
     def __call__(self, inputs: Inputs, outputs: Outputs) -> None:
-        q, k, v, mask, mask_bias, pair_bias = inputs
+        q, k, v, mask, mask_bias, pair_bias, _ = inputs
         o, lse, reference = outputs
         p_pair = q
         if pair_bias is not None:
@@ -306,7 +306,7 @@ class Forward:
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """What computes o [b,n,h,q,c], contiguous in `layout`, lse and reference [b,n,h,q] of tensors that lie like these."""
-    q, k, v, mask, mask_bias, pair_bias = inputs
+    q, k, v, mask, mask_bias, pair_bias, _ = inputs
     n, lk = q.shape[1], k.shape[-2]
     if q.shape[:-1].numel() == 0 or lk == 0:
         return Plan(_nothing if q.shape[:-1].numel() == 0 else _no_keys, Description)

@@ -34,7 +34,7 @@ _meta = functools.partial(torch.empty, device="meta", dtype=torch.float32)
 def plan_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None,
     pair_bias: Tensor | None, o: Tensor, lse: Tensor, reference: Tensor,
-    *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool, into: Sequence[Tensor] | None = None,
+    *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool, into: Sequence[Tensor | None] | None = None,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:  # fmt: skip
     """A function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk, dv).
 
@@ -54,7 +54,8 @@ def plan_backward(
     if pair_bias is not None:
         even, shifts, pairs = pair_plan(pair_bias, lq, lk, beside=q.dtype, bounded=True)
         pair = even[..., :lk]
-    outputs = list(into or (layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v)))
+    made = (layouts.empty(x.shape, layout, x.new_empty(0, device="meta")) for x in (q, k, v))
+    outputs: list[Any] = list(made if into is None else into[:3])
     tile_type = torch.float32 if facts.key["wide"] else q.dtype
     tiled = torch.empty(*pair.shape[:2], facts.key_panels, facts.panels, ROWS * ROWS, dtype=tile_type, device="meta")
     sums, wanted = (nowhere, nowhere) if gradient is None else (gradient.sums, gradient.wanted)

@@ -143,7 +143,7 @@ def one_kernel(
     needs: tuple[bool, ...], pair: bool, channels: int, sizes: tuple[int, int, int, int, int], processors: int
 ) -> int | None:
     """`fused_tiles`, if one kernel may find all that a call wants: without a pair bias, what queries and what keys hold."""
-    of_q, of_k, of_v, of_mask, _ = needs
+    of_q, of_k, of_v, of_mask, *_ = needs
     both = of_q and (of_k or of_v or of_mask)
     return fused_tiles(channels, sizes, processors) if both and not pair else None
 

@@ -43,6 +43,7 @@ class Compiled:
     n: int = 384
     spills: int = FEW_SPILLS
     queries: int | None = None
+    gate: bool = False
 
     def compile(self, arch: str) -> list[Report]:
         """The reports of the kernels that the launcher starts for this call."""
@@ -56,11 +57,12 @@ class Compiled:
             pair = torch.empty(1, 4, queries, self.length, dtype=self.pair_bias, device="meta")
         lse = torch.empty(1, self.n, 4, queries, device="meta")
         with target(arch) as compiled:
-            values = Cotangents(do), Inputs(q, k, v, mask, None, pair), Outputs(o, lse, torch.empty_like(lse))
-            needs = (True, True, True, False, pair is not None, False)
+            gate = torch.empty_like(o) if self.gate else None
+            values = Cotangents(do), Inputs(q, k, v, mask, None, pair, gate), Outputs(o, lse, torch.empty_like(lse))
+            needs = (True, True, True, False, pair is not None, self.gate)
             options = {"layout": "bnlhd", "needs": needs, "deterministic": self.deterministic}
             plan = backend.plan_backward(*values, scale=self.d**-0.5, **options, config=Config())
-            plan.run(*values, (*(torch.empty_like(x) for x in (q, k, v)), None))
+            plan.run(*values, (*(torch.empty_like(x) for x in (q, k, v)), gate))
         return [report(kernel) for kernel in compiled if kernel.metadata.name in KERNELS]
 
 
@@ -144,6 +146,23 @@ def test_fits(case: Compiled, arch: str) -> None:
 @pytest.mark.parametrize(("case", "arch"), PAIRS)
 def test_next_to_nothing_is_spilled(case: Compiled, arch: str) -> None:
     assert [r for r in compiled(case.name, arch) if r.spills > case.spills] == []
+
+
+@pytest.mark.parametrize(("name", "arch"), [
+    ("d32", "sm_90"),
+    *(pytest.param(name, "sm_90", marks=pytest.mark.slow) for name in ("d32_in_order", "d64_ragged", "d256_float32")),
+    *(pytest.param("d32", arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "gfx942")),
+])  # fmt: skip
+def test_a_gate_has_registers(name: str, arch: str) -> None:
+    """Only the pass before them multiplies by it, and has registers for it."""
+    case = next(each for each in CASES if each.name == name)
+    without = {r.name: r for r in compiled(name, arch)}
+    gated = dataclasses.replace(case, gate=True).compile(arch)
+    assert {r.name for r in gated} == {*without, "statistics_kernel"}
+    for r in gated:
+        assert r.shared <= SHARED_LIMITS[arch]
+        assert not r.serialised
+        assert r.spills <= (case.spills if r.name in without else 0)
 
 
 if __name__ == "__main__":

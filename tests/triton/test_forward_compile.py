@@ -45,6 +45,7 @@ class Compiled:
     n: int = 384
     spills: dict[str, int] = dataclasses.field(default_factory=dict)
     left_over: bool = False
+    gate: bool = False
 
     def compile(self, arch: str) -> Report:
         """The report of a forward kernel that the launcher starts for this call."""
@@ -52,7 +53,7 @@ class Compiled:
         mask = torch.ones(1, self.n, self.length, dtype=torch.bool) if self.mask else None
         pair = None if self.pair_bias is None else torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias)
         with target(arch) as compiled:
-            inputs = Inputs(q, k, v, mask, None, pair)
+            inputs = Inputs(q, k, v, mask, None, pair, torch.empty_like(q) if self.gate else None)
             plan = backend.plan_forward(inputs, scale=self.d**-0.5, layout="bnlhd", config=Config())
             plan.run(inputs, Outputs(torch.empty_like(q), *(torch.empty(q.shape[:-1]) for _ in range(2))))
         kernels = [kernel for kernel in compiled if kernel.metadata.name == "forward_kernel"]
@@ -153,6 +154,22 @@ def test_no_more_instructions_than_on_record(case: Compiled, arch: str) -> None:
     made = compiled(case.name, arch)
     assert made.spills <= case.spills.get(arch, 0)
     assert made.loop <= ROOM * recorded["loops"][arch][case.name]
+
+
+@compiles
+@pytest.mark.parametrize(("name", "arch"), [
+    ("d32", "sm_90"),
+    *(pytest.param(name, "sm_90", marks=pytest.mark.slow) for name in ("d32_ragged", "d32_mask", "d64", "d128", "d32_float32")),
+    *(pytest.param("d32", arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "gfx942")),
+])  # fmt: skip
+def test_a_gate_costs_the_loop_nothing(name: str, arch: str) -> None:
+    """It is loaded and multiplied when the loop is over."""
+    case = next(each for each in CASES if each.name == name)
+    without, gated = compiled(name, arch), dataclasses.replace(case, gate=True).compile(arch)
+    assert gated.shared <= SHARED_LIMITS[arch]
+    assert not gated.serialised
+    assert gated.spills <= without.spills + 4
+    assert gated.loop <= ROOM * without.loop
 
 
 @compiles

@@ -72,12 +72,18 @@ def forward(tensors: tuple[Any, ...]) -> None:
     backend.plan_forward(inputs, scale=scale, layout="bnlhd", config=Config()).run(inputs, outputs)
 
 
-def backward(tensors: tuple[Any, ...], needs: tuple[bool, ...], deterministic: bool, given: str = "do") -> None:
+def backward(
+    tensors: tuple[Any, ...], needs: tuple[bool, ...], deterministic: bool, given: str = "do", *, gated: bool = False
+) -> None:
     inputs, outputs = Inputs(*tensors[:6]), Outputs(*tensors[6:])
-    needs = (*needs[:3], needs[3] and inputs.mask_bias is not None, needs[4] and inputs.pair_bias is not None, False)
+    if gated:
+        inputs = inputs._replace(gate=torch.empty_like(outputs.o))
+    of_mask, of_pair = needs[3] and inputs.mask_bias is not None, needs[4] and inputs.pair_bias is not None
+    needs = (*needs[:3], of_mask, of_pair, gated)
     values = Cotangents(outputs.o if "do" in given else None, outputs.lse if "dlse" in given else None), inputs, outputs
     options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "needs": needs, "deterministic": deterministic}
-    gradients = (*(torch.empty_like(x) if need else None for x, need in zip(inputs.qkv, needs, strict=False)), None)
+    of_inputs = zip((*inputs.qkv, inputs.gate), (*needs[:3], gated), strict=True)
+    gradients = tuple(torch.empty_like(x) if need and x is not None else None for x, need in of_inputs)
     backend.plan_backward(*values, **options, config=Config()).run(*values, gradients)
 
 
@@ -164,6 +170,23 @@ def test_nothing_is_loaded_before_it_is_complete(length: int) -> None:
                 with recorded(HOPPER) as stream:
                     backward(call(*sizes), needs, deterministic, given)
                 check(stream)
+
+
+@pytest.mark.parametrize("length", [96, 397])
+def test_what_the_gate_multiplies_is_complete(length: int) -> None:
+    """The kernels load the cotangent of O that the first one has multiplied."""
+    for sizes in (sizes for sizes in CALLS if sizes[0] == length and sizes[1] > 1):
+        for needs, deterministic, given in itertools.product(NEEDS, (False, True), ("do", "do dlse")):
+            if any(needs[:3]) or sizes[4] is not None:
+                with recorded(HOPPER) as stream:
+                    backward(call(*sizes), needs, deterministic, given, gated=True)
+                check(stream)
+    with target("sm_90") as kernels:
+        backward(call(384, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False, gated=True)
+    assert {kernel.metadata.name: found for kernel in kernels if (found := faults(kernel.asm["ptx"]))} == {}
+    dq = next(kernel for kernel in kernels if kernel.metadata.name == "dq_kernel")
+    assert constant(dq, "WAIT") == TO_LOAD
+    assert loaded_early(dq, MADE | {"p_do"}) == []
 
 
 def test_what_a_kernel_waits_for() -> None:

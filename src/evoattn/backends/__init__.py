@@ -17,7 +17,11 @@ from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["AUTO_ORDER", "BACKENDS", "Backend", "Description", "Needed", "Plan"]
+__all__ = ["AUTO_ORDER", "BACKENDS", "GATED_BACKWARD", "GATED_FORWARD", "Backend", "Description", "Needed", "Plan"]
+
+GATED_FORWARD = "gate: in the forward's epilogue"
+GATED_BACKWARD = "gate: in the backward, with delta, in one pass"
+"""What a plan says of a gate that its kernels multiply."""
 
 AUTO_ORDER = ("hopper", "triton", "tiled")
 """`auto` takes the first of these that has no objection."""
@@ -34,12 +38,14 @@ class Description:
         config: the tiles as a `Config`, where one describes all of the pass.
         kernels: the tiles of each kernel, by its name, where kernels have tiles of their own.
         copies: what is copied or laid out anew once a call because of how the tensors lie in memory, each with the reason.
+        gate: where the gate is multiplied, if there is one.
         tuned: what `evoattn tune` has found the tiles for on this machine, "forward", "backward" or "both"; None for others.
     """
 
     config: Config | None = None
     kernels: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     copies: tuple[str, ...] = ()
+    gate: str | None = None
     tuned: str | None = None
 
 

@@ -76,8 +76,6 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         size = getattr(config, name)
         if size is not None and (size & (size - 1) or not _SMALLEST_TILE <= size <= largest):
             reasons.append(f"config.{name} must be a power of two from {_SMALLEST_TILE} to {largest}, got {size}")
-    if problem.gate:
-        reasons.append("takes no gate yet")
     return reasons or _too_many_warps(problem, config)
 
 

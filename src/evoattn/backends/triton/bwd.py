@@ -1,6 +1,6 @@
 """The backward pass: plans what has to be computed, makes what the kernels share, and launches them.
 
-statistics              delta, and lse in log2 units
+statistics              delta, and lse in log2 units; with a gate, dO * sigmoid(gate) and the gradient of the gate
 dq_kernel               dQ, and the pair-bias gradient (by addition in memory, or stored where nothing is to be summed)
 dkdv_kernel             dK, dV, and the row-bias gradient
 pair_gradient_kernel    the pair-bias gradient in a fixed order, where results must be bit-equal from run to run
@@ -18,13 +18,14 @@ import math
 import torch
 from torch import Tensor
 
-from evoattn.backends import Description, Plan
+from evoattn.backends import GATED_BACKWARD, Description, Plan
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.bwd_dkdv import MASK_ADD, MASK_NONE, MASK_STORE, dkdv_kernel
 from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, dq_kernel
+from evoattn.backends.triton.bwd_gate import gate_pass, only_gate
 from evoattn.backends.triton.bwd_pair import Pair, plan_pair
 from evoattn.backends.triton.bwd_plan import Call, round_up
-from evoattn.backends.triton.bwd_preprocess import plan_statistics
+from evoattn.backends.triton.bwd_preprocess import GatePass, plan_statistics
 from evoattn.backends.triton.few import plan_backward_few
 from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, layout_for, strided
 from evoattn.backends.triton.overlap import overlap
@@ -46,7 +47,7 @@ _WARPGROUP = 4
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The launches of a call. Call it with the tensors, and with dq, dk and dv to write (None where not wanted).
+    """The launches of a call. Call it with the tensors, and with dq, dk, dv and dgate to write (None where not wanted).
 
     It returns the gradients of mask_bias and of pair_bias, in their canonical shapes, None where not wanted.
 
@@ -60,6 +61,7 @@ class Backward:
         statistics, dq, dkdv: the launches, None where nothing asks for them.
         distant_dq, distant_dkdv: the same kernels for distant queries alone, where there is a pair bias.
         mask: the gradient of mask_bias, where it is wanted.
+        gate: what the launch of the statistics does with a gate, where there is one and o has a cotangent.
         gathers: whether lse and reference lie in memory with gaps or in another order, and are copied.
     """
 
@@ -75,6 +77,7 @@ class Backward:
     distant_dq: Launch | None
     distant_dkdv: Launch | None
     mask: _MaskGradient | None
+    gate: GatePass | None
     gathers: bool
 
     def describe(self) -> Description:
@@ -82,14 +85,17 @@ class Backward:
         runs = {"dq": self.dq, "dkdv": self.dkdv, "dpair_bias": self.pair.in_order}
         of_each = {"dq": self.tiles.dq, "dkdv": self.tiles.dkdv, "dpair_bias": self.tiles.pair}
         kernels = {name: of_each[name].given() for name, run in runs.items() if run is not None}
-        return Description(kernels=kernels, copies=self.pair.copies(), tuned="backward" if self.tuned else None)
+        told = None if self.gate is None else GATED_BACKWARD
+        return Description(kernels=kernels, copies=self.pair.copies(), gate=told, tuned="backward" if self.tuned else None)
 
     def __call__(
         self, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        (do, dlse), (q, k, v, mask, mask_bias, pair_bias, _) = cotangents, inputs
-        (o, lse, reference), (dq, dk, dv, _) = outputs, gradients
+        (do, dlse), (q, k, v, mask, mask_bias, pair_bias, gate) = cotangents, inputs
+        (o, lse, reference), (dq, dk, dv, dgate) = outputs, gradients
         # What torch clears comes before our kernels and what it sums after them, so that they are neighbours in the stream.
+        if do is None and dgate is not None:
+            dgate.zero_()
         do = torch.zeros((), dtype=o.dtype, device=self.device) if do is None else do
         sums = None if self.mask is None else self.mask.begin()
         pair = self.pair.begin(pair_bias)
@@ -101,10 +107,12 @@ class Backward:
         row, runs = (stats, stats) if self.rows is None else self.rows(mask, mask_bias)
         self.pair.copy(pair_bias, pair)
         by_query, by_key = (q, q) if pair.by_query is None or pair.by_key is None else (pair.by_query, pair.by_key)
-        of_all = (q, k, v, do, stats, stats if pair.distant is None else pair.distant)
+        gated = do if self.gate is None or not self.gate.needs_do else empty(self.gate.gated_do, self.device)
+        of_all = (q, k, v, gated, stats, stats if pair.distant is None else pair.distant)
         spans = row if self.pair.in_order is None else self.pair.in_order.find_spans(row)
         if self.statistics is not None:
-            self.statistics(o, do, lse, reference, dlse, *of_all[4:])
+            of_gate = (o if gate is None else gate, gated, o if dgate is None else dgate)
+            self.statistics(o, do, lse, reference, dlse, *of_all[4:], *of_gate)
         if self.dq is not None:
             to_dq, to_sums = q if dq is None else dq, stats if pair.sums is None else pair.sums
             of_dq = (*of_all, o, lse, reference, dlse, row, runs, by_query, to_dq, to_sums)
@@ -159,14 +167,18 @@ def plan_backward(
     problem = dataclasses.replace(
         describe(inputs, needs=needs, deterministic=deterministic), capability=launch.capability(inputs.q.device)
     )
-    if problem.scores == 0 or cotangents == (None, None):
+    others = any(needs[:5])
+    if problem.scores == 0 or cotangents == (None, None) or (cotangents.do is None and not others):
         of_biases = zip(inputs.differentiable[3:5], needs[3:5], strict=True)
         zeros = _Zeros(*(None if x is None or not need else tuple(x.shape) for x, need in of_biases))
         return Plan(zeros, Description)
     few = few_tiles("backward", problem, config)
     if few is not None:
-        run = plan_backward_few(cotangents, inputs, outputs, few, scale=scale, layout=layout, needs=needs[:3])
-        return Plan(run, functools.partial(Description, kernels={"few": dataclasses.asdict(few)}))
+        run = plan_backward_few(cotangents, inputs, outputs, few, scale=scale, layout=layout, needs=(*needs[:3], needs[5]))
+        told = None if inputs.gate is None else GATED_BACKWARD
+        return Plan(run, functools.partial(Description, kernels={"few": dataclasses.asdict(few)}, gate=told))
+    if not others:
+        return Plan(only_gate(cotangents, inputs, outputs, layout), functools.partial(Description, gate=GATED_BACKWARD))
     tiles = backward_tiles(problem, config, launch.shared_memory_limit(inputs.q.device), problem.capability)
     call = _call(problem, tiles, cotangents, inputs, outputs, scale=scale, layout=layout)
     backward = _launches(call, inputs, outputs, user.is_tuned("triton", "backward", problem, config))
@@ -185,8 +197,10 @@ def _call(
     layout: str,
 ) -> Call:
     (do, dlse), (q, k, v, mask, mask_bias, pair_bias, _), (o, lse, _) = cotangents, inputs, outputs
+    gate = gate_pass(cotangents, inputs, outputs, layout, needs_do=True, needs_dgate=problem.needs[5])
     padded_q = round_up(problem.lq, max(tiles.dq.block_q, tiles.dkdv.block_q, tiles.pair.block_q))
     of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
+    of_do = of_do if gate is None else gate.gated_do
     of_o = strided(o)
     return Call(
         problem=problem,
@@ -200,6 +214,7 @@ def _call(
         rows=_plan_rows(problem, tiles, mask, mask_bias, scale, q.device),
         scale=scale,
         heads_inside=layout == "bnlhd",
+        gate=gate,
     )
 
 
@@ -229,6 +244,7 @@ def _launches(call: Call, inputs: Inputs, outputs: Outputs, tuned: bool) -> Back
         distant_dq,
         distant_dkdv,
         of_mask,
+        call.gate,
         _has_gaps(outputs.lse, outputs.reference),
     )
 
@@ -308,11 +324,12 @@ def _plan_dq(call: Call, pair: Pair, need: bool, *, distant_only: bool = False) 
     """The statistics that the kernels after it read, unless the dQ kernel makes them; and that, if anything asks for it."""
     problem, tiles = call.problem, call.tiles.dq
     launches = need or pair.mode != PAIR_NONE
+    # With a gate, all kernels read what the statistics' launch makes of do.
     # With a row bias and additions in memory, ptxas would branch around each small load of the loop: .326 ms at tri384 instead
     # of .275. And past the end the other kernels may read further than this one's tiles write.
     light = pair.mode != PAIR_ADD or call.rows is None
-    makes_stats = launches and light and call.stats.shape[-1] == round_up(problem.lq, tiles.block_q)
-    statistics = None if makes_stats or distant_only else plan_statistics(call.stats, call.o, call.do, call.dlse)
+    makes_stats = launches and light and call.gate is None and call.stats.shape[-1] == round_up(problem.lq, tiles.block_q)
+    statistics = None if makes_stats or distant_only else plan_statistics(call.stats, call.o, call.do, call.dlse, call.gate)
     if not launches:
         return statistics, None
     bias = pair.by_query
@@ -343,6 +360,7 @@ def _plan_dq(call: Call, pair: Pair, need: bool, *, distant_only: bool = False) 
         MASK_PAIR=pair.masked(bias, tiles),
         MAKE_STATS=makes_stats and not distant_only,
         HAS_DLSE=call.dlse is not None,
+        DO_IS_MADE=call.gate is not None,
         NEED_DQ=need,
         PAIR_MODE=pair.mode,
         FULL_Q=pair.full_q,

@@ -112,6 +112,7 @@ def dq_kernel(
     HAS_ROW: tl.constexpr,
     MAKE_STATS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    DO_IS_MADE: tl.constexpr,
     NEED_DQ: tl.constexpr,
     PAIR_MODE: tl.constexpr,
     FULL_Q: tl.constexpr,
@@ -131,6 +132,7 @@ def dq_kernel(
     nothing), and sums dQ in registers.
     It writes dQ once, each tile of dS summed over its rows once (one addition in memory for ROWS rows), and, with MAKE_STATS,
     the statistics of its queries, which it otherwise reads (a kernel of their own takes .035 ms at tri384 on an H200).
+    DO_IS_MADE: the kernel before writes do.
     DISTANT_ONLY: a launch of its own writes what belongs to distant queries (`bwd_preprocess.store_statistics`), and adds their
     dS, if there are any.
     """
@@ -171,6 +173,9 @@ def dq_kernel(
     p_o += (b * stride_ob + h * stride_oh + start * stride_ol) * GRAIN
     p_dlse += b * stride_dlse_b + h * stride_dlse_h + start * stride_dlse_q
 
+    if DO_IS_MADE and not DISTANT_ONLY:
+        wait_to_load(WAIT)
+        wait_to_store(WAIT)
     # All loads first, so that they are on their way together.
     ns = ()
     b_qs = ()
@@ -189,7 +194,7 @@ def dq_kernel(
             p_this = p_o + n * stride_on * GRAIN
             b_o = load_tile(p_this, o_q, o_c, stride_ol * GRAIN, stride_oc, left_q, C, not EVEN_Q, C != BLOCK_C)  # [q,c]
             b_os = b_os + (b_o,)
-    if not DISTANT_ONLY:
+    if not DO_IS_MADE and not DISTANT_ONLY:
         wait_to_load(WAIT)
         wait_to_store(WAIT)  # the statistics are stored soon, and then each tile of the pair-bias gradient
     b_lses = ()

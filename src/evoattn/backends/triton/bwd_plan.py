@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.bwd_preprocess import PAD
+from evoattn.backends.triton.bwd_preprocess import PAD, GatePass
 from evoattn.backends.triton.launch import Layout, Strided
 from evoattn.backends.triton.prepare import RowBias
 from evoattn.problem import Problem
@@ -19,7 +19,10 @@ __all__ = ["Call", "round_up"]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One backward call before its tensors. `layout` is that of q, k, v, do and o."""
+    """One backward call before its tensors. `layout` is that of q, k, v, do and o.
+
+    With a gate, `do` is do * sigmoid(gate), which the statistics' launch writes.
+    """
 
     problem: Problem
     tiles: BackwardTiles
@@ -32,6 +35,7 @@ class Call:
     rows: RowBias | None
     scale: float
     heads_inside: bool
+    gate: GatePass | None
 
     def row_strides(self) -> tuple[int, int]:
         """Strides of the row bias over b and n, in units of PAD."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,9 +12,18 @@ from evoattn.backends.triton import launch
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, layout_for
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.prepare import RowBias
-from evoattn.backends.triton.primitives import DISTANT, LOG2E, decode, load_tile, wide
+from evoattn.backends.triton.primitives import DISTANT, LOG2E, decode, load_tile, sigmoid, store_tile, wide
 
-__all__ = ["PAD", "plan_pack", "plan_row_spans", "plan_statistics", "store_statistics", "without_empty_rows"]
+__all__ = [
+    "PAD",
+    "GatePass",
+    "gate_gradient",
+    "plan_pack",
+    "plan_row_spans",
+    "plan_statistics",
+    "store_statistics",
+    "without_empty_rows",
+]
 
 PAD = 16
 """Padded lengths are multiples of this. Kernels take them, and strides over them, in units of it, so that rows load wide."""
@@ -63,54 +74,24 @@ def without_empty_rows(b_lse, b_delta):
 @Kernel
 @triton.jit(
     do_not_specialize=[
-        "stride_ob",
-        "stride_on",
-        "stride_oh",
-        "stride_ol",
-        "stride_dob",
-        "stride_don",
-        "stride_doh",
-        "stride_dol",
-        "stride_dlse_b",
-        "stride_dlse_n",
-        "stride_dlse_h",
-        "stride_dlse_q",
-        "n_rows",
-        "heads",
-        "lq",
-        "padded_q",
-        "half",
-        "blocks",
+        "stride_ob", "stride_on", "stride_oh", "stride_ol",
+        "stride_dob", "stride_don", "stride_doh", "stride_dol",
+        "stride_dlse_b", "stride_dlse_n", "stride_dlse_h", "stride_dlse_q",
+        "stride_gb", "stride_gn", "stride_gh", "stride_gl",
+        "stride_gated_b", "stride_gated_n", "stride_gated_h", "stride_gated_l",
+        "stride_dgb", "stride_dgn", "stride_dgh", "stride_dgl",
+        "n_rows", "heads", "lq", "padded_q", "half", "blocks",
     ]
-)
+)  # fmt: skip
 def statistics_kernel(
-    p_o,
-    p_do,
-    p_lse,
-    p_ref,
-    p_dlse,
-    p_stats,
-    p_distant,
-    stride_ob,
-    stride_on,
-    stride_oh,
-    stride_ol,
-    stride_oc,
-    stride_dob,
-    stride_don,
-    stride_doh,
-    stride_dol,
-    stride_doc,
-    stride_dlse_b,
-    stride_dlse_n,
-    stride_dlse_h,
-    stride_dlse_q,
-    n_rows,
-    heads,
-    lq,
-    padded_q,
-    half,
-    blocks,
+    p_o, p_do, p_lse, p_ref, p_dlse, p_stats, p_distant, p_gate, p_gated, p_dgate,
+    stride_ob, stride_on, stride_oh, stride_ol, stride_oc,
+    stride_dob, stride_don, stride_doh, stride_dol, stride_doc,
+    stride_dlse_b, stride_dlse_n, stride_dlse_h, stride_dlse_q,
+    stride_gb, stride_gn, stride_gh, stride_gl, stride_gc,
+    stride_gated_b, stride_gated_n, stride_gated_h, stride_gated_l, stride_gated_c,
+    stride_dgb, stride_dgn, stride_dgh, stride_dgl, stride_dgc,
+    n_rows, heads, lq, padded_q, half, blocks,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -118,13 +99,15 @@ def statistics_kernel(
     GRAIN: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HAS_PAIR: tl.constexpr,
+    GATED_DO: tl.constexpr,
+    DGATE: tl.constexpr,
     WIDE: tl.constexpr,
     WAIT: tl.constexpr,
-):
+):  # fmt: skip
     """One program owns BLOCK_Q queries of one (b, n, h).
 
-    It reads o and do once and loops over nothing.
-    It writes what `store_statistics` says, once.
+    It reads o, do and the gate once and loops over nothing.
+    It writes what `store_statistics` says, with GATED_DO do * sigmoid(gate), with DGATE the gradient of the gate, each once.
     """
     wait_to_load(WAIT)
     # Heads run fastest: in the layout bnlhd they are neighbours in memory.
@@ -146,26 +129,66 @@ def statistics_kernel(
     p_stats += row * (padded_q * PAD) + start
     inside = o_in < padded_q * PAD - block * BLOCK_Q
     first = row * lq + start
+    if GATED_DO or DGATE:
+        p_gate += (b * stride_gb + n * stride_gn + h * stride_gh + start * stride_gl) * GRAIN
+        b_gate = load_tile(p_gate, o_q, o_c, stride_gl * GRAIN, stride_gc, left, C, True, C != BLOCK_C)  # [q,c]
     wait_to_store(WAIT)
     store_statistics(
         p_stats, p_distant, p_lse + first, p_ref + first, p_dlse, b_o, b_do, o_in, left, inside, stride_dlse_q,
         wide(half, WIDE) * PAD, HAS_DLSE, HAS_PAIR, True,
     )  # fmt: skip
+    if GATED_DO:
+        p_gated += (b * stride_gated_b + n * stride_gated_n + h * stride_gated_h + start * stride_gated_l) * GRAIN
+        b_gated = b_do.to(tl.float32) * sigmoid(b_gate)  # [q,c]
+        store_tile(p_gated, b_gated, o_q, o_c, stride_gated_l * GRAIN, stride_gated_c, left, C, True, C != BLOCK_C)
+    if DGATE:
+        p_dgate += (b * stride_dgb + n * stride_dgn + h * stride_dgh + start * stride_dgl) * GRAIN
+        b_dgate = gate_gradient(b_o, b_do, b_gate)  # [q,c]
+        store_tile(p_dgate, b_dgate, o_q, o_c, stride_dgl * GRAIN, stride_dgc, left, C, True, C != BLOCK_C)
 
 
-def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None) -> Launch:
-    """Of (o, do, lse, reference, dlse or lse, stats, distant): fills `stats` [2 or 4, b, n, h, padded_q].
+@triton.jit
+def gate_gradient(b_o, b_do, b_gate):
+    """do * o * (1 - sigmoid(gate)) in float32, of the gated o."""
+    return b_do.to(tl.float32) * b_o.to(tl.float32) * sigmoid(-b_gate.to(tl.float32))
 
-    The first two are lse and delta, the others, with a pair bias, are for queries with a reference (`store_statistics`).
+
+class GatePass(NamedTuple):
+    """What the pass that makes the statistics does with a gate besides. All are [b,n,h,q,c].
+
+    Args:
+        gate: before the sigmoid.
+        do: the cotangent of the gated o.
+        gated_do: do * sigmoid(gate), which the kernels after it read in the place of do.
+        dgate: the gradient of the gate.
+        needs_do, needs_dgate: which of the two are written.
+    """
+
+    gate: Strided
+    do: Strided
+    gated_do: Strided
+    dgate: Strided
+    needs_do: bool
+    needs_dgate: bool
+
+
+def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None, gate: GatePass | None = None) -> Launch:
+    """Of (o, do, lse, reference, dlse or lse, stats, distant, gate, gated do, dgate): fills `stats`
+    [2 or 4, b, n, h, padded_q].
+
+    The first two are lse and delta, the others, with a pair bias, are for queries with a reference (`store_statistics`). It
+    touches of the last three tensors what `gate` asks for.
     """
     b, n, h, lq, c = o.shape
     padded_q = stats.shape[-1]
-    layout = layout_for(o, do)
+    layout = layout_for(o, do) if gate is None else layout_for(o, gate.do, gate.gate, gate.gated_do, gate.dgate)
+    of_do, of_gate = layout.strides[:10], layout.strides[10:] or (0,) * 15
     blocks = -(-padded_q // _STATISTICS_ROWS)
     return statistics_kernel.plan(
         blocks * n * h * b,
-        *layout.strides,
+        *of_do,
         *launch.strides(dlse, 4),
+        *of_gate,
         n,
         h,
         lq,
@@ -179,6 +202,8 @@ def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | Non
         GRAIN=layout.grain,
         HAS_DLSE=dlse is not None,
         HAS_PAIR=stats.shape[0] == 4,
+        GATED_DO=gate is not None and gate.needs_do,
+        DGATE=gate is not None and gate.needs_dgate,
         WIDE=layout.wide or launch.far_apart(stats),
         num_warps=4 if c <= 128 else 8,  # with 4, 256 channels of float32 spill 208 bytes on 8.6
     )

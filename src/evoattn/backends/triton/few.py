@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.bwd_preprocess import without_empty_rows
+from evoattn.backends.triton.bwd_preprocess import gate_gradient, without_empty_rows
 from evoattn.backends.triton.launch import Kernel, Strided, contiguous, layout_for, strided
 from evoattn.backends.triton.prepare import row_tile
-from evoattn.backends.triton.primitives import FLOOR, LOG2E, finish, load_tile, wide
+from evoattn.backends.triton.primitives import FLOOR, LOG2E, finish, load_tile, sigmoid, wide
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.tuning.heuristics_few import FewTiles
 
@@ -34,6 +34,7 @@ _STRIDES_QKV = [
     "stride_vb", "stride_vn", "stride_vh", "stride_vl",
 ]  # fmt: skip
 _STRIDES_ROW = ["stride_mask_b", "stride_mask_n", "stride_bias_b", "stride_bias_n"]
+_STRIDES_GATE = ["stride_gb", "stride_gn", "stride_gh", "stride_gl"]
 
 
 @triton.jit
@@ -106,27 +107,29 @@ def _row_bias(
 
 
 @Kernel
-@triton.jit(do_not_specialize=[*_STRIDES_QKV, *_STRIDES_ROW, *_SIZES])
+@triton.jit(do_not_specialize=[*_STRIDES_QKV, *_STRIDES_ROW, *_STRIDES_GATE, *_SIZES])
 def forward_few_kernel(
-    p_q, p_k, p_v, p_mask, p_bias, p_o, p_lse, p_ref, scale,
+    p_q, p_k, p_v, p_mask, p_bias, p_o, p_lse, p_ref, p_gate, scale,
     stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
     stride_mask_b, stride_mask_n, stride_mask, stride_bias_b, stride_bias_n, stride_bias,
     n_rows, heads, total, lq, lk,
+    stride_gb, stride_gn, stride_gh, stride_gl, stride_gc,
     D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, GRAIN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS_INSIDE: tl.constexpr,
-    WIDE: tl.constexpr,
+    EVEN_K: tl.constexpr, GRAIN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr,
+    HEADS_INSIDE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program owns all queries and keys of ROWS rows (b, n, h).
 
     It reads keys and values once, then loops over queries.
-    It writes o, lse and reference, which is 0 without a pair bias, once.
+    It writes o, gated if there is a gate, lse and reference, which is 0 without a pair bias, once.
     """
     o_row, b, n, h, inside = _places(n_rows, heads, total, ROWS, WIDE)
     o_q = (b * stride_qb + n * stride_qn + h * stride_qh) * GRAIN
     o_k = (b * stride_kb + n * stride_kn + h * stride_kh) * GRAIN
     o_v = (b * stride_vb + n * stride_vn + h * stride_vh) * GRAIN
+    o_gate = (b * stride_gb + n * stride_gn + h * stride_gh) * GRAIN
     b_k = _load_keys(p_k, o_k, stride_kl * GRAIN, stride_kd, lk, D, BLOCK_K, BLOCK_D, EVEN_K, WIDE)  # [r,k,d]
     b_v = _load_keys(p_v, o_v, stride_vl * GRAIN, stride_vc, lk, C, BLOCK_K, BLOCK_C, EVEN_K, WIDE)  # [r,k,c]
     o_mask, o_bias = b * stride_mask_b + n * stride_mask_n, b * stride_bias_b + n * stride_bias_n
@@ -144,6 +147,8 @@ def forward_few_kernel(
         b_p = tl.math.exp2(b_s - b_max[:, None])  # [r,k]
         b_sum = tl.sum(b_p, 1)
         b_o, b_lse = finish(tl.sum(b_p[:, :, None] * b_v, 1), b_max, b_sum)  # [r,c], [r]
+        if HAS_GATE:
+            b_o *= sigmoid(_load_row(p_gate, o_gate + at * (stride_gl * GRAIN), stride_gc, C, BLOCK_C, WIDE))
         o_stat = o_row * lq + query
         tl.store(p_lse + o_stat, b_lse, mask=inside)
         tl.store(p_ref + o_stat, tl.zeros([ROWS], tl.float32), mask=inside)
@@ -154,13 +159,13 @@ def forward_few_kernel(
 @Kernel
 @triton.jit(
     do_not_specialize=[
-        *_STRIDES_QKV, *_STRIDES_ROW, *_SIZES,
+        *_STRIDES_QKV, *_STRIDES_ROW, *_STRIDES_GATE, *_SIZES,
         "stride_dob", "stride_don", "stride_doh", "stride_dol", "stride_ob", "stride_on", "stride_oh", "stride_ol",
         "stride_dlse_b", "stride_dlse_n", "stride_dlse_h", "stride_dlse_q",
     ]
 )  # fmt: skip
 def backward_few_kernel(
-    p_q, p_k, p_v, p_mask, p_bias, p_do, p_o, p_lse, p_dlse, p_dq, p_dk, p_dv, scale,
+    p_q, p_k, p_v, p_mask, p_bias, p_do, p_o, p_lse, p_dlse, p_gate, p_dq, p_dk, p_dv, p_dgate, scale,
     stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
@@ -169,19 +174,22 @@ def backward_few_kernel(
     stride_dlse_b, stride_dlse_n, stride_dlse_h, stride_dlse_q,
     stride_mask_b, stride_mask_n, stride_mask, stride_bias_b, stride_bias_n, stride_bias,
     n_rows, heads, total, lq, lk,
+    stride_gb, stride_gn, stride_gh, stride_gl, stride_gc,
     D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, GRAIN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DLSE: tl.constexpr,
-    NEED_DQ: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HEADS_INSIDE: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_K: tl.constexpr, GRAIN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DLSE: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, NEED_DGATE: tl.constexpr,
+    HEADS_INSIDE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program owns all queries and keys of ROWS rows (b, n, h).
 
     It reads keys and values once, then loops over queries, whose delta it makes on the way.
-    It writes dq once a query, and dk and dv once.
+    It writes dq and dgate once a query, and dk and dv once.
     """
     o_row, b, n, h, inside = _places(n_rows, heads, total, ROWS, WIDE)
     o_q = (b * stride_qb + n * stride_qn + h * stride_qh) * GRAIN
     o_k = (b * stride_kb + n * stride_kn + h * stride_kh) * GRAIN
     o_v = (b * stride_vb + n * stride_vn + h * stride_vh) * GRAIN
+    o_gate = (b * stride_gb + n * stride_gn + h * stride_gh) * GRAIN
     o_do = (b * stride_dob + n * stride_don + h * stride_doh) * GRAIN
     o_o = (b * stride_ob + n * stride_on + h * stride_oh) * GRAIN
     o_dlse = b * stride_dlse_b + n * stride_dlse_n + h * stride_dlse_h
@@ -203,6 +211,12 @@ def backward_few_kernel(
         if HAS_DLSE:
             b_delta -= tl.load(p_dlse + o_dlse + at * stride_dlse_q) * LOG2E
         b_lse, b_delta = without_empty_rows(b_lse, b_delta)
+        o_out = ((b * n_rows + n) * lq + query) * heads + h if HEADS_INSIDE else o_stat
+        if HAS_GATE:
+            b_gate = _load_row(p_gate, o_gate + at * (stride_gl * GRAIN), stride_gc, C, BLOCK_C, WIDE)  # [r,c]
+            if NEED_DGATE:
+                _store_row(p_dgate, o_out * C, gate_gradient(b_o, b_do, b_gate), inside, C, BLOCK_C)
+            b_do *= sigmoid(b_gate)
         b_s = tl.sum(b_q[:, None, :] * b_k.to(tl.float32), 2) * (scale * LOG2E) + b_row  # [r,k]
         if not EVEN_K:
             b_s = tl.where(o_past, float("-inf"), b_s)
@@ -211,7 +225,6 @@ def backward_few_kernel(
         b_ds = b_p * (b_dp - b_delta[:, None]) * scale  # [r,k]
         if NEED_DQ:
             b_dq = tl.sum(b_ds[:, :, None] * b_k.to(tl.float32), 1)  # [r,d]
-            o_out = ((b * n_rows + n) * lq + query) * heads + h if HEADS_INSIDE else o_stat
             _store_row(p_dq, o_out * D, b_dq, inside, D, BLOCK_D)
         if NEED_DK:
             b_dk += b_ds[:, :, None] * b_q[:, None, :]
@@ -246,10 +259,11 @@ def plan_forward_few(inputs: Inputs, tiles: FewTiles, *, scale: float, layout: s
     start = forward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
 
     def run(inputs: Inputs, outputs: Outputs) -> None:
-        q, k, v, mask, mask_bias, *_ = inputs
+        q, k, v, mask, mask_bias, _, gate = inputs
         lse = outputs.lse
         # What is not given is never read: any tensor stands in for it.
-        start(q, k, v, lse if mask is None else mask, lse if mask_bias is None else mask_bias, *outputs)
+        mask, mask_bias, gate = (lse if x is None else x for x in (mask, mask_bias, gate))
+        start(q, k, v, mask, mask_bias, *outputs, gate)
 
     return run
 
@@ -262,24 +276,24 @@ def plan_backward_few(
     *,
     scale: float,
     layout: str,
-    needs: tuple[bool, bool, bool],
+    needs: tuple[bool, bool, bool, bool],
 ) -> Callable[..., tuple[None, None]]:
-    """What computes dq, dk and dv, of which `needs` says which are wanted, likewise."""
+    """What computes dq, dk, dv and dgate, of which `needs` says which are wanted, likewise."""
     (do, dlse), (o, lse, _) = cotangents, outputs
     of_do = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
     of_dlse = None if dlse is None else strided(dlse)
     strides, sizes, constants = _common(inputs, tiles, layout, (of_do, strided(o)), of_dlse)
-    constants.update(zip(("NEED_DQ", "NEED_DK", "NEED_DV"), needs, strict=True), HAS_DLSE=dlse is not None)
+    constants.update(zip(("NEED_DQ", "NEED_DK", "NEED_DV", "NEED_DGATE"), needs, strict=True), HAS_DLSE=dlse is not None)
     programs = -(-math.prod(inputs.q.shape[:3]) // tiles.rows)
     gathers = not lse.is_contiguous()  # as hooks on saved tensors may give it back
     start = backward_few_kernel.plan(programs, scale, *strides, *sizes, **constants)
 
     def run(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, results: tuple[Tensor | None, ...]) -> tuple[None, None]:
-        (do, dlse), (q, k, v, mask, mask_bias, *_), (o, lse, _) = cotangents, inputs, outputs
+        (do, dlse), (q, k, v, mask, mask_bias, _, gate), (o, lse, _) = cotangents, inputs, outputs
         do = torch.zeros((), dtype=o.dtype, device=o.device) if do is None else do
         lse = lse.contiguous() if gathers else lse
-        mask, mask_bias, dlse = (lse if x is None else x for x in (mask, mask_bias, dlse))
-        start(q, k, v, mask, mask_bias, do, o, lse, dlse, *(o if x is None else x for x in results[:3]))
+        mask, mask_bias, dlse, gate = (lse if x is None else x for x in (mask, mask_bias, dlse, gate))
+        start(q, k, v, mask, mask_bias, do, o, lse, dlse, gate, *(o if x is None else x for x in results))
         return None, None
 
     return run
@@ -288,11 +302,13 @@ def plan_backward_few(
 def _common(
     inputs: Inputs, tiles: FewTiles, layout: str, more: tuple[Strided, ...], dlse: Strided | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
-    """Strides (of dlse too where there are more tensors), sizes and constants of a launch."""
+    """Strides (of dlse too where there are more tensors), sizes with the gate's strides, and constants of a launch."""
     (q, k, v), mask, mask_bias = map(strided, inputs[:3]), inputs.mask, inputs.mask_bias
+    gate = () if inputs.gate is None else (strided(inputs.gate),)
     b, n, h, lq, d = q.shape
     lk, c = k.shape[-2], v.shape[-1]
-    of_all = layout_for(q, k, v, *more)
+    of_all = layout_for(q, k, v, *more, *gate)
+    count = 5 * (3 + len(more))
     of_mask = launch.strides(None if mask is None else strided(mask), 3)
     of_bias = launch.strides(None if mask_bias is None else strided(mask_bias), 3)
     of_dlse = launch.strides(dlse, 4) if more else ()
@@ -309,11 +325,15 @@ def _common(
         "GRAIN": of_all.grain,
         "HAS_MASK": mask is not None,
         "HAS_BIAS": mask_bias is not None,
+        "HAS_GATE": bool(gate),
         "HEADS_INSIDE": layout == "bnlhd",
-        "WIDE": any(_extent(x) >= 1 << 31 for x in (q, k, v, *more, *results, *biases, *(() if dlse is None else (dlse,)))),
+        "WIDE": any(
+            _extent(x) >= 1 << 31 for x in (q, k, v, *more, *gate, *results, *biases, *(() if dlse is None else (dlse,)))
+        ),
         "num_warps": tiles.num_warps,
     }
-    return (*of_all.strides, *of_dlse, *of_mask, *of_bias), (n, h, b * n * h, lq, lk), constants
+    sizes = (n, h, b * n * h, lq, lk, *(of_all.strides[count:] or (0,) * 5))
+    return (*of_all.strides[:count], *of_dlse, *of_mask, *of_bias), sizes, constants
 
 
 def _extent(tensor: Strided) -> int:

@@ -8,10 +8,10 @@ import functools
 import triton
 import triton.language as tl
 
-from evoattn.backends import Description, Plan
+from evoattn.backends import GATED_FORWARD, Description, Plan
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.few import plan_forward_few
-from evoattn.backends.triton.launch import Kernel, Launch, Strided, strided
+from evoattn.backends.triton.launch import Kernel, Launch, Layout, Strided, layout_for, strided
 from evoattn.backends.triton.overlap import overlap, wait_to_load, wait_to_store
 from evoattn.backends.triton.prepare import COPIED, RowBias, copied, loads_wide, needs_copy, plan_rows
 from evoattn.backends.triton.primitives import (
@@ -28,6 +28,7 @@ from evoattn.backends.triton.primitives import (
     natural,
     online_softmax,
     scores,
+    sigmoid,
     store_tile,
     wide,
 )
@@ -111,6 +112,15 @@ def _step(
 
 
 @triton.jit
+def _gated(
+    b_o, p_gate, o_q, stride_q, stride_c, left, C: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """b_o [q,c] * sigmoid(gate); p_gate points at the first query."""
+    o_c = wide(tl.arange(0, BLOCK_C), WIDE)
+    return b_o * sigmoid(load_tile(p_gate, o_q, o_c, stride_q, stride_c, left, C, True, C != BLOCK_C))  # [q,c]
+
+
+@triton.jit
 def _largest_bias(
     b_top, p_row, p_pair, pair_b, pair_h, pair_q, o_pair_q, first_k, unit, stride_pair_q, stride_pair_k, lk,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_ROW: tl.constexpr, TENSOR_MAP: tl.constexpr, FOLD: tl.constexpr,
@@ -137,26 +147,29 @@ def _largest_bias(
         "stride_qb", "stride_qn", "stride_qh", "stride_ql", "stride_kb", "stride_kn", "stride_kh", "stride_kl",
         "stride_vb", "stride_vn", "stride_vh", "stride_vl", "stride_pair_b", "stride_pair_h", "stride_pair_q",
         "stride_row_b", "stride_row_n", "stride_runs_b", "stride_runs_n", "n_rows", "heads", "lq", "lk", "first_q", "blocks",
+        "stride_gb", "stride_gn", "stride_gh", "stride_gl",
     ]
 )  # fmt: skip
 def forward_kernel(
-    p_q, p_k, p_v, p_row, p_runs, p_pair, p_o, p_lse, p_ref, scale,
+    p_q, p_k, p_v, p_row, p_runs, p_pair, p_o, p_lse, p_ref, p_gate, scale,
     stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
     stride_pair_b, stride_pair_h, stride_pair_q, stride_pair_k,
     stride_row_b, stride_row_n, stride_runs_b, stride_runs_n,
     n_rows, heads, lq, lk, first_q, blocks,
+    stride_gb, stride_gn, stride_gh, stride_gl, stride_gc,
     D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr, STAGES: tl.constexpr,
-    GRAIN: tl.constexpr, GRAIN_PAIR: tl.constexpr,
-    HAS_PAIR: tl.constexpr, HAS_ROW: tl.constexpr, EVEN_K: tl.constexpr, HEADS_INSIDE: tl.constexpr, TENSOR_MAP: tl.constexpr,
-    FOLD: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, WAIT: tl.constexpr,
+    GRAIN: tl.constexpr, GRAIN_PAIR: tl.constexpr, GRAIN_GATE: tl.constexpr,
+    HAS_PAIR: tl.constexpr, HAS_ROW: tl.constexpr, HAS_GATE: tl.constexpr, EVEN_K: tl.constexpr, HEADS_INSIDE: tl.constexpr,
+    TENSOR_MAP: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_Q queries of one (b, n, h).
 
     It loops over the live key tiles of its row, run by run, with the online softmax; a ragged last tile comes after the loop.
-    It writes o, lse and reference once. Queries whose pair bias swallows their scores are computed and written again.
+    It writes o, gated if there is a gate, lse and reference once. Queries whose pair bias swallows their scores are computed
+    and written again.
     """
     block, n, h, b = decode(tl.program_id(0), blocks, n_rows, heads)
     start_q = first_q + block * BLOCK_Q
@@ -218,6 +231,9 @@ def forward_kernel(
 
     wait_to_store(WAIT)
     b_o, b_lse = finish(b_acc, b_max, b_sum)
+    if HAS_GATE:
+        p_gate += (b * stride_gb + n * stride_gn + h * stride_gh + start_q.to(tl.int64) * stride_gl) * GRAIN_GATE
+        b_o = _gated(b_o, p_gate, o_q, stride_gl * GRAIN_GATE, stride_gc, left_q, C, BLOCK_C, WIDE)
     row = (b * n_rows + n) * heads + h
     p_lse += row * lq + start_q
     p_ref += row * lq + start_q
@@ -253,6 +269,8 @@ def forward_kernel(
                     WIDE, True,
                 )  # fmt: skip
             b_o, b_lse = finish(b_acc, b_max, b_sum)
+            if HAS_GATE:
+                b_o = _gated(b_o, p_gate, o_q, stride_gl * GRAIN_GATE, stride_gc, left_q, C, BLOCK_C, WIDE)
             b_again = (b_ref != 0.0) & (o_in < left_q)
             tl.debug_barrier()  # another thread may have stored the same element before
             tl.store(p_lse + o_in, b_lse, mask=b_again)
@@ -272,6 +290,7 @@ class Forward:
         pair: the pair bias as it is given.
         copy_pair: with rows that load wide, where it is copied to such rows first.
         launches: of the kernel.
+        gate: what it does with a gate, where there is one.
     """
 
     tiles: ForwardTiles
@@ -280,16 +299,17 @@ class Forward:
     pair: Strided | None
     copy_pair: Strided | None
     launches: tuple[Launch, ...]
+    gate: str | None
 
     def describe(self) -> Description:
         """See `evoattn.backends`."""
         tiles = self.tiles
         config = Config(block_q=tiles.block_q, block_k=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
         copies = () if self.copy_pair is None else (COPIED,)
-        return Description(config, copies=copies, tuned="forward" if self.tuned else None)
+        return Description(config, copies=copies, gate=self.gate, tuned="forward" if self.tuned else None)
 
     def __call__(self, inputs: Inputs, outputs: Outputs) -> None:
-        q, k, v, mask, mask_bias, pair_bias, _ = inputs
+        q, k, v, mask, mask_bias, pair_bias, gate = inputs
         o, lse, reference = outputs
         p_pair = q
         if pair_bias is not None:
@@ -301,23 +321,24 @@ class Forward:
         if self.rows is not None:
             row, runs = self.rows(mask, mask_bias)
         for start in self.launches:
-            start(q, k, v, row, runs, p_pair, o, lse, reference)
+            start(q, k, v, row, runs, p_pair, o, lse, reference, o if gate is None else gate)
 
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """What computes o [b,n,h,q,c], contiguous in `layout`, lse and reference [b,n,h,q] of tensors that lie like these."""
-    q, k, v, mask, mask_bias, pair_bias, _ = inputs
+    q, k, v, mask, mask_bias, pair_bias, gate = inputs
     n, lk = q.shape[1], k.shape[-2]
     if q.shape[:-1].numel() == 0 or lk == 0:
         return Plan(_nothing if q.shape[:-1].numel() == 0 else _no_keys, Description)
     pair = None if pair_bias is None else strided(pair_bias)
     copy_pair = copied(pair) if pair is not None and needs_copy(pair, n) else None
     fold = launch.folds(scale)
+    told = None if gate is None else GATED_FORWARD
     problem = dataclasses.replace(describe(inputs), capability=launch.capability(q.device))
     few = few_tiles("forward", problem, config)
     if few is not None:
         run = plan_forward_few(inputs, few, scale=scale, layout=layout)
-        return Plan(run, functools.partial(Description, Config(num_warps=few.num_warps)))
+        return Plan(run, functools.partial(Description, Config(num_warps=few.num_warps), gate=told))
     tiles = forward_tiles(problem, config, launch.shared_memory_limit(q.device))
     rows = None
     if mask is not None or mask_bias is not None:
@@ -327,6 +348,7 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
         tiles,
         (strided(q), strided(k), strided(v)),
         copy_pair or pair,
+        None if gate is None else strided(gate),
         rows,
         scale,
         fold,
@@ -335,7 +357,7 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     row = None if rows is None else rows.launch
     overlap(q.device, (row, ()), *((start, (row,)) for start in launches))
     tuned = user.is_tuned("triton", "forward", problem, config)
-    forward = Forward(tiles, tuned, rows, pair, copy_pair, launches)
+    forward = Forward(tiles, tuned, rows, pair, copy_pair, launches, told)
     return Plan(forward, forward.describe)
 
 
@@ -344,6 +366,7 @@ def _launches(
     tiles: ForwardTiles,
     qkv: tuple[Strided, Strided, Strided],
     pair: Strided | None,
+    gate: Strided | None,
     rows: RowBias | None,
     scale: float,
     fold: bool,
@@ -362,6 +385,7 @@ def _launches(
         and pair.stride[-2] > 0
     )
     grain_pair = 1 if maps else launch.grain(pair)  # a map needs none: one variant less for every length
+    of_gate = Layout(1, (0,) * 5, False) if gate is None else layout_for(gate)
     constants = {
         "D": d,
         "C": c,
@@ -371,14 +395,16 @@ def _launches(
         "STAGES": tiles.num_stages,
         "GRAIN": grain,
         "GRAIN_PAIR": grain_pair,
+        "GRAIN_GATE": of_gate.grain,
         "HAS_PAIR": pair is not None,
         "HAS_ROW": rows is not None,
+        "HAS_GATE": gate is not None,
         "EVEN_K": lk % tiles.block_k == 0,
         "HEADS_INSIDE": heads_inside,
         "TENSOR_MAP": maps,
         "FOLD": fold,
         "PRECISION": launch.split_precision(problem.dtype, max(d, c)),
-        "WIDE": launch.is_wide(*qkv, pair),
+        "WIDE": launch.is_wide(*qkv, pair, gate),
         "num_stages": tiles.num_stages,
     }
     # A pair bias that no map brings takes more registers, for addresses: with a limit they would spill.
@@ -393,7 +419,7 @@ def _launches(
             through_map = (_PAIR_ARGUMENT, launch.tensor_map(pair, (1, 1, block_q, tiles.block_k)))
         whole = block_q == tiles.block_q
         start = forward_kernel.plan(
-            blocks * n * h * b, scale, *strides, *row_strides, n, h, lq, lk, first_q, blocks,
+            blocks * n * h * b, scale, *strides, *row_strides, n, h, lq, lk, first_q, blocks, *of_gate.strides,
             **constants, **(limit if whole else {}), BLOCK_Q=block_q, TAIL_K=_tail(lk, tiles) if whole else tiles.block_k,
             num_warps=tiles.warps(block_q, LEFT_OVER_WARPS), through_map=through_map,
         )  # fmt: skip

@@ -15,6 +15,7 @@ Scores live in log2 units (a score times log2 e), because the hardware's exponen
     scores(...)                    [q,k] in log2 units divided by `unit`: q k^T + biases
     online_softmax(...)            one step of the running max, sum and rescaled accumulator
     finish(...)                    o and lse of a block of rows, with the convention for rows that attend to nothing
+    sigmoid(b_gate)                in float32, of a tile in any dtype
 """
 
 from __future__ import annotations
@@ -190,3 +191,9 @@ def finish(b_acc, b_max, b_sum):
     b_o = b_acc * (1.0 / tl.where(b_empty, 1.0, b_sum))[:, None]
     b_lse = tl.where(b_empty, float("-inf"), b_max + tl.math.log2(b_sum))
     return b_o, b_lse
+
+
+@triton.jit
+def sigmoid(b_gate):
+    """1 / (1 + exp(-gate)) in float32; 0 for -inf, and 1 for +inf."""
+    return 1.0 / (1.0 + tl.math.exp2(b_gate.to(tl.float32) * -LOG2E))

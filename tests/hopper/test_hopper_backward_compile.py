@@ -15,6 +15,7 @@ from evoattn.backends.hopper.backward.dkdv import kernel as dkdv  # noqa: E402
 from evoattn.backends.hopper.backward.dq import bias_sum  # noqa: E402
 from evoattn.backends.hopper.backward.dq import kernel as dq  # noqa: E402
 from evoattn.backends.hopper.backward.fused import kernel as fused  # noqa: E402
+from evoattn.backends.hopper.backward.gate.kernel import GatePass  # noqa: E402
 from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402
 from tests.helpers.machine_code import Made, count, make  # noqa: E402
 
@@ -156,6 +157,36 @@ def test_variants_of_the_other_dtype(channels, dtype):
 @pytest.mark.parametrize(("channels", "length"), [(8, 384), (32, 384), (64, 256), (64, 384), (64, 640)])
 def test_the_kernel_of_the_keys_has_registers_to_round(channels, length):
     check_dkdv(channels, length, "bfloat16", True, rounds=True)
+
+
+GATED = {"dlse": True, "gate": True}
+
+
+@pytest.mark.parametrize("channels", [32, *(pytest.param(c, marks=slow) for c in (8, 16, 24, 48, 64))])
+def test_the_pass_of_a_gate(channels):
+    for dtype in DTYPES.values():
+        assert make(GatePass(dtype, channels, dlse=True, passes=True, gradient=True)).spilled == 0
+    for passes, gradient in ((True, False), (False, True)):
+        assert make(GatePass(dtype, channels, dlse=False, passes=passes, gradient=gradient)).spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("channels", "length", "pair"),
+    [(32, 384, True), *(pytest.param(*each, marks=slow) for each in ((64, 384, True), (48, 768, True), (32, 512, False)))],
+)
+def test_dq_of_a_gated_call(channels, length, pair):
+    """It needs less: no o."""
+    formula = planned.query_shared(channels, True, **planned.query_variant(channels, length, True)) if pair else None
+    check(query_kernel(channels, length, pair=pair, **GATED), DQ_ALONE_SPILLED, formula)
+
+
+@slow
+def test_other_kernels_of_a_gated_call():
+    assert make(statistics.Statistics(cutlass.BFloat16, 32, **GATED)).spilled == 0
+    for channels in (8, 32):
+        tiles = planned.fused_tiles(channels, (1, 66, 2, 512, 512), 132)
+        made = make(fused.FusedGradients(cutlass.BFloat16, channels, row=True, tiles=tiles, mask_gradient=True, **GATED))
+        check(made, WHOLE_SPILLED, planned.fused_shared(channels, tiles))
 
 
 KEYS_384 = dkdv.KeyGradients(cutlass.BFloat16, 32, **BOTH, **planned.key_variant(32, 384, True))

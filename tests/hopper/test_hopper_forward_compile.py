@@ -109,6 +109,22 @@ def test_float16_compiles(name: str) -> None:
     assert count(main_loop(made.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
 
 
+GATED = {"d32_wide_pair": 6} | dict.fromkeys(("d64_long", "d64_own_scale", "d64_row", "d64_row_long", "d64_wide"), 13)
+"""Instructions that touch local memory in a row of a variant with a gate, of some 1,500."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gate_costs_the_steps_of_a_row_nothing(name: str) -> None:
+    """It is loaded when they are over."""
+    channels, options = VARIANTS[name]
+    kernel = forward_kernel.Forward(DTYPES["bfloat16"], channels, **options, gate=True)
+    made = make(kernel)
+    assert made.shared <= kernel.shared_bytes
+    assert not made.serialised
+    assert count(main_loop(made.instructions), "LDL", "STL") <= GATED.get(name, 0)
+    assert instructions_a_score(made.instructions) <= ROOM * json.loads(RECORD.read_text())[name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"deep": True}, {"bounded": True}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)

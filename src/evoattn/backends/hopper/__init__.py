@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.backends import Description, Plan
+from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, Description, Plan
 from evoattn.devices import installed, on_device_of, planned, processors
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Needs, Problem, describe
@@ -94,8 +94,6 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append("takes no empty tensors")
     if problem.pair_bias is not None and problem.n == 1:
         reasons.append("takes a pair_bias that two or more rows share, got 1 row")
-    if problem.gate:
-        reasons.append("takes no gate yet")
     reasons += _unsupported_gradients(problem)
     if config.given():
         reasons.append("its tiles are fixed: it takes no config")
@@ -160,14 +158,14 @@ def _skips(problem: Problem) -> bool:
 
 
 def copies(problem: Problem, inputs: Inputs) -> list[str]:
-    """q, k or v that the copy engine does not take; a pair bias that streams, or whose keys do not lie one after another."""
+    """q, k, v or a gate that the copy engine does not take; a pair bias that streams, or whose keys do not lie in a row."""
     from evoattn.backends.hopper.backward.variants import key_variant
     from evoattn.backends.hopper.host.memory import loads_wide
 
     found = [
         f"{name}: copied once a pass, so that each row of channels starts on 16 bytes and is in memory once for each head"
-        for name, x in zip("qkv", inputs.qkv, strict=True)
-        if not loads_wide(x)
+        for name, x in zip(("q", "k", "v", "gate"), (*inputs.qkv, inputs.gate), strict=True)
+        if x is not None and not loads_wide(x)
     ]
     if inputs.pair_bias is None:
         return found
@@ -190,9 +188,10 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     from evoattn.backends.hopper.host.launch import noting
 
     with noting() as kernels:
-        run = on_device_of(inputs.q, plan.plan_forward(*inputs[:6], scale=scale, layout=layout))
-    told = Description(resolve(), copies=tuple(copies(describe(inputs), inputs)))
-    return Plan(lambda inputs, outputs: run(*inputs[:6], *outputs), lambda: told, kernels=tuple(kernels))
+        run = on_device_of(inputs.q, plan.plan_forward(*inputs, scale=scale, layout=layout))
+    gate = None if inputs.gate is None else GATED_FORWARD
+    told = Description(resolve(), copies=tuple(copies(describe(inputs), inputs)), gate=gate)
+    return Plan(lambda inputs, outputs: run(*inputs, *outputs), lambda: told, kernels=tuple(kernels))
 
 
 def plan_backward(
@@ -208,21 +207,25 @@ def plan_backward(
     into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
-    from evoattn.backends.hopper.backward import plan
+    from evoattn.backends.hopper.backward.gate.plan import plan_gated_backward
+    from evoattn.backends.hopper.backward.plan import plan_backward
     from evoattn.backends.hopper.host.launch import noting
 
-    tensors = (*cotangents, *inputs[:6], *outputs)
-    wishes: dict[str, Any] = {"needs": needs, "deterministic": deterministic, "into": into}
-    with noting() as kernels:
-        planned = plan.plan_backward(*tensors, scale=scale, layout=layout, **wishes)
-    run = on_device_of(inputs.q, planned)
+    options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": needs, "deterministic": deterministic, "into": into}
     problem = describe(inputs, needs=needs, deterministic=deterministic)
-    told = Description(kernels=resolve_backward(problem), copies=tuple(copies(problem, inputs)))
+    gate = GATED_BACKWARD if problem.gate and cotangents.do is not None else None
+    told = Description(kernels=resolve_backward(problem), copies=tuple(copies(problem, inputs)), gate=gate)
+    with noting() as kernels:
+        if problem.gate:
+            run = plan_gated_backward(cotangents, inputs, outputs, **options)
+        else:
+            tensors: tuple[Any, ...] = (*cotangents, *inputs[:6], *outputs)
+            launch = plan_backward(*tensors, **options)
 
-    def launch(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]) -> Any:
-        return run(*cotangents, *inputs[:6], *outputs, *gradients[:3])
+            def run(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]) -> Any:
+                return launch(*cotangents, *inputs[:6], *outputs, *gradients[:3])
 
-    return Plan(launch, lambda: told, kernels=tuple(kernels))
+    return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(kernels))
 
 
 def compile_together(plans: Sequence[Plan]) -> None:

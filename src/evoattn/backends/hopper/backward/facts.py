@@ -40,6 +40,7 @@ class Facts:
         together: the heads that are launched together.
         clusters, key_blocks: how many clusters of the kernel of the queries run, and blocks of the other.
         gradient: how d(pair bias) is found, if it is wanted.
+        gated: whether a gate multiplies O, and its pass comes first.
     """
 
     dtype: torch.dtype
@@ -60,6 +61,7 @@ class Facts:
     clusters: int
     key_blocks: int
     gradient: PairGradient | None
+    gated: bool
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class Facts:
         scale: float,
         needs: tuple[bool, ...],
         deterministic: bool,
+        gated: bool,
     ) -> Facts:
         """Of tensors as a backend's `plan_backward` gets them."""
         (b, n, h, lq, d), lk = q.shape, k.shape[3]
@@ -112,6 +115,7 @@ class Facts:
             clusters=min(at_once, heads * panels * n),
             key_blocks=min(processors, heads * key_panels * n),
             gradient=gradient,
+            gated=gated,
         )
 
     @property

@@ -34,13 +34,16 @@ _meta = functools.partial(torch.empty, device="meta", dtype=torch.float32)
 def plan_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None,
     pair_bias: Tensor | None, o: Tensor, lse: Tensor, reference: Tensor,
-    *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool, into: Sequence[Tensor | None] | None = None,
+    *, scale: float, layout: str, needs: tuple[bool, ...], deterministic: bool, gated: bool = False,
+    into: Sequence[Tensor | None] | None = None,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:  # fmt: skip
     """A function of (do, dlse, q, k, v, mask, mask_bias, pair_bias, o, lse, reference, dq, dk, dv).
 
-    See `evoattn.backends`. `into` says how dq, dk and dv lie in memory, in place of `layout`.
+    See `evoattn.backends`. `gated`: do and dlse are what `gate.GatePass` has made of them, and o is not read. `into` says how
+    dq, dk and dv lie in memory, in place of `layout`.
     """
-    facts = Facts.of(q, k, mask, pair_bias, scale=scale, needs=needs, deterministic=deterministic)
+    wishes: dict[str, Any] = {"needs": needs, "deterministic": deterministic, "gated": gated}
+    facts = Facts.of(q, k, mask, pair_bias, scale=scale, **wishes)
     (b, n, h, lq, lk), gradient, device = facts.sizes, facts.gradient, facts.device
     of_mask = needs[3]
     workspace = Workspace(device)

@@ -94,7 +94,7 @@ def stages_of(facts: Facts, seen: Seen, rows: Rows, stats: Tensor, parts: Tensor
 
 def _fused(facts: Facts, seen: Seen, rows: Rows, dlse: bool) -> Stage:
     b, n, h, _, _ = facts.sizes
-    wishes: dict[str, Any] = {"row": rows.there, "mask_gradient": facts.needs[3], "dlse": dlse}
+    wishes: dict[str, Any] = {"row": rows.there, "mask_gradient": facts.needs[3], "dlse": dlse, "gate": facts.gated}
     made = FusedGradients(types[facts.dtype], facts.d, **wishes, tiles=facts.fused)  # type: ignore[arg-type]
 
     def taken(x: Seen) -> tuple[Any, ...]:
@@ -105,7 +105,8 @@ def _fused(facts: Facts, seen: Seen, rows: Rows, dlse: bool) -> Stage:
 
 
 def _query(facts: Facts, seen: Seen, rows: Rows, dlse: bool, stats: Tensor, parts: Tensor) -> Stage:
-    wishes: dict[str, Any] = {"bias_gradient": facts.needs[4], "dlse": dlse, "partial": facts.partial, "skips": facts.skips}
+    wishes: dict[str, Any] = {"bias_gradient": facts.needs[4], "partial": facts.partial, "skips": facts.skips}
+    wishes |= {"dlse": dlse, "gate": facts.gated}
     has: dict[str, Any] = {"pair": facts.pair, "row": rows.there, "bias": None if facts.bias is None else types[facts.bias]}
     vector = not facts.pair or facts.sizes[4] % 2 == 0
     made = QueryGradients(types[facts.dtype], facts.d, **has, **wishes, **facts.query, vector=vector, timed=facts.query_timed)
@@ -121,7 +122,7 @@ def _query(facts: Facts, seen: Seen, rows: Rows, dlse: bool, stats: Tensor, part
 
 
 def _statistics(facts: Facts, seen: Seen, dlse: bool, stats: Tensor) -> Stage:
-    made = Statistics(types[facts.dtype], facts.d, dlse=dlse)
+    made = Statistics(types[facts.dtype], facts.d, dlse=dlse, gate=facts.gated)
     launch = plan(made, facts.device, seen.o, seen.do, seen.lse, seen.dlse, stats, facts.unit)
     return lambda x, stats, parts: launch(x.o, x.do, x.lse, x.dlse, stats)
 

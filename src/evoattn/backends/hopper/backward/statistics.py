@@ -24,11 +24,12 @@ class Statistics(Kernel):
         dtype: cutlass type of o and do.
         channels: C.
         dlse: whether lse has a gradient.
+        gate: whether a gate multiplies O. Then `gate.GatePass` has found delta, which comes with dlse, and o is not read.
     """
 
-    def __init__(self, dtype: Any, channels: int, *, dlse: bool = False):
-        self.dtype, self.channels, self.dlse = dtype, channels, dlse
-        self.name_after(dtype, channels=channels, dlse=dlse)
+    def __init__(self, dtype: Any, channels: int, *, dlse: bool = False, gate: bool = False):
+        self.dtype, self.channels, self.dlse, self.gated = dtype, channels, dlse, gate
+        self.name_after(dtype, channels=channels, dlse=dlse, gate=gate)
 
     @cute.jit
     def __call__(
@@ -56,7 +57,7 @@ class Statistics(Kernel):
         of[0], of[1] = Float32(NEVER), Float32(0.0)
         if q < o.shape[3]:
             delta = Float32(0.0)
-            for j in range_constexpr(self.channels // 8):
+            for j in range_constexpr(0 if self.gated else self.channels // 8):
                 one, two = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.dtype)
                 cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (j,)), one)
                 cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (j,)), two)

@@ -31,6 +31,7 @@ __all__ = [
     "packed",
     "padded",
     "release",
+    "sigmoid",
     "three_terms",
 ]
 
@@ -135,6 +136,11 @@ def mma_m16n8k16(dtype: Any, c: Any, a: Any, b: Any) -> Any:
 def fma(a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
     return arch.inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)) of a float32 number, to about 3 units in the last place; 0 for -inf, and 1 for +inf."""
+    return arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2E), fastmath=True))
 
 
 def finite(x: Any) -> Any:

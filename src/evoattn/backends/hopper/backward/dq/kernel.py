@@ -47,6 +47,7 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         stage, stages: slices of a stage of keys, and stages of a warpgroup.
         cluster: blocks that share the keys.
         dlse: whether lse has a gradient.
+        gate: whether a gate multiplies O. Then `gate.GatePass` has found delta, which comes with dlse, and o is not read.
         partial: whether each block leaves its part of d(pair bias) instead of adding it to what the others found.
         vector: whether lines of the pair bias start on 4 bytes, and the number of keys is even.
         skips: whether rows whose keys are all masked are left out, but for the first of a block's stretch: `dkdv`, which
@@ -66,6 +67,7 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         bias: Any = None,
         bias_gradient: bool,
         dlse: bool = False,
+        gate: bool = False,
         partial: bool = False,
         groups: int = 3,
         slices: int = 4,
@@ -90,11 +92,13 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         self.key_producers = 2 if self.helped or groups == 4 else groups  # warps; then one for the queries, one that sums dq
         if self.exits and self.key_producers < groups:
             raise ValueError("a warp that brings in the keys of two warpgroups counts the tiles of one")
+        self.gated = gate
         self.dlse, self.partial, self.skips = dlse, partial, skips
         self.timed = timed and pair and cluster == 1
         self.threads = (groups + 1) * 128
         self.registers = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[groups]
         options = {"pair": pair, "row": row, "bias_gradient": bias_gradient, "dlse": dlse, "partial": partial, "skips": skips}
+        options["gate"] = gate
         tiles = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
         other = None if self.bias is dtype else self.bias
         self.name_after(dtype, channels=channels, **options, bias=other, **tiles, vector=vector, timed=self.timed)

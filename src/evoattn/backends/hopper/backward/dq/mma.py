@@ -30,6 +30,7 @@ class QueryMma:
     pair: bool
     row: bool
     dlse: bool
+    gated: bool
     bias_gradient: bool
     groups: int
     slices: int
@@ -65,9 +66,9 @@ class QueryMma:
     @cute.jit
     def take_rows(self, ldm, rows, buffer: Int32, rQ, rG, rO, nl, nd, sN, wid: Int32, lane: Int32):
         """q and do of 64 queries into registers; -lse in powers of two, -delta"""
-        for x, to in ((0, rQ), (1, rO), (2 + buffer, rG)):
+        for x, to in ((0, rQ), (2 + buffer, rG)) if self.gated else ((0, rQ), (1, rO), (2 + buffer, rG)):
             cute.copy(ldm, rows[None, None, None, x], ldm.retile(to))
-        delta = row_products(self.dtype, rO, rG, lane)
+        delta = (Float32(0.0), Float32(0.0)) if self.gated else row_products(self.dtype, rO, rG, lane)
         for x in range_constexpr(2):
             q = wid % 4 * 16 + lane // 4 + 8 * x
             nl[x] = sN[q, 0]

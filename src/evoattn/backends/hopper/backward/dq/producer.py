@@ -25,6 +25,7 @@ class QueryProducer(QueryMma):
     keys: int
     key_producers: int
     skips: bool
+    gated: bool
 
     @cute.jit
     def produce_keys(
@@ -190,9 +191,10 @@ class QueryProducer(QueryMma):
                         work[count % 4, 1] = rows - following
                     if const_expr(len(self.exits) > 0):
                         work[count % 4, 2] = self.tiles_to(live, b, n)
-                    arch.mbarrier_arrive_and_expect_tx(qfull, 3 * ROWS * D * 2)
+                    arch.mbarrier_arrive_and_expect_tx(qfull, (2 if self.gated else 3) * ROWS * D * 2)
                 cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)
-                cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)
+                if const_expr(not self.gated):
+                    cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)
                 cute.copy(aG, gG[None, i, h, n, b], gS[None, 2 + ph], tma_bar_ptr=qfull)
                 count += 1
                 ph ^= 1

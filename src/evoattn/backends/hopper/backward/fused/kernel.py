@@ -40,18 +40,28 @@ class FusedGradients(FusedProducer, Kernel):
         row: whether there is a key-wise bias.
         mask_gradient: whether the gradient of the mask bias is wanted.
         dlse: whether lse has a gradient.
+        gate: whether a gate multiplies O. Then `gate.GatePass` has found delta, which comes with dlse, and o is not read.
         tiles: tiles of 64 queries that there is room for.
     """
 
     def __init__(
-        self, dtype: Any, channels: int, *, row: bool, mask_gradient: bool = False, dlse: bool = False, tiles: int = 8
+        self,
+        dtype: Any,
+        channels: int,
+        *,
+        row: bool,
+        mask_gradient: bool = False,
+        dlse: bool = False,
+        gate: bool = False,
+        tiles: int = 8,
     ):
         self.dtype, self.channels, self.row = dtype, channels, row
         self.mask_gradient, self.dlse, self.tiles, self.pair = mask_gradient, dlse, tiles, False
+        self.gated = gate
         self.D, self.steps = padded(channels), -(-channels // 16)
         self.width = 16 * self.steps
         self.threads = (GROUPS + 1) * 128
-        self.name_after(dtype, channels=channels, row=row, mask_gradient=mask_gradient, dlse=dlse, tiles=tiles)
+        self.name_after(dtype, channels=channels, row=row, mask_gradient=mask_gradient, dlse=dlse, gate=gate, tiles=tiles)
 
     def layouts(self):
         return (

@@ -19,6 +19,7 @@ class FusedProducer(FusedMma):
     """One warp for keys and queries, three for statistics; `FusedGradients` says what the attributes are."""
 
     dlse: bool
+    gated: bool
     row: bool
 
     def third(self, z, ends):
@@ -116,7 +117,7 @@ class FusedProducer(FusedMma):
                     low[x], delta[x] = Float32(NEVER), Float32(0.0)
                     if q < LQ:
                         value = lse[b, n, h, q]
-                        for y in range_constexpr(self.channels // 8):
+                        for y in range_constexpr(0 if self.gated else self.channels // 8):
                             one, two = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.dtype)
                             cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (y,)), one)
                             cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (y,)), two)

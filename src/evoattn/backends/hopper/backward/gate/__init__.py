@@ -1,0 +1,1 @@
+"""The gate in the backward: one pass before the other kernels."""

@@ -1,0 +1,95 @@
+"""Calls with a gate, planned and launched without a GPU, with nothing in the place of the Hopper kernels."""
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+
+from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, hopper
+from evoattn.inputs import Cotangents
+from evoattn.layouts import empty_gradients, empty_outputs
+from evoattn.tuning import Config
+from tests.helpers.gates import ALL, ONLY_GATE, Gated
+from tests.hopper.test_hopper_plans import kernels, launched  # noqa: F401 (fixtures)
+
+CALL = Gated("call", n=4, lq=100, lk=70, d=32, c=32, dtype=torch.bfloat16, pair_bias=torch.bfloat16)
+CALLS = (
+    CALL,
+    dataclasses.replace(CALL, name="sliced", gate="sliced", layout="bnhld"),
+    dataclasses.replace(CALL, name="expanded", gate="expanded", dlse=True, mask_bias=True),
+    dataclasses.replace(CALL, name="odd", gate="odd"),
+    dataclasses.replace(CALL, name="one_kernel", n=66, pair_bias=None),
+    dataclasses.replace(CALL, name="only_keys", needs=(False, True, True, False, False, True)),
+    dataclasses.replace(CALL, name="without_dgate", needs=(*ALL[:5], False), deterministic=True),
+)
+STAGES = {
+    "one_kernel": ["FusedGradients"],
+    "only_keys": ["Statistics", "KeyGradients"],
+    "without_dgate": ["QueryGradients", "KeyGradients", "PanelSum"],
+}
+LAID_OUT = {"Rows", "Pairs", "Tiles"}
+
+
+def run_backward(case: Gated) -> tuple[Any, ...]:
+    """The cotangents, inputs, outputs and gradients of a call whose backward was launched."""
+    inputs = case.inputs("cpu", seed=1)
+    outputs = empty_outputs(inputs, case.layout)
+    needs = tuple(need and x is not None for need, x in zip(case.needs, inputs.differentiable, strict=True))
+    cotangents = Cotangents(torch.randn_like(outputs.o) if case.do else None, outputs.lse if case.dlse else None)
+    options: dict[str, Any] = {"scale": 0.2, "layout": case.layout, "config": Config()}
+    gradients = empty_gradients(inputs, case.layout, needs)
+    plan = hopper.plan_backward(cotangents, inputs, outputs, needs=needs, deterministic=case.deterministic, **options)
+    plan.run(cotangents, inputs, outputs, gradients)
+    return cotangents, inputs, outputs, gradients, plan.describe()
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
+def test_a_forward_reads_the_gate(case: Gated, launched: list[Any]) -> None:  # noqa: F811
+    inputs = case.inputs("cpu", seed=1)
+    outputs = empty_outputs(inputs, case.layout)
+    plan = hopper.plan_forward(inputs, scale=0.2, layout=case.layout, config=Config())
+    plan.run(inputs, outputs)
+    name, arguments = launched[-1]
+    copied = case.gate in ("odd", "expanded")
+    assert name == "Forward"
+    assert (inputs.gate.data_ptr() in arguments) != copied  # type: ignore[union-attr]
+    assert any(text.startswith("gate: copied") for text in plan.describe().copies) == copied
+    assert plan.describe().gate == GATED_FORWARD
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
+def test_a_backward_reads_what_the_pass_of_the_gate_makes(case: Gated, launched: list[Any], kernels: list[Any]) -> None:  # noqa: F811
+    (do, _), _, outputs, gradients, told = run_backward(case)
+    names = [name for name, _ in launched]
+    assert names[0] == "GatePass", "all other kernels may start when it is complete, or wait for one that has waited"
+    assert [name for name in names[1:] if name not in LAID_OUT] == STAGES.get(case.name, ["QueryGradients", "KeyGradients"])
+    assert {do.data_ptr(), outputs.o.data_ptr()} <= set(launched[0][1])
+    for name, arguments in launched[1:]:
+        assert not {do.data_ptr(), outputs.o.data_ptr()} & set(arguments), name
+    assert (gradients[3] is not None) == case.needs[5]
+    if gradients[3] is not None:
+        assert gradients[3].data_ptr() in launched[0][1]
+    assert {x.data_ptr() for x in gradients[:3] if x is not None} <= {x for _, given in launched for x in given}
+    gated = [kernel for kernel in kernels if type(kernel).__name__ in ("QueryGradients", "FusedGradients", "Statistics")]
+    assert all(kernel.gated and kernel.dlse for kernel in gated) and gated
+    assert told.gate == GATED_BACKWARD
+
+
+def test_only_the_gradient_of_the_gate_is_one_launch(launched: list[Any]) -> None:  # noqa: F811
+    *_, told = run_backward(dataclasses.replace(CALL, needs=ONLY_GATE))
+    assert [name for name, _ in launched] == ["GatePass"]
+    assert told.kernels == {} and told.gate == GATED_BACKWARD
+
+
+@pytest.mark.parametrize("needs", [ALL, ONLY_GATE], ids=str)
+def test_a_gate_has_no_part_in_the_gradient_of_the_lse(needs: tuple[bool, ...], launched: list[Any]) -> None:  # noqa: F811
+    *_, gradients, told = run_backward(dataclasses.replace(CALL, do=False, dlse=True, needs=needs))
+    assert "GatePass" not in [name for name, _ in launched]
+    assert (len(launched) > 0) == any(needs[:5])
+    assert gradients[3].eq(0).all()
+    assert told.gate is None

@@ -33,6 +33,7 @@ class Gated:
             "transposed" (queries innermost), "expanded" (one row n for all); or "large": most sigmoids are 0 or 1.
         do, dlse: which cotangents are given.
         needs: which gradients are wanted, if their inputs are there.
+        q_size: standard deviation of q.
         swallowed: whether every third query has a pair bias of -1e9 for all keys.
         first_masked: whether the first row n has no key.
     """
@@ -55,6 +56,7 @@ class Gated:
     dlse: bool = False
     needs: tuple[bool, ...] = ALL
     deterministic: bool = False
+    q_size: float = 1.0
     swallowed: bool = False
     first_masked: bool = True
 
@@ -89,7 +91,7 @@ class Gated:
         pair = None if self.pair_bias is None else normal(b, h, lq, lk, dtype=self.pair_bias)
         if pair is not None and self.swallowed:
             pair[..., ::3, :] = 0.0
-        return Inputs(heads(lq, self.d), heads(lk, self.d), heads(lk, c), mask, bias, pair, gate)
+        return Inputs(heads(lq, self.d) * self.q_size, heads(lk, self.d), heads(lk, c), mask, bias, pair, gate)
 
     def wrong(self, backend: Any, device: str = "cpu", seed: int = 1) -> list[str]:
         """What is wrong of a backend's results, with the errors; empty when all is right."""

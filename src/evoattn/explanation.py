@@ -34,6 +34,7 @@ class Explanation:
         backward: the tiles of each kernel of the backward that gradients need, where the backend has some of its own.
         refused: for each backend that was asked and does not take it, all its reasons; one may know another to be faster.
         copies: what would be copied or laid out anew, each with the reason.
+        gate: where the gate is multiplied, and where its part of the backward is, if the backend does that in its kernels.
         tuned: for which directions, "forward", "backward" or "both", `evoattn tune` found the config on this machine.
     """
 
@@ -44,6 +45,7 @@ class Explanation:
     copies: list[str]
     backward: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     backward_backend: str | None = None
+    gate: tuple[str, ...] = ()
     tuned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -53,6 +55,7 @@ class Explanation:
         if self.backward_backend is not None:
             lines.append(f"backward by {self.backward_backend}")
         lines += [f"backward {kernel}: {_settings(tiles)}" for kernel, tiles in self.backward.items()]
+        lines += [f"gate     {where}" for where in self.gate]
         lines += [f"tuned    {direction}: found by evoattn tune on this machine" for direction in self.tuned]
         lines += [f"copied   {what}" for what in self.copies]
         lines += [f"refused  {name}: {reason}" for name, reasons in self.refused.items() for reason in reasons]
@@ -94,6 +97,7 @@ def explanation_of(inputs: Inputs, wishes: Wishes) -> Explanation:
         copies=_each_once(copies, told[0].copies, told[1].copies),
         backward=told[1].kernels,
         backward_backend=_other(backward, forward),
+        gate=tuple(dict.fromkeys(one.gate for one in told if one.gate is not None)),
         tuned=tuple(dict.fromkeys(one.tuned for one in told if one.tuned is not None)),
     )
 

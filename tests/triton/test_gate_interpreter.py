@@ -24,6 +24,7 @@ else:
 
     interpreter.patch()
 
+    import evoattn
     from evoattn.backends import GATED_BACKWARD, GATED_FORWARD
     from evoattn.backends import triton as backend
     from evoattn.backends.triton import few, launch
@@ -72,6 +73,15 @@ else:
         monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
         monkeypatch.setattr(launch, "_extent", lambda tensor: 1 << 31)
         assert case.wrong(backend) == []
+
+    def test_explain_says_where_the_gate_is_multiplied() -> None:
+        q, k, v, gate = (torch.randn(1, 3, 20, 2, 8, requires_grad=True) for _ in range(4))
+        told = evoattn.explain(q, k, v, gate=gate, backend="triton")
+        assert told.gate == (GATED_FORWARD, GATED_BACKWARD)
+        assert f"gate     {GATED_FORWARD}\ngate     {GATED_BACKWARD}" in str(told)
+        with torch.no_grad():
+            assert evoattn.explain(q, k, v, gate=gate, backend="triton").gate == (GATED_FORWARD,)
+        assert evoattn.explain(q, k, v, backend="triton").gate == ()
 
     def test_plans_say_where_the_gate_is_multiplied() -> None:
         for case in (TILES, FEW):

@@ -19,8 +19,8 @@ from evoattn.tuning import Config
 
 __all__ = ["AUTO_ORDER", "BACKENDS", "GATED_BACKWARD", "GATED_FORWARD", "Backend", "Description", "Needed", "Plan"]
 
-GATED_FORWARD = "gate: in the forward's epilogue"
-GATED_BACKWARD = "gate: in the backward, with delta, in one pass"
+GATED_FORWARD = "multiplied in the forward's epilogue"
+GATED_BACKWARD = "in the backward with delta, in one pass"
 """What a plan says of a gate that its kernels multiply."""
 
 AUTO_ORDER = ("hopper", "triton", "tiled")

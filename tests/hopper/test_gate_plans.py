@@ -11,6 +11,7 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
 from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, hopper
+from evoattn.backends.hopper.host import head_groups
 from evoattn.inputs import Cotangents
 from evoattn.layouts import empty_gradients, empty_outputs
 from evoattn.tuning import Config
@@ -60,6 +61,22 @@ def test_a_forward_reads_the_gate(case: Gated, launched: list[Any]) -> None:  # 
     assert (inputs.gate.data_ptr() in arguments) != copied  # type: ignore[union-attr]
     assert any(text.startswith("gate: copied") for text in plan.describe().copies) == copied
     assert plan.describe().gate == GATED_FORWARD
+
+
+def test_heads_in_turns(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Each turn's forward reads the gate of its own heads; the pass of the gate is for all."""
+    monkeypatch.setattr(head_groups, "divisor", lambda *_: 1)
+    case = dataclasses.replace(CALL, n=2, h=4, lq=640, lk=640, d=64, c=64, gate="sliced")
+    inputs = case.inputs("cpu", seed=1)
+    plan = hopper.plan_forward(inputs, scale=0.2, layout=case.layout, config=Config())
+    plan.run(inputs, empty_outputs(inputs, case.layout))
+    turns = [set(arguments) for name, arguments in launched if name == "Forward"]
+    assert len(turns) == 4
+    assert all(inputs.gate[:, :, h].data_ptr() in turn for h, turn in enumerate(turns))  # type: ignore[index]
+    launched.clear()
+    run_backward(case)
+    assert [name for name, _ in launched].count("GatePass") == 1
+    assert [name for name, _ in launched].count("KeyGradients") == 4
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)

@@ -28,7 +28,14 @@ def make(**changes: object) -> testing.Inputs:
 
 def call(inputs: testing.Inputs, **options: object) -> Tensor:
     return evoattn.evoformer_attention(
-        inputs.q, inputs.k, inputs.v, mask=inputs.mask, mask_bias=inputs.mask_bias, pair_bias=inputs.pair_bias, **options
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        mask=inputs.mask,
+        mask_bias=inputs.mask_bias,
+        pair_bias=inputs.pair_bias,
+        gate=inputs.gate,
+        **options,
     )  # type: ignore[call-overload]
 
 
@@ -51,6 +58,7 @@ axis_patterns = st.sampled_from([None, "b1hqk", "bnhqk", "1hqk", "nhqk", "hqk", 
     mask=st.sampled_from([None, "random", "padding", "empty_rows"]),
     mask_bias=st.sampled_from([None, "finite", "minus_1e9", "minus_inf", "minus_1e9_rows"]),
     pair_bias=axis_patterns,
+    gate=st.sampled_from([None, "random", "large"]),
     blocks=st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1024, 4096, None])),
     seed=st.integers(0, 1000),
 )
@@ -285,7 +293,43 @@ def test_explain() -> None:
 def test_explain_names_a_copy() -> None:
     """Two leading axes that lie apart in memory cannot be merged as a view."""
     q = torch.randn(3, 2, 4, 5, 2, 8).transpose(0, 1)
-    assert evoattn.explain(q, q.contiguous(), q.contiguous()).copies == ["q: its leading axes cannot be merged as a view"]
+    k = q.contiguous()
+    assert evoattn.explain(q, k, k).copies == ["q: its leading axes cannot be merged as a view"]
+    assert evoattn.explain(k, k, k, gate=q).copies == ["gate: its leading axes cannot be merged as a view"]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+def test_a_gate(layout: Layout, backend: str) -> None:
+    """It multiplies O by its sigmoid, leaves the LSE alone, and leaves O out of what the backward keeps but for the gated O."""
+    inputs = make(layout=layout, gate="random", dtype=torch.float64)
+    gated, lse = call(inputs, layout=layout, backend=backend, return_lse=True)
+    o, expected = call(dataclasses.replace(inputs, gate=None), layout=layout, backend=backend, return_lse=True)
+    torch.testing.assert_close(gated, o * torch.sigmoid(inputs.gate))  # type: ignore[arg-type]
+    assert torch.equal(lse, expected)
+    leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
+    saved = call(inputs, layout=layout, backend=backend)
+    kept = {x.data_ptr() for x in saved.grad_fn.saved_tensors if x is not None}  # type: ignore[union-attr]
+    assert kept >= {saved.data_ptr(), *(x.data_ptr() for x in leaves)} and len(kept) == len(leaves) + 3
+
+
+def test_explain_tells_of_a_gate() -> None:
+    inputs = make(gate="random")
+    inputs.gate.requires_grad_()  # type: ignore[union-attr]
+    told = evoattn.explain(inputs.q, inputs.k, inputs.v, gate=inputs.gate)
+    assert told.problem.gate and told.problem.needs == (False,) * 5 + (True,)
+    assert "d=8 c=8, no bias, gate" in str(told)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert evoattn.explain(inputs.q, inputs.k, inputs.v, gate=inputs.gate).problem.gate
+
+
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+def test_a_backend_that_takes_no_gate_says_so(name: str) -> None:
+    inputs = make(gate="random")
+    told = evoattn.explain(inputs.q, inputs.k, inputs.v, gate=inputs.gate, backend=name)
+    assert "takes no gate yet" in told.refused[name]
+    with pytest.raises(ValueError, match="takes no gate yet"):
+        call(inputs, backend=name)
 
 
 def test_explain_inside_vmap() -> None:

@@ -141,12 +141,13 @@ def test_awkward_case(case: testing.Case, planner: Planner) -> None:
 @pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
 @pytest.mark.parametrize("lead", [(), (1,), (2,), (2, 3)])
 @pytest.mark.parametrize("pair_bias", ["11hqk", "b1hqk", None])
+@pytest.mark.parametrize("gate", [None, "random"])
 def test_plain_calls_go_straight_to_the_plan(
-    planner: Planner, operators: list[str], lead: tuple[int, ...], layout: str, pair_bias: str | None
+    planner: Planner, operators: list[str], lead: tuple[int, ...], layout: str, pair_bias: str | None, gate: str | None
 ) -> None:
     if not lead and pair_bias:
         pair_bias = pair_bias[1:]
-    inputs = testing.Case("plain", lead=lead, layout=layout, mask="random", pair_bias=pair_bias).make(seed=2)  # type: ignore
+    inputs = testing.Case("plain", lead=lead, layout=layout, mask="random", pair_bias=pair_bias, gate=gate).make(seed=2)  # type: ignore
     testing.check(testing.run(inputs, "reference"), inputs)
     assert operators == []
     assert (planner.forwards, planner.backwards) == (1, 1)

@@ -55,12 +55,13 @@ def test_shrinks_to_the_smallest() -> None:
     problem = next(
         p
         for p in map(testing.random_problem, range(500))
-        if p.case.mask_bias and p.case.lk > 60 and p.case.h > 3 and p.case.mask
+        if p.case.mask_bias and p.case.lk > 60 and p.case.h > 3 and p.case.mask and p.case.gate
     )
     found = shrink(problem, first_failing)
     case = found.case
     assert (case.n, case.h, case.lq, case.lk, case.d) == (1, 3, 1, 7, 1)
     assert case.mask is None and case.pair_bias is None and case.mask_bias == "finite" and case.gradients == ()
+    assert case.gate is None and case.gate_strides == "contiguous"
     assert (case.strides, case.bias_strides, case.cotangent, case.layout) == ("contiguous", "contiguous", "random", "bnlhd")
     assert not found.deterministic and found.seed == problem.seed
     assert trials <= 200

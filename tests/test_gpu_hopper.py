@@ -103,7 +103,7 @@ def forward(inputs: testing.Inputs, **changes: object) -> testing.Results:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in testing.AWKWARD if case.gate is None], ids=lambda case: case.name)
 def test_awkward_case(case: testing.Case, dtype: torch.dtype) -> None:
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
     testing.check(forward(inputs), inputs)

@@ -24,6 +24,7 @@ def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
         "mask": "random",
         "mask_bias": "finite",
         "pair_bias": "b1hqk",
+        "gate": "random",
         "layout": "bnhld",
         "lq": 6,
         "lk": 7,
@@ -32,14 +33,16 @@ def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
     }
     inputs = testing.Case("op", **settings).make(seed=5)  # type: ignore[arg-type]
     mask_bias = None if inputs.mask_bias is None else inputs.mask_bias.squeeze(-2).squeeze(-2)
-    given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, mask_bias, inputs.pair_bias)
+    given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, mask_bias, inputs.pair_bias, inputs.gate)
     folded, _ = canonicalise(given)
     leaves = (x if x is None or x.dtype == torch.bool else x.detach().clone().requires_grad_(requires_grad) for x in folded)
     return Inputs._make(leaves)
 
 
 @pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
-@pytest.mark.parametrize("biases", [{}, {"mask": None, "mask_bias": None}, {"pair_bias": None, "dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "biases", [{}, {"mask": None, "mask_bias": None}, {"pair_bias": None, "dtype": torch.bfloat16}, {"gate": None}]
+)
 def test_opcheck_forward(biases: dict, layout: str) -> None:
     torch.library.opcheck(ops.forward, ops.arguments_of(canonical(**biases), OPTIONS._replace(layout=layout)))
 
@@ -47,7 +50,7 @@ def test_opcheck_forward(biases: dict, layout: str) -> None:
 def test_opcheck_backward() -> None:
     inputs = canonical(requires_grad=False)
     outputs = Outputs(*ops.forward(*ops.arguments_of(inputs, OPTIONS)))
-    for needs in ([True] * 5, [False, True, False, False, True]):
+    for needs in ([True] * 6, [False, True, False, False, True, False], [False] * 5 + [True]):
         cotangents = (torch.randn_like(outputs.o), torch.randn_like(outputs.lse))
         torch.library.opcheck(ops.backward, (*cotangents, *inputs[:6], *outputs, needs, *OPTIONS, inputs.gate))
 
@@ -71,23 +74,40 @@ def both_passes(inputs: Inputs, options: Options, of_o: Callable[[Tensor], Tenso
     return *outputs, *ops.differentiate(Cotangents(of_o(outputs.o), torch.sin(outputs.lse)), inputs, outputs, needs, options)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor) -> Tensor:
-    return evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
+@pytest.mark.parametrize("gate", [None, "random"])
+def test_arguments_of_older_graphs(gate: str | None) -> None:
+    """Graphs that were stored before there was a gate give neither it nor a sixth of `needs`, and read five gradients."""
+    inputs = canonical(requires_grad=False, gate=gate)
+    older = inputs._replace(gate=None)
+    outputs = ops.forward(*older[:6], *OPTIONS)
+    for found, expected in zip(outputs, ops.forward(*ops.arguments_of(older, OPTIONS)), strict=True):
+        assert torch.equal(found, expected)
+    cotangents = Cotangents(torch.cos(outputs[0]), torch.sin(outputs[1]))
+    found = ops.backward(*cotangents, *older[:6], *outputs, [True] * 5, *OPTIONS)
+    expected = ops.differentiate(cotangents, older, Outputs(*outputs), [True] * 5 + [False], OPTIONS)
+    assert found[5].numel() == 0
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
-def leaves(length: int, seed: int = 0) -> list[Tensor]:
-    inputs = testing.Case("compile", n=2, lq=length, lk=length, mask_bias="finite", pair_bias="b1hqk").make(seed=seed)
-    return [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.mask_bias, inputs.pair_bias) if x is not None]
+def attend(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor, gate: Tensor | None = None) -> Tensor:
+    return evoattn.evoformer_attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, gate=gate)
 
 
-def step(function: Callable[..., Tensor], length: int) -> list[Tensor]:
-    arguments = leaves(length)
+def leaves(length: int, seed: int = 0, gate: bool = False) -> list[Tensor]:
+    case = testing.Case("op", n=2, lq=length, lk=length, mask_bias="finite", pair_bias="b1hqk", gate="random" if gate else None)
+    return [x.requires_grad_() for x in case.make(seed=seed).differentiable.values()]
+
+
+def step(function: Callable[..., Tensor], length: int, gate: bool = False) -> list[Tensor]:
+    arguments = leaves(length, gate=gate)
     output = function(*arguments)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     return [output.detach(), *torch.autograd.grad(output, arguments, cotangent)]
 
 
-def test_compile_fullgraph_without_recompiling() -> None:
+@pytest.mark.parametrize("gate", [False, True])
+def test_compile_fullgraph_without_recompiling(gate: bool) -> None:
     """Forward and backward as one graph each, and one compilation for every length."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -103,7 +123,7 @@ def test_compile_fullgraph_without_recompiling() -> None:
         attend, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend)
     )
     for length in (16, 21, 40):
-        for value, expected in zip(step(compiled, length), step(attend, length), strict=True):
+        for value, expected in zip(step(compiled, length, gate), step(attend, length, gate), strict=True):
             torch.testing.assert_close(value, expected)
     assert len(graphs) == 2, f"{len(graphs)} graphs for three lengths: a length was compiled again"
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if "evoattn" in str(node.target)]
@@ -137,12 +157,13 @@ def test_compiled_code_takes_any_scale(dynamic: bool | None) -> None:
         torch.testing.assert_close(compiled(q, scale), attend(q, scale))
 
 
-def test_export_keeps_the_operator() -> None:
+@pytest.mark.parametrize("gate", [False, True])
+def test_export_keeps_the_operator(gate: bool) -> None:
     class Module(torch.nn.Module):
         def forward(self, *arguments: Tensor) -> Tensor:
             return attend(*arguments)
 
-    arguments = tuple(x.detach() for x in leaves(12))
+    arguments = tuple(x.detach() for x in leaves(12, gate=gate))
     exported = torch.export.export(Module(), arguments)
     assert any(node.target is ops.forward for node in exported.graph.nodes)
     torch.testing.assert_close(exported.module()(*arguments), attend(*arguments))
@@ -150,9 +171,10 @@ def test_export_keeps_the_operator() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_computes_as_torch_attention_does(dtype: torch.dtype) -> None:
-    q, k, v, mask_bias, pair_bias = leaves(16)
+    q, k, v, mask_bias, pair_bias, gate = leaves(16, gate=True)
     with torch.autocast("cpu", dtype):
         ours = attend(q, k, v.detach().to(dtype), mask_bias, pair_bias)
+        gated = attend(q, k, v.detach().to(dtype), mask_bias, pair_bias, gate)
         theirs = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(2, 3).flatten(0, 1) for x in (q, k, v)), attn_mask=(mask_bias + pair_bias)[0]
         )
@@ -160,6 +182,9 @@ def test_autocast_computes_as_torch_attention_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours[0].transpose(1, 2), theirs, rtol=0.02, atol=0.02)
     gradients = torch.autograd.grad(ours, (q, k, mask_bias, pair_bias), torch.randn_like(ours))
     assert [g.dtype for g in gradients] == [torch.float32] * 4
+    assert gated.dtype == dtype
+    torch.testing.assert_close(gated, ours * torch.sigmoid(gate.to(dtype)), rtol=0.02, atol=0.02)
+    assert [g.dtype for g in torch.autograd.grad(gated, (q, gate), torch.randn_like(gated))] == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
@@ -213,19 +238,20 @@ def test_export_and_compile_need_no_guard_on_the_backend() -> None:
 
 
 IN_DIMS = {
-    "all": (0, 0, 0, 0, 0),
-    "pair_shared": (0, 0, 0, 0, None),
-    "q_alone": (1, None, None, None, None),
-    "bias_alone": (None, None, None, 0, 2),
+    "all": (0, 0, 0, 0, 0, 0),
+    "pair_shared": (0, 0, 0, 0, None, None),
+    "q_alone": (1, None, None, None, None, None),
+    "bias_alone": (None, None, None, 0, 2, None),
+    "gate_alone": (None, None, None, None, None, 1),
 }
 
 
 @pytest.mark.parametrize("in_dims", IN_DIMS.values(), ids=IN_DIMS)
 @pytest.mark.parametrize("lead", [(1,), (2,)])
 def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...], lead: tuple[int, ...]) -> None:
-    inputs = testing.Case("vmap", lead=lead, n=2, lq=5, lk=6, d=4, mask_bias="finite", pair_bias="b1hqk")
+    inputs = testing.Case("vmap", lead=lead, n=2, lq=5, lk=6, d=4, mask_bias="finite", pair_bias="b1hqk", gate="random")
     made = [inputs.make(seed) for seed in range(3)]
-    names = ("q", "k", "v", "mask_bias", "pair_bias")
+    names = ("q", "k", "v", "mask_bias", "pair_bias", "gate")
     stacked = []
     for name, axis in zip(names, in_dims, strict=True):
         values = [getattr(m, name) for m in made]
@@ -242,7 +268,7 @@ def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...], lead: tuple[int, ..
 @pytest.mark.parametrize("lead", [(1,), (2,)])
 def test_vmap_of_backward_gives_each_sample_its_gradients(in_dims: tuple[int | None, ...], lead: tuple[int, ...]) -> None:
     made = [canonical(False, lead=lead, layout="bnhld", mask_bias="finite", n=2) for _ in range(3)]
-    axes = (*in_dims[:3], None, *in_dims[3:], None)
+    axes = (*in_dims[:3], None, *in_dims[3:])
     mapped = [x[0] if axis is None else torch.stack(x, axis) for x, axis in zip(zip(*made, strict=True), axes, strict=True)]  # type: ignore[arg-type]
     mask = made[0][3]
 
@@ -258,8 +284,9 @@ def test_vmap_of_backward_gives_each_sample_its_gradients(in_dims: tuple[int | N
         torch.testing.assert_close(value, torch.stack(expected))
 
 
-def test_batched_cotangents() -> None:
-    arguments = leaves(8)
+@pytest.mark.parametrize("gate", [False, True])
+def test_batched_cotangents(gate: bool) -> None:
+    arguments = leaves(8, gate=gate)
     output = attend(*arguments)
     cotangents = torch.randn(3, *output.shape)
     together = torch.autograd.grad(output, arguments, cotangents, is_grads_batched=True, retain_graph=True)

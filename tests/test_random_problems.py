@@ -10,6 +10,7 @@ import torch
 
 import evoattn
 from evoattn import testing
+from evoattn.problem import GRADIENTS
 from evoattn.testing.conditioning import conditioning
 from evoattn.testing.judging import Run
 from evoattn.testing.random_problems import DTYPES
@@ -34,19 +35,32 @@ def test_cpu_backends_hold(first: int) -> None:
         assert not failed, f"{backend}: {failed}"
 
 
-def test_one_seed_is_one_problem() -> None:
-    """Descriptions and bits, on any machine and any version of Python and torch."""
+def without_gate(problem: testing.RandomProblem) -> testing.RandomProblem:
+    wanted = tuple(name for name in problem.case.gradients if name != "gate")
+    gradients = GRADIENTS if wanted == GRADIENTS[:5] else wanted
+    return dataclasses.replace(
+        problem, case=dataclasses.replace(problem.case, gate=None, gate_strides="contiguous", gradients=gradients)
+    )
+
+
+@pytest.mark.parametrize(
+    ("gates", "words", "numbers"),
+    [(False, "2a1edafb0dbb3c3a", "c278a85e211d9382"), (True, "75032efc971d712f", "ecd799384bb51f7c")],
+    ids=["without_gates", "whole"],
+)
+def test_one_seed_is_one_problem(gates: bool, words: str, numbers: str) -> None:
+    """Descriptions and bits, on any machine and any version of Python and torch; without gates those of older versions."""
     problems = [testing.random_problem(seed, largest=20_000) for seed in range(300)]
-    words = hashlib.sha256("\n".join(map(repr, problems)).encode()).hexdigest()
-    numbers = hashlib.sha256()
+    told = "\n".join(repr(problem if gates else without_gate(problem)) for problem in problems)
+    bits = hashlib.sha256()
     for problem in problems[:60]:
         inputs = problem.make()
-        for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias", "do", "dlse"):
+        for name in ("q", "k", "v", "mask", "mask_bias", "pair_bias", "do", "dlse", *["gate"] * gates):
             x = getattr(inputs, name)
             if x is not None:
                 flat = x.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-                numbers.update(f"{name} {tuple(x.shape)} {x.stride()}".encode() + flat.numpy().tobytes())
-    assert (words[:16], numbers.hexdigest()[:16]) == ("2a1edafb0dbb3c3a", "c278a85e211d9382")
+                bits.update(f"{name} {tuple(x.shape)} {x.stride()}".encode() + flat.numpy().tobytes())
+    assert (hashlib.sha256(told.encode()).hexdigest()[:16], bits.hexdigest()[:16]) == (words, numbers)
 
 
 def test_the_description_is_a_line_of_python() -> None:
@@ -127,7 +141,14 @@ KINDS: dict[str, tuple[int, Kind]] = {
         for kind in ("random", "expanded", "expanded_channels", "expanded_rows", "transposed")
     },
     "a gradient of the LSE": (400, lambda p: p.case.lse_gradient),
-    "some gradients": (300, lambda p: 0 < len(p.case.gradients) < 5),
+    "some gradients": (300, lambda p: 0 < len({*p.case.gradients} - {"gate"}) < 5),
+    **{f"gate {kind}": (least, lambda p, kind=kind: p.case.gate == kind) for kind, least in (("random", 400), ("large", 150))},
+    **{
+        f"gate {kind}": (30, lambda p, kind=kind: p.case.gate is not None and p.case.gate_strides == kind)
+        for kind in ("contiguous", "transposed", "sliced", "expanded_rows", "expanded_channels")
+    },
+    "a gate and its gradient": (400, lambda p: p.case.gate is not None and "gate" in p.case.gradients),
+    "a gate without its gradient": (100, lambda p: p.case.gate is not None and "gate" not in p.case.gradients),
     "no gradient": (20, lambda p: not p.case.gradients),
     "deterministic": (400, lambda p: p.deterministic),
 }
@@ -155,6 +176,17 @@ def test_one_key_with_large_scores_is_judged_by_what_rounding_takes() -> None:
     ]
     assert limits[0] < 1e-4
     assert limits[1] > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_what_rounding_takes_from_a_gated_output_counts(backend: str, dtype: torch.dtype) -> None:
+    """With one key dS is 0, but delta is a sum over the gated O, which is rounded. A gate of -80 leaves no float16 of O."""
+    case = testing.Case("one key", n=3, lq=5, lk=1, d=4, dtype=dtype, gate="random")
+    for words in ({}, {"gate": "large"}, {"gate": "large", "n": 1, "h": 1, "lq": 1, "lk": 9, "d": 1}):
+        for seed in range(10):
+            outcome = testing.judge(testing.RandomProblem(seed, dataclasses.replace(case, **words)), backend)  # type: ignore[arg-type]
+            assert outcome.status == "held", outcome.what
 
 
 def test_scores_reach_1e4() -> None:
@@ -247,6 +279,9 @@ def test_the_judge_sees_what_is_planted() -> None:
     assert kinds(lambda values, inputs: None) == set()
     assert kinds(lambda values, inputs: values["dk"].mul_(1.001)) == {"error of dk"}
     assert kinds(lambda values, inputs: values["o"][..., 1, :, :, :].fill_(torch.nan)) >= {"not finite: o", "error of o"}
+    assert kinds(lambda values, inputs: values["dgate"].mul_(1.001), gate="random") == {"error of dgate"}
+    assert "not 0 without a key: dgate" in kinds(lambda values, inputs: values["dgate"].add_(1e-9), gate="random")
+    assert "mutated gate" in kinds(lambda values, inputs: inputs.gate.add_(1), gate="random")  # type: ignore[union-attr]
     assert "not 0 without a key: dq" in kinds(lambda values, inputs: values["dq"].add_(1e-9))
     assert "not -inf without a key: lse" in kinds(lambda values, inputs: values["lse"].clamp_(min=-1e9))
     assert kinds(lambda values, inputs: inputs.v.mul_(1)) == set()

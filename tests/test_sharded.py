@@ -34,7 +34,7 @@ class Split:
     """A call, and how its tensors lie on the mesh.
 
     Args:
-        q, k, v, mask, mask_bias, pair_bias: placements.
+        q, k, v, mask, mask_bias, pair_bias, gate: placements.
         o, lse: those that the outputs have to have.
     """
 
@@ -47,6 +47,7 @@ class Split:
     mask: Placements = (Replicate(), Replicate())
     mask_bias: Placements = (Replicate(), Replicate())
     pair_bias: Placements = (Replicate(), Replicate())
+    gate: Placements = (Replicate(), Replicate())
 
 
 WHOLE = (Replicate(), Replicate())
@@ -107,6 +108,21 @@ SPLITS = [
         o=WHOLE,
         lse=WHOLE,
     ),
+    Split(
+        case("gate_of_rows_and_heads", gate="random"),
+        q=(Shard(1), Shard(3)),
+        gate=(Shard(1), Shard(3)),
+        o=(Shard(1), Shard(3)),
+        lse=(Shard(1), Shard(2)),
+    ),
+    Split(
+        case("gate_of_queries", gate="random", layout="bnhld"),
+        q=(Shard(2), Shard(3)),
+        gate=(Replicate(), Shard(3)),
+        o=(Shard(2), Shard(3)),
+        lse=(Shard(2), Shard(3)),
+    ),
+    Split(case("gate_of_channels", gate="random"), q=ROWS, gate=(Shard(4), Shard(2)), o=ROWS, lse=ROWS),
     Split(case("a_sum", n=4), q=(Partial(), Shard(1)), o=(Replicate(), Shard(1)), lse=(Replicate(), Shard(1))),
 ]
 
@@ -130,7 +146,7 @@ def whole(placements: Placements) -> Placements:
 def differentiate(split: Split, mesh: Any) -> dict[str, Any]:
     """The whole outputs and gradients, by name, and how the outputs and gradients lie."""
     inputs = split.case.make(seed=4)
-    names = ("q", "k", "v", "mask", "mask_bias", "pair_bias")
+    names = ("q", "k", "v", "mask", "mask_bias", "pair_bias", "gate")
     given = {name: distribute(getattr(inputs, name), mesh, getattr(split, name)) for name in names}
     options: dict[str, Any] = {"layout": split.case.layout, "return_lse": True}
     o, lse = evoattn.evoformer_attention(**given, **options)  # type: ignore[arg-type, call-overload]

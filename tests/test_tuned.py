@@ -93,6 +93,7 @@ def test_the_forward_finds_what_was_saved_for_the_described_call() -> None:
 SAME = {
     "length": {"lq": 400, "lk": 400},
     "rows": {"n": 500},
+    "a gate": {"gate": True},
     "gradients of q": {"needs": (True, True, True, False, False, False)},
 }
 OTHER = {

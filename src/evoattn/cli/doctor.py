@@ -203,7 +203,7 @@ def _text(error: Exception) -> str:
 def _refusals(inputs: testing.Inputs, backend: str) -> list[str]:
     """Why the backend does not take a call; a refusal is a stated limit and not a failure."""
     differentiable = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
-    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask_bias": inputs.mask_bias, "pair_bias": inputs.pair_bias}
+    given = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask_bias", "pair_bias", "gate")}
     explanation = evoattn.explain(
         **{**given, **differentiable},  # type: ignore[arg-type]
         mask=inputs.mask,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from evoattn.problem import GRADIENTS
 from evoattn.testing.drawing import draw
 from evoattn.workloads import Workload
 
@@ -30,11 +31,12 @@ class Inputs:
     pair_bias: Tensor | None
     do: Tensor
     dlse: Tensor | None
+    gate: Tensor | None = None
 
     @property
     def differentiable(self) -> dict[str, Tensor]:
         """The inputs that have a gradient in this case, by name."""
-        given = {"q": self.q, "k": self.k, "v": self.v, "mask_bias": self.mask_bias, "pair_bias": self.pair_bias}
+        given = {name: getattr(self, name) for name in GRADIENTS}
         return {name: x for name, x in given.items() if x is not None and name in self.case.gradients}
 
 
@@ -72,6 +74,8 @@ class Case:
         lse_gradient: whether a gradient flows through the LSE too.
         gradients: the inputs to differentiate by.
         kv_heads: heads of k and v, h or 1; None is h.
+        gate: random; or with -80 and 80 at two fifths of its entries, where its sigmoid is 0 and 1; or none.
+        gate_strides: of the gate: as `strides` of q, or one row, or one channel, expanded with stride 0.
     """
 
     name: str
@@ -98,8 +102,10 @@ class Case:
     scale: float | None = None
     spread: float = 1.0
     lse_gradient: bool = False
-    gradients: tuple[str, ...] = ("q", "k", "v", "mask_bias", "pair_bias")
+    gradients: tuple[str, ...] = GRADIENTS
     kv_heads: int | None = None
+    gate: Literal["random", "large"] | None = None
+    gate_strides: Strides | Literal["expanded_rows", "expanded_channels"] = "contiguous"
 
     def make(self, seed: int = 0, device: torch.device | str = "cpu", *, portable: bool = False) -> Inputs:
         """Fresh random inputs; the same seed gives the same numbers on every device.
@@ -144,6 +150,7 @@ def from_workload(workload: Workload, dtype: torch.dtype) -> Case:
 
 
 _QKV = ("q", "k", "v")
+_FIVE = GRADIENTS[:5]
 _BOTH = {"mask_bias": "finite", "pair_bias": "b1hqk"}
 
 AWKWARD: tuple[Case, ...] = (
@@ -241,5 +248,29 @@ AWKWARD: tuple[Case, ...] = (
     Case("few_with_all_gradients", n=9, lq=4, lk=8, mask="random", mask_bias="finite"),
     *(Case(f"few_only_{name}", n=5, lq=6, lk=3, mask_bias="finite", gradients=(name,)) for name in ("q", "k", "v")),
     *(Case(f"only_{name}", gradients=(name,), **_BOTH) for name in ("q", "k", "v", "mask_bias", "pair_bias")),  # type: ignore[arg-type]
+    *(Case(f"gate_length_{size}", n=2, lq=size, lk=size, gate="random", **_BOTH) for size in (15, 16, 17, 100)),  # type: ignore[arg-type]
+    *(Case(f"gate_channels_{d}", d=d, gate="random", pair_bias="b1hqk") for d in (5, 16, 24, 32, 64)),
+    Case("gate_alone", lq=33, lk=33, gate="random"),
+    Case("gate_large", gate="large", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
+    Case("gate_heads_first", layout="bnhld", gate="random", mask="random", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_transposed", gate="random", gate_strides="transposed", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_heads_first_transposed", layout="bnhld", gate="random", gate_strides="transposed", pair_bias="b1hqk"),
+    Case("gate_sliced", gate="large", gate_strides="sliced", strides="sliced", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_offset", gate="random", strides="offset", d=32, **_BOTH),  # type: ignore[arg-type]
+    Case("gate_of_one_row", n=4, gate="random", gate_strides="expanded_rows", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_of_one_channel", gate="large", gate_strides="expanded_channels", pair_bias="b1hqk"),
+    Case("gate_expanded_cotangent", gate="random", cotangent="expanded", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
+    Case("gate_wider_values", c=24, gate="random", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_rows_without_keys", n=4, gate="random", mask="empty_rows", pair_bias="b1hqk", lse_gradient=True),
+    Case("gate_no_queries", lq=0, gate="random", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_no_keys", lk=0, gate="random", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_no_batch_axis", lead=(), gate="random", pair_bias="1hqk"),
+    Case("gate_two_batch_axes", lead=(2, 3), gate="random", mask_bias="finite", pair_bias="b1hqk"),
+    Case("gate_pair_bias_of_each_row", lead=(2,), gate="random", pair_bias="bnhqk"),
+    Case("gate_one_query_one_key_head", lq=1, kv_heads=1, h=4, gate="random", mask="random", lse_gradient=True),
+    Case("gate_few", n=40, h=4, lq=1, lk=4, d=16, gate="random", mask="random"),
+    Case("gate_few_column", n=30, h=3, lq=4, lk=16, d=24, c=5, layout="bnhld", gate="large", mask="random"),
+    Case("gate_without_its_gradient", gate="random", gradients=_FIVE, **_BOTH),  # type: ignore[arg-type]
+    *(Case(f"gate_only_{name}", gate="random", gradients=(name,), **_BOTH) for name in GRADIENTS),  # type: ignore[arg-type]
 )
 """What broke other kernels: every backend must take these, in every dtype that it takes."""

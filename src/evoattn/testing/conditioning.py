@@ -54,6 +54,9 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     e = torch.finfo(accumulate_dtype(inputs.q.dtype)).eps * _ROUNDING
     u = torch.finfo(inputs.q.dtype).eps * _ROUNDING
     q, k, v, do = (heads_first(x.double(), inputs) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    gated = inputs.gate is not None
+    opened = torch.sigmoid(heads_first(inputs.gate.double(), inputs)) if inputs.gate is not None else torch.ones_like(do)
+    do_of_p = do * opened  # the cotangent of O before the gate, which is rounded to q's dtype for products
     scale = q.shape[-1] ** -0.5 if inputs.case.scale is None else inputs.case.scale
     biases = exact_biases(inputs, _double(inputs.mask_bias), _double(inputs.pair_bias), torch.float64)
     s = scores(inputs, q, k, biases)  # [*,n,h,q,k]
@@ -65,11 +68,12 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     of_p = p.square() * (of_s + u**2 + e**2 * _in_turn(max(s.shape[-2:])))
 
     o = heads_first(values["o"], inputs)
-    lost = {"o": torch.matmul(of_p, v.square()), "lse": (p * of_s).sum(-1)}
+    of_o = torch.matmul(of_p, v.square()) * opened.square() + gated * (e * o).square()
+    lost = {"o": of_o, "lse": (p * of_s).sum(-1)}
     if biases.shift is not None:
         of_sum_with_shift = lost["lse"] + (e * biases.shift.squeeze(-1)).square()
         lost["lse"] = torch.where(values["lse"] == 0, 0, of_sum_with_shift)  # 0 where `judge` leaves queries out
-    of_v = torch.matmul(of_p.transpose(-1, -2), do.square())
+    of_v = torch.matmul((of_p + gated * (u * p).square()).transpose(-1, -2), do_of_p.square())
     # Such as the output of a query with one key; but large scores lose so much that P is not 1 for it.
     exactly = (o == o.to(inputs.q.dtype).double()) & (of_s.amax(-1, keepdim=True) <= (2 * u) ** 2)
     delta = (o * do).sum(-1, keepdim=True)
@@ -77,8 +81,11 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     of_delta = ((o * do).square() * (torch.where(exactly, 0, u**2) + of_sum)).sum(-1, keepdim=True)
     if inputs.dlse is not None:
         delta = delta - inputs.dlse.double().unsqueeze(-1)
-    dp = torch.matmul(do, v.transpose(-1, -2))
-    of_ds = of_p * (dp - delta).square() + of_sum * p.square() * torch.matmul(do.square(), v.square().transpose(-1, -2))
+    if gated:
+        lost["dgate"] = (do * (1 - opened)).square() * (of_o + torch.where(exactly, 0, (u * o).square()))
+    dp = torch.matmul(do_of_p, v.transpose(-1, -2))
+    of_dp = (of_sum + gated * u**2) * torch.matmul(do_of_p.square(), v.square().transpose(-1, -2))
+    of_ds = of_p * (dp - delta).square() + p.square() * of_dp
     common = p * of_delta.sqrt()  # the same error for all keys of a query, times P
     lost["dq"] = scale**2 * (torch.matmul(of_ds, k.square()) + of_delta * torch.matmul(p, k).square())
     of_ds_q = of_ds + common.square()
@@ -92,7 +99,15 @@ def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
     units = {"lse": e}
     for name, bias in (("dmask_bias", inputs.mask_bias), ("dpair_bias", inputs.pair_bias)):
         units[name] = u if bias is None else max(u, torch.finfo(bias.dtype).eps * _ROUNDING)
+    if gated:  # which makes numbers as small as it likes
+        lost = {name: terms + _least(inputs.q.dtype) ** 2 for name, terms in lost.items()}
     return {name: _bound(lost[name], value, units.get(name, u)) for name, value in values.items()}
+
+
+def _least(dtype: torch.dtype) -> float:
+    """What a number may lose because it is small; GPUs take subnormal numbers of 32 bits for 0, those of float16 not."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * (info.eps if dtype == torch.float16 else 1)
 
 
 def _in_turn(terms: int) -> float:

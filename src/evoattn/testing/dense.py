@@ -8,16 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from evoattn.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 
 __all__ = ["Biases", "Results", "dense", "differentiate", "exact_biases", "heads_first", "key_axes", "plain_biases", "scores"]
 
-Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]]
+Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Output, LSE and gradients of one call, by the names o, lse, dq, dk, dv, dmask_bias, dpair_bias."""
+    """Output, LSE and gradients of one call, by the names o, lse, dq, dk, dv, dmask_bias, dpair_bias, dgate."""
 
     values: dict[str, Tensor]
 
@@ -85,9 +86,11 @@ def scores(inputs: Inputs, q: Tensor, k: Tensor, biases: Biases) -> Tensor:
 
 
 def dense(inputs: Inputs, biases_of: Callable[..., Biases]) -> Call:
-    """Attention by the plainest torch there is, as a function of q, k, v and the two biases."""
+    """Attention by the plainest torch there is, as a function of `problem.GRADIENTS`."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, gate: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = (heads_first(x, inputs) for x in (q, k, v))
         biases = biases_of(inputs, mask_bias, pair_bias, q.dtype)
         s = scores(inputs, q, k, biases)  # [*,n,h,q,k]
@@ -95,7 +98,8 @@ def dense(inputs: Inputs, biases_of: Callable[..., Biases]) -> Call:
         p = torch.softmax(s.masked_fill(empty, 0), -1).masked_fill(empty, 0)
         lse = torch.logsumexp(s.masked_fill(empty, 0), -1).masked_fill(empty.squeeze(-1), -torch.inf)
         lse = lse if biases.shift is None else lse + biases.shift.squeeze(-1)
-        return heads_first(torch.matmul(p, v), inputs), lse
+        o = heads_first(torch.matmul(p, v), inputs)
+        return o if gate is None else o * torch.sigmoid(gate), lse
 
     return call
 
@@ -110,10 +114,10 @@ def differentiate(call: Call, inputs: Inputs, dtype: torch.dtype | None) -> Resu
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return x.requires_grad_(name in inputs.differentiable)
 
-    leaves = {name: leaf(name) for name in ("q", "k", "v", "mask_bias", "pair_bias")}
+    leaves = {name: leaf(name) for name in GRADIENTS}
     o, lse = call(*leaves.values())  # type: ignore[arg-type]
     outputs, cotangents = [o], [inputs.do.to(o.dtype)]
-    if inputs.dlse is not None and lse.requires_grad:  # it depends on all inputs but v
+    if inputs.dlse is not None and lse.requires_grad:  # it depends on all inputs but v and the gate
         outputs.append(lse)
         cotangents.append(inputs.dlse.to(lse.dtype))
     wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}

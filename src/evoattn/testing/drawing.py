@@ -56,6 +56,7 @@ class _Drawing:
             "pair_bias": self.pair_bias(),
             "do": do,
             "dlse": self.lse_cotangent(tuple(o_shape)) if case.lse_gradient else None,
+            "gate": self.gate(q.shape, c),
         }
         if case.strides != "offset":
             return found
@@ -94,6 +95,26 @@ class _Drawing:
         if kind == "transposed":
             return self.normal(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-2, -3)
         return self.normal(*shape)
+
+    def gate(self, of_q: torch.Size, channels: int) -> Tensor | None:
+        """It is drawn last, so that a case with a gate has the other numbers of the same case without."""
+        case = self.case
+        if case.gate is None:
+            return None
+        shape = (*of_q[:-1], channels)
+        kind = case.gate_strides
+        if kind == "expanded_rows":
+            x = self.normal(*shape[:-4], 1, *shape[-3:])
+        elif kind == "expanded_channels":
+            x = self.normal(*shape[:-1], 1)
+        else:
+            x = self.activation(kind, case.lq, case.h, channels)
+        if case.gate == "large":
+            lot = torch.rand(x.shape, generator=self.rng).to(x.device)
+            x = torch.where(lot < 0.2, -80, torch.where(lot > 0.8, 80, x))
+            x = x.transpose(-2, -3).contiguous().transpose(-2, -3) if kind == "transposed" else x
+            x = x.repeat_interleave(2, -1)[..., ::2] if kind == "sliced" else x
+        return x.expand(shape)
 
     def lse_cotangent(self, shape: tuple[int, ...]) -> Tensor:
         dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32

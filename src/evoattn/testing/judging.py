@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from evoattn.api import explain
+from evoattn.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 from evoattn.testing.dense import Results, heads_first
 from evoattn.testing.oracle import excess, huge, oracle, run
@@ -25,7 +26,7 @@ Run = Callable[[Inputs, str, bool], Results]
 _LARGE = 1e6
 """No LSE is larger in size unless a bias like -1e9 is part of it."""
 
-_ARGUMENTS = ("q", "k", "v", "mask", "mask_bias", "pair_bias", "do", "dlse")
+_ARGUMENTS = ("q", "k", "v", "mask", "mask_bias", "pair_bias", "gate", "do", "dlse")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def judge(
 
 def _refusals(inputs: Inputs, backend: str, deterministic: bool) -> list[str]:
     """Why a backend does not take a call, forward or backward."""
-    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask_bias": inputs.mask_bias, "pair_bias": inputs.pair_bias}
+    tensors = {name: getattr(inputs, name) for name in GRADIENTS}
     tensors |= {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
     case = inputs.case
     options = {"scale": case.scale, "layout": case.layout, "return_lse": True, "deterministic": deterministic}
@@ -175,10 +176,10 @@ def _unfinite(results: Results, expected: Results) -> list[tuple[str, str]]:
 
 
 def _empty(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
-    """Queries without a key: the output and the gradient are exactly 0, and the LSE is -inf."""
+    """Queries without a key: the output and their gradients are exactly 0, and the LSE is -inf."""
     empty = expected.values["lse"] == -torch.inf
     found = []
-    for name in ("o", "dq"):
+    for name in ("o", "dq", "dgate"):
         if name in results.values and bool((heads_first(results.values[name], inputs)[empty] != 0).any()):
             found.append((f"not 0 without a key: {name}", ""))
     if bool((results.values["lse"][empty] != -torch.inf).any()):

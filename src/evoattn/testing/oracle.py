@@ -26,7 +26,9 @@ _CEILING = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torc
 def run(inputs: Inputs, backend: str = "auto", *, deterministic: bool = False, config: Config | None = None) -> Results:
     """Forward and backward through the public call."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, gate: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return evoformer_attention(
             q,
             k,
@@ -34,6 +36,7 @@ def run(inputs: Inputs, backend: str = "auto", *, deterministic: bool = False, c
             mask=inputs.mask,
             mask_bias=mask_bias,
             pair_bias=pair_bias,
+            gate=gate,
             scale=inputs.case.scale,
             layout=inputs.case.layout,
             return_lse=True,

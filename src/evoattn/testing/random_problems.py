@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from evoattn.problem import GRADIENTS
 from evoattn.testing.cases import Case, Inputs
 
 __all__ = ["DTYPES", "RandomProblem", "random_problem"]
@@ -36,7 +37,8 @@ _LEADS: dict[tuple[int, ...], int] = {
 _SCORES = {1.0: 70, 20.0: 10, 60.0: 8, 400.0: 6, 3000.0: 6}
 """The standard deviation of scores; the largest of many are three to four times that, so 1e4 is reached."""
 
-_ALL = ("q", "k", "v", "mask_bias", "pair_bias")
+_ALL = GRADIENTS[:5]
+"""What the first draw of gradients is among; `_gate` comes after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def random_problem(
     """A random call. The same arguments always give the same problem, on every device and in every version.
 
     Sizes lie mostly at the edges of tiles (1, tile - 1, tile, tile + 1), or are few queries and keys. Half of the problems have
-    Lq != Lk, some D != C. Leading axes, layouts, strides, masks, biases, scales, sizes of scores, cotangents and wanted
+    Lq != Lk, some D != C. Leading axes, layouts, strides, masks, biases, gates, scales, sizes of scores, cotangents and wanted
     gradients are drawn too; `Case` says in which words.
 
     Args:
@@ -96,7 +98,9 @@ def random_problem(
     words: dict[str, Any] = {"dtype": draw.one(dtypes), **_sizes(draw, largest, longest)}
     for part in (_masks, _pair_bias, _memory, _factors, _gradients):
         words |= part(draw, words)
-    return RandomProblem(seed, Case(f"random_{seed}", **words), deterministic=draw.chance(0.35))
+    deterministic = draw.chance(0.35)
+    words |= _gate(draw, words)  # last, so that no other draw depends on whether there is one
+    return RandomProblem(seed, Case(f"random_{seed}", **words), deterministic=deterministic)
 
 
 class _Draw:
@@ -247,3 +251,15 @@ def _gradients(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
         "lse_gradient": draw.chance(0.35),
         "cotangent": draw.weighted({"random": 65, "expanded": 10, "expanded_channels": 8, "expanded_rows": 8, "transposed": 9}),
     }
+
+
+def _gate(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+    """A gate in a third of all problems, and whether it is among the wanted gradients."""
+    gradients = words["gradients"]
+    if not draw.chance(1 / 3):
+        return {"gradients": GRADIENTS if gradients == _ALL else gradients}
+    strides = {"contiguous": 50, "transposed": 20, "sliced": 15, "expanded_rows": 8, "expanded_channels": 7}
+    found: dict[str, Any] = {"gate": draw.weighted({"random": 7, "large": 3}), "gate_strides": draw.weighted(strides)}
+    if gradients and draw.chance(0.7):
+        found["gradients"] = (*gradients, "gate")
+    return found

@@ -64,6 +64,8 @@ def _steps(case: Case) -> Iterator[dict[str, Any]]:
         yield {"mask_bias": None, "mask_bias_axes": plain["mask_bias_axes"]}
     if case.mask is not None:
         yield {"mask": None, "mask_axes": plain["mask_axes"]}
+    if case.gate is not None:
+        yield {"gate": None, "gate_strides": plain["gate_strides"]}
     yield from _lead(case)
     for name, least in (("n", 1), ("h", 1), ("lq", 1), ("lk", 1), ("d", 1)):
         size = getattr(case, name)
@@ -74,9 +76,21 @@ def _steps(case: Case) -> Iterator[dict[str, Any]]:
         yield {"c": None}
         if case.c > 1:
             yield {"c": case.c // 2}
-    for name in ("kv_heads", "strides", "bias_strides", "cotangent", "scale", "spread", "lse_gradient", "layout"):
+    for name in (
+        "kv_heads",
+        "strides",
+        "bias_strides",
+        "cotangent",
+        "scale",
+        "spread",
+        "lse_gradient",
+        "layout",
+        "gate_strides",
+    ):
         if getattr(case, name) != plain[name]:
             yield {name: plain[name]}
+    if case.gate == "large":
+        yield {"gate": "random"}
     yield from _biases(case)
     if len(case.gradients) > 1:
         for name in case.gradients:

@@ -93,8 +93,6 @@ def key(backend: str, direction: str, problem: Problem) -> str:
         "row" if row else "-",
         "-" if p.pair_bias is None else str(p.pair_bias),
     ]
-    if p.gate:
-        parts.append("gate")
     if direction == "backward":
         parts += ["dpair" if p.pair_bias is not None and p.needs[4] else "-", "fixed" if p.deterministic else "any"]
     return "/".join(parts).replace("torch.", "")

@@ -150,7 +150,7 @@ def test_next_to_nothing_is_spilled(case: Compiled, arch: str) -> None:
 
 @pytest.mark.parametrize(("name", "arch"), [
     ("d32", "sm_90"),
-    *(pytest.param(name, "sm_90", marks=pytest.mark.slow) for name in ("d32_in_order", "d64_ragged", "d256_float32")),
+    *(pytest.param(name, "sm_90", marks=pytest.mark.slow) for name in ("d32_in_order", "d64_ragged", "d128", "d256_float32")),
     *(pytest.param("d32", arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "gfx942")),
 ])  # fmt: skip
 def test_a_gate_has_registers(name: str, arch: str) -> None:
@@ -162,7 +162,8 @@ def test_a_gate_has_registers(name: str, arch: str) -> None:
     for r in gated:
         assert r.shared <= SHARED_LIMITS[arch]
         assert not r.serialised
-        assert r.spills <= (case.spills if r.name in without else 0)
+        assert r.spills <= case.spills
+        assert r.name != "statistics_kernel" or r.registers <= 96, "with 255 it spills, and it has no loop to count that in"
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ PAD = 16
 """Padded lengths are multiples of this. Kernels take them, and strides over them, in units of it, so that rows load wide."""
 
 _STATISTICS_ROWS = 64
+_GATE_ELEMENTS = 2048
+"""Of a tile, at most, where the statistics' launch has a gate too: with more, 128 channels spill on every card."""
+
 _PACK_TILE = 64
 _ROWS_AT_ONCE = 256
 _WARPS_AT_ONCE = 16
@@ -183,7 +186,8 @@ def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | Non
     padded_q = stats.shape[-1]
     layout = layout_for(o, do) if gate is None else layout_for(o, gate.do, gate.gate, gate.gated_do, gate.dgate)
     of_do, of_gate = layout.strides[:10], layout.strides[10:] or (0,) * 15
-    blocks = -(-padded_q // _STATISTICS_ROWS)
+    rows = _STATISTICS_ROWS if gate is None else max(PAD, min(_STATISTICS_ROWS, _GATE_ELEMENTS // launch.head_block(c)))
+    blocks = -(-padded_q // rows)
     return statistics_kernel.plan(
         blocks * n * h * b,
         *of_do,
@@ -198,7 +202,7 @@ def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | Non
         PAD=PAD,
         C=c,
         BLOCK_C=launch.head_block(c),
-        BLOCK_Q=_STATISTICS_ROWS,
+        BLOCK_Q=rows,
         GRAIN=layout.grain,
         HAS_DLSE=dlse is not None,
         HAS_PAIR=stats.shape[0] == 4,

@@ -323,15 +323,6 @@ def test_explain_tells_of_a_gate() -> None:
         assert evoattn.explain(inputs.q, inputs.k, inputs.v, gate=inputs.gate).problem.gate
 
 
-@pytest.mark.parametrize("name", ["triton", "hopper"])
-def test_a_backend_that_takes_no_gate_says_so(name: str) -> None:
-    inputs = make(gate="random")
-    told = evoattn.explain(inputs.q, inputs.k, inputs.v, gate=inputs.gate, backend=name)
-    assert "takes no gate yet" in told.refused[name]
-    with pytest.raises(ValueError, match="takes no gate yet"):
-        call(inputs, backend=name)
-
-
 def test_explain_inside_vmap() -> None:
     """Of one sample, whose tensors have no memory of their own."""
     told = []

@@ -38,8 +38,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def test_awkward_case(case: testing.Case, dtype: torch.dtype, backend: str) -> None:
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("Triton takes no float64; auto takes the tiled backend")
-    if backend == "triton" and case.gate is not None:
-        pytest.skip("Triton takes no gate; auto takes the tiled backend")
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
     testing.check(testing.run(inputs, backend), inputs)
     testing.check(testing.run(inputs, backend, deterministic=True), inputs)

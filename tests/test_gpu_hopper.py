@@ -92,7 +92,13 @@ def way(request: pytest.FixtureRequest) -> dict:
 def forward(inputs: testing.Inputs, **changes: object) -> testing.Results:
     """o and lse by the Hopper backend; skips what it refuses."""
     case = inputs.case
-    call = {"mask": inputs.mask, "mask_bias": inputs.mask_bias, "pair_bias": inputs.pair_bias, "scale": case.scale}
+    call = {
+        "mask": inputs.mask,
+        "mask_bias": inputs.mask_bias,
+        "pair_bias": inputs.pair_bias,
+        "gate": inputs.gate,
+        "scale": case.scale,
+    }
     call = {**call, "layout": case.layout, "backend": "hopper", **changes}
     if refused := evoattn.explain(inputs.q, inputs.k, inputs.v, **call).refused:  # type: ignore[arg-type]
         pytest.skip("; ".join(refused["hopper"]))
@@ -103,7 +109,7 @@ def forward(inputs: testing.Inputs, **changes: object) -> testing.Results:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", [case for case in testing.AWKWARD if case.gate is None], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
 def test_awkward_case(case: testing.Case, dtype: torch.dtype) -> None:
     inputs = dataclasses.replace(case, dtype=dtype).make(seed=1, device="cuda")
     testing.check(forward(inputs), inputs)

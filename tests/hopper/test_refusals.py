@@ -89,7 +89,6 @@ def test_takes(changes: dict) -> None:
         ({"pair_bias": torch.float16}, "a pair_bias of q's dtype or float32, got torch.float16"),
         ({"mask_bias": torch.float64}, "a mask_bias in"),
         ({"lk": 0}, "no empty tensors"),
-        ({"gate": True}, "takes no gate yet"),
         ({"n": 1}, "a pair_bias that two or more rows share, got 1 row"),
         ({"needs": ALL, "n": 1}, "a pair_bias that two or more rows share, got 1 row"),
         ({"needs": ALL, "lk": 4097}, "no room for 4097 keys of 32 channels"),

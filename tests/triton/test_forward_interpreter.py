@@ -45,7 +45,7 @@ else:
     ]
 
     def canonical(inputs: testing.Inputs) -> Canonical:
-        given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias)
+        given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias, inputs.gate)
         return canonicalise(given, inputs.case.layout)
 
     def forward(inputs: testing.Inputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ else:
         config = config or Config()
         assert backend.unsupported(describe(c), config) == []
         scale = inputs.case.scale if inputs.case.scale is not None else inputs.case.d**-0.5
-        o, lse, reference = ops.forward(*c, scale, inputs.case.layout, False, "triton", config.to_text())
+        o, lse, reference = ops.forward(*c[:6], scale, inputs.case.layout, False, "triton", config.to_text(), c.gate)
         lse = numerics.natural_lse(lse, reference)
         if c.mask_bias is not None:
             lse = lse + numerics.row_shift(c.mask, c.mask_bias, torch.float32)[:, :, None, None]
@@ -67,13 +67,11 @@ else:
         values = {name: x.to(getattr(inputs, name[1:]).dtype) for name, x in values.items() if name not in ("o", "lse")}
         testing.check(testing.Results({"o": o, "lse": lse, **values}), inputs)
 
-    AWKWARD = [case for case in testing.AWKWARD if case.gate is None]
-
-    @pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
+    @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
     def test_awkward_case(case: testing.Case) -> None:
         check(case.make(seed=1))
 
-    LOW = [case for case in AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
+    LOW = [case for case in testing.AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
 
     SOME = [case if i % 3 == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(LOW)]
 

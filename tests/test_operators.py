@@ -184,6 +184,8 @@ def test_autocast_computes_as_torch_attention_does(dtype: torch.dtype) -> None:
     assert [g.dtype for g in gradients] == [torch.float32] * 4
     assert gated.dtype == dtype
     torch.testing.assert_close(gated, ours * torch.sigmoid(gate.to(dtype)), rtol=0.02, atol=0.02)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(gated, attend(q, k, v.detach().to(dtype), mask_bias, pair_bias, gate.to(dtype)))
     assert [g.dtype for g in torch.autograd.grad(gated, (q, gate), torch.randn_like(gated))] == [torch.float32] * 2
 
 

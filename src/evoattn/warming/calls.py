@@ -56,7 +56,10 @@ class Call:
         q = self._made(None, *lead, lq, of.h, of.d).transpose(-2, -3)
         k, v = (self._made(None, *lead, lk, 1 if of.shared else of.h, of.d).transpose(-2, -3) for _ in range(2))
         mask = self._made(of.mask_dtype, *lead, 1, 1, lk) if of.mask else None
-        pair = self._made(of.pair_dtype, *of_pairs, lq, lk, of.h).movedim(-1, -3) if of.pair else None
+        pair = None
+        if of.pair:
+            pair = self._made(of.pair_dtype, *of_pairs, *((lk, lq) if of.turned else (lq, lk)), of.h)
+            pair = (pair.transpose(-2, -3) if of.turned else pair).movedim(-1, -3)
         return Inputs(q, k, v, None, mask, pair)
 
     def make(self) -> tuple[Plan, tuple[Any, ...]]:
@@ -79,10 +82,10 @@ def calls_of(family: Family, lengths: tuple[int, ...], dtypes: tuple[torch.dtype
     seen: dict[Call, None] = {}
     for attention in family.attentions:
         for dtype in dtypes:
-            plain = _plain(attention, attention.dtype or dtype)
+            plain = _plain(attention, dtype)
             for length in lengths:
                 for backward in (False, True)[: 1 + training]:
-                    seen[Call(plain, length, attention.dtype or dtype, backward)] = None
+                    seen[Call(plain, length, dtype, backward)] = None
     return iter(seen)
 
 
@@ -90,7 +93,7 @@ def _plain(attention: Attention, dtype: torch.dtype) -> Attention:
     """The same attention of q in a dtype, in the one way in which it can be said."""
     mask = None if attention.mask_dtype == dtype or not attention.mask else attention.mask_dtype
     pair = None if attention.pair_dtype == dtype or not attention.pair else attention.pair_dtype
-    return dataclasses.replace(attention, dtype=None, mask_dtype=mask, pair_dtype=pair)
+    return dataclasses.replace(attention, mask_dtype=mask, pair_dtype=pair)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -25,7 +24,8 @@ class Attention:
         scaled: whether q is scaled already.
         windows: whether the pair bias varies along a leading axis of so many entries, as in windows of atoms.
         shared: whether all heads share their keys, as in global attention.
-        dtype: of q, if it is not that of the model.
+        turned: whether the pair bias lies in memory as one of keys and queries, as around OpenFold-3's ending node. No kernel
+            depends on how a mask lies, nor on whether k and v are parts of one projection.
         mask_dtype, pair_dtype: of the biases.
     """
 
@@ -40,7 +40,7 @@ class Attention:
     scaled: bool = True
     windows: int | None = None
     shared: bool = False
-    dtype: torch.dtype | None = None
+    turned: bool = False
     mask_dtype: torch.dtype | None = None
     pair_dtype: torch.dtype | None = None
 
@@ -60,28 +60,30 @@ def _masks(attention: Attention) -> Iterator[Attention]:
     yield dataclasses.replace(attention, mask_dtype=torch.float32)
 
 
-def _triangles(name: str = "triangle", d: int = 32, *, switch: bool = True, exact: bool = False) -> Iterator[Attention]:
+def _triangles(
+    name: str = "triangle", d: int = 32, *, switch: bool = True, exact: bool = False, turned: bool = False
+) -> Iterator[Attention]:
     """Triangle attention.
 
     switch: whether the client has switches for kernels, which take q as it is.
     exact: whether it hands them a float32 pair bias.
+    turned: whether a pair bias lies transposed around the ending node.
     """
-    plain = Attention(name, 4, d)
-    yield from _masks(plain)
-    if switch:
-        unscaled = dataclasses.replace(plain, name=f"{name} with a kernel switch", scaled=False)
-        yield from _masks(unscaled)
-        if exact:
-            yield dataclasses.replace(unscaled, mask_dtype=torch.float32, pair_dtype=torch.float32)
+    for plain in (Attention(name, 4, d), Attention(f"{name}, ending node", 4, d, turned=True))[: 1 + turned]:
+        yield from _masks(plain)
+        if switch:
+            unscaled = dataclasses.replace(plain, name=f"{plain.name} with a kernel switch", scaled=False)
+            yield from _masks(unscaled)
+            if exact:
+                yield dataclasses.replace(unscaled, mask_dtype=torch.float32, pair_dtype=torch.float32)
 
 
-def _tokens(*, mask: bool = True, scaled: bool = True, dtype: torch.dtype | None = None) -> Iterator[Attention]:
+def _tokens(*, mask: bool = True, scaled: bool = True) -> Iterator[Attention]:
     """Single track, diffusion transformer and atom windows of AlphaFold 3, for one sample and for five."""
-    same: dict[str, Any] = {"scaled": scaled, "dtype": dtype}
-    yield from _masks(Attention("single", 16, 24, n=1, mask=mask, **same))
+    yield from _masks(Attention("single", 16, 24, n=1, mask=mask, scaled=scaled))
     for n in (1, 5):
-        yield from _masks(Attention(f"diffusion, {n} samples", 16, 48, n=n, mask=mask, **same))
-        yield from _masks(Attention(f"atoms, {n} samples", 4, 32, n=n, q=32, k=128, windows=64, **same))
+        yield from _masks(Attention(f"diffusion, {n} samples", 16, 48, n=n, mask=mask, scaled=scaled))
+        yield from _masks(Attention(f"atoms, {n} samples", 4, 32, n=n, q=32, k=128, windows=64, scaled=scaled))
 
 
 _EVOFORMER = (
@@ -99,9 +101,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family("esmfold", (*_triangles(switch=False), *_masks(Attention("sequence", 32, 32, n=1)))),
         Family("openfold", _EVOFORMER),
-        Family("openfold3", (*_triangles(), *_triangles("template", 16), *_tokens())),
-        Family("boltz", (*_triangles(), *_tokens(scaled=False, dtype=torch.float32))),
-        Family("boltzgen", (*_triangles(), *_tokens(scaled=False, dtype=torch.float32))),
+        Family("openfold3", (*_triangles(turned=True), *_triangles("template", 16, turned=True), *_tokens())),
+        Family("boltz", (*_triangles(), *_tokens(scaled=False))),
+        Family("boltzgen", (*_triangles(), *_tokens(scaled=False))),
         Family("protenix", (*_triangles(exact=True), *_tokens(mask=False))),
         Family("opendde", (*_triangles(exact=True), *_tokens(mask=False))),
     )

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import torch
 
-from evoattn.backends import AUTO_ORDER
 from evoattn.cache import VARIABLE, folder
 from evoattn.cli.bench import among, names_in
 from evoattn.cli.terminal import RefusedError, WholeNumber, count_progress
 from evoattn.devices import Card, planned_for
 from evoattn.processes import Pool, Report, Task, cores
-from evoattn.run.dispatch import backend_module
-from evoattn.warming.calls import Call, Found, calls_of
+from evoattn.warming.calls import COMPILERS, Call, Found, calls_of, why_not
 from evoattn.warming.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.warming.families import COARSE, FAMILIES, LENGTHS
 
@@ -168,7 +166,7 @@ def warm(wish: Wish) -> int:
 def _tell_missing(card: Card) -> None:
     """Say which backend that a card could use is not installed; refuse if none is."""
     with planned_for(card):
-        missing = {name: backend_module(name).availability() for name in AUTO_ORDER if name != "tiled"}
+        missing = {name: why_not(name) for name in COMPILERS}
     if card.capability != (9, 0):
         missing.pop("hopper")
     if all(missing.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +17,13 @@ from evoattn.devices import Card, planned_for
 from evoattn.inputs import Cotangents, Inputs, Options
 from evoattn.layouts import empty_gradients, empty_outputs
 from evoattn.run import plans
-from evoattn.run.dispatch import RefusalError
+from evoattn.run.dispatch import RefusalError, backend_module
 from evoattn.warming.families import Attention, Family
 
-__all__ = ["Call", "Found", "calls_of", "find", "find_all", "keep"]
+__all__ = ["COMPILERS", "Call", "Found", "calls_of", "find", "find_all", "keep", "why_not"]
+
+COMPILERS = ("hopper", "triton")
+"""The backends that compile."""
 
 _LAYOUT = "bnhld"
 """As `evoattn.compat.openfold` calls."""
@@ -136,8 +140,16 @@ def keep(found: Found) -> Found:
     return dataclasses.replace(found, kernel=next(x for x in kernels if x.key == found.kernel.key))
 
 
+def why_not(backend: str) -> str | None:
+    """Why a backend cannot compile for the card that is planned for, and what to do; None if it can."""
+    missing = backend_module(backend).availability()
+    if missing is None and backend == "triton" and importlib.util.find_spec("triton.runtime._async_compile") is None:
+        return "this Triton compiles no kernel ahead: pip install 'triton>=3.6'"
+    return missing
+
+
 def _ahead(backend: str) -> Any:
     """The module of a backend that finds and compiles its kernels, or None if it has none."""
-    if backend not in ("hopper", "triton"):
+    if backend not in COMPILERS or why_not(backend) is not None:
         return None
     return importlib.import_module(f"evoattn.backends.{backend}.ahead")

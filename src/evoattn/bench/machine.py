@@ -18,7 +18,14 @@ from evoattn.tuning.user import driver_version
 
 __all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "threads", "version_of"]
 
-_PEERS = ("cuequivariance-ops-torch-cu13", "cuequivariance-ops-torch-cu12", "trifast", "deepspeed")
+_PEERS = (
+    "cuequivariance-ops-torch-cu13",
+    "cuequivariance-ops-torch-cu12",
+    "trifast",
+    "turbopairformer",
+    "openfold3",
+    "deepspeed",
+)
 
 
 def devices() -> list[torch.device]:

@@ -99,7 +99,7 @@ def _heads_inside(x: Tensor) -> Tensor:
 
 
 def _heads_outside(x: Tensor) -> Tensor:
-    """`[b,n,h,l,d]` -> `[b,n,l,h,d]`."""
+    """`[b,n,h,l,d]` <-> `[b,n,l,h,d]`, as a view."""
     return x.transpose(2, 3)
 
 
@@ -111,6 +111,24 @@ def _all_heads(x: Tensor, like: Tensor) -> Tensor:
 def _key_bias(inputs: Inputs, masked: float = -torch.inf) -> Tensor | None:
     """The mask as an additive bias `[b,n,k]` in q's dtype."""
     return None if inputs.mask is None else torch.where(inputs.mask, 0.0, masked).to(inputs.q.dtype)
+
+
+def _finite_key_bias(inputs: Inputs) -> Tensor | None:
+    """The mask as models add it, `[b,n,1,1,k]`: a large finite number, since kernels subtract the maximum of a tile."""
+    bias = _key_bias(inputs, -6e4 if inputs.q.dtype == torch.float16 else -1e9)
+    return None if bias is None else bias[:, :, None, None, :]
+
+
+def _heads_of_query(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values `[b,n,k,h|1,d]` with as many heads as q `[b,n,q,h,d]`, contiguous if there was one."""
+    return x if x.shape[3] == q.shape[3] else x.expand(-1, -1, -1, q.shape[3], -1).contiguous()
+
+
+def _refuse(reasons: list[tuple[bool, str]]) -> None:
+    """Raise RefusesError with every reason that holds."""
+    holding = [reason for holds, reason in reasons if holds]
+    if holding:
+        raise RefusesError("; ".join(holding))
 
 
 def _dense(inputs: Inputs, compiled: bool) -> Prepared:
@@ -244,17 +262,59 @@ def _trifast(inputs: Inputs) -> Prepared:
 def _deepspeed(inputs: Inputs) -> Prepared:
     from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
 
-    if inputs.q.dtype not in (torch.float16, torch.bfloat16):
-        raise RefusesError("takes float16 and bfloat16 alone")
-    mask_bias = _key_bias(inputs, -6e4 if inputs.q.dtype == torch.float16 else -1e9)
-    key_bias = None if mask_bias is None else mask_bias[:, :, None, None, :]
+    lq, d = inputs.q.shape[2], inputs.q.shape[-1]
+    reasons = [
+        (inputs.q.dtype not in (torch.float16, torch.bfloat16), "takes float16 and bfloat16 alone"),
+        (inputs.k.shape[2] != lq, "takes as many keys as queries"),
+        (lq <= 16, "takes more than 16 queries"),
+        (d > 64, "takes at most 64 channels a head"),
+    ]
+    _refuse(reasons)
+    key_bias = _finite_key_bias(inputs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
-        k, v = (x if x.shape[3] == q.shape[3] else x.expand(-1, -1, -1, q.shape[3], -1).contiguous() for x in (k, v))
+        k, v = (_heads_of_query(x, q) for x in (k, v))
         out: Tensor = DS4Sci_EvoformerAttention(q, k, v, [key_bias, pair_bias])
         return out
 
     return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), _same, _same)
+
+
+def _openfold3(inputs: Inputs) -> Prepared:
+    """OpenFold-3's kernel as its attention calls it: without a pair bias it takes zeros and a flag that skips them."""
+    from openfold3.core.kernels.triton.evoformer import TritonEvoformer
+
+    if TritonEvoformer is None:
+        raise ModuleNotFoundError("OpenFold-3's kernel needs Triton", name="triton")
+    b, n, lq, h, _ = inputs.q.shape
+    _refuse([(inputs.k.shape[2] != lq, "takes as many keys as queries")])
+    given = _finite_key_bias(inputs)
+    key_bias = inputs.q.new_zeros(b, n, 1, 1, lq) if given is None else given
+    zeros = inputs.q.new_zeros(b, 1, h, lq, lq) if inputs.pair_bias is None else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        k, v = (_heads_of_query(x, q) for x in (k, v))
+        out: Tensor = TritonEvoformer(q, k, v, key_bias, zeros if pair_bias is None else pair_bias, pair_bias is not None)
+        return out
+
+    return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), _same, _same)
+
+
+def _turbopairformer(inputs: Inputs) -> Prepared:
+    """Its kernels take `[b,n,h,l,d]` and write `[b,n,l,h,d]`, so that is how q, k, v and dO lie in memory."""
+    from turbopairformer import is_triangle_attention_supported, turbo_attention
+
+    mask_bias = _key_bias(inputs)
+    key_bias = None if mask_bias is None else mask_bias[:, :, None, None, :].float()
+    q, k, v = map(_heads_inside, (inputs.q, inputs.k, inputs.v))
+    supported, reason = is_triangle_attention_supported(q, k, v, key_bias, inputs.pair_bias)
+    _refuse([(not supported, reason)])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+        out: Tensor = turbo_attention(q, k, v, res_mask=key_bias, pair_bias=pair_bias)
+        return out.transpose(2, 3)
+
+    return Prepared(attend, (q, k, v, inputs.pair_bias), _heads_outside, _heads_outside)
 
 
 PEERS: dict[str, Peer] = {
@@ -263,6 +323,8 @@ PEERS: dict[str, Peer] = {
         Peer("flex", "FlexAttention, compiled", _flex, compiles=True),
         Peer("cuequivariance", "cuEquivariance", _cuequivariance),
         Peer("trifast", "TriFast", _trifast),
+        Peer("turbopairformer", "TurboPairFormer", _turbopairformer),
+        Peer("openfold3", "OpenFold-3, Triton", _openfold3),
         Peer("deepspeed", "DeepSpeed", _deepspeed),
         Peer("sdpa", "SDPA, bias expanded", _sdpa, score_copies=3),
         Peer("dense", "dense torch", functools.partial(_dense, compiled=False), score_copies=4),

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import client_page
 
 from evoattn.bench import plots, table
+from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Problem, Record, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +96,11 @@ def _passes(problems: list[Problem]) -> tuple[str, ...]:
     return ("forward", "backward") if "backward" in measured else ("forward", "both")
 
 
+def _is_bound(name: str) -> bool:
+    """Whether a contender solves an easier problem."""
+    return name in PEERS and not PEERS[name].biased
+
+
 def _cell(problem: Problem, name: str, passes: tuple[str, ...], *, bold: bool = False) -> str:
     """Times of the passes, or a dash; the fastest of all that solve the problem in bold."""
     result = problem.result(name)
@@ -104,7 +110,7 @@ def _cell(problem: Problem, name: str, passes: tuple[str, ...], *, bold: bool = 
     for wanted in passes:
         time = result.times.get(wanted)
         text = "-" if time is None else f"{time.median_ms:.3f}"
-        fair = [r.times[wanted].median_ms for r in problem.results if wanted in r.times and r.name != "flash_unbiased"]
+        fair = [r.times[wanted].median_ms for r in problem.results if wanted in r.times and not _is_bound(r.name)]
         fastest = bold and time is not None and len(fair) > 1 and time.median_ms == min(fair)
         words.append(f"**{text}**" if fastest else text)
     return " / ".join(words)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evoattn.bench import correctness
+from evoattn.bench import correctness, peers
 from evoattn.bench.peers import PEERS, RefusesError
 from evoattn.bench.run import _one_line, _status
 from evoattn.bench.runner import Runner
@@ -55,7 +55,7 @@ class Fakes:
         b, n, length, h, _ = q.shape
         assert k.shape == v.shape == q.shape
         assert key_bias.shape == (b, n, 1, 1, length) and key_bias.isfinite().all()
-        assert pair_bias.shape == (b, 1, h, length, length)
+        assert pair_bias.shape == (b, 1, h, length, length) and pair_bias.any() == has_pair_bias
         used = pair_bias if has_pair_bias else None
         return attend(*(x.transpose(2, 3) for x in (q, k, v)), key_bias, used).transpose(2, 3).contiguous()
 
@@ -102,6 +102,98 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return fakes
 
 
+class FakeGraph:
+    """A graph of cuDNN's frontend with one node: sdpa or its backward, in plain torch."""
+
+    def __init__(self, **options: object) -> None:
+        self.options = options
+        self.node: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.built: list[str] = []
+        for name in ("validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans"):
+            setattr(self, name, lambda *arguments, name=name: self.built.append(name))
+
+    def tensor_like(self, x: Tensor) -> "FakeTensor":
+        return FakeTensor().set_dim(list(x.shape)).set_stride(list(x.stride()))
+
+    def sdpa(self, *, name: str, generate_stats: bool, **given: Any) -> list["FakeTensor"]:
+        assert generate_stats
+        return self._node(given, "o", "lse")
+
+    def sdpa_backward(self, *, name: str, dBias: "FakeTensor", **given: Any) -> list["FakeTensor"]:
+        outs = self._node(given, "dq", "dk", "dv")
+        assert self.node is not None
+        self.node[1]["dbias"] = dBias
+        return outs
+
+    def _node(self, given: dict[str, Any], *names: str) -> list["FakeTensor"]:
+        self.node = (given, {name: FakeTensor() for name in names})
+        return list(self.node[1].values())
+
+    def get_workspace_size(self) -> int:
+        assert self.built[0] == "validate" and self.built[-1] == "build_plans"
+        return 8
+
+    def execute(self, buffers: dict["FakeTensor", Tensor], workspace: Tensor, handle: object) -> None:
+        assert handle == "handle" and workspace.numel() == 8 and self.node is not None
+        given, outs = self.node
+        for tensor, x in buffers.items():
+            assert (list(x.shape), list(x.stride())) == (tensor.dim, tensor.stride)
+        scale = given["attn_scale"]
+        x = {name: buffers[tensor].double() for name, tensor in given.items() if name != "attn_scale"}
+        leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias")]
+        with torch.enable_grad():
+            q, k, v, bias = leaves
+            s = q @ k.transpose(-1, -2) * scale + bias
+            o, lse = torch.softmax(s, -1) @ v, s.logsumexp(-1, keepdim=True)
+        if "o" in outs:
+            values = {"o": o, "lse": lse}
+        else:
+            torch.testing.assert_close(x["o"], o.detach(), rtol=0.02, atol=0.02)
+            torch.testing.assert_close(x["stats"], lse.detach(), rtol=1e-5, atol=1e-5)
+            gradients = torch.autograd.grad(o, leaves, x["dO"])
+            values = dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=True))
+        assert set(values) == set(outs)
+        for name, value in values.items():
+            assert outs[name].output
+            buffers[outs[name]].copy_(value.detach())
+
+
+class FakeTensor:
+    output = False
+
+    def set_dim(self, dim: list[int]) -> "FakeTensor":
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride: list[int]) -> "FakeTensor":
+        self.stride = stride
+        return self
+
+    def set_output(self, output: bool) -> "FakeTensor":
+        self.output = output
+        return self
+
+    def set_data_type(self, data_type: str) -> "FakeTensor":
+        assert data_type == "float", "the statistics alone are not in the dtype of the graph"
+        return self
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A frontend of cuDNN that computes on the CPU, and an adapter that lets it."""
+    module: Any = types.ModuleType("cudnn")
+    module.create_handle = lambda: "handle"
+    module.set_stream = lambda handle, stream: None
+    module.pygraph = FakeGraph
+    module.data_type = types.SimpleNamespace(BFLOAT16="bfloat16", HALF="half", FLOAT="float")
+    module.heur_mode = types.SimpleNamespace(A="a", FALLBACK="fallback")
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.delitem(sys.modules, "evoattn.bench.cudnn_graphs", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+    yield module
+    sys.modules.pop("evoattn.bench.cudnn_graphs", None)
+
+
 def inputs_of(case: Workload, dtype: torch.dtype) -> Inputs:
     return correctness.inputs_of(case, dtype, CPU)
 
@@ -129,6 +221,37 @@ def check(name: str, dtype: torch.dtype, case: Workload) -> None:
     errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
     assert set(errors) == set(expected)
     assert correctness.worst(errors, dtype) is None, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cudnn_solves_the_problem_without_a_mask(dtype: torch.dtype, cudnn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_refuse", lambda reasons: None)  # of the CPU
+    peer = PEERS["cudnn_unmasked"]
+    assert peer.leaves_out == "mask" and not peer.biased
+    inputs = correctness.without_mask(inputs_of(TRIANGLE, dtype))
+    assert inputs.mask is None and inputs.pair_bias is not None
+    runner, expected = Runner(peer, inputs), correctness.truth(inputs)
+    assert set(expected) == {"o", "dq", "dk", "dv", "dpair_bias"}
+    errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
+    assert correctness.worst(errors, dtype) is None, errors
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "reason"),
+    [
+        (TRIANGLE, torch.bfloat16, "takes tensors on a GPU alone"),
+        (
+            dataclasses.replace(COLUMN, b=2),
+            torch.float32,
+            "takes tensors on a GPU alone; takes float16 and bfloat16 alone; is measured for its bias gradient, and there is "
+            "no pair bias; shares one pair bias among all rows, and here are several",
+        ),
+    ],
+)
+def test_cudnn_refuses(case: Workload, dtype: torch.dtype, reason: str, cudnn: Any) -> None:
+    with pytest.raises(RefusesError) as refused:
+        PEERS["cudnn_unmasked"].prepare(inputs_of(case, dtype))
+    assert str(refused.value) == reason
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,20 @@ def test_a_bound_is_checked_against_its_own_truth(clock: FakeClock) -> None:
     assert "dpair_bias" not in found["flash_unbiased"].errors
 
 
+def test_a_bound_without_a_mask_keeps_the_pair_bias(
+    fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its truth has every key, and every row too, since all of them share the gradient of the pair bias."""
+    right = fakes["right"].prepare
+    every_key = Peer("every_key", "every key", lambda inputs: right(correctness.without_mask(inputs)))
+    fakes["every_key"], fakes["bound"] = every_key, dataclasses.replace(every_key, name="bound", leaves_out="mask")
+    monkeypatch.setitem(correctness._SCORES, "cpu", 4 * 16 * 16 * 4)  # four parts
+    found = results(measured(a_plan(peers=("every_key", "bound")), clock))
+    assert found["every_key"].status == "wrong", "of the problem with a mask"
+    assert found["bound"].status == "ok", found["bound"].reason
+    assert set(found["bound"].errors) == {"o", "dq", "dk", "dv", "dpair_bias"}
+
+
 @pytest.mark.parametrize("name", ["dense", "sdpa", "flash_unbiased"])
 @pytest.mark.parametrize("case", WORKLOADS, ids=lambda case: case.name)
 def test_every_peer_of_plain_torch_takes_every_workload(name: str, case: object) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "too_large",
     "truth",
     "without_biases",
+    "without_mask",
     "worst",
 ]
 
@@ -88,6 +89,11 @@ def io_bytes(inputs: Inputs) -> int:
 def without_biases(inputs: Inputs) -> Inputs:
     """The problem that plain attention solves, as a bound."""
     return dataclasses.replace(inputs, mask=None, pair_bias=None)
+
+
+def without_mask(inputs: Inputs) -> Inputs:
+    """The problem with all keys and the pair bias alone, as a bound."""
+    return dataclasses.replace(inputs, mask=None)
 
 
 def first_rows(inputs: Inputs, rows: slice) -> Inputs:

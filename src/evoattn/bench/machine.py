@@ -25,6 +25,7 @@ _PEERS = (
     "turbopairformer",
     "openfold3",
     "deepspeed",
+    "nvidia-cudnn-frontend",
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Peer:
         prepare: its adapter.
         score_copies: how many tensors of all scores forward and backward hold, in q's dtype; 0 where it holds none.
         compiles: whether the first call of every problem compiles for seconds.
-        biased: False for a bound that leaves the biases out.
+        leaves_out: what a bound solves an easier problem without: "biases", which are the mask and the pair bias, or "mask".
     """
 
     name: str
@@ -59,7 +59,12 @@ class Peer:
     prepare: Callable[[Inputs], Prepared]
     score_copies: float = 0
     compiles: bool = False
-    biased: bool = True
+    leaves_out: Literal["", "biases", "mask"] = ""
+
+    @property
+    def biased(self) -> bool:
+        """Whether it takes every bias of a problem; if not, it is a bound, and no speed-up over it is claimed."""
+        return not self.leaves_out
 
 
 def _same(x: Tensor) -> Tensor:
@@ -89,6 +94,15 @@ def _rows_first(inputs: Inputs) -> tuple[Callable[[Tensor], Tensor], Callable[[T
     b, n = inputs.q.shape[:2]
     return (
         lambda x: x.flatten(0, 1).transpose(1, 2).contiguous(),
+        lambda x: x.transpose(1, 2).unflatten(0, (b, n)),
+    )
+
+
+def _rows_viewed(inputs: Inputs) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """`[b,n,l,h,d]` <-> `[b*n,h,l,d]`, both as views."""
+    b, n = inputs.q.shape[:2]
+    return (
+        lambda x: x.flatten(0, 1).transpose(1, 2),
         lambda x: x.transpose(1, 2).unflatten(0, (b, n)),
     )
 
@@ -200,20 +214,12 @@ def _flash(inputs: Inputs) -> Prepared:
     """torch's FlashAttention without any bias: another, easier problem, as a bound."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    b, n = inputs.q.shape[:2]
-
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out: Tensor = torch.nn.functional.scaled_dot_product_attention(q, _all_heads(k, q), _all_heads(v, q))
         return out
 
-    def to_library(x: Tensor) -> Tensor:
-        return x.flatten(0, 1).transpose(1, 2)
-
-    def from_library(x: Tensor) -> Tensor:
-        unfolded: Tensor = x.transpose(1, 2).unflatten(0, (b, n))
-        return unfolded
-
+    to_library, from_library = _rows_viewed(inputs)
     return Prepared(attend, (*map(to_library, (inputs.q, inputs.k, inputs.v)), None), to_library, from_library)
 
 
@@ -300,6 +306,24 @@ def _openfold3(inputs: Inputs) -> Prepared:
     return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), _same, _same)
 
 
+def _cudnn(inputs: Inputs) -> Prepared:
+    """cuDNN's graphs with a bias and its gradient: they have no mask of keys, so this is a bound without one."""
+    from evoattn.bench.cudnn_graphs import Graphs
+
+    pair_bias = inputs.pair_bias
+    reasons = [
+        (inputs.q.device.type != "cuda", "takes tensors on a GPU alone"),
+        (inputs.q.dtype not in (torch.float16, torch.bfloat16), "takes float16 and bfloat16 alone"),
+        (pair_bias is None, "is measured for its bias gradient, and there is no pair bias"),
+        (inputs.q.shape[0] != 1, "shares one pair bias among all rows, and here are several"),
+    ]
+    _refuse(reasons)
+    assert pair_bias is not None
+    to_library, from_library = _rows_viewed(inputs)
+    tensors = (*map(to_library, (inputs.q, inputs.k, inputs.v)), pair_bias[:, 0])
+    return Prepared(Graphs(*tensors).attend, tensors, to_library, from_library)
+
+
 def _turbopairformer(inputs: Inputs) -> Prepared:
     """Its kernels take `[b,n,h,l,d]` and write `[b,n,l,h,d]`, so that is how q, k, v and dO lie in memory."""
     from turbopairformer import is_triangle_attention_supported, turbo_attention
@@ -331,7 +355,8 @@ PEERS: dict[str, Peer] = {
         Peer(
             "dense_compiled", "dense torch, compiled", functools.partial(_dense, compiled=True), score_copies=4, compiles=True
         ),
-        Peer("flash_unbiased", "torch flash kernel, no bias", _flash, biased=False),
+        Peer("cudnn_unmasked", "cuDNN, no mask", _cudnn, leaves_out="mask"),
+        Peer("flash_unbiased", "torch flash kernel, no bias", _flash, leaves_out="biases"),
     )
 }
 """In the order in which they run: the closest first, so that a short budget has seen them."""

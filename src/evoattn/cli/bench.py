@@ -32,9 +32,9 @@ _THRESHOLD = 5.0
 _ABOUT = """\
 Measures attention as the AlphaFold family runs it, forward and backward: evoattn's backends and every peer that is
 installed (FlexAttention, cuEquivariance, TriFast, TurboPairFormer, OpenFold-3's Triton kernel, DeepSpeed, SDPA, dense
-torch, the same compiled), and FlashAttention without a bias as a bound. All run in one process on the same inputs, in
-interleaved rounds, over more inputs than the cache holds. Outputs and gradients are compared with float64 first: what is
-wrong gets no time.
+torch, the same compiled), and two bounds on easier problems: cuDNN without a mask, FlashAttention without a bias. All run
+in one process on the same inputs, in interleaved rounds, over more inputs than the cache holds. Outputs and gradients are
+compared with float64 first: what is wrong gets no time.
 """
 
 _EPILOG = """\

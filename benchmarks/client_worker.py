@@ -29,7 +29,7 @@ import evoattn
 from clients.compare import Watch
 from evoattn.bench.machine import synchronize
 from evoattn.bench.memory import peak_bytes
-from evoattn.run import dispatch
+from evoattn.run import plans
 
 Values = dict[str, Tensor]
 """What is compared, by its name in `_COMPARED`."""
@@ -186,7 +186,7 @@ class Worker:
         self._client, self._device, self._ways, self._skip, self._write = client, device, ways, skip, write
         self._module = client.build().to(device)
         self._chosen: set[str] = set()
-        dispatch.listeners.append(self._chosen.add)
+        plans.listeners.append(self._chosen.add)
 
     def length(self, residues: int, dtypes: list[str]) -> None:
         """Measure one length in all dtypes."""

@@ -18,7 +18,7 @@ from evoattn.call.canonical import canonicalise
 from evoattn.cli.measure import peak_bytes
 from evoattn.inputs import Inputs
 from evoattn.problem import GRADIENTS, Problem
-from evoattn.run import dispatch, plans
+from evoattn.run import calls, dispatch, plans
 from evoattn.tuning import Config
 
 
@@ -441,3 +441,18 @@ def test_explain_tells_what_leaves_a_pass_to_a_faster_backend(monkeypatch: pytes
     assert explanation.tuned == ("forward", "backward")
     assert explanation.refused == {"tiled": ["leaves it to reference: it has no tiles"]}
     assert evoattn.explain(q, q, q, backend="tiled").backend == "tiled"
+
+
+def test_listeners_hear_of_plans_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each plan, and never of a call that is only explained."""
+    heard: list[str] = []
+    monkeypatch.setattr(plans, "listeners", [heard.append])
+    calls.forget()
+    q = torch.randn(1, 3, 5, 2, 8, requires_grad=True)
+    evoattn.explain(q, q, q)
+    assert heard == []
+    for _ in range(2):
+        evoattn.evoformer_attention(q, q, q).sum().backward()
+    assert heard == ["tiled", "tiled"]  # forward and backward
+    evoattn.explain(q, q, q)
+    assert heard == ["tiled", "tiled"]

@@ -81,12 +81,12 @@ def explanation_of(inputs: Inputs, wishes: Wishes) -> Explanation:
         if _is_copied(getattr(inputs, name), getattr(folded, name))
     ]
     folded = _cast(folded)
-    forward, refused = _planned(lambda: plans.forward(folded, options))
+    forward, refused = _planned(lambda: plans.forward(folded, options, runs=False))
     backward, refused_backward = forward, refused
     if any(needs):
         outputs = empty_outputs(folded, options.layout, "meta")
         cotangents = Cotangents(outputs.o, outputs.lse if wishes.return_lse else None)
-        backward, refused_backward = _planned(lambda: plans.backward(cotangents, folded, outputs, needs, options))
+        backward, refused_backward = _planned(lambda: plans.backward(cotangents, folded, outputs, needs, options, runs=False))
     told = [Description() if plan is None else plan.describe() for plan in (forward, backward)]
     names = dict.fromkeys((*refused, *refused_backward))  # chosen one by one
     return Explanation(

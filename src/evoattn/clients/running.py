@@ -15,7 +15,7 @@ import secrets
 import threading
 
 from evoattn.clients.patching import NAMES, UnknownRelease, client, patch_as_imported
-from evoattn.run import dispatch
+from evoattn.run import plans
 
 __all__ = ["FOLDER", "STARTUP", "Tally", "imported", "modules", "totals"]
 
@@ -98,9 +98,9 @@ _refused: set[str] = set()
 
 @functools.cache
 def _tally(folder: str) -> Tally:
-    """The counts of this process, which hear of each backend that is chosen."""
+    """The counts of this process, which hear of the backend of each plan that runs."""
     tally = Tally(folder)
-    dispatch.listeners.append(functools.partial(tally.add, "backend"))
+    plans.listeners.append(functools.partial(tally.add, "backend"))
     return tally
 
 

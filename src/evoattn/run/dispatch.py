@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import cast
 
 from evoattn.backends import AUTO_ORDER, BACKENDS, Backend
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["AUTO_ORDER", "BACKENDS", "RefusalError", "backend_module", "listeners", "objections", "refusals", "select"]
-
-listeners: list[Callable[[str], None]] = []
-"""Told the name of each backend that `select` chooses; a kept plan chooses once."""
+__all__ = ["AUTO_ORDER", "BACKENDS", "RefusalError", "backend_module", "objections", "refusals", "select"]
 
 
 def backend_module(name: str) -> Backend:
@@ -69,8 +66,6 @@ def select(problem: Problem, backend: str, config: Config) -> tuple[Backend, dic
     found = objections(AUTO_ORDER if backend == "auto" else (backend,), problem, config)
     for name, reasons in found.items():
         if not reasons:
-            for listener in listeners:
-                listener(name)
             return backend_module(name), {other: why for other, why in found.items() if why}
     refused = [f"{name}: {reason}" for name, reasons in found.items() for reason in reasons]
     raise RefusalError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused), found)

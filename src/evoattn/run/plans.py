@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,45 @@ from evoattn.problem import Problem, describe
 from evoattn.run.dispatch import select
 from evoattn.tuning import Config
 
-__all__ = ["backward", "forget", "forward", "settings"]
+__all__ = ["backward", "forget", "forward", "listeners", "settings"]
+
+listeners: list[Callable[[str], None]] = []
+"""Told the name of a plan's backend when a pass takes the plan for the first time; `explain` runs none and tells nothing."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Place:
+    """Where the plan of passes that look alike is kept; None until there is one.
+
+    Args:
+        plan: the plan.
+        told: whether the listeners have heard of it.
+    """
+
+    plan: Plan | None = None
+    told: bool = False
+
+    def take(self, make: Callable[[], Plan], runs: bool) -> Plan:
+        """The plan, made if there is none."""
+        if self.plan is None:
+            made = make()
+            if self.plan is None:  # else another thread was faster
+                self.plan = made
+        if runs and not self.told:
+            self.told = True
+            for listener in listeners:
+                listener(self.plan.backend)
+        return self.plan
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(*alike: Any) -> list[Plan]:
-    """Where the plan of passes that look alike is kept; empty until there is one."""
-    return []
+def _place(*alike: Any) -> _Place:
+    return _Place()
 
 
-def _kept(*alike: Any) -> list[Plan]:
+def _kept(*alike: Any) -> _Place:
     """The same, but a place of its own for each plan that is made for a card that need not be there: nobody runs it twice."""
-    return _place(*alike) if planned() is None else []
+    return _place(*alike) if planned() is None else _Place()
 
 
 def forget() -> None:
@@ -43,13 +70,20 @@ def settings(dtype: torch.dtype) -> str:
     return float32_products() if dtype == torch.float32 else ""
 
 
-def forward(inputs: Inputs, options: Options) -> Plan:
-    """The plan of a forward of canonical tensors; raises ValueError if no backend takes it."""
+def forward(inputs: Inputs, options: Options, *, runs: bool = True) -> Plan:
+    """The plan of a forward of canonical tensors; raises ValueError if no backend takes it.
+
+    Args:
+        inputs, options: of the pass.
+        runs: whether the caller runs the plan.
+    """
     place = _kept(inputs.q.device, *map(_look, inputs), *options, settings(inputs.q.dtype))
-    if not place:
+
+    def make() -> Plan:
         problem = describe(inputs, deterministic=options.deterministic)
-        place.append(_plan("plan_forward", (inputs,), problem, options))
-    return place[0]
+        return _plan("plan_forward", (inputs,), problem, options)
+
+    return place.take(make, runs)
 
 
 def backward(
@@ -59,19 +93,26 @@ def backward(
     needs: tuple[bool, ...],
     options: Options,
     into: Sequence[Tensor | None] | None = None,
+    *,
+    runs: bool = True,
 ) -> Plan:
     """The plan of a backward of canonical tensors; raises ValueError if no backend takes it.
 
-    into: how dq, dk, dv and dgate lie in memory where the backend can write them so (`Plan.writes_into`), as it can if they are
-        contiguous in the user's layout; None: they are.
+    Args:
+        cotangents, inputs, outputs, needs, options: of the pass.
+        into: how dq, dk, dv and dgate lie in memory where the backend can write them so (`Plan.writes_into`), as it can if they
+            are contiguous in the user's layout; None: they are.
+        runs: whether the caller runs the plan.
     """
     tensors = (*cotangents, *inputs, *outputs, *(into or ()))
     place = _kept(inputs.q.device, *map(_look, tensors), needs, *options, settings(inputs.q.dtype))
-    if not place:
+
+    def make() -> Plan:
         problem = describe(inputs, needs=needs, deterministic=options.deterministic)  # type: ignore[arg-type]
         wishes = {"needs": needs, "deterministic": options.deterministic}
-        place.append(_plan("plan_backward", (cotangents, inputs, outputs), problem, options, into, **wishes))
-    return place[0]
+        return _plan("plan_backward", (cotangents, inputs, outputs), problem, options, into, **wishes)
+
+    return place.take(make, runs)
 
 
 def _look(x: Tensor | None) -> tuple[Any, ...] | None:

@@ -128,10 +128,10 @@ def query_shift(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> T
     padded row.
     """
     largest = bounded(pair_bias.detach(), dtype).unsqueeze(1)
-    if largest.shape[-1] == 0:
-        return largest.new_zeros((*largest.shape[:-1], 1))
     if bias is not None:
         largest = largest + bias[:, :, None, None, :]
+    if largest.shape[-1] == 0:
+        return largest.new_zeros((*largest.shape[:-1], 1))
     largest = largest.amax(-1, keepdim=True)
     return torch.where((largest.abs() > NEAR) & largest.isfinite(), largest, 0)
 

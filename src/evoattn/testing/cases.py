@@ -164,6 +164,7 @@ AWKWARD: tuple[Case, ...] = (
     Case("mask_and_both_biases", mask="random", **_BOTH),  # type: ignore[arg-type]
     Case("no_queries", lq=0, **_BOTH),  # type: ignore[arg-type]
     Case("no_keys", lk=0, **_BOTH),  # type: ignore[arg-type]
+    Case("no_keys_query_bias", lk=0, mask_bias="finite", pair_bias="b1hq1"),
     Case("no_rows", n=0, **_BOTH),  # type: ignore[arg-type]
     Case("one_query", lq=1, lk=40, **_BOTH),  # type: ignore[arg-type]
     Case("more_queries", lq=50, lk=19, **_BOTH),  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "run": {"backends", "call", "devices", "inputs", "layouts", "numerics", "problem", "tuning"},
     "explanation": {"backends", "call", "inputs", "layouts", "problem", "run", "tuning"},
     "api": {"backends", "call", "explanation", "inputs", "numerics", "run", "tuning"},
-    "compat": {"api", "backends", "call", "numerics", "run"},
+    "compat": {"api", "backends", "call", "devices", "numerics", "run"},
     "nn": {"api", "backends", "call", "compat", "devices", "numerics", "run"},
     "clients": {"call", "compat", "nn", "run"},
     "testing": {"api", "layouts", "numerics", "problem", "tuning", "workloads"},

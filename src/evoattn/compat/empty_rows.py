@@ -17,7 +17,6 @@ that the kernels do not take, compute the means and their gradients for every ro
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from evoattn.call.canonical import fits, key_axes, with_axes
 from evoattn.call.validation import compute_dtype
+from evoattn.devices import installed
 from evoattn.run import guards
 
 __all__ = ["EmptyRows", "check_choice", "with_means", "with_means_of_queries", "with_means_of_values"]
@@ -105,7 +105,7 @@ def _with_means(
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
     """Whether Triton is installed and compiles for the device."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or not installed("triton"):
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 

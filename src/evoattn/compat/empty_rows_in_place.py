@@ -38,7 +38,8 @@ class _Between:
     def take(self) -> tuple[Tensor, Tensor]:
         """Both, which are forgotten here: a graph that is kept holds no gradient."""
         do, o, self.do, self.o = self.do, self.o, None, None
-        assert do is not None and o is not None, "the backward of the attention ran without that of its output"
+        if do is None or o is None:
+            raise RuntimeError("the backward of the attention ran without that of its output")
         return do, o
 
 

@@ -4,39 +4,32 @@ Triton reads TRITON_INTERPRET when a kernel is defined, so these tests need a pr
 this file starts itself once more with the variable set.
 """
 
-import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
-HERE = pathlib.Path(__file__)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
+pytest.importorskip("triton")
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("part", PARTS)
+    def test_in_the_interpreter(part: str) -> None:
         """All tests below, in a process where Triton interprets."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)]
-        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        run(__file__, part)
 
 else:
     from tests.helpers import interpreter
 
     interpreter.patch()
 
-    from evoattn import testing
+    from evoattn import api, testing
     from evoattn.compat import empty_rows, empty_rows_in_place, empty_rows_kernels
     from evoattn.compat.cuequivariance import triangle_attention
     from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
     from evoattn.compat.openfold import attention
-    from evoattn.run import calls as ways
 
     pytestmark = [pytest.mark.usefixtures("poisoned")]
 
@@ -119,7 +112,14 @@ else:
 
     @pytest.mark.parametrize(
         ("kind", "pair"),
-        [("none", (2, 1)), ("some", (1, 1)), ("all", (2, 1)), ("deeper", (2, 1)), ("deeper", None), ("infinite", (1, 1))],
+        [
+            ("none", (2, 1)),
+            ("deeper", (2, 1)),
+            *(
+                pytest.param(*x, marks=pytest.mark.slow)
+                for x in [("some", (1, 1)), ("all", (2, 1)), ("deeper", None), ("infinite", (1, 1))]
+            ),
+        ],
     )
     def test_as_in_torch(calls: list[int], kind: str, pair: tuple[int, ...] | None) -> None:
         q, k, v, biases = make(kind, pair=pair)
@@ -131,6 +131,7 @@ else:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("mask", [None, torch.float32], ids=str)
+    @pytest.mark.slow
     def test_16_bits(calls: list[int], dtype: torch.dtype, mask: torch.dtype | None) -> None:
         q, k, v, (bias, pair) = make(dtype=torch.float32)
         q, k, v, pair = (x.detach().to(dtype).requires_grad_() for x in (q, k, v, pair))
@@ -138,9 +139,11 @@ else:
         compare(calls, attention, q, k, v, [bias, pair])
 
     @pytest.mark.parametrize(("lq", "lk", "d", "c"), [(70, 66, 8, 6), (66, 3, 72, 20), (9, 40, 20, 140)])
+    @pytest.mark.slow
     def test_several_tiles(calls: list[int], lq: int, lk: int, d: int, c: int) -> None:
         compare(calls, attention, *make("deeper", (1, 2), lq, lk, d, c, pair=(1, 1)))
 
+    @pytest.mark.slow
     def test_more_rows_than_flags_are_read_at_a_time(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(empty_rows_kernels, "_FLAGS", 8)
         q, k, v, biases = make("none", (2, 11), 3, 4, pair=(1, 1))
@@ -152,14 +155,17 @@ else:
         [((3,), ()), ((3,), (1,)), ((2, 2, 2), (2, 2, 1)), ((2, 2, 2), ()), ((3, 1), (3, 1))],
         ids=str,
     )
+    @pytest.mark.slow
     def test_leading_axes(calls: list[int], lead: tuple[int, ...], pair: tuple[int, ...]) -> None:
         compare(calls, attention, *make(lead=lead, pair=pair))
 
+    @pytest.mark.slow
     def test_a_mask_that_rows_share(calls: list[int]) -> None:
         q, k, v, (_, pair) = make()
         compare(calls, attention, q, k, v, [torch.full((2, 1, 1, 1, 1), -1e9), pair])
 
     @pytest.mark.parametrize("frozen", [0, 1, 2, 3])
+    @pytest.mark.slow
     def test_what_needs_no_gradient(calls: list[int], frozen: int) -> None:
         """It gets none, and the others get theirs."""
         q, k, v, (mask, pair) = make()
@@ -177,6 +183,7 @@ else:
         assert calls == [2] and not o.requires_grad
         torch.testing.assert_close(o, in_torch(attention, q, k, v, biases)[0])
 
+    @pytest.mark.slow
     def test_strides(calls: list[int]) -> None:
         """Tensors that lie in another order, with gaps, and a gradient of the output that is expanded."""
         q, k, v, (mask, pair) = make()
@@ -187,6 +194,7 @@ else:
         calls.clear()
         compare(calls, lambda *given: attention(*given).sum((-1, -2)), q, k, v, [mask, pair])
 
+    @pytest.mark.slow
     def test_one_tensor_for_all(calls: list[int]) -> None:
         x = torch.randn(2, 5, 2, 9, 8, requires_grad=True)
         compare(calls, lambda q, k, v, biases: attention(q, q, q, biases), x, x, x, make()[3][:1])
@@ -205,6 +213,7 @@ else:
         made = compare(calls, lambda q, k, v, biases: triangle_attention(q, k, v, biases[1], keep), q, k, v, [None, pair])
         assert made[1][0, 0].abs().max() == 0 and made[3][0, 0].abs().min() > 0
 
+    @pytest.mark.slow
     def test_a_graph_that_is_kept_and_a_second_derivative(calls: list[int]) -> None:
         q, k, v, biases = make()
         o = attention(q, k, v, biases)
@@ -214,6 +223,7 @@ else:
         with pytest.raises(RuntimeError, match="once_differentiable"):
             again[0].sum().backward()
 
+    @pytest.mark.slow
     def test_checkpointed(calls: list[int]) -> None:
         q, k, v, biases = make()
 
@@ -222,19 +232,20 @@ else:
 
         compare(calls, recomputed, q, k, v, biases)
 
+    @pytest.mark.slow
     def test_the_attention_goes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
         """What stands before it leaves tensors as plain as they were."""
         found = []
-        work_out = ways.work_out
+        find = api.calls.find
 
         def seen(*arguments: object) -> object:
-            found.append(work_out(*arguments))  # type: ignore[arg-type]
+            found.append(find(*arguments))
             return found[-1]
 
-        monkeypatch.setattr(ways, "work_out", seen)
-        ways.forget()
-        step(attention, *make())
-        assert isinstance(found[0], ways.Straight)
+        monkeypatch.setattr(api.calls, "find", seen)
+        for _ in range(2):  # the first call of a look is worked out
+            step(attention, *make())
+        assert isinstance(found[-1], api.calls.Straight)
 
     @pytest.mark.parametrize(
         "change",
@@ -247,6 +258,7 @@ else:
         ],
         ids=["shared_heads", "gradient_of_the_mask", "pair_of_queries", "pair_of_rows", "float64_mask"],
     )
+    @pytest.mark.slow
     def test_what_goes_to_torch(calls: list[int], change: Callable[..., tuple[object, ...]]) -> None:
         q, k, v, (mask, pair) = make()
         step(attention, *change(q, k, v, mask, pair))  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "clients": {"call", "compat", "nn", "run"},
     "testing": {"api", "layouts", "numerics", "problem", "tuning", "workloads"},
     "__init__": {"_version", "api", "clients", "tuning"},
-    "bench": {"__init__", "_version", "api", "backends", "problem", "run", "testing", "tuning", "workloads"},
+    "bench": {"__init__", "_version", "api", "backends", "nn", "problem", "run", "testing", "tuning", "workloads"},
     "warming": {"backends", "call", "devices", "inputs", "layouts", "run"},
     "cli": {
         *("__init__", "_version", "api", "backends", "bench", "cache", "clients", "devices", "processes", "run", "testing"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-__all__ = ["WORKLOADS", "Workload", "workload"]
+__all__ = ["LAYERS", "WORKLOADS", "Workload", "workload"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Workload:
         length_axes: the axes that grow with the number of residues or tokens.
         kv_heads: heads of keys and values, where one is shared by all; None is h.
         most_rows: where it was given fewer rows, how many there are at most at any length.
+        layer: "triangle", "msa_row", "msa_column" or "pair_bias" for a whole layer around this attention; empty: the attention.
+        channels: of a layer's input and output; None without a layer.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Workload:
     length_axes: tuple[str, ...] = ("lq", "lk")
     kv_heads: int | None = None
     most_rows: int | None = None
+    layer: str = ""
+    channels: int | None = None
 
     @property
     def family(self) -> str:
@@ -116,21 +120,50 @@ WORKLOADS: tuple[Workload, ...] = (
 """The most telling first: what is cut short has then seen these."""
 
 
+def _layer(of: Workload, name: str, layer: str, channels: int, where: str, length_axes: tuple[str, ...]) -> Workload:
+    return dataclasses.replace(of, name=name, layer=layer, channels=channels, where=where, length_axes=length_axes)
+
+
+_DIFFUSION = Workload("", 1, 48, 16, 768, 768, 48, True, True, "")
+
+LAYERS: tuple[Workload, ...] = (
+    *(
+        _layer(_triangle(length), f"layer{length}", "triangle", 128, "triangle attention, the whole layer", ("n", "lq", "lk"))
+        for length in (384, 256, 768, 1536)
+    ),
+    _layer(
+        Workload("", 1, 512, 8, 384, 384, 32, True, True, ""),
+        "layer_msa_row384", "msa_row", 256, "MSA row attention with pair bias, the whole layer", ("lq", "lk"),
+    ),
+    _layer(
+        Workload("", 1, 384, 8, 512, 512, 32, True, False, ""),
+        "layer_msa_column384", "msa_column", 256, "MSA column attention, the whole layer", ("n",),
+    ),
+    _layer(
+        _DIFFUSION, "layer_diffusion768", "pair_bias", 768, "diffusion transformer's attention, the whole layer", ("lq", "lk")
+    ),
+    _layer(
+        _DIFFUSION, "layer_diffusion768", "pair_bias", 768, "diffusion transformer's attention, the whole layer", ("lq", "lk")
+    ).with_rows(5),
+)  # fmt: skip
+"""Whole layers, norm to output."""
+
+
 def workload(name: str) -> Workload:
     """The workload of a name, one of the list at another length, or with fewer rows: "tri500", "msa_row200n64".
 
     Raises:
         ValueError: there is none; the message lists the names.
     """
-    for candidate in WORKLOADS:
+    for candidate in (*WORKLOADS, *LAYERS):
         if candidate.name == name:
             return candidate
     fewer = re.fullmatch(r"(.*\D\d*)n([1-9]\d{0,5})", name)
-    if fewer and any(candidate.family == fewer[1].rstrip("0123456789") for candidate in WORKLOADS):
+    if fewer and any(candidate.family == fewer[1].rstrip("0123456789") for candidate in (*WORKLOADS, *LAYERS)):
         return workload(fewer[1]).with_rows(int(fewer[2]))
     found = re.fullmatch(r"(\D+)([1-9]\d{0,5})", name)
-    for candidate in WORKLOADS:
+    for candidate in (*WORKLOADS, *LAYERS):
         if found and candidate.family == found[1]:
             return candidate.at(int(found[2]))
-    names = ", ".join(candidate.name for candidate in WORKLOADS)
+    names = ", ".join(candidate.name for candidate in (*WORKLOADS, *LAYERS))
     raise ValueError(f"no workload {name!r}; expected one of {names}, or one of these at another length, such as tri500")

@@ -13,12 +13,15 @@ from typing import Any
 
 from evoattn.workloads import Workload
 
-__all__ = ["PASSES", "SCHEMA", "Ceilings", "Problem", "Record", "Result", "Timing", "read", "write", "write_text"]
+__all__ = ["PASSES", "SCHEMA", "TIMED", "Ceilings", "Problem", "Record", "Result", "Timing", "read", "write", "write_text"]
 
 SCHEMA = 1
 """Raised when a reader of the old form would misread the new one."""
 
 PASSES = ("forward", "backward", "both")
+
+TIMED = (*PASSES, "graph_forward", "graph_both")
+"""All passes that a record may have: those of a layer are timed in a CUDA graph too."""
 
 _KEPT_DIGITS = 5
 
@@ -68,11 +71,12 @@ class Result:
         reason: why there is no time, in the words of whoever refused or failed.
         backend: the backend of evoattn that ran.
         backward_backend: the backend of its backward, where that is another one.
-        errors: relative errors against float64 of o, dq, dk, dv, dpair_bias, as far as they were verified.
+        errors: relative errors against float64, as far as they were verified: of o, dq, dk, dv, dpair_bias; of a layer of o,
+            the gradients of its inputs, such as dz, and dparameters, of all parameters as one vector.
         first_call_s: the first forward and backward, compilation included; Triton may find kernels in its cache on disk.
         peak_bytes: held at the most beyond the inputs, over forward and backward.
         host_us: host time of a call by pass; empty on the CPU, where the call is the work.
-        times: by pass.
+        times: by pass, of `TIMED`.
     """
 
     name: str
@@ -97,7 +101,7 @@ class Problem:
 
     Args:
         workload: its sizes.
-        dtype: of q, k, v and the biases.
+        dtype: of q, k, v and the biases; of a layer what autocast computes in, and its tensors are float32.
         bytes: of inputs and output, read or written once: the least a forward can move; None where it is not known.
         results: in the order in which they ran.
         seconds: that measuring it took, inputs and truth included; None where it is not known.
@@ -238,8 +242,8 @@ def _ceilings(data: dict[str, Any]) -> Ceilings:
 
 def _problem(data: dict[str, Any]) -> Problem:
     sizes = dict(data["workload"])
-    for name in ("b", "n", "h", "lq", "lk", "d", "kv_heads", "most_rows"):
-        needed = name not in ("kv_heads", "most_rows")
+    for name in ("b", "n", "h", "lq", "lk", "d", "kv_heads", "most_rows", "channels"):
+        needed = name not in ("kv_heads", "most_rows", "channels")
         if _number(sizes, name, needed=needed) is not None and not isinstance(sizes[name], int):
             raise ValueError(f"{name} is {sizes[name]!r}; expected a whole number")
     sizes["length_axes"] = tuple(sizes.get("length_axes", ("lq", "lk")))

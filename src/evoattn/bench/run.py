@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable
 from typing import Protocol
@@ -14,6 +15,8 @@ import evoattn
 from evoattn.bench import correctness
 from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock, TookTooLong
+from evoattn.bench.layer_run import measure_layer
+from evoattn.bench.layers import WAYS
 from evoattn.bench.memory import peak_bytes, too_much
 from evoattn.bench.peers import PEERS, Peer, RefusesError, backend_peer
 from evoattn.bench.plan import Plan, left, put
@@ -139,6 +142,9 @@ class _Course:
         return problem
 
     def _leave_out(self, problem: Problem, reason: str) -> None:
+        if problem.workload.layer:
+            problem.results = [Result(way.name, "left out", reason) for way in WAYS]
+            return
         names = [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in self.plan.backends), *self.plan.peers]
         problem.results = [Result(name, "left out", reason) for name in names]
 
@@ -151,6 +157,10 @@ class _Course:
         self.progress(self.number, self.problems, f"{problem.workload.name}, {problem.dtype}: {what}")
 
     def _measure(self, problem: Problem) -> None:
+        if problem.workload.layer:
+            say = functools.partial(self._say, problem)
+            measure_layer(problem, self.plan, self.device, self.clock, self.budget, say)
+            return
         if any(PEERS[name].compiles for name in self.plan.peers):
             torch._dynamo.reset()
         self._say(problem, "float64 truth")

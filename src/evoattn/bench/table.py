@@ -7,6 +7,7 @@ import dataclasses
 import io
 from collections.abc import Iterable
 
+from evoattn.bench.layers import WAYS
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import PASSES, Problem, Record, Result
 
@@ -32,7 +33,8 @@ def title(name: str) -> str:
     """What a contender is called in tables."""
     if name in PEERS:
         return PEERS[name].title
-    return name.replace("evoattn/", "evoattn, ")
+    found = next((way.title for way in WAYS if way.name == name and name != "evoattn"), None)
+    return found or name.replace("evoattn/", "evoattn, ")
 
 
 def headline(record: Record) -> str:

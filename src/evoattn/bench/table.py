@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from evoattn.bench.layers import WAYS
 from evoattn.bench.peers import PEERS
-from evoattn.bench.record import PASSES, Problem, Record, Result
+from evoattn.bench.record import PASSES, TIMED, Problem, Record, Result
 
 __all__ = [
     "aligned",
@@ -117,12 +117,24 @@ def _time(result: Result, name: str) -> str:
     return f"{time.median_ms:.{digits}f} ±{50 * time.spread_ms / time.median_ms:.0f}%"
 
 
-def problem_table(problem: Problem, passes: Iterable[str] = PASSES) -> list[list[str]]:
+def problem_table(problem: Problem, passes: Iterable[str] = TIMED) -> list[list[str]]:
     """Rows of cells, the head first: one row a contender; without a time, the reason fills the last cell."""
     passes = [name for name in passes if any(name in result.times for result in problem.results)]
     on_gpu = any(result.host_us for result in problem.results)
-    host = [f"host {name} µs" for name in passes] if on_gpu else []
-    rows = [["", *(f"{name} ms" for name in passes), "10⁹ scores/s", *host, "first call s", "peak MiB", "worst error", ""]]
+    hosted = [name for name in passes if name in PASSES and on_gpu]
+    host = [f"host {name} µs" for name in hosted]
+    rows = [
+        [
+            "",
+            *(f"{name.replace('_', ' ')} ms" for name in passes),
+            "10⁹ scores/s",
+            *host,
+            "first call s",
+            "peak MiB",
+            "worst error",
+            "",
+        ]
+    ]
     for result in problem.results:
         speed = rate(problem, result, "forward")
         if result.times or result.errors:
@@ -130,7 +142,7 @@ def problem_table(problem: Problem, passes: Iterable[str] = PASSES) -> list[list
             cells = [
                 *(_time(result, name) for name in passes),
                 _number(speed, ",.3g" if speed is not None and speed < 100 else ",.0f"),
-                *(_number(result.host_us.get(name), ",.0f") for name in passes if on_gpu),
+                *(_number(result.host_us.get(name), ",.0f") for name in hosted),
                 _number(result.first_call_s, ".2f"),
                 _number(peak, ",.1f"),
                 _number(worst_error(result), ".1e"),

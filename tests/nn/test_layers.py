@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import evoattn.nn as ours
+from evoattn.nn import attention
 from evoattn.testing import relative_error
 from tests.nn.dense_layers import Dense, columns, global_columns, pair_biased, rows, templates, triangle
 
@@ -193,6 +194,27 @@ def test_native_rows_without_a_key_have_no_attention(case: Dense) -> None:
     nothing = (native == (0 if out.bias is None else out.bias)).all(-1)
     assert nothing.any() and not nothing.all()
     assert torch.allclose(native[~nothing], mean[~nothing], atol=1e-12)
+
+
+@pytest.mark.parametrize("empty_rows", ["mean", "native"])
+@EACH
+def test_which_attentions_apply_the_gate(case: Dense, empty_rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose output is not turned around."""
+    layer = case.layer()
+    for module in layer.modules():
+        if hasattr(module, "empty_rows"):
+            module.empty_rows = empty_rows
+    gates: list[bool] = []
+    real = attention.evoformer_attention
+
+    def spy(*tensors: Tensor, **options: Any) -> Tensor:
+        gates.append(options.get("gate") is not None)
+        return real(*tensors, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(attention, "evoformer_attention", spy)
+    inputs, mask = case.arguments()
+    layer(*inputs, mask=mask)
+    assert gates == [case.name in ("triangle, start", "MSA rows") or isinstance(layer, ours.AttentionPairBias)]
 
 
 @EACH

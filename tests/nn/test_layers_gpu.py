@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from evoattn import backends
 from evoattn.nn import TriangleAttention
 from tests.nn.dense_layers import Dense, triangle
 from tests.nn.test_layers import EACH, leaves_of, step, truth, worst
@@ -60,6 +61,8 @@ def test_autocast(case: Dense) -> None:
 
 def test_gradients_are_not_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows without a key among them: what they add to the gradients stays in the columns of one tensor."""
+    if not next(status for status in backends() if status.name == "hopper").available:
+        pytest.skip("triton makes each gradient apart")
     layer = TriangleAttention(128, 32, 4).to(DEVICE)
     z, mask = torch.randn(1, 96, 96, 128, device=DEVICE, requires_grad=True), torch.ones(1, 96, 96, device=DEVICE)
     mask[:, :5] = 0

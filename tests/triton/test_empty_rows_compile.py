@@ -28,9 +28,9 @@ def test_fits(dtype: torch.dtype, d: int, c: int, arch: str) -> None:
     pair = torch.empty(1, 1, 4, 384, 384, dtype=dtype, device="meta")
     with target(arch) as compiled:
         _, stats = kernels.find(keys, -1e8, 1.25)
-        kernels.fill(v, v, keys, stats)
-        kernels.add_to_inputs((q, q, v), v, v, (dq, dq, dv), keys, stats, 1.0)
-        kernels.add_to_pairs(v, v, v, pair, keys, stats)
+        means = kernels.fill(v, v, v, keys, stats)
+        kernels.add_to_inputs((q, q, v), v, v, (dq, dq, dv, dv), keys, stats, means, 1.0)
+        kernels.add_to_pairs(v, v, v, pair, keys, stats, means)
     reports = [report(kernel) for kernel in compiled]
     assert [r.name for r in reports] == ["find_kernel", "fill_kernel", "inputs_kernel", "pairs_kernel"]
     for r in reports:

@@ -4,7 +4,9 @@ Triton reads TRITON_INTERPRET when a kernel is defined, so these tests need a pr
 this file starts itself once more with the variable set.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +207,28 @@ else:
         Q, K, V = (x.detach().transpose(-2, -3).contiguous().requires_grad_() for x in (q, k, v))
         o, *_ = compare(calls, DS4Sci_EvoformerAttention, Q, K, V, biases)
         assert o.is_contiguous()
+
+    @pytest.mark.parametrize("layout", ["bnhld", "bnlhd"])
+    def test_gated(calls: list[int], layout: str) -> None:
+        """The means are gated too, and the gate has its gradient in their rows; its strides are its own."""
+        q, k, v, (mask, pair) = make("some", c=8)
+        gate = torch.randn(2, 5, 2, 7, 16, generator=torch.Generator().manual_seed(1))[..., ::2].detach().requires_grad_()
+        if layout == "bnlhd":
+            q, k, v, gate = (x.detach().transpose(-2, -3).requires_grad_() for x in (q, k, v, gate))
+
+        def call(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | None]) -> Tensor:
+            attend = functools.partial(api.evoformer_attention, layout=layout)  # type: ignore[call-overload]
+            return empty_rows.with_means(attend, q, k, v, *biases[:2], None, layout, biases[2])
+
+        def keeping(*given: Any) -> Tensor:
+            """With copies of what is saved, as when it is moved to another device and back."""
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+                return call(*given)
+
+        made = compare(calls, call, q, k, v, [mask, pair, gate])
+        assert made[-1].abs().amax(-1).min() > 0
+        for one, other in zip(made, step(keeping, q, k, v, [mask, pair, gate]), strict=True):
+            torch.testing.assert_close(one, other)
 
     def test_cuequivariance(calls: list[int]) -> None:
         """Masked keys of an empty row pass a gradient on to v alone."""

@@ -57,6 +57,7 @@ def with_means(
     pair_bias: Tensor | None,
     scale: float | None,
     layout: str = "bnhld",
+    gate: Tensor | None = None,
 ) -> Tensor:
     """The output of attention, with the mean of v in rows that the mask bias masks at every key.
 
@@ -67,23 +68,27 @@ def with_means(
         pair_bias: anything that broadcasts to `[*, H, Q, K]`, or None.
         scale: factor on q k; None is `D ** -0.5`.
         layout: the order of axes in q, k, v and in the output.
+        gate: as `evoformer_attention` takes it, or None. The means are gated too.
     """
-    if mask_bias is None:
-        return attention(q, k, v, mask_bias=None, pair_bias=pair_bias)
-    plain = guards.is_plain((q, k, v, mask_bias, pair_bias))
-    if plain and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout):
+    if mask_bias is None or (isinstance(q, Tensor) and compute_dtype(q) not in _SWALLOWS):
+        return attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, **({} if gate is None else {"gate": gate}))
+    plain = guards.is_plain((q, k, v, mask_bias, pair_bias, gate))
+    of_o = gate is None or (gate.dtype == q.dtype and gate.shape == (*q.shape[:-1], v.shape[-1]))
+    if plain and of_o and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout):
         from evoattn.compat.empty_rows_in_place import attend
 
         limit = _SWALLOWS[q.dtype]
-        return attend(attention, q, k, v, mask_bias, pair_bias, scale=scale, layout=layout, limit=limit, equal=_EQUAL)
+        return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limit=limit, equal=_EQUAL)
     o = attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     looks = plain and o.device.type == "cpu"
     bias: Tensor = key_axes(mask_bias, q)[..., None, None, :]  # type: ignore[index]
     if layout == "bnhld":
-        return _with_means(o, q, k, v, bias, pair_bias, scale, looks=looks)
-    o, q, k, v = (x.transpose(-2, -3) for x in (o, q, k, v))
-    return _with_means(o, q, k, v, bias, pair_bias, scale, looks=looks).transpose(-2, -3)
+        o = _with_means(o, q, k, v, bias, pair_bias, scale, looks=looks)
+    else:
+        o, q, k, v = (x.transpose(-2, -3) for x in (o, q, k, v))
+        o = _with_means(o, q, k, v, bias, pair_bias, scale, looks=looks).transpose(-2, -3)
+    return o if gate is None else torch.sigmoid(gate) * o
 
 
 def _with_means(

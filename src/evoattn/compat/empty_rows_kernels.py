@@ -46,6 +46,16 @@ def load_tile(p, o_l, o_c, stride_l, stride_c, rows, cols):
 
 
 @triton.jit
+def load_gated(p, p_gate, o_l, o_c, stride_l, stride_c, stride_gate_l, stride_gate_c, rows, cols, GATED: tl.constexpr):
+    """[l,c] of dO, times sigmoid(gate) if there is a gate."""
+    b_do = load_tile(p, o_l, o_c, stride_l, stride_c, rows, cols)
+    if GATED:
+        b_gate = load_tile(p_gate, o_l, o_c, stride_gate_l, stride_gate_c, rows, cols)
+        b_do = (b_do.to(tl.float32) * tl.sigmoid(b_gate.to(tl.float32))).to(b_do.dtype)
+    return b_do
+
+
+@triton.jit
 def add_tile(p, b_tile, o_l, o_c, stride_l, stride_c, rows, cols):
     """Add a float32 tile [l,c] to memory, rounded once."""
     inside = (o_l < rows)[:, None] & (o_c < cols)[None, :]
@@ -106,17 +116,18 @@ def find_kernel(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def fill_kernel(
-    p_v, p_o, p_mask, p_stats,
+    p_v, p_o, p_gate, p_means, p_mask, p_stats,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
     stride_ob, stride_on, stride_oh, stride_ol, stride_oc,
+    stride_gate_b, stride_gate_n, stride_gate_h, stride_gate_l, stride_gate_c,
     stride_mask_b, stride_mask_n, stride_mask_k,
     n_rows, heads, lq, lk, total,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """One program owns a row and a head.
 
     It loops over the keys for the mean of v, and then over the queries.
-    It writes the mean to each query's output once.
+    It writes the mean once, and to each query's output once, times sigmoid(gate) if there is a gate.
     """
     pid = tl.program_id(0).to(tl.int64)
     row = pid // heads
@@ -136,35 +147,43 @@ def fill_kernel(
         b_v = load_tile(p_v, o_k, o_c, stride_vl, stride_vc, lk, C).to(tl.float32)  # [k,c]
         b_counts = (load_keys(p_mask, o_k, stride_mask_k, lk) >= floor) & (o_k < lk)  # [k]
         b_sum += tl.where(b_counts[:, None], b_v, 0.0)
-    b_mean = (tl.sum(b_sum, 0) * weight).to(p_o.dtype.element_ty)  # [c]
-    b_o = tl.zeros([BLOCK_L, BLOCK_C], p_o.dtype.element_ty) + b_mean[None, :]  # [q,c]
+    b_mean = (tl.sum(b_sum, 0) * weight).to(p_means.dtype.element_ty)  # [c]
+    tl.store(p_means + pid * C + o_c, b_mean, mask=o_c < C)
+    b_ones = tl.full([BLOCK_L, BLOCK_C], 1.0, tl.float32)
+    p_gate += b * stride_gate_b + n * stride_gate_n + h * stride_gate_h
     for start in range(0, lq, BLOCK_L):
         o_q = start + o_in
+        b_o = b_mean.to(tl.float32)[None, :] * b_ones  # [q,c]
+        if GATED:
+            b_o *= tl.sigmoid(load_tile(p_gate, o_q, o_c, stride_gate_l, stride_gate_c, lq, C).to(tl.float32))
         p_tile = p_o + o_q[:, None] * stride_ol + o_c[None, :] * stride_oc
-        tl.store(p_tile, b_o, mask=(o_q < lq)[:, None] & (o_c < C)[None, :])
+        tl.store(p_tile, b_o.to(p_o.dtype.element_ty), mask=(o_q < lq)[:, None] & (o_c < C)[None, :])
 
 
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def inputs_kernel(
-    p_q, p_k, p_v, p_o, p_do, p_dq, p_dk, p_dv, p_mask, p_stats, scale,
+    p_q, p_k, p_v, p_gate, p_do, p_dq, p_dk, p_dv, p_dgate, p_mask, p_stats, p_means, scale,
     stride_qb, stride_qn, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kn, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
-    stride_ob, stride_on, stride_oh, stride_ol, stride_oc,
+    stride_gate_b, stride_gate_n, stride_gate_h, stride_gate_l, stride_gate_c,
     stride_dob, stride_don, stride_doh, stride_dol, stride_doc,
     stride_dqb, stride_dqn, stride_dqh, stride_dql, stride_dqd,
     stride_dkb, stride_dkn, stride_dkh, stride_dkl, stride_dkd,
     stride_dvb, stride_dvn, stride_dvh, stride_dvl, stride_dvc,
+    stride_dgate_b, stride_dgate_n, stride_dgate_h, stride_dgate_l, stride_dgate_c,
     stride_mask_b, stride_mask_n, stride_mask_k,
     n_rows, heads, lq, lk, total,
     D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCKS_D: tl.constexpr, OF_Q: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
+    BLOCKS_D: tl.constexpr, OF_Q: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, OF_GATE: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a row, a head and BLOCK_D channels of q and k; the first of them also owns dV.
+    """One program owns a row, a head and BLOCK_D channels of q and k; the first of them also owns dV and the gate's gradient.
 
     It loops over the queries (sum of dO, dO^T Q), over the keys (V'^T K), and over the queries again.
-    It adds to dK and dV in the second loop and to dQ in the third, to each element once.
+    It writes the gate's gradient in the first loop, and adds to dK and dV in the second and to dQ in the third, to each element
+    once.
     """
     pid = tl.program_id(0).to(tl.int64)
     row = pid // (heads * BLOCKS_D)
@@ -176,24 +195,34 @@ def inputs_kernel(
     p_q += b * stride_qb + n * stride_qn + h * stride_qh
     p_k += b * stride_kb + n * stride_kn + h * stride_kh
     p_v += b * stride_vb + n * stride_vn + h * stride_vh
-    p_o += b * stride_ob + n * stride_on + h * stride_oh
+    p_gate += b * stride_gate_b + n * stride_gate_n + h * stride_gate_h
     p_do += b * stride_dob + n * stride_don + h * stride_doh
     p_dq += b * stride_dqb + n * stride_dqn + h * stride_dqh
     p_dk += b * stride_dkb + n * stride_dkn + h * stride_dkh
     p_dv += b * stride_dvb + n * stride_dvn + h * stride_dvh
+    p_dgate += b * stride_dgate_b + n * stride_dgate_n + h * stride_dgate_h
     p_mask += b * stride_mask_b + n * stride_mask_n
     o_in = tl.arange(0, BLOCK_L).to(tl.int64)
     o_d = block_d * BLOCK_D + tl.arange(0, BLOCK_D).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C).to(tl.int64)
     dtype = p_q.dtype.element_ty
-    b_mean = tl.load(p_o + o_c * stride_oc, mask=o_c < C, other=0.0).to(tl.float32)  # [c], as the forward rounded it
+    p_means += (row * heads + h) * C
+    b_mean = tl.load(p_means + o_c, mask=o_c < C, other=0.0).to(tl.float32)  # [c], as the forward rounded it
 
     b_total = tl.zeros([BLOCK_C], tl.float32)  # [c]
     b_left = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)  # [c,d]
-    if OF_K or OF_V:
+    if OF_K or OF_V or OF_GATE:
         for start in range(0, lq, BLOCK_L):
             o_q = start + o_in
-            b_do = load_tile(p_do, o_q, o_c, stride_dol, stride_doc, lq, C)  # [q,c]
+            if OF_GATE and block_d == 0:
+                b_open = load_tile(p_gate, o_q, o_c, stride_gate_l, stride_gate_c, lq, C).to(tl.float32)  # [q,c]
+                b_open = tl.sigmoid(b_open) * tl.sigmoid(-b_open)
+                b_open *= load_tile(p_do, o_q, o_c, stride_dol, stride_doc, lq, C).to(tl.float32) * b_mean[None, :]
+                p_tile = p_dgate + o_q[:, None] * stride_dgate_l + o_c[None, :] * stride_dgate_c
+                tl.store(p_tile, b_open.to(p_dgate.dtype.element_ty), mask=(o_q < lq)[:, None] & (o_c < C)[None, :])
+            b_do = load_gated(
+                p_do, p_gate, o_q, o_c, stride_dol, stride_doc, stride_gate_l, stride_gate_c, lq, C, GATED
+            )  # [q,c]
             b_total += tl.sum(b_do.to(tl.float32), 0)
             if OF_K:
                 b_q = load_tile(p_q, o_q, o_d, stride_ql, stride_qd, lq, D)  # [q,d]
@@ -219,7 +248,9 @@ def inputs_kernel(
         b_mixed = (b_right * weight).to(dtype)  # [c,d]
         for start in range(0, lq, BLOCK_L):
             o_q = start + o_in
-            b_do = load_tile(p_do, o_q, o_c, stride_dol, stride_doc, lq, C)  # [q,c]
+            b_do = load_gated(
+                p_do, p_gate, o_q, o_c, stride_dol, stride_doc, stride_gate_l, stride_gate_c, lq, C, GATED
+            )  # [q,c]
             b_dq = tl.dot(b_do, b_mixed, input_precision="ieee") * scale  # [q,d]
             add_tile(p_dq, b_dq, o_q, o_d, stride_dql, stride_dqd, lq, D)
 
@@ -227,14 +258,15 @@ def inputs_kernel(
 @Kernel
 @triton.jit(do_not_specialize=[*_SIZES, "each", "blocks_q", "blocks_k"])
 def pairs_kernel(
-    p_v, p_o, p_do, p_dpair, p_mask, p_stats,
+    p_v, p_gate, p_do, p_dpair, p_mask, p_stats, p_means,
     stride_vb, stride_vn, stride_vh, stride_vl, stride_vc,
-    stride_ob, stride_on, stride_oh, stride_ol, stride_oc,
+    stride_gate_b, stride_gate_n, stride_gate_h, stride_gate_l, stride_gate_c,
     stride_dob, stride_don, stride_doh, stride_dol, stride_doc,
     stride_pair_b, stride_pair_n, stride_pair_h, stride_pair_q, stride_pair_k,
     stride_mask_b, stride_mask_n, stride_mask_k,
     n_rows, heads, lq, lk, total, each, blocks_q, blocks_k,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FLAGS: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """One program owns a tile of queries and keys of one (b, h) of the pair bias, which `each` rows share.
 
@@ -263,10 +295,13 @@ def pairs_kernel(
             weight = tl.load(p_stats + row)
             floor = tl.load(p_stats + total + row)
             b, n = row // n_rows, row % n_rows
-            p_mean = p_o + b * stride_ob + n * stride_on + h * stride_oh + o_c * stride_oc
+            p_mean = p_means + (row.to(tl.int64) * heads + h) * C + o_c
             b_mean = tl.load(p_mean, mask=o_c < C, other=0.0).to(tl.float32)  # [c]
             p_here = p_do + b * stride_dob + n * stride_don + h * stride_doh
-            b_do = load_tile(p_here, o_q, o_c, stride_dol, stride_doc, lq, C)  # [q,c]
+            p_open = p_gate + b * stride_gate_b + n * stride_gate_n + h * stride_gate_h
+            b_do = load_gated(
+                p_here, p_open, o_q, o_c, stride_dol, stride_doc, stride_gate_l, stride_gate_c, lq, C, GATED
+            )  # [q,c]
             p_keys = p_mask + b * stride_mask_b + n * stride_mask_n
             p_here = p_v + b * stride_vb + n * stride_vn + h * stride_vh
             b_apart = load_apart(p_here, p_keys, b_mean, floor, o_k, o_c, stride_vl, stride_vc, stride_mask_k, lk, C)  # [k,c]
@@ -287,51 +322,64 @@ def find(mask_bias: Tensor, limit: float, equal: float) -> Rows:
     return Rows(alive.view(torch.bool), stats)
 
 
-def fill(o: Tensor, v: Tensor, mask_bias: Tensor, stats: Tensor) -> None:
-    """Write the mean of v `[b,n,h,k,c]` to the empty rows of o `[b,n,h,q,c]`."""
+def fill(o: Tensor, v: Tensor, gate: Tensor | None, mask_bias: Tensor, stats: Tensor) -> Tensor:
+    """Write the mean of v `[b,n,h,k,c]` to the empty rows of o `[b,n,h,q,c]`, times sigmoid(gate) if there is a gate.
+
+    Returns:
+        The means `[b,n,h,c]`, of empty rows alone.
+    """
     b, n, h, lq, c = o.shape
     _, block_c, block_l, warps = _blocks(c, c)
-    numbers = (*v.stride(), *o.stride(), *mask_bias.stride(), n, h, lq, v.shape[-2], b * n)
-    tiles = {"C": c, "BLOCK_C": block_c, "BLOCK_L": block_l, "num_warps": warps}
-    alone.start(fill_kernel, b * n * h, (v, o, mask_bias, stats), *numbers, **tiles)
+    means = torch.empty(b, n, h, c, dtype=o.dtype, device=o.device)
+    opened = o if gate is None else gate
+    numbers = (*v.stride(), *o.stride(), *opened.stride(), *mask_bias.stride(), n, h, lq, v.shape[-2], b * n)
+    tiles = {"C": c, "BLOCK_C": block_c, "BLOCK_L": block_l, "GATED": gate is not None, "num_warps": warps}
+    alone.start(fill_kernel, b * n * h, (v, o, opened, means, mask_bias, stats), *numbers, **tiles)
+    return means
 
 
 def add_to_inputs(
     inputs: tuple[Tensor, Tensor, Tensor],
-    o: Tensor,
+    gate: Tensor | None,
     do: Tensor,
     gradients: tuple[Tensor | None, ...],
     mask_bias: Tensor,
     stats: Tensor,
+    means: Tensor,
     scale: float,
 ) -> None:
-    """Add the gradients of empty rows to those of the inputs q, k and v that are given."""
+    """Add the gradients of empty rows to dq, dk and dv, and write those of the gate to dgate, if they are given."""
     q, _, v = inputs
-    dq, dk, _ = gradients
+    dq, dk, _, _ = gradients
     b, n, h, lq, d = q.shape
     lk, c = v.shape[-2:]
     block_d, block_c, block_l, warps = _blocks(d, c)
     blocks_d = triton.cdiv(d, block_d) if dq is not None or dk is not None else 1
-    tensors = (*inputs, o, do, *(q if x is None else x for x in gradients))
+    tensors = (*inputs, do if gate is None else gate, do, *(q if x is None else x for x in gradients))
     strides = [step for x in (*tensors, mask_bias) for step in x.stride()]
     tiles = {"D": d, "C": c, "BLOCK_D": block_d, "BLOCK_C": block_c, "BLOCK_L": block_l, "BLOCKS_D": blocks_d}
-    wanted = {f"OF_{name}": x is not None for name, x in zip("QKV", gradients, strict=True)}
+    wanted = {f"OF_{name}": x is not None for name, x in zip(("Q", "K", "V", "GATE"), gradients, strict=True)}
+    wanted["GATED"] = gate is not None
     numbers = (scale, *strides, n, h, lq, lk, b * n)
     options = {**tiles, **wanted, "num_warps": warps, "num_stages": 1}
-    alone.start(inputs_kernel, b * n * h * blocks_d, (*tensors, mask_bias, stats), *numbers, **options)
+    alone.start(inputs_kernel, b * n * h * blocks_d, (*tensors, mask_bias, stats, means), *numbers, **options)
 
 
-def add_to_pairs(v: Tensor, o: Tensor, do: Tensor, dpair: Tensor, mask_bias: Tensor, stats: Tensor) -> None:
+def add_to_pairs(
+    v: Tensor, gate: Tensor | None, do: Tensor, dpair: Tensor, mask_bias: Tensor, stats: Tensor, means: Tensor
+) -> None:
     """Add the gradient of empty rows to that of a pair bias `[b|1,1,h,q,k]`, in a fixed order."""
-    b, n, h, lq, c = o.shape
+    b, n, h, lq, c = do.shape
+    opened = do if gate is None else gate
     lk = v.shape[-2]
     _, block_c, block_l, warps = _blocks(c, c)
     blocks_q, blocks_k = triton.cdiv(lq, block_l), triton.cdiv(lk, block_l)
-    strides = [step for x in (v, o, do, dpair, mask_bias) for step in x.stride()]
+    strides = [step for x in (v, opened, do, dpair, mask_bias) for step in x.stride()]
     programs = dpair.shape[0] * h * blocks_q * blocks_k
     numbers = (*strides, n, h, lq, lk, b * n, b * n // dpair.shape[0], blocks_q, blocks_k)
-    tiles = {"C": c, "BLOCK_C": block_c, "BLOCK_L": block_l, "FLAGS": _FLAGS, "num_warps": warps, "num_stages": 1}
-    alone.start(pairs_kernel, programs, (v, o, do, dpair, mask_bias, stats), *numbers, **tiles)
+    tiles = {"C": c, "BLOCK_C": block_c, "BLOCK_L": block_l, "FLAGS": _FLAGS, "GATED": gate is not None}
+    tensors = (v, opened, do, dpair, mask_bias, stats, means)
+    alone.start(pairs_kernel, programs, tensors, *numbers, **tiles, num_warps=warps, num_stages=1)
 
 
 def _blocks(d: int, c: int) -> tuple[int, int, int, int]:

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return made if self.linear_g is None else (*made, self.linear_g)
 
     def end(self, o: Tensor, g: Tensor | None) -> Tensor:
-        """The output product of o `[*, H C]`, gated by g if there is a gate."""
+        """The output product of o `[*, H C]`, gated by g if there is a gate that the attention has not applied."""
         return linear(o, self.linear_o) if g is None else gated_linear(o, g, self.linear_o)
 
 
@@ -81,7 +81,15 @@ def heads(x: Tensor, no_heads: int) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pair_bias: Tensor | None, *, inf: float, empty_rows: EmptyRows
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    pair_bias: Tensor | None,
+    gate: Tensor | None,
+    *,
+    inf: float,
+    empty_rows: EmptyRows,
 ) -> Tensor:
     """The attention of a layer.
 
@@ -89,18 +97,20 @@ def attend(
         q, k, v: `[*, N, L, H, C]`.
         mask: `[*, N, K]` or what broadcasts to it: 1 or True where a key is attended.
         pair_bias: what broadcasts to `[*, N, H, Q, K]`.
+        gate: `[*, N, Q, H, C]`, before the sigmoid, or None. A layer that turns O around before its output product keeps the
+            gate for that: the gate's own pass then turns it.
         inf: what a masked key loses.
         empty_rows: as the layers take it.
 
     Returns:
-        `[*, N, Q, H, C]`.
+        `[*, N, Q, H, C]`, gated if there is a gate.
     """
     if mask is None:
-        return evoformer_attention(q, k, v, pair_bias=pair_bias)
+        return evoformer_attention(q, k, v, pair_bias=pair_bias, gate=gate)
     if empty_rows == "native":
-        return evoformer_attention(q, k, v, mask=mask.bool(), pair_bias=pair_bias)
+        return evoformer_attention(q, k, v, mask=mask.bool(), pair_bias=pair_bias, gate=gate)
     mask_bias = (inf * (mask.to(accumulate_dtype(q.dtype)) - 1))[..., None, None, :]
-    return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd")
+    return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd", gate=gate)
 
 
 def update(

@@ -2,6 +2,8 @@
 
     y = (o * sigmoid(g)) W^T + b
 
+Where O is not turned around before the product the attention applies the gate itself, and this module has no part in it.
+
 The backward keeps o and g, which the attention and the projections keep anyway, and multiplies them again.
 """
 

@@ -61,8 +61,9 @@ class MSAAttention(nn.Module):
             q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
             mask = None if mask is None else mask.transpose(-1, -2)
         q, k, v = (heads(x, self.no_heads) for x in (q, k, v))
-        o = attend(q, k, v, mask, pair_bias, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        made = mha.end(o.transpose(-2, -3) if columns else o, g)
+        gate = None if columns else heads(g, self.no_heads)
+        o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
+        made = mha.end(o.transpose(-2, -3), g) if columns else mha.end(o, None)
         return update(m, made, residual=self.residual, dropout=self.dropout, shared=-3, training=self.training)
 
     def _pair_bias(self, m: Tensor, z: Tensor | None) -> Tensor | None:
@@ -253,7 +254,7 @@ class MSAColumnGlobalAttention(nn.Module):
         q = heads(linear(self._mean(normed, mask), mha.linear_q), self.no_heads).unsqueeze(-2)  # [*,l,h,1,d]: heads as queries
         k, v = (x.transpose(-2, -3).unsqueeze(-2) for x in (k, v))  # [*,l,s,1,d]
         columns = None if mask is None else mask.transpose(-1, -2)
-        o = attend(q, k, v, columns, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
+        o = attend(q, k, v, columns, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
         made = mha.end(o.unsqueeze(-3), g)  # one for all sequences
         return update(m, made, residual=self.residual, dropout=0.0, shared=None, training=self.training)
 

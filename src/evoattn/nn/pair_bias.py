@@ -133,8 +133,9 @@ class AttentionPairBias(nn.Module):
         if z is not None:
             pair_bias = self.pair_bias(z)
         q, k, v, g = self._projections(a, s, keys)
-        q, k, v = (heads(x, self.no_heads) for x in (q, k, v))
-        made = self.mha.end(attend(q, k, v, mask, pair_bias, inf=self.inf, empty_rows=self.empty_rows).flatten(-2), g)
+        q, k, v, gate = (heads(x, self.no_heads) for x in (q, k, v, g))
+        o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
+        made = self.mha.end(o, None)
         if self.linear_ada_out is not None and s is not None:
             made = torch.sigmoid(linear(s.to(made.dtype), self.linear_ada_out)) * made
         return update(a, made, residual=self.residual, dropout=0.0, shared=None, training=self.training)

@@ -73,5 +73,5 @@ class TemplatePointwiseAttention(nn.Module):
         k, v = (x.movedim(-4, -2) for x in project(t, None, (mha.linear_k, mha.linear_v)))  # [*,i,j,t,hd]
         q, k, v = (heads(x, self.no_heads) for x in (q.unsqueeze(-2), k, v))
         mask = None if mask is None else mask[..., None, None, :]
-        o = attend(q, k, v, mask, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
+        o = attend(q, k, v, mask, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
         return update(z, mha.end(o, None), residual=self.residual, dropout=0.0, shared=None, training=self.training)

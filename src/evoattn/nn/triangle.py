@@ -124,8 +124,9 @@ class TriangleAttention(nn.Module):
         if transpose_bias:
             pair_bias = pair_bias.transpose(-1, -2)
         q, k, v = (heads(y, self.no_heads) for y in (q, k, v))
-        o = attend(q, k, v, mask, pair_bias, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        made = mha.end(o.transpose(-2, -3) if across else o, g)
+        gate = None if across else heads(g, self.no_heads)
+        o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
+        made = mha.end(o.transpose(-2, -3), g) if across else mha.end(o, None)
         return made.transpose(-2, -3) if turned else made
 
     def _finish(self, z: Tensor, made: Tensor, split: Split | None = None) -> Tensor:

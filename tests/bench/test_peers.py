@@ -278,3 +278,8 @@ def test_openfold3_without_triton_is_absent(fakes: Fakes, monkeypatch: pytest.Mo
     with pytest.raises(ImportError) as absent:
         PEERS["openfold3"].prepare(inputs_of(TRIANGLE, torch.bfloat16))
     assert (_status(absent.value), _one_line(absent.value)) == ("absent", "triton is not installed")
+
+
+def test_deepspeed_compiles_before_turbopairformer_sets_an_architecture_that_it_cannot_parse() -> None:
+    names = list(PEERS)
+    assert names.index("deepspeed") < names.index("turbopairformer")

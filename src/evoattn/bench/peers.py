@@ -347,9 +347,9 @@ PEERS: dict[str, Peer] = {
         Peer("flex", "FlexAttention, compiled", _flex, compiles=True),
         Peer("cuequivariance", "cuEquivariance", _cuequivariance),
         Peer("trifast", "TriFast", _trifast),
-        Peer("turbopairformer", "TurboPairFormer", _turbopairformer),
-        Peer("openfold3", "OpenFold-3, Triton", _openfold3),
         Peer("deepspeed", "DeepSpeed", _deepspeed),
+        Peer("turbopairformer", "TurboPairFormer", _turbopairformer),  # after DeepSpeed: it sets TORCH_CUDA_ARCH_LIST to 9.0a
+        Peer("openfold3", "OpenFold-3, Triton", _openfold3),
         Peer("sdpa", "SDPA, bias expanded", _sdpa, score_copies=3),
         Peer("dense", "dense torch", functools.partial(_dense, compiled=False), score_copies=4),
         Peer(

@@ -78,7 +78,7 @@ def _plan_pass(
 
     of_gate: how dgate lies in memory; None: as `layout` says.
     """
-    device, dlse = outputs.o.device, cotangents.dlse
+    device, dlse = inputs.q.device, cotangents.dlse  # outputs may be planned on the device "meta"
     found = [loadable(x) for x in (outputs.o, cotangents.do, inputs.gate) if x is not None]
     changes = [(i, change) for i, (_, change) in enumerate(found) if change is not None]
     made = layouts.empty(outputs.o.shape, layout, outputs.o, "meta")

@@ -73,8 +73,12 @@ def digest(part: Part) -> str:
 
 
 def pictures(part: Part) -> dict[Path, Callable[[], object]]:
-    """Files and what draws them; with ceilings, how far they are; with three lengths of triangle attention, their growth."""
-    timed = [problem for problem in part.problems if any(result.times for result in problem.results)]
+    """Files and what draws them; with ceilings, how far they are; with three lengths of triangle attention, their growth.
+
+    Layers have no picture here: a rate of scores says little of them.
+    """
+    attentions = [problem for problem in part.problems if not problem.workload.layer]
+    timed = [problem for problem in attentions if any(result.times for result in problem.results)]
     found: dict[Path, Callable[[], object]] = {}
     if len(timed) > 1:
         found[FIGURES / f"bench-{part.name}-speedups.png"] = lambda: plots.speedups(part.record, timed)

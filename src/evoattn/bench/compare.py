@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 
 from evoattn.bench import table
-from evoattn.bench.record import PASSES, Problem, Record, Result
+from evoattn.bench.record import TIMED, Problem, Record, Result
 
 __all__ = ["Change", "Comparison", "as_text", "compare"]
 
@@ -86,7 +86,7 @@ def _pairs(before: Record, after: Record) -> Iterator[tuple[Problem, Problem]]:
 
 
 def _changes(problem: str, before: Result, after: Result) -> Iterator[Change]:
-    for name in PASSES:
+    for name in TIMED:
         old, new = before.times.get(name), after.times.get(name)
         if old is not None and new is not None:
             (low, high), (new_low, new_high) = old.range_ms, new.range_ms
@@ -125,7 +125,7 @@ def as_text(found: Comparison, before: Record, after: Record) -> str:
         lines.append(f"\n{title}: {len(rows)} of {sum(c.ours == ours for c in found.changes)} changed beyond noise and 1%")
         if rows:
             lines.append(table.aligned([["", "", "before", "after", "change", ""], *map(_row, rows)]))
-    moved = [change.ratio for change in found.changes if not change.ours and change.what in PASSES and change.ratio]
+    moved = [change.ratio for change in found.changes if not change.ours and change.what in TIMED and change.ratio]
     if moved:
         lines.append(
             f"\nthe peers' times moved by {100 * (statistics.median(moved) - 1):+.1f}% in the median: the machine's part"

@@ -27,6 +27,9 @@ __all__ = ["WAYS", "Layer", "Way", "layer_of", "layer_truth"]
 
 _PAIR_CHANNELS = 128
 _CONDITION_CHANNELS = 384
+_ALIGNED = 8
+"""Elements of 16 bits in 16 bytes."""
+
 _KEPT = 0.7
 """Share of the keys that the random mask keeps."""
 
@@ -169,10 +172,17 @@ def _written(layer: Layer, attend: Attend, *, joined: bool = False) -> Tensor:
 
 
 def _one_product(x: Tensor, products: list[nn.Linear]) -> list[Tensor]:
+    """Views of one product. Rows of zeros let each start on 16 bytes, without which attention would copy all of them."""
     widths = [product.out_features for product in products]
-    biases = [x.new_zeros(p.out_features) if p.bias is None else p.bias.to(x.dtype) for p in products]
-    made = F.linear(x, torch.cat([p.weight for p in products]), torch.cat(biases))
-    return list(made.split(widths, -1))
+    gaps = [-width % _ALIGNED for width in widths]
+    weights = [F.pad(p.weight, (0, 0, 0, gap)) for p, gap in zip(products, gaps, strict=True)]
+    biases = [
+        F.pad(p.weight.new_zeros(p.out_features) if p.bias is None else p.bias, (0, gap))
+        for p, gap in zip(products, gaps, strict=True)
+    ]
+    made = F.linear(x, torch.cat(weights), torch.cat(biases).to(x.dtype))
+    parts = made.split([width + gap for width, gap in zip(widths, gaps, strict=True)], -1)
+    return [part[..., :width] for part, width in zip(parts, widths, strict=True)]
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
@@ -185,6 +195,15 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | No
     s = s + torch.where(mask, 0.0, -torch.inf).to(s.dtype)[..., None, None, :]
     s = s if pair_bias is None else s + pair_bias
     return (torch.softmax(s, -1).to(v.dtype) @ v).transpose(-2, -3)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
+    """torch's own attention; mask and pair bias are summed and expanded at each call."""
+    q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
+    bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype)[..., None, None, :]
+    bias = (bias if pair_bias is None else bias + pair_bias).expand(*q.shape[:-1], k.shape[-2])
+    o: Tensor = F.scaled_dot_product_attention(q[0], k[0], v[0], attn_mask=bias[0])
+    return o.unsqueeze(0).transpose(-2, -3)
 
 
 def _in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
@@ -247,6 +266,7 @@ WAYS: tuple[Way, ...] = (
     Way("evoattn/compiled", "evoattn.nn, torch.compile", _native, compiles=True),
     Way("joined_compiled", "one product, torch.compile", lambda layer: _written(layer, _ours, joined=True), compiles=True),
     Way("written", "as models write it, evoattn inside", lambda layer: _written(layer, _ours)),
+    Way("written_sdpa", "as models write it, SDPA", lambda layer: _written(layer, _sdpa), dense=True),
     Way("written_dense", "as models write it, dense torch", lambda layer: _written(layer, _dense), dense=True),
 )
 """In the order in which they run."""

@@ -26,7 +26,7 @@ __all__ = [
     "worst_error",
 ]
 
-_ERRORS = ("o", "dq", "dk", "dv", "dpair_bias")
+_ERRORS = ("o", "dq", "dk", "dv", "dpair_bias", "da", "dm", "ds", "dz", "dparameters")
 
 
 def title(name: str) -> str:

@@ -19,7 +19,7 @@ from evoattn.bench.record import PASSES, Record, read, write, write_text
 from evoattn.bench.run import run
 from evoattn.cli.machine import pick
 from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress
-from evoattn.workloads import WORKLOADS, Workload
+from evoattn.workloads import LAYERS, WORKLOADS, Workload
 
 __all__ = ["add_parser", "among", "names_in", "workloads_of"]
 
@@ -43,6 +43,7 @@ examples:
   evoattn bench --quick                              half a minute: a look, not a measurement
   evoattn bench --html report.html                   one page with tables and charts, to open in any browser
   evoattn bench --workloads tri384 msa_row tri500 --dtypes bfloat16 float16 --json mine.json
+  evoattn bench --workloads layer384 layer_msa_row384   whole layers, norm to output, in several ways
   evoattn bench --lengths 100 200 397 --peers dense  triangle attention at these lengths, next to dense torch alone
   evoattn bench --resume mine.json --budget 600      what Ctrl-C or the budget left out, into the same record
   evoattn bench --from mine.json --html report.html  a page of what was measured before
@@ -105,7 +106,7 @@ def _percent(text: str) -> float:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
     if arguments.list:
-        print("\n".join(f"{w.name:<16} {w.where}" for w in WORKLOADS))
+        print("\n".join(f"{w.name:<16} {w.where}" for w in (*WORKLOADS, *LAYERS)))
         return 0
     begun = None if arguments.resume is None else _begun(arguments)
     if arguments.compare:

@@ -31,10 +31,16 @@ const colour = (name) =>
 const dash = (name) => (name === "evoattn" ? "" : isBound(name) ? "1 3" : DASHES[place(name) % DASHES.length]);
 const result = (problem, name) => problem.results.find((found) => found.name === name);
 const time = (found, pass) => (found && found.times && found.times[pass] ? found.times[pass].median_ms : null);
-const passes = ["forward", "backward", "both"].filter((pass) =>
+const passes = ["forward", "backward", "both", "graph_forward", "graph_both"].filter((pass) =>
   problems.some((problem) => problem.results.some((found) => time(found, pass) !== null)),
 );
-const PASS_TITLES = { forward: "forward", backward: "backward", both: "forward + backward" };
+const PASS_TITLES = {
+  forward: "forward",
+  backward: "backward",
+  both: "forward + backward",
+  graph_forward: "forward in a CUDA graph",
+  graph_both: "forward + backward in a CUDA graph",
+};
 const state = { dtype: null, pass: null, workload: null, family: null, against: "best" };
 const shown = () => problems.filter((problem) => problem.dtype === state.dtype);
 const family = (workload) => workload.name.replace(/\d+(n\d+)?$/, "") || workload.name;

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import client_page
+import layer_page
 
 from evoattn.bench import plots, table
 from evoattn.bench.peers import PEERS
@@ -28,6 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = Path("docs/benchmarks.md")
 README = Path("README.md")
 CLIENTS = Path("docs/clients/speed.md")
+LAYERS = Path("docs/layer-time.md")
 FIGURES = Path("docs/figures")
 KEY = "evoattn-source"
 _SHOWN = {
@@ -36,6 +38,7 @@ _SHOWN = {
     "ceilings": "Scores a second of evoattn and of the fastest peer, and the lowest ceiling of the device, by workload",
     "length": "Time and peak memory against length",
 }
+LAYERS_IN_README = ("layer384", "layer768")
 IN_README = ("tri384", "tri397", "tri1024", "msa_row", "extra_msa_row", "diffusion768", "single768")
 
 
@@ -207,7 +210,8 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
     """The parts of README.md, by name."""
     blocks = {}
     for name, of_cpu in (("gpu", False), ("cpu", True)):
-        part = next((part for part in found if (part.record.machine.get("kind") == "cpu") == of_cpu), None)
+        kernels = [part for part in found if not all(problem.workload.layer for problem in part.problems)]
+        part = next((part for part in kernels if (part.record.machine.get("kind") == "cpu") == of_cpu), None)
         if part is None:
             continue
         names = " / ".join({"both": "forward + backward"}.get(word, word) for word in _passes(part.problems))
@@ -220,7 +224,38 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         shown_there = [path for path in pictures(part) if path.stem.endswith(("speedups", "length"))]
         lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
         blocks[name] = "\n".join([*lines, times_table(shown)])
+    layers = [problem for problem in layer_problems(found) if problem.workload.name in LAYERS_IN_README]
+    about = "A whole triangle layer, norm to output, forward / forward + backward in ms:"
+    blocks["layers"] = "\n".join([about, "", layer_table(layers)]) if layers else ""
     return blocks
+
+
+def layer_problems(found: list[Part]) -> list[Problem]:
+    """The layers that a GPU was measured on."""
+    gpus = (part for part in found if part.record.machine.get("kind") != "cpu")
+    return [problem for part in gpus for problem in part.problems if problem.workload.layer]
+
+
+def layer_table(problems: list[Problem]) -> str:
+    """Times of layers, eager and in CUDA graphs, and the peak memory of forward + backward."""
+    names = list(dict.fromkeys(r.name for problem in problems for r in problem.results if r.times))
+    rows = [["layer", "", *map(table.title, names)]]
+    for problem in problems:
+        for words, passes in (("eager", ("forward", "both")), ("in a graph", ("graph_forward", "graph_both"))):
+            rows.append([f"`{problem.workload.name}`", words, *(_cell(problem, name, passes, bold=True) for name in names)])
+        peaks = [problem.result(name) for name in names]
+        cells = [f"{r.peak_bytes / 2**30:.2f}" if r is not None and r.peak_bytes else "-" for r in peaks]
+        rows.append([f"`{problem.workload.name}`", "peak GiB", *cells])
+    return table.markdown(rows)
+
+
+def layer_blocks(found: list[Part], results: Path) -> dict[str, str]:
+    """The parts of docs/layer-time.md, by name."""
+    problems = layer_problems(found)
+    return {
+        "layer-parts": layer_page.block(layer_page.records(results).items(), Path("figures")),
+        "layer-times": layer_table(problems) if problems else "Not measured yet.",
+    }
 
 
 def with_blocks(text: str, blocks: dict[str, str]) -> str:
@@ -233,7 +268,8 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
         marked = re.compile(rf"(<!-- figures: begin {name} -->\n).*?(<!-- figures: end {name} -->)", re.DOTALL)
         if not marked.search(text):
             raise ValueError(f"no part {name!r} is marked; expected <!-- figures: begin {name} --> and its end")
-        text = marked.sub(lambda match, block=block: f"{match[1]}{block}\n{match[2]}", text)  # type: ignore[misc]
+        lines = f"{block}\n" if block else ""
+        text = marked.sub(lambda match, lines=lines: f"{match[1]}{lines}{match[2]}", text)  # type: ignore[misc]
     return text
 
 
@@ -241,7 +277,7 @@ def texts(root: Path, results: Path) -> dict[Path, str]:
     """Every page, as the results make it."""
     found = parts(results)
     blocks = {"clients": client_page.block(client_page.parts(results), "../figures")}
-    marked = {README: readme_blocks(found), CLIENTS: blocks}
+    marked = {README: readme_blocks(found), CLIENTS: blocks, LAYERS: layer_blocks(found, results)}
     pages = {path: with_blocks((root / path).read_text(encoding="utf-8"), of) for path, of in marked.items()}
     return {PAGE: page(found), **pages}
 
@@ -254,12 +290,19 @@ def drawings(results: Path) -> dict[Path, tuple[str, Callable[[], object]]]:
         for part in client_page.parts(results)
         for path, make in client_page.pictures(part, FIGURES).items()
     }
-    return {**found, **of_clients}
+    of_layers = {
+        path: (layer_page.digest(source), make)
+        for source, record in layer_page.records(results).items()
+        for path, make in layer_page.pictures(source, record, FIGURES).items()
+    }
+    return {**found, **of_clients, **of_layers}
 
 
 def present(root: Path) -> list[Path]:
     """The pictures that are there."""
-    return sorted(FIGURES / path.name for kind in ("bench", "clients") for path in (root / FIGURES).glob(f"{kind}-*.png"))
+    return sorted(
+        FIGURES / path.name for kind in ("bench", "clients", "layers") for path in (root / FIGURES).glob(f"{kind}-*.png")
+    )
 
 
 def drift(root: Path, results: Path) -> list[str]:

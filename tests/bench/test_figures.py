@@ -1,6 +1,8 @@
 """What the pages show of the results is what the committed results make, and drift is seen."""
 
+import dataclasses
 import importlib.util
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from evoattn.bench import record as records
+from evoattn.workloads import workload
 
 from .conftest import a_record
 
@@ -39,8 +42,10 @@ def copy(figures: ModuleType, tmp_path: Path) -> Path:
     (tmp_path / "docs" / "clients").mkdir()
     marks = "a\n<!-- figures: begin clients -->\nold\n<!-- figures: end clients -->\n"
     (tmp_path / "docs" / "clients" / "speed.md").write_text(marks)
+    marks = "".join(f"<!-- figures: begin layer-{x} -->\nold\n<!-- figures: end layer-{x} -->\n" for x in ("parts", "times"))
+    (tmp_path / "docs" / "layer-time.md").write_text(marks)
     text = "a\n<!-- figures: begin gpu -->\nold\n<!-- figures: end gpu -->\nb\n"
-    (tmp_path / "README.md").write_text(text + text.replace("gpu", "cpu"))
+    (tmp_path / "README.md").write_text(text + text.replace("gpu", "cpu") + text.replace("gpu", "layers"))
     gpu, cpu = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[10.0], dense=[20.0])
     gpu.problems = [
         type(p)(p.workload.at(length), p.dtype, p.bytes, p.results) for p in gpu.problems for length in (16, 32, 64)
@@ -93,6 +98,44 @@ def test_an_edited_page_or_another_picture_is_drift(figures: ModuleType, copy: P
     assert "bench-card-float32-length.png was not drawn from these results" in drift(figures, copy)
     figures.draw(copy, copy / "benchmarks" / "results")
     assert drift(figures, copy) == ""
+
+
+def a_layer() -> records.Problem:
+    """A layer's times, as a GPU has them."""
+    times = {"forward": [1.0], "both": [3.0], "graph_forward": [0.5], "graph_both": [2.0]}
+    ours = records.Result("evoattn", peak_bytes=1 << 30, times={name: records.Timing.of(ms) for name, ms in times.items()})
+    theirs = records.Result("written", times={"forward": records.Timing.of([2.0])})
+    return records.Problem(workload("layer768"), "bfloat16", 1000, [ours, theirs])
+
+
+def test_layers_have_a_table_and_their_parts_a_picture(figures: ModuleType, copy: Path) -> None:
+    results = copy / "benchmarks" / "results"
+    page = copy / "docs" / "layer-time.md"
+    assert page.read_text().count("Not measured yet.") == 2
+    records.write(dataclasses.replace(a_record(), problems=[a_layer()]), results / "a-layers.json")
+    times = {"norm": [0.1, 0.2], "projections": [0.3, 0.4], "attention": [1.0, 2.0], "gate and output": [0.1, 0.1]}
+    ways = {"written": {**times, "whole": [1.75, 3.0]}, "evoattn": {**times, "whole": [1.5, 2.5]}}
+    parts = {
+        "machine": {"device": "a card"},
+        "graphs": True,
+        "layers": [{"workload": "layer768", "dtype": "bfloat16", "ways": ways}],
+    }
+    (results / "layers").mkdir()
+    (results / "layers" / "card.json").write_text(json.dumps(parts))
+    assert "docs/layer-time.md is not" in drift(figures, copy)
+    figures.draw(copy, results)
+    assert drift(figures, copy) == ""
+    text = page.read_text()
+    assert "| `layer768` | as models write it | 0.100 / 0.200 | 0.300 / 0.400 | 1.000 / 2.000 |" in text
+    assert "| 0.250 / 0.300 | 1.750 / 3.000 |" in text, "what the whole takes beyond its parts"
+    assert "| `layer768` | eager | **1.000** / 3.000 | 2.000 / - |" in text
+    assert "| `layer768` | in a graph | 0.500 / 2.000 | - / - |" in text
+    assert "| `layer768` | peak GiB | 1.00 | - |" in text
+    assert (copy / "docs" / "figures" / "layers-card.png").exists()
+    readme = (copy / "README.md").read_text()
+    assert "A whole triangle layer" in readme
+    assert "| tri32 |" in readme, "the kernels keep their table, though the record of layers comes first"
+    assert "| layer768 | **1.000** / 3.000 | 2.000 / - |" in (copy / "docs" / "benchmarks.md").read_text()
 
 
 def test_a_page_without_its_marks(figures: ModuleType) -> None:

@@ -17,7 +17,7 @@ from evoattn.bench.memory import peak_bytes, too_much
 from evoattn.bench.plan import Plan
 from evoattn.bench.record import Problem, Result, Timing
 
-__all__ = ["measure_layer"]
+__all__ = ["captured", "measure_layer"]
 
 _ROUNDINGS = 2
 """A layer rounds to 16 bits before and after its attention: so many times an attention's error is still rounding."""
@@ -170,7 +170,7 @@ def _time_graphs(result: Result, runner: _Runner, plan: Plan, clock: Clock) -> N
     """Each pass as a CUDA graph; a capture that fails is noted, and the eager times stay."""
     for name, call in _passes(runner, plan).items():
         try:
-            replay, kept = _captured(call)
+            replay, kept = captured(call)
             count = _count(clock, clock.calls(replay, 2) / 2)
             times = [1e3 * clock.calls(replay, count) / count for _ in range(plan.rounds)]
             result.times[f"graph_{name}"] = Timing.of(times)
@@ -180,7 +180,7 @@ def _time_graphs(result: Result, runner: _Runner, plan: Plan, clock: Clock) -> N
             torch.cuda.synchronize()
 
 
-def _captured(call: Callable[[int], object]) -> tuple[Callable[[int], object], object]:
+def captured(call: Callable[[int], object]) -> tuple[Callable[[int], object], object]:
     """A call as a CUDA graph, and what its output holds."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())

@@ -225,7 +225,8 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
         blocks[name] = "\n".join([*lines, times_table(shown)])
     layers = [problem for problem in layer_problems(found) if problem.workload.name in LAYERS_IN_README]
-    about = "A whole triangle layer, norm to output, forward / forward + backward in ms:"
+    cards = dict.fromkeys(part.record.machine["device"] for part in found if layer_problems([part]))
+    about = f"{' and '.join(cards)}, a whole triangle layer, norm to output, forward / forward + backward in ms:"
     blocks["layers"] = "\n".join([about, "", layer_table(layers)]) if layers else ""
     return blocks
 
@@ -239,7 +240,8 @@ def layer_problems(found: list[Part]) -> list[Problem]:
 def layer_table(problems: list[Problem]) -> str:
     """Times of layers, eager and in CUDA graphs, and the peak memory of forward + backward."""
     names = list(dict.fromkeys(r.name for problem in problems for r in problem.results if r.times))
-    rows = [["layer", "", *map(table.title, names)]]
+    titles = ["evoattn.nn" if name == "evoattn" else table.title(name) for name in names]
+    rows = [["layer", "", *titles]]
     for problem in problems:
         for words, passes in (("eager", ("forward", "both")), ("in a graph", ("graph_forward", "graph_both"))):
             rows.append([f"`{problem.workload.name}`", words, *(_cell(problem, name, passes, bold=True) for name in names)])

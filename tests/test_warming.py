@@ -52,7 +52,7 @@ def planned(call: Call, backend: Any) -> tuple[Any, tuple[Any, ...]]:
     options: dict[str, Any] = {"scale": 1.0, "layout": "bnhld", "config": Config()}
     if not call.training:
         return backend.plan_forward(inputs, **options), (inputs, outputs)
-    needs = (True, True, True, False, True)
+    needs = (True, True, True, False, True, False)
     values = Cotangents(torch.empty_like(inputs.q)), inputs, outputs
     plan = backend.plan_backward(*values, needs=needs, deterministic=False, **options)
     return plan, (*values, empty_gradients(inputs, "bnhld", needs))

@@ -14,7 +14,7 @@ import itertools
 
 import torch
 
-from evoattn.backends.triton import fwd, launch
+from evoattn.backends.triton import fwd_plan, launch
 from evoattn.backends.triton.bwd_pair import _strip_warps, _strips
 from evoattn.problem import Problem
 from evoattn.tuning import Config, user
@@ -82,7 +82,7 @@ def launches(problem: Problem, shared_limit: int, config: Config | None = None) 
     if few_tiles("forward", problem, config) is None:
         tiles = forward_tiles(problem, config, shared_limit)
         for _, _, block_q in launch.split(problem.lq, tiles.block_q):
-            tail = fwd._tail(problem.lk, tiles) if block_q == tiles.block_q else tiles.block_k
+            tail = fwd_plan._tail(problem.lk, tiles) if block_q == tiles.block_q else tiles.block_k
             warps = tiles.warps(block_q, LEFT_OVER_WARPS)
             found.add(Launched("forward", block_q, tiles.block_k, warps, tiles.num_stages, 1, *common, tail))
     if few_tiles("backward", problem, config) is None:

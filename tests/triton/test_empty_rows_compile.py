@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from evoattn.compat import empty_rows_kernels as kernels
+from evoattn.compat.empty_rows import MOST_GATED_CHANNELS
 from tests.helpers.ahead_of_time import SHARED_LIMITS, report, target
 
 CASES = [
@@ -18,21 +19,25 @@ CASES = [
 ]
 
 
+UNGATED = [(*case, arch, False) for case in CASES for arch in ("sm_80", "sm_86", "sm_90")]
+GATED = [(*case, "sm_90", True) for case in CASES if case[2] <= MOST_GATED_CHANNELS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
-@pytest.mark.parametrize(("dtype", "d", "c"), CASES, ids=str)
-def test_fits(dtype: torch.dtype, d: int, c: int, arch: str) -> None:
+@pytest.mark.parametrize(("dtype", "d", "c", "arch", "gated"), UNGATED + GATED, ids=str)
+def test_fits(dtype: torch.dtype, d: int, c: int, arch: str, gated: bool) -> None:
     q, dq = (torch.empty(1, 384, 4, 384, d, dtype=dtype, device="meta") for _ in range(2))
     v, dv = (torch.empty(1, 384, 4, 384, c, dtype=dtype, device="meta") for _ in range(2))
     keys = torch.empty(1, 384, 384, device="meta")
     pair = torch.empty(1, 1, 4, 384, 384, dtype=dtype, device="meta")
     with target(arch) as compiled:
         _, stats = kernels.find(keys, -1e8, 1.25)
-        means = kernels.fill(v, v, v, keys, stats)
-        kernels.add_to_inputs((q, q, v), v, v, (dq, dq, dv, dv), keys, stats, means, 1.0)
-        kernels.add_to_pairs(v, v, v, pair, keys, stats, means)
+        gate = v if gated else None
+        means = kernels.fill(v, v, gate, keys, stats)
+        kernels.add_to_inputs((q, q, v), gate, v, (dq, dq, dv, dv if gated else None), keys, stats, means, 1.0)
+        kernels.add_to_pairs(v, gate, v, pair, keys, stats, means)
     reports = [report(kernel) for kernel in compiled]
     assert [r.name for r in reports] == ["find_kernel", "fill_kernel", "inputs_kernel", "pairs_kernel"]
     for r in reports:
         assert r.shared <= SHARED_LIMITS[arch]
-        assert r.spills <= (64 if dtype == torch.float32 else 0) or c > 64  # of 1,700 instructions in float32
+        assert r.spills <= (80 if dtype == torch.float32 else 0) or c > 64  # of 1,700 instructions in float32

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import bwd, bwd_pair, fwd, launch
+from evoattn.backends.triton import bwd, bwd_pair, fwd_plan, launch
 from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
 from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.backends.triton.overlap import overlap
@@ -131,7 +131,7 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
     with contextlib.ExitStack() as patches:
         for owner, attribute, value in (
             (Launch, "__call__", record),
-            (fwd, "overlap", noted),
+            (fwd_plan, "overlap", noted),
             (bwd, "overlap", noted),
             (bwd_pair, "_ROWS_WORTH_SPANS", 2),
             (launch, "capability", lambda device: capability),

@@ -41,6 +41,9 @@ _EQUAL = 1.25
 _MAX_CHANNELS = 256
 """More channels need tiles that shared memory does not hold."""
 
+MOST_GATED_CHANNELS = 128
+"""With a gate Triton's compiler fails at 256 channels of 16 bits."""
+
 
 def check_choice(empty_rows: str) -> None:
     """Raise ValueError for anything but "mean" and "native"."""
@@ -73,7 +76,8 @@ def with_means(
     if mask_bias is None or (isinstance(q, Tensor) and compute_dtype(q) not in _SWALLOWS):
         return attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, **({} if gate is None else {"gate": gate}))
     plain = guards.is_plain((q, k, v, mask_bias, pair_bias, gate))
-    of_o = gate is None or (gate.dtype == q.dtype and gate.shape == (*q.shape[:-1], v.shape[-1]))
+    most = MOST_GATED_CHANNELS
+    of_o = gate is None or (gate.dtype == q.dtype and gate.shape == (*q.shape[:-1], v.shape[-1]) and v.shape[-1] <= most)
     if plain and of_o and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout):
         from evoattn.compat.empty_rows_in_place import attend
 

@@ -73,7 +73,7 @@ class Call:
         outputs = empty_outputs(inputs, _LAYOUT)
         if not self.training:
             return plans.forward(inputs, options), (inputs, outputs)
-        needs = (True, True, True, False, inputs.pair_bias is not None)
+        needs = (True, True, True, False, inputs.pair_bias is not None, False)
         values = Cotangents(torch.empty_like(inputs.q)), inputs, outputs
         return plans.backward(*values, needs, options), (*values, empty_gradients(inputs, _LAYOUT, needs))
 

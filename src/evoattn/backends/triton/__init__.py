@@ -98,10 +98,10 @@ def _too_many_warps(problem: Problem, config: Config) -> list[str]:
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
-    from evoattn.backends.triton import fwd
+    from evoattn.backends.triton import fwd_plan
 
     with _device_of(inputs.q):
-        plan = fwd.plan_forward(inputs, scale=scale, layout=layout, config=config)
+        plan = fwd_plan.plan_forward(inputs, scale=scale, layout=layout, config=config)
     return _compiled_ahead(plan, inputs.q)
 
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from evoattn.backends import GATED_BACKWARD, Description, Plan
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.bwd_dkdv import MASK_ADD, MASK_NONE, MASK_STORE, dkdv_kernel
+from evoattn.backends.triton.bwd_dkdv import MASK_NONE, dkdv_kernel
 from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, dq_kernel
 from evoattn.backends.triton.bwd_gate import gate_pass, only_gate
+from evoattn.backends.triton.bwd_mask import MaskGradient, plan_mask_gradient
 from evoattn.backends.triton.bwd_pair import Pair, plan_pair
 from evoattn.backends.triton.bwd_plan import Call, round_up
 from evoattn.backends.triton.bwd_preprocess import GatePass, plan_statistics
@@ -76,7 +77,7 @@ class Backward:
     dkdv: Launch | None
     distant_dq: Launch | None
     distant_dkdv: Launch | None
-    mask: _MaskGradient | None
+    mask: MaskGradient | None
     gate: GatePass | None
     gathers: bool
 
@@ -129,27 +130,6 @@ class Backward:
         dpair_bias = self.pair.finish(pair, of_pair)
         dmask_bias = None if self.mask is None or sums is None else self.mask.finish(sums)
         return dmask_bias, dpair_bias
-
-
-@dataclasses.dataclass(frozen=True)
-class _MaskGradient:
-    """The gradient of mask_bias: added up in memory, or stored a head each and summed in a fixed order."""
-
-    mode: int
-    sums: Strided
-    summed: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def begin(self) -> Tensor:
-        """Where the kernel adds or stores: [b, n, h, k], with 1 for what it sums over."""
-        sums = empty(self.sums, self.device)
-        return sums.zero_() if self.mode == MASK_ADD else sums
-
-    def finish(self, sums: Tensor) -> Tensor:
-        """The gradient, [b|1,n|1,k]."""
-        whole = sums.sum(self.summed, keepdim=True) if self.summed else sums
-        return whole.squeeze(2).to(self.dtype)
 
 
 def plan_backward(
@@ -224,7 +204,7 @@ def _launches(call: Call, inputs: Inputs, outputs: Outputs, tuned: bool) -> Back
     mask_bias = inputs.mask_bias
     bias = None if inputs.pair_bias is None else strided(inputs.pair_bias)
     pair = plan_pair(call, bias, need=of_pair and bias is not None, deterministic=deterministic)
-    of_mask = None if mask_bias is None or not of_mask_bias else _plan_mask_gradient(call, mask_bias, deterministic)
+    of_mask = None if mask_bias is None or not of_mask_bias else plan_mask_gradient(call, mask_bias, deterministic)
     statistics, dq = _plan_dq(call, pair, of_q)
     dkdv = _plan_dkdv(call, pair, of_k, of_v, of_mask)
     distant_dq = distant_dkdv = None
@@ -309,17 +289,6 @@ def _overlap(call: Backward) -> None:
     )
 
 
-def _plan_mask_gradient(call: Call, mask_bias: Tensor, deterministic: bool) -> _MaskGradient:
-    problem = call.problem
-    if deterministic:
-        shape: tuple[int, ...] = (problem.b, problem.n, problem.h, problem.lk)
-    else:
-        shape = (*mask_bias.shape[:2], 1, problem.lk)
-    summed = tuple(axis for axis in (0, 1, 2) if shape[axis] > 1 and (axis == 2 or mask_bias.shape[axis] == 1))
-    mode = MASK_STORE if deterministic else MASK_ADD
-    return _MaskGradient(mode, contiguous(shape, torch.float32), summed, mask_bias.dtype, call.device)
-
-
 def _plan_dq(call: Call, pair: Pair, need: bool, *, distant_only: bool = False) -> tuple[Launch | None, Launch | None]:
     """The statistics that the kernels after it read, unless the dQ kernel makes them; and that, if anything asks for it."""
     problem, tiles = call.problem, call.tiles.dq
@@ -380,7 +349,7 @@ def _heads_together(problem: Problem, bias: Strided | None, sums: Strided | None
 
 
 def _plan_dkdv(
-    call: Call, pair: Pair, need_dk: bool, need_dv: bool, mask: _MaskGradient | None, *, distant_only: bool = False
+    call: Call, pair: Pair, need_dk: bool, need_dv: bool, mask: MaskGradient | None, *, distant_only: bool = False
 ) -> Launch | None:
     """The dK and dV kernel, if anything asks for it."""
     if not need_dk and not need_dv and mask is None:

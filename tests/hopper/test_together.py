@@ -38,7 +38,8 @@ def kernels() -> list[launch.Kernel]:
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """A cache folder that does not exist yet, no kernel in memory, and eight cores."""
+    """A cache folder that does not exist yet, no kernel in memory, eight cores, and workers that are asked for."""
+    monkeypatch.setenv(together.VARIABLE, "4")
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(together, "cores", lambda: 8)
     monkeypatch.setattr(together, "_workers", together._Workers())
@@ -201,3 +202,16 @@ def test_a_backward_that_cannot_be_planned_does_not_stop_a_forward(
     q = torch.empty(1, 40, 96, 4, 32, dtype=torch.bfloat16, requires_grad=True)
     with planned_for(cards_of("sm_90a")[0]):
         assert calls._straight(Inputs(q, q, q), Wishes().options(), False) is not None
+
+
+@pytest.mark.parametrize("asked", [None, "", "0", "many"])
+def test_no_worker_unless_it_is_asked_for(
+    asked: str | None, folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asked is None:
+        monkeypatch.delenv(together.VARIABLE)
+    else:
+        monkeypatch.setenv(together.VARIABLE, asked)
+    together.expect()
+    together.begin({name: Task("nowhere:nothing", ()) for name in "ab"})
+    assert together._workers.threads == 0 and not together._workers.waiting

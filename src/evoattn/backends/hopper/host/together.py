@@ -14,15 +14,19 @@ from pathlib import Path
 from evoattn import cache
 from evoattn.processes import Task, Worker, cores
 
-__all__ = ["begin", "claim", "expect", "ready"]
+__all__ = ["VARIABLE", "begin", "claim", "expect", "ready"]
+
+VARIABLE = "EVOATTN_COMPILERS"
+"""The environment's name for the number of workers; none unless it is set. On a machine with a GPU they have not been tried
+enough: 16 processes with four workers each compiled nothing in two minutes."""
 
 _MOST = 4
-"""Workers: of the seven kernels of `tri384` and its backward, three small ones take 15% of the time."""
+"""Workers at most: of the seven kernels of `tri384` and its backward, three small ones take 15% of the time."""
 
 _IDLE_S = 60.0
 """After which a worker ends, which holds 400 MB of memory."""
 
-_PATIENCE_S = 120.0
+_PATIENCE_S = 30.0
 """After which a kernel is no longer waited for; the slowest takes 5 s."""
 
 _READY = Task("evoattn.backends.hopper.host.together:ready", ())
@@ -46,7 +50,7 @@ class _Workers:
         """Add kernels by name, and start as many workers as they are worth."""
         with self.changed:
             self.waiting.update({name: task for name, task in tasks.items() if name not in self.running})
-            wanted = min(_MOST, _spare(), _MOST if early else len(self.waiting))
+            wanted = min(_most(), _spare(), _MOST if early else len(self.waiting))
             for _ in range(wanted - self.threads):
                 threading.Thread(target=self._work, daemon=True).start()
                 self.threads += 1
@@ -117,7 +121,13 @@ def _any(folder: Path) -> bool:
 def _may_help() -> bool:
     """Whether there is a core to spare, and a folder through which processes can hand kernels on."""
     kept = cache.folder()
-    return kept is not None and _spare() > 0 and cache.takes_files(kept / "hopper")
+    return _most() > 0 and kept is not None and _spare() > 0 and cache.takes_files(kept / "hopper")
+
+
+def _most() -> int:
+    """How many workers the user wants, up to as many as help."""
+    asked = os.environ.get(VARIABLE, "")
+    return min(_MOST, int(asked)) if asked.isdecimal() else 0
 
 
 def _spare() -> int:

@@ -133,7 +133,7 @@ def test_layers_have_a_table_and_their_parts_a_picture(figures: ModuleType, copy
     assert "| `layer768` | peak GiB | 1.00 | - |" in text
     assert (copy / "docs" / "figures" / "layers-card.png").exists()
     readme = (copy / "README.md").read_text()
-    assert "A whole triangle layer" in readme
+    assert "a whole triangle layer" in readme
     assert "| tri32 |" in readme, "the kernels keep their table, though the record of layers comes first"
     assert "| layer768 | **1.000** / 3.000 | 2.000 / - |" in (copy / "docs" / "benchmarks.md").read_text()
 

@@ -73,7 +73,10 @@ else:
     def slow_if(condition: bool, *values: object) -> Any:
         return pytest.param(*values, marks=[pytest.mark.slow] if condition else [])
 
-    SOME = [slow_if(case.name in LONG or i % 2 == 1, case) for i, case in enumerate(AWKWARD)]
+    def is_slow(i: int, case: testing.Case) -> bool:
+        return case.name in LONG or i % (6 if case.gate else 2) != 0
+
+    SOME = [slow_if(is_slow(i, case), case) for i, case in enumerate(AWKWARD)]
 
     @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
     def test_awkward_case(case: testing.Case) -> None:

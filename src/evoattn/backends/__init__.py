@@ -112,7 +112,8 @@ class Backend(Protocol):
     One may also have `faster(problem) -> tuple[str, str] | None`: the backend that runs a problem in less time, and why; `auto`
     then goes to that one, if it takes the problem. One may have `WRITES_ANYWHERE = True`: its `plan_backward` takes `into` too,
     meta tensors that say how dq, dk and dv lie in memory, with rows of channels on 16 bytes. And one may have
-    `compile_together(plans)`: compile in other processes what the plans of a call need, while their caller goes on.
+    `compile_together(plans)`: compile in other processes what the plans of a call need, while their caller goes on; it asks
+    for them only if it does so.
     """
 
     NAME: str

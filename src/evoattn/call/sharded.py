@@ -21,16 +21,21 @@ from evoattn.inputs import Inputs
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["attend", "is_sharded", "outlines"]
+__all__ = ["attend", "is_distributed", "is_sharded", "outlines"]
 
 
 def is_sharded(inputs: Inputs) -> bool:
-    """Whether a DTensor is among them. Nobody has one who has not imported them, which takes a second."""
+    """Whether a DTensor is among them."""
+    return any(is_distributed(x) for x in inputs)
+
+
+def is_distributed(x: Any) -> bool:
+    """Whether a value is a DTensor. Nobody has one who has not imported them, which takes a second."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(x, DTensor) for x in inputs)
+    return isinstance(x, DTensor)
 
 
 def attend(attention: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs, layout: str) -> tuple[Tensor, ...]:

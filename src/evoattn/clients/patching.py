@@ -122,12 +122,13 @@ class Patch:
         version = of.installed
         if version is None:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution}")
+        layers = layers and of.name not in self._layered
         for site in of.layers if layers else ():
             _find(of, site)
         if of.name not in self.versions:
             self._replace(of, of.sites, of.values)
             self.versions[of.name] = version
-        if layers and of.name not in self._layered:  # over the other replacements, to which they pass on what they do not know
+        if layers:  # over the other replacements, to which they pass on what they do not know
             self._replace(of, of.layers, ())
             self._layered.add(of.name)
 

@@ -74,7 +74,7 @@ def with_means(
         gate: as `evoformer_attention` takes it, or None. The means are gated too.
     """
     if mask_bias is None or (isinstance(q, Tensor) and compute_dtype(q) not in _SWALLOWS):
-        return attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, **({} if gate is None else {"gate": gate}))
+        return attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, gate=gate)
     plain = guards.is_plain((q, k, v, mask_bias, pair_bias, gate))
     most = MOST_GATED_CHANNELS
     of_o = gate is None or (gate.dtype == q.dtype and gate.shape == (*q.shape[:-1], v.shape[-1]) and v.shape[-1] <= most)

@@ -128,8 +128,7 @@ def attend(
     if any(needs):
         taken = iter(_Taken.apply(between, (scale, layout), keys, stats, *inputs))  # type: ignore[no-untyped-call]
         inputs = tuple(next(taken) if need else x for x, need in zip(inputs, needs, strict=True))
-    gated = {} if gate is None else {"gate": inputs[4]}
-    o = attention(*inputs[:3], mask=alive, mask_bias=mask_bias, pair_bias=inputs[3], **gated)
+    o = attention(*inputs[:3], mask=alive, mask_bias=mask_bias, pair_bias=inputs[3], gate=inputs[4])
     of_o, of_v, of_gate = (None if x is None else _heads_first(x.detach(), layout) for x in (o, v, gate))
     means = kernels.fill(of_o, of_v, of_gate, keys, stats)  # type: ignore[arg-type]
     return _Filled.apply(between, o, means) if any(needs) else o  # type: ignore[no-untyped-call, no-any-return]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from evoattn.api import evoformer_attention
 from evoattn.call.canonical import fits
+from evoattn.call.sharded import is_distributed
 from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
 from evoattn.nn.gate import gated_linear
 from evoattn.nn.project import linear
-from evoattn.nn.sharded import is_distributed
 from evoattn.numerics import accumulate_dtype
 
 __all__ = ["Attention", "attend", "check_input", "check_mask", "check_settings", "check_shares", "heads", "update"]

@@ -66,7 +66,7 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
         scale, shift, eps = _settings(norm)
         joined = _NormLinear.apply(x, scale, shift, eps, weight, bias, biased)  # type: ignore[no-untyped-call]
     sizes = tuple(itertools.chain.from_iterable((module.out_features, _gap(module, dtype)) for module in linears))
-    if _computes():
+    if guards.only_computes():
         return list(_Split.apply(joined, sizes))  # type: ignore[no-untyped-call]
     return list(joined.split(sizes, -1)[::2])
 
@@ -103,9 +103,10 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
     """Zeros that nobody writes to; kept, since a launch to make them costs as much as one to join the weights."""
-    if not _computes() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph makes them when it is replayed
-        return like.new_zeros(shape)
-    return _kept_zeros(shape, like.dtype, like.device)
+    keeps = guards.only_computes()
+    if keeps and like.is_cuda:
+        keeps = not torch.cuda.is_current_stream_capturing()  # a graph makes them when it is replayed
+    return _kept_zeros(shape, like.dtype, like.device) if keeps else like.new_zeros(shape)
 
 
 @functools.lru_cache(maxsize=256)
@@ -115,11 +116,6 @@ def _kept_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     if made.is_cuda:  # other streams may read them next
         torch.cuda.current_stream(device).synchronize()
     return made
-
-
-def _computes() -> bool:
-    """Whether torch does nothing but compute: it neither compiles nor traces nor transforms."""
-    return not guards.is_seen() and guards.autocasts() is not None
 
 
 class _Split(torch.autograd.Function):

@@ -8,7 +8,6 @@ queries, so both nodes gather it; it has H channels where z has C.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,24 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from evoattn.call.sharded import is_distributed
 from evoattn.numerics import accumulate_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Split", "is_distributed", "update_of"]
+__all__ = ["Split", "update_of"]
 
 Compute = Callable[[Tensor, Tensor | None, Callable[[Tensor], Tensor]], Tensor]
 """Makes the update of the rows that a process holds from these, their mask, and what gathers the pair bias."""
-
-
-def is_distributed(x: Any) -> bool:
-    """Whether a value is a DTensor. Nobody has one who has not imported them, which takes a second."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
 
 
 @dataclasses.dataclass(frozen=True)

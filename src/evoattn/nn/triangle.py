@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from evoattn.call.sharded import is_distributed
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, heads, update
 from evoattn.nn.project import project
-from evoattn.nn.sharded import Split, is_distributed, update_of
+from evoattn.nn.sharded import Split, update_of
 
 __all__ = ["TriangleAttention"]
 

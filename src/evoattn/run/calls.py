@@ -137,16 +137,19 @@ def _straight(inputs: Inputs, options: Options, casts: bool) -> Straight | None:
 
 
 def _compile_both(inputs: Inputs, folded: Inputs, options: Options, forward: Plan) -> None:
-    """Let the forward's backend compile what both passes need, where it can do so at once. The backward is planned as it will
-    be if the cotangent lies like O and the LSE has none."""
+    """Let the forward's backend compile what both passes need, where it can do so at once."""
     together = getattr(backend_module(forward.backend), "compile_together", None)
-    if together is None:
-        return
+    if together is not None:
+        together(lambda: _both(inputs, folded, options, forward))
+
+
+def _both(inputs: Inputs, folded: Inputs, options: Options, forward: Plan) -> tuple[Plan, ...]:
+    """The plans of both passes, if one backend makes them. The backward is planned as it will be if the cotangent lies like O
+    and the LSE has none."""
     needs = tuple([x is not None and x.requires_grad for x in inputs.differentiable])
     outputs = empty_outputs(folded, options.layout, "meta")
     try:
         backward = plans.backward(Cotangents(outputs.o), folded, outputs, needs, options, runs=False)
     except (RefusalError, RuntimeError):  # a backward that is asked for raises it again
-        return
-    if backward.backend == forward.backend:
-        together((forward, backward))
+        return ()
+    return (forward, backward) if backward.backend == forward.backend else ()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["autocasts", "forget", "is_plain", "is_seen", "ordinary", "recall", "remember"]
+__all__ = ["autocasts", "forget", "is_plain", "is_seen", "only_computes", "ordinary", "recall", "remember"]
 
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
@@ -206,4 +206,9 @@ def _keys_of_new(device: torch.device) -> list[int]:
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether an operation on these tensors would do nothing but compute."""
-    return not is_seen() and autocasts() is not None and ordinary([x for x in tensors if x is not None])
+    return only_computes() and ordinary([x for x in tensors if x is not None])
+
+
+def only_computes() -> bool:
+    """Whether torch neither compiles nor traces nor transforms, so that nobody has to see what is done."""
+    return not is_seen() and autocasts() is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -228,11 +228,15 @@ def plan_backward(
     return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(kernels))
 
 
-def compile_together(plans: Sequence[Plan]) -> None:
+def compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
     """Have the kernels of several plans that are not kept compiled in other processes; see `hopper.host.together`."""
-    from evoattn.backends.hopper.host.launch import begin
+    from evoattn.backends.hopper.host import together
 
-    begin(kernel for plan in plans for kernel in plan.kernels)
+    found = plans() if together.wanted() else ()
+    if found:
+        from evoattn.backends.hopper.host.launch import begin
+
+        begin(kernel for plan in found for kernel in plan.kernels)
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from evoattn import cache
 from evoattn.processes import Task, Worker, cores
 
-__all__ = ["VARIABLE", "begin", "claim", "expect", "ready"]
+__all__ = ["VARIABLE", "begin", "claim", "expect", "ready", "wanted"]
 
 VARIABLE = "EVOATTN_COMPILERS"
 """The environment's name for the number of workers; none unless it is set. On a machine with a GPU they have not been tried
@@ -111,6 +111,11 @@ def claim(name: str) -> None:
     _workers.claim(name)
 
 
+def wanted() -> bool:
+    """Whether workers are asked for, and there is a core to spare."""
+    return _most() > 0 and _spare() > 0
+
+
 def _any(folder: Path) -> bool:
     try:
         return any(folder.glob("*.o"))
@@ -119,9 +124,9 @@ def _any(folder: Path) -> bool:
 
 
 def _may_help() -> bool:
-    """Whether there is a core to spare, and a folder through which processes can hand kernels on."""
+    """Whether workers are wanted, and there is a folder through which processes can hand kernels on."""
     kept = cache.folder()
-    return _most() > 0 and kept is not None and _spare() > 0 and cache.takes_files(kept / "hopper")
+    return wanted() and kept is not None and cache.takes_files(kept / "hopper")
 
 
 def _most() -> int:

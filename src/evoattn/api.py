@@ -78,7 +78,7 @@ def evoformer_attention(
         S[b,n,h,q,k] = scale * sum_d Q[b,n,q,h,d] K[b,n,k,h,d] + mask_bias[b,n,k] + pair_bias[b,h,q,k]
         O[b,n,q,h,c] = sum_k softmax_k(S)[b,n,h,q,k] V[b,n,k,h,c]
 
-    With a gate the result is `O * sigmoid(gate)`, by the same kernel.
+    With a gate the result is `O * sigmoid(gate)`. `explain()` says whether the kernel that makes O multiplies it.
 
     Sizes: `N` rows (MSA sequences, or the fixed index of a triangle), `H` heads, `Lq` queries, `Lk` keys, `D` query and key
     channels, `C` value channels, `*` any number of batch axes, also none. Any length from 0 up, any strides.

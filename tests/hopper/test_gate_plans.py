@@ -10,7 +10,7 @@ import torch
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
-from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, hopper
+from evoattn.backends import GATED_AFTER, GATED_BACKWARD, hopper
 from evoattn.backends.hopper.host import head_groups
 from evoattn.inputs import Cotangents
 from evoattn.layouts import empty_gradients, empty_outputs
@@ -49,30 +49,33 @@ def run_backward(case: Gated) -> tuple[Any, ...]:
     return cotangents, inputs, outputs, gradients, plan.describe()
 
 
-@pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
-def test_a_forward_reads_the_gate(case: Gated, launched: list[Any]) -> None:  # noqa: F811
+def run_forward(case: Gated) -> tuple[Any, ...]:
+    """The inputs and outputs of a call whose forward was launched."""
     inputs = case.inputs("cpu", seed=1)
     outputs = empty_outputs(inputs, case.layout)
     plan = hopper.plan_forward(inputs, scale=0.2, layout=case.layout, config=Config())
     plan.run(inputs, outputs)
-    name, arguments = launched[-1]
+    return inputs, outputs, plan.describe()
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
+def test_a_forward_is_multiplied_by_the_gate_when_it_is_complete(case: Gated, launched: list[Any]) -> None:  # noqa: F811
+    inputs, outputs, told = run_forward(case)
+    names = [name for name, _ in launched]
+    assert names[-2:] == ["Forward", "GateProduct"] and names.count("GateProduct") == 1
+    assert all(outputs.o.data_ptr() in arguments for _, arguments in launched[-2:])
     copied = case.gate in ("odd", "expanded")
-    assert name == "Forward"
-    assert (inputs.gate.data_ptr() in arguments) != copied  # type: ignore[union-attr]
-    assert any(text.startswith("gate: copied") for text in plan.describe().copies) == copied
-    assert plan.describe().gate == GATED_FORWARD
+    assert (inputs.gate.data_ptr() in launched[-1][1]) != copied
+    assert any(text.startswith("gate: copied") for text in told.copies) == copied
+    assert told.gate == GATED_AFTER
 
 
 def test_heads_in_turns(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Each turn's forward reads the gate of its own heads; the pass of the gate is for all."""
+    """The passes of the gate are for the heads of all turns."""
     monkeypatch.setattr(head_groups, "divisor", lambda *_: 1)
     case = dataclasses.replace(CALL, n=2, h=4, lq=640, lk=640, d=64, c=64, gate="sliced")
-    inputs = case.inputs("cpu", seed=1)
-    plan = hopper.plan_forward(inputs, scale=0.2, layout=case.layout, config=Config())
-    plan.run(inputs, empty_outputs(inputs, case.layout))
-    turns = [set(arguments) for name, arguments in launched if name == "Forward"]
-    assert len(turns) == 4
-    assert all(inputs.gate[:, :, h].data_ptr() in turn for h, turn in enumerate(turns))  # type: ignore[index]
+    run_forward(case)
+    assert [name for name, _ in launched][-5:] == ["Forward"] * 4 + ["GateProduct"]
     launched.clear()
     run_backward(case)
     assert [name for name, _ in launched].count("GatePass") == 1

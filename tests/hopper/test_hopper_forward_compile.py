@@ -15,6 +15,7 @@ cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip 
 pytest.importorskip("triton", reason="Triton brings the disassembler")
 
 from evoattn.backends.hopper.backward import variants as planned  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper.forward import gate  # noqa: E402
 from evoattn.backends.hopper.forward import kernel as forward_kernel  # noqa: E402
 from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402
 from tests.helpers.machine_code import count, make  # noqa: E402
@@ -109,20 +110,14 @@ def test_float16_compiles(name: str) -> None:
     assert count(main_loop(made.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
 
 
-GATED = {"d32_wide_pair": 6} | dict.fromkeys(("d64_long", "d64_own_scale", "d64_row", "d64_row_long", "d64_wide"), 13)
-"""Instructions that touch local memory in a row of a variant with a gate, of some 1,500."""
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gate_costs_the_steps_of_a_row_nothing(name: str) -> None:
-    """It is loaded when they are over."""
-    channels, options = VARIANTS[name]
-    kernel = forward_kernel.Forward(DTYPES["bfloat16"], channels, **options, gate=True)
-    made = make(kernel)
-    assert made.shared <= kernel.shared_bytes
-    assert not made.serialised
-    assert count(main_loop(made.instructions), "LDL", "STL") <= GATED.get(name, 0)
-    assert instructions_a_score(made.instructions) <= ROOM * json.loads(RECORD.read_text())[name]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [8, 24, 64])
+def test_the_product_with_the_gate_moves_16_bytes_at_a_time(channels: int, dtype: str) -> None:
+    made = make(gate.GateProduct(DTYPES[dtype], channels))
+    moves = [text for text in made.instructions if text.startswith(("LDG", "STG"))]
+    assert len(moves) == 3 and all(".128" in text for text in moves)
+    assert made.shared == 0
+    assert count(made.instructions, "LDL", "STL") == 0
 
 
 @pytest.mark.slow

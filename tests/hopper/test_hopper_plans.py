@@ -89,7 +89,7 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
     c = canonical(case.make(seed=1))
     tensors = tensors_of(c, (False,) * 6)
     o, lse = torch.empty(c.q.shape), torch.empty(c.q.shape[:-1])
-    forward.plan_forward(*tensors, None, scale=0.2, layout=case.layout)(*tensors, None, o, lse, torch.zeros_like(lse))
+    forward.plan_forward(*tensors, scale=0.2, layout=case.layout)(*tensors, o, lse, torch.zeros_like(lse))
     name, arguments = launched[-1]
     assert name == "Forward"
     assert {o.data_ptr(), lse.data_ptr()} <= set(arguments)
@@ -157,7 +157,7 @@ def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, d
     lse = torch.randn(q.shape[:-1])
     gradient = torch.randn(lse.numel() + 1)[1:].view(lse.shape) if dlse else None
     made, *wanted = (torch.empty(stored) for _ in range(4))
-    inputs = (q, k, v, *(None,) * 4)
+    inputs = (q, k, v, None, None, None)
     forward.plan_forward(*inputs, scale=0.1, layout=layout)(*inputs, made, lse, lse)
     tensors = (do, gradient, q, k, v, None, None, None, o, lse, torch.zeros_like(lse))
     options: dict[str, Any] = {"needs": (True, True, True, False, False, False), "deterministic": False}
@@ -210,7 +210,7 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
         return [(x[b:] if x.shape[0] > 1 else x).narrow(heads, h, together).data_ptr() for b, h in starts]
 
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
-    inputs = (q, k, v, c.mask, None, pair, None)
+    inputs = (q, k, v, c.mask, None, pair)
     forward.plan_forward(*inputs, scale=0.2, layout="bnhld")(*inputs, o, lse, lse)
     assert [name for name, _ in launched] == ["Pairs", "Rows", *["Forward"] * len(starts)]
     forwards = [given for name, given in launched if name == "Forward"]

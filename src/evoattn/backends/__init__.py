@@ -17,9 +17,20 @@ from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["AUTO_ORDER", "BACKENDS", "GATED_BACKWARD", "GATED_FORWARD", "Backend", "Description", "Needed", "Plan"]
+__all__ = [
+    "AUTO_ORDER",
+    "BACKENDS",
+    "GATED_AFTER",
+    "GATED_BACKWARD",
+    "GATED_FORWARD",
+    "Backend",
+    "Description",
+    "Needed",
+    "Plan",
+]
 
 GATED_FORWARD = "multiplied in the forward's epilogue"
+GATED_AFTER = "multiplied by a kernel of its own after the forward's: there two steps are faster"
 GATED_BACKWARD = "in the backward with delta, in one pass"
 """What a plan says of a gate that its kernels multiply."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from evoattn.backends.triton import alone
 from evoattn.backends.triton.launch import Kernel
+from evoattn.backends.triton.primitives import load_tile, sigmoid
 
 __all__ = ["Rows", "add_to_inputs", "add_to_pairs", "fill", "find"]
 
@@ -39,19 +40,14 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def load_tile(p, o_l, o_c, stride_l, stride_c, rows, cols):
-    """[l,c], 0 outside of rows and cols."""
-    inside = (o_l < rows)[:, None] & (o_c < cols)[None, :]
-    return tl.load(p + o_l[:, None] * stride_l + o_c[None, :] * stride_c, mask=inside, other=0.0)
-
-
-@triton.jit
-def load_gated(p, p_gate, o_l, o_c, stride_l, stride_c, stride_gate_l, stride_gate_c, rows, cols, GATED: tl.constexpr):
+def load_gated(
+    p, p_gate, o_l, o_c, stride_l, stride_c, stride_gate_l, stride_gate_c, rows, COLS: tl.constexpr, GATED: tl.constexpr
+):
     """[l,c] of dO, times sigmoid(gate) if there is a gate."""
-    b_do = load_tile(p, o_l, o_c, stride_l, stride_c, rows, cols)
+    b_do = load_tile(p, o_l, o_c, stride_l, stride_c, rows, COLS, True, True)
     if GATED:
-        b_gate = load_tile(p_gate, o_l, o_c, stride_gate_l, stride_gate_c, rows, cols)
-        b_do = (b_do.to(tl.float32) * tl.sigmoid(b_gate.to(tl.float32))).to(b_do.dtype)
+        b_gate = load_tile(p_gate, o_l, o_c, stride_gate_l, stride_gate_c, rows, COLS, True, True)
+        b_do = (b_do.to(tl.float32) * sigmoid(b_gate)).to(b_do.dtype)
     return b_do
 
 
@@ -73,7 +69,7 @@ def load_keys(p_mask, o_k, stride_k, lk):
 @triton.jit
 def load_apart(p_v, p_mask, b_mean, floor, o_k, o_c, stride_l, stride_c, stride_k, lk, C: tl.constexpr):
     """V' [k,c]: the values less their mean, 0 for keys that do not count."""
-    b_v = load_tile(p_v, o_k, o_c, stride_l, stride_c, lk, C)  # [k,c]
+    b_v = load_tile(p_v, o_k, o_c, stride_l, stride_c, lk, C, True, True)  # [k,c]
     b_counts = (load_keys(p_mask, o_k, stride_k, lk) >= floor) & (o_k < lk)  # [k]
     return tl.where(b_counts[:, None], b_v.to(tl.float32) - b_mean[None, :], 0.0).to(b_v.dtype)
 
@@ -144,7 +140,7 @@ def fill_kernel(
     b_sum = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)  # [k,c]
     for start in range(0, lk, BLOCK_L):
         o_k = start + o_in
-        b_v = load_tile(p_v, o_k, o_c, stride_vl, stride_vc, lk, C).to(tl.float32)  # [k,c]
+        b_v = load_tile(p_v, o_k, o_c, stride_vl, stride_vc, lk, C, True, True).to(tl.float32)  # [k,c]
         b_counts = (load_keys(p_mask, o_k, stride_mask_k, lk) >= floor) & (o_k < lk)  # [k]
         b_sum += tl.where(b_counts[:, None], b_v, 0.0)
     b_mean = (tl.sum(b_sum, 0) * weight).to(p_means.dtype.element_ty)  # [c]
@@ -155,7 +151,7 @@ def fill_kernel(
         o_q = start + o_in
         b_o = b_mean.to(tl.float32)[None, :] * b_ones  # [q,c]
         if GATED:
-            b_o *= tl.sigmoid(load_tile(p_gate, o_q, o_c, stride_gate_l, stride_gate_c, lq, C).to(tl.float32))
+            b_o *= sigmoid(load_tile(p_gate, o_q, o_c, stride_gate_l, stride_gate_c, lq, C, True, True))
         p_tile = p_o + o_q[:, None] * stride_ol + o_c[None, :] * stride_oc
         tl.store(p_tile, b_o.to(p_o.dtype.element_ty), mask=(o_q < lq)[:, None] & (o_c < C)[None, :])
 
@@ -215,9 +211,9 @@ def inputs_kernel(
         for start in range(0, lq, BLOCK_L):
             o_q = start + o_in
             if OF_GATE and block_d == 0:
-                b_open = load_tile(p_gate, o_q, o_c, stride_gate_l, stride_gate_c, lq, C).to(tl.float32)  # [q,c]
-                b_open = tl.sigmoid(b_open) * tl.sigmoid(-b_open)
-                b_open *= load_tile(p_do, o_q, o_c, stride_dol, stride_doc, lq, C).to(tl.float32) * b_mean[None, :]
+                b_open = load_tile(p_gate, o_q, o_c, stride_gate_l, stride_gate_c, lq, C, True, True).to(tl.float32)  # [q,c]
+                b_open = sigmoid(b_open) * sigmoid(-b_open)
+                b_open *= load_tile(p_do, o_q, o_c, stride_dol, stride_doc, lq, C, True, True).to(tl.float32) * b_mean[None, :]
                 p_tile = p_dgate + o_q[:, None] * stride_dgate_l + o_c[None, :] * stride_dgate_c
                 tl.store(p_tile, b_open.to(p_dgate.dtype.element_ty), mask=(o_q < lq)[:, None] & (o_c < C)[None, :])
             b_do = load_gated(
@@ -225,7 +221,7 @@ def inputs_kernel(
             )  # [q,c]
             b_total += tl.sum(b_do.to(tl.float32), 0)
             if OF_K:
-                b_q = load_tile(p_q, o_q, o_d, stride_ql, stride_qd, lq, D)  # [q,d]
+                b_q = load_tile(p_q, o_q, o_d, stride_ql, stride_qd, lq, D, True, True)  # [q,d]
                 b_left = tl.dot(tl.trans(b_do), b_q, b_left, input_precision="ieee")
 
     b_right = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)  # [c,d]
@@ -241,7 +237,7 @@ def inputs_kernel(
             b_dv = tl.where(b_counts[:, None], b_total[None, :] * weight, 0.0)  # [k,c]
             add_tile(p_dv, b_dv, o_k, o_c, stride_dvl, stride_dvc, lk, C)
         if OF_Q:
-            b_k = load_tile(p_k, o_k, o_d, stride_kl, stride_kd, lk, D)  # [k,d]
+            b_k = load_tile(p_k, o_k, o_d, stride_kl, stride_kd, lk, D, True, True)  # [k,d]
             b_right = tl.dot(tl.trans(b_apart), b_k, b_right, input_precision="ieee")
 
     if OF_Q:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, Description, Plan
+from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Description, Plan
 from evoattn.devices import installed, on_device_of, planned, processors
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Needs, Problem, describe
@@ -184,14 +184,22 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
         from evoattn.backends.hopper.host import together
 
         together.expect()  # a backward will follow
-    from evoattn.backends.hopper.forward import plan
+    from evoattn.backends.hopper.forward.gate import plan_product
+    from evoattn.backends.hopper.forward.plan import plan_forward
     from evoattn.backends.hopper.host.launch import noting
 
+    gate = inputs.gate
     with noting() as kernels:
-        run = on_device_of(inputs.q, plan.plan_forward(*inputs, scale=scale, layout=layout))
-    gate = None if inputs.gate is None else GATED_FORWARD
-    told = Description(resolve(), copies=tuple(copies(describe(inputs), inputs)), gate=gate)
-    return Plan(lambda inputs, outputs: run(*inputs, *outputs), lambda: told, kernels=tuple(kernels))
+        attend = plan_forward(*inputs[:6], scale=scale, layout=layout)
+        multiply = None if gate is None else plan_product(gate, layout)
+    told = Description(resolve(), copies=tuple(copies(describe(inputs), inputs)), gate=None if gate is None else GATED_AFTER)
+
+    def run(inputs: Inputs, outputs: Outputs) -> None:
+        attend(*inputs[:6], *outputs)
+        if multiply is not None and inputs.gate is not None:
+            multiply(outputs.o, inputs.gate)
+
+    return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(kernels))
 
 
 def plan_backward(

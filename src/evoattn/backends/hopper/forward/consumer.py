@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from evoattn.backends.hopper.forward.exact import WARP_QUERIES, ExactPath
 from evoattn.backends.hopper.forward.mma import CHAIN, HALVES, ForwardMma
 from evoattn.backends.hopper.forward.producer import STREAMS
-from evoattn.backends.hopper.kernels.primitives import LOWEST, sigmoid
+from evoattn.backends.hopper.kernels.primitives import LOWEST
 from evoattn.backends.hopper.kernels.schedule import Schedule, place, stretch
 from evoattn.backends.hopper.kernels.tile_sizes import ROWS
 
@@ -22,8 +22,6 @@ __all__ = ["ForwardConsumer"]
 class ForwardConsumer(ForwardMma):
     """What a consumer warpgroup does with a row; `Forward` says what the attributes are."""
 
-    channels: int
-    gated: bool
     odd: bool
     ceiling: float
     schedule: Schedule
@@ -182,7 +180,6 @@ class ForwardConsumer(ForwardMma):
         g: Int32,
         t4: Int32,
         lane: Int32,
-        gate: Any,
     ):
         """Write a row's o, LSE and reference, those of `queries`, but for queries that `exact` has to make again.
 
@@ -195,12 +192,9 @@ class ForwardConsumer(ForwardMma):
             again: whether that was wrong, in a row before; or in this one, as it is returned.
             count, mine: how many rows come after, and what the warp keeps in shared memory.
             statistic: lse and reference, and what the pair bias of the warp's queries is measured from.
-            gate: what o is multiplied by the sigmoid of, if there is a gate.
         """
         (O, m, l), (tile, h, nn, b, ot), (sO, aO, oS, oG) = row, at, out
         lse, reference, origins = statistic
-        if const_expr(self.gated):
-            held = self.gate_of(gate, tile, h, nn, b, queries, g, t4)
         for x in range_constexpr(2):
             l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
         arch.cp_async_bulk_wait_group(0, read=True)
@@ -212,8 +206,6 @@ class ForwardConsumer(ForwardMma):
             e = cute.make_rmem_tensor(8, Float32)
             for y in range_constexpr(8):
                 e[y] = O[8 * x + y] * factors[y // 2 % 2]
-                if const_expr(self.gated and 16 * x + y // 4 * 8 < self.channels):
-                    e[y] = e[y] * sigmoid(held[8 * x + y].to(Float32))
             eb = cute.make_rmem_tensor(8, self.dtype)
             eb.store(e.load().to(self.dtype))
             dst = cute.local_tile(sO[None, None, ot], (1, 8), (lane % 16, 2 * x + lane // 16))
@@ -248,15 +240,6 @@ class ForwardConsumer(ForwardMma):
                 reference[b, nn, h, i] = origin
         return again
 
-    def gate_of(self, gate, tile, h, nn, b, queries, g, t4):
-        """The gate of this thread's part of O, as an accumulator holds it."""
-        held = cute.make_rmem_tensor(4 * self.steps, Int32)
-        for x in range(2):
-            line = cute.recast_tensor(gate[b, nn, h, cutlass.min(tile * 16 + g + 8 * x, queries - 1), None], Int32)
-            for y in range(self.channels // 8):
-                held[2 * y + x] = line[4 * y + t4]
-        return cute.recast_tensor(held, self.dtype)
-
     @cute.jit
     def repair(
         self,
@@ -279,7 +262,6 @@ class ForwardConsumer(ForwardMma):
         s: Int32,
         half: Int32,
         w: Int32,
-        gate: Any,
     ):
         """Do again what this warp marked with an LSE of NaN or +inf."""
         _, _, panels, N, LQ = sizes
@@ -298,6 +280,6 @@ class ForwardConsumer(ForwardMma):
                 value = lse[b, n, h, i]
                 if i0 < LQ and arch.vote_any_sync(value != value or value == Float32.inf):
                     r = b * row_b + n * row_n
-                    self.exact_path(q, k, v, row, deep, given, o, lse, reference, shifts, b, n, h, i0, r, scale, gate)
+                    self.exact_path(q, k, v, row, deep, given, o, lse, reference, shifts, b, n, h, i0, r, scale)
                 p += STREAMS
             unit += p1 - p0

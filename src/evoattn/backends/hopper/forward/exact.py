@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.kernels.primitives import LOG2E, LOWEST, LOWEST_KEY, MASKED, mma_m16n8k16, packed, sigmoid
+from evoattn.backends.hopper.kernels.primitives import LOG2E, LOWEST, LOWEST_KEY, MASKED, mma_m16n8k16, packed
 
 __all__ = ["WARP_QUERIES", "ExactPath"]
 
@@ -35,11 +35,11 @@ class ExactPath:
     Args:
         dtype: cutlass type of q, k, v and o.
         channels: D = C.
-        pair, row, gate: whether there is a pair bias, a key-wise bias, a gate.
+        pair, row: whether there is a pair bias, a key-wise bias.
     """
 
-    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, gate: bool):
-        self.dtype, self.channels, self.pair, self.row, self.gated = dtype, channels, pair, row, gate
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool):
+        self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
 
     @cute.jit
     def __call__(
@@ -60,7 +60,6 @@ class ExactPath:
         first: Int32,
         r: Int32,
         scale: Float32,
-        gate: Any,
     ):
         """Write o and lse of those of 16 queries from `first` on whose lse is NaN or +inf; their key-wise bias is row r.
 
@@ -131,8 +130,6 @@ class ExactPath:
                 for y in range_constexpr(tiles):
                     for z in range_constexpr(2):
                         value = Float32(cutlass.select_(dead, Float32(0.0), out[2 * x + z, y] / whole))
-                        if const_expr(self.gated):
-                            value = value * sigmoid(gate[b, n, h, at[x], 8 * y + 2 * t + z].to(Float32))
                         o[b, n, h, at[x], 8 * y + 2 * t + z] = value.to(self.dtype)
                 if t == 0:
                     value = best[x] * LOG2E + cute.math.log2(whole, fastmath=True)

@@ -64,7 +64,6 @@ class Forward(ForwardVariant):
         lse: cute.Tensor,
         reference: cute.Tensor,
         shifts: Any,
-        gate: Any,
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
@@ -74,7 +73,7 @@ class Forward(ForwardVariant):
     ):
         """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS], ends [r] and deep [r, keys] as `Rows` leaves them; given [b|1,h|1,q,k]
         the pair bias as it is; pair [b|1,h|1,q,k] and shifts [b|1,h|1,q] as `Pairs` leaves them, a wide one in the tiles of
-        `Tiles`, of q an even number; lse and reference [b,n,h,q]; gate like o."""
+        `Tiles`, of q an even number; lse and reference [b,n,h,q]."""
         lq, lk, lv, lp, _, lo = self.layouts()
         D = self.D
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -111,7 +110,6 @@ class Forward(ForwardVariant):
             lse,
             reference,
             shifts,
-            gate,
             row_b,
             row_n,
             scale,
@@ -143,7 +141,6 @@ class Forward(ForwardVariant):
         lse: cute.Tensor,
         reference: cute.Tensor,
         shifts: Any,
-        gate: Any,
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
@@ -239,9 +236,7 @@ class Forward(ForwardVariant):
             if s < STREAMS:
                 barriers = (full, empty, pfull, pempty, qfull, qempty)
                 copies = ((aQ, qG, qS), (aK, kG, kS), (aV, vG, vS), (aP, pG, pS))
-                self.produce(
-                    s, first, last, sizes, deal, H, NB, pair, row, ends, row_b, row_n, turn, pR, barriers, copies, gate
-                )
+                self.produce(s, first, last, sizes, deal, H, NB, pair, row, ends, row_b, row_n, turn, pR, barriers, copies)
         else:
             # ================= consumers
             arch.setmaxregister_increase(112)
@@ -346,8 +341,9 @@ class Forward(ForwardVariant):
                             ot = (self.slot(s, rounds, qph)[0] * HALVES + half) * 4 + w
                         rounds = (rounds + 1) & 3
                         at, out = (tile, h, nn, b, ot), (sO, aO, oS, oG)
-                        statistic = (lse, reference, origins[None, wid])
-                        again = self.leave((O, m, l), at, out, floor, again, LQ, count, mine, statistic, g, t4, lane, gate)
+                        again = self.leave(
+                            (O, m, l), at, out, floor, again, LQ, count, mine, (lse, reference, origins[None, wid]), g, t4, lane
+                        )
                 else:
                     all_bars = (full, empty, pfull, pempty, qfull, qempty)
                     rounds, st, ph, qph = self.pass_by(turn, all_bars, s, rounds, st, ph, qph, count, lane)
@@ -376,5 +372,4 @@ class Forward(ForwardVariant):
                     s,
                     half,
                     w,
-                    gate,
                 )

@@ -24,9 +24,9 @@ __all__ = ["plan_forward"]
 
 def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None,
-    gate: Tensor | None, *, scale: float, layout: str,
+    *, scale: float, layout: str,
 ) -> Callable[..., None]:  # fmt: skip
-    """A function of (q, k, v, mask, mask_bias, pair_bias, gate, o, lse, reference) that writes the last three."""
+    """A function of (q, k, v, mask, mask_bias, pair_bias, o, lse, reference) that writes the last three."""
     b, n, h, lq, d = q.shape
     lk = k.shape[3]
     dtype, device = types[q.dtype], q.device
@@ -41,8 +41,7 @@ def plan_forward(
         if wide:
             tiled, tiles = _tile_plan(laid[..., :lk], q, unit)
     exact = pair_bias is None or wide or d == 8 or _exact(1.0 / unit, q.dtype)
-    has: dict[str, bool] = {"pair": pair_bias is not None, "row": row, "gate": gate is not None}
-    variant = Forward(dtype, d, **has, exact=exact, resident=resident, wide=wide)
+    variant = Forward(dtype, d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, wide=wide)
 
     panels = -(-lq // (HALVES * ROWS))
     processors = devices.processors(device)
@@ -59,24 +58,20 @@ def plan_forward(
     seen = tiled if wide else laid  # what the kernel reads
     (q, change_q), (k, change_k), (v, change_v) = loadable(q, factor), loadable(k), loadable(v)
     changes = [(i, change) for i, change in enumerate((change_q, change_k, change_v)) if change is not None]
-    if gate is not None:
-        gate, change = loadable(gate)
-        changes += [] if change is None else [(6, change)]
     o = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta"))
     lse = torch.empty((b, n, h, lq), device="meta", dtype=torch.float32)
     of_given, bias, of_shifts = (None if x is None else together.cut(x, 1) for x in (given, seen, shifts))
     of_group = [together.cut(x, 2) for x in (q, k, v, o, lse, lse)]
-    of_gate = None if gate is None else together.cut(gate, 2)
-    tensors = (*of_group[:3], *of_rows[:2], deep, of_given, bias, *of_group[3:], of_shifts, of_gate)
+    tensors = (*of_group[:3], *of_rows[:2], deep, of_given, bias, *of_group[3:], of_shifts)
     kernel = plan(variant, device, *tensors, *of_rows[2:], unit, deal, blocks)
     by_b = [None if terms is None or x is None else terms.by_b(x) for x in (*of_rows[:2], deep)]
     of_inputs = ((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b))
-    further = together.further(*of_inputs, (given, 1), (seen, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1), (gate, 2))
+    further = together.further(*of_inputs, (given, 1), (seen, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1))
 
     def run(*tensors: Any) -> None:
         if changes:
             tensors = changed(tensors, changes)
-        q, k, v, mask, mask_bias, given, gate, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
+        q, k, v, mask, mask_bias, given, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
         start, pair = 0, None
         if workspace.bytes:
             room = workspace.make()
@@ -89,7 +84,7 @@ def plan_forward(
             pair = start + at_tiled
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
         of_keys = (None, None, None) if terms is None else terms.make(start, mask, mask_bias)[:3]
-        for_each_group(kernel, (q, k, v, *of_keys, given, pair, o, lse, reference, start + at_shifts, gate), further)
+        for_each_group(kernel, (q, k, v, *of_keys, given, pair, o, lse, reference, start + at_shifts), further)
 
     return run
 

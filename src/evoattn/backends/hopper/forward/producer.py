@@ -22,20 +22,9 @@ STREAMS = 2  # rows n at a time
 class ForwardProducer(ForwardMma):
     """One warp for each stream of rows; `Forward` says what the attributes are."""
 
-    channels: int
-    gated: bool
     of_stage: int
     odd: bool
     schedule: Schedule
-
-    def prefetch_gate(self, gate, ib, h, nn, b):
-        """Bring the gate of a panel's row into the L2 cache, which consumers load when they have gone through its keys."""
-        for x in range(HALVES * ROWS // 32):
-            i = ib * (HALVES * ROWS) + 32 * x + arch.lane_idx()
-            line = gate[b, nn, h, cutlass.min(i, gate.shape[3] - 1), None]
-            arch.inline_ptx(
-                f"cp.async.bulk.prefetch.L2.global [{{$r0}}], {2 * self.channels};", read_only_args=[line.iterator.toint()]
-            )
 
     @cute.jit
     def produce(
@@ -56,7 +45,6 @@ class ForwardProducer(ForwardMma):
         pR: cute.Pointer,
         bars,
         copies,
-        gate: Any,
     ):
         """Bring in what stream s needs of the units from `first` to `last`: row after row, a block of keys after the other."""
         _, _, panels, N, _ = sizes
@@ -95,8 +83,6 @@ class ForwardProducer(ForwardMma):
                     turn[s, rounds, 1] = slices
                     arch.mbarrier_arrive_and_expect_tx(qfull + slot, HALVES * ROWS * D * 2)
                 rounds = (rounds + 1) & 3
-                if const_expr(self.gated):
-                    self.prefetch_gate(gate, ib, h, nn, b)
                 for x in range_constexpr(HALVES):
                     qTile = qG[None, ib * HALVES + x, h, nn, b]
                     cute.copy(aQ, qTile, qS[None, slot * HALVES + x], tma_bar_ptr=qfull + slot)

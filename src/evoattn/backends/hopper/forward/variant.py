@@ -38,23 +38,10 @@ class ForwardVariant(ForwardProducer, ForwardConsumer, Kernel):
             With 8 channels it need not be: one term is taken, and q makes up for it.
         resident: whether the pair bias of a panel stays in shared memory.
         wide: whether the pair bias is float32: it streams, over scale, as the accumulators hold it (`pair_bias.Tiles`).
-        gate: whether o is multiplied by the sigmoid of a gate.
     """
 
-    def __init__(
-        self,
-        dtype: Any,
-        channels: int,
-        *,
-        pair: bool,
-        row: bool,
-        exact: bool,
-        resident: bool,
-        wide: bool = False,
-        gate: bool = False,
-    ):
+    def __init__(self, dtype: Any, channels: int, *, pair: bool, row: bool, exact: bool, resident: bool, wide: bool = False):
         self.dtype, self.channels, self.pair, self.row, self.wide = dtype, channels, pair, row, wide
-        self.gated = gate
         self.resident, self.streamed, self.long = resident, pair and not resident, not resident
         self.D = padded(channels)
         self.twice = channels == 8  # a product's 16 channels meet the 8 of a key twice
@@ -72,10 +59,10 @@ class ForwardVariant(ForwardProducer, ForwardConsumer, Kernel):
         self.offset = 0.0 if dtype is BFloat16 else 8.0
         self.ceiling = 2.0**64 if dtype is BFloat16 else 2.0**15
         self.terms = 1 if exact or self.twice else 2
-        options = {"pair": pair, "row": row, "exact": exact, "long": self.long, "wide": wide, "gate": gate}
+        options = {"pair": pair, "row": row, "exact": exact, "long": self.long, "wide": wide}
         self.name_after(dtype, channels=channels, **options)
         self.schedule = Schedule(HALVES * ROWS, ROWS)
-        self.exact_path = ExactPath(dtype, channels, pair=pair, row=row, gate=gate)
+        self.exact_path = ExactPath(dtype, channels, pair=pair, row=row)
 
     def arguments(self) -> tuple[Any, ...]:
         b, n, h, lq, lk = size(), size(), size(), size(), size()
@@ -92,9 +79,7 @@ class ForwardVariant(ForwardProducer, ForwardConsumer, Kernel):
         lse, reference = (Stand(Float32, (b, n, h, lq), (free(), free(), free(), 1), 4) for _ in range(2))
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
         whole = deep() if self.row and self.pair else None
-        measured = shifts() if self.pair else None
-        gate = channels(self.dtype, (b, n, h, lq), self.channels) if self.gated else None
-        return q, k, v, row, end, whole, given, pair, o, lse, reference, measured, gate, *numbers
+        return q, k, v, row, end, whole, given, pair, o, lse, reference, shifts() if self.pair else None, *numbers
 
     @property
     def shared_bytes(self) -> int:

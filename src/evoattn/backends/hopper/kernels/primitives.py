@@ -17,6 +17,7 @@ __all__ = [
     "LOWEST_KEY",
     "MASKED",
     "SHALLOW",
+    "VECTOR",
     "VETO",
     "coefficients",
     "finite",
@@ -24,6 +25,7 @@ __all__ = [
     "fma",
     "k_major",
     "keep",
+    "lanes",
     "mma_m16n8k16",
     "mn_major",
     "multiply",
@@ -57,6 +59,9 @@ DEAD = -(2.0**100)
 VETO = 2.0**15
 """float16 cannot hold MASKED: two more terms of a masked key, -VETO, meet VETO in the queries' operand."""
 
+VECTOR = 8
+"""Channels that a thread of an elementwise pass loads at once: 16 bytes."""
+
 _SWIZZLED = {
     16: (warpgroup.SmemLayoutAtomKind.K_SW32, warpgroup.SmemLayoutAtomKind.MN_SW32),
     32: (warpgroup.SmemLayoutAtomKind.K_SW64, warpgroup.SmemLayoutAtomKind.MN_SW64),
@@ -67,6 +72,12 @@ _SWIZZLED = {
 def padded(channels: int) -> int:
     """The channels of a shared-memory tile: 16, 32 or 64. What lies past the tensor's own is read as zero."""
     return next(size for size in _SWIZZLED if size >= channels)
+
+
+def lanes(channels: int) -> int:
+    """The threads of an elementwise pass that share a query, `VECTOR` channels each: a power of two, so that a warp has whole
+    queries."""
+    return 1 << (channels // VECTOR - 1).bit_length()
 
 
 def k_major(dtype: Any, rows: int, columns: int, buffers: int) -> Any:

@@ -10,14 +10,12 @@ from cutlass.cute import arch
 
 from evoattn.backends.hopper.backward.common import fake_words
 from evoattn.backends.hopper.host.launch import Kernel, Stand, channels, free
-from evoattn.backends.hopper.kernels.primitives import LN2, sigmoid
+from evoattn.backends.hopper.kernels.primitives import LN2, VECTOR, lanes, sigmoid
 from evoattn.backends.hopper.kernels.schedule import place
 
 __all__ = ["GatePass"]
 
 _THREADS = 128
-_VECTOR = 8
-"""Channels of a thread: 16 bytes."""
 
 
 class GatePass(Kernel):
@@ -36,7 +34,7 @@ class GatePass(Kernel):
 
     def __init__(self, dtype: Any, channels: int, *, dlse: bool, passes: bool, gradient: bool):
         self.dtype, self.channels, self.dlse, self.passes, self.gradient = dtype, channels, dlse, passes, gradient
-        self.lanes = 1 << (channels // _VECTOR - 1).bit_length()  # of a query
+        self.lanes = lanes(channels)
         self.queries = _THREADS // self.lanes
         self.name_after(dtype, channels=channels, dlse=dlse, passes=passes, gradient=gradient)
 
@@ -64,21 +62,21 @@ class GatePass(Kernel):
         h, n, b = place(row, o.shape[2], o.shape[1])
         q, part = x * self.queries + tid // self.lanes, tid % self.lanes
         total = Float32(0.0)
-        if q < o.shape[3] and part < self.channels // _VECTOR:
-            of_o, of_do, of_gate, out = (cute.make_rmem_tensor(_VECTOR, self.dtype) for _ in range(4))
+        if q < o.shape[3] and part < self.channels // VECTOR:
+            of_o, of_do, of_gate, out = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(4))
             for given, held in ((o, of_o), (do, of_do), (gate, of_gate)):
-                cute.autovec_copy(cute.local_tile(given[b, n, h, q, None], (_VECTOR,), (part,)), held)
-            for i in range_constexpr(_VECTOR):
+                cute.autovec_copy(cute.local_tile(given[b, n, h, q, None], (VECTOR,), (part,)), held)
+            for i in range_constexpr(VECTOR):
                 total = total + of_o[i].to(Float32) * of_do[i].to(Float32)
             if const_expr(self.passes):
-                for i in range_constexpr(_VECTOR):
+                for i in range_constexpr(VECTOR):
                     out[i] = (of_do[i].to(Float32) * sigmoid(of_gate[i].to(Float32))).to(self.dtype)
-                cute.autovec_copy(out, cute.local_tile(gated[b, n, h, q, None], (_VECTOR,), (part,)))
+                cute.autovec_copy(out, cute.local_tile(gated[b, n, h, q, None], (VECTOR,), (part,)))
             if const_expr(self.gradient):
-                for i in range_constexpr(_VECTOR):
+                for i in range_constexpr(VECTOR):
                     whole = of_do[i].to(Float32) * of_o[i].to(Float32)
                     out[i] = (whole * sigmoid(-of_gate[i].to(Float32))).to(self.dtype)
-                cute.autovec_copy(out, cute.local_tile(dgate[b, n, h, q, None], (_VECTOR,), (part,)))
+                cute.autovec_copy(out, cute.local_tile(dgate[b, n, h, q, None], (VECTOR,), (part,)))
         if const_expr(self.passes):
             total = arch.warp_reduction_sum(total, threads_in_group=self.lanes)
             if q < o.shape[3] and part == 0:

@@ -289,13 +289,13 @@ def test_what_one_kernel_takes_whole(channels, sizes, tiles):
 @pytest.mark.parametrize("channels", [8, 16, 24, 32, 48, 64])
 def test_a_warpgroup_of_producers_has_four_warps(channels, pair):
     """One brings in each stream of keys, one the queries, and one may sum dQ."""
-    helped = set()
+    found = set()
     for length in (64, 128, 256, 384, 512, 576, 1024, 2048):
         chosen = planned.query_variant(channels, length, pair)
         kernel = dq.QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, **chosen)
-        assert kernel.key_producers + 1 + kernel.helped <= 4
-        helped.add(kernel.helped)
-    assert helped == ({True, False} if pair and channels > 16 else {False})
+        assert kernel.key_producers + 1 + kernel.warp_sums_dq <= 4
+        found.add(kernel.warp_sums_dq)
+    assert found == ({True, False} if pair and channels > 16 else {False})
 
 
 def test_more_keys_are_refused():

@@ -61,9 +61,15 @@ def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None
 
 
 def timed(panels: int, n: int, blocks: int) -> bool:
-    """Whether the time of a change to another panel of n rows counts when blocks share them (`schedule`).
+    """Whether the schedule counts the time that a block takes to change to another panel (`schedule.CHANGE`).
 
-    Not where blocks go through whole panels: all change about as often, and have few rows of which to take some away.
+    It does not if each block goes through whole panels. All blocks then change about as often, and a block has too few rows for
+    some of them to be given to others.
+
+    Args:
+        panels: panels of all batches and heads.
+        n: rows of a panel.
+        blocks: blocks that share all rows of all panels.
     """
     return n > -(-panels * n // blocks)
 
@@ -78,10 +84,10 @@ def query_deal(channels: int, slices: int, stage: int) -> int:
 
 
 def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int) -> bool:
-    """Whether a warp of `QueryGradients` sums dq of each row, and not its warpgroups in turn (`reduce`).
+    """Whether one producer warp of `QueryGradients` sums dq of each row (`reduce`). Else its warpgroups do so in turn.
 
-    Not where a row is over before one warp has summed the one before, with few keys or channels; nor in clusters, where the sum
-    goes through all blocks; nor without a pair bias, where it was not timed.
+    The warpgroups sum in three cases: with few keys or channels, since a row then ends before one warp has summed the row
+    before; in a cluster, since the sum goes through all its blocks; and without a pair bias, which was not timed.
     """
     return pair and cluster == 1 and channels > 16 and groups * slices > 4
 
@@ -90,15 +96,15 @@ def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int
     """Bytes of shared memory of `QueryGradients`, with a key-wise bias."""
     across = _padded(channels)
     keys = groups * stages * stage * 32
-    helped = query_sums(channels, pair, groups, slices, cluster)
-    rows = 4 * 64 * across * 2 + (1 if helped else groups) * 4 * 16 * across * 2
-    sums = (groups if helped or cluster > 1 else groups - 1) * 64 * channels * 4 + 3 * 64 * 4
+    warp_sums_dq = query_sums(channels, pair, groups, slices, cluster)
+    rows = 4 * 64 * across * 2 + (1 if warp_sums_dq else groups) * 4 * 16 * across * 2
+    sums = (groups if warp_sums_dq or cluster > 1 else groups - 1) * 64 * channels * 4 + 3 * 64 * 4
     panel = groups * slices * 8192 if pair else 0
     return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 6) * 8
 
 
 def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *, exact: bool = False) -> dict[str, Any]:
-    """blocks, ring, wide, streams, stages, apart for `queries` queries of `channels`; `exact`: the pair bias is float32."""
+    """blocks, ring, wide, streams, stages, own_tiles for `queries` queries of `channels`; `exact`: the pair bias is float32."""
     streams = 3 if channels <= 48 else 2
     stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "wide": False}
     # 48 channels wait for L2: they take the pair bias as it is, in half the bytes, and convert it; in float32 fewer tiles fit
@@ -107,17 +113,26 @@ def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *,
     wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
     variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
     chosen = next(variant for variant in variants if key_shared(channels, skips, **variant) <= SHARED)
-    room = key_shared(channels, True, **chosen, apart=True) <= SHARED  # whether or not it skips: `skips_rows` compares both
-    return chosen | {"apart": room}
+    # as if it skips rows, also if it does not: `skips_rows` compares the two variants
+    room = key_shared(channels, True, **chosen, own_tiles=True) <= SHARED
+    return chosen | {"own_tiles": room}
 
 
 def key_shared(
-    channels: int, skips: bool = False, *, blocks: int, ring: int, wide: bool, streams: int, stages: int, apart: bool = False
+    channels: int,
+    skips: bool = False,
+    *,
+    blocks: int,
+    ring: int,
+    wide: bool,
+    streams: int,
+    stages: int,
+    own_tiles: bool = False,
 ) -> int:
     """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
     across = _padded(channels)
     stage = 2 * 64 * across * 2 + 4 * 64 * 4
-    row = 2 * 64 * across * 2 + (1 + apart) * 4 * 16 * across * 2
+    row = 2 * 64 * across * 2 + (1 + own_tiles) * 4 * 16 * across * 2
     bias = blocks * 16384 + (ring * (64 * 64 * (4 if wide else 2) + 16) if ring else 144)  # an empty ring has its place too
     return bias + streams * (stages * (stage + 16) + row + 32) + skips * 16 * across * 2
 

@@ -54,7 +54,8 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
         wide: whether those are float32, as the accumulators hold it.
         streams, stages: rows n at a time, stages of each.
         timed: whether blocks count the time in which they change to another panel (`schedule`), where the pair bias stays.
-        apart: whether dk and dv of a row leave from tiles of their own, where there is room; else dv waits until dk has left.
+        own_tiles: whether dk and dv of a row leave from tiles of their own in shared memory. Else they share one, and dv waits
+            until dk has left.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
         streams: int = 3,
         stages: int = 3,
         timed: bool = True,
-        apart: bool = False,
+        own_tiles: bool = False,
     ):
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
         self.bias = dtype if bias is None else bias
@@ -84,8 +85,8 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
         self.D, self.steps = padded(channels), -(-channels // 16)
         self.width = 16 * self.steps
         self.resident, self.streamed = pair and ring == 0, pair and ring > 0
-        self.timed, self.apart = timed and self.resident, apart
-        self.leaving = streams * 4 * (2 if apart else 1)  # tiles of 16 keys
+        self.timed, self.own_tiles = timed and self.resident, own_tiles
+        self.leaving = streams * 4 * (2 if own_tiles else 1)  # tiles of 16 keys
         self.threads = (streams + 1) * 128
         self.registers = {3: (160, 32), 2: (240, 24)}[streams]
         # Slices of a stage whose products for dk and dv run on in the next slice's arithmetic: that takes registers, and, after
@@ -94,7 +95,8 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
         self.tile = Float32 if wide else dtype
         if rounds and streams + self.streamed == 4:
             raise ValueError("each warp has something to bring in, none is left to round")
-        tiles = {"blocks": blocks, "ring": ring or None, "wide": wide, "streams": streams, "stages": stages, "apart": apart}
+        tiles = {"blocks": blocks, "ring": ring or None, "wide": wide, "streams": streams, "stages": stages}
+        tiles["own_tiles"] = own_tiles
         wishes = {"mask_gradient": mask_gradient, "rounds": rounds, "skips": skips, "clears": clears}
         # a pair bias that streams in float32 comes from `pair_bias.Tiles`, whatever it was
         other = None if self.bias is dtype or self.streamed else self.bias
@@ -333,8 +335,8 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
                     arch.sync_warp()
                     store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
                     self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
-                    place = wid + NS * 4 if self.apart else wid
-                    if const_expr(not self.apart):
+                    place = wid + NS * 4 if self.own_tiles else wid
+                    if const_expr(not self.own_tiles):
                         arch.cp_async_bulk_wait_group(0, read=True)
                         arch.sync_warp()
                     store_rows(Y, Float32(1.0), sX[None, None, place], lane, self.dtype)

@@ -63,7 +63,7 @@ class QueryConsumer(QueryMma):
                 arch.mbarrier_wait(full + so + st, ph)
             go = arch.make_warp_uniform(qp ^ 1)
             self.preload(S, self.late(mine, dS, LQ), 0)
-            self.ask(operands, dS, last, 0, go, so, old, st, apart=True)
+            self.ask(operands, dS, last, 0, go, so, old, st, two_groups=True)
             warpgroup.wait_group(1)
             release(empty + so + old, lane)
         elif const_expr(j + 1 not in self.exits):
@@ -84,7 +84,7 @@ class QueryConsumer(QueryMma):
                 arch.mbarrier_wait(full + so + st, ph)
             go = arch.make_warp_uniform(qp ^ 1)
             self.preload(S, self.late(mine, dS, LQ), last + 1, not over)
-            self.ask(operands, dS, last, 0, go, so, old, st, apart=True)
+            self.ask(operands, dS, last, 0, go, so, old, st, two_groups=True)
             warpgroup.wait_group(1)
             release(empty + so + old, lane)
             if not over:
@@ -94,12 +94,15 @@ class QueryConsumer(QueryMma):
                 )
         return st, ph, qp
 
-    def ask(self, operands, dS, u, part, go, so, old, st, apart=False):
-        """Issue dq += dS K of slice u, in stage `old`, and the scores of slice `part` of stage `st`; `apart`: in two groups."""
+    def ask(self, operands, dS, u, part, go, so, old, st, two_groups=False):
+        """Issue dq += dS K of slice u, in stage `old`, and the scores of slice `part` of stage `st`.
+
+        two_groups: commit the two as wgmma groups of their own, so that dq can be waited for alone.
+        """
         S, T, R, rQ, fG, ones, fK, fV, fKt, fR = operands
         warpgroup.fence()
         self.products(dS, R, fKt, u, so + old)
-        if apart:
+        if two_groups:
             warpgroup.commit_group()
         self.scores(S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, part, so + st)
         warpgroup.commit_group()

@@ -88,8 +88,9 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         self.tiles = slices // stage
         self.deal = query_deal(channels, slices, stage)
         self.exits = tuple(range(-(-self.tiles // 2), self.tiles)) if skips and self.deal else ()  # tiles a row may end after
-        self.helped = query_sums(channels, pair, groups, slices, cluster)
-        self.key_producers = 2 if self.helped or groups == 4 else groups  # warps; then one for the queries, one that sums dq
+        self.warp_sums_dq = query_sums(channels, pair, groups, slices, cluster)
+        # Warps that bring in keys. One for the queries follows, and one that sums dq if `warp_sums_dq`.
+        self.key_producers = 2 if self.warp_sums_dq or groups == 4 else groups
         if self.exits and self.key_producers < groups:
             raise ValueError("a warp that brings in the keys of two warpgroups counts the tiles of one")
         self.gated = gate
@@ -109,7 +110,7 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
             k_major(self.dtype, ROWS, self.D, 4),  # q, o, do of two rows
             k_major(self.dtype, self.keys, self.D, n),  # k and v
             mn_major(self.dtype, self.D, self.keys, n),  # k as the right side of dS K
-            k_major(self.dtype, 16, self.D, 4 if self.helped else self.groups * 4),  # dq, a warp's rows
+            k_major(self.dtype, 16, self.D, 4 if self.warp_sums_dq else self.groups * 4),  # dq, a warp's rows
         )
 
     @cute.jit
@@ -217,7 +218,7 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
             else None
         )
         across = self.channels // 8
-        parts = WG if self.helped else WG - 1
+        parts = WG if self.warp_sums_dq else WG - 1
         part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, across, parts), stride=(1, 4, 512, 512 * across)), 128)
         inbox = smem.allocate_array(Float32, 512 * across if CL > 1 else 4, byte_alignment=128)
         unit = self.keys * TERMS
@@ -233,15 +234,15 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         summed = smem.allocate_array(Int64, 1)  # the parts of dq of a row have been read
         arrived = smem.allocate_array(Int64, 1)  # dq from the next block of the cluster
         passed = smem.allocate_array(Int64, 1)  # the block before has taken dq over
-        left = smem.allocate_array(Int64, 1) if const_expr(self.helped) else None  # all parts of dq of a row are there
+        left = smem.allocate_array(Int64, 1) if const_expr(self.warp_sums_dq) else None  # all parts of dq of a row are there
         if tid == 0:
             for i in range_constexpr(WG * ST):
                 arch.mbarrier_init(full + i, 1)
                 arch.mbarrier_init(empty + i, 4)
             arch.mbarrier_init(qfull, 1)
             arch.mbarrier_init(qempty, WG * 4)
-            arch.mbarrier_init(summed, 1 if self.helped else 4)
-            if const_expr(self.helped):
+            arch.mbarrier_init(summed, 1 if self.warp_sums_dq else 4)
+            if const_expr(self.warp_sums_dq):
                 arch.mbarrier_init(left, WG * 4)
             if const_expr(CL > 1):
                 arch.mbarrier_init(arrived, 1)
@@ -281,7 +282,7 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
             elif s == self.key_producers:
                 of_rows = ((aQ, qG, qS), (aO, oG, oS), (aG, gG, gS))
                 self.produce_rows(rank, lane, span, sizes, live, lse, dlse, stats, inverse, sN, work, qfull, qempty, of_rows)
-            elif const_expr(self.helped):
+            elif const_expr(self.warp_sums_dq):
                 self.sum_rows((part, left, summed), (sX, aR, xS, xG), span, sizes, work, scale, lane)
         else:
             # ================= consumers
@@ -353,7 +354,7 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
                     st, ph, qp = self.tiles_of_row(
                         0, tiles, more, operands, arriving, db, mine, bars, scale * LOG2E, so, st, ph, qp, LQ, wid, lane
                     )
-                    if const_expr(self.helped):
+                    if const_expr(self.warp_sums_dq):
                         self.leave_part(R, part, summed, s, it, wt)
                         self.give_back_queries(qempty, more, lane)
                         arch.sync_warp()
@@ -371,7 +372,7 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
                         self.leave(db, dpair, (bid + pan) * CL + rank, tid)
                     else:
                         self.flush(db, dpair, b % dpair.shape[0], h % dpair.shape[1], q0, first_key, LQ, LK, t4)
-            if const_expr(not self.helped):
+            if const_expr(not self.warp_sums_dq):
                 arch.cp_async_bulk_wait_group(0)
         if const_expr(CL > 1):
             self.meet()  # no block leaves while another one may still write to its shared memory

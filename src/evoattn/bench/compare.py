@@ -46,12 +46,12 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All changes of two records.
+    """All differences between two records.
 
     Args:
-        pairs: how many problems both have.
-        changes: of every contender, pass and memory that both measured, noise included.
-        threshold: the share by which evoattn may become slower, or need more memory.
+        pairs: the number of problems that are in both records.
+        changes: each time and peak memory of a contender that both records have. Changes within noise are included.
+        threshold: how much slower evoattn may become, or how much more memory it may need, as a fraction.
     """
 
     pairs: int

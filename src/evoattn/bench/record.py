@@ -48,9 +48,10 @@ class Timing:
 
     @property
     def range_ms(self) -> tuple[float, float]:
-        """Where another run on the same machine is expected: the middle half of five rounds or more, else all of them.
+        """The range, in ms, in which another run on the same machine is expected.
 
-        Without samples, the spread to both sides: it covers wherever the rounds lay.
+        With five rounds or more, it lies between their quartiles; with fewer, between the fastest and the slowest. A record
+        without samples gives the median minus and plus the spread, which covers all rounds.
         """
         if len(self.samples_ms) >= 5:
             low, _, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")

@@ -49,7 +49,7 @@ class _Change:
 
 
 class Patch:
-    """What was replaced, and how often it ran. A context manager: at its end the originals are back.
+    """The functions that a patch replaced, and counts of their calls. As a context manager, it restores the originals at exit.
 
     Attributes:
         sites: the functions that were replaced, as "module:function".
@@ -75,24 +75,24 @@ class Patch:
 
     @property
     def calls(self) -> int:
-        """How often ours ran, in all."""
+        """How often evoattn ran, at all sites together."""
         return sum(self.calls_by_site.values())
 
     @property
     def calls_by_site(self) -> dict[str, int]:
-        """How often ours ran at each site."""
+        """How often evoattn ran at each site."""
         return {site: count.ours for site, count in self._counts.items()}
 
     @property
     def passed_on(self) -> dict[str, int]:
-        """How often the original ran, by the reason."""
+        """How often the client's own function ran instead, by reason."""
         total: collections.Counter[str] = collections.Counter()
         for count in self._counts.values():
             total.update(count.passed_on)
         return dict(total)
 
     def undo(self) -> None:
-        """Put the originals back. Counts stay."""
+        """Put the originals back. Counts are kept."""
         lost = [change.name for change in reversed(self._changes) if not change.undo()]
         self._changes.clear()
         for name in self.versions:
@@ -164,17 +164,18 @@ _active: dict[str, Patch] = {}
 
 
 def patch(name: str | None = None, *, layers: bool = False) -> Patch:
-    """Let `evoattn` compute the attention of an installed program.
+    """Let `evoattn` compute the attention of an installed client, such as Boltz, in this process.
 
-    Every function of the client that computes attention is replaced, and nothing else. Answers stay the same, padded rows too.
-    Patching twice is the same as once.
+    This replaces every function of the client that computes attention, and nothing else. The client's answers stay the same,
+    also in padded rows. A second call for the same client replaces nothing again.
 
     Args:
-        name: one of `NAMES`. None: every client that is installed and not patched yet; which ones is printed on stderr.
-        layers: let `evoattn.nn` compute whole attention layers too, from norm to output: those of Boltz, OpenFold and
-            OpenFold-3 that it knows. A layer with adapters or arguments that it does not know stays the client's, with our
-            attention in it; so does one that torch.compile compiles (`evoattn.nn.replace` serves such a model). Products are in
-            autocast's dtype, also where the client switches autocast off.
+        name: one of `NAMES`. None: every client that is installed and not patched yet. Their names are printed on stderr.
+        layers: also replace whole attention layers, from the norm to the output product, by those of `evoattn.nn`. This is for
+            Boltz, OpenFold and OpenFold-3. Three kinds of layers stay the client's, with only the attention replaced: layers
+            with adapters, layers called with unknown arguments, and layers that torch.compile compiles. For the last, call
+            `evoattn.nn.replace` before you compile the model. Products have autocast's dtype, even if the client switches
+            autocast off.
 
     Returns:
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site` and `passed_on`.
@@ -182,7 +183,7 @@ def patch(name: str | None = None, *, layers: bool = False) -> Patch:
     Raises:
         ValueError: the name is not known, or `evoattn.nn` has no layer of that client.
         ImportError: the client is not installed.
-        UnknownRelease: its code is not the code that the patch was written for. Nothing is replaced then.
+        UnknownRelease: the client's code differs from the releases that the patch knows. Nothing is replaced then.
 
     Example:
         >>> import evoattn

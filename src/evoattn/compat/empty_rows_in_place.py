@@ -25,18 +25,18 @@ __all__ = ["attend"]
 
 @dataclasses.dataclass
 class _Between:
-    """What one backward hands from `_Filled` to `_Taken`.
+    """Tensors that the backward of `_Filled` leaves for the backward of `_Taken`, which runs later in the same pass.
 
     Args:
         do: the gradient of the output.
-        means: of the empty rows, `[b,n,h,c]`.
+        means: the mean of v for each empty row, `[b,n,h,c]`.
     """
 
     do: Tensor | None = None
     means: Tensor | None = None
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Both. The first is forgotten here: a graph that is kept holds no gradient."""
+        """Return both. Forget `do`, so that a graph that autograd keeps holds no gradient."""
         do, self.do = self.do, None
         if do is None or self.means is None:
             raise RuntimeError("the backward of the attention ran without that of its output")
@@ -44,7 +44,7 @@ class _Between:
 
 
 class _Taken(torch.autograd.Function):
-    """Those of q, k, v, the pair bias and the gate that require a gradient, as they are."""
+    """Pass on those of q, k, v, the pair bias and the gate that require a gradient. The backward adds to their gradients."""
 
     @staticmethod
     def forward(ctx: Any, between: _Between, settings: tuple[float, str], keys: Tensor, stats: Tensor, *inputs: Any) -> Any:
@@ -71,7 +71,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Filled(torch.autograd.Function):
-    """The output of the attention, as it is."""
+    """Pass on the output of the attention. The backward keeps its gradient for `_Taken`."""
 
     @staticmethod
     def forward(ctx: Any, between: _Between, o: Tensor, means: Tensor) -> Tensor:

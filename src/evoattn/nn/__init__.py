@@ -1,4 +1,7 @@
-"""Whole layers around the attention, norm to output, that load the weights of OpenFold's family unchanged."""
+"""Whole attention layers, from the norm to the output product.
+
+They load the weights of OpenFold, and those of OpenFold-3 and Boltz after `from_openfold3` and `from_boltz`.
+"""
 
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.names import from_boltz, from_openfold3

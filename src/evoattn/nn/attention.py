@@ -20,11 +20,13 @@ __all__ = ["Attention", "attend", "check_input", "check_mask", "check_settings",
 
 
 class Attention(nn.Module):
-    """The parameters `linear_q`, `linear_k`, `linear_v`, `linear_g` and `linear_o`, and the last step.
+    """Projections of an attention: `linear_q`, `linear_k`, `linear_v`, the gate `linear_g` and the output product `linear_o`.
+
+    A layer projects its input by the modules in `inputs`, calls `attend`, and passes the result to `end`.
 
     Args:
-        c_q: channels of what queries and gate are made from, and of the output.
-        c_kv: channels of what keys and values are made from.
+        c_q: channels of the output, and of the tensor that queries and gate are projected from.
+        c_kv: channels of the tensor that keys and values are projected from.
         c_hidden: channels of a head.
         no_heads: heads H.
         gating: whether there is a gate.
@@ -54,7 +56,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin as AlphaFold does: the gate is open wherever it looks, and the output is 0."""
+        """Initialise as AlphaFold does: the gate does not depend on its input, and the output is 0."""
         for x in (self.linear_q.weight, self.linear_k.weight, self.linear_v.weight):
             nn.init.xavier_uniform_(x)
         nn.init.zeros_(self.linear_o.weight)
@@ -71,7 +73,7 @@ class Attention(nn.Module):
         return made if self.linear_g is None else (*made, self.linear_g)
 
     def end(self, o: Tensor, g: Tensor | None) -> Tensor:
-        """The output product of o `[*, H C]`, gated by g if there is a gate that the attention has not applied."""
+        """The output product of o `[*, H C]`. g is the gate, or None if there is none or if the attention has applied it."""
         return linear(o, self.linear_o) if g is None else gated_linear(o, g, self.linear_o)
 
 
@@ -95,12 +97,12 @@ def attend(
 
     Args:
         q, k, v: `[*, N, L, H, C]`.
-        mask: `[*, N, K]` or what broadcasts to it: 1 or True where a key is attended.
-        pair_bias: what broadcasts to `[*, N, H, Q, K]`.
-        gate: `[*, N, Q, H, C]`, before the sigmoid, or None. A layer that turns O around before its output product keeps the
-            gate for that: the gate's own pass then turns it.
-        inf: what a masked key loses.
-        empty_rows: as the layers take it.
+        mask: broadcasts to `[*, N, K]`: 1 or True for a key that is attended.
+        pair_bias: broadcasts to `[*, N, H, Q, K]`.
+        gate: `[*, N, Q, H, C]`, before the sigmoid, or None. A layer that transposes O before its output product passes None
+            and gives the gate to `Attention.end`: there one pass gates and transposes.
+        inf: is subtracted from the scores of a masked key.
+        empty_rows: as in `TriangleAttention`.
 
     Returns:
         `[*, N, Q, H, C]`, gated if there is a gate.
@@ -123,7 +125,7 @@ def update(
     training: bool,
     same: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """What a layer returns: its update, with dropout, added to its input if it has the residual.
+    """Apply dropout to a layer's update, and add the layer's input if it has a residual.
 
     Args:
         x: the layer's input.
@@ -131,8 +133,8 @@ def update(
         residual: whether x is added.
         dropout: the probability that an entry is dropped in training.
         shared: the axis along which all entries are dropped together, or None.
-        training: whether the layer trains.
-        same: makes what is drawn the same on all processes that have to agree, if x is split over some.
+        training: whether the layer is in training mode.
+        same: copies the first process's dropout mask to all processes that have to use the same. None if there are none.
     """
     if dropout and training:
         sizes = [1 if axis == shared else size for axis, size in enumerate(made.shape, -made.ndim)]

@@ -2,9 +2,9 @@
 
     y = (o * sigmoid(g)) W^T + b
 
-Where O is not turned around before the product the attention applies the gate itself, and this module has no part in it.
+This module serves the layers that transpose O before the output product. In all others the attention applies the gate itself.
 
-The backward keeps o and g, which the attention and the projections keep anyway, and multiplies them again.
+The backward keeps o and g, which attention and projections keep anyway, and multiplies them again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def gated_linear(o: Tensor, g: Tensor, module: nn.Linear) -> Tensor:
     Args:
         o: `[*, C]`, the attention's output, any strides. An axis of size 1 is broadcast.
         g: `[*, C]`, the gate before the sigmoid, of o's dtype.
-        module: of C input features.
+        module: the output product, of C input features.
 
     Returns:
-        `[*, out_features]` in o's dtype, laid out as `*` is.
+        `[*, out_features]` in o's dtype, in memory in the order of its axes.
     """
     bias = None if module.bias is None else module.bias.to(o.dtype)
     made: Tensor = _GatedLinear.apply(o, g, module.weight.to(o.dtype), bias)  # type: ignore[no-untyped-call]
@@ -37,13 +37,13 @@ def gated_linear(o: Tensor, g: Tensor, module: nn.Linear) -> Tensor:
 
 
 def _gate(o: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """o * sigmoid(g) and sigmoid(g). The gate comes first: so the result lies as the gate does, and its rows are a view."""
+    """o * sigmoid(g) and sigmoid(g). The gate is the first factor, so the product has its layout, and its rows are a view."""
     opened = torch.sigmoid(g)
     return opened * o, opened
 
 
 def _gate_backward(d_gated: Tensor, o: Tensor, opened: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of o and g; autograd sums that of an o that was broadcast."""
+    """The gradients of o and g. If o was broadcast, autograd sums its gradient afterwards."""
     return d_gated * opened, torch.ops.aten.sigmoid_backward(d_gated * o, opened)
 
 

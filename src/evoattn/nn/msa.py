@@ -13,7 +13,7 @@ __all__ = ["MSAAttention", "MSAColumnAttention", "MSAColumnGlobalAttention", "MS
 
 
 class MSAAttention(nn.Module):
-    """What row and column attention share, as in OpenFold.
+    """Attention along rows or columns of an alignment: the module that OpenFold builds both of them from.
 
     Args:
         c_in: channels of the alignment.
@@ -51,7 +51,7 @@ class MSAAttention(nn.Module):
         self.mha = Attention(c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias)
 
     def forward(self, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, *, columns: bool = False) -> Tensor:
-        """The update of m `[*, S, L, c_in]` with z `[*, L, L, c_z]` and a mask `[*, S, L]`, along rows or along columns."""
+        """Compute the update of m `[*, S, L, c_in]`, with z `[*, L, L, c_z]` and a mask `[*, S, L]`, along rows or columns."""
         check_input("m", m, 3, self.c_in)
         check_mask("mask", mask, tuple(m.shape[:-1]))
         pair_bias = self._pair_bias(m, z)
@@ -67,7 +67,7 @@ class MSAAttention(nn.Module):
         return update(m, made, residual=self.residual, dropout=self.dropout, shared=-3, training=self.training)
 
     def _pair_bias(self, m: Tensor, z: Tensor | None) -> Tensor | None:
-        """`[*, 1, H, L, L]`, a view of what the projection writes."""
+        """The pair bias `[*, 1, H, L, L]`, a view of the projection of z."""
         if self.linear_z is None or self.c_z is None:
             if z is not None:
                 raise ValueError("z is given, and this attention has no pair bias")
@@ -81,7 +81,7 @@ class MSAAttention(nn.Module):
 
 
 class MSARowAttentionWithPairBias(MSAAttention):
-    """Each sequence attends along itself, with a pair bias that all sequences share.
+    """Row attention of an alignment: residues of a sequence attend to each other, with a pair bias that all sequences share.
 
     Parameters have OpenFold's names: `layer_norm_m`, `layer_norm_z`, `linear_z`, `mha.linear_q`, `_k`, `_v`, `_g`, `_o`.
 
@@ -131,21 +131,23 @@ class MSARowAttentionWithPairBias(MSAAttention):
         )
 
     def forward(self, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """The update of m, or m with its update.
+        """Compute the update of m, or m + update with `residual=True`.
 
         Args:
             m: the alignment, `[*, S, L, c_m]`.
             z: the pair representation, `[*, L, L, c_z]`.
-            mask: `[*, S, L]`, 1 or True where a residue is there; None: all are.
+            mask: `[*, S, L]`, 1 or True for a residue that is attended. None: all are.
 
         Raises:
-            TypeError, ValueError: m, z or mask do not fit.
+            TypeError, ValueError: m, z or mask has a wrong type or shape.
         """
         return super().forward(m, z, mask)
 
 
 class MSAColumnAttention(nn.Module):
-    """Each column of an alignment attends along itself; the alignment is never copied column by column.
+    """Column attention of an alignment: residues of a column attend to each other, over all sequences.
+
+    The columns are strided views, so the alignment is never transposed in memory.
 
     Parameters have OpenFold's names, below `_msa_att`: `layer_norm_m`, `mha.linear_q`, `_k`, `_v`, `_g`, `_o`.
 
@@ -189,17 +191,23 @@ class MSAColumnAttention(nn.Module):
         )
 
     def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The update of m `[*, S, L, c_m]`, or m with its update; mask `[*, S, L]`, 1 or True where a residue is there.
+        """Compute the update of m, or m + update with `residual=True`.
+
+        Args:
+            m: the alignment, `[*, S, L, c_m]`.
+            mask: `[*, S, L]`, 1 or True for a residue that is attended. None: all are.
 
         Raises:
-            TypeError, ValueError: m or mask do not fit.
+            TypeError, ValueError: m or mask has a wrong type or shape.
         """
         made: Tensor = self._msa_att(m, mask=mask, columns=True)
         return made
 
 
 class MSAColumnGlobalAttention(nn.Module):
-    """One query for each column and head, the mean of its residues; all heads share one head of keys and values.
+    """Global column attention: each column and head has one query, made from the mean of the column's residues.
+
+    All heads share one head of keys and values.
 
     Parameters have OpenFold's names: `layer_norm_m`, `global_attention.linear_q`, `_k`, `_v`, `_g`, `_o`.
 
@@ -207,8 +215,8 @@ class MSAColumnGlobalAttention(nn.Module):
         c_in: channels of the alignment.
         c_hidden: channels of a head.
         no_heads: heads H.
-        inf: what the scores of a masked residue lose.
-        eps: is added to the number of residues that the mean is divided by.
+        inf: is subtracted from the scores of a masked residue.
+        eps: is added to the number of residues by which their sum is divided.
         residual, gate_bias, out_bias, empty_rows: as in `TriangleAttention`.
 
     Example:
@@ -241,10 +249,14 @@ class MSAColumnGlobalAttention(nn.Module):
         self.global_attention = Attention(c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias, shared=True)
 
     def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The update of m `[*, S, L, c_in]`, or m with its update; mask `[*, S, L]`, 1 or True where a residue is there.
+        """Compute the update of m, or m + update with `residual=True`.
+
+        Args:
+            m: the alignment, `[*, S, L, c_in]`.
+            mask: `[*, S, L]`, 1 or True for a residue that is attended. None: all are.
 
         Raises:
-            TypeError, ValueError: m or mask do not fit.
+            TypeError, ValueError: m or mask has a wrong type or shape.
         """
         check_input("m", m, 3, self.c_in)
         check_mask("mask", mask, tuple(m.shape[:-1]))

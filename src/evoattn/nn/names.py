@@ -1,4 +1,4 @@
-"""State dicts of OpenFold-3 and Boltz by the names of `evoattn.nn`, which are OpenFold's. OpenFold's own load as they are."""
+"""Rename the parameters in state dicts of OpenFold-3 and Boltz for `evoattn.nn`. OpenFold's names need no change."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BOLTZ_NAME = re.compile(rf"(^|\.)({'|'.join(map(re.escape, _BOLTZ))})(?=\.(?:we
 
 
 def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of OpenFold-3's layers, or of a model of them, by the names of `evoattn.nn`.
+    """Rename the parameters in a state dict of OpenFold-3, of one layer or of a whole model, to those of `evoattn.nn`.
 
-    Only triangle attention differs: its pair bias is `linear_z` there and `linear` here. Make the layer with
-    `gate_bias=False, out_bias=False`.
+    Only triangle attention differs: OpenFold-3 calls its pair bias `linear_z`, `evoattn.nn` calls it `linear`. Make
+    `TriangleAttention` with `gate_bias=False, out_bias=False`.
 
     Args:
-        state: tensors by OpenFold-3's names, with any prefixes. Names of other layers stay.
+        state: tensors by OpenFold-3's names, with any prefixes. Names of other layers are kept.
 
     Example:
         >>> import torch
@@ -48,13 +48,13 @@ def _of_triangle(name: str, state: Mapping[str, Tensor]) -> str:
 
 
 def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of Boltz's layers, or of a model of them, by the names of `evoattn.nn`.
+    """Rename the parameters in a state dict of Boltz, of one layer or of a whole model, to those of `evoattn.nn`.
 
-    Make triangle attention with `gate_bias=False, out_bias=False`, and `AttentionPairBias` with `inf=1e6`; `norm=False` if the
-    layer has no `norm_s`.
+    Make `TriangleAttention` with `gate_bias=False, out_bias=False`, and `AttentionPairBias` with `inf=1e6`. Add `norm=False` if
+    Boltz's layer has no `norm_s`.
 
     Args:
-        state: tensors by Boltz's names, with any prefixes. Names of other layers stay.
+        state: tensors by Boltz's names, with any prefixes. Names of other layers are kept.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
-"""Layer norm that writes the compute dtype, and its backward: Triton kernels in eager calls on a GPU, else plain torch.
+"""Layer norm whose result has the compute dtype, and its backward.
 
-torch.compile sees plain torch, and makes one kernel of it.
+Eager calls on a GPU run Triton kernels. Other calls run plain torch, which torch.compile fuses into one kernel.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _MOST_CHANNELS = 4096
 def normalise(
     rows: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm over the last axis.
+    """Normalise rows over their last axis.
 
     Args:
         rows: `[R, C]`.
         scale, shift: `[C]`, or None for 1 and 0.
         eps: is added to the variance.
-        dtype: of the result; statistics are float32, or float64 for float64 rows.
+        dtype: of the result. Statistics are float32, or float64 for float64 rows.
 
     Returns:
-        The normalised rows `[R, C]`, and what the backward needs besides the rows: mean and 1 / standard deviation.
+        The normalised rows `[R, C]`, then the mean and 1 / standard deviation of each row, for the backward.
     """
     if _has_kernel(rows):
         from evoattn.nn import norm_kernels
@@ -50,7 +50,7 @@ def normalise_backward(
     shift: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of rows, scale and shift, each in the dtype of its own; None for what `needs` does not ask for.
+    """Compute the gradients of rows, scale and shift, each in the dtype of its tensor, or None if `needs` says so.
 
     Args:
         d_normed: the cotangent of the normalised rows, `[R, C]`.
@@ -73,7 +73,7 @@ def normalise_backward(
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether the Triton kernels take these rows: of 16 or 32 bits, on a GPU, and nothing traces or watches the call."""
+    """Whether the Triton kernels take these rows: 16 or 32 bits, on a GPU, in a call that nothing traces or observes."""
     if not rows.is_cuda or rows.dtype == torch.float64 or not rows.numel() or rows.shape[-1] > _MOST_CHANNELS:
         return False
     if torch.compiler.is_compiling() or type(rows) is not Tensor or torch._C._len_torch_dispatch_stack():

@@ -1,4 +1,7 @@
-"""Layer norm in Triton: a kernel a pass, which reads each row once. Sums over rows are in a fixed order, without atomics."""
+"""Layer norm in Triton: one kernel for each pass, which reads each row once.
+
+Sums over rows have a fixed order, without atomics.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,8 @@ def norm_backward_kernel(
     dy, x, scale, mean, rstd, dx, sums, rows, stride, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_SCALE: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns every G-th tile of BLOCK_R rows, of G programs. It loops over them and reads each row of dy and x once.
-    It writes each row of dx once, and at its end one row of the sums of dy * normed and of dy.
+    """Each of G programs owns every G-th tile of BLOCK_R rows. It loops over these tiles and reads each row of dy and x once.
+    It writes each row of dx once, and at its end its sums over rows of dy * normed and of dy.
     """
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -89,7 +92,7 @@ def norm_backward_kernel(
 def normalise(
     rows: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `evoattn.nn.norm.normalise`; rows of 16 or 32 bits, as many channels as a program can hold."""
+    """`evoattn.nn.norm.normalise` for rows of 16 or 32 bits that fit in the registers of one program."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     count, channels = rows.shape
     out = torch.empty((count, channels), dtype=dtype, device=rows.device)
@@ -112,7 +115,7 @@ def normalise_backward(
     shift: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `evoattn.nn.norm.normalise_backward`, of the rows that `normalise` takes."""
+    """`evoattn.nn.norm.normalise_backward` for the rows that `normalise` takes."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     d_normed = d_normed.contiguous()
     count, channels = rows.shape

@@ -14,11 +14,11 @@ __all__ = ["AdaLN", "AttentionPairBias"]
 
 
 class AdaLN(nn.Module):
-    """Layer norm whose scale and shift are made from a condition: norm(a) * sigmoid(linear_g(s')) + linear_s(s'), s' = norm(s).
+    """Adaptive layer norm of a under a condition s: norm(a) * sigmoid(linear_g(s')) + linear_s(s'), where s' = norm(s).
 
     Args:
-        c_a: channels of what is normalised.
-        c_s: channels of the condition.
+        c_a: channels of a.
+        c_s: channels of s.
 
     Source: Abramson et al. 2024, algorithm 26. Parameters have OpenFold-3's names.
     """
@@ -31,7 +31,7 @@ class AdaLN(nn.Module):
         self.linear_s = nn.Linear(c_s, c_a, bias=False)
 
     def forward(self, a: Tensor, s: Tensor) -> Tensor:
-        """a `[*, c_a]` under the condition s `[*, c_s]`."""
+        """Normalise a `[*, c_a]` under the condition s `[*, c_s]`."""
         g, shift = project(s, self.layer_norm_s, (self.linear_g, self.linear_s))
         normed = F.layer_norm(a, a.shape[-1:], eps=self.layer_norm_a.eps).to(g.dtype)
         return torch.addcmul(shift, normed, torch.sigmoid(g))
@@ -48,15 +48,15 @@ class AttentionPairBias(nn.Module):
         c_z: channels of the pair representation.
         c_hidden: channels of a head.
         no_heads: heads H.
-        c_s: channels of the condition of a diffusion transformer: a is normalised under it and the update is gated by it; z is
-            taken as it is. None: the single track, where z is normalised.
-        inf: what the score of a masked key loses.
-        norm: whether a is normalised; Boltz does that before the layer.
+        c_s: channels of the condition s of a diffusion transformer. s scales and shifts the norm of a and gates the update, and
+            z is not normalised. None: the single track of the trunk, which has no condition and normalises z.
+        inf: is subtracted from the scores of a masked key.
+        norm: whether the layer normalises a. Boltz's layers without `norm_s` take an a that is normalised already.
         q_bias, gate_bias, out_bias: whether these products add a bias.
         residual, empty_rows: as in `TriangleAttention`.
 
     Raises:
-        ValueError: a setting is not one of these, or a condition is given without a norm.
+        ValueError: `empty_rows` is neither "mean" nor "native", or `c_s` is given with `norm=False`.
 
     Example:
         >>> import torch
@@ -109,22 +109,23 @@ class AttentionPairBias(nn.Module):
         keys: Tensor | None = None,
         pair_bias: Tensor | None = None,
     ) -> Tensor:
-        """The update of a, or a with its update.
+        """Compute the update of a, or a + update with `residual=True`.
 
         Args:
             a: `[*, Q, c_a]`.
-            z: the pair representation, `[*, Q, K, c_z]`; an axis that all samples share has size 1 and is never repeated. None
-                if `pair_bias` is given.
+            z: the pair representation, `[*, Q, K, c_z]`. An axis along which samples share it has size 1, and is never
+                expanded. None if `pair_bias` is given.
             s: the condition, `[*, Q, c_s]`, if the layer takes one.
-            mask: `[*, K]`, 1 or True where a key is there; None: all are.
-            keys: what keys and values are made from, `[*, K, c_a]`, normalised by the layer as a is. None: a.
+            mask: `[*, K]`, 1 or True for a key that is attended. None: all are.
+            keys: the tensor that keys and values are projected from, `[*, K, c_a]`, which the layer normalises as it does a.
+                None: a.
             pair_bias: what `self.pair_bias(z)` returned, for calls that share z, such as the steps of a diffusion.
 
         Returns:
-            `[*, Q, c_a]` in the compute dtype; with the residual, as torch promotes a and that.
+            `[*, Q, c_a]` in the compute dtype, or with the residual in the dtype to which torch promotes a and the update.
 
         Raises:
-            TypeError, ValueError: the arguments do not fit.
+            TypeError, ValueError: a tensor has a wrong type or shape, or arguments exclude each other.
         """
         self._check(a, z, s, mask, keys, pair_bias)
         if a.ndim == 2:
@@ -151,7 +152,7 @@ class AttentionPairBias(nn.Module):
         return [q, *project(keys, norm, (linear_k, linear_v)), g]
 
     def pair_bias(self, z: Tensor) -> Tensor:
-        """The pair bias of z `[*, Q, K, c_z]`: `[*, H, Q, K]`, a view of what the projection writes."""
+        """Compute the pair bias `[*, H, Q, K]` of z `[*, Q, K, c_z]`. It is a view of the projection of z."""
         check_input("z", z, 3, self.c_z)
         if self.linear_z is not None:
             (z,) = project(z, self.layer_norm_z, (self.linear_z,))

@@ -1,6 +1,6 @@
-"""Norm and projections: all projections of one input by one product, whose gradients come back as one tensor too.
+"""Norm and projections: one product computes all projections of an input, and its backward takes their gradients as one tensor.
 
-    y = norm(x) W^T + b,    W = the rows of all projections, one below the other
+    y = norm(x) W^T + b,    W = the weights of all projections, one below the other
 
 The backward keeps x, which is an input of the layer, and two numbers for each row. It normalises x again, which costs one pass
 over memory: saving the result would take as much memory as x.
@@ -30,33 +30,34 @@ _BYTES = 16
 
 
 def compute_dtype_of(x: Tensor, parameter: Tensor) -> torch.dtype:
-    """The dtype of a layer's products: autocast's where it is on, else the narrower one of input and parameters."""
+    """The dtype of a layer's products: autocast's if it is on, else the narrower one of input and parameters."""
     dtype = compute_dtype(x)
     return parameter.dtype if parameter.dtype.itemsize < dtype.itemsize else dtype
 
 
 def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
-    """A module's layer norm of x in `dtype`, from its `weight`, `bias` and `eps`; the backward keeps x and the statistics."""
+    """Apply a layer norm module to x, with the result in `dtype`. The backward keeps x, and mean and deviation of each row."""
     made: Tensor = _Norm.apply(x, *_settings(norm), dtype)  # type: ignore[no-untyped-call]
     return made
 
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
-    """A module's product in the dtype of x."""
+    """Apply a linear module in the dtype of x."""
     bias = None if module.bias is None else module.bias.to(x.dtype)
     return F.linear(x, module.weight.to(x.dtype), bias)
 
 
 def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """The projections of norm(x), in the compute dtype: views of one tensor that one product writes.
+    """Project norm(x) by all of `linears` with one product, in the compute dtype.
 
     Args:
         x: `[*, C]`.
-        norm: has `weight`, `bias`, `eps` as `torch.nn.LayerNorm`; None: x is projected as it is.
+        norm: a module with `weight`, `bias` and `eps`, as `torch.nn.LayerNorm`. None: x is not normalised.
         linears: modules of C input features.
 
     Returns:
-        `[*, out_features]` for each. Each starts on 16 bytes if x has whole rows of them, and its rows do.
+        `[*, out_features]` for each module, all views of one tensor. Each view and each of its rows starts on a multiple of 16
+        bytes.
     """
     dtype = compute_dtype_of(x, linears[0].weight)
     weight, bias, biased = _join(linears, dtype)
@@ -76,12 +77,12 @@ def _settings(norm: nn.Module) -> tuple[Any, Any, float]:
 
 
 def _gap(module: nn.Linear, dtype: torch.dtype) -> int:
-    """Rows of zeros below a weight, so that what comes next starts on 16 bytes."""
+    """Rows of zeros to put below a weight, so that the next projection starts on a multiple of 16 bytes."""
     return -module.out_features % (_BYTES // dtype.itemsize)
 
 
 def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
-    """One weight, one bias or None, and the columns between which there are biases."""
+    """The joined weight, the joined bias or None, and the first and past-the-last column with a bias."""
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     first, last, here = 0, 0, 0
@@ -102,7 +103,7 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros that nobody writes to; kept, since a launch to make them costs as much as one to join the weights."""
+    """Zeros that are only read. They are kept: the launch that makes them costs as much as the one that joins the weights."""
     keeps = guards.only_computes()
     if keeps and like.is_cuda:
         keeps = not torch.cuda.is_current_stream_capturing()  # a graph makes them when it is replayed
@@ -119,7 +120,10 @@ def _kept_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class _Split(torch.autograd.Function):
-    """Every second part of a tensor that is cut along its last axis; no gradient is copied that lies joined already."""
+    """Split a tensor along its last axis, and return every second part: the others are gaps.
+
+    The backward copies no gradient that lies in the joined tensor already.
+    """
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -138,7 +142,7 @@ class _Split(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """norm(x) of x `[*, C]`, in a dtype."""
+    """norm(x) of x `[*, C]`, with the result in a given dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:

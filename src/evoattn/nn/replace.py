@@ -1,7 +1,7 @@
-"""The layers of OpenFold, OpenFold-3 and Boltz, computed by ours.
+"""Replace the forward of attention layers of OpenFold, OpenFold-3 and Boltz.
 
-A layer of the client stays where it is, with its parameters, their names and its hooks. Only its `forward` is set, to a call of
-one of our layers that holds the very same projections and norms.
+A layer of the client stays where it is, with its parameters, their names and its hooks. Only its `forward` changes: it calls a
+layer of `evoattn.nn` that holds the same projection and norm modules.
 """
 
 from __future__ import annotations
@@ -24,26 +24,31 @@ __all__ = ["UnknownArgument", "forward_of", "replace"]
 
 
 class UnknownArgument(TypeError):  # noqa: N818
-    """A client's layer was called with an argument that ours does not know. Nothing was computed."""
+    """A client's layer was called with an argument that `evoattn.nn` does not know. Nothing was computed."""
 
 
 def replace(model: nn.Module) -> list[str]:
-    """Let our layers compute the attention layers of a client's model, in place.
+    """Compute the attention layers of a client's model by those of `evoattn.nn`, in place.
 
-    Known are the layers of OpenFold 1 and 2 and OpenFold-3 (triangle, MSA row, column and global column attention), OpenFold's
-    template pointwise attention, OpenFold-3's attention with pair bias of the trunk and of the diffusion transformer, and the
-    triangle attention and attention with pair bias of Boltz-1 and Boltz-2. Parameters are shared and keep their names, so
-    optimizers, checkpoints and later moves to a device see no difference. Chunk sizes and kernel switches are ignored. Hooks on
-    the projections inside a layer are not called.
+    These layers are known:
+
+    - OpenFold 1 and 2: triangle, MSA row, MSA column, global column and template pointwise attention;
+    - OpenFold-3: triangle, MSA row, MSA column and global column attention, and attention with pair bias in the trunk and the
+      diffusion transformer;
+    - Boltz-1 and Boltz-2: triangle attention and attention with pair bias.
+
+    Both layers hold the same parameters, under the names that they had. So optimizers, checkpoints and later moves to a device
+    work as before. Arguments for chunk sizes and kernels are ignored. Hooks on the projections inside a layer are not called.
 
     Args:
         model: the client's model, or one of its layers.
 
     Returns:
-        The names of the layers, as `model.named_modules()` has them.
+        The names of the replaced layers, as `model.named_modules()` has them.
 
     Raises:
-        ValueError: there is no layer that is known, or one has other parameters than ours, a precision of its own or adapters.
+        ValueError: no layer of the model is known. Or a known layer has other parameters than the one of `evoattn.nn`, has
+            adapters, or sets the precision of a projection. No layer is replaced then.
 
     Example:
         >>> from torch import nn
@@ -63,10 +68,11 @@ def replace(model: nn.Module) -> list[str]:
 
 
 def forward_of(theirs: nn.Module) -> Callable[..., Tensor] | None:
-    """Our forward of a client's layer, or None if the layer is not known.
+    """The forward of `evoattn.nn` for a client's layer, or None if the layer is not known.
 
     Raises:
-        ValueError: it is known, and has other parameters than ours, a precision of its own or adapters.
+        ValueError: the layer has other parameters than the one of `evoattn.nn`, has adapters, or sets the precision of
+            a projection.
     """
     for kind in type(theirs).__mro__:
         known = _LAYERS.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -80,7 +86,7 @@ def forward_of(theirs: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def _check(ours: nn.Module, theirs: nn.Module) -> None:
-    """Raise ValueError unless ours has the parameters of theirs, in modules that do no more than multiply or normalise."""
+    """Raise ValueError unless both layers have the same parameters, in modules that are one projection or norm each."""
     if {id(x) for x in ours.parameters()} != {id(x) for x in theirs.parameters()}:
         raise ValueError(f"a {type(theirs).__name__} has other parameters than the layer that evoattn.nn knows")
     for name, module in ours.named_modules():
@@ -91,7 +97,7 @@ def _check(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def _adopt(ours: nn.Module, theirs: nn.Module, *names: str, **renamed: str) -> None:
-    """Let ours hold modules of theirs, of the same name or as ours=theirs."""
+    """Let our layer hold modules of the client's: `names` are the same in both, `renamed` are ours=theirs."""
     for here, there in (*zip(names, names, strict=True), *renamed.items()):
         setattr(ours, here, getattr(theirs, there))
 
@@ -136,7 +142,7 @@ def _templates(theirs: Any) -> nn.Module:
 
 
 def _pair_bias(theirs: Any) -> nn.Module:
-    """OpenFold-3's, of the trunk or of the diffusion transformer."""
+    """Make our layer for OpenFold-3's attention with pair bias, of the trunk or of the diffusion transformer."""
     mha, adaptive = theirs.mha, hasattr(theirs, "linear_ada_out")
     c_s = theirs.c_s if adaptive else None
     ours = AttentionPairBias(theirs.c_q, theirs.c_z, mha.c_hidden, mha.no_heads, c_s, theirs.inf)
@@ -150,7 +156,7 @@ def _pair_bias(theirs: Any) -> nn.Module:
 
 
 def _boltz_pair_bias(theirs: Any) -> nn.Module:
-    """With or without a norm of its own, and with or without a projection of z."""
+    """Make our layer for Boltz's attention with pair bias, which may lack the norm of s and the projection of z."""
     projects = isinstance(theirs.proj_z, nn.Sequential)
     c_z = theirs.proj_z[1].in_features if projects else theirs.num_heads
     ours = AttentionPairBias(theirs.c_s, c_z, theirs.head_dim, theirs.num_heads, inf=theirs.inf)
@@ -161,7 +167,7 @@ def _boltz_pair_bias(theirs: Any) -> nn.Module:
 
 
 def _ignore(switches: dict[str, Any]) -> None:
-    """Raise UnknownArgument for one that is no kernel switch, chunk size or leave to overwrite an input."""
+    """Raise UnknownArgument unless every argument is a kernel switch, a chunk size, or permits overwriting an input."""
     for name in switches:
         if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in ("chunk_size", "inplace_safe", "flash_mask"):
             raise UnknownArgument(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
@@ -196,7 +202,7 @@ def _call_templates(ours: Any, t: Tensor, z: Tensor, template_mask: Tensor | Non
 def _call_pair_bias(
     ours: Any, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None, **switches: Any
 ) -> Tensor:
-    """OpenFold-3 leaves out leading axes of z and mask, along which they do not vary."""
+    """Call our layer with OpenFold-3's arguments. z and mask may lack leading axes along which they do not vary."""
     _ignore(switches)
     mask = None if mask is None else with_axes(mask, a.ndim - 1)
     made: Tensor = ours(a, with_axes(z, a.ndim + 1), s, mask)
@@ -218,7 +224,10 @@ def _call_boltz_pair_bias(
     to_keys: Callable[[Tensor], Tensor] | None = None,
     model_cache: dict[str, Any] | None = None,
 ) -> Tensor:
-    """The samples of a structure follow one another in the first axis of s and mask; `to_keys` picks the keys of windows."""
+    """Call our layer with Boltz's arguments. The first axis of s and mask holds structures times samples.
+
+    `to_keys` picks the keys of each window.
+    """
     if to_keys is not None:
         k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
     pair_bias = None if model_cache is None else model_cache.get("z")

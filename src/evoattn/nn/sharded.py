@@ -1,8 +1,9 @@
-"""A triangle layer whose pair representation is a DTensor that is split over processes by rows, or by columns.
+"""A triangle layer whose pair representation z is a DTensor, split over processes by rows or by columns.
 
-A process attends along the rows that it holds. Around the starting node these are rows of z, around the ending node columns:
-one of the two nodes exchanges rows and columns before and after, by one all-to-all each. Every row needs the pair bias of all
-queries, so both nodes gather it; it has H channels where z has C.
+The rows of the attention are rows of z around the starting node, and columns of z around the ending node. A process computes
+whole rows of the attention. So if z is split along the other axis, one all-to-all exchanges rows and columns before the
+attention, and another one after it. Every row needs the pair bias of all queries, so both nodes gather it. It has H channels, z
+has C.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Split", "update_of"]
 
 Compute = Callable[[Tensor, Tensor | None, Callable[[Tensor], Tensor]], Tensor]
-"""Makes the update of the rows that a process holds from these, their mask, and what gathers the pair bias."""
+"""Takes the rows that a process holds, their mask, and a function that gathers the pair bias. Returns the update."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Split:
     length: int
 
     def sizes(self, length: int) -> list[int]:
-        """How much each process holds of an axis of this length that is split."""
+        """The length that each process holds of a split axis of `length`."""
         processes = dist.get_world_size(self.group)
         most = -(-length // processes)
         return [max(0, min(most, length - rank * most)) for rank in range(processes)]
 
     def exchange(self, x: Tensor, here: int, there: int, length: int) -> Tensor:
-        """What is split along `here`, of this length in all, split along `there`."""
+        """Exchange x, split along axis `here` of `length` in all, for the same tensor split along axis `there`."""
         of_here, of_there = self.sizes(length), self.sizes(x.shape[there])
         sent = [part.reshape(-1) for part in x.split(of_there, there)]
         mine = list(x.shape)
@@ -61,18 +62,18 @@ class Split:
         return torch.cat([part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)], here)
 
     def gather(self, bias: Tensor) -> Tensor:
-        """The pair bias `[*, L, K, H]` of all rows, from that of the rows of each process."""
+        """Gather the pair bias `[*, L, K, H]` of all rows; `bias` has those of this process."""
         made: Tensor = _Gather.apply(bias, self)  # type: ignore[no-untyped-call]
         return made
 
     def same(self, x: Tensor) -> Tensor:
-        """What the first process has."""
+        """Copy the first process's x to all processes of the group."""
         dist.broadcast(x, dist.get_global_rank(self.group, 0), self.group)
         return x
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows for columns; the gradient goes back as it came."""
+    """`Split.exchange` with a gradient, which the reverse exchange sends back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split, here: int, there: int, length: int) -> Tensor:
@@ -86,7 +87,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all processes; each gets back the gradient of its own, summed over all in their order."""
+    """Gather rows of all processes. Each gets back the gradient of its own, summed over processes in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
@@ -110,7 +111,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """So many rows, contiguous: zeros below those that are there."""
+    """x with zeros below it, up to so many `rows`, contiguous."""
     if x.shape[0] == rows:
         return x.contiguous()
     return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
@@ -126,21 +127,21 @@ def update_of(
     finish: Callable[[Tensor, Tensor, Split | None], Tensor],
     **options: Any,
 ) -> Tensor:
-    """What a layer returns for a pair representation that is split, as a DTensor that is split alike.
+    """Run a layer on a pair representation that is a DTensor. The output is a DTensor with the same placements.
 
     Args:
-        layer: the layer. Its parameters are plain tensors, whose gradients are those of this process's rows, or DTensors on
-            the mesh of z, whose gradients are whole.
-        z: `[*, I, J, C]`, split along one of I and J by at most one dimension of its mesh, and along leading axes by others.
+        layer: the layer. If its parameters are plain tensors, their gradients come from this process's rows alone. If they are
+            DTensors on the mesh of z, their gradients come from all rows.
+        z: `[*, I, J, C]`. One dimension of its mesh may split I or J. The others may split leading axes.
         mask: `[*, I, J]`, on the mesh of z.
-        rows: the axis of z along which the attention has rows, -3 or -2.
-        compute: makes the update of what a process holds if it is split along `rows`.
-        finish: makes the output from what the process holds of z, the update and the split.
-        options: how the layer was called besides.
+        rows: the axis of z that holds the rows of the attention, -3 or -2.
+        compute: makes the update of the rows that a process holds, if they are split along `rows`.
+        finish: makes the output from this process's part of z, the update and the split.
+        options: further arguments of the layer's call.
 
     Raises:
         TypeError: mask is a plain tensor.
-        ValueError: z is split otherwise, or mask or a parameter lies on another mesh.
+        ValueError: z has other placements, or mask or a parameter is on another mesh.
     """
     from torch.distributed.tensor import DTensor
 
@@ -175,7 +176,7 @@ def _exchanged(x: Tensor, split: Split, to: int) -> Tensor:
 
 
 def _split(z: DTensor) -> Split | None:
-    """Along rows or along columns; None if each process has all of both."""
+    """The split of z along rows or columns, or None if each process has all rows and columns."""
     from torch.distributed.tensor import Replicate, Shard
 
     found = None
@@ -193,7 +194,7 @@ def _split(z: DTensor) -> Split | None:
 
 
 def _whole(name: str, x: Any, z: DTensor) -> Tensor:
-    """A parameter as each process needs it. Its gradient is a sum over the processes that hold different parts of z."""
+    """The whole parameter, on each process. Its gradient is summed over the processes that hold different parts of z."""
     from torch.distributed.tensor import Partial, Replicate
 
     if x.device_mesh != z.device_mesh:
@@ -204,7 +205,7 @@ def _whole(name: str, x: Any, z: DTensor) -> Tensor:
 
 
 def _mask_of(mask: Any, z: DTensor) -> Tensor:
-    """What a process needs of the mask, in the dtype of z and with all of its axes."""
+    """The part of the mask for this process's part of z, in the dtype of z and expanded to its shape without channels."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not is_distributed(mask):

@@ -12,16 +12,17 @@ __all__ = ["TemplatePointwiseAttention"]
 
 
 class TemplatePointwiseAttention(nn.Module):
-    """Each pair (i, j) attends to the templates' pairs (i, j). There is no norm, no gate and no pair bias.
+    """Template attention: pair (i, j) attends to pair (i, j) of every template. There is no norm, gate or pair bias.
 
-    Parameters have OpenFold's names: `mha.linear_q`, `_k`, `_v`, `_o`. Keys and values are never copied pair by pair.
+    Parameters have OpenFold's names: `mha.linear_q`, `_k`, `_v`, `_o`. Keys and values are
+    strided views, so templates are never transposed in memory.
 
     Args:
         c_t: channels of a template.
         c_z: channels of the pair representation.
         c_hidden: channels of a head.
         no_heads: heads H.
-        inf: what the score of a masked template loses.
+        inf: is subtracted from the score of a masked template.
         residual, out_bias, empty_rows: as in `TriangleAttention`.
 
     Example:
@@ -53,15 +54,15 @@ class TemplatePointwiseAttention(nn.Module):
         self.mha = Attention(c_z, c_t, c_hidden, no_heads, gating=False, out_bias=out_bias)
 
     def forward(self, t: Tensor, z: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The update of z, or z with its update.
+        """Compute the update of z, or z + update with `residual=True`.
 
         Args:
             t: the templates, `[*, T, I, J, c_t]`.
             z: the pair representation, `[*, I, J, c_z]`.
-            mask: `[*, T]`, 1 or True where a template is there; None: all are.
+            mask: `[*, T]`, 1 or True for a template that is attended. None: all are.
 
         Raises:
-            TypeError, ValueError: t, z or mask do not fit.
+            TypeError, ValueError: t, z or mask has a wrong type or shape.
         """
         check_input("t", t, 4, self.c_t)
         check_input("z", z, 3, self.c_z)

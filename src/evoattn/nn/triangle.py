@@ -18,25 +18,27 @@ __all__ = ["TriangleAttention"]
 
 
 class TriangleAttention(nn.Module):
-    """Edge (i, j) attends to the edges (i, k) that share its start, or to the edges (k, j) that share its end.
+    """Triangle attention around the starting or the ending node.
+
+    Edge (i, j) attends to the edges (i, k) that share its start, or to the edges (k, j) that share its end.
 
     Parameters have OpenFold's names: `layer_norm`, `linear` (the pair bias), `mha.linear_q`, `_k`, `_v`, `_g`, `_o`. The ending
-    node works on strided views: the pair representation is never copied in the other order.
+    node works on strided views, so the pair representation is never transposed in memory.
 
     Args:
         c_in: channels of the pair representation.
         c_hidden: channels of a head.
         no_heads: heads H.
-        starting: around the starting node, else around the ending node.
-        inf: what the scores of a masked key lose.
-        dropout: probability, in training; all rows i drop the same entries, around the ending node all columns j.
-        residual: whether the layer returns z + update, else the update alone.
+        starting: True: around the starting node. False: around the ending node.
+        inf: is subtracted from the scores of a masked key.
+        dropout: probability in training. All rows i drop the same entries; around the ending node all columns j do.
+        residual: whether the layer returns z + update. Else it returns the update alone.
         gate_bias, out_bias: whether `linear_g` and `linear_o` have biases: yes in OpenFold, no in OpenFold-3 and Boltz.
-        empty_rows: what rows have that are masked at every key: "mean", the mean of v, as in OpenFold; or "native", 0 before
-            the output product, which saves a few launches where a mask is given.
+        empty_rows: the attention output of a row that is masked at every key. "mean": the mean of v, as in OpenFold. "native":
+            0, which saves a few launches in a call with a mask.
 
     Raises:
-        ValueError: `dropout` or `empty_rows` is not one of these.
+        ValueError: `dropout` is not in [0, 1), or `empty_rows` is neither "mean" nor "native".
 
     Example:
         >>> import torch
@@ -71,20 +73,20 @@ class TriangleAttention(nn.Module):
         self.mha = Attention(c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias)
 
     def forward(self, z: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False) -> Tensor:
-        """The update of z, or z with its update.
+        """Compute the update of z, or z + update with `residual=True`.
 
         Args:
-            z: the pair representation, `[*, I, J, c_in]`. One that is transposed in memory is read as it lies. A DTensor may be
-                split by rows or by columns (`evoattn.nn.sharded`).
-            mask: `[*, I, J]`, 1 or True where an edge is there; None: all are.
-            transpose_bias: whether queries and keys change places in the pair bias, as OpenFold-3 has it around the ending
-                node, where it hands the layer a transposed z.
+            z: the pair representation, `[*, I, J, c_in]`. A transposed view is not copied. A DTensor may be split by rows or by
+                columns.
+            mask: `[*, I, J]`, 1 or True for an edge that is attended. None: all are. A DTensor if z is one.
+            transpose_bias: whether to exchange queries and keys in the pair bias. OpenFold-3 needs this around the ending node,
+                since it passes a transposed z.
 
         Returns:
-            `[*, I, J, c_in]`, in the compute dtype; with the residual, as torch promotes z and that.
+            `[*, I, J, c_in]` in the compute dtype, or with the residual in the dtype to which torch promotes z and the update.
 
         Raises:
-            TypeError, ValueError: z or mask do not fit.
+            TypeError, ValueError: z or mask has a wrong type or shape.
         """
         check_input("z", z, 3, self.c_in, distributed=True)
         check_mask("mask", mask, tuple(z.shape[:-1]))
@@ -98,7 +100,7 @@ class TriangleAttention(nn.Module):
 
     @property
     def _rows(self) -> int:
-        """The axis of z along which the attention has rows."""
+        """The axis of z that holds the rows of the attention: -3 around the starting node, else -2."""
         return -3 if self.starting else -2
 
     def _update(
@@ -109,7 +111,10 @@ class TriangleAttention(nn.Module):
         *,
         transpose_bias: bool = False,
     ) -> Tensor:
-        """The update of z. `gather` makes the pair bias `[*, L, K, H]` of all rows, if z has not all of them."""
+        """Compute the update of z.
+
+        If this process holds only some rows of z, `gather` makes the pair bias `[*, L, K, H]` of all rows from that of its own.
+        """
         turned = not z.is_contiguous() and z.transpose(-2, -3).is_contiguous()
         x = z.transpose(-2, -3) if turned else z  # as it lies in memory
         mha = self.mha
@@ -131,7 +136,7 @@ class TriangleAttention(nn.Module):
         return made.transpose(-2, -3) if turned else made
 
     def _finish(self, z: Tensor, made: Tensor, split: Split | None = None) -> Tensor:
-        """What the layer returns. Processes that share z by rows have the same dropout, which is one for all rows."""
+        """Apply dropout and residual. All rows share one dropout mask, so processes that hold different rows draw the same."""
         same = split.same if split is not None and split.axis == self._rows else None
         wishes: dict[str, Any] = {"residual": self.residual, "dropout": self.dropout, "training": self.training}
         return update(z, made, shared=self._rows, same=same, **wishes)

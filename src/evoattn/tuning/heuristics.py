@@ -144,9 +144,9 @@ def _table(problem: Problem) -> ForwardTiles:
 
 
 def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> ForwardTiles:
-    """The tiles that the forward would run: the table's, fitted to the sizes and to shared memory, under what `config` sets.
+    """Choose the tiles of the forward: those of the table, made smaller for small sizes and to fit in shared memory.
 
-    They keep the rule of `validity`.
+    Fields that `config` or `evoattn tune` sets override the table. The result keeps the rule of `evoattn.tuning.validity`.
 
     Args:
         problem: the call.

@@ -44,12 +44,12 @@ _LEAST_BLOCK = 4
 
 @dataclasses.dataclass(frozen=True)
 class FewTiles:
-    """A program of the kernels for few queries and keys.
+    """What one program of the kernels for few queries and keys computes.
 
     Args:
-        rows: rows (b, n, h), a power of two.
-        block_k: keys that there is room for, a power of two.
-        num_warps: one where that has enough registers: a row's sums then never wait for another warp.
+        rows: rows (b, n, h) of a program, a power of two.
+        block_k: the largest number of keys that fit, a power of two.
+        num_warps: one, if one warp has enough registers, so that sums over a row need no other warp. Else two.
     """
 
     rows: int

@@ -189,15 +189,18 @@ def _warn(file: Path, why: str) -> None:
 
 
 def save(found: dict[str, dict[str, Any]], on_cpu: bool) -> Path:
-    """Add entries to the file, whole or not at all; what this process plans from then on follows them.
+    """Add entries to the table file, all of them or none. Calls that this process plans afterwards use them.
 
     Args:
-        found: by key, each with a "config" and whatever else is worth telling.
-        on_cpu: for which device.
+        found: entries by key. Each has a "config", and may have other fields for information.
+        on_cpu: whether this is the table of the CPU. Else it is that of the GPU.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: there is no place for a file: EVOATTN_CACHE_DIR is empty.
+        OSError: the file cannot be written.
+        ValueError: EVOATTN_CACHE_DIR is empty, which means that there is no file.
     """
     file = path(on_cpu)
     if file is None:

@@ -1,8 +1,9 @@
-"""What the launches of a call need is compiled before the first of them, on several threads at once.
+"""Compile all kernels of a call on several threads, before the first of them is launched.
 
-Triton compiles a kernel when it is first launched, and up to 3.6 makes a launcher for it with the C compiler: at `tri384` two
-kernels forward and five backward, one after another. So the first call of a plan is walked through before, with launches that
-only ask for their kernels; where all of them are there already, that costs what a call costs the host.
+Triton compiles a kernel when it is first launched, and up to 3.6 it makes a launcher for it with the C compiler. At `tri384`
+these are two kernels forward and five backward, one after another. So the first call of a plan runs twice. In the first run
+launches only collect their kernels, which are then compiled together. If all of them are compiled already, this run costs the
+host as much as a call.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ _loading = threading.Lock()
 
 
 def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Make all kernels that `run(*arguments)` would launch ready, and launch none of them.
+    """Compile and load all kernels that `run(*arguments)` would launch. Launch none of them.
 
-    What torch does in `run` it does: memory is allocated, cleared and copied into, and let go. A graph that is captured would
-    keep all of that: there nothing happens, and kernels are compiled as they are launched. One plan at a time: a launch that
-    another thread has made would not ask but start.
+    This calls `run`, so torch operations in it do run: they allocate, clear and copy memory, which is then freed. A CUDA graph
+    would record them, so during a capture this function returns at once, and each kernel is compiled at its launch.
+
+    No other thread may run the same plan meanwhile: a launch that it made would start its kernel here instead of collecting it.
     """
     if not COMPILES_AHEAD or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return

@@ -135,11 +135,18 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, do, dk, dv [b,n,h,l,d]; pair [b|1,h|1,q,k], or [b|1,h|1,tiles of k,tiles of q,64 * 64] where it streams;
-        row, stats as in `dq`; dmask float32 [b,n,h,k], each head's part of the gradient of the mask bias, or None;
-        added float32 and dpair, both [fours, 4], d(pair bias) as it was added up and as it is wanted, or None;
-        dq [b,n,h,l,d] if rows are to be cleared there, or None; order [b,2,n] and starts [b, panels + 2] as in `live_rows`, or
-        None."""
+        """Launch the kernel.
+
+        Args:
+            q, k, v, do, dk, dv: [b,n,h,l,d].
+            pair: the pair bias, [b|1,h|1,q,k]; or if it streams, [b|1,h|1,tiles of k,tiles of q,64 * 64].
+            row, stats: as in `dq`.
+            dmask: float32 [b,n,h,k], each head's part of the gradient of the mask bias; or None.
+            added: float32 [fours, 4], the gradient of the pair bias as `dq` has summed it; or None.
+            dpair: [fours, 4], where `added` is written in its final dtype; or None.
+            dq: [b,n,h,l,d], in which the rows that `dq` leaves out are set to zero; or None.
+            order, starts: [b,2,n] and [b, panels + 2], as in `live_rows`; or None.
+        """
         lk, lq, _, lo = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         aK, tK = tile_copy(load, k, lk, (ROWS, self.D))

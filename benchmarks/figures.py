@@ -226,7 +226,7 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         blocks[name] = "\n".join([*lines, times_table(shown)])
     layers = [problem for problem in layer_problems(found) if problem.workload.name in LAYERS_IN_README]
     cards = dict.fromkeys(part.record.machine["device"] for part in found if layer_problems([part]))
-    about = f"{' and '.join(cards)}, a whole triangle layer, norm to output, forward / forward + backward in ms:"
+    about = f"{' and '.join(cards)}, a whole triangle layer from norm to output product, forward / forward + backward in ms:"
     blocks["layers"] = "\n".join([about, "", layer_table(layers)]) if layers else ""
     return blocks
 

@@ -19,9 +19,16 @@ NEVER = -1e30  # in place of -lse where a query has no probabilities
 STEP = 16.0  # float16 takes -lse / scale in these: a pair bias brings it to -524,032, and a little beyond
 
 
-def key_of_slice(u: Any, group: Any, groups: int, slices: int, deal: int) -> Any:
-    """The first key of slice u of a warpgroup in `dq`, whose keys lie side by side or are dealt `deal` slices at a time."""
-    return ((u // deal * groups + group) * deal + u % deal) * SLICE if deal else (group * slices + u) * SLICE
+def key_of_slice(u: Any, group: Any, groups: int, slices: int, interleave: int) -> Any:
+    """The first key of slice u of a warpgroup in `dq`.
+
+    A warpgroup's keys lie side by side if `interleave` is 0. Else warpgroups take `interleave` slices each in turn.
+    """
+    return (
+        ((u // interleave * groups + group) * interleave + u % interleave) * SLICE
+        if interleave
+        else (group * slices + u) * SLICE
+    )
 
 
 def row_at(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:

@@ -15,7 +15,7 @@ from evoattn.backends.hopper.backward.dq.kernel import QueryGradients
 from evoattn.backends.hopper.backward.facts import Facts
 from evoattn.backends.hopper.backward.fused.kernel import FusedGradients
 from evoattn.backends.hopper.backward.statistics import Statistics
-from evoattn.backends.hopper.backward.variants import query_deal
+from evoattn.backends.hopper.backward.variants import query_interleave
 from evoattn.backends.hopper.host.launch import plan, types
 
 __all__ = ["Rows", "Seen", "Stage", "between", "stages_of"]
@@ -145,8 +145,8 @@ def _key(facts: Facts, seen: Seen, rows: Rows, tiles: bool, stats: Tensor) -> St
 
 def _bias_sum(facts: Facts, seen: Seen, parts: Tensor) -> Stage:
     split = {name: facts.query[name] for name in ("groups", "slices", "cluster")}
-    deal = query_deal(facts.d, facts.query["slices"], facts.query["stage"])
+    interleave = query_interleave(facts.d, facts.query["slices"], facts.query["stage"])
     vector = facts.sizes[4] % 2 == 0
-    made = PanelSum(types[facts.gradient.sums.dtype], **split, deal=deal, vector=vector, timed=facts.query_timed)  # type: ignore[union-attr]
+    made = PanelSum(types[facts.gradient.sums.dtype], **split, interleave=interleave, vector=vector, timed=facts.query_timed)  # type: ignore[union-attr]
     launch = plan(made, facts.device, parts, seen.sums, facts.sizes[1], facts.clusters)
     return lambda x, stats, parts: launch(parts, x.sums)

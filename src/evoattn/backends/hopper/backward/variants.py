@@ -74,11 +74,11 @@ def timed(panels: int, n: int, blocks: int) -> bool:
     return n > -(-panels * n // blocks)
 
 
-def query_deal(channels: int, slices: int, stage: int) -> int:
-    """Slices of keys that are dealt to the warpgroups of `QueryGradients` at a time, or 0 where they are not dealt.
+def query_interleave(channels: int, slices: int, stage: int) -> int:
+    """How many slices of keys each warpgroup of `QueryGradients` takes in turn, or 0 if its keys lie side by side.
 
-    Where they are, a row may end early that a mask cuts short. That takes registers, and costs other rows nothing with 48 and
-    64 channels, but up to 5% with fewer.
+    With interleaved keys, a row that a mask cuts short can end early. That takes registers. It costs other rows nothing with 48
+    and 64 channels, but up to 5% with fewer.
     """
     return stage if channels > 32 and slices // stage > 2 else 0
 

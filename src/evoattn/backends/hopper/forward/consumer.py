@@ -256,7 +256,7 @@ class ForwardConsumer(ForwardMma):
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
-        deal: Int32,
+        interleave: Int32,
         block: Int32,
         sizes,
         s: Int32,
@@ -276,7 +276,7 @@ class ForwardConsumer(ForwardMma):
             i = cutlass.min(i0 + arch.lane_idx() % WARP_QUERIES, LQ - 1)
             p = p0 + s
             while p < p1:
-                n = self.schedule.row(p, phase, deal, N)
+                n = self.schedule.row(p, phase, interleave, N)
                 value = lse[b, n, h, i]
                 if i0 < LQ and arch.vote_any_sync(value != value or value == Float32.inf):
                     r = b * row_b + n * row_n

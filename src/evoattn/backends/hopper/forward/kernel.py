@@ -67,7 +67,7 @@ class Forward(ForwardVariant):
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
-        deal: Int32,
+        interleave: Int32,
         blocks: Int32,
         stream: cuda.CUstream,
     ):
@@ -113,7 +113,7 @@ class Forward(ForwardVariant):
             row_b,
             row_n,
             scale,
-            deal,
+            interleave,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared)
 
     @cute.kernel
@@ -144,7 +144,7 @@ class Forward(ForwardVariant):
         row_b: Int32,
         row_n: Int32,
         scale: Float32,
-        deal: Int32,
+        interleave: Int32,
     ):
         D, ST, SLOTS = self.D, self.stages, self.slots
         B, N, H, LQ, _ = gQ.shape
@@ -236,7 +236,9 @@ class Forward(ForwardVariant):
             if s < STREAMS:
                 barriers = (full, empty, pfull, pempty, qfull, qempty)
                 copies = ((aQ, qG, qS), (aK, kG, kS), (aV, vG, vS), (aP, pG, pS))
-                self.produce(s, first, last, sizes, deal, H, NB, pair, row, ends, row_b, row_n, turn, pR, barriers, copies)
+                self.produce(
+                    s, first, last, sizes, interleave, H, NB, pair, row, ends, row_b, row_n, turn, pR, barriers, copies
+                )
         else:
             # ================= consumers
             arch.setmaxregister_increase(112)
@@ -366,7 +368,7 @@ class Forward(ForwardVariant):
                     row_b,
                     row_n,
                     scale,
-                    deal,
+                    interleave,
                     block,
                     sizes,
                     s,

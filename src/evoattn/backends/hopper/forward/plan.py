@@ -48,7 +48,7 @@ def plan_forward(
     together = HeadGroups.of(q, None if resident else pair_bias, panels * n, processors)
     panels *= together.b * together.h
     blocks = min(processors, panels * n)
-    deal = min(max(round(blocks / panels), 1), n)
+    interleave = min(max(round(blocks / panels), 1), n)
 
     workspace = Workspace(device)
     terms = row_plan(mask, mask_bias, q, lk, workspace, always=row, deep=pair_bias is not None)
@@ -63,7 +63,7 @@ def plan_forward(
     of_given, bias, of_shifts = (None if x is None else together.cut(x, 1) for x in (given, seen, shifts))
     of_group = [together.cut(x, 2) for x in (q, k, v, o, lse, lse)]
     tensors = (*of_group[:3], *of_rows[:2], deep, of_given, bias, *of_group[3:], of_shifts)
-    kernel = plan(variant, device, *tensors, *of_rows[2:], unit, deal, blocks)
+    kernel = plan(variant, device, *tensors, *of_rows[2:], unit, interleave, blocks)
     by_b = [None if terms is None or x is None else terms.by_b(x) for x in (*of_rows[:2], deep)]
     of_inputs = ((q, 2), (k, 2), (v, 2), *((x, None) for x in by_b))
     further = together.further(*of_inputs, (given, 1), (seen, 1), (o, 2), (lse, 2), (lse, 2), (shifts, 1))

@@ -33,7 +33,7 @@ class ForwardProducer(ForwardMma):
         first: Int32,
         last: Int32,
         sizes,
-        deal: Int32,
+        interleave: Int32,
         H: Int32,
         NB: Int32,
         pair: Any,
@@ -66,12 +66,12 @@ class ForwardProducer(ForwardMma):
             if const_expr(self.streamed):
                 limit = p1 + s  # both streams make the same number of rounds: the bias is loaded for both
             while p < limit:
-                nn = self.schedule.row(cutlass.min(p, p1 - 1), phase, deal, N)
+                nn = self.schedule.row(cutlass.min(p, p1 - 1), phase, interleave, N)
                 slices = 2 * NB
                 if const_expr(self.row):
                     end = ends[b * row_b + nn * row_n]
                     if const_expr(self.streamed):  # the bias is streamed for the longer of both rows
-                        other = self.schedule.row(cutlass.min(p + 1 - 2 * s, p1 - 1), phase, deal, N)
+                        other = self.schedule.row(cutlass.min(p + 1 - 2 * s, p1 - 1), phase, interleave, N)
                         end = cutlass.max(end, ends[b * row_b + other * row_n])
                     slices = cutlass.max((end + SLICE - 1) // SLICE, 1)
                     if const_expr(not self.odd):

@@ -145,7 +145,7 @@ class Rows(Kernel):
     def list_rows(
         self, mask: cute.Tensor, order: cute.Tensor, starts: cute.Tensor, counts: cute.Tensor, keys: Int32, b: Int32, tid: Int32
     ):
-        """order and starts of batch b, by all threads of a block: rows are counted by their panels, then dealt."""
+        """order and starts of batch b, by all threads of a block: a counting sort of the rows by their panels."""
         rows, panels = order.shape[2], starts.shape[1] - 2
         for x in cutlass.range(tid, panels + 1, self.threads):
             counts[x] = Int32(0)

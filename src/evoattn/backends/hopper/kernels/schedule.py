@@ -4,8 +4,9 @@ A unit is one panel of queries of one (b, h) with one row n; panels are numbered
 in a line, panel after panel, and a block takes one stretch of it, so that it changes panels as seldom as can be.
 
 Blocks that work on different panels read the keys and values of the same rows, and find them in the L2 cache if they are there
-at the same time. So a panel deals its rows like cards: with S blocks to a panel, consecutive positions are rows 0, S, 2S, ...,
-then 1, S + 1, ..., and each block begins where the panel's first whole block begins. Rows in order took 36% longer at 8 heads.
+at the same time. So the rows of a panel are interleaved: with S blocks to a panel, consecutive positions are rows 0, S, 2S,
+..., then 1, S + 1, ..., and each block begins where the panel's first whole block begins. Rows in order took 36% longer at 8
+heads.
 """
 
 from __future__ import annotations
@@ -77,16 +78,16 @@ class Schedule:
         whole = 8 * n * (panels - 1)
         return weight, whole, whole + weight * n
 
-    def row(self, position: Any, phase: Any, deal: Any, n: Any) -> Any:
-        """The row n at a position of a panel."""
+    def row(self, position: Any, phase: Any, interleave: Any, n: Any) -> Any:
+        """The row n at a position of a panel, whose rows are interleaved among `interleave` blocks."""
         turned = position - phase
         turned = cutlass.select_(turned < 0, turned + n, turned)
         turned = Int32(turned)
-        more = n - n // deal * deal
-        length = n // deal + 1
+        more = n - n // interleave * interleave
+        length = n // interleave + 1
         split = more * length
         late = turned >= split
         length = Int32(cutlass.select_(late, length - 1, length))
         turned = Int32(cutlass.select_(late, turned - split, turned))
-        hand = turned // length
-        return (turned - hand * length) * deal + hand + Int32(cutlass.select_(late, more, Int32(0)))
+        offset = turned // length
+        return (turned - offset * length) * interleave + offset + Int32(cutlass.select_(late, more, Int32(0)))

@@ -20,7 +20,7 @@ class PanelSum(Kernel):
 
     Args:
         dtype: cutlass type of d(pair bias).
-        groups, slices, cluster, deal, timed: as the variant of `QueryGradients` that left the parts.
+        groups, slices, cluster, interleave, timed: as the variant of `QueryGradients` that left the parts.
         vector: whether rows of d(pair bias) start on 4 bytes.
     """
 
@@ -31,14 +31,14 @@ class PanelSum(Kernel):
         groups: int = 3,
         slices: int = 4,
         cluster: int = 1,
-        deal: int = 0,
+        interleave: int = 0,
         vector: bool = True,
         timed: bool = True,
     ):
         self.dtype, self.groups, self.slices, self.cluster = dtype, groups, slices, cluster
-        self.deal, self.vector, self.timed = deal, vector, timed and cluster == 1
+        self.interleave, self.vector, self.timed = interleave, vector, timed and cluster == 1
         self.name_after(
-            dtype, groups=groups, slices=slices, cluster=cluster, deal=deal or None, vector=vector, timed=self.timed
+            dtype, groups=groups, slices=slices, cluster=cluster, interleave=interleave or None, vector=vector, timed=self.timed
         )
 
     @cute.jit
@@ -72,7 +72,7 @@ class PanelSum(Kernel):
                 sums[y] = sums[y] + part[y]
         s, wt = tid // 128, tid % 128
         q = pan % NQ * ROWS + wt // 32 * 16 + wt % 32 // 4
-        key = key_of_slice(x // 4, rank * self.groups + s, self.cluster * self.groups, self.slices, self.deal)
+        key = key_of_slice(x // 4, rank * self.groups + s, self.cluster * self.groups, self.slices, self.interleave)
         k = key + x % 4 * 8 + wt % 4 * 2
         for r in range_constexpr(2):
             if q + 8 * r < LQ and k < LK:

@@ -24,7 +24,7 @@ from evoattn.backends.hopper.backward.common import fake_pair, fake_words, narro
 from evoattn.backends.hopper.backward.dq.producer import QueryProducer
 from evoattn.backends.hopper.backward.dq.reduce import QueryReduce
 from evoattn.backends.hopper.backward.schedule import change_of, reached, share
-from evoattn.backends.hopper.backward.variants import query_deal, query_sums
+from evoattn.backends.hopper.backward.variants import query_interleave, query_sums
 from evoattn.backends.hopper.host.launch import Kernel, channels, live_rows, terms
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.primitives import LOG2E, coefficients, k_major, mn_major, multiply, packed, padded, release
@@ -50,9 +50,9 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         gate: whether a gate multiplies O. Then `gate.GatePass` has found delta, which comes with dlse, and o is not read.
         partial: whether each block leaves its part of d(pair bias) instead of adding it to what the others found.
         vector: whether lines of the pair bias start on 4 bytes, and the number of keys is even.
-        skips: whether rows whose keys are all masked are left out, but for the first of a block's stretch: `dkdv`, which
-            leaves them out too, clears their dq. Where keys are dealt (`query_deal`), a row that a mask cuts short ends after
-            half of a warpgroup's tiles or a later one, `exits`.
+        skips: whether rows whose keys are all masked are left out, except the first of a block's stretch. `dkdv` leaves them
+            out too, and clears their dq. If keys are interleaved (`query_interleave`), a row that a mask cuts short can end
+            early: after half of a warpgroup's tiles or any later tile (`exits`).
         timed: whether blocks count the time in which they change to another panel (`schedule`), where there is a pair bias.
             Clusters do not: they gained nothing, and wait for L2, and for their rows in step.
     """
@@ -86,8 +86,9 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         self.width = 16 * self.steps
         self.keys = stage * SLICE
         self.tiles = slices // stage
-        self.deal = query_deal(channels, slices, stage)
-        self.exits = tuple(range(-(-self.tiles // 2), self.tiles)) if skips and self.deal else ()  # tiles a row may end after
+        self.interleave = query_interleave(channels, slices, stage)
+        # tiles a row may end after
+        self.exits = tuple(range(-(-self.tiles // 2), self.tiles)) if skips and self.interleave else ()
         self.warp_sums_dq = query_sums(channels, pair, groups, slices, cluster)
         # Warps that bring in keys. One for the queries follows, and one that sums dq if `warp_sums_dq`.
         self.key_producers = 2 if self.warp_sums_dq or groups == 4 else groups

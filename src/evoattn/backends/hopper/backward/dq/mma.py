@@ -35,18 +35,18 @@ class QueryMma:
     groups: int
     slices: int
     stage: int
-    deal: int
+    interleave: int
     tiles: int
     exits: tuple[int, ...]
     vector: bool
 
     def key(self, u, group=0):
         """The first key of slice u of a warpgroup; of the first, how far behind its slice 0."""
-        return key_of_slice(u, group, self.cluster * self.groups, self.slices, self.deal)
+        return key_of_slice(u, group, self.cluster * self.groups, self.slices, self.interleave)
 
     def tile_of(self, j, group):
         """Which of all tiles of keys is tile j of a warpgroup."""
-        return j * self.cluster * self.groups + group if self.deal else group * self.tiles + j
+        return j * self.cluster * self.groups + group if self.interleave else group * self.tiles + j
 
     def live_tiles(self, tiles, rank, s):
         """How many tiles of keys warpgroup s goes through in a row with so many up to the last key that counts."""

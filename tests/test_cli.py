@@ -1,7 +1,6 @@
 """The command line: the demo end to end, the doctor on a healthy and on a broken machine, help, version, refusals."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from evoattn.problem import Problem
 from evoattn.run import calls, dispatch
 from evoattn.tuning import Config
 from evoattn.workloads import workload
+from tests.helpers.scripts import load
 
 FAMILY = """\
 >query
@@ -282,10 +282,7 @@ def test_the_demo_says_that_others_use_the_cores(
 @pytest.fixture
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """dev.py of a checkout in a folder of its own, called from another one."""
-    spec = importlib.util.spec_from_file_location("evoattn_dev", Path(__file__).parents[1] / "dev.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("dev.py", "evoattn_dev")
     (tmp_path / "checkout").mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setattr(module, "ROOT", tmp_path / "checkout")

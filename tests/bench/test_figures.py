@@ -1,10 +1,8 @@
 """What the pages show of the results is what the committed results make, and drift is seen."""
 
 import dataclasses
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +10,7 @@ import pytest
 
 from evoattn.bench import record as records
 from evoattn.workloads import workload
+from tests.helpers.scripts import load
 
 from .conftest import a_record
 
@@ -21,12 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
     """benchmarks/figures.py, which is a script."""
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["figures"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/figures.py")
 
 
 def test_the_pages_have_not_drifted_from_the_committed_results(figures: ModuleType) -> None:

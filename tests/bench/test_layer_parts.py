@@ -1,9 +1,6 @@
 """The parts of a layer add up to the layer, and parts that make something else get no time."""
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,20 +8,15 @@ import torch
 
 from evoattn.bench.layers import layer_of
 from evoattn.workloads import workload
+from tests.helpers.scripts import load
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def layer_parts() -> ModuleType:
     """benchmarks/layer_parts.py, which is a script."""
-    spec = importlib.util.spec_from_file_location("layer_parts", ROOT / "benchmarks" / "layer_parts.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["layer_parts"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/layer_parts.py")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

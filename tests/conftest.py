@@ -22,6 +22,8 @@ if os.environ.get("CI"):
 def pytest_configure() -> None:
     """Give each of several test processes its share of the cores: threads of torch that wait for one keep it busy."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        os.environ.setdefault("EVOATTN_COMPILERS", "0")  # there are many processes already
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from evoattn.processes import Pool, Report, Task
+from evoattn.processes import Pool, Report, Task, Worker
 
 
 def reports(*tasks: Task, jobs: int = 2) -> list[Report]:
@@ -48,6 +48,26 @@ def test_workers_see_no_gpu_and_end_with_the_block() -> None:
     assert found.result == ""
     with pytest.raises(ProcessLookupError):
         os.kill(process.result, 0)
+
+
+def test_a_worker_starts_no_compilers_of_its_own() -> None:
+    (found,) = reports(Task("os:getenv", ("EVOATTN_COMPILERS",)), jobs=1)
+    assert found.result == "0"
+
+
+def test_a_worker_lets_others_go_first_and_holds_what_it_is_given() -> None:
+    there, here = os.pipe()
+    worker = Worker(behind=5, held=(here,))
+    try:
+        assert worker.run(Task("os:nice", (0,))).result == min(os.nice(0) + 5, 19)
+        os.close(here)
+        os.set_blocking(there, False)
+        with pytest.raises(BlockingIOError):  # nothing comes, but something may
+            os.read(there, 1)
+    finally:
+        worker.end()
+    assert os.read(there, 1) == b""
+    os.close(there)
 
 
 def test_a_caller_that_stops_early_kills_what_runs() -> None:

@@ -54,9 +54,15 @@ def cores() -> int:
 
 
 class Worker:
-    """A process that is started with its first task."""
+    """A process that is started with its first task.
 
-    def __init__(self) -> None:
+    Args:
+        behind: how much nicer to others than its caller the system makes it.
+        held: file descriptors that it has too, and so keeps open as long as it lives.
+    """
+
+    def __init__(self, behind: int = 0, held: tuple[int, ...] = ()) -> None:
+        self._behind, self._held = behind, held
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, task: Task) -> Report:
@@ -69,7 +75,7 @@ class Worker:
         return Report(task, result, error, time.monotonic() - begun)
 
     def _ask(self, task: Task) -> tuple[Any, str | None]:
-        process = self._process = self._process or _start()
+        process = self._process = self._process or _start(self._behind, self._held)
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         pickle.dump(task, process.stdin)
         process.stdin.flush()
@@ -91,15 +97,18 @@ class Worker:
         return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(behind: int, held: tuple[int, ...]) -> subprocess.Popen[bytes]:
     if not sys.executable or getattr(sys, "frozen", False):  # it is a program of its own
         raise OSError("this program has no Python to start")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "EVOATTN_COMPILERS": "0"}  # a worker has no workers
     command = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, start_new_session=True, pass_fds=held
     )
+    if behind:
+        os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + behind)
+    return process
 
 
 class Pool:

@@ -1,5 +1,7 @@
 """Kernels of a call that wants gradients are compiled in other processes too, each once, and whatever happens there."""
 
+import contextlib
+import multiprocessing
 import os
 import pathlib
 import pickle
@@ -23,8 +25,9 @@ from evoattn.backends.hopper.host import launch, together
 from evoattn.call.validation import Wishes
 from evoattn.devices import planned_for
 from evoattn.inputs import Inputs
-from evoattn.processes import Report, Task
+from evoattn.processes import Report, Task, Worker
 from evoattn.run import calls
+from evoattn.testing import workers
 from evoattn.warming.cards import cards_of
 from tests.hopper.test_kept_kernels import kept, new_process
 
@@ -38,16 +41,18 @@ def kernels() -> list[launch.Kernel]:
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """A cache folder that does not exist yet, no kernel in memory, eight cores, and workers that are asked for."""
-    monkeypatch.setenv(together.VARIABLE, "4")
+    """A cache folder that does not exist yet, no kernel in memory, eight cores, and places that nobody else takes."""
+    monkeypatch.delenv(together.VARIABLE, raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(together, "cores", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(together, "_PLACE", f"evoattn-test-{os.getpid()}-")
     monkeypatch.setattr(together, "_workers", together._Workers())
     monkeypatch.setattr(together, "_IDLE_S", 0.5)
     new_process()
     yield tmp_path / "cache"
     new_process()
-    until(lambda: together._workers.threads == 0)
+    until(lambda: not together._workers.places)
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -59,6 +64,9 @@ def until(true: Callable[[], Any]) -> None:
 
 class Hand:
     """Stands for a worker: takes a task, and does it when it is let go."""
+
+    def __init__(self, behind: int, held: tuple[int, ...]) -> None:
+        assert behind > 0 and len(held) == 1
 
     taken: ClassVar[list[str]] = []
     go: ClassVar[threading.Event] = threading.Event()
@@ -72,6 +80,24 @@ class Hand:
         return Report(task, None, None, 0.0)
 
     def end(self) -> None: ...
+
+
+@contextlib.contextmanager
+def all_places() -> Iterator[int]:
+    """Hold all places that are free, of which there are so many."""
+    with contextlib.ExitStack() as held:
+        yield sum(1 for place in iter(together._place, None) if held.enter_context(place))
+
+
+def free_places() -> int:
+    with all_places() as count:
+        return count
+
+
+@pytest.fixture
+def no_place_left(folder: pathlib.Path) -> Iterator[None]:
+    with all_places():
+        yield
 
 
 @pytest.fixture
@@ -129,15 +155,29 @@ def test_a_python_that_cannot_be_started_is_done_without(folder: pathlib.Path, m
 
 @pytest.mark.parametrize(
     "reason",
-    ["one core", "a process for each core", "nothing is kept", "read-only", "one kernel", "all are kept", "all are loaded"],
+    [
+        "one core",
+        "three cores",
+        "a process for each core",
+        "all places are taken",
+        "nothing is kept",
+        "read-only",
+        "one kernel",
+        "all are kept",
+        "all are loaded",
+    ],
 )
 def test_nobody_is_started_where_that_is_of_no_use(
-    reason: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand]
+    reason: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand], request: pytest.FixtureRequest
 ) -> None:
     if reason == "one core":
-        monkeypatch.setattr(together, "cores", lambda: 1)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    elif reason == "three cores":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     elif reason == "a process for each core":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    elif reason == "all places are taken":
+        request.getfixturevalue("no_place_left")
     elif reason == "nothing is kept":
         monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
     elif reason == "read-only":  # a file in the place of the folder: that stops root too
@@ -151,7 +191,7 @@ def test_nobody_is_started_where_that_is_of_no_use(
             for file in kept(folder):
                 file.unlink()
     launch.begin(kernels()[:1] if reason == "one kernel" else kernels())
-    assert together._workers.threads == 0 and not together._workers.waiting
+    assert not together._workers.places and not together._workers.waiting
 
 
 @pytest.mark.parametrize("empty", [True, False])
@@ -159,7 +199,7 @@ def test_workers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Pat
     if not empty:
         launch.compiled(kernels()[0])
     together.expect()
-    assert together._workers.threads == (together._MOST if empty else 0)
+    assert len(together._workers.places) == (together._MOST if empty else 0)
 
 
 def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: type[Hand]) -> None:
@@ -170,7 +210,7 @@ def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: typ
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads, which is the point
         child = os.fork()
     if not child:
-        os._exit(together._workers.threads + len(together._workers.running))
+        os._exit(len(together._workers.places) + len(together._workers.running))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     hand.go.set()
 
@@ -204,14 +244,131 @@ def test_a_backward_that_cannot_be_planned_does_not_stop_a_forward(
         assert calls._straight(Inputs(q, q, q), Wishes().options(), False) is not None
 
 
-@pytest.mark.parametrize("asked", [None, "", "0", "many"])
-def test_no_worker_unless_it_is_asked_for(
-    asked: str | None, folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("asked", "workers"), [(None, 4), ("", 4), ("0", 0), ("2", 2), ("9", 4), ("off", 0)])
+def test_the_environment_says_how_many_at_most(
+    asked: str | None, workers: int, folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if asked is None:
-        monkeypatch.delenv(together.VARIABLE)
-    else:
+    if asked is not None:
         monkeypatch.setenv(together.VARIABLE, asked)
     together.expect()
+    assert len(together._workers.places) == workers
+
+
+def test_who_asks_has_workers_for_few_cores_too(
+    folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But no more than there are cores for, of which four processes have two each here."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    together.expect()
+    assert not together._workers.places
+    monkeypatch.setenv(together.VARIABLE, "4")
+    together.expect()
+    assert len(together._workers.places) == 1
+
+
+def test_all_processes_of_a_machine_share_its_places(
+    folder: pathlib.Path, hand: type[Hand], request: pytest.FixtureRequest
+) -> None:
+    """Whoever has a place, this process or another, nobody else gets it."""
+    for place in (together._place() for _ in range(3)):
+        assert place is not None
+        request.addfinalizer(place.close)
+    together.expect()
+    assert len(together._workers.places) == 1
+
+
+def test_processes_on_other_cores_have_other_places(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with all_places() as count:
+        assert (count, free_places()) == (4, 0)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8, 16)))
+        assert free_places() == 4
+
+
+def test_a_worker_has_its_place_until_it_ends(folder: pathlib.Path) -> None:
+    """Not its caller, which may be killed while the worker compiles."""
+    place = together._place()
+    assert place is not None
+    worker = Worker(5, (place.fileno(),))
+    assert worker.run(Task("os:getpid", ())).error is None
+    place.close()
+    assert free_places() == 3
+    worker.end()
+    assert free_places() == 4
+
+
+def test_a_forked_process_holds_no_place(folder: pathlib.Path, hand: type[Hand]) -> None:
+    hand.go.set()
+    launch.begin(kernels())
+    until(lambda: len(hand.taken) == len(CHANNELS))
+    over, end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(over, 1)  # it lives longer than the workers
+        os._exit(0)
+    until(lambda: not together._workers.places)
+    try:
+        until(lambda: free_places() == 4)
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+
+
+def test_a_slow_worker_is_waited_for_once(folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels are with workers that never finish. This process compiles them itself, and begins no others."""
+    monkeypatch.setattr(together, "_PATIENCE_S", 0.3)
+    launch.begin(kernels())
+    until(lambda: len(hand.taken) == len(CHANNELS))
+    waits: list[float] = []
+    wait_for = together._workers.changed.wait_for
+
+    def watched(true: Callable[[], Any], limit: float) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            waits.append(limit)
+        return wait_for(true, limit)
+
+    monkeypatch.setattr(together._workers.changed, "wait_for", watched)
+    assert all(callable(launch.compiled(kernel)) for kernel in kernels())
+    assert waits == [0.3]
     together.begin({name: Task("nowhere:nothing", ()) for name in "ab"})
-    assert together._workers.threads == 0 and not together._workers.waiting
+    assert not together._workers.waiting
+    hand.go.set()
+
+
+def test_nobody_waits_for_a_worker_that_is_still_starting(
+    folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = threading.Event()
+    run = hand.run
+    monkeypatch.setattr(hand, "run", lambda self, task: started.wait(60) if task is together._READY else run(self, task))
+    monkeypatch.setattr(together, "_PATIENCE_S", 0.0)
+    launch.begin(kernels())
+    assert all(callable(launch.compiled(kernel)) for kernel in kernels())
+    assert together._workers.useful and not hand.taken
+    started.set()
+
+
+def test_a_worker_compiles_no_kernel_that_another_process_has_kept(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = kernels()[0]
+    launch.compiled(kernel)
+    (file,) = kept(folder)
+    monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
+    launch.keep_compiled(kernel, file)
+
+
+def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many of them as cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv(together.VARIABLE, raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert together.wanted()
+    monkeypatch.setenv(together.VARIABLE, "4")  # so that what it sets is undone
+    here, there = multiprocessing.Pipe()
+    here.close()
+    workers._serve(there, "os:getpid", 1)
+    assert not together.wanted()

@@ -167,7 +167,7 @@ def _serve(connection: Any, judge: str, threads: int) -> None:
     """The life of a worker: take a task, judge it, report, until there is nobody to report to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends this process
     torch.set_num_threads(threads)
-    os.environ.pop("EVOATTN_COMPILERS", None)  # `hopper` starts no compilers beside this process
+    os.environ["EVOATTN_COMPILERS"] = "0"  # there are many processes already: `hopper` starts no compilers beside them
     module, _, name = judge.partition(":")
     call: Callable[[RandomProblem, str, str], Outcome] = getattr(importlib.import_module(module), name)
     with contextlib.suppress(EOFError, OSError):

@@ -317,11 +317,14 @@ def begin(kernels: Iterable[Kernel]) -> None:
 def keep_compiled(kernel: Kernel, path: pathlib.Path) -> None:
     """Compile a kernel and write its file, for other processes; this one does not load it. It compiles one at a time.
 
+    Another process may have written it meanwhile. Then nothing is compiled.
+
     Raises:
         OSError: the file cannot be written.
     """
     with _compiler:
-        kept.write(path, _made(kernel))
+        if not kept.is_kept(kernel.name):
+            kept.write(path, _made(kernel))
 
 
 def _found_or_made(kernel: Kernel) -> Any:

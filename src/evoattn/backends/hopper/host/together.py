@@ -2,12 +2,19 @@
 
 The process itself compiles too, in the order of its launches. So whoever comes to a kernel first compiles it, and the other one
 reads the file. Workers take the last first: those are the ones that the process would come to last.
+
+Workers may help, and never hold anything up:
+- There is one for every second core at most, of all processes of the machine together.
+- They yield to other work, and hold a kernel only while they compile it.
+- A process that has waited in vain once waits for none again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -17,17 +24,25 @@ from evoattn.processes import Task, Worker, cores
 __all__ = ["VARIABLE", "begin", "claim", "expect", "ready", "wanted"]
 
 VARIABLE = "EVOATTN_COMPILERS"
-"""The environment's name for the number of workers; none unless it is set. On a machine with a GPU they have not been tried
-enough: 16 processes with four workers each compiled nothing in two minutes."""
+"""The environment's name for the number of workers at most; 0 for none."""
 
 _MOST = 4
 """Workers at most: of the seven kernels of `tri384` and its backward, three small ones take 15% of the time."""
 
+_ENOUGH = 3
+"""With so many cores to spare there are workers though nobody asks: each takes seconds of a core to start."""
+
+_BEHIND = 5
+"""How much nicer a worker is than its caller: it gets a third of the time of a core that it shares."""
+
 _IDLE_S = 60.0
 """After which a worker ends, which holds 400 MB of memory."""
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 10.0
 """After which a kernel is no longer waited for; the slowest takes 5 s."""
+
+_PLACE = "evoattn-compiler-"
+"""A worker's name among the sockets of the machine, with the number of a core behind it."""
 
 _READY = Task("evoattn.backends.hopper.host.together:ready", ())
 
@@ -44,31 +59,37 @@ class _Workers:
         self.changed = threading.Condition()
         self.waiting: dict[str, Task] = {}
         self.running: set[str] = set()
-        self.threads = 0
+        self.places: set[socket.socket] = set()
+        self.useful = True
 
     def begin(self, tasks: dict[str, Task], early: bool = False) -> None:
-        """Add kernels by name, and start as many workers as they are worth."""
+        """Add kernels by name, and start as many workers as they are worth and the machine has places for."""
         with self.changed:
+            if not self.useful:
+                return
             self.waiting.update({name: task for name, task in tasks.items() if name not in self.running})
-            wanted = min(_most(), _spare(), _MOST if early else len(self.waiting))
-            for _ in range(wanted - self.threads):
-                threading.Thread(target=self._work, daemon=True).start()
-                self.threads += 1
+            wanted = min(_most(), _MOST if early else len(self.waiting))
+            while len(self.places) < wanted and (place := _place()) is not None:
+                self.places.add(place)
+                threading.Thread(target=self._work, args=(place,), daemon=True).start()
+            if not self.places:
+                self.waiting.clear()
             self.changed.notify_all()
 
     def claim(self, name: str) -> None:
-        """Return when no worker has the kernel; none will begin it."""
+        """Return when no worker has the kernel, or it is taken over from one that is too slow; no other will begin it."""
         with self.changed:
             self.waiting.pop(name, None)
-            self.changed.wait_for(lambda: name not in self.running, _PATIENCE_S)
+            if self.useful and not self.changed.wait_for(lambda: name not in self.running, _PATIENCE_S):
+                self.useful = False
+                self.waiting.clear()
 
-    def _work(self) -> None:
-        worker = Worker()
+    def _work(self, place: socket.socket) -> None:
+        worker = Worker(_BEHIND, (place.fileno(),))
         worker.run(_READY)
         while True:
             with self.changed:
                 if not self.changed.wait_for(lambda: self.waiting, _IDLE_S):
-                    self.threads -= 1
                     break
                 name, task = self.waiting.popitem()
                 self.running.add(name)
@@ -79,14 +100,35 @@ class _Workers:
                     self.running.discard(name)
                     self.changed.notify_all()
         worker.end()
+        place.close()
+        with self.changed:
+            self.places.discard(place)
+
+
+def _place() -> socket.socket | None:
+    """A free place for a worker, one of those for every second core; None if all are taken.
+
+    It is a name that the system gives to one socket at a time. The worker has the socket too. So the place is taken until the
+    worker ends, even if its caller was killed before.
+    """
+    with contextlib.suppress(OSError):  # too many files are open
+        place = socket.socket(socket.AF_UNIX)
+        for core in sorted(os.sched_getaffinity(0))[::2]:
+            with contextlib.suppress(OSError):  # it is taken
+                place.bind(f"\0{_PLACE}{core}")  # the zero: a name that is no file
+                return place
+        place.close()
+    return None
 
 
 _workers = _Workers()
 
 
 def _forget() -> None:
-    """In a process that was forked: the threads are not there."""
+    """In a process that was forked: the threads are not there, and the places are its parent's."""
     global _workers
+    for place in _workers.places:
+        place.close()
     _workers = _Workers()
 
 
@@ -112,8 +154,8 @@ def claim(name: str) -> None:
 
 
 def wanted() -> bool:
-    """Whether workers are asked for, and there is a core to spare."""
-    return _most() > 0 and _spare() > 0
+    """Whether a call that needs several kernels may have workers."""
+    return _most() > 0
 
 
 def _any(folder: Path) -> bool:
@@ -130,9 +172,10 @@ def _may_help() -> bool:
 
 
 def _most() -> int:
-    """How many workers the user wants, up to as many as help."""
-    asked = os.environ.get(VARIABLE, "")
-    return min(_MOST, int(asked)) if asked.isdecimal() else 0
+    """How many workers this process may have: as many as the user says, up to as many as help and as there are cores for."""
+    spare = _spare()
+    asked = os.environ.get(VARIABLE) or str(_MOST if spare >= _ENOUGH else 0)
+    return min(_MOST, spare, int(asked)) if asked.isdecimal() else 0
 
 
 def _spare() -> int:

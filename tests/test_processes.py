@@ -55,6 +55,12 @@ def test_a_worker_starts_no_compilers_of_its_own() -> None:
     assert found.result == "0"
 
 
+def test_a_worker_is_out_of_reach_of_ctrl_c_but_shares_cores_with_its_caller() -> None:
+    """Linux may share cores among sessions first, whatever the priorities of their processes."""
+    group, session = reports(Task("os:getpgid", (0,)), Task("os:getsid", (0,)), jobs=1)
+    assert group.result != os.getpgid(0) and session.result == os.getsid(0)
+
+
 def test_a_worker_lets_others_go_first_and_holds_what_it_is_given() -> None:
     there, here = os.pipe()
     worker = Worker(behind=5, held=(here,))

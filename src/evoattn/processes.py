@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 
 __all__ = ["Pool", "Report", "Task", "Worker", "cores", "serve"]
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from evoattn.processes import serve; serve()"
+_BOOT = """
+import json, os, sys
+if hasattr(os, "setpgid"):
+    os.setpgid(0, 0)
+sys.path[:] = json.loads(sys.argv[1])
+from evoattn.processes import serve
+serve()
+"""
+"""A group of its own keeps Ctrl-C from it. A session of its own would too, but Linux may share cores among sessions first: a
+low priority counts for nothing then."""
 
 
 class Task(NamedTuple):
@@ -103,9 +112,7 @@ def _start(behind: int, held: tuple[int, ...]) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "EVOATTN_COMPILERS": "0"}  # a worker has no workers
     command = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, start_new_session=True, pass_fds=held
-    )
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, pass_fds=held)
     if behind:
         os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + behind)
     return process

@@ -32,8 +32,8 @@ _MOST = 4
 _ENOUGH = 3
 """With so many cores to spare there are workers though nobody asks: each takes seconds of a core to start."""
 
-_BEHIND = 5
-"""How much nicer a worker is than its caller: it gets a third of the time of a core that it shares."""
+_BEHIND = 10
+"""How much nicer a worker is than its caller: it gets a tenth of the time of a core that it shares."""
 
 _IDLE_S = 60.0
 """After which a worker ends, which holds 400 MB of memory."""

@@ -1,5 +1,6 @@
 """Workers run functions in processes of their own: what they return or raise comes back, and one that dies fails one task."""
 
+import importlib.util
 import os
 import pathlib
 import signal
@@ -53,6 +54,14 @@ def test_workers_see_no_gpu_and_end_with_the_block() -> None:
 def test_a_worker_starts_no_compilers_of_its_own() -> None:
     (found,) = reports(Task("os:getenv", ("EVOATTN_COMPILERS",)), jobs=1)
     assert found.result == "0"
+
+
+def test_a_worker_finds_compiled_modules_where_its_caller_does(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (found,) = reports(Task("importlib.util:cache_from_source", (__file__,)), jobs=1)
+    assert found.result == importlib.util.cache_from_source(__file__)
+    assert found.result.startswith(str(tmp_path)) and any(tmp_path.rglob("processes.*.pyc"))
 
 
 def test_a_worker_is_out_of_reach_of_ctrl_c_but_shares_cores_with_its_caller() -> None:

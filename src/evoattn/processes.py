@@ -26,12 +26,13 @@ _BOOT = """
 import json, os, sys
 if hasattr(os, "setpgid"):
     os.setpgid(0, 0)
-sys.path[:] = json.loads(sys.argv[1])
+sys.path[:], sys.pycache_prefix, sys.dont_write_bytecode = json.loads(sys.argv[1])
 from evoattn.processes import serve
 serve()
 """
 """A group of its own keeps Ctrl-C from it. A session of its own would too, but Linux may share cores among sessions first: a
-low priority counts for nothing then."""
+low priority counts for nothing then. An isolated interpreter knows nothing of the folder in which its caller keeps compiled
+modules, and would compile those of torch from their source."""
 
 
 class Task(NamedTuple):
@@ -110,7 +111,8 @@ def _start(behind: int, held: tuple[int, ...]) -> subprocess.Popen[bytes]:
     if not sys.executable or getattr(sys, "frozen", False):  # it is a program of its own
         raise OSError("this program has no Python to start")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "EVOATTN_COMPILERS": "0"}  # a worker has no workers
-    command = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)]
+    modules = json.dumps([sys.path, sys.pycache_prefix, sys.dont_write_bytecode])
+    command = [sys.executable, "-I", "-c", _BOOT, modules]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, pass_fds=held)
     if behind:

@@ -56,6 +56,14 @@ def test_a_worker_starts_no_compilers_of_its_own() -> None:
     assert found.result == "0"
 
 
+def test_a_worker_knows_an_architecture_but_believes_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
+    asks = Task("os:getenv", ("CUTE_DSL_ARCH",))
+    assert reports(asks, jobs=1)[0].result == "sm_90a"
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
+    assert reports(asks, jobs=1)[0].result == "sm_100a"
+
+
 def test_a_worker_finds_compiled_modules_where_its_caller_does(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)

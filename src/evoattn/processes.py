@@ -34,6 +34,13 @@ serve()
 low priority counts for nothing then. An isolated interpreter knows nothing of the folder in which its caller keeps compiled
 modules, and would compile those of torch from their source."""
 
+_SETTLED = {"CUDA_VISIBLE_DEVICES": "", "EVOATTN_COMPILERS": "0"}
+"""A worker sees no GPU, and has no workers of its own."""
+
+_ASSUMED = {"CUTE_DSL_ARCH": "sm_90a"}
+"""Unless the caller's environment says otherwise. CuTe DSL 4.8 looks for an architecture before its first kernel, though ours
+name their own. Where there is a driver, and no GPU to be seen, it asks 281 times: some 5 s."""
+
 
 class Task(NamedTuple):
     """A call: "module:function", which the worker imports, and its arguments."""
@@ -110,7 +117,7 @@ class Worker:
 def _start(behind: int, held: tuple[int, ...]) -> subprocess.Popen[bytes]:
     if not sys.executable or getattr(sys, "frozen", False):  # it is a program of its own
         raise OSError("this program has no Python to start")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "EVOATTN_COMPILERS": "0"}  # a worker has no workers
+    environment = {**_ASSUMED, **os.environ, **_SETTLED}
     modules = json.dumps([sys.path, sys.pycache_prefix, sys.dont_write_bytecode])
     command = [sys.executable, "-I", "-c", _BOOT, modules]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL

@@ -372,3 +372,13 @@ def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytes
     here.close()
     workers._serve(there, "os:getpid", 1)
     assert not together.wanted()
+
+
+def test_a_worker_never_asks_the_driver_for_the_gpu_that_is_hidden_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuTe DSL asks again for each error that it reports, until Python stops it: seconds, where there is a driver."""
+    monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
+    worker = Worker()
+    try:
+        assert worker.run(Task("tests.helpers.hidden_gpu:asked_of_the_driver", ()))[1:3] == (0, None)
+    finally:
+        worker.end()

@@ -89,6 +89,9 @@ def pieces(w: Workload) -> list[Piece]:
         return [*own, norm(pairs, 128), project(pairs, 128, 8)]
     if w.layer == "msa_column":
         return [norm(rows, 256), project(rows, 256, 4 * width), output(rows, width, 256, gated=False)]
+    if w.layer == "single":
+        own = [norm(rows, 384), project(rows, 384, 4 * width), gate(rows, width), output(rows, width, 384)]
+        return [*own, norm(pairs, 128), project(pairs, 128, 16)]
     return [
         *(norm(rows, 384), project(rows, 384, 2 * 768), norm(rows, 768), pointwise(rows, 768, 4)),
         *(project(rows, 768, 4 * width), norm(pairs, 128), project(pairs, 128, 16), gate(rows, width)),
@@ -98,7 +101,7 @@ def pieces(w: Workload) -> list[Piece]:
 
 def attention_ms(w: Workload, record: Record) -> tuple[float, float]:
     """Forward and backward at the rate of the record's closest problem."""
-    named = {"msa_row": "msa_row", "msa_column": "msa_column", "pair_bias": "diffusion768"}
+    named = {"msa_row": "msa_row", "msa_column": "msa_column", "pair_bias": "diffusion768", "single": "single768"}
     name = ATTENTION[w.name] if w.layer == "triangle" else named[w.layer]
     problem = next(problem for problem in record.problems if problem.workload.name == name)
     rates = [table.rate(problem, problem.result("evoattn"), which) for which in ("forward", "backward")]

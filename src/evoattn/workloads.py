@@ -23,7 +23,8 @@ class Workload:
         length_axes: the axes that grow with the number of residues or tokens.
         kv_heads: heads of keys and values, where one is shared by all; None is h.
         most_rows: where it was given fewer rows, how many there are at most at any length.
-        layer: "triangle", "msa_row", "msa_column" or "pair_bias" for a whole layer around this attention; empty: the attention.
+        layer: "triangle", "msa_row", "msa_column", "single" or "pair_bias" for a whole layer around this attention; empty: the
+            attention.
         channels: of a layer's input and output; None without a layer.
     """
 
@@ -145,6 +146,10 @@ LAYERS: tuple[Workload, ...] = (
     _layer(
         _DIFFUSION, "layer_diffusion768", "pair_bias", 768, "diffusion transformer's attention, the whole layer", ("lq", "lk")
     ).with_rows(5),
+    _layer(
+        Workload("", 1, 1, 16, 768, 768, 24, True, True, ""),
+        "layer_single768", "single", 384, "attention with pair bias of the single track, the whole layer", ("lq", "lk"),
+    ),
 )  # fmt: skip
 """Whole layers, norm to output."""
 

@@ -11,6 +11,7 @@ from evoattn.bench import peers
 from evoattn.bench.clock import TookTooLong
 from evoattn.bench.peers import PEERS, Peer, Prepared
 from evoattn.bench.plan import Plan
+from evoattn.bench.reasons import RefusesError
 from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
 from evoattn.testing import Inputs
 from evoattn.workloads import workload
@@ -68,7 +69,7 @@ def dense_with(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inpu
 
 
 def refuse(inputs: Inputs) -> Prepared:
-    raise peers.RefusesError("takes <b>nothing</b> & nobody")
+    raise RefusesError("takes <b>nothing</b> & nobody")
 
 
 def absent(inputs: Inputs) -> Prepared:

@@ -1,36 +1,101 @@
 """The benchmark's layers: every way computes the same layer, and a wrong one gets no time."""
 
 import dataclasses
+import sys
+import types
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from evoattn import testing
 from evoattn.bench import compare, layer_run, layers, table
 from evoattn.bench.budget import Budget
 from evoattn.bench.clock import WallClock
-from evoattn.bench.layers import WAYS, Way, layer_of, layer_truth
+from evoattn.bench.layers import WAYS, Layer, Way, layer_of, layer_truth
 from evoattn.bench.plan import Plan
+from evoattn.bench.reasons import RefusesError
 from evoattn.bench.record import Problem, Timing
 from evoattn.workloads import LAYERS, workload
 
 from .conftest import a_record
 
-SMALL = ("layer24", "layer_msa_row24n5", "layer_msa_column12", "layer_diffusion16n3")
-EAGER = tuple(way for way in WAYS if not way.compiles)
+SMALL = ("layer24", "layer_msa_row24n5", "layer_msa_column12", "layer_diffusion16n3", "layer_single20")
+PEERS = {way.name: way for way in WAYS if way.name in ("openfold3", "cuequivariance")}
+EAGER = tuple(way for way in WAYS if not way.compiles and way.name not in PEERS)
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_way_computes_the_same_layer(name: str) -> None:
-    layer = layer_of(workload(name), CPU)
+    check(layer_of(workload(name), CPU), *EAGER)
+
+
+def check(layer: Layer, *ways: Way) -> None:
+    """Output and gradients of inputs and parameters."""
     expected = layer_truth(layer)
-    for way in EAGER:
-        o = way.of(layer, torch.float32)()
-        gradients = torch.autograd.grad(o, layer.leaves, layer.do)
-        assert testing.relative_error(o, expected["o"]) < 1e-5, way.name
-        for name, gradient in zip(layer.inputs, gradients, strict=False):
-            assert testing.relative_error(gradient, expected[f"d{name}"]) < 1e-5, (way.name, name)
+    for way in ways:
+        errors = layer_run._Runner(way, layer, torch.float32).errors(expected, with_gradients=True)
+        assert max(errors.values()) < 1e-5, (way.name, errors)
+
+
+class _Linear(nn.Linear):
+    """Without a bias, as OpenFold-3 has it for most products."""
+
+    def __init__(self, c_in: int, c_out: int) -> None:
+        super().__init__(c_in, c_out, bias=False)
+
+
+class _Triangle(nn.Module):
+    """What `openfold3` asks of OpenFold-3's class, in plain torch."""
+
+    def __init__(self, c_in: int, c_hidden: int, no_heads: int, *, inf: float) -> None:
+        super().__init__()
+        self.no_heads, self.inf = no_heads, inf
+        self.layer_norm, self.linear_z = nn.LayerNorm(c_in), _Linear(c_in, no_heads)
+        self.mha = nn.ModuleDict({f"linear_{x}": _Linear(c_in, no_heads * c_hidden) for x in "qkvg"})
+        self.mha["linear_o"] = _Linear(no_heads * c_hidden, c_in)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.layer_norm(x)
+        q, k, v, g = (self.mha[f"linear_{y}"](x).unflatten(-1, (self.no_heads, -1)) for y in "qkvg")
+        bias = self.linear_z(x).movedim(-1, -3).unsqueeze(-4) + self.inf * (mask - 1)[..., None, None, :]
+        o = layers._dense(q, k, v, torch.ones_like(mask, dtype=torch.bool), bias)
+        made: Tensor = self.mha["linear_o"]((torch.sigmoid(g) * o).flatten(-2))
+        return made
+
+
+def test_openfold3_computes_with_our_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = types.ModuleType("openfold3.core.model.layers.triangular_attention")
+    room.TriangleAttention = _Triangle  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, room.__name__, room)
+    check(layer_of(workload("layer20"), CPU), PEERS["openfold3"])
+
+
+def test_cuequivariance_gets_a_single_track_and_refuses_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of(workload("layer_single20"), CPU)
+
+    def attention_pair_bias(a: Tensor, z: Tensor, mask: Tensor, *, num_heads: int, inf: float, **w: Any) -> tuple[Tensor, None]:
+        x, z = (F.layer_norm(y, y.shape[-1:], w[f"w_ln_{n}"], w[f"b_ln_{n}"]) for y, n in ((a, "a"), (z, "z")))
+        q, k, v, g = (F.linear(x, w[f"w_proj_{n}"], w.get(f"b_proj_{n}")).unflatten(-1, (num_heads, -1)) for n in "qkvg")
+        bias = F.linear(z, w["w_proj_z"]).movedim(-1, -3) + inf * (mask - 1)[:, None, None, :]
+        o = layers._dense(q, k, v, torch.ones_like(mask, dtype=torch.bool), bias)
+        return F.linear((torch.sigmoid(g) * o).flatten(-2), w["w_proj_o"]), None
+
+    theirs = types.ModuleType("cuequivariance_ops_torch")
+    theirs.attention_pair_bias = attention_pair_bias  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    check(layer, PEERS["cuequivariance"])
+    with pytest.raises(RefusesError, match="without a condition"):
+        PEERS["cuequivariance"].of(layer_of(workload("layer_diffusion16n3"), CPU), torch.float32)
+
+
+def test_a_library_that_is_absent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openfold3", None)
+    first, second = measured(monkeypatch, tuple(PEERS.values())).results
+    assert (first.status, second.status) == ("absent", "refused")
+    assert not first.times and not second.times
 
 
 def test_a_joined_product_is_read_as_it_lies() -> None:
@@ -74,7 +139,7 @@ def test_a_layer_is_verified_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_layer_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = dataclasses.replace(EAGER[0], call=lambda layer: 1.1 * EAGER[0].call(layer))
+    wrong = dataclasses.replace(EAGER[0], prepare=lambda layer: lambda layer: 1.1 * EAGER[0].prepare(layer)(layer))
     (result,) = measured(monkeypatch, (wrong,)).results
     assert result.status == "wrong"
     assert not result.times

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from evoattn.bench import correctness, peers
-from evoattn.bench.peers import PEERS, RefusesError
+from evoattn.bench.peers import PEERS
+from evoattn.bench.reasons import RefusesError
 from evoattn.bench.run import _one_line, _status
 from evoattn.bench.runner import Runner
 from evoattn.testing import Inputs

@@ -15,6 +15,7 @@ from evoattn.bench.correctness import WRONG
 from evoattn.bench.layers import WAYS, Layer, Way, layer_of, layer_truth, named
 from evoattn.bench.memory import peak_bytes, too_much
 from evoattn.bench.plan import Plan
+from evoattn.bench.reasons import one_line, status
 from evoattn.bench.record import Problem, Result, Timing
 
 __all__ = ["captured", "measure_layer"]
@@ -82,7 +83,7 @@ def measure_layer(
         try:
             runner = _verified(way, layer, dtype, expected, result, plan, clock, device)
         except Exception as error:  # whatever a way raises is its reason, and the run goes on
-            result.status, result.reason, runner = "failed", _one_line(error), None
+            result.status, result.reason, runner = status(error), one_line(error), None
         _release(device)
         if runner is not None:
             runners.append((way, result, runner))
@@ -176,7 +177,7 @@ def _time_graphs(result: Result, runner: _Runner, plan: Plan, clock: Clock) -> N
             result.times[f"graph_{name}"] = Timing.of(times)
             del replay, kept
         except Exception as error:
-            result.reason = f"{result.reason + '; ' if result.reason else ''}graph of {name}: {_one_line(error)}"
+            result.reason = f"{result.reason + '; ' if result.reason else ''}graph of {name}: {one_line(error)}"
             torch.cuda.synchronize()
 
 
@@ -198,8 +199,3 @@ def _release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"

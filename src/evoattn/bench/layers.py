@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import evoattn
+from evoattn.bench.layer_peers import Compute, cuequivariance, openfold3
 from evoattn.nn import AttentionPairBias, MSARowAttentionWithPairBias, TriangleAttention
 from evoattn.nn.attention import Attention
 from evoattn.nn.msa import MSAAttention
@@ -79,7 +81,9 @@ def _module(workload: Workload) -> nn.Module:
         return MSAAttention(c, w.d, w.h, empty_rows="native")  # what MSAColumnAttention calls
     if w.layer == "pair_bias":
         return AttentionPairBias(c, _PAIR_CHANNELS, w.d, w.h, _CONDITION_CHANNELS, empty_rows="native")
-    raise ValueError(f"no layer {w.layer!r}; expected triangle, msa_row, msa_column or pair_bias")
+    if w.layer == "single":
+        return AttentionPairBias(c, _PAIR_CHANNELS, w.d, w.h, empty_rows="native")
+    raise ValueError(f"no layer {w.layer!r}; expected triangle, msa_row, msa_column, single or pair_bias")
 
 
 def _shapes(workload: Workload) -> dict[str, tuple[int, ...]]:
@@ -90,6 +94,8 @@ def _shapes(workload: Workload) -> dict[str, tuple[int, ...]]:
         return {"m": (1, w.n, w.lq, c), "z": (1, w.lq, w.lq, _PAIR_CHANNELS)}
     if w.layer == "msa_column":
         return {"m": (1, w.lq, w.n, c)}
+    if w.layer == "single":
+        return {"a": (1, w.n, w.lq, c), "z": (1, 1, w.lq, w.lq, _PAIR_CHANNELS)}
     return {"a": (1, w.n, w.lq, c), "z": (1, 1, w.lq, w.lq, _PAIR_CHANNELS), "s": (1, w.n, w.lq, _CONDITION_CHANNELS)}
 
 
@@ -137,8 +143,9 @@ def _normed(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tenso
         return z, z, module.linear
     if isinstance(module, AttentionPairBias):
         norm = module.layer_norm_a
-        assert isinstance(norm, AdaLN)
-        return _adaptive(inputs["a"], inputs["s"], norm), inputs["z"], module.linear_z
+        if isinstance(norm, AdaLN):
+            return _adaptive(inputs["a"], inputs["s"], norm), inputs["z"], module.linear_z
+        return _norm(inputs["a"], norm), _norm(inputs["z"], module.layer_norm_z), module.linear_z  # type: ignore[arg-type]
     if isinstance(module, MSARowAttentionWithPairBias):
         m, z = _norm(inputs["m"], module.layer_norm_m), _norm(inputs["z"], module.layer_norm_z)  # type: ignore[arg-type]
         return m, z, module.linear_z
@@ -165,8 +172,7 @@ def _written(layer: Layer, attend: Attend, *, joined: bool = False) -> Tensor:
     q, k, v = (y.view(*y.shape[:-1], no_heads, -1) for y in (q, k, v))
     o = attend(q, k, v, mask, bias).flatten(-2)
     out: Tensor = mha.linear_o(torch.sigmoid(g) * o)
-    if isinstance(module, AttentionPairBias):
-        assert module.linear_ada_out is not None
+    if isinstance(module, AttentionPairBias) and module.linear_ada_out is not None:
         out = torch.sigmoid(module.linear_ada_out(layer.inputs["s"])) * out
     return out.transpose(-2, -3) if layer.kind == "msa_column" else out
 
@@ -230,7 +236,8 @@ class Way:
     Args:
         name: in records.
         title: in tables.
-        call: the layer -> its output.
+        prepare: the layer -> what computes the output of a layer of its kind. It raises ImportError where a library is absent,
+            RefusesError where it has no such layer.
         compiles: whether torch.compile compiles it.
         dense: whether it holds all scores.
         empty_rows: of the layer of `evoattn.nn`.
@@ -238,7 +245,7 @@ class Way:
 
     name: str
     title: str
-    call: Callable[[Layer], Tensor]
+    prepare: Callable[[Layer], Compute]
     compiles: bool = False
     dense: bool = False
     empty_rows: str = "native"
@@ -248,7 +255,8 @@ class Way:
         if self.empty_rows != "native":
             layer = dataclasses.replace(layer, module=copy.copy(layer.module))
             layer.module.empty_rows = self.empty_rows  # type: ignore[assignment]
-        call = torch.compile(self.call, dynamic=False) if self.compiles else self.call
+        compute = self.prepare(layer)
+        call = torch.compile(compute, dynamic=False) if self.compiles else compute
         device = layer.do.device.type
 
         def run() -> Tensor:
@@ -260,14 +268,21 @@ class Way:
         return run
 
 
+def _with(attend: Attend, *, joined: bool = False) -> Callable[[Layer], Compute]:
+    return lambda layer: functools.partial(_written, attend=attend, joined=joined)
+
+
 WAYS: tuple[Way, ...] = (
-    Way("evoattn", "evoattn.nn", _native),
-    Way("evoattn/mean", "evoattn.nn, empty rows as OpenFold", _native, empty_rows="mean"),
-    Way("evoattn/compiled", "evoattn.nn, torch.compile", _native, compiles=True),
-    Way("joined_compiled", "one product, torch.compile", lambda layer: _written(layer, _ours, joined=True), compiles=True),
-    Way("written", "as models write it, evoattn inside", lambda layer: _written(layer, _ours)),
-    Way("written_sdpa", "as models write it, SDPA", lambda layer: _written(layer, _sdpa), dense=True),
-    Way("written_dense", "as models write it, dense torch", lambda layer: _written(layer, _dense), dense=True),
+    Way("evoattn", "evoattn.nn", lambda layer: _native),
+    Way("evoattn/mean", "evoattn.nn, empty rows as OpenFold", lambda layer: _native, empty_rows="mean"),
+    Way("evoattn/compiled", "evoattn.nn, torch.compile", lambda layer: _native, compiles=True),
+    Way("joined_compiled", "one product, torch.compile", _with(_ours, joined=True), compiles=True),
+    Way("openfold3", "OpenFold-3's layer, its Triton kernels", openfold3),
+    Way("cuequivariance", "cuEquivariance's layer", cuequivariance),
+    Way("cuequivariance/compiled", "cuEquivariance's layer, torch.compile", cuequivariance, compiles=True),
+    Way("written", "as models write it, evoattn inside", _with(_ours)),
+    Way("written_sdpa", "as models write it, SDPA", _with(_sdpa), dense=True),
+    Way("written_dense", "as models write it, dense torch", _with(_dense), dense=True),
 )
 """In the order in which they run."""
 

@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 import evoattn
+from evoattn.bench.reasons import RefusesError
 from evoattn.testing import Inputs
 
-__all__ = ["PEERS", "Peer", "Prepared", "RefusesError", "backend_peer"]
-
-
-class RefusesError(Exception):
-    """A library does not take this problem, by its own contract."""
+__all__ = ["PEERS", "Peer", "Prepared", "backend_peer"]
 
 
 class Prepared(NamedTuple):

@@ -18,8 +18,9 @@ from evoattn.bench.clock import Clock, TookTooLong
 from evoattn.bench.layer_run import measure_layer
 from evoattn.bench.layers import WAYS
 from evoattn.bench.memory import peak_bytes, too_much
-from evoattn.bench.peers import PEERS, Peer, RefusesError, backend_peer
+from evoattn.bench.peers import PEERS, Peer, backend_peer
 from evoattn.bench.plan import Plan, left, put
+from evoattn.bench.reasons import one_line, out_of_memory, status
 from evoattn.bench.record import Problem, Record, Result, Timing
 from evoattn.bench.runner import Runner, copies_for
 from evoattn.testing import Inputs
@@ -133,7 +134,7 @@ class _Course:
         except _LeftOutError as left_out:
             self._leave_out(problem, str(left_out))
         except Exception as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             self._leave_out(problem, "the inputs and their float64 truth do not fit into memory")
         self._release()
@@ -226,7 +227,7 @@ class _Course:
             result.status, result.reason = "left out", f"its first calls were ended after {seconds:.0f} s of the budget"
             runner = None
         except Exception as error:  # whatever a peer raises is its reason, and the run goes on
-            result.status, result.reason = _status(error), _one_line(error)
+            result.status, result.reason = status(error), one_line(error)
             runner = None
         if runner is None:
             self._release()
@@ -268,7 +269,7 @@ class _Course:
             wrong = correctness.worst(gradients, dtype)
             result.errors |= gradients
         except Exception as error:
-            wrong = _one_line(error)
+            wrong = one_line(error)
         if wrong:
             result.status, result.reason = ("partial" if "forward" in self.plan.passes else "wrong"), f"backward: {wrong}"
         result.first_call_s = self._first_call(peer, start)
@@ -300,7 +301,7 @@ class _Course:
             try:
                 rows += self._warm(result, runner, copies)
             except Exception as error:
-                result.status, result.reason = _status(error), _one_line(error)
+                result.status, result.reason = status(error), one_line(error)
         samples: dict[tuple[str, str], list[float]] = {}
         self.budget.begin_rounds()
         for number in range(self.plan.rounds):
@@ -314,7 +315,7 @@ class _Course:
                 try:
                     seconds = row.seconds(self.clock)
                 except Exception as error:  # such as memory that the others have filled since the warm-up
-                    result.status, result.reason, result.times = _status(error), f"{name}: {_one_line(error)}", {}
+                    result.status, result.reason, result.times = status(error), f"{name}: {one_line(error)}", {}
                     continue
                 samples.setdefault((result.name, name), []).append(1e3 * seconds)
                 result.times[name] = Timing.of(samples[result.name, name])
@@ -351,28 +352,3 @@ def _as_far_as_it_came(problem: Problem) -> Problem:
         if result.status in ("ok", "partial") and not result.times:
             result.status, result.reason = "left out", "interrupted before it was timed"
     return problem
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """On a CPU torch raises a plain RuntimeError, with one text on Linux and another elsewhere."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    texts = ("can't allocate memory", "not enough memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-
-
-def _status(error: Exception) -> str:
-    if isinstance(error, ImportError):
-        return "absent"
-    return "refused" if isinstance(error, RefusesError) else "failed"
-
-
-def _one_line(error: BaseException) -> str:
-    """The first line of a message, short enough for a table."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{(error.name or 'it').split('.')[0]} is not installed"
-    if _out_of_memory(error):
-        return "out of memory"
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, RefusesError) else line or repr(error)
-    return text if len(text) <= 200 else text[:197] + "..."

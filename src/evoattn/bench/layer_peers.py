@@ -1,0 +1,108 @@
+"""Whole layers of other libraries, one small adapter each: they compute with the very parameters of ours.
+
+An adapter takes a layer and returns what computes the output of it. It raises ImportError where the library is absent,
+RefusesError where it has no such layer; the table shows the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from evoattn.bench.reasons import RefusesError
+from evoattn.nn import AttentionPairBias
+from evoattn.nn.attention import Attention
+
+if TYPE_CHECKING:
+    from evoattn.bench.layers import Layer
+
+__all__ = ["Compute", "cuequivariance", "openfold3"]
+
+Compute = Callable[["Layer"], Tensor]
+"""A layer -> its output."""
+
+_INF = 1e9
+
+
+def openfold3(layer: Layer) -> Compute:
+    """OpenFold-3's class of this layer, with its Triton kernels on a GPU."""
+    theirs = _openfold3_class(layer).to(layer.mask.device)
+    outer = "_msa_att." if layer.kind == "msa_column" else ""
+    for name, parameter in layer.module.named_parameters():
+        path = outer + name
+        if layer.kind == "triangle" and name.startswith("linear."):
+            path = name.replace("linear", "linear_z")
+        place, _, last = path.rpartition(".")
+        theirs.get_submodule(place).register_parameter(last, parameter)
+    left = {name for name, _ in theirs.named_parameters()}
+    if len(left) != len(list(layer.module.parameters())):
+        raise RefusesError(f"has other parameters: {', '.join(sorted(left))}")
+    kernels = {"use_triton_triangle_kernels": True} if layer.mask.is_cuda else {}
+
+    def compute(layer: Layer) -> Tensor:
+        inputs = {"x" if layer.kind == "triangle" else name: x for name, x in layer.inputs.items()}
+        first = next(iter(inputs.values()))
+        made: Tensor = theirs(**inputs, mask=layer.mask.to(first.dtype), **kernels)
+        return made
+
+    return compute
+
+
+def _openfold3_class(layer: Layer) -> nn.Module:
+    """A new module of OpenFold-3 of this layer's sizes."""
+    mha, width = layer.module.mha, layer.do.shape[-1]
+    assert isinstance(mha, Attention)
+    heads: int = layer.module.no_heads  # type: ignore[assignment]
+    hidden = mha.linear_q.out_features // heads
+    c_z = layer.inputs["z"].shape[-1] if "z" in layer.inputs else 0
+    made: nn.Module
+    if layer.kind == "triangle":
+        made = _openfold3_room("triangular_attention").TriangleAttention(width, hidden, heads, inf=_INF)
+    elif layer.kind == "msa_row":
+        made = _openfold3_room("msa").MSARowAttentionWithPairBias(width, c_z, hidden, heads, inf=_INF)
+    elif layer.kind == "msa_column":
+        made = _openfold3_room("msa").MSAColumnAttention(width, hidden, heads, inf=_INF)
+    else:
+        room, conditioned = _openfold3_room("attention_pair_bias"), "s" in layer.inputs
+        of = room.DiffusionAttentionPairBias if conditioned else room.AttentionPairBias
+        c_s = layer.inputs["s"].shape[-1] if conditioned else width
+        made = of(width, width, width, c_s, c_z, hidden, heads, inf=_INF)
+    return made
+
+
+def _openfold3_room(name: str) -> Any:
+    return importlib.import_module(f"openfold3.core.model.layers.{name}")
+
+
+def cuequivariance(layer: Layer) -> Compute:
+    """cuEquivariance's `attention_pair_bias`, from the norms to the output product."""
+    if layer.kind != "single":
+        raise RefusesError("has attention with pair bias of the single track alone, without a condition")
+    from cuequivariance_ops_torch import attention_pair_bias
+
+    ours = layer.module
+    assert isinstance(ours, AttentionPairBias)
+    mha = ours.mha
+    norms = {"a": ours.layer_norm_a, "z": ours.layer_norm_z}
+    products = {"z": ours.linear_z, **{x: getattr(mha, f"linear_{x}") for x in "qkvgo"}}
+    options = {
+        "num_heads": ours.no_heads,
+        "inf": _INF,
+        **{
+            f"{kind}_ln_{x}": getattr(norm, name)
+            for x, norm in norms.items()
+            for kind, name in (("w", "weight"), ("b", "bias"))
+        },
+        **{f"w_proj_{x}": product.weight for x, product in products.items()},
+        "b_proj_q": mha.linear_q.bias,
+    }
+
+    def compute(layer: Layer) -> Tensor:
+        a, z = layer.inputs["a"], layer.inputs["z"]
+        o: Tensor = attention_pair_bias(a[0], z[0], layer.mask[0].to(a.dtype), **options)[0]
+        return o.unsqueeze(0)
+
+    return compute

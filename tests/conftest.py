@@ -30,8 +30,9 @@ def pytest_configure() -> None:
         torch.set_num_threads(threads)
 
 
-def pytest_collection_finish() -> None:
-    """Keep thousands of collected tests from being looked through whenever a test has garbage collected."""
+@pytest.fixture(autouse=True, scope="module")
+def little_to_look_through() -> None:
+    """Keep all collected tests, and what earlier files imported and compiled, out of every later collection of garbage."""
     gc.collect()
     gc.freeze()
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from evoattn.bench import correctness, peers
 from evoattn.bench.peers import PEERS
-from evoattn.bench.reasons import RefusesError
-from evoattn.bench.run import _one_line, _status
+from evoattn.bench.reasons import RefusesError, one_line, status
 from evoattn.bench.runner import Runner
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload, workload
@@ -278,7 +277,7 @@ def test_openfold3_without_triton_is_absent(fakes: Fakes, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules["openfold3.core.kernels.triton.evoformer"], "TritonEvoformer", None)
     with pytest.raises(ImportError) as absent:
         PEERS["openfold3"].prepare(inputs_of(TRIANGLE, torch.bfloat16))
-    assert (_status(absent.value), _one_line(absent.value)) == ("absent", "triton is not installed")
+    assert (status(absent.value), one_line(absent.value)) == ("absent", "triton is not installed")
 
 
 def test_deepspeed_compiles_before_turbopairformer_sets_an_architecture_that_it_cannot_parse() -> None:

@@ -4,6 +4,9 @@ Import this before any kernel is defined. Seen on Triton 3.6 to 3.9: matmuls, ar
 are silently wrong, so every such operation is taken through float32; conversions to bfloat16 cut digits off where a GPU rounds
 to nearest even, which doubles the error of a kernel, so they round here too. And what a comparison finds is of the type int1
 here: there it has that of what was compared, which Triton 3.9 refuses as a mask once it was spread out from a single number.
+
+It also spares a quarter of the time: the interpreter looks through all of Triton's language at each call of a function inside a
+kernel, for what it has replaced already when the kernel began.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
+import triton.runtime.interpreter as interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from evoattn.backends import triton as backend
@@ -38,6 +42,31 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _replace_once() -> None:
+    """Let a function inside a kernel replace nothing in those modules of the language in which its kernel has done so."""
+    replace, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    replaced: set[str] = set()
+    names: dict[str, set[str]] = {}
+
+    def replace_rest(function: Any) -> Any:
+        if function.__module__ not in names:
+            names[function.__module__] = {x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core}
+        named = names[function.__module__]
+        if named and named <= replaced:
+            return None
+        replaced.update(named)
+        return replace(function)
+
+    def execute_afresh(self: Any, *args: Any, **kwargs: Any) -> None:
+        replaced.clear()
+        try:
+            execute(self, *args, **kwargs)
+        finally:
+            replaced.clear()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_rest, execute_afresh
 
 
 def patch() -> None:
@@ -73,3 +102,4 @@ def patch() -> None:
     InterpreterBuilder.binary_op = binary_op
     InterpreterBuilder.unary_op = unary_op
     InterpreterBuilder.bfloat16_is_right = True
+    _replace_once()

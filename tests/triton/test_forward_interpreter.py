@@ -61,13 +61,16 @@ else:
         return axes.restore_queries(o), axes.restore_statistic(lse)
 
     def check(inputs: testing.Inputs, config: Config | None = None) -> None:
-        """Hold o and lse to the suite's budget; the gradients stand in from the oracle."""
+        """Hold o and lse to the suite's budget."""
         o, lse = forward(inputs, config)
-        values = testing.oracle(inputs).values
-        values = {name: x.to(getattr(inputs, name[1:]).dtype) for name, x in values.items() if name not in ("o", "lse")}
-        testing.check(testing.Results({"o": o, "lse": lse, **values}), inputs)
+        testing.check(testing.Results({"o": o, "lse": lse}), inputs)
 
-    @pytest.mark.parametrize("case", testing.AWKWARD, ids=lambda case: case.name)
+    LONG = ("few_without_bias", "gate_few_column", "few_column", "few_queries_few_values")
+    """Names of what takes seconds each."""
+
+    CASES = [pytest.param(case, marks=pytest.mark.slow) if case.name in LONG else case for case in testing.AWKWARD]
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_awkward_case(case: testing.Case) -> None:
         check(case.make(seed=1))
 

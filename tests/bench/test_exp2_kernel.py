@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 INTERPRETED = """
 import torch
+from tests.helpers import interpreter
+interpreter.patch()
 from evoattn.bench.exp2_kernel import BLOCK, exp2_kernel
 out = torch.empty(2 * BLOCK)
 exp2_kernel[(2,)](out, 60, SIZE=BLOCK, num_warps=4)

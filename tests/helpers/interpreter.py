@@ -44,6 +44,17 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
+def _read_one_number() -> None:
+    """Let Triton 3.6 take an array of one number for a number, which NumPy no longer does since 2.4."""
+    replace = interpreter._patch_lang_tensor
+
+    def replace_all(tensor: Any, *scope: Any) -> None:
+        replace(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = replace_all
+
+
 def _replace_once() -> None:
     """Let a function inside a kernel replace nothing in those modules of the language in which its kernel has done so."""
     replace, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -102,4 +113,5 @@ def patch() -> None:
     InterpreterBuilder.binary_op = binary_op
     InterpreterBuilder.unary_op = unary_op
     InterpreterBuilder.bfloat16_is_right = True
+    _read_one_number()
     _replace_once()

@@ -65,8 +65,14 @@ class _Asked:
     def __init__(self, wanted: str | None) -> None:
         self.wanted = wanted
 
-    def submit(self, text: str, compile_one: Callable[[], Any], finalize: Any) -> _Named:
-        """What stands for the kernel, which is not loaded."""
+    def submit(self, text: str, compile_one: Callable[[], Any], *after: Any) -> _Named:
+        """What stands for the kernel, which is not loaded.
+
+        Args:
+            text: from which the kernel's key follows.
+            compile_one: compiles it.
+            after: what Triton would do with it, and from 3.9 on what it would do after an error.
+        """
         key = hashlib.sha256(text.encode()).hexdigest()
         if key == self.wanted:
             compile_one()

@@ -37,9 +37,9 @@ def openfold3(layer: Layer) -> Compute:
             path = name.replace("linear", "linear_z")
         place, _, last = path.rpartition(".")
         theirs.get_submodule(place).register_parameter(last, parameter)
-    left = {name for name, _ in theirs.named_parameters()}
-    if len(left) != len(list(layer.module.parameters())):
-        raise RefusesError(f"has other parameters: {', '.join(sorted(left))}")
+    names = [name for name, _ in theirs.named_parameters()]
+    if len(names) != len(list(layer.module.parameters())):  # one of theirs is not of ours
+        raise RefusesError(f"has other parameters: {', '.join(names)}")
     kernels = {"use_triton_triangle_kernels": True} if layer.mask.is_cuda else {}
 
     def compute(layer: Layer) -> Tensor:

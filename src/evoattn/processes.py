@@ -39,7 +39,7 @@ _SETTLED = {"CUDA_VISIBLE_DEVICES": "", "EVOATTN_COMPILERS": "0"}
 
 _ASSUMED = {"CUTE_DSL_ARCH": "sm_90a"}
 """Unless the caller's environment says otherwise. CuTe DSL 4.8 looks for an architecture before its first kernel, though ours
-name their own. Where there is a driver, and no GPU to be seen, it asks 281 times: some 5 s."""
+name their own. Where there is a driver, and no GPU to be seen, it asks 281 times: seconds."""
 
 
 class Task(NamedTuple):

@@ -5,7 +5,7 @@ are silently wrong, so every such operation is taken through float32; conversion
 to nearest even, which doubles the error of a kernel, so they round here too. And what a comparison finds is of the type int1
 here: there it has that of what was compared, which Triton 3.9 refuses as a mask once it was spread out from a single number.
 
-It also spares a quarter of the time: the interpreter looks through all of Triton's language at each call of a function inside a
+It also saves time: the interpreter looks through all of Triton's language at each call of a function inside a
 kernel, for what it has replaced already when the kernel began.
 """
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from evoattn.bench.reasons import RefusesError
-from evoattn.nn import AttentionPairBias
-from evoattn.nn.attention import Attention
+from evoattn.nn import from_openfold3
 
 if TYPE_CHECKING:
     from evoattn.bench.layers import Layer
@@ -24,19 +23,16 @@ __all__ = ["Compute", "cuequivariance", "openfold3"]
 Compute = Callable[["Layer"], Tensor]
 """A layer -> its output."""
 
-_INF = 1e9
-
 
 def openfold3(layer: Layer) -> Compute:
     """OpenFold-3's class of this layer, with its Triton kernels on a GPU."""
     theirs = _openfold3_class(layer).to(layer.mask.device)
+    named = dict(theirs.named_parameters())
+    places = {ours.rpartition(".")[0]: name.rpartition(".")[0] for ours, name in zip(from_openfold3(named), named, strict=True)}
     outer = "_msa_att." if layer.kind == "msa_column" else ""
     for name, parameter in layer.module.named_parameters():
-        path = outer + name
-        if layer.kind == "triangle" and name.startswith("linear."):
-            path = name.replace("linear", "linear_z")
-        place, _, last = path.rpartition(".")
-        theirs.get_submodule(place).register_parameter(last, parameter)
+        place, _, last = name.rpartition(".")
+        theirs.get_submodule(places[outer + place]).register_parameter(last, parameter)
     names = [name for name, _ in theirs.named_parameters()]
     if len(names) != len(list(layer.module.parameters())):  # one of theirs is not of ours
         raise RefusesError(f"has other parameters: {', '.join(names)}")
@@ -53,23 +49,21 @@ def openfold3(layer: Layer) -> Compute:
 
 def _openfold3_class(layer: Layer) -> nn.Module:
     """A new module of OpenFold-3 of this layer's sizes."""
-    mha, width = layer.module.mha, layer.do.shape[-1]
-    assert isinstance(mha, Attention)
-    heads: int = layer.module.no_heads  # type: ignore[assignment]
-    hidden = mha.linear_q.out_features // heads
+    width, heads, inf = layer.do.shape[-1], layer.module.no_heads, layer.module.inf
+    hidden = layer.module.mha.linear_q.out_features // heads
     c_z = layer.inputs["z"].shape[-1] if "z" in layer.inputs else 0
     made: nn.Module
     if layer.kind == "triangle":
-        made = _openfold3_room("triangular_attention").TriangleAttention(width, hidden, heads, inf=_INF)
+        made = _openfold3_room("triangular_attention").TriangleAttention(width, hidden, heads, inf=inf)
     elif layer.kind == "msa_row":
-        made = _openfold3_room("msa").MSARowAttentionWithPairBias(width, c_z, hidden, heads, inf=_INF)
+        made = _openfold3_room("msa").MSARowAttentionWithPairBias(width, c_z, hidden, heads, inf=inf)
     elif layer.kind == "msa_column":
-        made = _openfold3_room("msa").MSAColumnAttention(width, hidden, heads, inf=_INF)
+        made = _openfold3_room("msa").MSAColumnAttention(width, hidden, heads, inf=inf)
     else:
         room, conditioned = _openfold3_room("attention_pair_bias"), "s" in layer.inputs
         of = room.DiffusionAttentionPairBias if conditioned else room.AttentionPairBias
         c_s = layer.inputs["s"].shape[-1] if conditioned else width
-        made = of(width, width, width, c_s, c_z, hidden, heads, inf=_INF)
+        made = of(width, width, width, c_s, c_z, hidden, heads, inf=inf)
     return made
 
 
@@ -83,21 +77,17 @@ def cuequivariance(layer: Layer) -> Compute:
         raise RefusesError("has attention with pair bias of the single track alone, without a condition")
     from cuequivariance_ops_torch import attention_pair_bias
 
-    ours = layer.module
-    assert isinstance(ours, AttentionPairBias)
-    mha = ours.mha
-    norms = {"a": ours.layer_norm_a, "z": ours.layer_norm_z}
-    products = {"z": ours.linear_z, **{x: getattr(mha, f"linear_{x}") for x in "qkvgo"}}
+    ours: Any = layer.module
     options = {
         "num_heads": ours.no_heads,
-        "inf": _INF,
-        **{
-            f"{kind}_ln_{x}": getattr(norm, name)
-            for x, norm in norms.items()
-            for kind, name in (("w", "weight"), ("b", "bias"))
-        },
-        **{f"w_proj_{x}": product.weight for x, product in products.items()},
-        "b_proj_q": mha.linear_q.bias,
+        "inf": ours.inf,
+        "w_ln_a": ours.layer_norm_a.weight,
+        "b_ln_a": ours.layer_norm_a.bias,
+        "w_ln_z": ours.layer_norm_z.weight,
+        "b_ln_z": ours.layer_norm_z.bias,
+        "w_proj_z": ours.linear_z.weight,
+        "b_proj_q": ours.mha.linear_q.bias,
+        **{f"w_proj_{x}": getattr(ours.mha, f"linear_{x}").weight for x in "qkvgo"},
     }
 
     def compute(layer: Layer) -> Tensor:

@@ -131,7 +131,7 @@ def _verified(
 def _scores(layer: Layer) -> int:
     rows = layer.mask.numel()
     keys = layer.mask.shape[-2 if layer.kind == "msa_column" else -1]
-    return rows * keys * int(layer.module.no_heads)  # type: ignore[arg-type]
+    return rows * keys * layer.module.no_heads
 
 
 def _passes(runner: _Runner, plan: Plan) -> dict[str, Callable[[int], object]]:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import evoattn
 from evoattn.bench.layer_peers import Compute, cuequivariance, openfold3
 from evoattn.nn import AttentionPairBias, MSARowAttentionWithPairBias, TriangleAttention
-from evoattn.nn.attention import Attention
 from evoattn.nn.msa import MSAAttention
 from evoattn.nn.pair_bias import AdaLN
 from evoattn.workloads import Workload
@@ -37,6 +37,9 @@ _KEPT = 0.7
 
 _SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
 """Scores of the float64 truth that are in memory at a time."""
+
+Module = TriangleAttention | MSAAttention | AttentionPairBias
+"""The layers of `evoattn.nn` that are measured."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 """(q, k, v `[1,n,l,h,d]`, mask `[1,n|1,k]`, pair_bias `[1,1,h,q,k]`) -> o `[1,n,q,h,d]`."""
@@ -55,7 +58,7 @@ class Layer:
     """
 
     kind: str
-    module: nn.Module
+    module: Module
     inputs: dict[str, Tensor]
     mask: Tensor
     do: Tensor
@@ -71,7 +74,7 @@ class Layer:
         return sum(x.nbytes for x in (*self.leaves, self.mask, self.do))
 
 
-def _module(workload: Workload) -> nn.Module:
+def _module(workload: Workload) -> Module:
     w, c = workload, workload.channels or workload.h * workload.d
     if w.layer == "triangle":
         return TriangleAttention(c, w.d, w.h, empty_rows="native")
@@ -136,7 +139,7 @@ def _adaptive(a: Tensor, s: Tensor, norm: AdaLN) -> Tensor:
     return made
 
 
-def _normed(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, nn.Linear | None]:
+def _normed(module: Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, nn.Linear | None]:
     """What the projections read, what the pair bias is made from, and by which product."""
     if isinstance(module, TriangleAttention):
         z = _norm(inputs["z"], module.layer_norm)
@@ -155,7 +158,6 @@ def _normed(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tenso
 def _written(layer: Layer, attend: Attend, *, joined: bool = False) -> Tensor:
     """The layer as models write it: a product for each projection, or one for all that read the same tensor."""
     module, mha = layer.module, layer.module.mha
-    assert isinstance(mha, Attention)
     x, source, to_bias = _normed(module, layer.inputs)
     products = [*mha.inputs, to_bias] if joined and source is x and to_bias is not None else list(mha.inputs)
     made = _one_product(x, products) if joined else [product(x) for product in products]
@@ -168,8 +170,7 @@ def _written(layer: Layer, attend: Attend, *, joined: bool = False) -> Tensor:
         bias = bias.movedim(-1, -3)
         bias = bias if bias.ndim == 5 else bias.unsqueeze(-4)
     mask = layer.mask.transpose(-1, -2) if layer.kind == "msa_column" else layer.mask
-    no_heads: int = module.no_heads  # type: ignore[assignment]
-    q, k, v = (y.view(*y.shape[:-1], no_heads, -1) for y in (q, k, v))
+    q, k, v = (y.view(*y.shape[:-1], module.no_heads, -1) for y in (q, k, v))
     o = attend(q, k, v, mask, bias).flatten(-2)
     out: Tensor = mha.linear_o(torch.sigmoid(g) * o)
     if isinstance(module, AttentionPairBias) and module.linear_ada_out is not None:
@@ -248,13 +249,13 @@ class Way:
     prepare: Callable[[Layer], Compute]
     compiles: bool = False
     dense: bool = False
-    empty_rows: str = "native"
+    empty_rows: Literal["native", "mean"] = "native"
 
     def of(self, layer: Layer, dtype: torch.dtype) -> Callable[[], Tensor]:
         """The output under autocast to a dtype; float32 computes in that."""
         if self.empty_rows != "native":
             layer = dataclasses.replace(layer, module=copy.copy(layer.module))
-            layer.module.empty_rows = self.empty_rows  # type: ignore[assignment]
+            layer.module.empty_rows = self.empty_rows
         compute = self.prepare(layer)
         call = torch.compile(compute, dynamic=False) if self.compiles else compute
         device = layer.do.device.type

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ CLIENTS = Path("docs/clients/speed.md")
 LAYERS = Path("docs/layer-time.md")
 FIGURES = Path("docs/figures")
 KEY = "evoattn-source"
+_WIDTH = 100
 _SHOWN = {
     "speed": "Scores a second by workload",
     "speedups": "How many times as fast evoattn is as the fastest peer, by workload, with the peer's name",
@@ -203,7 +205,7 @@ def page(found: Iterable[Part]) -> str:
     ]
     for part in found:
         lines += section(part)
-    return "\n".join(lines).rstrip() + "\n"
+    return wrapped("\n".join(lines).rstrip()) + "\n"
 
 
 def readme_blocks(found: list[Part]) -> dict[str, str]:
@@ -260,6 +262,17 @@ def layer_blocks(found: list[Part], results: Path) -> dict[str, str]:
     }
 
 
+def wrapped(text: str) -> str:
+    """The text with its prose at 100 characters a line; a table's rows, headings and pictures stay as they are."""
+    lines = []
+    for line in text.split("\n"):
+        prose = len(line) > _WIDTH and not line.startswith(("|", "#", "!"))
+        indent = "  " if line.startswith("- ") else ""
+        options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, _WIDTH, **options) if prose else [line]  # type: ignore[arg-type]
+    return "\n".join(lines)
+
+
 def with_blocks(text: str, blocks: dict[str, str]) -> str:
     """A page with its marked parts replaced.
 
@@ -270,7 +283,7 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
         marked = re.compile(rf"(<!-- figures: begin {name} -->\n).*?(<!-- figures: end {name} -->)", re.DOTALL)
         if not marked.search(text):
             raise ValueError(f"no part {name!r} is marked; expected <!-- figures: begin {name} --> and its end")
-        lines = f"{block}\n" if block else ""
+        lines = f"{wrapped(block)}\n" if block else ""
         text = marked.sub(lambda match, lines=lines: f"{match[1]}{lines}{match[2]}", text)  # type: ignore[misc]
     return text
 

@@ -132,6 +132,12 @@ def test_layers_have_a_table_and_their_parts_a_picture(figures: ModuleType, copy
     assert "| layer768 | **1.000** / 3.000 | 2.000 / - |" in (copy / "docs" / "benchmarks.md").read_text()
 
 
+def test_prose_is_wrapped_and_a_table_is_not(figures: ModuleType) -> None:
+    row = f"| {'cell ' * 30}|"
+    first, rest = " ".join(["word"] * 19), " ".join(["word"] * 11)
+    assert figures.wrapped(f"- {first} {rest}\n{row}") == f"- {first}\n  {rest}\n{row}"
+
+
 def test_a_page_without_its_marks(figures: ModuleType) -> None:
     with pytest.raises(ValueError, match="no part 'gpu' is marked"):
         figures.with_blocks("nothing", {"gpu": "x"})

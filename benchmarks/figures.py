@@ -226,17 +226,19 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         shown_there = [path for path in pictures(part) if path.stem.endswith(("speedups", "length"))]
         lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
         blocks[name] = "\n".join([*lines, times_table(shown)])
-    layers = [problem for problem in layer_problems(found) if problem.workload.name in LAYERS_IN_README]
-    cards = dict.fromkeys(part.record.machine["device"] for part in found if layer_problems([part]))
-    about = f"{' and '.join(cards)}, a whole triangle layer from norm to output product, forward / forward + backward in ms:"
-    blocks["layers"] = "\n".join([about, "", layer_table(layers)]) if layers else ""
+    blocks["layers"] = ""
+    for part in layer_records(found):  # the last one stays: cards are in the order of their names
+        layers = [problem for problem in part.problems if problem.workload.name in LAYERS_IN_README]
+        about = f"{part.record.machine['device']}, a whole triangle layer from norm to output product, "
+        blocks["layers"] = "\n".join([f"{about}forward / forward + backward in ms:", "", layer_table(layers)])
     return blocks
 
 
-def layer_problems(found: list[Part]) -> list[Problem]:
-    """The layers that a GPU was measured on."""
-    gpus = (part for part in found if part.record.machine.get("kind") != "cpu")
-    return [problem for part in gpus for problem in part.problems if problem.workload.layer]
+def layer_records(found: list[Part]) -> list[Part]:
+    """The layers that GPUs were measured on."""
+    gpus = [part for part in found if part.record.machine.get("kind") != "cpu"]
+    parts = [part._replace(problems=[problem for problem in part.problems if problem.workload.layer]) for part in gpus]
+    return [part for part in parts if part.problems]
 
 
 def layer_table(problems: list[Problem]) -> str:
@@ -255,10 +257,13 @@ def layer_table(problems: list[Problem]) -> str:
 
 def layer_blocks(found: list[Part], results: Path) -> dict[str, str]:
     """The parts of docs/layer-time.md, by name."""
-    problems = layer_problems(found)
+    lines = []
+    for part in layer_records(found):
+        title = f"### {part.record.machine['device']}, {part.dtype}"
+        lines += [title, "", f"{table.headline(part.record)}. `{part.source.name}`.", "", layer_table(part.problems), ""]
     return {
         "layer-parts": layer_page.block(layer_page.records(results).items(), Path("figures")),
-        "layer-times": layer_table(problems) if problems else "Not measured yet.",
+        "layer-times": "\n".join(lines).rstrip() or "Not measured yet.",
     }
 
 

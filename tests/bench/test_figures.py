@@ -132,6 +132,20 @@ def test_layers_have_a_table_and_their_parts_a_picture(figures: ModuleType, copy
     assert "| layer768 | **1.000** / 3.000 | 2.000 / - |" in (copy / "docs" / "benchmarks.md").read_text()
 
 
+def test_each_card_has_a_table_of_its_layers(figures: ModuleType, copy: Path) -> None:
+    """The README has the last card's alone."""
+    for device in ("card A", "card B"):
+        record = dataclasses.replace(a_record(), problems=[a_layer()])
+        record.machine["device"] = device
+        records.write(record, copy / "benchmarks" / "results" / f"{device[-1].lower()}-layers.json")
+    figures.draw(copy, copy / "benchmarks" / "results")
+    text = (copy / "docs" / "layer-time.md").read_text()
+    assert text.index("### card A, bfloat16") < text.index("### card B, bfloat16")
+    assert text.count("| `layer768` | eager | **1.000** / 3.000 | 2.000 / - |") == 2
+    readme = (copy / "README.md").read_text()
+    assert "card B, a whole triangle layer" in readme and "card A" not in readme
+
+
 def test_prose_is_wrapped_and_a_table_is_not(figures: ModuleType) -> None:
     row = f"| {'cell ' * 30}|"
     first, rest = " ".join(["word"] * 19), " ".join(["word"] * 11)

@@ -17,6 +17,7 @@ def first_calls() -> ModuleType:
     return load("benchmarks/first_calls.py")
 
 
+@pytest.mark.slow
 def test_every_case_is_in_the_record(
     first_calls: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,6 +48,7 @@ def test_it_sees_what_this_process_and_its_workers_compile(
     from evoattn.backends.hopper.backward.statistics import Statistics
     from evoattn.backends.hopper.host import launch, together
     from tests.hopper.test_kept_kernels import new_process
+    from tests.hopper.test_together import until
 
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv(together.VARIABLE, "1")
@@ -63,7 +65,6 @@ def test_it_sees_what_this_process_and_its_workers_compile(
     launch.begin([first, last])
     launch.compiled(first)
     assert [name for name, _, _ in watch.lists["compiled"]] == [first.name]
-    while not watch.lists["by_workers"]:
-        pass
+    until(lambda: watch.lists["by_workers"])
     assert watch.lists["by_workers"][0][0] == "start"
     new_process()

@@ -67,4 +67,5 @@ def test_it_sees_what_this_process_and_its_workers_compile(
     assert [name for name, _, _ in watch.lists["compiled"]] == [first.name]
     until(lambda: watch.lists["by_workers"])
     assert watch.lists["by_workers"][0][0] == "start"
+    until(lambda: not together._workers.places)
     new_process()

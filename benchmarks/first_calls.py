@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -24,7 +25,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 2
 CHANNELS = (32, 48)
 CROWD_CHANNELS = (8, 16, 24, 32, 40, 48, 56, 64)
@@ -65,7 +65,7 @@ def found(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def measured(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """All cases, one after the other."""
-    numbers = iter(range(10**6))
+    numbers = itertools.count()
     modules = folder / "modules"
 
     def empty() -> Caches:
@@ -87,7 +87,11 @@ def crowd(caches: Caches, workers: int, spec: dict[str, Any], size: int) -> dict
     begun = time.monotonic()
     channels = [CROWD_CHANNELS[i % len(CROWD_CHANNELS)] for i in range(size)]
     started = [caches.start(workers, {**spec, "channels": [c]}) for c in channels]
-    made = [found(process) for process in started]
+    try:
+        made = [found(process) for process in started]
+    finally:
+        for process in started:
+            process.kill()  # if another one failed; one that has ended stays as it is
     vain = sum(seconds >= PATIENCE_S for one in made for _, _, seconds in one["awaited"])
     return {"done_s": sorted(round(one["ended"] - begun, 2) for one in made), "waited_in_vain": vain}
 

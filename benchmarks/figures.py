@@ -177,10 +177,19 @@ def reasons(problems: list[Problem]) -> list[str]:
     ]
 
 
+def heading(part: Part, level: str) -> list[str]:
+    """Of what, with which versions, and from which file."""
+    return [
+        f"{level} {part.record.machine['device']}, {part.dtype}",
+        "",
+        f"{table.headline(part.record)}. `{part.source.name}`.",
+    ]
+
+
 def section(part: Part) -> list[str]:
     """One part of the page."""
     names = " / ".join({"both": "forward + backward"}.get(name, name) for name in _passes(part.problems))
-    lines = [f"## {part.record.machine['device']}, {part.dtype}", "", f"{table.headline(part.record)}. `{part.source.name}`."]
+    lines = heading(part, "##")
     if part.record.settings.get("note"):
         lines += [f"*{part.record.settings['note']}*"]
     if table.ceilings(part.record):
@@ -226,18 +235,22 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         shown_there = [path for path in pictures(part) if path.stem.endswith(("speedups", "length"))]
         lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
         blocks[name] = "\n".join([*lines, times_table(shown)])
-    blocks["layers"] = ""
-    for part in layer_records(found):  # the last one stays: cards are in the order of their names
-        layers = [problem for problem in part.problems if problem.workload.name in LAYERS_IN_README]
+    blocks["layers"] = ""  # or the last card's, in the order of their names
+    for part in with_problems(layer_records(found), lambda problem: problem.workload.name in LAYERS_IN_README)[-1:]:
         about = f"{part.record.machine['device']}, a whole triangle layer from norm to output product, "
-        blocks["layers"] = "\n".join([f"{about}forward / forward + backward in ms:", "", layer_table(layers)])
+        blocks["layers"] = "\n".join([f"{about}forward / forward + backward in ms:", "", layer_table(part.problems)])
     return blocks
 
 
 def layer_records(found: list[Part]) -> list[Part]:
     """The layers that GPUs were measured on."""
     gpus = [part for part in found if part.record.machine.get("kind") != "cpu"]
-    parts = [part._replace(problems=[problem for problem in part.problems if problem.workload.layer]) for part in gpus]
+    return with_problems(gpus, lambda problem: bool(problem.workload.layer))
+
+
+def with_problems(found: list[Part], wanted: Callable[[Problem], bool]) -> list[Part]:
+    """The parts that have such problems, and no others in them."""
+    parts = [part._replace(problems=[problem for problem in part.problems if wanted(problem)]) for part in found]
     return [part for part in parts if part.problems]
 
 
@@ -259,8 +272,7 @@ def layer_blocks(found: list[Part], results: Path) -> dict[str, str]:
     """The parts of docs/layer-time.md, by name."""
     lines = []
     for part in layer_records(found):
-        title = f"### {part.record.machine['device']}, {part.dtype}"
-        lines += [title, "", f"{table.headline(part.record)}. `{part.source.name}`.", "", layer_table(part.problems), ""]
+        lines += [*heading(part, "###"), "", layer_table(part.problems), ""]
     return {
         "layer-parts": layer_page.block(layer_page.records(results).items(), Path("figures")),
         "layer-times": "\n".join(lines).rstrip() or "Not measured yet.",

@@ -16,6 +16,7 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,9 +29,6 @@ from typing import Any
 SCHEMA = 2
 CHANNELS = (32, 48)
 CROWD_CHANNELS = (8, 16, 24, 32, 40, 48, 56, 64)
-PATIENCE_S = 10.0
-"""So long a process waits for a worker, and then compiles itself."""
-
 _LEAST_S = 0.01
 """What is shorter is no wait."""
 
@@ -92,7 +90,7 @@ def crowd(caches: Caches, workers: int, spec: dict[str, Any], size: int) -> dict
     finally:
         for process in started:
             process.kill()  # if another one failed; one that has ended stays as it is
-    vain = sum(seconds >= PATIENCE_S for one in made for _, _, seconds in one["awaited"])
+    vain = sum(one["waited_in_vain"] for one in made)
     return {"done_s": sorted(round(one["ended"] - begun, 2) for one in made), "waited_in_vain": vain}
 
 
@@ -101,6 +99,7 @@ class Watch:
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
+        self._patience_s = math.inf
         self.lists: dict[str, list[tuple[str, float, float]]] = {"compiled": [], "awaited": [], "by_workers": []}
 
     def timed(self, name: str, kind: str, call: Callable[[], Any]) -> Any:
@@ -112,10 +111,15 @@ class Watch:
             self.lists[kind].append((name, round(start - self.begun, 2), round(seconds, 2)))
         return made
 
+    @property
+    def waited_in_vain(self) -> int:
+        """How often the process took over from a worker that was too slow."""
+        return sum(seconds >= self._patience_s for _, _, seconds in self.lists["awaited"])
+
     def begin(self) -> None:
         """Look on from now on. The compiler is not imported before a call imports it."""
         together: Any = importlib.import_module("evoattn.backends.hopper.host.together")
-        claim, run = together.claim, together.Worker.run
+        claim, run, self._patience_s = together.claim, together.Worker.run, together.PATIENCE_S
 
         def watched_claim(name: str) -> None:
             self._watch_compiler()
@@ -177,7 +181,7 @@ def calls(spec: dict[str, Any]) -> dict[str, Any]:
         o = lasts(times, "forward_s", forward)
         lasts(times, "backward_s", functools.partial(torch.autograd.grad, o, (q, k, v, pair_bias), do))
         made["calls"].append(times)
-    return {**made, **watch.lists, "ended": time.monotonic()}
+    return {**made, **watch.lists, "waited_in_vain": watch.waited_in_vain, "ended": time.monotonic()}
 
 
 def show(case: dict[str, Any]) -> str:
@@ -209,8 +213,8 @@ def main() -> None:
     from evoattn.bench.record import write_text
     from evoattn.processes import cores
 
-    facts = {key: x for key, x in machine.facts(torch.device(options.device), options.commit).items() if x is not None}
-    record: dict[str, Any] = {"schema": SCHEMA, "machine": {**facts, "cores": cores()}, "length": options.length, "cases": []}
+    facts = {**machine.facts(torch.device(options.device), options.commit), "cores": cores()}
+    record: dict[str, Any] = {"schema": SCHEMA, "machine": facts, "length": options.length, "cases": []}
     with tempfile.TemporaryDirectory(prefix="evoattn-first-calls-") as folder:
         for case in measured(options, Path(folder)):
             case.pop("ended", None)

@@ -1,7 +1,6 @@
-"""The script that measures first calls has every case in its record, and sees what compiles where."""
+"""The script that measures first calls has every case in its record."""
 
 import json
-import os
 import pathlib
 import sys
 from types import ModuleType
@@ -38,34 +37,3 @@ def test_a_process_that_fails_gives_no_times(first_calls: ModuleType, tmp_path: 
     process = first_calls.Caches(tmp_path, tmp_path).start(0, {"length": 8, "device": "no such device", "channels": [8]})
     with pytest.raises(RuntimeError, match="status 1"):
         first_calls.found(process)
-
-
-def test_it_sees_what_this_process_and_its_workers_compile(
-    first_calls: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
-    from evoattn.backends.hopper.backward.statistics import Statistics
-    from evoattn.backends.hopper.host import launch, together
-    from tests.hopper.test_kept_kernels import new_process
-    from tests.hopper.test_together import until
-
-    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv(together.VARIABLE, "1")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(together, "_PLACE", f"evoattn-test-{os.getpid()}-")
-    monkeypatch.setattr(together, "_workers", together._Workers())
-    monkeypatch.setattr(together, "_IDLE_S", 0.0)
-    for of, name in ((together, "claim"), (together.Worker, "run"), (launch, "build")):
-        monkeypatch.setattr(of, name, getattr(of, name))  # so that what the script puts there is undone
-    new_process()
-    watch = first_calls.Watch(0.0)
-    watch.begin()
-    first, last = (Statistics(cutlass.BFloat16, channels, dlse=False) for channels in (8, 16))
-    launch.begin([first, last])
-    launch.compiled(first)
-    assert [name for name, _, _ in watch.lists["compiled"]] == [first.name]
-    until(lambda: watch.lists["by_workers"])
-    assert watch.lists["by_workers"][0][0] == "start"
-    until(lambda: not together._workers.places)
-    new_process()

@@ -29,6 +29,7 @@ from evoattn.processes import Report, Task, Worker
 from evoattn.run import calls
 from evoattn.testing import workers
 from evoattn.warming.cards import cards_of
+from tests.helpers.scripts import load
 from tests.hopper.test_kept_kernels import kept, new_process
 
 CHANNELS = (8, 16, 24, 32)
@@ -318,7 +319,7 @@ def test_a_forked_process_holds_no_place(folder: pathlib.Path, hand: type[Hand])
 
 def test_a_slow_worker_is_waited_for_once(folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels are with workers that never finish. This process compiles them itself, and begins no others."""
-    monkeypatch.setattr(together, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(together, "PATIENCE_S", 0.3)
     launch.begin(kernels())
     until(lambda: len(hand.taken) == len(CHANNELS))
     waits: list[float] = []
@@ -343,7 +344,7 @@ def test_nobody_waits_for_a_worker_that_is_still_starting(
     started = threading.Event()
     run = hand.run
     monkeypatch.setattr(hand, "run", lambda self, task: started.wait(60) if task is together._READY else run(self, task))
-    monkeypatch.setattr(together, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(together, "PATIENCE_S", 0.0)
     launch.begin(kernels())
     assert all(callable(launch.compiled(kernel)) for kernel in kernels())
     assert together._workers.useful and not hand.taken
@@ -358,6 +359,20 @@ def test_a_worker_compiles_no_kernel_that_another_process_has_kept(
     (file,) = kept(folder)
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
     launch.keep_compiled(kernel, file)
+
+
+def test_the_script_of_first_calls_sees_what_compiles_where(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(together.VARIABLE, "1")
+    for of, name in ((together, "claim"), (together.Worker, "run"), (launch, "build")):
+        monkeypatch.setattr(of, name, getattr(of, name))  # so that what the script puts there is undone
+    watch = load("benchmarks/first_calls.py").Watch(0.0)
+    watch.begin()
+    first, *_, last = kernels()
+    launch.begin([first, last])
+    launch.compiled(first)
+    assert [name for name, _, _ in watch.lists["compiled"]] == [first.name]
+    until(lambda: watch.lists["by_workers"])
+    assert watch.lists["by_workers"][0][0] == "start"
 
 
 def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from evoattn import cache
 from evoattn.processes import Task, Worker, cores
 
-__all__ = ["VARIABLE", "begin", "claim", "expect", "ready", "wanted"]
+__all__ = ["PATIENCE_S", "VARIABLE", "begin", "claim", "expect", "ready", "wanted"]
 
 VARIABLE = "EVOATTN_COMPILERS"
 """The environment's name for the number of workers at most; 0 for none."""
@@ -38,7 +38,7 @@ _BEHIND = 10
 _IDLE_S = 60.0
 """After which a worker ends, which holds 400 MB of memory."""
 
-_PATIENCE_S = 10.0
+PATIENCE_S = 10.0
 """After which a kernel is no longer waited for; the slowest takes 5 s."""
 
 _PLACE = "evoattn-compiler-"
@@ -80,7 +80,7 @@ class _Workers:
         """Return when no worker has the kernel, or it is taken over from one that is too slow; no other will begin it."""
         with self.changed:
             self.waiting.pop(name, None)
-            if self.useful and not self.changed.wait_for(lambda: name not in self.running, _PATIENCE_S):
+            if self.useful and not self.changed.wait_for(lambda: name not in self.running, PATIENCE_S):
                 self.useful = False
                 self.waiting.clear()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evoattn import evoformer_attention
-from evoattn.nn import MSARowAttentionWithPairBias, TriangleAttention
+from evoattn.nn import AttentionPairBias, MSARowAttentionWithPairBias, TriangleAttention
 from evoattn.run.joined import Columns, columns_of, join
 
 H, C = 4, 8
@@ -92,7 +92,7 @@ def made(given: list[Tensor]) -> list[Tensor | None]:
 def test_join_copies_nothing_of_columns() -> None:
     columns = Columns(10, WIDTH, (0, 32, 64))
     dq, dk, dv = (x.fill_(i).flatten(-2) for i, x in enumerate(columns.make(parts(joined(10)))))
-    matrix = join(made([dq, dk, dv, torch.full((10, 4), 3.0)]), SIZES, apart_from=0)
+    matrix = join(made([dq, dk, dv, torch.full((10, 4), 3.0)]), SIZES)
     assert matrix.data_ptr() == dq.data_ptr()
     wanted = torch.tensor([0.0] * 32 + [1] * 32 + [2] * 32 + [3] * 4 + [0] * 12).expand(10, -1)
     assert torch.equal(matrix, wanted)
@@ -101,7 +101,7 @@ def test_join_copies_nothing_of_columns() -> None:
 def test_join_fills_in_what_lies_elsewhere() -> None:
     columns = Columns(10, WIDTH, (0, 32, 64))
     dq, _, dv = (x.fill_(i).flatten(-2) for i, x in enumerate(columns.make(parts(joined(10)))))
-    matrix = join(made([dq, torch.full((10, 32), 7.0), dv, torch.ones(10, 4)]), SIZES, apart_from=0)
+    matrix = join(made([dq, torch.full((10, 32), 7.0), dv, torch.ones(10, 4)]), SIZES)
     assert matrix.data_ptr() == dq.data_ptr()
     assert torch.equal(matrix[:, 32:64], torch.full((10, 32), 7.0))
 
@@ -112,17 +112,37 @@ def test_join_of_tensors_of_their_own(missing: int) -> None:
     some: list[Any] = made([x if i != missing else None for i, x in enumerate(given)])  # type: ignore[misc]
     zeros = [torch.zeros(10, size) for size in SIZES]
     wanted = torch.cat([z if x is None else x for x, z in zip(some, zeros, strict=True)], 1)
-    assert torch.equal(join(some, SIZES, apart_from=0), wanted)
+    assert torch.equal(join(some, SIZES), wanted)
 
 
 def test_join_writes_to_nobody_elses_memory() -> None:
     x = joined(10)
     before = x.clone()
     dq, dk, dv = (y.flatten(-2) for y in parts(x))
-    matrix = join(made([dq, dk, dv, torch.ones(10, 4)]), SIZES, apart_from=x.data_ptr())
+    matrix = join(made([dq, dk, dv, torch.ones(10, 4)]), SIZES)
     assert matrix.data_ptr() != x.data_ptr()
     assert torch.equal(x, before)
     assert torch.equal(matrix[:, :96], x[:, :96])
+
+
+def test_the_gradient_of_a_slice_stays_as_it_is() -> None:
+    """Somebody's own tensor that is as large as the joined gradient, and whose first columns are given as a cotangent."""
+    layer = AttentionPairBias(16, 8, 8, no_heads=2)
+    cotangent = torch.ones(1, 9, 9, 4)
+    layer.pair_bias(torch.randn(1, 9, 9, 8)).backward(cotangent[..., :2].movedim(-1, -3))
+    assert bool((cotangent == 1).all())
+
+
+def test_pair_biases_of_two_layers_in_one_loss() -> None:
+    """The gradients of both are columns of the gradient of their concatenation."""
+    torch.manual_seed(0)
+    layers = [AttentionPairBias(16, 8, 8, no_heads=2) for _ in range(2)]
+    z, parameters = torch.randn(1, 9, 9, 8), [layer.linear_z.weight for layer in layers]  # type: ignore[union-attr]
+    ours = [layer.pair_bias(z).movedim(-3, -1) for layer in layers]
+    plain = [layer.linear_z(layer.layer_norm_z(z)) for layer in layers]  # type: ignore[misc]
+    found, wanted = (torch.autograd.grad(torch.cat(x[::-1], -1).square().mean(), parameters) for x in (ours, plain))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("starting", [True, False])

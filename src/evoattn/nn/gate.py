@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.devices import uncast
+from evoattn.nn.submodules import call, is_linear
+from evoattn.run.once import once_differentiable
 
 __all__ = ["gated_linear"]
 
@@ -31,9 +33,11 @@ def gated_linear(o: Tensor, g: Tensor, module: nn.Linear) -> Tensor:
     Returns:
         `[*, out_features]` in o's dtype, in memory in the order of its axes.
     """
+    if not is_linear(module):
+        return call(module, _gate(o, g)[0], o.dtype)
     bias = None if module.bias is None else module.bias.to(o.dtype)
     made: Tensor = _GatedLinear.apply(o, g, module.weight.to(o.dtype), bias)  # type: ignore[no-untyped-call]
-    return made
+    return made.view(*g.shape[:-1], made.shape[-1])  # a view made inside the function could not be changed in place
 
 
 def _gate(o: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,21 +52,20 @@ def _gate_backward(d_gated: Tensor, o: Tensor, opened: Tensor) -> tuple[Tensor, 
 
 
 class _GatedLinear(torch.autograd.Function):
-    """(o * sigmoid(g)) W^T + b."""
+    """(o * sigmoid(g)) W^T + b, `[R, out_features]`."""
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(o, g, weight)
-        return F.linear(_gate(o, g)[0], weight, bias)
+        return F.linear(_gate(o, g)[0].reshape(-1, g.shape[-1]), weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
         o, g, weight = ctx.saved_tensors
         need_o, need_g, need_weight, need_bias = ctx.needs_input_grad
         do = dg = dweight = dbias = None
         with uncast(o.device):
-            rows = dy.reshape(-1, dy.shape[-1])
             gated, opened = _gate(o, g)
             if need_weight:
                 dweight = rows.t() @ gated.reshape(-1, g.shape[-1])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_shares, heads, update
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
+from evoattn.nn.submodules import check_container
 
 __all__ = ["MSAAttention", "MSAColumnAttention", "MSAColumnGlobalAttention", "MSARowAttentionWithPairBias"]
 
@@ -56,6 +57,7 @@ class MSAAttention(nn.Module):
         check_mask("mask", mask, tuple(m.shape[:-1]))
         pair_bias = self._pair_bias(m, z)
         mha = self.mha
+        check_container("mha", mha, Attention)
         q, k, v, g = project(m, self.layer_norm_m, mha.inputs)
         if columns:
             q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
@@ -261,7 +263,8 @@ class MSAColumnGlobalAttention(nn.Module):
         check_input("m", m, 3, self.c_in)
         check_mask("mask", mask, tuple(m.shape[:-1]))
         mha = self.global_attention
-        normed = layer_norm(m, self.layer_norm_m, compute_dtype_of(m, mha.linear_q.weight))
+        check_container("global_attention", mha, Attention)
+        normed = layer_norm(m, self.layer_norm_m, compute_dtype_of(m, *mha.inputs))
         k, v, g = project(normed, None, mha.inputs[1:])
         q = heads(linear(self._mean(normed, mask), mha.linear_q), self.no_heads).unsqueeze(-2)  # [*,l,h,1,d]: heads as queries
         k, v = (x.transpose(-2, -3).unsqueeze(-2) for x in (k, v))  # [*,l,s,1,d]
@@ -275,5 +278,5 @@ class MSAColumnGlobalAttention(nn.Module):
         wide = torch.promote_types(normed.dtype, torch.float32)
         if mask is None:
             return (normed.sum(-3, dtype=wide) / (normed.shape[-3] + self.eps)).to(normed.dtype)
-        weights = mask.to(wide).unsqueeze(-1)
+        weights = mask.to(wide).expand(normed.shape[:-1]).unsqueeze(-1)  # one mask for all sequences counts for each
         return ((normed * weights).sum(-3) / (weights.sum(-3) + self.eps)).to(normed.dtype)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_shares, heads, update
-from evoattn.nn.project import linear, project
+from evoattn.nn.project import layer_norm, linear, project
+from evoattn.nn.submodules import check_container
 
 __all__ = ["AdaLN", "AttentionPairBias"]
 
@@ -33,7 +33,7 @@ class AdaLN(nn.Module):
     def forward(self, a: Tensor, s: Tensor) -> Tensor:
         """Normalise a `[*, c_a]` under the condition s `[*, c_s]`."""
         g, shift = project(s, self.layer_norm_s, (self.linear_g, self.linear_s))
-        normed = F.layer_norm(a, a.shape[-1:], eps=self.layer_norm_a.eps).to(g.dtype)
+        normed = layer_norm(a, self.layer_norm_a, g.dtype)
         return torch.addcmul(shift, normed, torch.sigmoid(g))
 
 
@@ -143,7 +143,8 @@ class AttentionPairBias(nn.Module):
 
     def _projections(self, a: Tensor, s: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         mha, norm = self.mha, self.layer_norm_a
-        if isinstance(norm, AdaLN):
+        check_container("mha", mha, Attention)
+        if norm is not None and s is not None:
             a, norm = norm(a, s), None
         if keys is None:
             return project(a, norm, mha.inputs)

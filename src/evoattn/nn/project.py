@@ -2,6 +2,8 @@
 
     y = norm(x) W^T + b,    W = the weights of all projections, one below the other
 
+Modules that are not plain are called one after the other instead (`submodules` says which those are).
+
 The backward keeps x, which is an input of the layer, and two numbers for each row. It normalises x again, which costs one pass
 over memory: saving the result would take as much memory as x.
 """
@@ -20,8 +22,10 @@ from torch import Tensor, nn
 from evoattn.call.validation import compute_dtype
 from evoattn.devices import uncast
 from evoattn.nn.norm import normalise, normalise_backward
+from evoattn.nn.submodules import call, is_linear, is_norm, parameter_of
 from evoattn.run import guards
 from evoattn.run.joined import join
+from evoattn.run.once import once_differentiable
 
 __all__ = ["compute_dtype_of", "layer_norm", "linear", "project"]
 
@@ -29,26 +33,31 @@ _BYTES = 16
 """Each projection starts on a multiple of this, and so does each row: GPUs copy tiles only from such addresses."""
 
 
-def compute_dtype_of(x: Tensor, parameter: Tensor) -> torch.dtype:
-    """The dtype of a layer's products: autocast's if it is on, else the narrower one of input and parameters."""
-    dtype = compute_dtype(x)
-    return parameter.dtype if parameter.dtype.itemsize < dtype.itemsize else dtype
+def compute_dtype_of(x: Tensor, *modules: nn.Module) -> torch.dtype:
+    """The dtype of a layer's products: the narrower of those that autocast, if it is on, makes of input and parameters."""
+    dtype, parameter = compute_dtype(x), parameter_of(modules)
+    other = dtype if parameter is None else compute_dtype(parameter)
+    return other if other.itemsize < dtype.itemsize else dtype
 
 
 def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Apply a layer norm module to x, with the result in `dtype`. The backward keeps x, and mean and deviation of each row."""
+    """Apply a norm to x, with the result in `dtype`. The backward keeps x, and mean and deviation of each row."""
+    if not is_norm(norm):
+        return call(norm, x, dtype)
     made: Tensor = _Norm.apply(x, *_settings(norm), dtype)  # type: ignore[no-untyped-call]
-    return made
+    return made.view(x.shape)
 
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
-    """Apply a linear module in the dtype of x."""
+    """Apply a projection in the dtype of x."""
+    if not is_linear(module):
+        return call(module, x, x.dtype)
     bias = None if module.bias is None else module.bias.to(x.dtype)
     return F.linear(x, module.weight.to(x.dtype), bias)
 
 
 def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """Project norm(x) by all of `linears` with one product, in the compute dtype.
+    """Project norm(x) by all of `linears`, with one product if all modules are plain, in the compute dtype.
 
     Args:
         x: `[*, C]`.
@@ -56,16 +65,22 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
         linears: modules of C input features.
 
     Returns:
-        `[*, out_features]` for each module, all views of one tensor. Each view and each of its rows starts on a multiple of 16
-        bytes.
+        `[*, out_features]` for each module. If the modules are plain, all are views of one tensor, and each view and each of
+        its rows starts on a multiple of 16 bytes.
     """
-    dtype = compute_dtype_of(x, linears[0].weight)
+    dtype = compute_dtype_of(x, *linears)
+    if not ((norm is None or is_norm(norm)) and all(map(is_linear, linears))):
+        normed = x.to(dtype) if norm is None else layer_norm(x, norm, dtype)
+        return [linear(normed, module) for module in linears]
     weight, bias, biased = _join(linears, dtype)
     if norm is None:
         joined = F.linear(x.to(dtype), weight, bias)
     else:
         scale, shift, eps = _settings(norm)
         joined = _NormLinear.apply(x, scale, shift, eps, weight, bias, biased)  # type: ignore[no-untyped-call]
+        joined = joined.view(*x.shape[:-1], joined.shape[-1])
+    if len(linears) == 1:  # an ordinary view, which the caller may change in place
+        return [joined[..., : linears[0].out_features]]
     sizes = tuple(itertools.chain.from_iterable((module.out_features, _gap(module, dtype)) for module in linears))
     if guards.only_computes():
         return list(_Split.apply(joined, sizes))  # type: ignore[no-untyped-call]
@@ -128,40 +143,40 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joined: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.shape, ctx.address = sizes, joined.shape, joined.data_ptr()
+        ctx.sizes, ctx.shape = sizes, joined.shape
         return tuple(joined.split(sizes, -1)[::2])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *parts: Tensor | None) -> tuple[Tensor | None, None]:
         if all(x is None for x in parts):
             return None, None
         rows: list[Tensor | None] = [None] * len(ctx.sizes)
         rows[::2] = [None if x is None else x.reshape(-1, x.shape[-1]) for x in parts]
-        return join(rows, ctx.sizes, apart_from=ctx.address).view(ctx.shape), None
+        return join(rows, ctx.sizes).view(ctx.shape), None
 
 
 class _Norm(torch.autograd.Function):
-    """norm(x) of x `[*, C]`, with the result in a given dtype."""
+    """norm(x) of x `[*, C]` as rows `[R, C]` of a given dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
         normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, dtype)
         ctx.save_for_backward(x, scale, shift, mean, rstd)
-        return normed.view(x.shape)
+        return normed
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, shift, mean, rstd = ctx.saved_tensors
         rows, needs = x.reshape(-1, x.shape[-1]), ctx.needs_input_grad[:3]
         with uncast(x.device):
-            dx, *affine = normalise_backward(dy.reshape(rows.shape), rows, mean, rstd, scale, shift, needs)
+            dx, *affine = normalise_backward(dy, rows, mean, rstd, scale, shift, needs)
         return None if dx is None else dx.view(x.shape), *affine, None, None
 
 
 class _NormLinear(torch.autograd.Function):
-    """norm(x) W^T + b of x `[*, C]`, in the dtype of the weight."""
+    """norm(x) W^T + b of x `[*, C]` as rows `[R, out_features]`, in the dtype of the weight."""
 
     @staticmethod
     def forward(
@@ -177,14 +192,14 @@ class _NormLinear(torch.autograd.Function):
         normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight.dtype)
         ctx.save_for_backward(x, scale, shift, weight, mean, rstd)
         ctx.eps, ctx.biased = eps, biased
-        return F.linear(normed, weight, bias).view(*x.shape[:-1], weight.shape[0])
+        return F.linear(normed, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, shift, weight, mean, rstd = ctx.saved_tensors
         need_x, need_scale, need_shift, _, need_weight, need_bias, _ = ctx.needs_input_grad
-        rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
         dx = dscale = dshift = dweight = dbias = None
         with uncast(x.device):
             if need_weight:
@@ -193,8 +208,7 @@ class _NormLinear(torch.autograd.Function):
                 del normed
             if need_bias:
                 first, last = ctx.biased
-                dbias = dy.new_zeros(dy.shape[-1])
-                dbias[first:last] = dy[:, first:last].sum(0)
+                dbias = F.pad(dy[:, first:last].sum(0), (first, dy.shape[-1] - last))
             if need_x or need_scale or need_shift:
                 needs = (need_x, need_scale, need_shift)
                 dx, dscale, dshift = normalise_backward(dy @ weight, rows, mean, rstd, scale, shift, needs)

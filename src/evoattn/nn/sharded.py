@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from evoattn.call.sharded import is_distributed
 from evoattn.numerics import accumulate_dtype
+from evoattn.run.once import once_differentiable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -81,7 +82,7 @@ class _Exchange(torch.autograd.Function):
         return split.exchange(x, here, there, length)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.split.exchange(dx, *ctx.way), None, None, None, None
 
@@ -99,7 +100,7 @@ class _Gather(torch.autograd.Function):
         return made[: split.length].movedim(0, -3)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         processes = dist.get_world_size(ctx.split.group)
         most = ctx.split.sizes(ctx.split.length)[0]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, heads, update
 from evoattn.nn.project import project
+from evoattn.nn.submodules import check_container
 
 __all__ = ["TemplatePointwiseAttention"]
 
@@ -70,6 +71,7 @@ class TemplatePointwiseAttention(nn.Module):
             raise ValueError(f"t must be z with an axis of templates, got shapes {list(t.shape)} and {list(z.shape)}")
         check_mask("mask", mask, tuple(t.shape[:-3]))
         mha = self.mha
+        check_container("mha", mha, Attention)
         (q,) = project(z, None, (mha.linear_q,))
         k, v = (x.movedim(-4, -2) for x in project(t, None, (mha.linear_k, mha.linear_v)))  # [*,i,j,t,hd]
         q, k, v = (heads(x, self.no_heads) for x in (q.unsqueeze(-2), k, v))

@@ -13,6 +13,7 @@ from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, heads, update
 from evoattn.nn.project import project
 from evoattn.nn.sharded import Split, update_of
+from evoattn.nn.submodules import check_container
 
 __all__ = ["TriangleAttention"]
 
@@ -118,6 +119,7 @@ class TriangleAttention(nn.Module):
         turned = not z.is_contiguous() and z.transpose(-2, -3).is_contiguous()
         x = z.transpose(-2, -3) if turned else z  # as it lies in memory
         mha = self.mha
+        check_container("mha", mha, Attention)
         q, k, v, g, bias = project(x, self.layer_norm, (*mha.inputs, self.linear))
         across = turned == self.starting  # the attention's rows are columns of x
         if across:

@@ -1,24 +1,30 @@
 """Gradients of q, k and v that are columns of one tensor: columns of one tensor again.
 
 Whoever made q, k and v by one product (`evoattn.nn.project`) needs their gradients as one tensor. Three of their own would have
-to be copied together, a pass over memory as long as a product. Between the two go the gradients themselves: who joined the
-projections sees by their memory that they are joined.
+to be copied together, a pass over memory as long as a product. `Columns.make` makes
+them as columns of one matrix and notes its memory; `join` adopts a matrix only if its memory is noted.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from evoattn.run import guards
+
 __all__ = ["Columns", "columns_of", "join"]
 
 _BYTES = 16
 """Columns start on a multiple of this, and so do rows: kernels store so many bytes at a time."""
+
+_MADE: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+"""The memory that `Columns.make` made for columns alone, as long as it lives."""
 
 
 class Columns(NamedTuple):
@@ -37,6 +43,8 @@ class Columns(NamedTuple):
         """Uninitialised tensors that lie in another matrix as these do in theirs."""
         first = likes[0]
         matrix = torch.empty(self.rows * self.width, dtype=first.dtype, device=device or first.device)
+        if not matrix.is_meta:
+            _MADE.add(matrix.untyped_storage())
         return [matrix.as_strided(x.shape, x.stride(), at) for x, at in zip(likes, self.offsets, strict=True)]
 
 
@@ -71,18 +79,17 @@ def columns_of(tensors: Sequence[Tensor]) -> Columns | None:
     return Columns(rows, width, tuple(offsets)) if apart and width * first.element_size() % _BYTES == 0 else None
 
 
-def join(parts: Sequence[Tensor | None], sizes: Sequence[int], *, apart_from: int) -> Tensor:
+def join(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
     """A matrix `[rows, width]` from its columns; those that lie in one already, as `Columns.make` makes them, stay there.
 
     Args:
         parts: gradients `[rows, size]`, of which at least one is not None; zeros stand for one that is None.
         sizes: columns of each, which lie side by side in this order.
-        apart_from: the address of memory that is somebody else's, however well parts may lie there.
     """
     ends = list(itertools.accumulate(sizes))
     starts, width = [0, *ends[:-1]], ends[-1]
     matrix = _matrix_of(parts, starts, width)
-    if matrix is None or matrix.data_ptr() == apart_from:
+    if matrix is None:
         some = next(x for x in parts if x is not None)
         pairs = zip(parts, sizes, strict=True)
         return torch.cat([some.new_zeros(some.shape[0], size) if x is None else x for x, size in pairs], -1)
@@ -95,9 +102,11 @@ def join(parts: Sequence[Tensor | None], sizes: Sequence[int], *, apart_from: in
 
 
 def _matrix_of(parts: Sequence[Tensor | None], starts: Sequence[int], width: int) -> Tensor | None:
-    """The matrix in which the first part lies that is there, if it is as large as its memory."""
+    """The matrix in which the first part lies that is there, if it was made for columns and is as large as its memory."""
     x, start = next((x, start) for x, start in zip(parts, starts, strict=True) if x is not None)
     rows = x.shape[0]
+    if not guards.only_computes() or x.untyped_storage() not in _MADE:
+        return None
     if x.untyped_storage().nbytes() != rows * width * x.element_size():
         return None
     matrix = x.as_strided((rows, width), (width, 1), 0)

@@ -1,0 +1,115 @@
+"""Whether a sub-module is what a joined product assumes, and how to call one that is not.
+
+A layer reads the parameters of its projections and norms, and computes several of them at once. That is right only while each
+of them is a plain linear module or layer norm. People change modules after they made them: adapters, hooks, pruning, weight
+norm, sharding and offloading all replace or surround the module's own forward. So a layer asks at each call, and calls the
+modules that are not plain. Such a call gives what the modules define, and is only slower.
+
+The questions look at classes and at dictionaries that are empty in a plain module: about 1 us of the host a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_torch
+
+from evoattn.call.sharded import is_distributed
+
+__all__ = ["call", "check_container", "is_linear", "is_norm", "parameter_of"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_LINEARS = frozenset({
+    ("openfold.model.primitives", "Linear.forward"),
+    ("openfold3.core.model.primitives.linear", "Linear.forward"),
+    ("boltz.model.layers.triangular_attention.primitives", "Linear.forward"),
+})  # fmt: skip
+"""Where clients define a linear module with a forward of its own, which computes what torch's does if it sets no precision."""
+
+_NORMS = frozenset({
+    ("openfold.model.primitives", "LayerNorm.forward"),
+    ("openfold3.core.model.primitives.normalization", "LayerNorm.forward"),
+    ("boltz.model.layers.triangular_attention.primitives", "LayerNorm.forward"),
+})  # fmt: skip
+"""The same for layer norms over the last axis."""
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module computes `x W^T + b` from its `weight` and `bias`, and nobody has to see that it is called."""
+    if not isinstance(module, nn.Module) or not (_runs(module, nn.Linear, _LINEARS) and _unobserved(module)):
+        return False
+    return getattr(module, "precision", None) is None and not is_distributed(module.weight)
+
+
+def is_norm(module: Any) -> bool:
+    """Whether a module is a layer norm over the last axis, of `weight`, `bias` and `eps`, that nobody has to see called."""
+    if not isinstance(module, nn.Module) or not (_runs(module, nn.LayerNorm, _NORMS) and _unobserved(module)):
+        return False
+    return len(getattr(module, "normalized_shape", (0,))) == 1 and not is_distributed(module.weight)
+
+
+def call(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Call a module that is not plain.
+
+    Args:
+        module: any module that takes a tensor.
+        x: its input, cast to the dtype of the module's parameters unless autocast does that.
+        dtype: of the result.
+    """
+    parameter = parameter_of([module])
+    if parameter is not None and not torch.is_autocast_enabled(x.device.type):
+        x = x.to(parameter.dtype)
+    made: Tensor = module(x)
+    return made.to(dtype)
+
+
+def parameter_of(modules: Sequence[nn.Module]) -> Tensor | None:
+    """The first floating-point parameter of some modules, or None. A weight that is not a parameter counts, as in replicas."""
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            return weight
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                return parameter
+    return None
+
+
+def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
+    """Raise TypeError unless a sub-module that only holds others is as the layer made it.
+
+    Nobody calls it, so hooks on it would not run, and what stands in its place would not compute.
+    """
+    if type(module) is not kind:
+        raise TypeError(
+            f"{name} must be the {kind.__name__} that the layer made, got {type(module).__name__}: the layer never calls "
+            f"{name}. Wrap or shard the whole layer, or the projections inside {name}"
+        )
+    if "forward" in module.__dict__ or _has_hooks(module):
+        raise TypeError(
+            f"{name} has hooks or a forward of its own, and the layer never calls it: put them on the layer, or on the "
+            f"projections inside {name}"
+        )
+
+
+def _runs(module: nn.Module, kind: Any, known: frozenset[tuple[str, str]]) -> bool:
+    """Whether a call of the module runs the forward of `kind`, or one that is known to compute the same."""
+    mine: Any = type(module)
+    if "forward" in module.__dict__ or mine.__call__ is not nn.Module.__call__:
+        return False
+    forward = mine.forward
+    return forward is kind.forward or (forward.__module__, forward.__qualname__) in known
+
+
+def _unobserved(module: nn.Module) -> bool:
+    """Whether neither the module nor torch as a whole has hooks that its call would run."""
+    return not (_has_hooks(module) or of_torch._has_any_global_hook())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    own = module.__dict__
+    return any(own[name] for name in _HOOKS)

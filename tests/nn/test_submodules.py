@@ -1,0 +1,277 @@
+"""Layers whose sub-modules were changed after they were made: each change is computed, or refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+from evoattn.nn import (
+    AttentionPairBias,
+    MSAColumnAttention,
+    MSAColumnGlobalAttention,
+    MSARowAttentionWithPairBias,
+    TemplatePointwiseAttention,
+    TriangleAttention,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(weight_norm|spectral_norm|quantiz|deprecated).*")
+
+
+class Adapter(nn.Linear):
+    """A low-rank adapter, as peft, loralib and others write it: a subclass of Linear with a forward of its own."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, dtype=base.weight.dtype)
+        self.load_state_dict(base.state_dict())
+        self.down = nn.Parameter(torch.randn(2, base.in_features, dtype=base.weight.dtype))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, dtype=base.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.down.t() @ self.up.t()
+
+
+class Wrapper(nn.Module):
+    """A module around another one, as FSDP and peft have them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = 3 * self.inner(x)
+        return made
+
+
+def _own_forward(module: nn.Module) -> None:
+    """As accelerate's hooks do it."""
+    right = module.forward
+    module.forward = lambda x: 2 * right(x)  # type: ignore[method-assign]
+
+
+def _hook_backward(module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda _, inputs, outputs: tuple(2 * x for x in inputs))  # type: ignore[arg-type]
+
+
+IN_PLACE: dict[str, Callable[[nn.Module], Any]] = {
+    "pruned": lambda module: prune.l1_unstructured(module, "weight", amount=0.5),
+    "weight norm": weight_norm,
+    "spectral norm": spectral_norm,
+    "parametrized": parametrizations.weight_norm,
+    "forward hook": lambda module: module.register_forward_hook(lambda *given: given[-1] * 2),
+    "forward pre-hook": lambda module: module.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
+    "backward hook": _hook_backward,
+    "a forward of its own": _own_forward,
+}
+
+INSTEAD: dict[str, Callable[[Any], nn.Module]] = {
+    "adapter": Adapter,
+    "wrapper": Wrapper,
+    "sequential": lambda module: nn.Sequential(module),
+}
+
+
+def triangle(starting: bool) -> TriangleAttention:
+    torch.manual_seed(0)
+    layer = TriangleAttention(16, 8, 2, starting, empty_rows="native").double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return layer
+
+
+def by_calls(layer: TriangleAttention, z: Tensor) -> Tensor:
+    """The layer as its paper writes it: every sub-module is called."""
+    x = z if layer.starting else z.transpose(-2, -3)
+    normed, mha = layer.layer_norm(x), layer.mha
+    q, k, v = (
+        y(normed).unflatten(-1, (layer.no_heads, -1)).transpose(-2, -3) for y in (mha.linear_q, mha.linear_k, mha.linear_v)
+    )
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + layer.linear(normed).movedim(-1, -3).unsqueeze(-4)
+    o = (scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2)
+    assert mha.linear_g is not None
+    made: Tensor = mha.linear_o(o * mha.linear_g(normed).sigmoid())
+    return made if layer.starting else made.transpose(-2, -3)
+
+
+def change(layer: nn.Module, path: str, how: str) -> None:
+    parent, _, name = path.rpartition(".")
+    owner = layer.get_submodule(parent)
+    if how in INSTEAD:
+        setattr(owner, name, INSTEAD[how](getattr(owner, name)))
+    else:
+        IN_PLACE[how](getattr(owner, name))
+
+
+def assert_as_called(layer: TriangleAttention) -> None:
+    """Output and all gradients are those of a layer that calls its sub-modules, after a step of an optimizer too."""
+    torch.manual_seed(1)
+    z = torch.randn(1, 6, 6, 16, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(1.3)
+    layer.eval()  # spectral norm iterates in training
+    leaves = [z, *(p for p in layer.parameters() if p.requires_grad)]
+    found, wanted = layer(z), by_calls(layer, z)
+    cotangent = torch.randn_like(wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    gradients = (torch.autograd.grad(x, leaves, cotangent, allow_unused=True) for x in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("starting", [True, False])
+@pytest.mark.parametrize("path", ["mha.linear_q", "mha.linear_g", "mha.linear_o", "linear"])
+@pytest.mark.parametrize("how", [*IN_PLACE, *INSTEAD])
+def test_a_changed_projection(how: str, path: str, starting: bool) -> None:
+    layer = triangle(starting)
+    layer(torch.randn(1, 6, 6, 16, dtype=torch.float64))  # a change after a call counts too
+    change(layer, path, how)
+    assert_as_called(layer)
+
+
+@pytest.mark.parametrize("how", ["forward hook", "forward pre-hook", "backward hook", "a forward of its own", "wrapper"])
+def test_a_changed_norm(how: str) -> None:
+    layer = triangle(starting=True)
+    change(layer, "layer_norm", how)
+    assert_as_called(layer)
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm(16), nn.Identity(), nn.LayerNorm((6, 16)), nn.Softmax(-1)])
+def test_another_norm(norm: nn.Module) -> None:
+    layer = triangle(starting=True)
+    layer.layer_norm = norm.double()  # type: ignore[assignment]
+    assert_as_called(layer)
+
+
+def test_a_hook_on_all_modules_sees_each() -> None:
+    layer, seen = triangle(starting=True), []
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
+        layer(torch.randn(1, 6, 6, 16, dtype=torch.float64))
+    assert {type(module) for module in seen} == {TriangleAttention, nn.LayerNorm, nn.Linear}
+
+
+def test_quantised_projections_are_called() -> None:
+    layer = triangle(starting=True).float()
+    z = torch.randn(1, 6, 6, 16)
+    torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, torch.qint8, inplace=True)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(z), by_calls(layer, z), rtol=1e-3, atol=1e-3)
+
+
+def test_a_copy_uses_its_own_modules() -> None:
+    layer = triangle(starting=True)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.mha.linear_q.weight.zero_()
+    assert_as_called(other)
+    assert_as_called(layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_adapter_under_autocast_and_beside_a_narrower_input(dtype: torch.dtype) -> None:
+    layer = triangle(starting=True).float()
+    change(layer, "mha.linear_q", "adapter")
+    z = torch.randn(1, 6, 6, 16)
+    wanted = by_calls(layer, z)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        found = layer(z.to(dtype))
+    assert found.dtype == torch.bfloat16
+    assert float((found.float() - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_what_is_put_around_a_container_is_refused() -> None:
+    z = torch.randn(1, 6, 6, 16, dtype=torch.float64)
+    layer = triangle(starting=True)
+    layer.mha.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="mha has hooks or a forward of its own, and the layer never calls it"):
+        layer(z)
+    layer = triangle(starting=True)
+    layer.mha = Wrapper(layer.mha)  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="mha must be the Attention that the layer made, got Wrapper"):
+        layer(z)
+
+
+M, Z, MASK = (1, 5, 6, 16), (1, 6, 6, 8), (1, 5, 6)
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
+    "starting node": (lambda: TriangleAttention(16, 8, 2), ((1, 6, 6, 16), (1, 6, 6))),
+    "ending node": (lambda: TriangleAttention(16, 8, 2, starting=False), ((1, 6, 6, 16), (1, 6, 6))),
+    "rows": (lambda: MSARowAttentionWithPairBias(16, 8, 8, 2), (M, Z, MASK)),
+    "columns": (lambda: MSAColumnAttention(16, 8, 2), (M, MASK)),
+    "global columns": (lambda: MSAColumnGlobalAttention(16, 8, 2), (M, MASK)),
+    "templates": (lambda: TemplatePointwiseAttention(8, 16, 8, 2), ((1, 3, 6, 6, 8), (1, 6, 6, 16), (1, 3))),
+    "pair bias": (lambda: AttentionPairBias(16, 8, 8, 2), ((1, 5, 6, 16), (1, 1, 6, 6, 8))),
+    "condition": (lambda: AttentionPairBias(16, 8, 8, 2, 12), ((1, 5, 6, 16), (1, 1, 6, 6, 8), (1, 5, 6, 12))),
+}
+"""How each layer is made, and the shapes of what it takes."""
+
+
+def made(name: str) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    make, shapes = LAYERS[name]
+    layer = make()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    given = [torch.randn(shape) for shape in shapes]
+    if name not in ("pair bias", "condition"):
+        given[-1] = torch.ones(shapes[-1])
+    return layer, given
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_second_derivative_raises(name: str) -> None:
+    layer, given = made(name)
+    x = given[0].requires_grad_()
+    parameters = list(layer.parameters())
+    (dx,) = torch.autograd.grad(layer(*given).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dx.square().sum(), x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dx.square().sum(), parameters, allow_unused=True)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_output_changed_in_place(name: str) -> None:
+    layer, given = made(name)
+    parameters = list(layer.parameters())
+    scale = torch.randn(layer(*given).shape)
+    wanted = torch.autograd.grad((layer(*given) * scale).relu().sum(), parameters)
+    out = layer(*given)
+    out *= scale
+    out.relu_()
+    for one, other in zip(torch.autograd.grad(out.sum(), parameters), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_many_cotangents_at_once(name: str) -> None:
+    layer, given = made(name)
+    given = given[:-1] if name not in ("pair bias", "condition") else given
+    parameters, out = list(layer.parameters()), layer(*given)
+    cotangents = torch.randn(3, *out.shape)
+    found = torch.autograd.grad(out, parameters, cotangents, retain_graph=True, is_grads_batched=True)
+    each = [torch.autograd.grad(out, parameters, cotangent, retain_graph=True) for cotangent in cotangents]
+    for one, others in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(others), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["starting node", "ending node", "columns", "global columns"])
+def test_float64_under_autocast_has_gradients(name: str) -> None:
+    layer, (x, *_) = made(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x.double().requires_grad_())
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("mask", [(1, 1, 6), (1, 5, 6), (1, 5, 1), (1, 1, 1)])
+def test_a_mask_that_broadcasts_in_global_attention(mask: tuple[int, ...]) -> None:
+    layer, (m, _) = made("global columns")
+    torch.manual_seed(2)
+    weights = (torch.rand(mask) > 0.3).float()
+    torch.testing.assert_close(layer(m, weights), layer(m, weights.expand(MASK).contiguous()))

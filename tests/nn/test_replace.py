@@ -115,13 +115,20 @@ def test_names() -> None:
         "a.attn_pair_bias.linear_z.weight": 2,
         "a.attn_pair_bias.layer_norm_a.weight": 3,
     }
-    state = {"proj_z.0.bias": 0, "proj_z.1.weight": 1, "b.proj_q.bias": 2, "b.norm_s.weight": 3, "b.some_proj_q.weight": 4}
-    assert ours.from_boltz(state) == {  # type: ignore[arg-type]
+
+
+def test_names_of_boltz() -> None:
+    """Only attention is renamed: other layers have projections of the same names, which a lenient load would leave random."""
+    attention = {f"{prefix}proj_{x}.weight": x for prefix in ("", "b.") for x in "qkvgo"}
+    renamed = {f"{prefix}mha.linear_{x}.weight": x for prefix in ("", "b.") for x in "qkvgo"}
+    state = {"proj_z.0.bias": 0, "proj_z.1.weight": 1, "b.proj_q.bias": 2, "b.norm_s.weight": 3}
+    others = ("b.some_proj_q.weight", "msa.norm_s.weight", "msa.proj_g.weight", "msa.proj_o.weight", "outer.proj_o.bias")
+    assert ours.from_boltz(attention | state | dict.fromkeys(others, 4)) == renamed | {  # type: ignore[arg-type]
         "layer_norm_z.bias": 0,
         "linear_z.weight": 1,
         "b.mha.linear_q.bias": 2,
         "b.layer_norm_a.weight": 3,
-        "b.some_proj_q.weight": 4,
+        **dict.fromkeys(others, 4),
     }
 
 

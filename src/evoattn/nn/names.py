@@ -21,7 +21,10 @@ _BOLTZ = {
 }
 """Names in Boltz's `AttentionPairBias`. Its triangle attention has OpenFold's names."""
 
-_BOLTZ_NAME = re.compile(rf"(^|\.)({'|'.join(map(re.escape, _BOLTZ))})(?=\.(?:weight|bias)$)")
+_BOLTZ_NAME = re.compile(rf"^((?:.*\.)?)({'|'.join(map(re.escape, _BOLTZ))})(\.(?:weight|bias))$")
+
+_BOLTZ_SIBLINGS = ("proj_q.weight", "proj_k.weight", "proj_v.weight", "proj_g.weight", "proj_o.weight")
+"""Parameters that together only attention has. Other layers of Boltz have some of them, such as `proj_g` and `proj_o`."""
 
 
 def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -54,11 +57,20 @@ def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Boltz's layer has no `norm_s`.
 
     Args:
-        state: tensors by Boltz's names, with any prefixes. Names of other layers are kept.
+        state: tensors by Boltz's names, with any prefixes. A layer is renamed if the state has all five of its projections.
+            Names of other layers are kept.
 
     Example:
         >>> import torch
-        >>> list(from_boltz({"layers.0.attention.proj_q.bias": torch.ones(8)}))
-        ['layers.0.attention.mha.linear_q.bias']
+        >>> state = {f"attention.proj_{x}.weight": torch.ones(8, 8) for x in "qkvgo"}
+        >>> list(from_boltz({**state, "outer_product_mean.proj_o.weight": torch.ones(8, 8)}))[3:]
+        ['attention.mha.linear_g.weight', 'attention.mha.linear_o.weight', 'outer_product_mean.proj_o.weight']
     """
-    return {_BOLTZ_NAME.sub(lambda found: found[1] + _BOLTZ[found[2]], name): x for name, x in state.items()}
+    return {_of_pair_bias(name, state): x for name, x in state.items()}
+
+
+def _of_pair_bias(name: str, state: Mapping[str, Tensor]) -> str:
+    found = _BOLTZ_NAME.match(name)
+    if found is None or not all(found[1] + sibling in state for sibling in _BOLTZ_SIBLINGS):
+        return name
+    return found[1] + _BOLTZ[found[2]] + found[3]

@@ -21,8 +21,6 @@ from evoattn.call.sharded import is_distributed
 
 __all__ = ["call", "check_container", "is_linear", "is_norm", "parameter_of"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 _LINEARS = frozenset({
     ("openfold.model.primitives", "Linear.forward"),
     ("openfold3.core.model.primitives.linear", "Linear.forward"),
@@ -38,18 +36,14 @@ _NORMS = frozenset({
 """The same for layer norms over the last axis."""
 
 
-def is_linear(module: Any) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Whether a module computes `x W^T + b` from its `weight` and `bias`, and nobody has to see that it is called."""
-    if not isinstance(module, nn.Module) or not (_runs(module, nn.Linear, _LINEARS) and _unobserved(module)):
-        return False
-    return getattr(module, "precision", None) is None and not is_distributed(module.weight)
+    return _is_plain(module, nn.Linear, _LINEARS) and module.__dict__.get("precision") is None
 
 
-def is_norm(module: Any) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Whether a module is a layer norm over the last axis, of `weight`, `bias` and `eps`, that nobody has to see called."""
-    if not isinstance(module, nn.Module) or not (_runs(module, nn.LayerNorm, _NORMS) and _unobserved(module)):
-        return False
-    return len(getattr(module, "normalized_shape", (0,))) == 1 and not is_distributed(module.weight)
+    return _is_plain(module, nn.LayerNorm, _NORMS) and len(module.__dict__.get("normalized_shape", (0,))) == 1
 
 
 def call(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,20 +90,19 @@ def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None
         )
 
 
-def _runs(module: nn.Module, kind: Any, known: frozenset[tuple[str, str]]) -> bool:
-    """Whether a call of the module runs the forward of `kind`, or one that is known to compute the same."""
+def _is_plain(module: nn.Module, kind: Any, known: frozenset[tuple[str, str]]) -> bool:
+    """Whether a call of the module runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
     mine: Any = type(module)
-    if "forward" in module.__dict__ or mine.__call__ is not nn.Module.__call__:
+    if mine is not kind:
+        forward = mine.forward
+        same = forward is kind.forward or (forward.__module__, forward.__qualname__) in known
+        if not same or mine.__call__ is not nn.Module.__call__:
+            return False
+    if "forward" in module.__dict__ or _has_hooks(module) or of_torch._has_any_global_hook():
         return False
-    forward = mine.forward
-    return forward is kind.forward or (forward.__module__, forward.__qualname__) in known
-
-
-def _unobserved(module: nn.Module) -> bool:
-    """Whether neither the module nor torch as a whole has hooks that its call would run."""
-    return not (_has_hooks(module) or of_torch._has_any_global_hook())
+    return not is_distributed(module.__dict__["_parameters"].get("weight"))
 
 
 def _has_hooks(module: nn.Module) -> bool:
     own = module.__dict__
-    return any(own[name] for name in _HOOKS)
+    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])

@@ -150,7 +150,7 @@ def with_means_of_values(attention: Callable[[Tensor], Tensor], q: Tensor, k: Te
     """
     plain = guards.is_plain((q, k, v, mask))
     if plain and q.ndim == 5 and _has_kernels(q.device):
-        bias = torch.where(mask, 0.0, -1e9)
+        bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -1e9)
         if _kernels_take(q, k, v, bias, None, "bnhld"):
             from evoattn.compat.empty_rows_in_place import attend
 
@@ -181,7 +181,7 @@ def with_means_of_queries(
     if limit is None or not k.shape[-2]:
         return o
     empty, kept = _masked(mask, k.shape[-2], limit)
-    weights = (kept / kept.sum(-1, keepdim=True)).to(o.dtype)
+    weights = _weights(kept, o.dtype)
     change = _change(scale * torch.matmul(q, k.transpose(-1, -2)))  # zeros, whose gradients are those of scores
     for bias in biases:
         change = change + _change(bias)
@@ -236,7 +236,7 @@ class _Means(torch.autograd.Function):
         of_o = torch.where(empty, 0, do) if needs[0] else None
         do = torch.where(empty, do, 0)
         q, k, v = (x.to(dtype) for x in (q, k, v))  # as autocast casts them
-        weights = (kept / kept.sum(-1, keepdim=True)).to(dtype).transpose(-1, -2)  # [*,1,k,1]
+        weights = _weights(kept, dtype).transpose(-1, -2)  # [*,1,k,1]
         apart = weights * (v - _mean(v, kept).to(dtype))  # w V'
         dq = dk = dv = dmask = dpair = None
         if needs[1]:
@@ -253,18 +253,23 @@ class _Means(torch.autograd.Function):
         return *(None if x is None else x.to(to) for x, to in zip(found, ctx.dtypes, strict=True)), None, None, None
 
 
+def _weights(kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight of each key, `[*, 1, Q|1, K]`. A quotient of integers would have torch's default dtype."""
+    return (kept / kept.sum(-1, keepdim=True).float()).to(dtype)
+
+
 def _mean(v: Tensor, kept: Tensor) -> Tensor:
     """The mean of v over the keys that are kept, `[*, H, 1, C]`, in float32."""
-    share = kept.shape[-1] / kept.sum(-1, keepdim=True)  # of all keys
+    share = kept.shape[-1] / kept.sum(-1, keepdim=True).float()  # of all keys
     return torch.where(kept.transpose(-1, -2), v, 0).mean(-2, keepdim=True, dtype=torch.float32) * share
 
 
 def _of_pairs(do: Tensor, apart: Tensor, shape: torch.Size) -> Tensor:
     """dO (w V')^T, summed to the shape of a pair bias; what rows share is summed within the product."""
     lead = do.ndim - 3
-    names = [chr(ord("a") + axis) for axis in range(lead)]
-    kept = [name for name, size in zip(names, shape[:lead], strict=True) if size != 1]
-    left, right = "".join((*names, "xyz")), "".join((*names, "xwz"))
-    made = torch.einsum(f"{left},{right}->{''.join(kept)}xyw", do, apart)
+    kept = [axis for axis in range(lead) if shape[axis] != 1]
+    shared = [axis for axis in range(lead) if shape[axis] == 1]
+    left, right = (x.permute(*kept, lead, lead + 1, *shared, lead + 2).flatten(len(kept) + 2) for x in (do, apart))
+    made = torch.matmul(left, right.transpose(-1, -2))
     made = made.reshape(*(size if shape[axis] != 1 else 1 for axis, size in enumerate(do.shape[:lead])), *made.shape[-3:])
     return made.sum_to_size(shape)

@@ -72,7 +72,7 @@ class _Drawing:
 
     def single(self, *sizes: int) -> Tensor:
         """The same in float32."""
-        return self.double(*sizes).float() if self.portable else torch.randn(sizes, generator=self.rng)
+        return self.double(*sizes).float() if self.portable else torch.randn(sizes, generator=self.rng, dtype=torch.float32)
 
     def normal(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.double(*sizes).to(dtype or self.case.dtype).to(self.device)
@@ -110,7 +110,7 @@ class _Drawing:
         else:
             x = self.activation(kind, case.lq, case.h, channels)
         if case.gate == "large":
-            lot = torch.rand(x.shape, generator=self.rng).to(x.device)
+            lot = torch.rand(x.shape, generator=self.rng, dtype=torch.float32).to(x.device)
             x = torch.where(lot < 0.2, -80, torch.where(lot > 0.8, 80, x))
             x = x.transpose(-2, -3).contiguous().transpose(-2, -3) if kind == "transposed" else x
             x = x.repeat_interleave(2, -1)[..., ::2] if kind == "sliced" else x
@@ -130,7 +130,7 @@ class _Drawing:
 
     def keys(self, shape: tuple[int, ...]) -> Tensor:
         """Seven keys of ten, the first always."""
-        keep = torch.rand(shape, generator=self.rng) > 0.3
+        keep = torch.rand(shape, generator=self.rng, dtype=torch.float32) > 0.3
         if keep.shape[-1]:
             keep[..., 0] = True
         return keep
@@ -175,7 +175,7 @@ class _Drawing:
         elif case.pair_fill:
             kind = case.pair_fill if isinstance(case.pair_fill, str) else "minus_inf_rows"
             low = _low(kind, self.pair_bias_dtype)
-            bias[torch.rand(shape, generator=self.rng) < 0.2] = low
+            bias[torch.rand(shape, generator=self.rng, dtype=torch.float32) < 0.2] = low
             if kind.endswith("rows"):
                 bias[..., -1:, :] = low
         bias = bias.to(self.device)

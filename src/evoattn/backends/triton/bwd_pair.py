@@ -152,7 +152,7 @@ class Pair:
             if self.mode == PAIR_STORE:
                 sums = result.zero_() if self.cleared and result is not None else result
         if distant is None:
-            distant = torch.zeros(1, device=self.device)
+            distant = torch.zeros(1, dtype=torch.float32, device=self.device)
         return PairTensors(by_query, by_key, sums, result, distant)
 
     def _cleared(self, like: Strided) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def plan_backward(
     inputs, changes = _inputs(facts, do, dlse, q, k, v, o, lse)
 
     # How all that the stages see lies in memory. For a tensor that is not there they get another address, and do not read it.
-    nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), device="meta")
+    nowhere = torch.empty_strided((1, 1, lq, lk), (0, 0, 0, 1), dtype=torch.float32, device="meta")
     even = shifts = pairs = tiles = None
     pair = nowhere
     if pair_bias is not None:

@@ -63,8 +63,8 @@ def between(facts: Facts) -> tuple[Tensor, Tensor]:
     cluster = facts.query.get("cluster", 1)
     slots = (facts.clusters + facts.heads * facts.panels) * cluster
     fragments, threads = facts.query.get("slices", 0) * 4, facts.query.get("groups", 0) * 128
-    stats = torch.empty(facts.together.b, n, facts.together.h, facts.panels * TILE, device="meta")
-    return stats, torch.empty(slots, fragments, threads, 4, device="meta")
+    stats = torch.empty(facts.together.b, n, facts.together.h, facts.panels * TILE, dtype=torch.float32, device="meta")
+    return stats, torch.empty(slots, fragments, threads, 4, dtype=torch.float32, device="meta")
 
 
 def stages_of(facts: Facts, seen: Seen, rows: Rows, stats: Tensor, parts: Tensor, *, dlse: bool, tiles: bool) -> list[Stage]:

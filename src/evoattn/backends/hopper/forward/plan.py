@@ -94,7 +94,7 @@ def _tile_plan(pair: Tensor, q: Tensor, unit: float) -> tuple[Tensor, Any]:
     panels, blocks = -(-pair.shape[2] // (HALVES * ROWS)), -(-pair.shape[3] // KEYS)
     tiled = torch.empty(*pair.shape[:2], HALVES * panels, blocks, ROWS * KEYS, device="meta", dtype=torch.float32)
     if q.shape[-1] == 8:  # 1 / scale is rounded there
-        unit = 1.0 / torch.tensor(1.0 / unit).to(q.dtype).item()
+        unit = 1.0 / torch.tensor(1.0 / unit, dtype=torch.float32).to(q.dtype).item()
     return tiled, plan(Tiles(types[torch.float32], wide=True), q.device, pair.transpose(2, 3), tiled, unit)
 
 

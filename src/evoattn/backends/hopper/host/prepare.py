@@ -89,7 +89,7 @@ def row_plan(
     of_n = max((shape[1] for shape in given), default=1)
     like = torch.empty(of_b * of_n, -(-max(lk, room) // KEYS) * KEYS * TERMS, dtype=q.dtype, device="meta")
     ends = torch.empty(of_b * of_n, dtype=torch.int32, device="meta")
-    words = None if clears is None else torch.empty(clears.numel() // 4, 4, device="meta")
+    words = None if clears is None else torch.empty(clears.numel() // 4, 4, dtype=torch.float32, device="meta")
     order = starts = whole = None
     at_order = at_starts = at_whole = 0
     if lists:

@@ -1,0 +1,222 @@
+"""torch's default dtype changes no result and no planned memory."""
+
+import ast
+import dataclasses
+import os
+import pathlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn import testing
+from evoattn.compat import empty_rows, openfold
+from evoattn.compat.cuequivariance import triangle_attention
+from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
+from evoattn.inputs import Cotangents, Inputs
+from evoattn.layouts import empty_outputs
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float64]
+CASE = testing.Case(
+    "default", n=3, h=2, lq=9, lk=11, d=8, mask="random", mask_bias="finite", pair_bias="b1hqk", lse_gradient=True
+)
+FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "scalar_tensor", "rand", "randn"}
+FACTORIES |= {"linspace", "logspace", "eye"}
+SOURCES = pathlib.Path(evoattn.__file__).parent
+LOOKS_ALONE = {"guards.py"}
+"""Its tensors ask torch for its state, and none of their numbers is used."""
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def other(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A function that sets another default dtype; the test leaves the one that it found."""
+    before = torch.get_default_dtype()
+    yield lambda: torch.set_default_dtype(request.param)
+    torch.set_default_dtype(before)
+
+
+def equal(found: Any, expected: Any) -> None:
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("huge", [False, True], ids=["usual", "huge"])
+def test_a_backend_gives_the_same_bits(backend: str, dtype: torch.dtype, huge: bool, other: Any) -> None:
+    inputs = dataclasses.replace(CASE, dtype=dtype).make(seed=1)
+    if huge and inputs.pair_bias is not None:
+        inputs.pair_bias[..., 2, :] = -1e4
+    expected = testing.run(inputs, backend).values
+    other()
+    found = testing.run(inputs, backend).values
+    equal(found.values(), expected.values())
+
+
+def test_the_same_numbers_are_drawn(other: Any) -> None:
+    expected = CASE.make(seed=1)
+    other()
+    made = CASE.make(seed=1)
+    for name in ("q", "mask", "mask_bias", "pair_bias", "do", "dlse"):
+        equal([getattr(made, name)], [getattr(expected, name)])
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=rng, dtype=torch.float32).requires_grad_() for shape in shapes]
+
+
+def results(call: Any, *inputs: Tensor) -> list[Tensor]:
+    o = call(*inputs)
+    return [o, *torch.autograd.grad(o.square().sum(), inputs)]
+
+
+def of_openfold(q: Tensor, k: Tensor, v: Tensor, pair: Tensor) -> Tensor:
+    mask = torch.zeros(1, 2, 1, 1, 11, dtype=torch.float32)
+    mask[:, 0] = -1e9
+    return openfold.attention(q, k, v, [mask, pair])
+
+
+def of_pairs(q: Tensor, k: Tensor, v: Tensor, pair: Tensor) -> Tensor:
+    mask = torch.zeros(1, 2, 1, 9, 11, dtype=torch.float32)
+    mask[..., 3, :] = -1e9
+    return openfold.attention(q, k, v, [mask, pair])
+
+
+def of_deepspeed(q: Tensor, k: Tensor, v: Tensor, pair: Tensor) -> Tensor:
+    mask = torch.zeros(1, 2, 1, 1, 11, dtype=torch.float32)
+    mask[:, 0] = -1e9
+    return DS4Sci_EvoformerAttention(*(x.transpose(2, 3) for x in (q, k, v)), [mask, pair])
+
+
+def of_cuequivariance(q: Tensor, k: Tensor, v: Tensor, pair: Tensor) -> Tensor:
+    mask = torch.ones(1, 2, 1, 1, 11, dtype=torch.bool)
+    mask[:, 0] = False
+    made = triangle_attention(q, k, v, pair, mask=mask, return_aux=True)
+    return made[0] + triangle_attention(q, k, v, pair, mask=mask) + made[1].detach()[..., None]
+
+
+@pytest.mark.parametrize("call", [of_openfold, of_pairs, of_deepspeed, of_cuequivariance])
+def test_a_drop_in_gives_the_same_bits_in_empty_rows(call: Any, other: Any) -> None:
+    inputs = leaves((1, 2, 4, 9, 8), (1, 2, 4, 11, 8), (1, 2, 4, 11, 8), (1, 1, 4, 9, 11))
+    expected = results(call, *inputs)
+    other()
+    equal(results(call, *inputs), expected)
+
+
+def test_the_mask_for_kernels_is_float32(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+    """Kernels take no float64 mask bias, so a default of float64 must not make one."""
+    seen: list[torch.dtype] = []
+
+    def take(*arguments: Any) -> bool:
+        seen.append(arguments[3].dtype)
+        return False
+
+    monkeypatch.setattr(empty_rows, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(empty_rows, "_kernels_take", take)
+    other()
+    of_cuequivariance(*leaves((1, 2, 4, 9, 8), (1, 2, 4, 11, 8), (1, 2, 4, 11, 8), (1, 1, 4, 9, 11)))
+    assert set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [8, 32])
+@pytest.mark.parametrize("bias", [torch.float32, torch.bfloat16], ids=str)
+def test_hopper_plans_the_same_room(
+    deterministic: bool, d: int, bias: torch.dtype, monkeypatch: pytest.MonkeyPatch, other: Any
+) -> None:
+    """Its kernels write statistics and parts of gradients as float32, whatever torch's default is."""
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from evoattn.backends.hopper.backward import facts
+    from evoattn.backends.hopper.backward import plan as backward
+    from evoattn.backends.hopper.forward import plan as forward
+    from evoattn.backends.hopper.host import launch, workspace
+
+    rooms: list[int] = []
+    numbers: list[float] = []
+    add = workspace.Workspace.add
+
+    def noted(self: Any, x: Tensor) -> int:
+        rooms.append(x.nbytes)
+        return add(self, x)
+
+    def compiled(kernel: Any) -> Any:
+        return lambda *arguments: numbers.extend(x for x in arguments if isinstance(x, float))
+
+    monkeypatch.setattr(launch, "compiled", compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(facts, "resident_clusters", lambda *arguments: 66)
+    monkeypatch.setattr(workspace.Workspace, "add", noted)
+    q, k, v = (torch.zeros(1, 8, 2, 200, d, dtype=torch.bfloat16) for _ in range(3))
+    pair = torch.zeros(1, 2, 200, 200, dtype=bias)
+    out = empty_outputs(Inputs(q, k, v), "bnhld")
+    needs = (True, True, True, False, True, False)
+    inputs = (q, k, v, None, None, pair)
+
+    def planned() -> tuple[list[int], list[float]]:
+        rooms.clear()
+        numbers.clear()
+        forward.plan_forward(*inputs, scale=0.17, layout="bnhld")(*inputs, *out)
+        options: dict[str, Any] = {"scale": 0.17, "layout": "bnhld", "needs": needs, "deterministic": deterministic}
+        cotangents = Cotangents(out.o)
+        backward.plan_backward(*cotangents, *inputs, *out, **options)(*cotangents, *inputs, *out, *inputs[:3])
+        return rooms.copy(), numbers.copy()
+
+    expected = planned()
+    other()
+    assert planned() == expected
+    assert len(expected[0]) > 4 and expected[1]
+
+
+def undecided(source: str) -> list[int]:
+    """Lines that make a tensor of torch's default dtype."""
+    tree = ast.parse(source)
+    of_strides = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "stride"}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or id(node) in of_strides:
+            continue
+        made = [node.func, *node.args[:1]] if _name(node.func) == "functools.partial" else [node.func]
+        names = {_name(one) for one in made}
+        given = {keyword.arg for keyword in node.keywords}
+        scalars = _name(node.func) == "torch.where" and len(node.args) == 3 and all(map(_is_number, node.args[1:]))
+        if scalars or ("dtype" not in given and names & {f"torch.{name}" for name in FACTORIES}):
+            found.append(node.lineno)
+    return found
+
+
+def _name(node: ast.expr) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, ast.Constant)
+
+
+def test_every_tensor_is_made_with_a_dtype() -> None:
+    folders = ("backends", "compat", "run", "nn")
+    files = [path for folder in folders for path in sorted((SOURCES / folder).rglob("*.py")) if path.name not in LOOKS_ALONE]
+    assert len(files) > 50
+    found = {str(path.relative_to(SOURCES)): undecided(path.read_text()) for path in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("torch.empty(3, device='meta')", [1]),
+        ("functools.partial(torch.empty, device='meta')", [1]),
+        ("torch.where(mask, 0.0, -1e9)", [1]),
+        ("torch.where(mask, 0.0, x)", []),
+        ("torch.zeros(3, dtype=x.dtype)", []),
+        ("torch.empty(z.shape, device='meta').stride()", []),
+    ],
+)
+def test_the_scan_finds_a_tensor_without_a_dtype(source: str, lines: list[int]) -> None:
+    assert undecided(source) == lines

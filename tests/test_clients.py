@@ -20,7 +20,7 @@ from evoattn.clients.layers import sites
 from evoattn.clients.releases import digest, digests_in_file
 from evoattn.clients.site import Client, Count, Site
 from evoattn.clients.sources import SOURCES
-from evoattn.nn.replace import _LAYERS
+from evoattn.nn.known import LAYERS
 
 TOY = {
     "layers.py": """
@@ -106,7 +106,7 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     layers = sys.modules["toy_client.layers"]
     found = {str(site): digest(_at(site)) for site in (*SITES, *whole)}
     openfolds = "openfold.model.triangular_attention.TriangleAttention"
-    monkeypatch.setitem(_LAYERS, "toy_client.triangle.Triangle", _LAYERS[openfolds])
+    monkeypatch.setitem(LAYERS, "toy_client.triangle.Triangle", LAYERS[openfolds])
     monkeypatch.setitem(SOURCES, "toy", {"0.9": {}, "1.0": found})
     model.layers = layers  # type: ignore[attr-defined]
     yield model
@@ -260,14 +260,58 @@ def test_layers_of_other_kinds_stay_the_clients(triangle: Any) -> None:
         assert not triangle(Z, window=3).any()
         torch.compiler.reset()
         assert not torch.compile(triangle, backend="eager")(Z).any()
-        linear = triangle.mha.linear_q
-        triangle.mha.linear_q = torch.nn.Sequential(linear)
-        assert not triangle(Z).any(), "an adapter that came later"
-        triangle.mha.linear_q = linear
+        triangle.mha.q_norm = torch.nn.LayerNorm(4)
+        assert not triangle(Z).any(), "a norm that came later"
+        del triangle.mha.q_norm
+        assert triangle(Z).any()
+        hook = triangle.mha.register_forward_hook(lambda *_: None)
+        assert not triangle(Z).any(), "a hook that ours would not run"
+        hook.remove()
         assert triangle(Z).any()
     reasons = list(patched.passed_on)
-    assert len(reasons) == 2 and "argument 'window'" in reasons[0] and "more than one projection" in reasons[1]
-    assert patched.calls == 2
+    assert len(reasons) == 3 and "argument 'window'" in reasons[0] and "other parameters" in reasons[1]
+    assert patched.calls == 3 and reasons[2] == "mha has hooks, and evoattn.nn does not call it"
+
+
+def test_adapters_in_layers_compute(triangle: Any) -> None:
+    with evoattn.patch("toy", layers=True) as patched:
+        before = triangle(Z)
+        linear = triangle.mha.linear_q
+        triangle.mha.linear_q = torch.nn.Sequential(torch.nn.Linear(8, 8), linear)
+        assert not torch.equal(triangle(Z), before)
+        triangle.mha.linear_q = linear
+        assert torch.equal(triangle(Z), before)
+    assert patched.calls == 3 and not patched.passed_on
+
+
+def test_subclasses_of_layers(triangle: Any) -> None:
+    """A forward that calls the known one gets ours. A layer that overrides a helper of the known forward stays the client's."""
+    kind = type(triangle)
+
+    class Halved(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *given: Any) -> Tensor:
+            return 0.5 * super().forward(*given)  # type: ignore[no-any-return]
+
+    class Helped(kind):  # type: ignore[misc, valid-type]
+        def _update(self, *_: Any) -> Tensor:
+            raise AssertionError
+
+    halved, helped = Halved(), Helped()
+    with evoattn.patch("toy", layers=True) as patched:
+        assert torch.equal(halved(Z), 0.5 * ours(halved))
+        assert not helped(Z).any()
+        forward = triangle.forward
+        triangle.forward = lambda x: 2 * forward(x)
+        assert torch.equal(triangle(Z), 2 * ours(triangle))
+    assert patched.calls == 2 and patched.passed_on == {"a Helped overrides _update": 1}
+
+
+def test_arguments_of_layers_by_position(triangle: Any) -> None:
+    mask = torch.ones(1, 5, 5)
+    with evoattn.patch("toy", layers=True) as patched:
+        assert torch.equal(triangle(Z, mask, True), triangle(Z, mask))
+        assert not triangle(Z, mask, True, 3).any()
+    assert patched.calls == 2 and sum(patched.passed_on.values()) == 1
 
 
 def test_a_layer_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import evoattn
 import evoattn.nn as ours
 from evoattn.clients import patching
-from evoattn.nn.replace import _LAYERS
+from evoattn.nn.known import LAYERS
 from evoattn.testing import relative_error
 
 
@@ -29,7 +29,7 @@ class Toy(ours.TriangleAttention):
         for x in self.parameters():
             nn.init.normal_(x)
 
-    def forward(self, x: Tensor, mask: Any = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, mask: Any = None, chunk_size: Any = None, window: Any = None) -> Tensor:  # type: ignore[override]
         raise AssertionError("the client's own forward was called")
 
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A model whose layer is taken for OpenFold's."""
-    monkeypatch.setitem(_LAYERS, f"{__name__}.Toy", _LAYERS["openfold.model.triangular_attention.TriangleAttention"])
+    monkeypatch.setitem(LAYERS, f"{__name__}.Toy", LAYERS["openfold.model.triangular_attention.TriangleAttention"])
     torch.manual_seed(0)
     return Model()
 
@@ -95,10 +95,149 @@ def test_what_is_not_known_is_refused(model: Model) -> None:
     model.layers[0].mha.linear_q.precision = torch.float32
     with pytest.raises(ValueError, match="mha.linear_q is computed in a precision of its own"):
         ours.replace(model)
-    model.layers[0].mha.linear_q.precision = None
-    model.layers[0].mha.linear_q.adapter = nn.Linear(8, 8)
-    with pytest.raises(ValueError, match="mha.linear_q is more than one projection or norm"):
+
+
+class Halved(Toy):
+    """Overrides what is called."""
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:  # type: ignore[override]
+        return 0.5 * super().forward(*given, **named)
+
+
+class Helped(Toy):
+    """Overrides what the forward calls."""
+
+    def _update(self, *given: Any, **named: Any) -> Tensor:
+        return 0.5 * super()._update(*given, **named)
+
+
+class Named(Toy):
+    """Overrides nothing that computes."""
+
+    def title(self) -> str:
+        return "a method of its own"
+
+
+def test_a_layer_that_overrides_the_clients_forward_is_refused(model: Model) -> None:
+    for kind, method in ((Halved, "forward"), (Helped, "_update")):
+        model.layers[0] = kind()
+        with pytest.raises(ValueError, match=f"a {kind.__name__} overrides {method} of {__name__}.Toy"):
+            ours.replace(model)
+        assert type(model.layers[0]) is kind
+    model.layers[0] = Toy()
+    model.layers[0].forward = lambda *_, **__: None
+    with pytest.raises(ValueError, match="a Toy overrides forward"):
         ours.replace(model)
+    model.layers[0] = Named()
+    assert ours.replace(model) == ["layers.0"] == ours.replace(model)
+    assert isinstance(model.layers[0], Named) and model.layers[0].title() and type(model.layers[0]).__name__ == "Named"
+    model(torch.randn(1, 5, 5, 8))
+
+
+class Adapted(nn.Module):
+    """A projection with an adapter."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)  # type: ignore[no-any-return]
+
+
+def test_adapters_that_are_added_later(model: Model) -> None:
+    """They compute and get gradients, in copies too. The layer may also have had them before it was replaced."""
+    z, layer = torch.randn(1, 5, 5, 8), model.layers[0]
+    ours.replace(model)
+    before = layer(z)
+    layer.mha.linear_q = Adapted(layer.mha.linear_q)
+    own = ours.TriangleAttention(8, 4, 2, starting=False)
+    own.mha.linear_q = Adapted(own.mha.linear_q)  # type: ignore[assignment]
+    own.load_state_dict(layer.state_dict())
+    after = layer(z)
+    assert torch.equal(after, own(z)) and not torch.equal(after, before)
+    after.sum().backward()
+    assert layer.mha.linear_q.more.weight.grad.any()
+    copied = copy.deepcopy(layer)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(z), after)
+    with torch.no_grad():
+        layer.mha.linear_q.more.weight.zero_()
+    assert torch.equal(copied(z), after)
+    assert ours.replace(model) == ["layers.0"]
+    assert not torch.equal(layer(z), after)
+
+
+def replica(module: nn.Module) -> Any:
+    """What `DataParallel` makes of a module for another device: here with parameters that are twice as large."""
+    made: Any = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        made._modules[name] = replica(child)
+    for name, x in module._parameters.items():
+        if x is None:
+            made._parameters[name] = None
+        else:
+            setattr(made, name, 2 * x.detach())
+    return made
+
+
+def test_a_replica_computes_with_its_own_parameters(model: Model) -> None:
+    z, layer = torch.randn(1, 5, 5, 8), model.layers[0]
+    ours.replace(model)
+    before, own = layer(z), copy.deepcopy(layer)
+    with torch.no_grad():
+        for x in own.parameters():
+            x.mul_(2)
+    assert torch.equal(replica(layer)(z), own(z))
+    assert torch.equal(layer(z), before)
+
+
+def test_hooks_inside_a_replaced_layer(model: Model) -> None:
+    """Those on projections run. Those on a module that ours does not call are refused."""
+    z, layer, seen = torch.randn(1, 5, 5, 8), model.layers[0], list[str]()
+    ours.replace(model)
+    layer.mha.linear_q.register_forward_hook(lambda *_: seen.append("q"))
+    layer(z)
+    assert seen == ["q"]
+    hook = layer.mha.register_forward_hook(lambda *_: seen.append("mha"))
+    with pytest.raises(ValueError, match="mha has hooks, and evoattn.nn does not call it"):
+        layer(z)
+    hook.remove()
+    layer.mha.forward = lambda *_: z
+    with pytest.raises(ValueError, match="mha has a forward of its own"):
+        layer(z)
+
+
+def test_arguments_by_position(model: Model) -> None:
+    layer, z, mask = model.layers[0], torch.randn(1, 5, 5, 8), (torch.rand(1, 5, 5) > 0.3).float()
+    ours.replace(model)
+    assert torch.equal(layer(z, mask, 4), layer(x=z, mask=mask))
+    with pytest.raises(TypeError, match="does not know the argument 'window'"):
+        layer(z, mask, 4, 3)
+    with pytest.raises(TypeError, match="takes 4 arguments by position, got 5"):
+        layer(z, mask, 4, 3, 2)
+    with pytest.raises(TypeError, match="two values for the argument 'mask'"):
+        layer(z, mask, mask=mask)
+
+
+class Pairs(nn.Module):
+    """Stands for Boltz-2's attention with pair bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_s, self.num_heads, self.head_dim, self.inf = 16, 4, 4, 1e6
+        self.proj_q = nn.Linear(16, 16)
+        self.proj_k, self.proj_v, self.proj_g, self.proj_o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.proj_z = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4, bias=False), nn.Identity())
+
+    def forward(self, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
+        raise AssertionError("the client's own forward was called")
+
+
+def test_arguments_of_boltz_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS, f"{__name__}.Pairs", LAYERS["boltz.model.layers.attentionv2.AttentionPairBias"])
+    layer, s, k_in, z, mask = Pairs(), torch.randn(2, 6, 16), torch.randn(2, 6, 16), torch.randn(1, 6, 6, 8), torch.ones(2, 6)
+    ours.replace(layer)
+    assert torch.equal(layer(s, z, mask, k_in, 2), layer(s, z, mask=mask, k_in=k_in, multiplicity=2))
 
 
 def test_names() -> None:

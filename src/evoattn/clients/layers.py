@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients.site import Count, Site
-from evoattn.nn.replace import UnknownArgument, forward_of
+from evoattn.nn.known import UnknownArgument
+from evoattn.nn.replace import Ours, by_name, overridden, positions
 
 __all__ = ["layer", "sites"]
 
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], Callable[..., Tensor] | str]] = (
-    weakref.WeakKeyDictionary()
-)
-"""For each layer of a client the modules in it when it was looked at, and our forward of it, or why there is none."""
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], Ours | str]] = weakref.WeakKeyDictionary()
+"""For each layer of a client the modules in it when it was looked at, and ours of it, or why there is none."""
 
 
 def sites(*names: str) -> tuple[Site, ...]:
@@ -29,20 +28,23 @@ def sites(*names: str) -> tuple[Site, ...]:
 def layer(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
     """A layer's `forward` by `evoattn.nn`.
 
-    The original computes, with its attention by ours, what ours does not know: adapters, a precision or arguments of its own.
-    It also is what torch.compile compiles.
+    The original computes, with its attention by ours, what ours does not know: methods that a subclass overrides, other
+    parameters, a precision or arguments of its own. It also is what torch.compile compiles.
     """
+
+    names = positions(original)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **named: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return original(self, *given, **named)
         ours = _of(self)
-        if isinstance(ours, str):
-            count.other(ours)
+        reason = ours if isinstance(ours, str) else ours.observed()
+        if reason or isinstance(ours, str):
+            count.other(reason)
             return original(self, *given, **named)
         try:
-            made = ours(*given, **named)
+            made = ours(by_name(names, given, named))
         except UnknownArgument as error:
             count.other(str(error))
             return original(self, *given, **named)
@@ -52,13 +54,16 @@ def layer(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor
     return forward
 
 
-def _of(theirs: nn.Module) -> Callable[..., Tensor] | str:
-    """Our forward of a client's layer, or why there is none. It is found anew when a module in the layer is another one."""
+def _of(theirs: nn.Module) -> Ours | str:
+    """Ours of a client's layer, or why there is none. It is made anew when a module in the layer is another one."""
+    method = overridden(theirs, entries=False)
+    if method:
+        return f"a {type(theirs).__name__} overrides {method}"
     modules = tuple(theirs.modules())[1:]  # not the layer itself, which must not keep itself alive
     kept = _kept.get(theirs)
     if kept is None or len(kept[0]) != len(modules) or any(x is not y for x, y in zip(kept[0], modules, strict=True)):
         try:
-            found: Callable[..., Tensor] | str = forward_of(theirs) or f"evoattn.nn has no {type(theirs).__name__}"
+            found: Ours | str = Ours.of(theirs, entries=False) or f"evoattn.nn has no {type(theirs).__name__}"
         except ValueError as error:
             found = str(error)
         kept = _kept[theirs] = modules, found

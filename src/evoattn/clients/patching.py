@@ -173,9 +173,9 @@ def patch(name: str | None = None, *, layers: bool = False) -> Patch:
         name: one of `NAMES`. None: every client that is installed and not patched yet. Their names are printed on stderr.
         layers: also replace whole attention layers, from the norm to the output product, by those of `evoattn.nn`. This is for
             Boltz, OpenFold and OpenFold-3. Three kinds of layers stay the client's, with only the attention replaced: layers
-            with adapters, layers called with unknown arguments, and layers that torch.compile compiles. For the last, call
-            `evoattn.nn.replace` before you compile the model. Products have autocast's dtype, even if the client switches
-            autocast off.
+            that `evoattn.nn` does not know, layers called with unknown arguments, and layers that torch.compile compiles. For
+            the last, call `evoattn.nn.replace` before you compile the model. Products have autocast's dtype, even if the
+            client switches autocast off.
 
     Returns:
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site` and `passed_on`.

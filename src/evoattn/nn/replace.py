@@ -1,30 +1,28 @@
 """Replace the forward of attention layers of OpenFold, OpenFold-3 and Boltz.
 
-A layer of the client stays where it is, with its parameters, their names and its hooks. Only its `forward` changes: it calls a
-layer of `evoattn.nn` that holds the same projection and norm modules.
+A layer of the client stays where it is, with its parameters, their names and its hooks. Only its class changes, to a subclass
+whose `forward` calls a layer of `evoattn.nn` that holds the same projection and norm modules.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from evoattn.call.canonical import with_axes
-from evoattn.nn.attention import Attention
-from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
-from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
-from evoattn.nn.template import TemplatePointwiseAttention
-from evoattn.nn.triangle import TriangleAttention
+from evoattn.nn.known import LAYERS
 
-__all__ = ["UnknownArgument", "forward_of", "replace"]
+__all__ = ["Ours", "by_name", "overridden", "positions", "replace"]
 
+_ENTRIES = {"forward", "__call__", "_call_impl"}
+"""What runs when a module is called."""
 
-class UnknownArgument(TypeError):  # noqa: N818
-    """A client's layer was called with an argument that `evoattn.nn` does not know. Nothing was computed."""
+_KEPT = "_evoattn_ours"
+"""The attribute of a replaced layer that holds its `Ours`."""
 
 
 def replace(model: nn.Module) -> list[str]:
@@ -38,7 +36,11 @@ def replace(model: nn.Module) -> list[str]:
     - Boltz-1 and Boltz-2: triangle attention and attention with pair bias.
 
     Both layers hold the same parameters, under the names that they had. So optimizers, checkpoints and later moves to a device
-    work as before. Arguments for chunk sizes and kernels are ignored. Hooks on the projections inside a layer are not called.
+    work as before. Arguments for chunk sizes and kernels are ignored. Each replaced layer gets a subclass of its class, of the
+    same name.
+
+    Sub-modules may be exchanged later, as adapters do: each call looks them up. If a sub-module that `evoattn.nn` does not call
+    gets hooks or a forward of its own, the next call of the layer raises ValueError.
 
     Args:
         model: the client's model, or one of its layers.
@@ -47,8 +49,9 @@ def replace(model: nn.Module) -> list[str]:
         The names of the replaced layers, as `model.named_modules()` has them.
 
     Raises:
-        ValueError: no layer of the model is known. Or a known layer has other parameters than the one of `evoattn.nn`, has
-            adapters, or sets the precision of a projection. No layer is replaced then.
+        ValueError: no layer of the model is known. Or a known layer has other parameters than the one of `evoattn.nn`, sets the
+            precision of a projection, or overrides `forward` or another method of the class that is known. No layer is
+            replaced then.
 
     Example:
         >>> from torch import nn
@@ -57,207 +60,186 @@ def replace(model: nn.Module) -> list[str]:
         ...
         ValueError: no layer of Linear is known: evoattn.nn.replace takes models of openfold, openfold3, boltz
     """
-    made = [(name, module, forward_of(module)) for name, module in model.named_modules()]
-    found = [(name, module, forward) for name, module, forward in made if forward is not None]
+    made = [(name, module, Ours.of(module, entries=True)) for name, module in model.named_modules()]
+    found = [(name, module, ours) for name, module, ours in made if ours is not None]
     if not found:
-        clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in _LAYERS))
+        clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in LAYERS))
         raise ValueError(f"no layer of {type(model).__name__} is known: evoattn.nn.replace takes models of {clients}")
-    for _, module, forward in found:
-        module.forward = forward
+    for _, module, ours in found:
+        module.__class__ = _replaced(_original(type(module)))
+        setattr(module, _KEPT, ours)
     return [name for name, _, _ in found]
 
 
-def forward_of(theirs: nn.Module) -> Callable[..., Tensor] | None:
-    """The forward of `evoattn.nn` for a client's layer, or None if the layer is not known.
+def _original(kind: type) -> type:
+    """The class that a layer had before it was replaced."""
+    found: type = vars(kind).get("_evoattn_original", kind)
+    return found
 
-    Raises:
-        ValueError: the layer has other parameters than the one of `evoattn.nn`, has adapters, or sets the precision of
-            a projection.
+
+@functools.cache
+def _replaced(original: Any) -> Any:
+    """The subclass of a client's class whose forward is ours.
+
+    A class, because it knows the module that is called: copies, pickled layers and the replicas of DataParallel compute with
+    modules of their own.
     """
-    for kind in type(theirs).__mro__:
-        known = _LAYERS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if known is not None:
-            make, forward = known
+    names = positions(original.forward)
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *given: Any, **named: Any) -> Tensor:
+        ours: Ours | None = self.__dict__.get(_KEPT)
+        if ours is None or not ours.holds(self):
+            ours = cast(Ours, Ours.of(self, entries=False))
+            self.__dict__[_KEPT] = ours
+        return ours(by_name(names, given, named))
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        made: Any = object.__reduce_ex__(self, 2)
+        return (_new, (original,), *made[2:])
+
+    named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    own = {"forward": forward, "__reduce_ex__": reduce, "_evoattn_original": original}
+    return type(original)(original.__name__, (original,), named | own)
+
+
+def _new(original: type) -> Any:
+    """A replaced layer without attributes, for `copy` and `pickle` to fill."""
+    kind = _replaced(original)
+    return kind.__new__(kind)
+
+
+def positions(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the arguments after `self` that a method takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, x in inspect.signature(forward).parameters.items() if x.kind in kinds)[1:]
+
+
+def by_name(names: tuple[str, ...], given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Name the arguments given by position, as a method of the client names them."""
+    if len(given) > len(names):
+        raise TypeError(f"the layer takes {len(names)} arguments by position, got {len(given)}")
+    twice = [name for name in names[: len(given)] if name in named]
+    if twice:
+        raise TypeError(f"the layer got two values for the argument {twice[0]!r}")
+    return {**dict(zip(names, given, strict=False)), **named}
+
+
+class Ours:
+    """The layer of `evoattn.nn` for a client's layer, and the modules that it was made of.
+
+    It does not hold the client's layer itself.
+    """
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Tensor], theirs: nn.Module) -> None:
+        self.layer, self._forward = layer, forward
+        self._children = tuple(theirs._modules.items())
+        adopted = {id(x) for x in layer.modules()}
+        self._inner = tuple((x, tuple(x._modules.items())) for x in theirs.modules() if x is not theirs)
+        self._bypassed = tuple((name, x) for name, x in theirs.named_modules() if x is not theirs and id(x) not in adopted)
+
+    @classmethod
+    def of(cls, theirs: nn.Module, *, entries: bool) -> Ours | None:
+        """Make it, or return None if the client's layer is not known.
+
+        Args:
+            theirs: the client's layer.
+            entries: whether the layer must not override `forward` either.
+
+        Raises:
+            ValueError: a method is overridden, the layer has other parameters than the one of `evoattn.nn`, or it sets the
+                precision of a projection.
+        """
+        kind = _known(type(theirs))
+        if kind is None:
+            return None
+        method = overridden(theirs, entries=entries)
+        if method:
+            raise ValueError(f"a {type(theirs).__name__} overrides {method} of {_name(kind)}, which evoattn.nn would not call")
+        make, forward = LAYERS[_name(kind)]
+        try:
             with torch.device("meta"):
-                ours = make(theirs)
-            _check(ours, theirs)
-            return functools.partial(forward, ours)
-    return None
+                layer = make(theirs)
+        except (AttributeError, TypeError, IndexError) as error:
+            raise ValueError(f"a {type(theirs).__name__} has other modules than the layer that evoattn.nn knows") from error
+        _check(layer, theirs)
+        made = cls(layer, forward, theirs)
+        made.check_classes(kind)
+        return made
+
+    def holds(self, theirs: nn.Module) -> bool:
+        """Whether the modules in the client's layer are those that this was made of."""
+        return _same(theirs, self._children) and all(_same(module, children) for module, children in self._inner)
+
+    def check_classes(self, kind: type) -> None:
+        """Raise ValueError if a module that ours does not call is of a class that the client does not define."""
+        for name, module in self._bypassed:
+            package, own = type(module).__module__.partition(".")[0], kind.__module__.partition(".")[0]
+            plain = type(module).__module__.startswith("torch.nn.modules.")
+            if package not in (own, "einops", "evoattn") and not plain:
+                raise ValueError(f"{name} is a {type(module).__qualname__}, which evoattn.nn would not call")
+
+    def observed(self) -> str:
+        """Why ours would miss something: a module that it does not call has hooks or a forward of its own. Else ""."""
+        for name, module in self._bypassed:
+            own = module.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return f"{name} has hooks, and evoattn.nn does not call it"
+            if "forward" in own:
+                return f"{name} has a forward of its own, and evoattn.nn does not call it"
+        return ""
+
+    def __call__(self, arguments: dict[str, Any]) -> Tensor:
+        """Compute the client's layer from its arguments by name."""
+        missed = self.observed()
+        if missed:
+            raise ValueError(f"{missed}: put hooks and adapters on the layer, or on its projections and norms")
+        return self._forward(self.layer, **arguments)
+
+
+def _same(module: nn.Module, children: tuple[tuple[str, nn.Module | None], ...]) -> bool:
+    now = module._modules
+    return len(now) == len(children) and all(now.get(name) is child for name, child in children)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _known(kind: type) -> type | None:
+    """The class of a client that is known, of which `kind` is a subclass."""
+    return next((x for x in _original(kind).__mro__ if _name(x) in LAYERS), None)
+
+
+@functools.cache
+def _methods(kind: Any) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The methods of the known class that `kind` is or inherits from, and those of them that `kind` overrides."""
+    known = _known(kind)
+    if known is None:
+        return frozenset(), ()
+    mro = _original(kind).__mro__
+    classes = known.__mro__[: known.__mro__.index(nn.Module)]
+    methods = {name for x in classes for name, value in vars(x).items() if inspect.isroutine(value)} - {"__init__"}
+    methods |= _ENTRIES
+    names = [name for x in mro[: mro.index(known)] for name in vars(x)]
+    return frozenset(methods), tuple(name for name in names if name in methods)
+
+
+def overridden(theirs: nn.Module, *, entries: bool) -> str:
+    """A method of the known class that a layer overrides, in its class or in itself. "" if there is none.
+
+    entries: whether `forward` counts too. It does not if the caller stands in for the known class's own `forward`.
+    """
+    kind: Any = type(theirs)
+    methods, names = _methods(kind)
+    names = (*names, *(methods & theirs.__dict__.keys()))
+    return next((name for name in names if entries or name not in _ENTRIES), "")
 
 
 def _check(ours: nn.Module, theirs: nn.Module) -> None:
-    """Raise ValueError unless both layers have the same parameters, in modules that are one projection or norm each."""
+    """Raise ValueError unless both layers have the same parameters, and no module has a precision of its own."""
     if {id(x) for x in ours.parameters()} != {id(x) for x in theirs.parameters()}:
         raise ValueError(f"a {type(theirs).__name__} has other parameters than the layer that evoattn.nn knows")
     for name, module in ours.named_modules():
         if getattr(module, "precision", None) is not None:
             raise ValueError(f"{name} is computed in a precision of its own, {module.precision}, which ours is not")
-        if not type(module).__module__.startswith("evoattn.") and list(module.children()):
-            raise ValueError(f"{name} is more than one projection or norm: replace layers before adapters are added to them")
-
-
-def _adopt(ours: nn.Module, theirs: nn.Module, *names: str, **renamed: str) -> None:
-    """Let our layer hold modules of the client's: `names` are the same in both, `renamed` are ours=theirs."""
-    for here, there in (*zip(names, names, strict=True), *renamed.items()):
-        setattr(ours, here, getattr(theirs, there))
-
-
-def _adopt_attention(ours: Attention, theirs: nn.Module, prefix: str = "linear_") -> None:
-    for which in "qkvgo":
-        setattr(ours, f"linear_{which}", getattr(theirs, f"{prefix}{which}", None))
-
-
-def _triangle(linear: str, theirs: Any) -> nn.Module:
-    ours = TriangleAttention(theirs.c_in, theirs.c_hidden, theirs.no_heads, theirs.starting, theirs.inf)
-    _adopt(ours, theirs, "layer_norm", linear=linear)
-    _adopt_attention(ours.mha, theirs.mha)
-    return ours
-
-
-def _rows(theirs: Any) -> nn.Module:
-    ours = MSARowAttentionWithPairBias(theirs.c_in, theirs.c_z, theirs.c_hidden, theirs.no_heads, theirs.inf)
-    _adopt(ours, theirs, "layer_norm_m", "layer_norm_z", "linear_z")
-    _adopt_attention(ours.mha, theirs.mha)
-    return ours
-
-
-def _columns(theirs: Any) -> nn.Module:
-    ours = MSAColumnAttention(theirs.c_m, theirs.c_hidden, theirs.no_heads, theirs.inf)
-    _adopt(ours._msa_att, theirs._msa_att, "layer_norm_m")
-    _adopt_attention(ours._msa_att.mha, theirs._msa_att.mha)
-    return ours
-
-
-def _global(theirs: Any) -> nn.Module:
-    ours = MSAColumnGlobalAttention(theirs.c_in, theirs.c_hidden, theirs.no_heads, theirs.inf, theirs.eps)
-    _adopt(ours, theirs, "layer_norm_m")
-    _adopt_attention(ours.global_attention, theirs.global_attention)
-    return ours
-
-
-def _templates(theirs: Any) -> nn.Module:
-    ours = TemplatePointwiseAttention(theirs.c_t, theirs.c_z, theirs.c_hidden, theirs.no_heads, theirs.inf)
-    _adopt_attention(ours.mha, theirs.mha)
-    return ours
-
-
-def _pair_bias(theirs: Any) -> nn.Module:
-    """Make our layer for OpenFold-3's attention with pair bias, of the trunk or of the diffusion transformer."""
-    mha, adaptive = theirs.mha, hasattr(theirs, "linear_ada_out")
-    c_s = theirs.c_s if adaptive else None
-    ours = AttentionPairBias(theirs.c_q, theirs.c_z, mha.c_hidden, mha.no_heads, c_s, theirs.inf)
-    if adaptive:
-        _adopt(cast(AdaLN, ours.layer_norm_a), theirs.layer_norm_a, "layer_norm_a", "layer_norm_s", "linear_g", "linear_s")
-        _adopt(ours, theirs, "linear_z", "linear_ada_out")
-    else:
-        _adopt(ours, theirs, "layer_norm_a", "layer_norm_z", "linear_z")
-    _adopt_attention(ours.mha, mha)
-    return ours
-
-
-def _boltz_pair_bias(theirs: Any) -> nn.Module:
-    """Make our layer for Boltz's attention with pair bias, which may lack the norm of s and the projection of z."""
-    projects = isinstance(theirs.proj_z, nn.Sequential)
-    c_z = theirs.proj_z[1].in_features if projects else theirs.num_heads
-    ours = AttentionPairBias(theirs.c_s, c_z, theirs.head_dim, theirs.num_heads, inf=theirs.inf)
-    ours.layer_norm_a = getattr(theirs, "norm_s", None)
-    ours.layer_norm_z, ours.linear_z = (theirs.proj_z[0], theirs.proj_z[1]) if projects else (None, None)
-    _adopt_attention(ours.mha, theirs, "proj_")
-    return ours
-
-
-def _ignore(switches: dict[str, Any]) -> None:
-    """Raise UnknownArgument unless every argument is a kernel switch, a chunk size, or permits overwriting an input."""
-    for name in switches:
-        if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in ("chunk_size", "inplace_safe", "flash_mask"):
-            raise UnknownArgument(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
-
-
-def _call_triangle(
-    ours: Any, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any
-) -> Tensor:
-    _ignore(switches)
-    made: Tensor = ours(x, mask, transpose_bias=transpose_bias)
-    return made
-
-
-def _call_rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    _ignore(switches)
-    made: Tensor = ours(m, z, mask)
-    return made
-
-
-def _call_columns(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    _ignore(switches)
-    made: Tensor = ours(m, mask)
-    return made
-
-
-def _call_templates(ours: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
-    _ignore(switches)
-    made: Tensor = ours(t, z, template_mask)
-    return made
-
-
-def _call_pair_bias(
-    ours: Any, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None, **switches: Any
-) -> Tensor:
-    """Call our layer with OpenFold-3's arguments. z and mask may lack leading axes along which they do not vary."""
-    _ignore(switches)
-    mask = None if mask is None else with_axes(mask, a.ndim - 1)
-    made: Tensor = ours(a, with_axes(z, a.ndim + 1), s, mask)
-    return made
-
-
-def _call_trunk_pair_bias(ours: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    return _call_pair_bias(ours, a, z, None, mask, **switches)
-
-
-def _call_boltz_pair_bias(
-    ours: Any,
-    s: Tensor,
-    z: Tensor,
-    mask: Tensor,
-    *,
-    k_in: Tensor | None = None,
-    multiplicity: int = 1,
-    to_keys: Callable[[Tensor], Tensor] | None = None,
-    model_cache: dict[str, Any] | None = None,
-) -> Tensor:
-    """Call our layer with Boltz's arguments. The first axis of s and mask holds structures times samples.
-
-    `to_keys` picks the keys of each window.
-    """
-    if to_keys is not None:
-        k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
-    pair_bias = None if model_cache is None else model_cache.get("z")
-    if pair_bias is None:
-        pair_bias = ours.pair_bias(z)
-        if model_cache is not None:
-            model_cache["z"] = pair_bias
-    samples = (-1, multiplicity)
-    keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
-    mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
-    made: Tensor = ours(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)
-    return made
-
-
-_OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
-
-_LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
-    f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
-    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
-    f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, _call_columns),
-    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
-    f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, _call_templates),
-    f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), _call_triangle),
-    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
-    f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, _call_columns),
-    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
-    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, _call_trunk_pair_bias),
-    f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, _call_pair_bias),
-    f"{_BOLTZ}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
-    f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
-    f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
-}
-"""By the full name of a client's class: what makes ours of it, and what calls ours with its arguments."""

@@ -1,0 +1,189 @@
+"""Layers of OpenFold, OpenFold-3 and Boltz that `evoattn.nn` can compute: how to make ours of them, and how to call it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from evoattn.call.canonical import with_axes
+from evoattn.nn.attention import Attention
+from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
+from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
+from evoattn.nn.template import TemplatePointwiseAttention
+from evoattn.nn.triangle import TriangleAttention
+
+__all__ = ["LAYERS", "UnknownArgument"]
+
+
+class UnknownArgument(TypeError):  # noqa: N818
+    """A client's layer was called with an argument that `evoattn.nn` does not know. Nothing was computed."""
+
+
+def _adopt(ours: nn.Module, theirs: nn.Module, *names: str, **renamed: str) -> None:
+    """Let our layer hold modules of the client's: `names` are the same in both, `renamed` are ours=theirs."""
+    for here, there in (*zip(names, names, strict=True), *renamed.items()):
+        setattr(ours, here, getattr(theirs, there))
+
+
+def _adopt_attention(ours: Attention, theirs: nn.Module, prefix: str = "linear_") -> None:
+    for which in "qkvgo":
+        setattr(ours, f"linear_{which}", getattr(theirs, f"{prefix}{which}", None))
+
+
+def _triangle(linear: str, theirs: Any) -> nn.Module:
+    ours = TriangleAttention(theirs.c_in, theirs.c_hidden, theirs.no_heads, theirs.starting, theirs.inf)
+    _adopt(ours, theirs, "layer_norm", linear=linear)
+    _adopt_attention(ours.mha, theirs.mha)
+    return ours
+
+
+def _rows(theirs: Any) -> nn.Module:
+    ours = MSARowAttentionWithPairBias(theirs.c_in, theirs.c_z, theirs.c_hidden, theirs.no_heads, theirs.inf)
+    _adopt(ours, theirs, "layer_norm_m", "layer_norm_z", "linear_z")
+    _adopt_attention(ours.mha, theirs.mha)
+    return ours
+
+
+def _columns(theirs: Any) -> nn.Module:
+    ours = MSAColumnAttention(theirs.c_m, theirs.c_hidden, theirs.no_heads, theirs.inf)
+    _adopt(ours._msa_att, theirs._msa_att, "layer_norm_m")
+    _adopt_attention(ours._msa_att.mha, theirs._msa_att.mha)
+    return ours
+
+
+def _global(theirs: Any) -> nn.Module:
+    ours = MSAColumnGlobalAttention(theirs.c_in, theirs.c_hidden, theirs.no_heads, theirs.inf, theirs.eps)
+    _adopt(ours, theirs, "layer_norm_m")
+    _adopt_attention(ours.global_attention, theirs.global_attention)
+    return ours
+
+
+def _templates(theirs: Any) -> nn.Module:
+    ours = TemplatePointwiseAttention(theirs.c_t, theirs.c_z, theirs.c_hidden, theirs.no_heads, theirs.inf)
+    _adopt_attention(ours.mha, theirs.mha)
+    return ours
+
+
+def _pair_bias(theirs: Any) -> nn.Module:
+    """Make our layer for OpenFold-3's attention with pair bias, of the trunk or of the diffusion transformer."""
+    mha, adaptive = theirs.mha, hasattr(theirs, "linear_ada_out")
+    c_s = theirs.c_s if adaptive else None
+    ours = AttentionPairBias(theirs.c_q, theirs.c_z, mha.c_hidden, mha.no_heads, c_s, theirs.inf)
+    if adaptive:
+        _adopt(cast(AdaLN, ours.layer_norm_a), theirs.layer_norm_a, "layer_norm_a", "layer_norm_s", "linear_g", "linear_s")
+        _adopt(ours, theirs, "linear_z", "linear_ada_out")
+    else:
+        _adopt(ours, theirs, "layer_norm_a", "layer_norm_z", "linear_z")
+    _adopt_attention(ours.mha, mha)
+    return ours
+
+
+def _boltz_pair_bias(theirs: Any) -> nn.Module:
+    """Make our layer for Boltz's attention with pair bias, which may lack the norm of s and the projection of z."""
+    projects = isinstance(theirs.proj_z, nn.Sequential)
+    c_z = theirs.proj_z[1].in_features if projects else theirs.num_heads
+    ours = AttentionPairBias(theirs.c_s, c_z, theirs.head_dim, theirs.num_heads, inf=theirs.inf)
+    ours.layer_norm_a = getattr(theirs, "norm_s", None)
+    ours.layer_norm_z, ours.linear_z = (theirs.proj_z[0], theirs.proj_z[1]) if projects else (None, None)
+    _adopt_attention(ours.mha, theirs, "proj_")
+    return ours
+
+
+def _ignore(switches: dict[str, Any]) -> None:
+    """Raise UnknownArgument unless every argument is a kernel switch, a chunk size, or permits overwriting an input."""
+    for name in switches:
+        if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in ("chunk_size", "inplace_safe", "flash_mask"):
+            raise UnknownArgument(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
+
+
+def _call_triangle(
+    ours: Any, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any
+) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(x, mask, transpose_bias=transpose_bias)
+    return made
+
+
+def _call_rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(m, z, mask)
+    return made
+
+
+def _call_columns(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(m, mask)
+    return made
+
+
+def _call_templates(ours: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(t, z, template_mask)
+    return made
+
+
+def _call_pair_bias(
+    ours: Any, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None, **switches: Any
+) -> Tensor:
+    """Call our layer with OpenFold-3's arguments. z and mask may lack leading axes along which they do not vary."""
+    _ignore(switches)
+    mask = None if mask is None else with_axes(mask, a.ndim - 1)
+    made: Tensor = ours(a, with_axes(z, a.ndim + 1), s, mask)
+    return made
+
+
+def _call_trunk_pair_bias(ours: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    return _call_pair_bias(ours, a, z, None, mask, **switches)
+
+
+def _call_boltz_pair_bias(
+    ours: Any,
+    s: Tensor,
+    z: Tensor,
+    mask: Tensor,
+    *,
+    k_in: Tensor | None = None,
+    multiplicity: int = 1,
+    to_keys: Callable[[Tensor], Tensor] | None = None,
+    model_cache: dict[str, Any] | None = None,
+) -> Tensor:
+    """Call our layer with Boltz's arguments. The first axis of s and mask holds structures times samples.
+
+    `to_keys` picks the keys of each window.
+    """
+    if to_keys is not None:
+        k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
+    pair_bias = None if model_cache is None else model_cache.get("z")
+    if pair_bias is None:
+        pair_bias = ours.pair_bias(z)
+        if model_cache is not None:
+            model_cache["z"] = pair_bias
+    samples = (-1, multiplicity)
+    keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
+    mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
+    made: Tensor = ours(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)
+    return made
+
+
+_OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
+
+LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
+    f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
+    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
+    f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, _call_columns),
+    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
+    f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, _call_templates),
+    f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), _call_triangle),
+    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
+    f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, _call_columns),
+    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
+    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, _call_trunk_pair_bias),
+    f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, _call_pair_bias),
+    f"{_BOLTZ}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
+    f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
+    f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
+}
+"""By the full name of a client's class: what makes ours of it, and what calls ours with its arguments."""

@@ -88,6 +88,31 @@ def test_keys_masked_twice_weigh_nothing() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("deeper", [-128.0, -2e8, -1e9])
+@pytest.mark.parametrize("shape", [(2, 5, 1, 1, 9), (2, 5, 1, 7, 9)], ids=["keys", "pairs"])
+def test_keys_of_the_deeper_mask_weigh_nothing(deeper: float, shape: tuple[int, ...]) -> None:
+    """If masks add up to two depths in an empty row, float32 leaves the others no weight, however near the depths are."""
+    q, k, v, _ = make((2, 5), [])
+    pad, more = torch.zeros(shape), torch.zeros(2, 5, 1, 1, 9)
+    pad[0, 0], more[0, 0, ..., 4:] = -1e9, deeper
+    biases = [pad.requires_grad_(), more.requires_grad_()]
+    for ours, theirs in zip(step(openfold.attention, q, k, v, biases), step(original, q, k, v, biases), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_swallow_a_small_bias_of_keys_too(dtype: torch.dtype) -> None:
+    """A bias of 3 on some keys, beside a mask of -4e4, is no second depth: such numbers are 32 or more apart."""
+    q, k, v, _ = make((2, 5), [], dtype, -6e4)
+    pad, small = torch.full((2, 5, 1, 1, 9), -4e4, dtype=dtype), torch.zeros(9, dtype=dtype)
+    small[4:] = 3.0
+    mean = v.detach().double().mean(-2, keepdim=True).expand(2, 5, 4, 7, 6)
+    assert testing.relative_error(openfold.attention(q, k, v, [pad, small]), mean) < 2 * torch.finfo(dtype).eps
+    deeper = -torch.where(small == 0, 0, 5e3).to(dtype)
+    mean = v.detach().double()[..., :4, :].mean(-2, keepdim=True).expand(2, 5, 4, 7, 6)
+    assert testing.relative_error(openfold.attention(q, k, v, [pad, deeper]), mean) < 2 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("other", [(2, 1, 4, 7, 9), MASK, None], ids=str)
 def test_queries_that_a_mask_per_pair_masks(other: Any) -> None:
     """As of atoms in windows: the mask has one head, and leaves some queries no key."""
@@ -210,3 +235,12 @@ def test_deepspeed_gives_the_mean_too(pair: tuple[int, ...]) -> None:
     Q, K, V = (x.transpose(-2, -3) for x in (q, k, v))
     native = DS4Sci_EvoformerAttention(Q, K, V, biases, empty_rows="native")
     assert torch.equal(native, evoformer_attention(Q, K, V, mask_bias=biases[0], pair_bias=biases[1]))
+
+
+def test_deepspeed_too_has_two_depths() -> None:
+    q, k, v, _ = make((1, 5), [])
+    mask = torch.zeros(1, 5, 1, 1, 9)
+    mask[:, 0], mask[:, 0, ..., 4:] = -1e9, -1.2e9
+    Q, K, V = (x.transpose(-2, -3) for x in (q * 8**0.5, k, v))
+    o = DS4Sci_EvoformerAttention(Q, K, V, [mask, None]).transpose(-2, -3)
+    torch.testing.assert_close(o, original(q, k, v, [mask]), rtol=1e-5, atol=2e-6)

@@ -17,6 +17,7 @@ that the kernels do not take, compute the means and their gradients for every ro
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from evoattn.call.canonical import fits, key_axes, with_axes
 from evoattn.call.validation import compute_dtype
 from evoattn.devices import installed
+from evoattn.numerics import bounded
 from evoattn.run import guards
 
 __all__ = ["EmptyRows", "check_choice", "with_means", "with_means_of_queries", "with_means_of_values"]
@@ -35,8 +37,11 @@ EmptyRows = Literal["mean", "native"]
 _SWALLOWS = {torch.float32: -1e8, torch.bfloat16: -3e4, torch.float16: -3e4}
 """A mask bias no higher than this leaves a score of the dtype no digits that count. float64 keeps them at any usual mask."""
 
-_EQUAL = 1.25
-"""Keys whose bias is below this times the largest of the row are masked deeper than the others, and weigh nothing."""
+_EQUAL = {torch.float32: 1.0, torch.bfloat16: 1 + 2.0**-8, torch.float16: 1 + 2.0**-11}
+"""A key weighs something in an empty row if its bias is at least this times the largest. Other keys are masked deeper.
+
+In float32 the neighbours of -1e8 are 8 away, so only the largest bias counts. 16 bits round half a step more to it.
+"""
 
 _MAX_CHANNELS = 256
 """More channels need tiles that shared memory does not hold."""
@@ -81,8 +86,8 @@ def with_means(
     if plain and of_o and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout):
         from evoattn.compat.empty_rows_in_place import attend
 
-        limit = _SWALLOWS[q.dtype]
-        return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limit=limit, equal=_EQUAL)
+        limit, equal = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
+        return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limit=limit, equal=equal)
     o = attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     looks = plain and o.device.type == "cpu"
@@ -99,12 +104,11 @@ def _with_means(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None, scale: float, *, looks: bool
 ) -> Tensor:
     """o, with the means. looks: whether an answer may depend on the numbers of a mask."""
-    limit = _SWALLOWS.get(compute_dtype(q))
-    if limit is None or not k.shape[-2]:
+    if compute_dtype(q) not in _SWALLOWS or not k.shape[-2]:
         return o
     if pair_bias is not None:
         pair_bias = with_axes(pair_bias, q.ndim)
-    empty, kept = _masked(mask_bias, k.shape[-2], limit)
+    empty, kept = _masked(mask_bias, k.shape[-2], compute_dtype(q))
     if looks and not bool(empty.any()):
         return o
     made: Tensor = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, kept, scale)  # type: ignore[no-untyped-call]
@@ -158,8 +162,8 @@ def with_means_of_values(attention: Callable[[Tensor], Tensor], q: Tensor, k: Te
                 return attention(v)
 
             q, k = q.detach(), k.detach()
-            limit = _SWALLOWS[q.dtype]
-            return attend(call, q, k, v, bias, None, scale=1.0, layout="bnhld", limit=limit, equal=_EQUAL)
+            limit, equal = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
+            return attend(call, q, k, v, bias, None, scale=1.0, layout="bnhld", limit=limit, equal=equal)
     o = attention(v)
     attended = mask.any(-1, keepdim=True)
     if not v.shape[-2] or (plain and o.device.type == "cpu" and bool(attended.all())):
@@ -177,10 +181,9 @@ def with_means_of_queries(
         mask: `[*, 1, Q, K]`, the sum of all biases that count as masks.
         biases: all that are added to the scores.
     """
-    limit = _SWALLOWS.get(compute_dtype(q))
-    if limit is None or not k.shape[-2]:
+    if compute_dtype(q) not in _SWALLOWS or not k.shape[-2]:
         return o
-    empty, kept = _masked(mask, k.shape[-2], limit)
+    empty, kept = _masked(mask, k.shape[-2], compute_dtype(q))
     weights = _weights(kept, o.dtype)
     change = _change(scale * torch.matmul(q, k.transpose(-1, -2)))  # zeros, whose gradients are those of scores
     for bias in biases:
@@ -194,12 +197,15 @@ def _change(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x - x.detach(), 0)
 
 
-def _masked(bias: Tensor, keys: int, limit: float) -> tuple[Tensor, Tensor]:
-    """Which queries a mask leaves no key, `[*, 1, Q|1, 1]`, and which keys weigh something there, `[*, 1, Q|1, K]`."""
-    bias = bias.detach().expand(*bias.shape[:-1], keys)
+def _masked(bias: Tensor, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Which queries a mask leaves no key, `[*, 1, Q|1, 1]`, and which keys weigh something there, `[*, 1, Q|1, K]`.
+
+    dtype: the compute dtype, whose numbers are wide enough apart to swallow the scores.
+    """
+    bias = bounded(bias.detach(), torch.float32).expand(*bias.shape[:-1], keys)
     largest = bias.amax(-1, keepdim=True)
-    empty = largest <= limit
-    return empty, (bias >= _EQUAL * largest.float()) | ~empty  # elsewhere anything, as long as it is not nothing
+    empty = largest <= _SWALLOWS[dtype]
+    return empty, (bias >= _EQUAL[dtype] * largest) | ~empty  # elsewhere anything, as long as it is not nothing
 
 
 class _Means(torch.autograd.Function):
@@ -269,7 +275,9 @@ def _of_pairs(do: Tensor, apart: Tensor, shape: torch.Size) -> Tensor:
     lead = do.ndim - 3
     kept = [axis for axis in range(lead) if shape[axis] != 1]
     shared = [axis for axis in range(lead) if shape[axis] == 1]
-    left, right = (x.permute(*kept, lead, lead + 1, *shared, lead + 2).flatten(len(kept) + 2) for x in (do, apart))
+    apart = apart.expand(*do.shape[:lead], *apart.shape[lead:])
+    turned = [x.permute(*kept, lead, lead + 1, *shared, lead + 2) for x in (do, apart)]
+    left, right = (x.reshape(*x.shape[: len(kept) + 2], math.prod(x.shape[len(kept) + 2 :])) for x in turned)
     made = torch.matmul(left, right.transpose(-1, -2))
     made = made.reshape(*(size if shape[axis] != 1 else 1 for axis, size in enumerate(do.shape[:lead])), *made.shape[-3:])
     return made.sum_to_size(shape)

@@ -237,3 +237,34 @@ def test_the_largest_logit_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("evoattn.compat.cuequivariance._BLOCK_SCORES", 1)
     _, _, blocks = triangle_attention(*arguments, return_aux=True)
     torch.testing.assert_close(blocks, whole)
+
+
+def empty_row() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, a mask bias whose second row has no key, and a pair bias."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 6, 2, 8, dtype=torch.float64) for _ in range(3))
+    mask_bias = torch.zeros(2, 4, 1, 1, 6, dtype=torch.float64)
+    mask_bias[:, 1] = -1e9
+    return q, k, v, mask_bias
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 6, 6), (2, 1, 2, 6, 6), (2, 1, 1, 6, 6)])
+def test_gradients_of_many_cotangents_at_once(shape: tuple[int, ...]) -> None:
+    q, k, v, mask_bias = empty_row()
+    pair_bias = torch.randn(shape, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, pair_bias)]
+    o = DS4Sci_EvoformerAttention(q, k, v, [mask_bias, pair_bias])
+    cotangents = torch.randn(3, *o.shape, dtype=torch.float64)
+    found = torch.autograd.grad(o, leaves, cotangents, retain_graph=True, is_grads_batched=True)
+    each = [torch.autograd.grad(o, leaves, cotangent, retain_graph=True) for cotangent in cotangents]
+    for one, others in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(others), rtol=1e-9, atol=1e-9)
+
+
+def test_a_second_derivative_raises() -> None:
+    q, k, v, mask_bias = empty_row()
+    q.requires_grad_()
+    o = DS4Sci_EvoformerAttention(q, k, v, [mask_bias, None])
+    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dq.square().sum(), q)

@@ -81,3 +81,10 @@ def test_captured(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         graph.replay()
         for ours, theirs in zip(captured, in_torch(monkeypatch, others), strict=True):
             assert testing.relative_error(ours, theirs) < TOLERANCE[dtype]
+
+
+def test_a_second_derivative_raises() -> None:
+    q, k, v, mask, pair, _ = make(torch.bfloat16, 3)
+    (dq,) = torch.autograd.grad(attention(q, k, v, [mask, pair]).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dq.square().sum(), q)

@@ -173,3 +173,26 @@ def test_a_fork(cuda: str) -> None:
     """
     done = subprocess.run([sys.executable, "-c", FORK, cuda], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    """The default dtype, which the test sets, is float32 again at the end."""
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_dtype")
+@pytest.mark.parametrize("length", [64, 256, 384, 1100])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_default_dtype_changes_nothing(default: torch.dtype, length: int, backend: str) -> None:
+    """Plans are made anew under each default dtype, and results are bit-equal, also with float32 as the default again."""
+    case = testing.Case(
+        "default dtype", n=16, h=4, lq=length, lk=length, d=32, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk"
+    )
+    inputs = case.make(seed=0, device="cuda")
+    expected = values(inputs, backend)
+    for dtype in (default, torch.float32):
+        torch.set_default_dtype(dtype)
+        calls.forget()
+        same(inputs, backend, expected)

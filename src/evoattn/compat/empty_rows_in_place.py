@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from evoattn.call.canonical import with_axes
 from evoattn.compat import empty_rows_kernels as kernels
+from evoattn.run.once import once_differentiable
 
 __all__ = ["attend"]
 

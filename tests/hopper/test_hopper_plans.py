@@ -144,6 +144,28 @@ def test_the_backend_plans_both_passes(pair_bias: str | None, launched: list[Any
     assert {x.data_ptr() for x in gradients if x is not None} <= {x for _, given in launched for x in given}
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("scale", [0.2, -0.2, 0.0, 1e-5, -1e-5, 1e5, 0.0009765625])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_plan_tells_that_a_scale_copies_q(dtype: torch.dtype, scale: float, backward: bool, launched: list[Any]) -> None:
+    """If and only if the pass copies it: the kernels then get another address."""
+    case = testing.Case("scaled", n=3, h=2, lq=70, lk=65, d=32, dtype=dtype, pair_bias="b1hqk")
+    inputs = canonical(case.make(seed=1))
+    outputs, needs = empty_outputs(inputs, "bnlhd"), (True, True, True, False, True, False)
+    options: dict[str, Any] = {"scale": scale, "layout": "bnlhd", "config": Config()}
+    values: Any = (inputs, outputs)
+    plan = hopper.plan_forward(inputs, **options)
+    if backward:
+        values = (Cotangents(torch.randn_like(outputs.o)), *values)
+        plan = hopper.plan_backward(*values, needs=needs, deterministic=False, **options)
+        values = (*values, empty_gradients(inputs, "bnlhd", needs))
+    plan.run(*values)
+    copied = not any(inputs.q.data_ptr() in arguments for _, arguments in launched)
+    told = [what for what in plan.describe().copies if what.startswith("q:")]
+    assert len(told) == copied
+    assert all("multiplied by" in what for what in told)
+
+
 @pytest.mark.parametrize(("layout", "heads"), [("bnhld", 2), ("bnlhd", 2), ("bnlhd", 1)])
 @pytest.mark.parametrize("dlse", [False, True])
 def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, dlse: bool, launched: list[Any]) -> None:

@@ -157,16 +157,30 @@ def _skips(problem: Problem) -> bool:
     return skips_rows(problem.mask, problem.needs, pair, problem.d, _sizes(problem), exact=exact)
 
 
-def copies(problem: Problem, inputs: Inputs) -> list[str]:
-    """q, k, v or a gate that the copy engine does not take; a pair bias that streams, or whose keys do not lie in a row."""
+def copies(problem: Problem, inputs: Inputs, factor: float = 1.0) -> list[str]:
+    """What a pass copies or lays out anew, each with the reason.
+
+    That is a q, k, v or gate that the copy engine does not take, a q that is multiplied by a factor of the scale, and a pair
+    bias.
+
+    Args:
+        problem: the call.
+        inputs: its tensors.
+        factor: what q is multiplied by, as `fold` finds it.
+    """
     from evoattn.backends.hopper.backward.variants import key_variant
     from evoattn.backends.hopper.host.memory import loads_wide
 
     found = [
         f"{name}: copied once a pass, so that each row of channels starts on 16 bytes and is in memory once for each head"
         for name, x in zip(("q", "k", "v", "gate"), (*inputs.qkv, inputs.gate), strict=True)
-        if x is not None and not loads_wide(x)
+        if x is not None and not loads_wide(x) and (name != "q" or factor == 1.0)
     ]
+    if factor != 1.0:
+        found.insert(
+            0,
+            f"q: copied once a pass, multiplied by {factor:g}, since the kernels take no scale that is negative or far from 1",
+        )
     if inputs.pair_bias is None:
         return found
     found.append("pair_bias: laid out anew once a pass, measured from the largest of each query")
@@ -187,12 +201,14 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     from evoattn.backends.hopper.forward.gate import plan_product
     from evoattn.backends.hopper.forward.plan import plan_forward
     from evoattn.backends.hopper.host.launch import noting
+    from evoattn.backends.hopper.host.prepare import fold
 
     gate = inputs.gate
     with noting() as kernels:
         attend = plan_forward(*inputs[:6], scale=scale, layout=layout)
         multiply = None if gate is None else plan_product(gate, layout)
-    told = Description(resolve(), copies=tuple(copies(describe(inputs), inputs)), gate=None if gate is None else GATED_AFTER)
+    copied = tuple(copies(describe(inputs), inputs, fold(scale)[0]))
+    told = Description(resolve(), copies=copied, gate=None if gate is None else GATED_AFTER)
 
     def run(inputs: Inputs, outputs: Outputs) -> None:
         attend(*inputs[:6], *outputs)
@@ -215,6 +231,7 @@ def plan_backward(
     into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
+    from evoattn.backends.hopper.backward.facts import fold_for_backward
     from evoattn.backends.hopper.backward.gate.plan import plan_gated_backward
     from evoattn.backends.hopper.backward.plan import plan_backward
     from evoattn.backends.hopper.host.launch import noting
@@ -222,7 +239,9 @@ def plan_backward(
     options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": needs, "deterministic": deterministic, "into": into}
     problem = describe(inputs, needs=needs, deterministic=deterministic)
     gate = GATED_BACKWARD if problem.gate and cotangents.do is not None else None
-    told = Description(kernels=resolve_backward(problem), copies=tuple(copies(problem, inputs)), gate=gate)
+    factor, _ = fold_for_backward(scale, inputs.q.dtype, pair=inputs.pair_bias is not None)
+    copied = tuple(copies(problem, inputs, factor if any(needs[:5]) else 1.0))
+    told = Description(kernels=resolve_backward(problem), copies=copied, gate=gate)
     with noting() as kernels:
         if problem.gate:
             run = plan_gated_backward(cotangents, inputs, outputs, **options)

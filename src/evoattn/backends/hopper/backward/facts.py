@@ -17,7 +17,7 @@ from evoattn.backends.hopper.host.head_groups import HeadGroups
 from evoattn.backends.hopper.host.prepare import fold
 from evoattn.backends.hopper.kernels.tile_sizes import ROWS
 
-__all__ = ["Facts"]
+__all__ = ["Facts", "fold_for_backward"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,7 @@ class Facts:
         (b, n, h, lq, d), lk = q.shape, k.shape[3]
         sizes, pair = (b, n, h, lq, lk), pair_bias is not None
         exact = pair_bias is not None and pair_bias.dtype == torch.float32
-        # The kernel of the keys takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504.
-        factor, unit = fold(scale, 2.0 / STEP) if q.dtype == torch.float16 and pair else fold(scale)
+        factor, unit = fold_for_backward(scale, q.dtype, pair=pair)
         processors = devices.processors(q.device)
         fused = one_kernel(needs, pair, d, sizes, processors)
         skips = not fused and skips_rows(mask is not None, needs, pair, d, sizes, exact=exact)
@@ -167,6 +166,14 @@ class Facts:
     def key_timed(self) -> bool:
         """The same of the kernel of the keys."""
         return timed(self.heads * self.key_panels, self.sizes[1], self.key_blocks)
+
+
+def fold_for_backward(scale: float, dtype: torch.dtype, *, pair: bool) -> tuple[float, float]:
+    """The factor that goes into q and the scale that the kernels take, as `fold` finds them.
+
+    The kernel of the keys takes lse / unit in float16, up to STEP times its largest; with a pair bias lse goes to 65,504.
+    """
+    return fold(scale, 2.0 / STEP) if dtype == torch.float16 and pair else fold(scale)
 
 
 def _first(needs: tuple[bool, ...]) -> bool:

@@ -1,5 +1,6 @@
 """Patches of clients: of a toy client in all its states, and what ESMFold's blocks do at the edges."""
 
+import functools
 import importlib
 import pathlib
 import sys
@@ -103,12 +104,12 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     monkeypatch.setattr(patching, "NAMES", ("toy",))
     monkeypatch.setattr(patching, "client", {"toy": known}.__getitem__)
     model = importlib.import_module("toy_client.model")
-    layers = sys.modules["toy_client.layers"]
+    layers: Any = sys.modules["toy_client.layers"]
     found = {str(site): digest(_at(site)) for site in (*SITES, *whole)}
     openfolds = "openfold.model.triangular_attention.TriangleAttention"
     monkeypatch.setitem(LAYERS, "toy_client.triangle.Triangle", LAYERS[openfolds])
     monkeypatch.setitem(SOURCES, "toy", {"0.9": {}, "1.0": found})
-    model.layers = layers  # type: ignore[attr-defined]
+    model.layers = layers
     yield model
     for name in ("toy_client", "toy_client.layers", "toy_client.model", "toy_client.triangle"):
         sys.modules.pop(name, None)
@@ -165,6 +166,58 @@ def test_twice_is_once(toy: Any) -> None:
     with evoattn.patch("toy") as other:
         held.undo()
         assert evoattn.patch("toy") is other, "one that is undone already takes no other with it"
+
+
+def test_a_patch_may_be_entered_again(triangle: Any) -> None:
+    """It replaces the same functions, layers too, and its counts go on."""
+    layers: Any = sys.modules["toy_client.layers"]
+    original, patched = layers._attention, evoattn.patch("toy", layers=True)
+    for calls in (2, 4):
+        with patched:
+            layers._attention(x(), x(), x(), [])
+            assert triangle(Z).any()
+            assert layers.has_kernel and evoattn.patch("toy") is patched
+            with patched:
+                assert layers._attention is not original
+            assert layers._attention is not original
+        patched.undo()
+        assert patched.calls == calls and len(set(patched.sites)) == len(patched.sites) == 4
+        assert layers._attention is original and not triangle(Z).any()
+    with evoattn.patch("toy"), pytest.raises(RuntimeError, match="another patch of toy is active"):
+        patched.__enter__()
+
+
+def test_a_module_that_is_reloaded(triangle: Any) -> None:
+    """The report says that its functions are the client's own again, and another call of `patch` replaces them."""
+    layers: Any
+    triangles: Any
+    layers, triangles = sys.modules["toy_client.layers"], sys.modules["toy_client.triangle"]
+    with evoattn.patch("toy", layers=True) as patched:
+        importlib.reload(layers)
+        importlib.reload(triangles)
+        again = triangles.Triangle()
+        assert triangle(Z).any() and not again(Z).any()
+        for site in ("toy_client.layers:_attention", "toy_client.triangle:Triangle.forward"):
+            assert f"not by evoattn any more: {site} was reloaded" in str(patched)
+        assert evoattn.patch("toy") is patched
+        assert again(Z).any() and "any more" not in str(patched)
+        before = patched.calls
+        layers._attention(x(), x(), x(), [])
+        assert patched.calls == before + 1 and layers.has_kernel
+    assert not again(Z).any() and not triangle(Z).any() and not hasattr(layers, "has_kernel")
+    assert "any more" not in str(patched)
+
+
+def test_what_others_put_over_ours_stays_when_patched_again(toy: Any) -> None:
+    patched = evoattn.patch("toy")
+    mine = toy.layers._attention
+    toy.layers._attention = over = functools.wraps(mine)(lambda *given: mine(*given))
+    toy.layers.kernel = theirs = lambda *_: None
+    assert evoattn.patch("toy") is patched
+    assert toy.layers._attention is over and toy.layers.kernel is theirs
+    assert str(patched).count("any more") == 1 and "any more: toy_client.layers:kernel" in str(patched)
+    with pytest.warns(UserWarning, match="not put back"):
+        patched.undo()
 
 
 @pytest.mark.parametrize("change", ["text", "gone", "no source"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -51,6 +52,8 @@ class _Change:
 class Patch:
     """The functions that a patch replaced, and counts of their calls. As a context manager, it restores the originals at exit.
 
+    A patch that was undone may be entered again: it then replaces the same functions, and its counts go on.
+
     Attributes:
         sites: the functions that were replaced, as "module:function".
         versions: the client's version, by its name.
@@ -62,8 +65,10 @@ class Patch:
         self._sites: list[str] = []
         self._counts: dict[str, Count] = {}
         self._changes: list[_Change] = []
+        self._made: dict[Site, Callable[..., Any]] = {}
         self._entered: list[bool] = []
         self._fresh = True
+        self._undone = False
         self._tell = tell
         for name in names:
             self._apply(client(name), layers)
@@ -95,6 +100,8 @@ class Patch:
         """Put the originals back. Counts are kept."""
         lost = [change.name for change in reversed(self._changes) if not change.undo()]
         self._changes.clear()
+        self._made.clear()
+        self._undone = True
         for name in self.versions:
             if _active.get(name) is self:
                 del _active[name]
@@ -102,6 +109,8 @@ class Patch:
             warnings.warn(f"not put back, because others have replaced them since: {', '.join(lost)}", stacklevel=2)
 
     def __enter__(self) -> Patch:
+        if self._undone:
+            self._redo()
         self._entered.append(self._fresh)
         self._fresh = False
         return self
@@ -115,6 +124,7 @@ class Patch:
         lines = [f"evoattn computes the attention of {clients}: {self.calls} calls"]
         lines += [f"  {calls:6d}  {site}" for site, calls in self.calls_by_site.items()]
         lines += [f"  {calls:6d}  by the original: {reason}" for reason, calls in self.passed_on.items()]
+        lines += [f"  not by evoattn any more: {site} was reloaded, or replaced by others" for site in self._lost()]
         return "\n".join(lines)
 
     def _apply(self, of: Client, layers: bool = False) -> None:
@@ -132,20 +142,59 @@ class Patch:
             self._replace(of, of.layers, ())
             self._layered.add(of.name)
 
+    def _redo(self) -> None:
+        """Replace again what `undo` put back."""
+        others = [name for name in self.versions if name in _active]
+        if others:
+            raise RuntimeError(f"another patch of {', '.join(others)} is active: undo it before you enter this one again")
+        self._undone, self._fresh = False, True
+        try:
+            for name in self.versions:
+                of = client(name)
+                self._replace(of, of.sites, of.values)
+                if name in self._layered:
+                    self._replace(of, of.layers, ())
+                _active[name] = self
+        except BaseException:
+            self.undo()
+            raise
+
+    def _lost(self) -> list[Site]:
+        """The sites at which another function stands by now, which does not call ours."""
+        return [site for site, made in self._made.items() if not _calls(site.find()[2], made)]
+
+    def _mend(self, of: Client) -> None:
+        """Replace what is the client's own again, because its module was reloaded. What others put there stays."""
+        lost = set(self._lost())
+        for sites, values in ((of.sites, of.values), (of.layers, ())):
+            again = []
+            for site in sites:
+                if site in lost:
+                    with contextlib.suppress(UnknownRelease):
+                        _find(of, site)
+                        again.append(site)
+            owners = [sys.modules[site.module] for site in again]
+            self._changes = [x for x in self._changes if x.owner not in owners or vars(x.owner).get(x.name) is x.now]
+            if again:
+                self._replace(of, again, values)
+
     def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
         """Check these sites, then replace them."""
         found = [(site, *_find(of, site)) for site in sites]
         changes: list[_Change] = []
         counts: dict[str, Count] = {}
         replaced: list[str] = []
+        functions: dict[Site, Callable[..., Any]] = {}
         for site, owner, name, original in found:
             if site.replace is None or (site.missing is not None and _is_installed(site.missing)):
                 continue
-            count = Count(self._tell)
-            replaced.append(str(site))
+            count = self._counts.get(str(site)) or Count(self._tell)
+            if str(site) not in self._sites:
+                replaced.append(str(site))
             if site.counted:
                 counts[str(site)] = count
             made = functools.wraps(original)(site.replace(original, count))
+            functions[site] = made
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
             changes += [_Change(place, where, original, made) for place, where in places]
         for module, name, value in values:
@@ -156,6 +205,7 @@ class Patch:
             setattr(change.owner, change.name, change.now)
         self._changes += changes
         self._counts |= counts
+        self._made |= functions
         self._sites += replaced
 
 
@@ -167,7 +217,7 @@ def patch(name: str | None = None, *, layers: bool = False) -> Patch:
     """Let `evoattn` compute the attention of an installed client, such as Boltz, in this process.
 
     This replaces every function of the client that computes attention, and nothing else. The client's answers stay the same,
-    also in padded rows. A second call for the same client replaces nothing again.
+    also in padded rows. A second call for the same client replaces only what was reloaded since, by `importlib.reload`.
 
     Args:
         name: one of `NAMES`. None: every client that is installed and not patched yet. Their names are printed on stderr.
@@ -200,6 +250,7 @@ def patch(name: str | None = None, *, layers: bool = False) -> Patch:
         raise ValueError(f"layers must be False for {name!r}: evoattn.nn has layers of {known}")
     if name in _active:
         _active[name]._fresh = False
+        _active[name]._mend(client(name))
         _active[name]._apply(client(name), layers)
         return _active[name]
     made = Patch([name], layers=layers)
@@ -266,6 +317,13 @@ def _names_of(function: Callable[..., Any], of: Client) -> list[tuple[types.Modu
         module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages and module is not None
     ]
     return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
+
+
+def _calls(function: Any, ours: Callable[..., Any]) -> bool:
+    """Whether a function is ours, or wraps it."""
+    while function is not None and function is not ours:
+        function = getattr(function, "__wrapped__", None)
+    return function is ours
 
 
 def _is_installed(module: str) -> bool:

@@ -67,6 +67,44 @@ def test_workers_are_in_inference_mode_where_the_caller_is() -> None:
     assert found == [True, True]
 
 
+@pytest.fixture
+def no_flush() -> Iterator[None]:
+    """Denormal numbers are kept again after the test."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("torch cannot flush denormal numbers here")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_workers_flush_denormals_if_the_caller_does(no_flush: None) -> None:
+    """Also if the caller changes it after the workers have started."""
+    together = threading.Barrier(3)
+    found: list[bool] = []
+
+    def worker(taken: Iterator[int]) -> None:
+        together.wait(10)
+        found.append(bool(torch.full((1,), 1e-39, dtype=torch.float32).mul(0.5) == 0))
+
+    for flushes in (False, True, False, True):
+        torch.set_flush_denormal(flushes)
+        found.clear()
+        with threads.alone(3):
+            threads.share(range(3), worker, 3)
+        assert found == [flushes] * 3
+
+
+def test_results_with_flushed_denormals_are_bit_equal(shared: list[int], no_flush: None) -> None:
+    inputs = dataclasses.replace(CASE, n=40).make(seed=5)
+    inputs.v.mul_(1e-38)
+    kept = testing.run(inputs, "tiled").values  # the workers have started
+    torch.set_flush_denormal(True)
+    runs = [testing.run(inputs, "tiled").values["o"] for _ in range(8)]
+    assert not torch.equal(runs[0], kept["o"])
+    torch.set_flush_denormal(False)
+    assert all(torch.equal(o, runs[0]) for o in runs)
+    assert torch.equal(testing.run(inputs, "tiled").values["o"], kept["o"])
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=["error", "ctrl_c"])
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_what_a_worker_raises_comes_when_all_have_stopped(error: BaseException, where: str) -> None:

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import os
 import pathlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -29,6 +30,7 @@ Piece = TypeVar("Piece")
 
 _pools: dict[int, concurrent.futures.ThreadPoolExecutor] = {}
 _lock = threading.Lock()
+_least_normal = sys.float_info.min
 
 
 def available() -> int:
@@ -67,8 +69,8 @@ def share(pieces: Sequence[Piece], worker: Callable[[Iterator[Piece]], None], th
         What a worker raised, when all have stopped. No piece is begun after that.
     """
     left = collections.deque(pieces)
-    inference = torch.is_inference_mode_enabled()
-    others = [_pool(threads - 1).submit(_work, worker, left, inference) for _ in range(threads - 1)]
+    inference, flushes = torch.is_inference_mode_enabled(), _flushes_denormals()
+    others = [_pool(threads - 1).submit(_work_as, flushes, worker, left, inference) for _ in range(threads - 1)]
     try:
         _work(worker, left, inference)
         for other in others:
@@ -85,6 +87,21 @@ def _work(worker: Callable[[Iterator[Piece]], None], left: collections.deque[Pie
     except BaseException:
         left.clear()  # the others begin nothing more
         raise
+
+
+def _work_as(flushes: bool, worker: Callable[[Iterator[Piece]], None], left: collections.deque[Piece], inference: bool) -> None:
+    """`_work` in a thread of a pool, with the caller's `torch.set_flush_denormal`.
+
+    That setting belongs to a thread. A thread of a pool has the one of whoever called when it started.
+    """
+    if _flushes_denormals() != flushes:
+        torch.set_flush_denormal(flushes)
+    _work(worker, left, inference)
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread takes denormal numbers for 0. torch does not tell, so half of the least normal number does."""
+    return _least_normal * 0.5 == 0.0
 
 
 def _taken(left: collections.deque[Piece]) -> Iterator[Piece]:

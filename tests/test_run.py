@@ -1,11 +1,13 @@
 """`evoattn run`: a toy client in programs that end in all ways, and what the line at the end says. ESMFold once, for real."""
 
-import json
+import fcntl
+import functools
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 
 import pytest
@@ -80,19 +82,26 @@ class Program:
         prepare = PREPARE.format(folder=str(self.folder), known=known)
         (self.folder / "program.py").write_text(prepare + textwrap.dedent(text))
 
-    def start(self, *command: str) -> subprocess.Popen[str]:
-        """`evoattn run` in a process of its own, in which the toy is known too."""
+    def start(self, *command: str, before: str = "", terminal: int | None = None) -> subprocess.Popen[str]:
+        """`evoattn run` in a process of its own, in which the toy is known too.
+
+        Args:
+            command: what to run.
+            before: Python to run first.
+            terminal: a descriptor of one to run at, in its foreground.
+        """
         prepare = PREPARE.format(folder=str(self.folder), known="''")
         begin = f"{prepare}\nimport sys, evoattn.cli.run\nevoattn.cli.run.NAMES = ('toy',)\nfrom evoattn.cli import main"
-        line = f"{begin}\nsys.exit(main(['run', *sys.argv[1:]]))"
+        line = f"{before}\n{begin}\nsys.exit(main(['run', *sys.argv[1:]]))"
         return subprocess.Popen(
             [sys.executable, "-c", line, *command],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(self.folder)},
+            env={**os.environ, "PYTHONPATH": str(self.folder), "TMPDIR": str(self.folder)},
+            start_new_session=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=_as_at_a_terminal,
+            preexec_fn=functools.partial(_begin, terminal),
         )
 
     def run(self, *command: str) -> tuple[int, str, str]:
@@ -102,10 +111,12 @@ class Program:
         return process.returncode, out, errors.strip().splitlines()[-1]
 
 
-def _as_at_a_terminal() -> None:
-    """Heed signals that nohup, or a shell's background, had this process ignore."""
+def _begin(terminal: int | None) -> None:
+    """Heed signals that nohup, or a shell's background, had this process ignore. A terminal becomes the controlling one."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    if terminal is not None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 @pytest.fixture
@@ -190,10 +201,7 @@ def test_signals_are_the_programs(program: Program, number: signal.Signals) -> N
     )
     process = program.start("python", "program.py")
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    child = _child(process.pid)
     for answer in ("handled\n", ""):
-        if number is signal.SIGINT:  # a terminal tells both
-            os.kill(child, number)
         process.send_signal(number)
         assert process.stdout.readline() == answer
     _, errors = process.communicate(timeout=60)
@@ -201,8 +209,117 @@ def test_signals_are_the_programs(program: Program, number: signal.Signals) -> N
     assert "1 attention call of toy 1.0 computed by evoattn on tiled" in errors
 
 
-def _child(parent: int) -> int:
-    return int(pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT], ids=lambda x: x.name)
+def test_a_signal_for_evoattn_run_alone_is_passed_on(program: Program, tmp_path: pathlib.Path, number: signal.Signals) -> None:
+    """As `kill -INT`, Slurm and supervisors send it. No temporary folder stays."""
+    wait = f"signal.signal({int(number)}, lambda *_: sys.exit(5)); print('ready', flush=True); time.sleep(30)"
+    process = program.start("python", "-c", f"import signal, sys, time; {wait}")
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == 5
+    assert not list(tmp_path.glob("evoattn-run-*"))
+
+
+def test_a_terminal_tells_the_program_itself(program: Program) -> None:
+    """Ctrl-C is handled once, not once more because `evoattn run` passes it on."""
+    handle = "signal.signal(2, lambda *_: print('got', flush=True)); print('ready', flush=True)"
+    wait = "[time.sleep(0.1) for _ in range(15)]"
+    master, slave = os.openpty()
+    process = program.start("python", "-c", f"import signal, time; {handle}; {wait}", terminal=slave)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    os.write(master, b"\x03")
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "got\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends a process with its parent")
+def test_a_program_dies_with_evoattn_run(program: Program) -> None:
+    process = program.start("python", "-c", "import time; print('ready', flush=True); time.sleep(30)")
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.kill()
+    process.communicate(timeout=10)  # the program holds the other end until it ends
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_a_program_that_never_read_the_startup_file(program: Program, option: str) -> None:
+    status, out, line = program.run("python", option, "-c", "print('ran')")
+    assert (status, out) == (0, "ran\n")
+    assert "no Python process read evoattn's start-up file, so the program may have run unpatched" in line
+
+
+def test_without_a_temporary_folder_nothing_is_counted(program: Program) -> None:
+    program.write(
+        "from toy_client import layers\nlayers._attention(x, x, x, [])\nprint(hasattr(layers._attention, '__wrapped__'))"
+    )
+    before = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc/none']"
+    process = program.start("python", "program.py", before=before)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "True\n")
+    assert "evoattn run: calls were not counted: no temporary folder can be made" in errors
+
+
+def test_a_full_disk_leaves_the_program_running(program: Program) -> None:
+    program.write(
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        from toy_client import layers
+        layers._attention(x, x, x, [])
+        print("ran")
+        """
+    )
+    status, out, line = program.run()
+    assert (status, out) == (0, "ran\n")
+    assert "not all calls were counted" in line
+
+
+def test_counts_have_room_on_the_disk(tmp_path: pathlib.Path) -> None:
+    """A store to a hole would end the process if the disk is full."""
+    running.Tally(tmp_path).add("call")
+    (counts,) = tmp_path.glob("*.counts")
+    assert counts.stat().st_blocks * 512 >= counts.stat().st_size == 8192
+
+
+def test_layers_are_watched_too(program: Program, capfd: pytest.CaptureFixture[str]) -> None:
+    toy = TOY.replace("SITES)}", "SITES, (), (Site('toy_client.blocks', 'Block.forward', additive_layer),))}")
+    layer = "def additive_layer(original, count):\n    return lambda self, x: 'ours'\n"
+    (program.folder / "toy.py").write_text(toy.replace("SITES =", f"{layer}\n\nSITES =", 1))
+    (program.folder / "toy_client" / "blocks.py").write_text(
+        "class Block:\n    def forward(self, x):\n        return 'theirs'\n"
+    )
+    program.write("from toy_client.blocks import Block\nprint(Block().forward(x))")
+    path = program.folder / "program.py"
+    sites = 'CLIENTS["toy"].sites'
+    path.write_text(path.read_text().replace(sites, f'{sites} + CLIENTS["toy"].layers'))
+    assert program.run("python", "program.py")[:2] == (0, "theirs\n")
+    assert program.run("--layers", "python", "program.py")[:2] == (0, "ours\n")
+
+
+def test_layers_of_a_client_without_them_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("evoattn.cli.run._refuse_unknown", lambda name: None)
+    assert main(["run", "--layers", "--patch", "esmfold", "python"]) == 2
+    assert "--layers: evoattn.nn has no layers of esmfold" in capsys.readouterr().err
+
+
+def test_an_environment_behind_a_symbolic_link(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(pathlib.Path(sys.executable).parent)
+    script = tmp_path / "tool"
+    script.write_text(f"#!{tmp_path}/link/{pathlib.Path(sys.executable).name}\nprint('ran')\n")
+    script.chmod(0o755)
+    assert main(["run", str(script)]) == 0
+    assert capfd.readouterr().out == "ran\n"
+
+
+def test_a_script_that_is_no_command(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fold.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "fold.py"]) == 2
+    assert "'fold.py' is a script, not a command: evoattn run python fold.py" in capsys.readouterr().err
 
 
 def test_commands_that_cannot_be_started(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
@@ -223,9 +340,10 @@ def test_commands_that_cannot_be_started(capfd: pytest.CaptureFixture[str], tmp_
 def test_an_environment_without_evoattn_is_named(tmp_path: pathlib.Path) -> None:
     for name, text in (("watched", ""), ("evoattn", "raise ImportError('not here')")):
         (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "modules.json").write_text(json.dumps({"watched": ["boltz"]}))
-    environment = {"EVOATTN_RUN": str(tmp_path), "PYTHONPATH": f"{running.STARTUP}{os.pathsep}{tmp_path}"}
-    subprocess.run([sys.executable, "-c", "import watched"], env=environment, check=True, cwd=tmp_path)
+    for folder in (tmp_path, tmp_path / "gone", None):  # a child may outlive the run, and its folder
+        told = running.instructions(folder, {"watched": ["boltz"]})
+        environment = {"EVOATTN_RUN": told, "PYTHONPATH": f"{running.STARTUP}{os.pathsep}{tmp_path}"}
+        subprocess.run([sys.executable, "-c", "import watched"], env=environment, check=True, cwd=tmp_path)
     (lost,) = tmp_path.glob("*.lost")
     assert "cannot import evoattn" in lost.read_text()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
+import contextlib
+import ctypes
 import os
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from evoattn.cli.terminal import RefusedError
@@ -39,7 +41,16 @@ are ours too, but are not counted. Python's options -E, -I and -S leave a progra
 exit status: the program's own; 2 if it cannot be started
 """
 
-_PASSED_ON = ("SIGTERM", "SIGHUP")
+_KEPT = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTTIN", "SIGTTOU")
+"""Signals that are not passed on: they cannot be caught, or they tell of this process itself."""
+
+_OF_A_TERMINAL = ("SIGINT", "SIGQUIT", "SIGTSTP", "SIGWINCH")
+"""Signals that a terminal sends to every process of its foreground group."""
+
+_NEVER_BEGAN = """\
+nothing was counted: no Python process read evoattn's start-up file, so the program may have run unpatched. \
+Python ignores the file with -I, -E or -S, and if PYTHONPATH is removed, as by `env -i`. \
+Start the program without these, or call evoattn.patch() in it"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "run",
         help="a program with its attention computed by evoattn",
-        usage="evoattn run [-h] [--patch NAME] (PROGRAM | -m MODULE) [ARGUMENTS ...]",
+        usage="evoattn run [-h] [--patch NAME] [--layers] (PROGRAM | -m MODULE) [ARGUMENTS ...]",
         description=_ABOUT,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,6 +70,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME",
         help=f"a client; may be repeated; default: each that the program imports, of {', '.join(NAMES)}",
     )
+    parser.add_argument("--layers", action="store_true", help="also compute whole layers, as evoattn.patch(layers=True) does")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as after python -m")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a command, with its arguments")
     parser.set_defaults(run=run)
@@ -70,14 +82,26 @@ def run(arguments: argparse.Namespace) -> int:
     names = tuple(arguments.patch or NAMES)
     for name in arguments.patch or ():
         _refuse_unknown(name)
-    with tempfile.TemporaryDirectory(prefix="evoattn-run-") as made:
-        folder = pathlib.Path(made)
-        (folder / "modules.json").write_text(json.dumps(running.modules(names)))
+        if arguments.layers and not client(name).layers:
+            raise RefusedError(f"--layers: evoattn.nn has no layers of {name}")
+    with _Signals() as signals, contextlib.ExitStack() as at_end:
+        folder, why = _folder(at_end)
         paths = [str(running.STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, running.FOLDER: made, "PYTHONPATH": os.pathsep.join(paths)}
-        status = _wait(command, environment)
-        print(f"evoattn run: {_found(folder, names)}", file=sys.stderr, flush=True)
+        told = running.instructions(folder, running.modules(names, layers=arguments.layers), layers=arguments.layers)
+        environment = {**os.environ, running.VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
+        status = _wait(command, environment, signals)
+        line = f"calls were not counted: {why}" if folder is None else _found(folder, names)
+        print(f"evoattn run: {line}", file=sys.stderr, flush=True)
     return status if status >= 0 else _die_of(-status)
+
+
+def _folder(at_end: contextlib.ExitStack) -> tuple[pathlib.Path | None, str]:
+    """A folder for the counts that is removed at the end, or None and the reason."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="evoattn-run-", ignore_cleanup_errors=True)
+    except OSError as error:
+        return None, f"no temporary folder can be made ({error.strerror}); TMPDIR names another place"
+    return pathlib.Path(at_end.enter_context(made)), ""
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
@@ -90,9 +114,11 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     ours = os.path.dirname(sys.executable)
     found = shutil.which(program[0], path=os.pathsep.join([ours, os.environ.get("PATH", os.defpath)]))
     if found is None:
+        if program[0].endswith(".py") and os.path.isfile(program[0]):
+            raise RefusedError(f"{program[0]!r} is a script, not a command: evoattn run python {program[0]}")
         raise RefusedError(f"no command {program[0]!r} beside {sys.executable} or on PATH; a module is run with -m")
     python = _python_of(found)
-    if python is not None and os.path.dirname(python) != ours:
+    if python is not None and os.path.realpath(os.path.dirname(python)) != os.path.realpath(ours):
         raise RefusedError(
             f"{found} runs with {python}, evoattn with {sys.executable}. Install evoattn beside the program and call that one"
         )
@@ -121,27 +147,84 @@ def _refuse_unknown(name: str) -> None:
         raise RefusedError(str(error)) from error
 
 
-def _wait(command: list[str], environment: dict[str, str]) -> int:
-    """The status with which a program ends, negative if of a signal.
+class _Signals:
+    """Signals for this process while the program runs: each is passed on to the program.
 
-    Ctrl-C and Ctrl-\\ reach it from the terminal; a signal for this process alone is passed on.
+    The terminal's own signals reach the program too if both are in its foreground group. They are not sent twice then.
     """
-    try:
-        process = subprocess.Popen(command, env=environment)
-    except OSError as error:
-        raise RefusedError(f"{command[0]} cannot be started: {error.strerror}") from error
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGQUIT", *_PASSED_ON) if hasattr(signal, name)]
 
-    def handle(number: int, _: Any) -> None:
-        if signal.Signals(number).name in _PASSED_ON:
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        kept = {getattr(signal, name, None) for name in _KEPT}
+        for number in signal.valid_signals() - kept:
+            before = signal.getsignal(number)
+            if before not in (signal.SIG_IGN, None):
+                self._before[number] = before
+                signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def go_to(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on what came before there was a process, and all that comes."""
+        self._process = process
+        for number in self._early:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, handle) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
+    def _handle(self, number: int, _: Any) -> None:
+        if self._process is None:
+            self._early.append(number)
+            return
+        known = {getattr(signal, name, None) for name in _OF_A_TERMINAL}
+        if number not in known or not _in_foreground(self._process.pid):
+            self._process.send_signal(number)
+        if number == getattr(signal, "SIGTSTP", None):  # stop too, and go on when continued
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            signal.signal(number, self._handle)
+
+
+def _in_foreground(child: int) -> bool:
+    """Whether this process and its child are in the foreground group of their terminal."""
     try:
-        return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp() == os.getpgid(child)
+    except (AttributeError, OSError):  # Windows; there is no terminal
+        return False
+
+
+def _wait(command: list[str], environment: dict[str, str], signals: _Signals) -> int:
+    """The status with which a program ends, negative if of a signal."""
+    try:
+        process = subprocess.Popen(command, env=environment, preexec_fn=_ends_with_this_process())
+    except OSError as error:
+        raise RefusedError(f"{command[0]} cannot be started: {error.strerror}") from error
+    signals.go_to(process)
+    return process.wait()
+
+
+def _ends_with_this_process() -> Callable[[], None] | None:
+    """What a new process calls on Linux, so that the kernel kills it if this process is killed.
+
+    All is looked up before the fork, because other threads may hold locks then.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    set_parent_death_signal, number, parent = ctypes.c_int(1), ctypes.c_ulong(int(signal.SIGKILL)), os.getpid()
+
+    def call() -> None:
+        prctl(set_parent_death_signal, number)
+        if os.getppid() != parent:  # killed before the call
+            os._exit(1)
+
+    return call
 
 
 def _die_of(number: int) -> int:
@@ -173,12 +256,16 @@ def _found(folder: pathlib.Path, names: tuple[str, ...]) -> str:
             case ("refused", client_name, reason):
                 refused.add(f"{client_name} was not patched: {reason}")
     refused |= {path.read_text() for path in folder.glob("*.lost")}
+    if any(folder.glob("*.uncounted")):
+        refused.add(f"not all calls were counted: {folder.parent} cannot take the counts; TMPDIR names another place")
     if ours:
         parts = [f"{_calls(ours)} of {_list(patched)} computed by evoattn on {_list(backends)}"]
     elif patched:
         parts = [f"{_list(patched)} patched, but no attention was called"]
     elif refused:
         parts = []
+    elif not (folder / running.BEGAN).exists():
+        parts = [_NEVER_BEGAN]
     else:
         parts = [f"nothing to patch: the program imported no attention of {', '.join(names)}"]
     parts += [f"{_calls(count)} by the original: {reason}" for reason, count in passed_on.most_common()]

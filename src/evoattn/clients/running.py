@@ -6,6 +6,8 @@ The counts lie in a folder of the parent, one file a process, and are there howe
 from __future__ import annotations
 
 import collections
+import contextlib
+import errno
 import functools
 import json
 import mmap
@@ -17,10 +19,13 @@ import threading
 from evoattn.clients.patching import NAMES, UnknownRelease, client, patch_as_imported
 from evoattn.run import plans
 
-__all__ = ["FOLDER", "STARTUP", "Tally", "imported", "modules", "totals"]
+__all__ = ["BEGAN", "STARTUP", "VARIABLE", "Tally", "imported", "instructions", "modules", "totals"]
 
-FOLDER = "EVOATTN_RUN"
-"""The environment's name for the folder of the counts."""
+VARIABLE = "EVOATTN_RUN"
+"""The environment's name for what `evoattn run` tells the processes of its program: see `instructions`."""
+
+BEGAN = "began"
+"""The file in the folder of the counts that the start-up file makes."""
 
 STARTUP = pathlib.Path(__file__).parent / "startup"
 """The folder that goes to PYTHONPATH."""
@@ -35,11 +40,11 @@ class Tally:
     A forked process begins a file of its own.
 
     Args:
-        folder: where. If it is gone, nothing is counted.
+        folder: where. If it is None, gone or full, nothing is counted.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = pathlib.Path(folder)
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        self._folder = None if folder is None else pathlib.Path(folder)
         self._begin()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin)
@@ -48,17 +53,21 @@ class Tally:
         self._lock = threading.Lock()
         self._places: dict[tuple[str, ...], int] = {}
         self._counts = memoryview(b"")  # until there is a name
-        self._stem = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._failed = self._folder is None
+        self._stem = (self._folder or pathlib.Path()) / f"{os.getpid()}-{secrets.token_hex(4)}"
 
     def add(self, *name: str) -> None:
         """Count one more."""
         with self._lock:
             if name not in self._places:
-                if len(self._places) == _MOST:
+                if self._failed or len(self._places) == _MOST:
                     return
                 try:
                     self._write(name)
                 except OSError:
+                    self._failed = True
+                    with contextlib.suppress(OSError):  # an empty file finds room on a full disk
+                        self._stem.with_suffix(".uncounted").touch()
                     return
                 self._places[name] = len(self._places)
             self._counts[self._places[name]] += 1
@@ -66,8 +75,10 @@ class Tally:
     def _write(self, name: tuple[str, ...]) -> None:
         """Put a name into the file of names; the first one makes both files."""
         if not self._counts:
-            with self._stem.with_suffix(".counts").open("w+b") as file:
-                file.truncate(_MOST * _BYTES)
+            with self._stem.with_suffix(".counts").open("w+b", buffering=0) as file:
+                # The bytes are written, because a store to a hole that finds no room on the disk ends the process: SIGBUS.
+                if file.write(bytes(_MOST * _BYTES)) != _MOST * _BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         with self._stem.with_suffix(".names").open("a") as file:
             file.write(json.dumps(name) + "\n")
@@ -79,15 +90,28 @@ def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
     for path in folder.glob("*.names"):
         counts = memoryview(path.with_suffix(".counts").read_bytes()).cast("q")
         for name, count in zip(path.read_text().splitlines(), counts, strict=False):
-            found[tuple(json.loads(name))] += count
+            with contextlib.suppress(json.JSONDecodeError):  # the disk was full in the middle of a name
+                found[tuple(json.loads(name))] += count
     return found
 
 
-def modules(names: tuple[str, ...] = NAMES) -> dict[str, list[str]]:
+def instructions(folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = False) -> str:
+    """What the environment tells the start-up file, as JSON.
+
+    Args:
+        folder: of the counts; None: nothing is counted.
+        watched: modules, each with the clients that it is of.
+        layers: whether whole layers are replaced too.
+    """
+    return json.dumps({"folder": None if folder is None else str(folder), "modules": watched, "layers": layers})
+
+
+def modules(names: tuple[str, ...] = NAMES, *, layers: bool = False) -> dict[str, list[str]]:
     """The modules to watch, each with the clients that it is of."""
     found: dict[str, list[str]] = {}
     for name in names:
-        for module in sorted(client(name).modules):
+        of = client(name)
+        for module in sorted(of.modules | ({site.module for site in of.layers} if layers else set())):
             found.setdefault(module, []).append(name)
     return found
 
@@ -97,14 +121,14 @@ _refused: set[str] = set()
 
 
 @functools.cache
-def _tally(folder: str) -> Tally:
+def _tally(folder: str | None) -> Tally:
     """The counts of this process, which hear of the backend of each plan that runs."""
     tally = Tally(folder)
     plans.listeners.append(functools.partial(tally.add, "backend"))
     return tally
 
 
-def imported(module: str, names: list[str], folder: str) -> None:
+def imported(module: str, names: list[str], folder: str | None, layers: bool = False) -> None:
     """A watched module of the named clients has been imported: replace what is in it."""
     tally = _tally(folder)
     for name in names:
@@ -112,6 +136,8 @@ def imported(module: str, names: list[str], folder: str) -> None:
             continue
         try:
             patched = patch_as_imported(name, module, functools.partial(tally.add, "call", name))
+            if layers:  # over the other replacements, to which they pass on what they do not know
+                patched._replace(client(name), [site for site in client(name).layers if site.module == module], ())
         except UnknownRelease as error:
             _refused.add(name)
             tally.add("refused", name, str(error))

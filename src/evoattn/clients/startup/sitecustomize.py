@@ -4,6 +4,7 @@ It watches for the modules of known clients. Once one has been imported, `evoatt
 Until then nothing but the standard library is imported.
 """
 
+import contextlib
 import importlib.abc
 import importlib.util
 import json
@@ -15,8 +16,8 @@ from typing import Any
 class _Watched(importlib.abc.Loader):
     """A module's own loader, and what happens after it."""
 
-    def __init__(self, loader: Any, clients: list, folder: str) -> None:
-        self._loader, self._clients, self._folder = loader, clients, folder
+    def __init__(self, loader: Any, clients: list, told: dict) -> None:
+        self._loader, self._clients, self._told = loader, clients, told
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -29,17 +30,16 @@ class _Watched(importlib.abc.Loader):
         try:
             from evoattn.clients import running
         except ImportError as error:
-            with open(os.path.join(self._folder, f"{os.getpid()}.lost"), "w") as file:
-                file.write(f"{sys.executable} cannot import evoattn ({error})")
+            _leave(self._told["folder"], f"{os.getpid()}.lost", f"{sys.executable} cannot import evoattn ({error})")
         else:
-            running.imported(module.__name__, self._clients, self._folder)
+            running.imported(module.__name__, self._clients, self._told["folder"], self._told["layers"])
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds watched modules as the finders after it do."""
 
-    def __init__(self, modules: Any, folder: str) -> None:
-        self._modules, self._folder = modules, folder
+    def __init__(self, told: dict) -> None:
+        self._modules, self._told = told["modules"], told
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self._modules:
@@ -48,18 +48,21 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Watched(spec.loader, self._modules[name], self._folder)
+                    spec.loader = _Watched(spec.loader, self._modules[name], self._told)
                 return spec
         return None
 
 
-def _watch(folder: str) -> None:
-    try:
-        with open(os.path.join(folder, "modules.json")) as file:
-            modules = json.load(file)
-    except OSError:  # the program has ended; this is a child that it left behind
-        return
-    sys.meta_path.insert(0, _Finder(modules, folder))
+def _watch(told: dict) -> None:
+    _leave(told["folder"], "began")
+    sys.meta_path.insert(0, _Finder(told))
+
+
+def _leave(folder: Any, name: str, text: str = "") -> None:
+    """Write a file for `evoattn run`, if its folder is there: a child may outlive it, and a disk may be full."""
+    if folder is not None:
+        with contextlib.suppress(OSError), open(os.path.join(folder, name), "w") as file:
+            file.write(text)
 
 
 def _leave_the_stage() -> None:
@@ -74,5 +77,5 @@ def _leave_the_stage() -> None:
 
 
 if "EVOATTN_RUN" in os.environ:
-    _watch(os.environ["EVOATTN_RUN"])
+    _watch(json.loads(os.environ["EVOATTN_RUN"]))
 _leave_the_stage()

@@ -167,6 +167,15 @@ def test_adapters_that_are_added_later(model: Model) -> None:
     assert not torch.equal(layer(z), after)
 
 
+def test_a_projection_that_is_exchanged_before_a_compiled_call(model: Model) -> None:
+    z, layer = torch.randn(1, 5, 5, 8), model.layers[0]
+    ours.replace(model)
+    layer.mha.linear_q = nn.Linear(8, 8, bias=False)
+    torch.compiler.reset()
+    made = torch.compile(layer, backend="aot_eager")(z)
+    torch.testing.assert_close(made, layer(z))
+
+
 def replica(module: nn.Module) -> Any:
     """What `DataParallel` makes of a module for another device: here with parameters that are twice as large."""
     made: Any = module._replicate_for_data_parallel()

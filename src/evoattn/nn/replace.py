@@ -90,8 +90,7 @@ def _replaced(original: Any) -> Any:
     def forward(self: Any, *given: Any, **named: Any) -> Tensor:
         ours: Ours | None = self.__dict__.get(_KEPT)
         if ours is None or not ours.holds(self):
-            ours = cast(Ours, Ours.of(self, entries=False))
-            self.__dict__[_KEPT] = ours
+            ours = _renew(self)
         return ours(by_name(names, given, named))
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -101,6 +100,15 @@ def _replaced(original: Any) -> Any:
     named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     own = {"forward": forward, "__reduce_ex__": reduce, "_evoattn_original": original}
     return type(original)(original.__name__, (original,), named | own)
+
+
+def _renew(theirs: nn.Module) -> Ours:
+    """Make and keep ours of a replaced layer."""
+    ours = theirs.__dict__[_KEPT] = cast(Ours, Ours.of(theirs, entries=False))
+    return ours
+
+
+_renew._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, without its slow import
 
 
 def _new(original: type) -> Any:

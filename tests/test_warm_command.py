@@ -59,7 +59,8 @@ def test_training_needs_more_than_inference(cache: pathlib.Path, capsys: pytest.
 def test_what_fails_is_told_and_the_rest_is_kept(
     cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that cannot be made: that stops root too."""
+    """A folder that can no longer be made once it was checked: that stops root too."""
+    monkeypatch.setattr(warm, "_check_folders", lambda cards: None)
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
     (cache / "file").write_text("")
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(cache / "file" / "evoattn"))
@@ -110,6 +111,29 @@ def test_no_folder_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
     assert cli.main(["warm", *SMALL]) == 2
     assert "EVOATTN_CACHE_DIR is empty, which means that nothing is kept" in capsys.readouterr().err
+
+
+def test_no_home_is_told_apart_from_an_empty_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for a user whom the system does not know, in a container."""
+    monkeypatch.delenv("EVOATTN_CACHE_DIR")
+    monkeypatch.setattr(warm, "folder", lambda: None)
+    assert cli.main(["warm", *SMALL]) == 2
+    assert "no home folder is known to keep kernels in: name a folder in EVOATTN_CACHE_DIR" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cache / "file").write_text("")
+    monkeypatch.setattr(warm, "warm", lambda wish: pytest.fail("it compiles"))
+    monkeypatch.setattr(warm, "why_not", lambda backend: None)
+    for variable, arch in (("TRITON_CACHE_DIR", "sm_80"), ("EVOATTN_CACHE_DIR", "sm_90a")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, str(cache / "file" / "folder"))
+            assert cli.main(["warm", *SMALL, "--arch", arch]) == 2
+        assert f"cannot be written: Not a directory; {variable} names another folder" in capsys.readouterr().err
 
 
 def test_a_missing_backend_is_told(

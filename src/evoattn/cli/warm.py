@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 
 from evoattn.cache import VARIABLE, folder
 from evoattn.cli.bench import among, names_in
-from evoattn.cli.terminal import RefusedError, WholeNumber, count_progress
+from evoattn.cli.terminal import RefusedError, WholeNumber, count_progress, try_to_write_in
 from evoattn.devices import Card, planned_for
 from evoattn.processes import Pool, Report, Task, cores
 from evoattn.warming.calls import COMPILERS, Call, Found, calls_of, why_not
@@ -24,6 +25,9 @@ from evoattn.warming.families import COARSE, FAMILIES, LENGTHS
 __all__ = ["Outcome", "Wish", "add_parser", "warm"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_TRITON = "TRITON_CACHE_DIR"
+"""The variable that names Triton's folder."""
+
 _CHUNK = 24
 """Calls whose kernels a worker finds at a time: a call takes 10 ms."""
 
@@ -128,9 +132,43 @@ def run(arguments: argparse.Namespace) -> int:
         cards=_cards(arguments.arch),
         jobs=arguments.jobs or cores(),
     )
-    if folder() is None:
-        raise RefusedError(f"{VARIABLE} is empty, which means that nothing is kept; expected a folder, or the variable unset")
+    _check_folders(wish.cards)
     return warm(wish)
+
+
+def _check_folders(cards: tuple[Card, ...]) -> None:
+    """Refuse folders that cannot be written, before minutes of compiling: evoattn's own and Triton's.
+
+    Raises:
+        RefusedError: no folder is known, or one cannot be written. It names the variable that sets another.
+    """
+    ours = folder()
+    if ours is None and VARIABLE in os.environ:
+        raise RefusedError(f"{VARIABLE} is empty, which means that nothing is kept; expected a folder, or the variable unset")
+    if ours is None:
+        raise RefusedError(f"no home folder is known to keep kernels in: name a folder in {VARIABLE}, and one in {_TRITON}")
+    wanted: dict[str, Path] = {}
+    for card in cards:
+        with planned_for(card):
+            if card.capability == (9, 0) and why_not("hopper") is None:
+                wanted[VARIABLE] = ours
+            if why_not("triton") is None:
+                wanted[_TRITON] = _triton_folder()
+    for variable, place in wanted.items():
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            try_to_write_in(place)
+        except OSError as error:
+            why = error.strerror or error
+            raise RefusedError(f"{place}: cannot be written: {why}; {variable} names another folder") from None
+
+
+def _triton_folder() -> Path:
+    """Where Triton keeps its kernels."""
+    named = os.environ.get(_TRITON)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~/")) / ".triton" / "cache"
 
 
 def _cards(arch: str | None) -> tuple[Card, ...]:

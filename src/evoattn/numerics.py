@@ -34,7 +34,7 @@ __all__ = [
     "query_shift",
     "row_bias",
     "row_shift",
-    "shifted_pair",
+    "shifted_biases",
 ]
 
 LN2 = math.log(2.0)
@@ -136,6 +136,16 @@ def query_shift(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> T
     return torch.where((largest.abs() > NEAR) & largest.isfinite(), largest, 0)
 
 
-def shifted_pair(pair_bias: Tensor, shift: Tensor) -> Tensor:
-    """The pair bias `[b,n,h,q,k]` in the dtype of `query_shift`, measured from it; it is -inf only if the pair bias is."""
-    return _below(bounded(pair_bias.unsqueeze(1), shift.dtype), shift)
+def shifted_biases(pair_bias: Tensor, bias: Tensor | None, shift: Tensor) -> Tensor:
+    """The sum of pair bias and `bias`, measured from `query_shift`, `[b,n,h,q,k]` in its dtype; -inf only if one of them is.
+
+    The shift is taken from the larger of the two. If that is near the shift the difference is exact, and the smaller one keeps
+    its digits. Scores are added to this sum, not to one part of it: the parts may be 1e9 and -1e9.
+    """
+    pair = bounded(pair_bias.unsqueeze(1), shift.dtype)
+    if bias is None:
+        return _below(pair, shift)
+    bias = bias[:, :, None, None, :]
+    pair_is_larger = pair.abs() >= bias.abs()
+    larger, smaller = torch.where(pair_is_larger, pair, bias), torch.where(pair_is_larger, bias, pair)
+    return _below(larger, shift) + smaller

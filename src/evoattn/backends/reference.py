@@ -21,7 +21,7 @@ from evoattn.backends import Description, Plan
 from evoattn.devices import without_autocast
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.layouts import as_planned, empty_gradients, empty_outputs
-from evoattn.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shifted_pair
+from evoattn.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shifted_biases
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
@@ -52,8 +52,8 @@ def _scores(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
     bias = row_bias(mask, mask_bias, acc)
     if pair_bias is not None:
         shift = query_shift(pair_bias, bias, acc)
-        s = s + shifted_pair(pair_bias, shift)
-    if bias is not None:
+        s = s + shifted_biases(pair_bias, bias, shift)
+    elif bias is not None:
         s = s + bias[:, :, None, None, :]
     return s, shift
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from evoattn.numerics import LN2, LOG2E, NEAR, largest_bias, query_shift, shifted_pair
+from evoattn.numerics import LN2, LOG2E, NEAR, largest_bias, query_shift, shifted_biases
 from evoattn.tuning import TiledPlan
 
 __all__ = ["Part", "Rows", "Scores", "cut", "spans", "stack", "statistic", "subtrahends", "unflatten", "view"]
@@ -63,11 +63,15 @@ class Scores:
         s = view(buffer, (q.shape[0], q.shape[1], k.shape[1]))
         torch.baddbmm(s, q, k.transpose(1, 2), beta=0, alpha=self.scale * LOG2E, out=s)
         s5 = unflatten(s, part)  # [b,n,h,q,k]
+        bias = None if self.bias is None else cut(self.bias, (b, n, ks))
         if self.pair_bias is not None:
             pair = cut(self.pair_bias, (b, h, qs, ks))
-            s5.add_(pair.unsqueeze(1) if shift is None else shifted_pair(pair, shift), alpha=LOG2E)
-        if self.bias is not None:
-            s5.add_(cut(self.bias, (b, n, ks))[:, :, None, None, :], alpha=LOG2E)
+            if shift is not None:
+                s5.add_(shifted_biases(pair, bias, shift), alpha=LOG2E)
+                return s
+            s5.add_(pair.unsqueeze(1), alpha=LOG2E)
+        if bias is not None:
+            s5.add_(bias[:, :, None, None, :], alpha=LOG2E)
         return s
 
 

@@ -108,6 +108,27 @@ def test_demo_fails_on_wrong_numbers(
     assert re.search(r"BEYOND ITS BUDGET  MSA column: dk: relative error 1\.0e-03, allowed", capsys.readouterr().out)
 
 
+def test_demo_of_one_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The gradients of q and k are zero then, but for rounding."""
+    path = tmp_path / "one.a3m"
+    path.write_text(">one\nMQIFVKTLTGKTITLEVEPS\n")
+    arguments = ["demo", str(path), "--quick", "--max-length", "16", "--device", "cpu", "--output", str(tmp_path / "a.png")]
+    assert cli.main(arguments) == 0
+    assert "BEYOND" not in capsys.readouterr().out
+
+
+def test_a_reader_of_the_demo_may_leave(family: Path, tmp_path: Path) -> None:
+    """As `head -1` does. The picture is kept."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    picture = tmp_path / "a.png"
+    arguments = ("demo", str(family), "--quick", "--max-length", "16", "--device", "cpu", "--output", str(picture))
+    status, errors = evoattn_run(*arguments, stdout=writer)
+    os.close(writer)
+    assert (status, "Traceback" in errors) == (0, False)
+    assert picture.exists()
+
+
 def test_demo_has_an_alignment_of_its_own() -> None:
     with demo._default_alignment(None) as path:
         alignment = demo.read_alignment(path)

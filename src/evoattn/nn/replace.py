@@ -108,9 +108,6 @@ def _renew(theirs: nn.Module) -> Ours:
     return ours
 
 
-_renew._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, without its slow import
-
-
 def _new(original: type) -> Any:
     """A replaced layer without attributes, for `copy` and `pickle` to fill."""
     kind = _replaced(original)
@@ -219,7 +216,6 @@ def _known(kind: type) -> type | None:
     return next((x for x in _original(kind).__mro__ if _name(x) in LAYERS), None)
 
 
-@functools.cache
 def _methods(kind: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     """The methods of the known class that `kind` is or inherits from, and those of them that `kind` overrides."""
     known = _known(kind)
@@ -233,13 +229,20 @@ def _methods(kind: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(methods), tuple(name for name in names if name in methods)
 
 
+_METHODS: dict[type, tuple[frozenset[str], tuple[str, ...]]] = {}
+"""What `_methods` returned by class. Not functools.cache, of which Dynamo warns."""
+
+
 def overridden(theirs: nn.Module, *, entries: bool) -> str:
     """A method of the known class that a layer overrides, in its class or in itself. "" if there is none.
 
     entries: whether `forward` counts too. It does not if the caller stands in for the known class's own `forward`.
     """
-    kind: Any = type(theirs)
-    methods, names = _methods(kind)
+    kind = type(theirs)
+    kept = _METHODS.get(kind)
+    if kept is None:
+        kept = _METHODS[kind] = _methods(kind)
+    methods, names = kept
     names = (*names, *(methods & theirs.__dict__.keys()))
     return next((name for name in names if entries or name not in _ENTRIES), "")
 

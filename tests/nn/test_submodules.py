@@ -181,7 +181,7 @@ def test_an_adapter_under_autocast_and_beside_a_narrower_input(dtype: torch.dtyp
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         found = layer(z.to(dtype))
     assert found.dtype == torch.bfloat16
-    assert float((found.float() - wanted).norm() / wanted.norm()) < 0.05
+    assert float((found.detach().float() - wanted).norm() / wanted.norm()) < 0.05
 
 
 def test_what_is_put_around_a_container_is_refused() -> None:
@@ -275,3 +275,11 @@ def test_a_mask_that_broadcasts_in_global_attention(mask: tuple[int, ...]) -> No
     torch.manual_seed(2)
     weights = (torch.rand(mask) > 0.3).float()
     torch.testing.assert_close(layer(m, weights), layer(m, weights.expand(MASK).contiguous()))
+
+
+def test_a_layer_with_an_adapter_compiles() -> None:
+    layer = triangle(starting=True)
+    change(layer, "mha.linear_q", "adapter")
+    z = torch.randn(1, 6, 6, 16, dtype=torch.float64)
+    compiled = torch.compile(layer, backend="aot_eager")
+    torch.testing.assert_close(compiled(z), by_calls(layer, z), rtol=1e-10, atol=1e-10)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_shares, heads, update
 from evoattn.nn.project import layer_norm, linear, project
-from evoattn.nn.submodules import check_container
+from evoattn.nn.submodules import check_container, is_norm
 
 __all__ = ["AdaLN", "AttentionPairBias"]
 
@@ -33,7 +34,11 @@ class AdaLN(nn.Module):
     def forward(self, a: Tensor, s: Tensor) -> Tensor:
         """Normalise a `[*, c_a]` under the condition s `[*, c_s]`."""
         g, shift = project(s, self.layer_norm_s, (self.linear_g, self.linear_s))
-        normed = layer_norm(a, self.layer_norm_a, g.dtype)
+        norm = self.layer_norm_a
+        if is_norm(norm) and norm.weight is None:
+            normed = F.layer_norm(a, a.shape[-1:], eps=norm.eps).to(g.dtype)
+        else:
+            normed = layer_norm(a, norm, g.dtype)
         return torch.addcmul(shift, normed, torch.sigmoid(g))
 
 

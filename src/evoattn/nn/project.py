@@ -45,7 +45,7 @@ def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
     if not is_norm(norm):
         return call(norm, x, dtype)
     made: Tensor = _Norm.apply(x, *_settings(norm), dtype)  # type: ignore[no-untyped-call]
-    return made.view(x.shape)
+    return made
 
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
@@ -69,7 +69,8 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
         its rows starts on a multiple of 16 bytes.
     """
     dtype = compute_dtype_of(x, *linears)
-    if not ((norm is None or is_norm(norm)) and all(map(is_linear, linears))):
+    plain = [is_linear(module) for module in linears]  # not a generator: Dynamo cannot leave one half-way
+    if not all(plain) or not (norm is None or is_norm(norm)):
         normed = x.to(dtype) if norm is None else layer_norm(x, norm, dtype)
         return [linear(normed, module) for module in linears]
     weight, bias, biased = _join(linears, dtype)
@@ -157,13 +158,13 @@ class _Split(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """norm(x) of x `[*, C]` as rows `[R, C]` of a given dtype."""
+    """norm(x) of x `[*, C]`, with the result in a given dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
         normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, dtype)
         ctx.save_for_backward(x, scale, shift, mean, rstd)
-        return normed
+        return normed.view(x.shape)  # compiled by torch 2.11, x has no gradient if this is the norm's own output
 
     @staticmethod
     @once_differentiable
@@ -171,7 +172,7 @@ class _Norm(torch.autograd.Function):
         x, scale, shift, mean, rstd = ctx.saved_tensors
         rows, needs = x.reshape(-1, x.shape[-1]), ctx.needs_input_grad[:3]
         with uncast(x.device):
-            dx, *affine = normalise_backward(dy, rows, mean, rstd, scale, shift, needs)
+            dx, *affine = normalise_backward(dy.reshape(rows.shape), rows, mean, rstd, scale, shift, needs)
         return None if dx is None else dx.view(x.shape), *affine, None, None
 
 

@@ -92,15 +92,19 @@ def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None
 
 def _is_plain(module: nn.Module, kind: Any, known: frozenset[tuple[str, str]]) -> bool:
     """Whether a call of the module runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
-    mine: Any = type(module)
-    if mine is not kind:
-        forward = mine.forward
-        same = forward is kind.forward or (forward.__module__, forward.__qualname__) in known
-        if not same or mine.__call__ is not nn.Module.__call__:
-            return False
+    if type(module) is not kind and not _computes(type(module), kind, known):
+        return False
     if "forward" in module.__dict__ or _has_hooks(module) or of_torch._has_any_global_hook():
         return False
     return not is_distributed(module.__dict__["_parameters"].get("weight"))
+
+
+@torch.compiler.assume_constant_result  # Dynamo guards the class of a module, and cannot read the name of every function
+def _computes(mine: Any, kind: Any, known: frozenset[tuple[str, str]]) -> bool:
+    """Whether modules of a class run the forward of `kind`, or one that is known to compute the same."""
+    forward = mine.forward
+    same = forward is kind.forward or (forward.__module__, forward.__qualname__) in known
+    return same and mine.__call__ is nn.Module.__call__
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -99,7 +99,8 @@ def _is_plain(module: nn.Module, kind: Any, known: frozenset[tuple[str, str]]) -
     return not is_distributed(module.__dict__["_parameters"].get("weight"))
 
 
-@torch.compiler.assume_constant_result  # Dynamo guards the class of a module, and cannot read the name of every function
+# Dynamo guards the class of a module, and cannot read the name of every function.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _computes(mine: Any, kind: Any, known: frozenset[tuple[str, str]]) -> bool:
     """Whether modules of a class run the forward of `kind`, or one that is known to compute the same."""
     forward = mine.forward

@@ -14,11 +14,18 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
+from evoattn.bench.correctness import inputs_of
+from evoattn.bench.layers import layer_of
+from evoattn.cli import evoformer, measure
+from evoattn.clients import calls, rf3
+from evoattn.clients import openfold as openfold_client
+from evoattn.clients.site import Count
 from evoattn.compat import empty_rows, openfold
 from evoattn.compat.cuequivariance import triangle_attention
 from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
 from evoattn.inputs import Cotangents, Inputs
 from evoattn.layouts import empty_outputs
+from evoattn.workloads import Workload
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]
 CASE = testing.Case(
@@ -63,6 +70,66 @@ def test_the_same_numbers_are_drawn(other: Any) -> None:
     made = CASE.make(seed=1)
     for name in ("q", "mask", "mask_bias", "pair_bias", "do", "dlse"):
         equal([getattr(made, name)], [getattr(expected, name)])
+
+
+def test_clients_make_the_same_masks(other: Any) -> None:
+    """A mask of float16 would hold -inf for -1e9. One of float64 is refused by the `hopper` backend."""
+    q = CASE.make(seed=1).q.transpose(2, 3)
+    keep = torch.rand((*q.shape[:2], 1, 1, 9), generator=torch.Generator().manual_seed(1), dtype=torch.float64) > 0.4
+    keep[:, 1] = False
+    kernel = calls.kernel(None, Count())  # type: ignore[arg-type]
+    flash = openfold_client._flash(None, Count())
+
+    def made() -> list[Tensor]:
+        return [calls._additive_mask(keep), kernel(q, q, q, None, keep), flash(q, q, q, keep[:, :, 0, 0])]
+
+    expected = made()
+    other()
+    equal(made(), expected)
+
+
+def test_windows_of_atoms_have_the_same_mask(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+    def seen(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], **options: Any) -> Tensor:
+        masks.append(biases[0])
+        return q
+
+    masks: list[Tensor] = []
+    monkeypatch.setattr(rf3, "attention", seen)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, 4))
+
+    layer = types.SimpleNamespace(to_q=heads, to_k=heads, to_v=heads, to_g=heads, to_b=lambda z: z[..., :2], ln_0=lambda z: z)
+    vars(layer).update(to_a=lambda x: x, linear_output_project=lambda s: s, kq_norm=False)
+    a = torch.ones(1, 40, 8, dtype=torch.float32)
+    forward = rf3._atoms(None, Count())
+    for prepare in (lambda: None, other):
+        prepare()
+        forward(layer, a, a[0], torch.ones(40, 40, 8, dtype=torch.float32))
+    equal(masks[:1], masks[1:])
+    assert masks[0].isinf().any() and not masks[0].isinf().all()
+
+
+def test_benchmarks_measure_the_same_problem(other: Any) -> None:
+    """Inputs, weights and masks of problems, of layers and of the demo, and dense attention with a mask."""
+    cpu = torch.device("cpu")
+    attention = Workload("x", 1, 3, 2, 5, 5, 8, True, True, "")
+    triangle = dataclasses.replace(attention, n=5, layer="triangle")
+
+    def made() -> list[Tensor]:
+        inputs = inputs_of(attention, torch.bfloat16, cpu)
+        layer = layer_of(triangle, cpu)
+        embedding = evoformer.embed(("ACDX", "A-DE"), 3, cpu)
+        start = evoformer.triangle_start(embedding, torch.float16)
+        found = [inputs.q, inputs.mask, inputs.do, *layer.inputs.values(), layer.mask, *layer.module.parameters()]
+        found += [embedding.m, embedding.z, start.q, start.pair_bias, start.do]
+        masked = dataclasses.replace(start, q=start.q.float(), k=start.k.float(), v=start.v.float(), pair_bias=None)
+        return [x for x in [*found, measure.dense(masked)] if x is not None]
+
+    expected = made()
+    assert all(x.isfinite().all() for x in expected)
+    other()
+    equal(made(), expected)
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -196,13 +263,17 @@ def _name(node: ast.expr) -> str:
 
 
 def _is_number(node: ast.expr) -> bool:
-    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, ast.Constant)
+    """Whether an expression is made of constants, `inf` and limits of dtypes, and so is a Python number."""
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left) and _is_number(node.right)
+    return isinstance(node, ast.Constant) or _name(node) in ("torch.inf", "math.inf") or "finfo(" in _name(node)
 
 
 def test_every_tensor_is_made_with_a_dtype() -> None:
-    folders = ("backends", "compat", "run", "nn")
-    files = [path for folder in folders for path in sorted((SOURCES / folder).rglob("*.py")) if path.name not in LOOKS_ALONE]
-    assert len(files) > 50
+    files = [path for path in sorted(SOURCES.rglob("*.py")) if path.name not in LOOKS_ALONE]
+    assert len(files) > 150
     found = {str(path.relative_to(SOURCES)): undecided(path.read_text()) for path in files}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
@@ -214,6 +285,8 @@ def test_every_tensor_is_made_with_a_dtype() -> None:
         ("functools.partial(torch.empty, device='meta')", [1]),
         ("torch.where(mask, 0.0, -1e9)", [1]),
         ("torch.where(mask, 0.0, x)", []),
+        ("torch.where(mask, -torch.inf, 0.0)", [1]),
+        ("torch.where(mask, 0.0, torch.finfo(s.dtype).min / 2)", [1]),
         ("torch.zeros(3, dtype=x.dtype)", []),
         ("torch.empty(z.shape, device='meta').stride()", []),
     ],

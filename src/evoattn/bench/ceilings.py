@@ -77,7 +77,7 @@ def _product(device: torch.device, clock: Clock, dtype: torch.dtype) -> float:
 
 
 def _cpu_exp2(clock: Clock) -> float:
-    x = torch.linspace(-4, 0, _CACHED_NUMBERS)
+    x = torch.linspace(-4, 0, _CACHED_NUMBERS, dtype=torch.float32)
     out = torch.empty_like(x)
     return x.numel() / _best(clock, lambda _: torch.exp2(x, out=out), 200)
 
@@ -86,7 +86,7 @@ def _gpu_exp2(device: torch.device, clock: Clock) -> float:
     from evoattn.bench.exp2_kernel import BLOCK, exp2_kernel
 
     programs = _PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    out = torch.empty(programs * BLOCK, device=device)
+    out = torch.empty(programs * BLOCK, dtype=torch.float32, device=device)
     with torch.cuda.device(device):
         seconds = _best(clock, lambda _: exp2_kernel[(programs,)](out, _ROUNDS_OF_EXP2, SIZE=BLOCK, num_warps=4), 3)
     return programs * BLOCK * _ROUNDS_OF_EXP2 / seconds

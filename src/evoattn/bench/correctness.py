@@ -47,7 +47,7 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
 
     mask = None
     if w.key_mask:
-        mask = torch.rand((w.b, w.n, w.lk), generator=rng, device=device) < _KEPT
+        mask = torch.rand((w.b, w.n, w.lk), generator=rng, dtype=torch.float32, device=device) < _KEPT
         mask[..., 0] = True
     kv_heads = w.kv_heads or w.h
     return Inputs(

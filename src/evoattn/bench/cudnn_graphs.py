@@ -31,7 +31,7 @@ class Graphs:
         self._handle = cudnn.create_handle()
         n, h, lq, d = q.shape
         given = {"q": q, "k": k, "v": v, "bias": bias}
-        o, lse = torch.empty_like(q), torch.empty(n, h, lq, 1, device=q.device)
+        o, lse = torch.empty_like(q), torch.empty(n, h, lq, 1, dtype=torch.float32, device=q.device)
         scale = d**-0.5
 
         forward = self._graph(q.dtype)

@@ -111,16 +111,16 @@ def layer_of(workload: Workload, device: torch.device, seed: int = 0) -> Layer:
     rng = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=rng, device=device)
+        return torch.randn(sizes, generator=rng, dtype=torch.float32, device=device)
 
-    module = _module(workload).to(device)
+    module = _module(workload).to(device, torch.float32)
     with torch.no_grad():  # layers start with an output of 0 and an open gate, which would hide errors
         for name, x in module.named_parameters():
             spread = x.shape[-1] ** -0.5 if x.ndim == 2 else 0.1
             x.copy_(spread * normal(*x.shape) + (1.0 if x.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0))
     inputs = {name: normal(*shape).requires_grad_() for name, shape in _shapes(workload).items()}
     first = next(iter(inputs.values()))
-    mask = torch.rand(first.shape[:-1], generator=rng, device=device) < _KEPT
+    mask = torch.rand(first.shape[:-1], generator=rng, dtype=torch.float32, device=device) < _KEPT
     if workload.layer == "msa_column":
         mask[:, 0] = True
     else:
@@ -196,10 +196,15 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | Non
     return evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias)
 
 
+def _off(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores, `[*, 1, 1, K]`: -inf for a masked key."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)[..., None, None, :]
+
+
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
     s = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # [1,n,h,q,k]
-    s = s + torch.where(mask, 0.0, -torch.inf).to(s.dtype)[..., None, None, :]
+    s = s + _off(mask, s.dtype)
     s = s if pair_bias is None else s + pair_bias
     return (torch.softmax(s, -1).to(v.dtype) @ v).transpose(-2, -3)
 
@@ -207,7 +212,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | No
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
     """torch's own attention; mask and pair bias are summed and expanded at each call."""
     q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
-    bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype)[..., None, None, :]
+    bias = _off(mask, q.dtype)
     bias = (bias if pair_bias is None else bias + pair_bias).expand(*q.shape[:-1], k.shape[-2])
     o: Tensor = F.scaled_dot_product_attention(q[0], k[0], v[0], attn_mask=bias[0])
     return o.unsqueeze(0).transpose(-2, -3)

@@ -226,7 +226,7 @@ def _cuequivariance(inputs: Inputs) -> Prepared:
     b, _, lq, h, _ = inputs.q.shape
     mask = None if inputs.mask is None else inputs.mask[:, :, None, None, :]
     bias = (
-        torch.zeros(b, 1, h, lq, inputs.k.shape[2], device=inputs.q.device)
+        torch.zeros(b, 1, h, lq, inputs.k.shape[2], dtype=torch.float32, device=inputs.q.device)
         if inputs.pair_bias is None
         else inputs.pair_bias.float()
     )

@@ -48,12 +48,12 @@ class Embedding:
 def embed(rows: tuple[str, ...], seed: int, device: torch.device) -> Embedding:
     """Embed sequences in letters of `RESIDUES`, the query first; the same seed gives the same numbers."""
     index = {letter: number for number, letter in enumerate(RESIDUES)}
-    tokens = torch.tensor([[index[letter] for letter in row] for row in rows], device=device)  # [N,L]
+    tokens = torch.tensor([[index[letter] for letter in row] for row in rows], dtype=torch.int64, device=device)  # [N,L]
     query = tokens[0]
     rng = torch.Generator().manual_seed(seed)
 
     def table(entries: int, width: int) -> Tensor:
-        return torch.randn(entries, width, generator=rng).to(device)
+        return torch.randn(entries, width, generator=rng, dtype=torch.float32).to(device)
 
     def normalise(x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:])
@@ -106,7 +106,7 @@ def _inputs(name: str, x: Tensor, z: Tensor | None, mask: Tensor, heads: int, dt
     n, length = x.shape[:2]
 
     def linear(source: Tensor, outputs: int) -> Tensor:
-        weight = torch.randn(outputs, source.shape[-1], generator=rng) * source.shape[-1] ** -0.5
+        weight = torch.randn(outputs, source.shape[-1], generator=rng, dtype=torch.float32) * source.shape[-1] ** -0.5
         return F.linear(source, weight.to(source.device)).to(dtype)
 
     q, k, v = (linear(x, heads * CHANNELS).view(n, length, heads, CHANNELS) for _ in range(3))
@@ -123,6 +123,6 @@ def _inputs(name: str, x: Tensor, z: Tensor | None, mask: Tensor, heads: int, dt
         mask=mask,
         mask_bias=None,
         pair_bias=pair_bias,
-        do=torch.randn(q.shape, generator=noise, device=x.device).to(dtype),
+        do=torch.randn(q.shape, generator=noise, dtype=torch.float32, device=x.device).to(dtype),
         dlse=None,
     )

@@ -43,7 +43,8 @@ def dense(inputs: Inputs) -> Tensor:
     q, k, v = (x.transpose(-2, -3) for x in (inputs.q, inputs.k, inputs.v))  # [n,h,l,d]
     s = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))  # [n,h,q,k]
     if inputs.mask is not None:
-        s += torch.where(inputs.mask, 0.0, torch.finfo(s.dtype).min / 2).to(s.dtype)[:, None, None, :]
+        off = torch.zeros_like(inputs.mask, dtype=s.dtype).masked_fill(~inputs.mask, torch.finfo(s.dtype).min / 2)
+        s += off[:, None, None, :]
     if inputs.pair_bias is not None:
         s += inputs.pair_bias
     return torch.matmul(torch.softmax(s, -1), v).transpose(-2, -3)

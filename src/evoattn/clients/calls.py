@@ -63,7 +63,9 @@ def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:
 
 def _additive_mask(bias: Tensor) -> Tensor:
     """A bool mask, True is attended, as the others are."""
-    return torch.where(bias, 0.0, -1e9) if bias.dtype == torch.bool else bias
+    if bias.dtype != torch.bool:
+        return bias
+    return torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -1e9)
 
 
 def kernel(original: Function, count: Count) -> Function:

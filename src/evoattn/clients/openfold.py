@@ -58,7 +58,7 @@ def _flash(original: Any, count: Count) -> Any:
     def _flash_attn(q: Tensor, k: Tensor, v: Tensor, kv_mask: Tensor) -> Tensor:
         """In q's dtype, not in float16. Keys that are masked are left out: a query without a key has output 0."""
         count.one()
-        off = torch.where(kv_mask == 0, -torch.inf, 0.0)[..., None, None, :]
+        off = torch.zeros_like(kv_mask, dtype=torch.float32).masked_fill(kv_mask == 0, -torch.inf)[..., None, None, :]
         return attention(q, k, v, [off], empty_rows="native").transpose(-2, -3)
 
     return _flash_attn

@@ -78,7 +78,8 @@ def _atoms(original: Any, count: Count) -> Any:
         middle = torch.arange(qbatch // 2, length + qbatch // 2, qbatch, device=a.device)[:, None]
         queries = middle + torch.arange(-(qbatch // 2), qbatch // 2, device=a.device)  # [n,q]
         keys = middle + torch.arange(-(kbatch // 2), kbatch // 2, device=a.device)  # [n,k]
-        off = torch.where((keys < 0) | (keys >= length), -torch.inf, 0.0)[:, None, None]
+        outside = (keys < 0) | (keys >= length)
+        off = torch.zeros_like(outside, dtype=torch.float32).masked_fill(outside, -torch.inf)[:, None, None]
         queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
         bias = self.to_b(self.ln_0(Z_II[queries[:, :, None], keys[:, None]])).movedim(-1, 1)  # [n,h,q,k]
         q, k, v = (x.transpose(-2, -3) for x in (q[:, queries], k[:, keys], self.to_v(a)[:, keys]))  # [s,n,h,q|k,c]

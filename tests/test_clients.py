@@ -337,6 +337,18 @@ def test_adapters_in_layers_compute(triangle: Any) -> None:
     assert patched.calls == 3 and not patched.passed_on
 
 
+def test_settings_of_layers_that_are_changed_later(triangle: Any) -> None:
+    with evoattn.patch("toy", layers=True) as patched:
+        before = triangle(Z)
+        triangle.starting = False
+        ending = evoattn.nn.TriangleAttention(8, 4, 2, starting=False)
+        ending.load_state_dict(triangle.state_dict())
+        assert torch.equal(triangle(Z), ending(Z))
+        triangle.starting = True
+        assert torch.equal(triangle(Z), before)
+    assert patched.calls == 3
+
+
 def test_subclasses_of_layers(triangle: Any) -> None:
     """A forward that calls the known one gets ours. A layer that overrides a helper of the known forward stays the client's."""
     kind = type(triangle)

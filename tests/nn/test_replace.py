@@ -176,6 +176,43 @@ def test_a_projection_that_is_exchanged_before_a_compiled_call(model: Model) -> 
     torch.testing.assert_close(made, layer(z))
 
 
+@pytest.mark.parametrize(("name", "value"), [("inf", 0.5), ("starting", True)])
+def test_settings_that_are_changed_later(name: str, value: Any, model: Model) -> None:
+    """The next call has them, also that of a copy and a compiled one."""
+    z, mask, layer = torch.randn(1, 5, 5, 8), torch.eye(5)[None], model.layers[0]
+    own = ours.TriangleAttention(8, 4, 2, starting=False)
+    own.load_state_dict(layer.state_dict())
+    ours.replace(model)
+    torch.compiler.reset()
+    calls = (layer, torch.compile(layer, backend="aot_eager"))
+    for call in calls:
+        torch.testing.assert_close(call(z, mask), own(z, mask))
+    for x in (layer, own):
+        setattr(x, name, value)
+    for call in (*calls, copy.deepcopy(layer)):
+        torch.testing.assert_close(call(z, mask), own(z, mask))
+
+
+class Precise(nn.Linear):
+    """Stands for OpenFold's linear layer, which may compute in a dtype of its own."""
+
+    precision: Any = None
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, bias=False)
+        self.precision = None
+
+
+def test_a_precision_that_is_set_later_is_refused(model: Model) -> None:
+    layer = model.layers[0]
+    layer.mha.linear_q = Precise()
+    ours.replace(model)
+    layer(torch.randn(1, 5, 5, 8))
+    layer.mha.linear_q.precision = torch.float64
+    with pytest.raises(ValueError, match="mha.linear_q is computed in a precision of its own"):
+        layer(torch.randn(1, 5, 5, 8))
+
+
 def replica(module: nn.Module) -> Any:
     """What `DataParallel` makes of a module for another device: here with parameters that are twice as large."""
     made: Any = module._replicate_for_data_parallel()

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from evoattn.clients.site import Count, Site
 from evoattn.nn.known import UnknownArgument
-from evoattn.nn.replace import Ours, by_name, overridden, positions
+from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden, positions, settings
 
 __all__ = ["layer", "sites"]
 
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], Ours | str]] = weakref.WeakKeyDictionary()
-"""For each layer of a client the modules in it when it was looked at, and ours of it, or why there is none."""
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], tuple[Settings, ...], Ours | str]]
+_kept = weakref.WeakKeyDictionary()
+"""For each layer of a client the modules in it when it was looked at, their settings, and ours of it, or why there is none."""
 
 
 def sites(*names: str) -> tuple[Site, ...]:
@@ -55,16 +56,25 @@ def layer(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor
 
 
 def _of(theirs: nn.Module) -> Ours | str:
-    """Ours of a client's layer, or why there is none. It is made anew when a module in the layer is another one."""
+    """Ours of a client's layer, or why there is none. It is made anew when a module or a setting in the layer changed."""
     method = overridden(theirs, entries=False)
     if method:
         return f"a {type(theirs).__name__} overrides {method}"
     modules = tuple(theirs.modules())[1:]  # not the layer itself, which must not keep itself alive
     kept = _kept.get(theirs)
-    if kept is None or len(kept[0]) != len(modules) or any(x is not y for x, y in zip(kept[0], modules, strict=True)):
+    if kept is None or not _holds(theirs, modules, *kept[:2]):
         try:
             found: Ours | str = Ours.of(theirs, entries=False) or f"evoattn.nn has no {type(theirs).__name__}"
         except ValueError as error:
             found = str(error)
-        kept = _kept[theirs] = modules, found
-    return kept[1]
+        kept = _kept[theirs] = modules, tuple(map(settings, (theirs, *modules))), found
+    return kept[2]
+
+
+def _holds(
+    theirs: nn.Module, now: tuple[nn.Module, ...], before: tuple[nn.Module, ...], made_with: tuple[Settings, ...]
+) -> bool:
+    """Whether a layer has the modules and the settings that it had before."""
+    if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+        return False
+    return all(map(has_settings, (theirs, *now), made_with))

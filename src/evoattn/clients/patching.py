@@ -272,13 +272,14 @@ def _patch_all(layers: bool) -> Patch:
     return made
 
 
-def patch_as_imported(name: str, module: str, tell: Callable[[str], None]) -> Patch:
+def patch_as_imported(name: str, module: str, tell: Callable[[str], None], *, layers: bool = False) -> Patch:
     """Replace what is in one module of a client, which has just been imported; the others follow as they are imported.
 
     Args:
         name: one of `NAMES`.
         module: full name of the module.
         tell: is told of each call, as by `Count`.
+        layers: whether whole layers in the module are replaced too.
 
     Returns:
         The client's patch, the same for all its modules.
@@ -294,6 +295,8 @@ def patch_as_imported(name: str, module: str, tell: Callable[[str], None]) -> Pa
         _active[name] = made
     sites = [site for site in of.sites if site.module == module]
     _active[name]._replace(of, sites, [value for value in of.values if value[0] == module])
+    if layers:  # over the other replacements, to which they pass on what they do not know
+        _active[name]._replace(of, [site for site in of.layers if site.module == module], ())
     return _active[name]
 
 

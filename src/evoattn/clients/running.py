@@ -135,9 +135,7 @@ def imported(module: str, names: list[str], folder: str | None, layers: bool = F
         if name in _refused:
             continue
         try:
-            patched = patch_as_imported(name, module, functools.partial(tally.add, "call", name))
-            if layers:  # over the other replacements, to which they pass on what they do not know
-                patched._replace(client(name), [site for site in client(name).layers if site.module == module], ())
+            patched = patch_as_imported(name, module, functools.partial(tally.add, "call", name), layers=layers)
         except UnknownRelease as error:
             _refused.add(name)
             tally.add("refused", name, str(error))

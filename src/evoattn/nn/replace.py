@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from evoattn.nn.known import LAYERS
 
-__all__ = ["Ours", "by_name", "overridden", "positions", "replace"]
+__all__ = ["Ours", "Settings", "by_name", "has_settings", "overridden", "positions", "replace", "settings"]
 
 _ENTRIES = {"forward", "__call__", "_call_impl"}
 """What runs when a module is called."""
@@ -39,8 +39,8 @@ def replace(model: nn.Module) -> list[str]:
     work as before. Arguments for chunk sizes and kernels are ignored. Each replaced layer gets a subclass of its class, of the
     same name.
 
-    Sub-modules may be exchanged later, as adapters do: each call looks them up. If a sub-module that `evoattn.nn` does not call
-    gets hooks or a forward of its own, the next call of the layer raises ValueError.
+    Sub-modules may be exchanged later, as adapters do, and settings such as `inf` may be changed: each call looks at them. If a
+    sub-module that `evoattn.nn` does not call gets hooks or a forward of its own, the next call of the layer raises ValueError.
 
     Args:
         model: the client's model, or one of its layers.
@@ -141,6 +141,8 @@ class Ours:
         self._children = tuple(theirs._modules.items())
         adopted = {id(x) for x in layer.modules()}
         self._inner = tuple((x, tuple(x._modules.items())) for x in theirs.modules() if x is not theirs)
+        self._settings = settings(theirs)
+        self._inner_settings = tuple((x, found) for x, _ in self._inner if (found := settings(x)))
         self._bypassed = tuple((name, x) for name, x in theirs.named_modules() if x is not theirs and id(x) not in adopted)
 
     @classmethod
@@ -173,8 +175,10 @@ class Ours:
         return made
 
     def holds(self, theirs: nn.Module) -> bool:
-        """Whether the modules in the client's layer are those that this was made of."""
-        return _same(theirs, self._children) and all(_same(module, children) for module, children in self._inner)
+        """Whether the modules in the client's layer are those that this was made of, with the same settings."""
+        if not (_same(theirs, self._children) and all(_same(module, children) for module, children in self._inner)):
+            return False
+        return has_settings(theirs, self._settings) and all(has_settings(x, found) for x, found in self._inner_settings)
 
     def check_classes(self, kind: type) -> None:
         """Raise ValueError if a module that ours does not call is of a class that the client does not define."""
@@ -205,6 +209,24 @@ class Ours:
 def _same(module: nn.Module, children: tuple[tuple[str, nn.Module | None], ...]) -> bool:
     now = module._modules
     return len(now) == len(children) and all(now.get(name) is child for name, child in children)
+
+
+Settings = tuple[tuple[str, Any], ...]
+"""Names and values."""
+
+
+def settings(module: nn.Module) -> Settings:
+    """The numbers, strings and bools that a client's module was made with. torch's own modules are called as they are."""
+    if type(module).__module__.startswith("torch.nn.modules."):
+        return ()
+    kinds = (bool, int, float, str, type(None))
+    return tuple((name, x) for name, x in module.__dict__.items() if type(x) in kinds and name not in ("training", _KEPT))
+
+
+def has_settings(module: nn.Module, expected: Settings) -> bool:
+    """Whether a module still has these settings."""
+    own = module.__dict__
+    return all(name in own and own[name] == x for name, x in expected)
 
 
 def _name(kind: type) -> str:

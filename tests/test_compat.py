@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,57 @@ def test_cuequivariance_kv_lengths() -> None:
         triangle_attention(q, k, v, bias, kv_lengths=lengths.long())
     with pytest.raises(ValueError, match=r"kv_lengths must be \[B, N, 1, 1, 1\]"):
         triangle_attention(q, k, v, bias, kv_lengths=lengths[:1])
+
+
+FOUR = {"q": (3, 4, 7, 8), "k": (3, 4, 9, 8), "v": (3, 4, 9, 5), "bias": (1, 4, 7, 9)}
+FOUR_AXES = r"\[B, N, H, {0}\], or \[N, H, {0}\] for B = 1"
+
+
+@pytest.mark.parametrize("return_aux", [False, True])
+@pytest.mark.parametrize(("name", "shape", "told"), [
+    ("q", (4, 7, 8), f"q must be {FOUR_AXES.format('Q, D')}, got shape \\[4, 7, 8\\]"),
+    ("q", (1, 1, 3, 4, 7, 8), f"q must be {FOUR_AXES.format('Q, D')}, got shape \\[1, 1, 3, 4, 7, 8\\]"),
+    ("k", (4, 9, 8), f"k must be {FOUR_AXES.format('K, D')}, got shape \\[4, 9, 8\\]"),
+    ("v", (9, 5), f"v must be {FOUR_AXES.format('K, C')}, got shape \\[9, 5\\]"),
+    ("k", (2, 4, 9, 8), r"k must have the leading axes of q, \[3, 4, 7, 8\], got shape \[2, 4, 9, 8\]"),
+    ("v", (2, 3, 4, 9, 5), r"v must have the leading axes of q, \[3, 4, 7, 8\], got shape \[2, 3, 4, 9, 5\]"),
+    ("k", (3, 2, 9, 8), r"k must have the 4 heads of q, or 1, got shape \[3, 2, 9, 8\]"),
+    ("k", (3, 4, 9, 6), r"k must have the 8 channels of q, got shape \[3, 4, 9, 6\]"),
+    ("v", (3, 4, 7, 5), r"v must have the 9 keys of k, got shape \[3, 4, 7, 5\]"),
+    ("bias", (1, 4, 9, 7), r"bias must broadcast to \[N, H, Q, K\] = \[3, 4, 7, 9\], got shape \[1, 4, 9, 7\]"),
+    ("bias", (2, 1, 4, 7, 9), r"bias must broadcast to \[B, N, H, Q, K\] = \[1, 3, 4, 7, 9\], got shape \[2, 1, 4, 7, 9\]"),
+    ("mask", (3, 1, 9), r"mask must be \[B, N, 1, 1, K\], or \[N, 1, 1, K\] for B = 1, got shape \[3, 1, 9\]"),
+    ("mask", (9,), r"mask must be \[B, N, 1, 1, K\], or \[N, 1, 1, K\] for B = 1, got shape \[9\]"),
+    ("mask", (3, 1, 1, 7), r"mask must broadcast to \[N, 1, 1, K\] = \[3, 1, 1, 9\], got shape \[3, 1, 1, 7\]"),
+    ("mask", (3, 4, 1, 9), r"mask must broadcast to \[N, 1, 1, K\] = \[3, 1, 1, 9\], got shape \[3, 4, 1, 9\]"),
+    ("kv_lengths", (3, 1, 1), r"kv_lengths must be \[B, N, 1, 1, 1\] = \[1, 3, 1, 1, 1\], got shape \[3, 1, 1\]"),
+])  # fmt: skip
+def test_cuequivariance_names_the_argument_as_it_came(name: str, shape: tuple[int, ...], told: str, return_aux: bool) -> None:
+    """The message names the caller's argument and shape, not the five axes that it is brought to."""
+    given = {other: torch.ones(size) for other, size in FOUR.items()}
+    given[name] = torch.ones(shape, dtype=torch.int32 if name == "kv_lengths" else torch.float32)
+    with pytest.raises(ValueError, match=f"^{told}"):
+        triangle_attention(**given, return_aux=return_aux)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("name", "given", "told"), [
+    ("bias", torch.ones(4, 7, 9) > 0, "bias must be float16, bfloat16, float32 or float64, got bool; a bool mask goes to mask"),
+    ("bias", None, r"bias must be a torch\.Tensor, got NoneType"),
+    ("mask", [True], r"mask must be a torch\.Tensor or None, got list"),
+    ("q", None, r"q must be a torch\.Tensor, got NoneType"),
+])  # fmt: skip
+def test_cuequivariance_names_the_argument_of_another_type(name: str, given: Any, told: str) -> None:
+    arguments: dict[str, Any] = {other: torch.ones(size) for other, size in FOUR.items()} | {name: given}
+    with pytest.raises(TypeError, match=f"^{told}"):
+        triangle_attention(**arguments)
+
+
+@pytest.mark.parametrize("four", ["q", "k", "v", "bias"])
+def test_cuequivariance_takes_four_axes_beside_five(four: str) -> None:
+    given = {name: torch.randn(size) for name, size in FOUR.items()}
+    expected = triangle_attention(**given)  # type: ignore[call-overload]
+    mixed = {name: x if name == four else x.unsqueeze(0) for name, x in given.items()}
+    assert torch.equal(triangle_attention(**mixed), expected)  # type: ignore[call-overload]
 
 
 def test_cuequivariance_four_axes_int_masks_and_shared_bias() -> None:

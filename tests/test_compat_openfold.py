@@ -222,6 +222,22 @@ def test_refusals_name_the_bias() -> None:
         openfold.attention(q, k, None, [])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("name", "shape", "told"), [
+    ("k", (2, 9, 8), r"k must have the 4 heads of q, or 1, got shape \[2, 9, 8\]"),
+    ("k", (4, 9, 6), r"k must have the 8 channels of q, got shape \[4, 9, 6\]"),
+    ("k", (1, 4, 9, 8), r"k must have the leading axes of q, \[4, 7, 8\], got shape \[1, 4, 9, 8\]"),
+    ("v", (4, 7, 5), r"v must have the 9 keys of k, got shape \[4, 7, 5\]"),
+    ("biases", (7,), r"biases\[0\] must broadcast to the scores, \[4, 7, 9\], got shape \[7\]"),
+    ("biases", (1, 4, 7, 9), r"biases\[0\] must broadcast to the scores, \[4, 7, 9\], got shape \[1, 4, 7, 9\]"),
+])  # fmt: skip
+def test_refusals_without_leading_axes(name: str, shape: tuple[int, ...], told: str) -> None:
+    """The message has the caller's shapes, not those with the axis that is put in front."""
+    given: dict[str, Any] = {"q": torch.ones(4, 7, 8), "k": torch.ones(4, 9, 8), "v": torch.ones(4, 9, 5), "biases": []}
+    given[name] = [torch.ones(shape)] if name == "biases" else torch.ones(shape)
+    with pytest.raises(ValueError, match=f"^{told}"):
+        openfold.attention(**given)
+
+
 @pytest.mark.parametrize("pair", [(1, 1, 4, 7, 9), (4, 7, 9)], ids=str)
 def test_deepspeed_gives_the_mean_too(pair: tuple[int, ...]) -> None:
     q, k, v, biases = make((1, 5), [MASK, pair])

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn import explain
-from evoattn.nn import AttentionPairBias, MSAColumnAttention, MSARowAttentionWithPairBias, TriangleAttention
+from evoattn.nn import (
+    AttentionPairBias,
+    MSAColumnAttention,
+    MSARowAttentionWithPairBias,
+    TemplatePointwiseAttention,
+    TriangleAttention,
+)
 from evoattn.nn.attention import update
 from evoattn.nn.gate import gated_linear
 from evoattn.nn.project import layer_norm, project
@@ -224,6 +230,9 @@ def test_dropout_of_a_triangle(starting: bool, axis: int) -> None:
     assert (found.narrow(axis, 0, 1) - found).abs().max() < 1e-6 and 0 < (found.abs() < 1e-6).sum() < found.numel()
 
 
+NOT_SQUARE = r"z must be \[\*, L, L, 8\], the same L twice, got shape \{}"
+
+
 @pytest.mark.parametrize(("call", "error", "what"), [
     (lambda: TriangleAttention(8, 4, 2, dropout=1.0), ValueError, "dropout must be"),
     (lambda: TriangleAttention(8, 4, 2, empty_rows="zero"), ValueError, "empty_rows must be"),
@@ -232,6 +241,9 @@ def test_dropout_of_a_triangle(starting: bool, axis: int) -> None:
     (lambda: TriangleAttention(8, 4, 2)(torch.ones(3, 8)), ValueError, "z must have at least 3 axes and 8"),
     (lambda: TriangleAttention(8, 4, 2)(torch.ones(3, 3, 9)), ValueError, "z must have at least 3 axes and 8"),
     (lambda: TriangleAttention(8, 4, 2)(torch.ones(1, 3, 3, 8), torch.ones(3, 3)), ValueError, "mask must broadcast to"),
+    (lambda: TriangleAttention(8, 4, 2)(torch.ones(2, 3, 4, 8)), ValueError, NOT_SQUARE.format("[2, 3, 4, 8]")),
+    (lambda: TriangleAttention(8, 4, 2, starting=False)(torch.ones(3, 1, 8)), ValueError, NOT_SQUARE.format("[3, 1, 8]")),
+    (lambda: TriangleAttention(8, 4, 2)(torch.ones(1, 3, 8)), ValueError, NOT_SQUARE.format("[1, 3, 8]")),
     (lambda: TriangleAttention(8, 4, 2)(torch.ones(3, 3, 8), [1]), TypeError, "mask must be a torch.Tensor or None"),
     (lambda: MSARowAttentionWithPairBias(8, 6, 4, 2)(torch.ones(1, 3, 5, 8)), ValueError, "z must be given"),
     (lambda: MSARowAttentionWithPairBias(8, 6, 4, 2)(torch.ones(1, 3, 5, 8), torch.ones(5, 5, 6)), ValueError, "z must be"),
@@ -242,6 +254,17 @@ def test_dropout_of_a_triangle(starting: bool, axis: int) -> None:
 def test_refusals(call: Any, error: type[Exception], what: str) -> None:
     with pytest.raises(error, match=what):
         call()
+
+
+@pytest.mark.parametrize(("batch", "rows", "columns"), [(5, 4, 5), (5, 5, 5), (4, 4, 6), (3, 3, 3)])
+def test_templates_with_sizes_that_coincide(batch: int, rows: int, columns: int) -> None:
+    """A mask `[B, T]` belongs to the batch, also if there are as many rows, columns or templates."""
+    layer = TemplatePointwiseAttention(10, 12, 6, 4, empty_rows="native").double()
+    nn.init.normal_(layer.mha.linear_o.weight)
+    t, z = (torch.randn(batch, *size, dtype=torch.float64) for size in ((3, rows, columns, 10), (rows, columns, 12)))
+    mask = torch.rand(batch, 3) > 0.4
+    expected = [layer(t[b : b + 1], z[b : b + 1], mask[b : b + 1])[0] for b in range(batch)]
+    torch.testing.assert_close(layer(t, z, mask), torch.stack(expected))
 
 
 def test_samples_share_one_bias() -> None:

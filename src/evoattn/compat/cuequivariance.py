@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
+from evoattn.call.canonical import fits, with_axes
+from evoattn.compat.arguments import check_keys, check_tensors
 from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means_of_values
 from evoattn.compat.triangle_multiplication import triangle_multiplicative_update
 
@@ -88,8 +90,8 @@ def triangle_attention(
         `[B, N, H, Q]`, float32.
 
     Raises:
-        TypeError, ValueError: as `evoattn.evoformer_attention`; also for both mask and kv_lengths, or lengths of another
-            shape or dtype.
+        TypeError, ValueError: as `evoattn.evoformer_attention`; also for q, k, v or a mask with neither 4 nor 5 axes, for both
+            mask and kv_lengths, or lengths of another shape or dtype.
 
     Example:
         >>> import torch
@@ -100,11 +102,12 @@ def triangle_attention(
     check_choice(empty_rows)
     if mask is not None and kv_lengths is not None:
         raise ValueError("mask and kv_lengths exclude each other: give one of them")
-    q, k, v, bias = (_five_axes(x) for x in (q, k, v, bias))
+    _check(q, k, v, bias, mask)
+    q, k, v, bias = (with_axes(x, 5) for x in (q, k, v, bias))
     if kv_lengths is not None:
         mask = _prefix_mask(kv_lengths, q, k)
-    elif isinstance(mask, Tensor):
-        mask = _five_axes(mask).to(torch.bool)
+    elif mask is not None:
+        mask = with_axes(mask, 5).to(torch.bool)
     if not return_aux:
         attend = functools.partial(evoformer_attention, q, k, mask=mask, pair_bias=bias, scale=scale, layout="bnhld")
         if mask is None or kv_lengths is not None or empty_rows == "native":
@@ -126,21 +129,45 @@ def triangle_attention(
     return _mean_where_empty(o, v, mask), torch.where(attended, lse, empty_lse).float(), torch.where(attended, largest, _MASKED)
 
 
-def _five_axes(x: Tensor) -> Tensor:
-    while isinstance(x, Tensor) and x.ndim < 5:
-        x = x.unsqueeze(0)
-    return x
+def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
+    """Raise TypeError or ValueError, with the caller's names and shapes."""
+    check_tensors(q=q, k=k, v=v, bias=bias)
+    for name, x, axes in (("q", q, "H, Q, D"), ("k", k, "H, K, D"), ("v", v, "H, K, C"), ("mask", mask, "1, 1, K")):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        if x.ndim not in (4, 5):
+            raise ValueError(f"{name} must be [B, N, {axes}], or [N, {axes}] for B = 1, got shape {list(x.shape)}")
+    check_keys(q, k, v, axes=5)
+    if not bias.is_floating_point():
+        hint = "; a bool mask goes to mask" if bias.dtype == torch.bool else ""
+        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {_text(bias.dtype)}{hint}")
+    b, n = (1, *q.shape)[-5:-3]
+    _check_fits("bias", bias, q, ("B", "N", "H", "Q", "K"), (b, n, q.shape[-3], q.shape[-2], k.shape[-2]))
+    if mask is not None:
+        _check_fits("mask", mask, q, ("B", "N", "1", "1", "K"), (b, n, 1, 1, k.shape[-2]))
+
+
+def _check_fits(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    if not fits(tuple(x.shape), sizes):
+        left_out = 1 if x.ndim <= 4 == q.ndim else 0
+        wanted = f"[{', '.join(axes[left_out:])}] = {list(sizes[left_out:])}"
+        raise ValueError(f"{name} must broadcast to {wanted}, got shape {list(x.shape)}")
 
 
 def _prefix_mask(kv_lengths: Tensor, q: Tensor, k: Tensor) -> Tensor:
     expected = (q.shape[0], q.shape[1], 1, 1, 1)
-    if not isinstance(kv_lengths, Tensor):
-        raise TypeError(f"kv_lengths must be a torch.Tensor, got {type(kv_lengths).__name__}")
+    check_tensors(kv_lengths=kv_lengths)
     if kv_lengths.dtype != torch.int32:
-        raise TypeError(f"kv_lengths must be int32, got {str(kv_lengths.dtype).removeprefix('torch.')}")
+        raise TypeError(f"kv_lengths must be int32, got {_text(kv_lengths.dtype)}")
     if tuple(kv_lengths.shape) != expected:
         raise ValueError(f"kv_lengths must be [B, N, 1, 1, 1] = {list(expected)}, got shape {list(kv_lengths.shape)}")
     return torch.arange(k.shape[-2], device=k.device) < kv_lengths
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _mean_where_empty(o: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evoattn.api import evoformer_attention
 from evoattn.call.canonical import fits, with_axes
+from evoattn.compat.arguments import check_keys, check_tensors
 from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means, with_means_of_queries
 from evoattn.numerics import accumulate_dtype
 
@@ -45,8 +46,8 @@ def attention(
         empty_rows: "mean" is what the originals compute, which add -1e9 to the scores in float32 or narrower: a query whose
             masks add up to at most -1e8 (-3e4 if q has 16 bits) at every key has the mean of v, and the gradients of that. In
             float64 it is ordinary softmax. Mask biases count as masks, and pair biases of size 1 for heads if q has several:
-            for these the scores are held in memory. "native" is the rule of `evoformer_attention`: a finite bias never
-            swallows the scores, and a query of -inf has output 0.
+            for these the scores are held in memory. "native" is the rule of `evoformer_attention`: a finite mask bias
+            does not swallow the scores, and a query of -inf has output 0.
 
     Returns:
         `[*, H, Q, C]` in q's dtype.
@@ -65,14 +66,14 @@ def attention(
     check_choice(empty_rows)
     if not isinstance(biases, (list, tuple)):
         raise TypeError(f"biases must be a list of tensors, got {type(biases).__name__}")
+    check_tensors(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.ndim < 3:
             raise ValueError(f"{name} must be [*, H, L, C], got shape {list(x.shape)}")
-    if q.ndim == 3:
-        return attention(q[None], k[None], v[None], biases, scaled=scaled, empty_rows=empty_rows)[0]
+    check_keys(q, k, v, axes=3)
     added = _checked(q, k, biases)
+    if q.ndim == 3:
+        return attention(q[None], k[None], v[None], added, scaled=scaled, empty_rows=empty_rows)[0]
     masks = [x for x in added if x.shape[-2] == x.shape[-3] == 1]
     pairs = [x for x in added if x.shape[-2] != 1 or x.shape[-3] != 1]
     mask_bias, pair_bias = _sum(masks, q.dtype), _sum(pairs, q.dtype)

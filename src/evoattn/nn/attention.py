@@ -16,7 +16,17 @@ from evoattn.nn.gate import gated_linear
 from evoattn.nn.project import linear
 from evoattn.numerics import accumulate_dtype
 
-__all__ = ["Attention", "attend", "check_input", "check_mask", "check_settings", "check_shares", "heads", "update"]
+__all__ = [
+    "Attention",
+    "attend",
+    "check_input",
+    "check_mask",
+    "check_settings",
+    "check_shares",
+    "check_square",
+    "heads",
+    "update",
+]
 
 
 class Attention(nn.Module):
@@ -97,7 +107,7 @@ def attend(
 
     Args:
         q, k, v: `[*, N, L, H, C]`.
-        mask: broadcasts to `[*, N, K]`: 1 or True for a key that is attended.
+        mask: `[*, N, K]` with as many axes, each of that size or 1: 1 or True for a key that is attended.
         pair_bias: broadcasts to `[*, N, H, Q, K]`.
         gate: `[*, N, Q, H, C]`, before the sigmoid, or None. A layer that transposes O before its output product passes None
             and gives the gate to `Attention.end`: there one pass gates and transposes.
@@ -109,9 +119,10 @@ def attend(
     """
     if mask is None:
         return evoformer_attention(q, k, v, pair_bias=pair_bias, gate=gate)
+    mask = mask[..., None, None, :]  # with all axes of q there is one way to read it
     if empty_rows == "native":
         return evoformer_attention(q, k, v, mask=mask.bool(), pair_bias=pair_bias, gate=gate)
-    mask_bias = (inf * (mask.to(accumulate_dtype(q.dtype)) - 1))[..., None, None, :]
+    mask_bias = inf * (mask.to(accumulate_dtype(q.dtype)) - 1)
     return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd", gate=gate)
 
 
@@ -164,6 +175,12 @@ def check_input(name: str, x: Tensor, axes: int, channels: int, *, distributed: 
         raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
     if x.ndim < axes or x.shape[-1] != channels:
         raise ValueError(f"{name} must have at least {axes} axes and {channels} channels, got shape {list(x.shape)}")
+
+
+def check_square(name: str, z: Tensor) -> None:
+    """Raise ValueError unless a pair representation has as many rows as columns."""
+    if z.shape[-2] != z.shape[-3]:
+        raise ValueError(f"{name} must be [*, L, L, {z.shape[-1]}], the same L twice, got shape {list(z.shape)}")
 
 
 def check_shares(name: str, z: Tensor, lead: tuple[int, ...], queries: int, keys: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from evoattn.call.sharded import is_distributed
 from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, heads, update
+from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_square, heads, update
 from evoattn.nn.project import project
 from evoattn.nn.sharded import Split, update_of
 from evoattn.nn.submodules import check_container
@@ -77,19 +77,20 @@ class TriangleAttention(nn.Module):
         """Compute the update of z, or z + update with `residual=True`.
 
         Args:
-            z: the pair representation, `[*, I, J, c_in]`. A transposed view is not copied. A DTensor may be split by rows or by
+            z: the pair representation, `[*, L, L, c_in]`. A transposed view is not copied. A DTensor may be split by rows or by
                 columns.
-            mask: `[*, I, J]`, 1 or True for an edge that is attended. None: all are. A DTensor if z is one.
+            mask: `[*, L, L]`, 1 or True for an edge that is attended. None: all are. A DTensor if z is one.
             transpose_bias: whether to exchange queries and keys in the pair bias. OpenFold-3 needs this around the ending node,
                 since it passes a transposed z.
 
         Returns:
-            `[*, I, J, c_in]` in the compute dtype, or with the residual in the dtype to which torch promotes z and the update.
+            `[*, L, L, c_in]` in the compute dtype, or with the residual in the dtype to which torch promotes z and the update.
 
         Raises:
             TypeError, ValueError: z or mask has a wrong type or shape.
         """
         check_input("z", z, 3, self.c_in, distributed=True)
+        check_square("z", z)
         check_mask("mask", mask, tuple(z.shape[:-1]))
         if is_distributed(z):
             compute = functools.partial(self._update, transpose_bias=transpose_bias)

@@ -216,8 +216,9 @@ _active: dict[str, Patch] = {}
 def patch(name: str | None = None, *, layers: bool = False) -> Patch:
     """Let `evoattn` compute the attention of an installed client, such as Boltz, in this process.
 
-    This replaces every function of the client that computes attention, and nothing else. The client's answers stay the same,
-    also in padded rows. A second call for the same client replaces only what was reloaded since, by `importlib.reload`.
+    This replaces every function of the client that computes attention, and nothing else. The client's answers stay the same
+    but for rounding, also in padded rows. A second call for the same client replaces only what was reloaded since, by
+    `importlib.reload`.
 
     Args:
         name: one of `NAMES`. None: every client that is installed and not patched yet. Their names are printed on stderr.

@@ -114,8 +114,13 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
         if blank:
             biases += [_zeros(module.weight, blank)]
         here += rows + gap
-    bias = torch.cat(biases).to(dtype) if last else None
-    return torch.cat(weights).to(dtype), bias, (first, last)
+    bias = _concatenate(biases, dtype) if last else None
+    return _concatenate(weights, dtype), bias, (first, last)
+
+
+def _concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Parts one below the other, in a dtype. Autocast to bfloat16 refuses to concatenate float16, and the other way round."""
+    return torch.cat([x.to(dtype) if x.dtype.itemsize == dtype.itemsize else x for x in parts]).to(dtype)
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

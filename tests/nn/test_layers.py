@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import evoattn.nn as ours
 from evoattn.nn import attention
 from evoattn.testing import relative_error
-from tests.nn.dense_layers import Dense, columns, global_columns, pair_biased, rows, templates, triangle
+from evoattn.testing.dense_layers import columns, global_columns, pair_biased, rows, templates, triangle
+from tests.nn.dense import Dense, leaves_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -32,14 +34,14 @@ LAYERS = (
         lambda: ours.TriangleAttention(12, 6, 4),
         ((2, 7, 7, 12),),
         (2, 7, 7),
-        triangle(4, True),
+        triangle,
     ),
     Dense(
         "triangle, end",
         lambda: ours.TriangleAttention(12, 6, 4, starting=False),
         ((2, 7, 7, 12),),
         (2, 7, 7),
-        triangle(4, False),
+        triangle,
         (0, slice(None), 2),
     ),
     Dense(
@@ -47,7 +49,7 @@ LAYERS = (
         lambda: Transposed(12, 6, 4, starting=False),
         ((2, 7, 7, 12),),
         (2, 7, 7),
-        triangle(4, False, transpose_bias=True),
+        functools.partial(triangle, transpose_bias=True),
         (0, slice(None), 2),
     ),
     Dense(
@@ -55,14 +57,14 @@ LAYERS = (
         lambda: ours.MSARowAttentionWithPairBias(12, 10, 6, 4),
         ((2, 3, 7, 12), (2, 7, 7, 10)),
         (2, 3, 7),
-        rows(4),
+        rows,
     ),
     Dense(
         "MSA columns",
         lambda: ours.MSAColumnAttention(12, 6, 4),
         ((2, 5, 7, 12),),
         (2, 5, 7),
-        columns(4),
+        columns,
         (0, slice(None), 2),
     ),
     Dense(
@@ -70,7 +72,7 @@ LAYERS = (
         lambda: ours.MSAColumnGlobalAttention(12, 6, 4),
         ((2, 5, 7, 12),),
         (2, 5, 7),
-        global_columns(4),
+        global_columns,
         (0, slice(None), 2),
     ),
     Dense(
@@ -78,7 +80,7 @@ LAYERS = (
         lambda: ours.TemplatePointwiseAttention(10, 12, 6, 4),
         ((2, 3, 5, 7, 10), (2, 5, 7, 12)),
         (2, 3),
-        templates(4),
+        templates,
         (0,),
     ),
     Dense(
@@ -86,7 +88,7 @@ LAYERS = (
         lambda: ours.AttentionPairBias(12, 10, 6, 4),
         ((2, 7, 12), (2, 7, 7, 10)),
         (2, 7),
-        pair_biased(4),
+        pair_biased,
         (0,),
     ),
     Dense(
@@ -94,15 +96,10 @@ LAYERS = (
         lambda: ours.AttentionPairBias(12, 10, 6, 4, c_s=9),
         ((2, 3, 7, 12), (2, 1, 7, 7, 10), (2, 3, 7, 9)),
         (2, 3, 7),
-        pair_biased(4),
+        pair_biased,
     ),
 )
 EACH = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
-
-
-def leaves_of(layer: nn.Module) -> list[Tensor]:
-    """The parameters, but for the shift of the norm before a pair bias: one that is the same for all keys changes nothing."""
-    return [x for name, x in layer.named_parameters() if name != "layer_norm_z.bias"]
 
 
 def step(call: Callable[..., Tensor], leaves: list[Tensor], inputs: list[Tensor], mask: Tensor) -> list[Tensor]:
@@ -169,6 +166,17 @@ def test_autocast(case: Dense, mask_dtype: torch.dtype) -> None:
     made, *gradients = step(run(layer), leaves_of(layer), inputs, mask)
     assert made.dtype == torch.bfloat16 and {x.dtype for x in gradients} == {torch.float32}
     assert worst([made, *gradients], exact) < budget < 0.2
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_to_the_other_16_bits_of_parameters(case: Dense, dtype: torch.dtype) -> None:
+    layer = case.layer(torch.float16 if dtype == torch.bfloat16 else torch.bfloat16)
+    inputs, mask = case.arguments(torch.float32)
+    with torch.autocast("cpu", dtype):
+        made, *gradients = step(layer, leaves_of(layer), inputs, mask)
+    assert made.dtype == dtype
+    assert worst([made, *gradients], truth(case, layer, inputs, mask, swallowed=True)) < 0.05
 
 
 @EACH

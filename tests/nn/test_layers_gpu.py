@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from evoattn import backends
 from evoattn.nn import TriangleAttention
-from tests.nn.dense_layers import Dense, triangle
-from tests.nn.test_layers import EACH, leaves_of, step, truth, worst
+from evoattn.testing.dense_layers import Weights, triangle
+from tests.nn.dense import Dense, leaves_of
+from tests.nn.test_layers import EACH, step, truth, worst
 
 DEVICE = "cuda"
 
@@ -112,5 +113,4 @@ def test_a_triangle_of_a_models_size(starting: bool) -> None:
         found = torch.autograd.grad(made, [z, *layer.parameters()], cotangent.to(made.dtype))
         return worst([made[:, inside], *found], [exact[:, inside], *gradients])
 
-    dense, p = triangle(4, starting), dict(layer.named_parameters())
-    assert lost(layer) < 3 * lost(lambda z, mask: dense(p, z, mask, True))
+    assert lost(layer) < 3 * lost(lambda z, mask: triangle(layer, z, mask=mask, weights=Weights()))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from evoattn.nn import (
     AttentionPairBias,
@@ -19,61 +17,9 @@ from evoattn.nn import (
     TemplatePointwiseAttention,
     TriangleAttention,
 )
+from evoattn.testing.changes import IN_PLACE, INSTEAD, Wrapper, change
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(weight_norm|spectral_norm|quantiz|deprecated).*")
-
-
-class Adapter(nn.Linear):
-    """A low-rank adapter, as peft, loralib and others write it: a subclass of Linear with a forward of its own."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, dtype=base.weight.dtype)
-        self.load_state_dict(base.state_dict())
-        self.down = nn.Parameter(torch.randn(2, base.in_features, dtype=base.weight.dtype))
-        self.up = nn.Parameter(torch.randn(base.out_features, 2, dtype=base.weight.dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x @ self.down.t() @ self.up.t()
-
-
-class Wrapper(nn.Module):
-    """A module around another one, as FSDP and peft have them."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = 3 * self.inner(x)
-        return made
-
-
-def _own_forward(module: nn.Module) -> None:
-    """As accelerate's hooks do it."""
-    right = module.forward
-    module.forward = lambda x: 2 * right(x)  # type: ignore[method-assign]
-
-
-def _hook_backward(module: nn.Module) -> None:
-    module.register_full_backward_hook(lambda _, inputs, outputs: tuple(2 * x for x in inputs))  # type: ignore[arg-type]
-
-
-IN_PLACE: dict[str, Callable[[nn.Module], Any]] = {
-    "pruned": lambda module: prune.l1_unstructured(module, "weight", amount=0.5),
-    "weight norm": weight_norm,
-    "spectral norm": spectral_norm,
-    "parametrized": parametrizations.weight_norm,
-    "forward hook": lambda module: module.register_forward_hook(lambda *given: given[-1] * 2),
-    "forward pre-hook": lambda module: module.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
-    "backward hook": _hook_backward,
-    "a forward of its own": _own_forward,
-}
-
-INSTEAD: dict[str, Callable[[Any], nn.Module]] = {
-    "adapter": Adapter,
-    "wrapper": Wrapper,
-    "sequential": lambda module: nn.Sequential(module),
-}
 
 
 def triangle(starting: bool) -> TriangleAttention:
@@ -96,15 +42,6 @@ def by_calls(layer: TriangleAttention, z: Tensor) -> Tensor:
     assert mha.linear_g is not None
     made: Tensor = mha.linear_o(o * mha.linear_g(normed).sigmoid())
     return made if layer.starting else made.transpose(-2, -3)
-
-
-def change(layer: nn.Module, path: str, how: str) -> None:
-    parent, _, name = path.rpartition(".")
-    owner = layer.get_submodule(parent)
-    if how in INSTEAD:
-        setattr(owner, name, INSTEAD[how](getattr(owner, name)))
-    else:
-        IN_PLACE[how](getattr(owner, name))
 
 
 def assert_as_called(layer: TriangleAttention) -> None:

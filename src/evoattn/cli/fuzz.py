@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -23,14 +24,17 @@ from evoattn.cli import machine
 from evoattn.cli.bench import among, names_in
 from evoattn.cli.terminal import Count, RefusedError, WholeNumber, check_output, count_progress
 from evoattn.testing.fuzz import Failure, Findings, shrunk, tasks
-from evoattn.testing.random_problems import DTYPES
-from evoattn.testing.workers import JUDGE, Workers
+from evoattn.testing.random_layers import random_layer
+from evoattn.testing.random_problems import DTYPES, random_problem
+from evoattn.testing.workers import JUDGE, LAYERS, Workers
 
 __all__ = ["Wish", "add_parser", "fuzz"]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _CASES = 200
-_LARGEST = {"cpu": 1 << 20, "cuda": 1 << 22}
+_LARGEST = {JUDGE: {"cpu": 1 << 20, "cuda": 1 << 22}, LAYERS: {"cpu": 1 << 15, "cuda": 1 << 21}}
+"""Scores of a problem, by judge. A layer is computed by dense torch twice, forward and backward."""
+
 _SHRUNK = 10
 """Failures that are shrunk; the others are shown as they were drawn."""
 
@@ -39,6 +43,9 @@ Draws random problems (sizes at the edges of tiles, dtypes, layouts, strides, ma
 each on every backend, forward and backward, in worker processes. Each result is judged by the dense float64 oracle. A
 backend that refuses a problem with its reasons is counted, and is no failure. A worker that dies is a failure of the problem
 that it ran. Failures are shrunk to the smallest sizes that still fail.
+
+With --layers it draws layers of evoattn.nn instead: options, dtypes, autocast, frozen parameters, masks, adapters and hooks on
+sub-modules, checkpoints, the output changed in place.
 """
 
 _EPILOG = """\
@@ -47,6 +54,7 @@ examples:
   evoattn fuzz --cases 1000 --seed 5000              problems 5000 to 5999, the same ones everywhere
   evoattn fuzz --minutes 60 --jobs 8 --json found.json
   evoattn fuzz --backends triton --dtypes bfloat16 float16
+  evoattn fuzz --layers --minutes 5                  whole layers
 
 exit status: 0 nothing failed; 1 a problem failed; 2 bad options; 130 interrupted, with what was found until then shown
 and written
@@ -108,8 +116,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: all)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
     parser.add_argument(
-        "--largest", type=WholeNumber(1), metavar="SCORES", help="the most scores of a problem (default: 2^20, on a GPU 2^22)"
+        "--largest",
+        type=WholeNumber(1),
+        metavar="SCORES",
+        help="the most scores of a problem (default: 2^20, on a GPU 2^22; layers 2^15 and 2^21)",
     )
+    parser.add_argument("--layers", action="store_true", help="random layers of evoattn.nn in the place of random calls")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.set_defaults(run=run)
 
@@ -127,6 +139,7 @@ def _minutes(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     device = machine.pick(arguments.device).type
+    judge = LAYERS if arguments.layers else JUDGE
     cases = _CASES if arguments.cases is None and arguments.minutes is None else arguments.cases
     wish = Wish(
         cases=cases,
@@ -136,7 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
         backends=among("--backends", names_in(arguments.backends), ("auto", *BACKENDS), _default_backends(device)),
         dtypes=among("--dtypes", names_in(arguments.dtypes), tuple(_DTYPES), tuple(_DTYPES)),
         device=device,
-        largest=arguments.largest or _LARGEST[device],
+        largest=arguments.largest or _LARGEST[judge][device],
+        judge=judge,
     )
     return fuzz(wish, None if arguments.json is None else check_output(arguments.json, "--json", ".json"))
 
@@ -184,8 +198,12 @@ def _seeds(wish: Wish) -> Iterator[int]:
 
 
 def _judge_all(wish: Wish, workers: Workers, findings: Findings, count: Count) -> None:
-    dtypes = [_DTYPES[name] for name in wish.dtypes]
-    for done, report in enumerate(workers.run(tasks(_seeds(wish), wish.backends, wish.device, dtypes, wish.largest)), 1):
+    draw = functools.partial(
+        random_layer if wish.judge == LAYERS else random_problem,
+        dtypes=[_DTYPES[name] for name in wish.dtypes],
+        largest=wish.largest,
+    )
+    for done, report in enumerate(workers.run(tasks(_seeds(wish), draw, wish.backends, wish.device)), 1):
         findings.add(report)
         count(done, f"{_counts(findings)}; seed {report.task.problem.seed}")
 

@@ -12,7 +12,7 @@ from evoattn.layouts import to_canonical
 if TYPE_CHECKING:
     from evoattn.testing.cases import Case
 
-__all__ = ["draw"]
+__all__ = ["bell", "draw"]
 
 
 def draw(case: Case, seed: int, device: torch.device | str, *, portable: bool) -> dict[str, Tensor | None]:
@@ -26,6 +26,13 @@ def draw(case: Case, seed: int, device: torch.device | str, *, portable: bool) -
             `torch.randn` takes logarithms and cosines, whose last bits depend on the machine.
     """
     return _Drawing(case, seed, device, portable).tensors()
+
+
+def bell(rng: torch.Generator, *sizes: int) -> Tensor:
+    """Random float64 numbers of mean 0 and variance 1, never beyond 3.5, on the CPU. IEEE 754 fixes their bits."""
+    first, second, third, fourth = torch.rand((4, *sizes), generator=rng, dtype=torch.float64)
+    made: Tensor = ((first + second) + (third + fourth) - 2) * 3**0.5
+    return made
 
 
 class _Drawing:
@@ -66,9 +73,7 @@ class _Drawing:
         """Random float64 numbers of mean 0 and variance 1, on the CPU."""
         if not self.portable:
             return torch.randn(sizes, generator=self.rng, dtype=torch.float64)
-        first, second, third, fourth = torch.rand((4, *sizes), generator=self.rng, dtype=torch.float64)
-        bell: Tensor = ((first + second) + (third + fourth) - 2) * 3**0.5  # never beyond 3.5
-        return bell
+        return bell(self.rng, *sizes)
 
     def single(self, *sizes: int) -> Tensor:
         """The same in float32."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from evoattn.testing.judging import Outcome
-from evoattn.testing.random_problems import RandomProblem, random_problem
+from evoattn.testing.random_problems import RandomProblem
 from evoattn.testing.shrink import shrink
-from evoattn.testing.workers import Report, Task, Workers
+from evoattn.testing.workers import Problem, Report, Task, Workers
 
 __all__ = ["Failure", "Findings", "shrunk", "tasks"]
 
@@ -22,14 +20,13 @@ class Failure:
 
     task: Task
     outcome: Outcome
-    smallest: RandomProblem
+    smallest: Problem
     shrunk: bool = False
 
     @property
     def line(self) -> str:
         """A command that judges the smallest problem again."""
-        what = f"judge({self.smallest!r}, {self.task.backend!r}, {self.task.device!r})"
-        return f'python -c "import torch; from evoattn.testing import Case, RandomProblem, judge; print({what})"'
+        return self.smallest.command(self.task.backend, self.task.device)
 
     def as_json(self) -> dict[str, Any]:
         """The failure in types that JSON has."""
@@ -60,7 +57,7 @@ class Findings:
     def add(self, report: Report) -> None:
         """Count one more report."""
         task, outcome = report.task, report.outcome
-        place = (task.backend, str(task.problem.case.dtype).removeprefix("torch."))
+        place = (task.backend, str(task.problem.dtype).removeprefix("torch."))
         counts = self.counts.setdefault(place, {"held": 0, "refused": 0, "failed": 0})
         counts[outcome.status] += 1
         if outcome.status == "failed":
@@ -72,23 +69,26 @@ class Findings:
         return sum(counts[status] for counts in self.counts.values())
 
 
-def tasks(
-    seeds: Iterator[int], backends: Sequence[str], device: str, dtypes: Sequence[torch.dtype], largest: int
-) -> Iterator[Task]:
+def tasks(seeds: Iterator[int], draw: Callable[[int], Problem], backends: Sequence[str], device: str) -> Iterator[Task]:
     """Every problem of the seeds for every backend."""
     for seed in seeds:
-        problem = random_problem(seed, dtypes=dtypes, largest=largest)
+        problem = draw(seed)
         for backend in backends:
             yield Task(problem, backend, device)
 
 
 def shrunk(failure: Failure, workers: Workers, trials: int = 200, seconds: float = 60.0) -> Failure:
-    """The failure with the smallest problem found that has one of its kinds of failure, and what goes wrong there."""
+    """The failure with the smallest problem found that has one of its kinds of failure, and what goes wrong there.
+
+    Layers stay as they are.
+    """
+    if not isinstance(failure.task.problem, RandomProblem):
+        return failure
     latest = failure.outcome
 
     def first_failing(problems: Sequence[RandomProblem]) -> int | None:
         nonlocal latest
-        places = {problem: place for place, problem in enumerate(problems)}
+        places: dict[Problem, int] = {problem: place for place, problem in enumerate(problems)}
         given = [Task(problem, failure.task.backend, failure.task.device) for problem in problems]
         found = {
             places[report.task.problem]: report.outcome

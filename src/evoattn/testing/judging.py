@@ -18,7 +18,7 @@ from evoattn.testing.dense import Results, heads_first
 from evoattn.testing.oracle import excess, huge, oracle, run
 from evoattn.testing.random_problems import RandomProblem
 
-__all__ = ["Outcome", "Run", "judge"]
+__all__ = ["Outcome", "Run", "bits", "judge", "poisoned", "verdict"]
 
 Run = Callable[[Inputs, str, bool], Results]
 """Runs a backend, named by the second argument, on inputs; the third asks for bits that are equal from run to run."""
@@ -70,15 +70,26 @@ def judge(
         >>> judge(random_problem(1, largest=5000), "tiled").status
         'held'
     """
-    try:
+
+    def find() -> Outcome | list[tuple[str, str]]:
         inputs = problem.make(device)
         reasons = [] if backend == "auto" else _refusals(inputs, backend, problem.deterministic)
         if reasons:
             return Outcome("refused", "; ".join(reasons))
-        found = _failures(inputs, backend, problem.deterministic, run_backend)
+        return _failures(inputs, backend, problem.deterministic, run_backend)
+
+    return verdict(find)
+
+
+def verdict(find: Callable[[], Outcome | list[tuple[str, str]]]) -> Outcome:
+    """The outcome of a search that returns one, or the kinds of failure with what went wrong, or raises."""
+    try:
+        found = find()
     except Exception as error:  # whatever a broken backend raises is a finding
         text = " ".join(str(error).split()) or "no message"
         return Outcome("failed", f"{type(error).__name__}: {text[:600]}", (f"raised {type(error).__name__}",))
+    if isinstance(found, Outcome):
+        return found
     if not found:
         return Outcome("held")
     return Outcome("failed", "; ".join(f"{kind}: {what}" if what else kind for kind, what in found), tuple(k for k, _ in found))
@@ -95,15 +106,15 @@ def _refusals(inputs: Inputs, backend: str, deterministic: bool) -> list[str]:
 
 
 def _failures(inputs: Inputs, backend: str, deterministic: bool, run_backend: Run) -> list[tuple[str, str]]:
-    before = {name: _bits(x) for name in _ARGUMENTS if (x := getattr(inputs, name)) is not None}
-    with _poisoned():
+    before = {name: bits(x) for name in _ARGUMENTS if (x := getattr(inputs, name)) is not None}
+    with poisoned():
         results = run_backend(inputs, backend, deterministic)
         again = run_backend(inputs, backend, deterministic) if deterministic else results
-    found = [(f"mutated {name}", "") for name, bits in before.items() if not torch.equal(bits, _bits(getattr(inputs, name)))]
+    found = [(f"mutated {name}", "") for name, same in before.items() if not torch.equal(same, bits(getattr(inputs, name)))]
     found += [
         (f"unequal bits of {name}", "two deterministic runs differ")
         for name, value in results.values.items()
-        if not torch.equal(_bits(value), _bits(again.values[name]))
+        if not torch.equal(bits(value), bits(again.values[name]))
     ]
     expected = oracle(inputs)
     shapes = _shapes(inputs, results, expected)
@@ -150,7 +161,7 @@ def _ordinary_queries(inputs: Inputs, swallowed: Tensor, attend: Callable[[Input
 
     dlse = None if inputs.dlse is None else torch.where(swallowed, 0, inputs.dlse)
     part = dataclasses.replace(inputs, do=without(inputs.do), dlse=dlse)
-    with _poisoned():
+    with poisoned():
         results = ordinary(attend(part))
     return _errors(excess(part, results, ordinary(oracle(part)), only=ordinary), " beside huge biases")
 
@@ -187,13 +198,13 @@ def _empty(inputs: Inputs, results: Results, expected: Results) -> list[tuple[st
     return found
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits(x: Tensor) -> Tensor:
     """A copy of a tensor's bytes, so that NaN equals itself."""
     return x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 @contextlib.contextmanager
-def _poisoned() -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """Let torch.empty give NaN, so that an element which is never written is seen."""
     before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
     with warnings.catch_warnings():

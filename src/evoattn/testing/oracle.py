@@ -15,11 +15,11 @@ from evoattn.testing.conditioning import conditioning, huge_queries
 from evoattn.testing.dense import Results, dense, differentiate, exact_biases, plain_biases
 from evoattn.tuning import Config
 
-__all__ = ["Results", "budgets", "check", "errors", "oracle", "relative_error", "run"]
+__all__ = ["FLOOR", "Results", "budgets", "check", "errors", "oracle", "relative_error", "run"]
 
 _MULTIPLE = 4.0
 _MULTIPLE_OF_DENSE = 3.0
-_FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 _CEILING = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
@@ -100,7 +100,7 @@ def _budgets(inputs: Inputs, results: Results, expected: Results, lost: dict[str
     conditioning = size * torch.finfo(accumulate_dtype(inputs.q.dtype)).eps
     for name in results.values:
         dtype = _coarser(name, inputs, results)
-        allowed[name] = min(max(_MULTIPLE * lost[name], _FLOOR[dtype], conditioning), _CEILING[dtype])
+        allowed[name] = min(max(_MULTIPLE * lost[name], FLOOR[dtype], conditioning), _CEILING[dtype])
     return allowed
 
 

@@ -13,7 +13,7 @@ import torch
 from evoattn.problem import GRADIENTS
 from evoattn.testing.cases import Case, Inputs
 
-__all__ = ["DTYPES", "RandomProblem", "random_problem"]
+__all__ = ["DTYPES", "Draw", "RandomProblem", "random_problem"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -61,6 +61,16 @@ class RandomProblem:
         case = self.case
         return math.prod(case.lead) * case.n * case.h * case.lq * case.lk
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
+        return self.case.dtype
+
+    def command(self, backend: str, device: str) -> str:
+        """A command that judges the problem again."""
+        what = f"judge({self!r}, {backend!r}, {device!r})"
+        return f'python -c "import torch; from evoattn.testing import Case, RandomProblem, judge; print({what})"'
+
     def make(self, device: torch.device | str = "cpu") -> Inputs:
         """The inputs. They are drawn on the CPU, with the same bits on every processor and in every version of torch."""
         return self.case.make(self.seed, device, portable=True)
@@ -94,7 +104,7 @@ def random_problem(
     """
     if not dtypes or largest < 1 or longest < 1:
         raise ValueError(f"expected dtypes, and largest and longest from 1 up; got {dtypes!r}, {largest!r} and {longest!r}")
-    draw = _Draw(random.Random(seed))
+    draw = Draw(random.Random(seed))
     words: dict[str, Any] = {"dtype": draw.one(dtypes), **_sizes(draw, largest, longest)}
     for part in (_masks, _pair_bias, _memory, _factors, _gradients):
         words |= part(draw, words)
@@ -103,7 +113,7 @@ def random_problem(
     return RandomProblem(seed, Case(f"random_{seed}", **words), deterministic=deterministic)
 
 
-class _Draw:
+class Draw:
     """Choices made from `Random.random` alone, whose sequence Python keeps from version to version."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -127,7 +137,7 @@ class _Draw:
         return least + int(self.rng.random() * (most - least + 1))
 
 
-def _sizes(draw: _Draw, largest: int, longest: int) -> dict[str, Any]:
+def _sizes(draw: Draw, largest: int, longest: int) -> dict[str, Any]:
     lead, n, h = draw.weighted(_LEADS), draw.weighted(_ROWS), draw.weighted(_HEADS)
     kind = draw.weighted({"edge": 48, "few": 30, "odd": 16, "long": 6})
     few = kind == "few"
@@ -152,7 +162,7 @@ def _sizes(draw: _Draw, largest: int, longest: int) -> dict[str, Any]:
     return {"lead": lead, "n": n, "h": h, "lq": lq, "lk": lk, "d": d, "c": c, "kv_heads": kv_heads}
 
 
-def _length(draw: _Draw, kind: str, few: int) -> int:
+def _length(draw: Draw, kind: str, few: int) -> int:
     if kind == "few":
         return draw.between(1, few)
     if kind == "odd":
@@ -161,7 +171,7 @@ def _length(draw: _Draw, kind: str, few: int) -> int:
     return draw.one((1, tile - 1, tile, tile + 1)) if kind == "edge" else draw.one((tile - 1, tile, tile + 1))
 
 
-def _masks(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+def _masks(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     """A mask, a mask bias, the axes along which they vary, and the dtype of both biases."""
     dtype = words["dtype"]
     found: dict[str, Any] = {}
@@ -180,18 +190,18 @@ def _masks(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _broadcast(draw: _Draw, axes: str, share: float) -> str:
+def _broadcast(draw: Draw, axes: str, share: float) -> str:
     """A 1 in the place of any axis, each with a small chance, and now and then without the leading axes."""
     axes = "".join("1" if draw.chance(share) else axis for axis in axes)
     return axes[draw.between(1, len(axes) - 1) :] if len(axes) > 1 and draw.chance(share / 2) else axes
 
 
-def _broadcast_keys(draw: _Draw, axes: str) -> str:
+def _broadcast_keys(draw: Draw, axes: str) -> str:
     """`[*, n, 1, 1, k]` with a 1 in the place of its rows or keys; all its axes stay, so it cannot be read as `[*, n, k]`."""
     return draw.weighted({axes: 7, axes.replace("n11k", "111k"): 1, axes.replace("n11k", "n111"): 1})
 
 
-def _pair_bias(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+def _pair_bias(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     if not draw.chance(0.68):
         return {}
     lead = "xyz"[: len(words["lead"])]
@@ -215,7 +225,7 @@ def _pair_bias(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _memory(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+def _memory(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     """The layout, and the strides of every tensor."""
     found: dict[str, Any] = {"layout": draw.weighted({"bnlhd": 6, "bnhld": 4})}
     kind = draw.weighted({"contiguous": 50, "offset": 10, "one": 20, "each": 20})
@@ -233,7 +243,7 @@ def _memory(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _factors(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+def _factors(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     """The scale, and the factor on q that gives scores of the size wanted."""
     scale = draw.weighted({None: 70, 0.37: 10, -0.5: 10, 1.0: 6, -0.02: 4})
     wanted = draw.weighted(_SCORES)
@@ -243,7 +253,7 @@ def _factors(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
     return {"scale": scale, "spread": float(f"{min(wanted / own, 1e4):.3g}")}
 
 
-def _gradients(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+def _gradients(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     kind = draw.weighted({"all": 45, "qkv": 15, "some": 37, "none": 3})
     some = tuple(name for name in _ALL if draw.chance(0.5))
     return {
@@ -253,7 +263,7 @@ def _gradients(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gate(draw: _Draw, words: dict[str, Any]) -> dict[str, Any]:
+def _gate(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     """A gate in a third of all problems, and whether it is among the wanted gradients."""
     gradients = words["gradients"]
     if not draw.chance(1 / 3):

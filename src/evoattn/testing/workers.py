@@ -16,18 +16,22 @@ from typing import Any, cast
 import torch
 
 from evoattn.testing.judging import Outcome
+from evoattn.testing.random_layers import RandomLayer
 from evoattn.testing.random_problems import RandomProblem
 
-__all__ = ["Report", "Task", "Workers"]
+__all__ = ["JUDGE", "LAYERS", "Problem", "Report", "Task", "Workers"]
 
 JUDGE = "evoattn.testing.judging:judge"
+LAYERS = "evoattn.testing.judging_layers:judge_layer"
+
+Problem = RandomProblem | RandomLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One problem for one backend on one device, by its name."""
 
-    problem: RandomProblem
+    problem: Problem
     backend: str
     device: str = "cpu"
 
@@ -169,7 +173,7 @@ def _serve(connection: Any, judge: str, threads: int) -> None:
     torch.set_num_threads(threads)
     os.environ["EVOATTN_COMPILERS"] = "0"  # there are many processes already: `hopper` starts no compilers beside them
     module, _, name = judge.partition(":")
-    call: Callable[[RandomProblem, str, str], Outcome] = getattr(importlib.import_module(module), name)
+    call: Callable[[Problem, str, str], Outcome] = getattr(importlib.import_module(module), name)
     with contextlib.suppress(EOFError, OSError):
         while True:
             task = connection.recv()

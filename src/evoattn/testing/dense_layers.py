@@ -1,0 +1,168 @@
+"""The layers of `evoattn.nn` in dense torch, as the papers write them: each sub-module is called, one after the other.
+
+With a layer and inputs of float64 they are the truth. In a narrower dtype they show what that dtype loses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from evoattn.nn import (
+    AttentionPairBias,
+    MSAColumnAttention,
+    MSAColumnGlobalAttention,
+    MSARowAttentionWithPairBias,
+    TemplatePointwiseAttention,
+    TriangleAttention,
+)
+from evoattn.nn.attention import Attention
+from evoattn.nn.pair_bias import AdaLN
+from evoattn.numerics import accumulate_dtype
+
+__all__ = ["Weights", "columns", "global_columns", "pair_biased", "rows", "templates", "triangle"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How scores become weights, in float64 whatever the dtype of the scores, but if `rough` is given.
+
+    Args:
+        empty: what a row weighs that is masked at every key: all keys alike, with the gradient of softmax ("mean", what float32
+            makes of -1e9), nothing ("native"), or as if there were no mask ("scores", what exact numbers make of -1e9).
+        rough: the relative error of delta, the row sum that the backward of softmax takes off. A backend computes delta from an
+            output that was rounded. If the gradient of the scores is 0 but for rounding, only that shows how much it is.
+            Weights are then computed in the dtype in which a backend accumulates.
+    """
+
+    empty: Literal["mean", "native", "scores"] = "mean"
+    rough: float = 0.0
+
+    def __call__(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """Weights of scores `[*, H, Q, K]` under a mask `[*, K]`, which is not 0 at keys that are attended."""
+        scores = scores.to(accumulate_dtype(scores.dtype) if self.rough else torch.float64)
+        if mask is None:
+            return self._softmax(scores)
+        kept = mask.bool()[..., None, None, :]
+        empty = ~kept.any(-1, keepdim=True)
+        if self.empty == "mean":
+            scores = torch.where(empty, scores - scores.detach(), scores)
+        weights = self._softmax(scores.masked_fill(~(kept | empty), -torch.inf))
+        return weights.masked_fill(empty, 0) if self.empty == "native" else weights
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        made: Tensor = _Softmax.apply(scores, self.rough) if self.rough else torch.softmax(scores, -1)  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax whose backward has a delta that is wrong by a random share."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, rough: float) -> Tensor:
+        p = torch.softmax(scores, -1)
+        ctx.save_for_backward(p)
+        ctx.rough = rough
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor) -> tuple[Tensor, None]:
+        (p,) = ctx.saved_tensors
+        terms = p * dp
+        rng = torch.Generator(dp.device).manual_seed(0)
+        noise = torch.randn((*dp.shape[:-1], 1), generator=rng, dtype=dp.dtype, device=dp.device)
+        delta = terms.sum(-1, keepdim=True) + ctx.rough * noise * terms.abs().sum(-1, keepdim=True)
+        return terms - p * delta, None
+
+
+def attention(
+    mha: Attention, x: Tensor, keys: Tensor, no_heads: int, mask: Tensor | None, pair: Tensor | float, weights: Weights
+) -> Tensor:
+    """x `[*, Q, C]`, keys `[*, K, C]`, mask `[*, K]`, pair what broadcasts to `[*, H, Q, K]`."""
+    products = ((mha.linear_q, x), (mha.linear_k, keys), (mha.linear_v, keys))
+    q, k, v = (linear(y).unflatten(-1, (no_heads, -1)).transpose(-2, -3) for linear, y in products)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + pair
+    o = (weights(scores, mask).to(v.dtype) @ v).transpose(-2, -3).flatten(-2)
+    made: Tensor = mha.linear_o(o if mha.linear_g is None else o * mha.linear_g(x).sigmoid())
+    return made
+
+
+def triangle(
+    layer: TriangleAttention, z: Tensor, *, mask: Tensor | None, weights: Weights, transpose_bias: bool = False
+) -> Tensor:
+    x = z
+    if not layer.starting:
+        x, mask = z.transpose(-2, -3), None if mask is None else mask.transpose(-1, -2)
+    x = layer.layer_norm(x)
+    pair = layer.linear(x).movedim(-1, -3).unsqueeze(-4)
+    pair = pair.transpose(-1, -2) if transpose_bias else pair
+    made = attention(layer.mha, x, x, layer.no_heads, mask, pair, weights)
+    made = made if layer.starting else made.transpose(-2, -3)
+    return z + made if layer.residual else made
+
+
+def rows(layer: MSARowAttentionWithPairBias, m: Tensor, z: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+    pair = layer.linear_z(layer.layer_norm_z(z)).movedim(-1, -3).unsqueeze(-4)  # type: ignore[misc]
+    x = layer.layer_norm_m(m)
+    made = attention(layer.mha, x, x, layer.no_heads, mask, pair, weights)
+    return m + made if layer.residual else made
+
+
+def columns(layer: MSAColumnAttention, m: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+    inner = layer._msa_att
+    x = inner.layer_norm_m(m).transpose(-2, -3)
+    mask = None if mask is None else mask.transpose(-1, -2)
+    made = attention(inner.mha, x, x, inner.no_heads, mask, 0.0, weights).transpose(-2, -3)
+    return m + made if inner.residual else made
+
+
+def global_columns(layer: MSAColumnGlobalAttention, m: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+    mha, x = layer.global_attention, layer.layer_norm_m(m).transpose(-2, -3)
+    mask = torch.ones(m.shape[:-1], device=m.device) if mask is None else mask
+    mask = mask.transpose(-1, -2)
+    wide = mask.to(torch.promote_types(x.dtype, torch.float32))  # 1e-10 is 0 in float16
+    mean = ((x * wide[..., None]).sum(-2) / (wide.sum(-1, keepdim=True) + layer.eps)).to(x.dtype)
+    q = mha.linear_q(mean).unflatten(-1, (layer.no_heads, 1, -1))  # [*,l,h,1,d]
+    k, v = (linear(x).unsqueeze(-3) for linear in (mha.linear_k, mha.linear_v))  # [*,l,1,s,d]
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    o = (weights(scores, mask).to(v.dtype) @ v).flatten(-3).unsqueeze(-2)  # [*,l,1,hd]
+    gate = 1.0 if mha.linear_g is None else mha.linear_g(x).sigmoid()
+    made: Tensor = mha.linear_o(o * gate).transpose(-2, -3)
+    return m + made if layer.residual else made
+
+
+def templates(layer: TemplatePointwiseAttention, t: Tensor, z: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+    keys, mask = t.movedim(-4, -2), None if mask is None else mask[..., None, None, :]
+    made = attention(layer.mha, z.unsqueeze(-2), keys, layer.no_heads, mask, 0.0, weights).squeeze(-2)
+    return z + made if layer.residual else made
+
+
+def pair_biased(
+    layer: AttentionPairBias,
+    a: Tensor,
+    z: Tensor,
+    s: Tensor | None = None,
+    *,
+    mask: Tensor | None,
+    weights: Weights,
+    keys: Tensor | None = None,
+) -> Tensor:
+    """The single track, or the diffusion transformer if there is a condition."""
+    norm = layer.layer_norm_a
+
+    def normed(x: Tensor) -> Tensor:
+        if isinstance(norm, AdaLN):
+            condition = norm.layer_norm_s(s)
+            return norm.linear_g(condition).sigmoid() * norm.layer_norm_a(x) + norm.linear_s(condition)  # type: ignore[no-any-return]
+        return x if norm is None else norm(x)  # type: ignore[no-any-return]
+
+    x = normed(a)
+    pair = z if layer.layer_norm_z is None else layer.layer_norm_z(z)
+    pair = pair if layer.linear_z is None else layer.linear_z(pair)
+    others = x if keys is None else normed(keys)
+    made = attention(layer.mha, x, others, layer.no_heads, mask, pair.movedim(-1, -3), weights)
+    made = made if layer.linear_ada_out is None else layer.linear_ada_out(s).sigmoid() * made
+    return a + made if layer.residual else made

@@ -1,0 +1,205 @@
+"""The verdict on one random layer: its output and all gradients, against dense torch in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evoattn.nn import attention as of_layers
+from evoattn.run.dispatch import RefusalError
+from evoattn.testing.dense_layers import Weights
+from evoattn.testing.judging import Outcome, bits, poisoned, verdict
+from evoattn.testing.oracle import FLOOR, relative_error
+from evoattn.testing.random_layers import LAYERS, RandomLayer
+
+__all__ = ["judge_layer"]
+
+_MULTIPLE = 2.0
+"""How much more than dense torch of the compute dtype a value may lose. In 800 layers on a CPU the largest was 1.33."""
+
+_SWALLOWS = {torch.float32: 1e8, torch.bfloat16: 3e4, torch.float16: 3e4, torch.float64: math.inf}
+"""The least `inf` that leaves the scores of a masked row no digits, by compute dtype."""
+
+_STEADY = 0.1
+"""relu_ has no cotangent where the output is below this share of its usual size: rounding may change the sign there."""
+
+Values = dict[str, "Tensor | None"]
+"""The output "o", and the gradient "d..." of each input and parameter."""
+
+
+def judge_layer(problem: RandomLayer, backend: str = "auto", device: torch.device | str = "cpu") -> Outcome:
+    """Run a layer forward and backward, and judge all that it gives.
+
+    The truth calls the same sub-modules one after the other, in dense torch and float64. The budget is what the same dense
+    torch loses in the compute dtype, times 2, and times 1 + 2 / sqrt(n) for the n numbers of a value, since few errors vary
+    more. Its floor is that of `budgets`: the rounding of the result itself. If a gradient is 0 but for rounding, as that of a
+    norm's shift before a pair bias is, the rounding of a backend decides: dense torch imitates it (`Weights.rough`).
+
+    Shapes, dtypes, finite values, and None for what is frozen have to be right too, and no argument may change.
+
+    Args:
+        problem: from `random_layer`.
+        backend: of its attention, as `evoformer_attention` takes it. A refusal is no failure.
+        device: where the layer runs; its numbers are drawn on the CPU.
+
+    Returns:
+        An `Outcome`. An exception is a failure too.
+    """
+
+    def find() -> Outcome | list[tuple[str, str]]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a backward hook says so if no input needs a gradient
+                return _failures(problem, backend, torch.device(device))
+        except RefusalError as error:
+            if backend == "auto":
+                raise
+            return Outcome("refused", "; ".join(error.reasons[backend]))
+
+    return verdict(find)
+
+
+def _failures(problem: RandomLayer, backend: str, device: torch.device) -> list[tuple[str, str]]:
+    found, changed = _of_layer(problem, backend, device)
+    compute = problem.compute_dtype
+    exact = _of_dense(problem, device, torch.float64, 0.0)
+    plain = _of_dense(problem, device, compute, 2 * torch.finfo(compute).eps)
+    failures = [(f"mutated {name}", "") for name in changed]
+    for name, right in exact.items():
+        value, rough = found[name], plain[name]
+        if value is None or right is None or rough is None:
+            if not (value is None and right is None):
+                failures.append((f"gradient {name}", f"{'none' if value is None else 'one'} is given"))
+            continue
+        if value.shape != right.shape:
+            failures.append((f"shape of {name}", f"{tuple(value.shape)}, expected {tuple(right.shape)}"))
+            continue
+        if bool((right.isfinite() & rough.isfinite() & ~value.isfinite()).any()):
+            failures.append((f"not finite: {name}", ""))
+        error, allowed = relative_error(value, right), _allowed(problem, value, right, rough)
+        if not error <= allowed:
+            failures.append((f"error of {name}", f"{error:.2e}, allowed {allowed:.2e}"))
+    out = found["o"]
+    if out is not None and out.dtype != problem.out_dtype:
+        failures.append(("dtype of o", f"{out.dtype}, expected {problem.out_dtype}"))
+    return failures
+
+
+def _allowed(problem: RandomLayer, value: Tensor, right: Tensor, rough: Tensor) -> float:
+    lost = relative_error(rough.to(value.dtype), right)
+    floor = max(FLOOR[problem.compute_dtype], FLOOR[value.dtype])
+    return max(_MULTIPLE * (1 + 2 / math.sqrt(value.numel())) * lost, floor)
+
+
+def _of_layer(problem: RandomLayer, backend: str, device: torch.device) -> tuple[Values, list[str]]:
+    """What the layer gives, and the names of tensors that it changed."""
+    with _default_dtype(problem.default_dtype), _through(backend), poisoned():
+        layer, inputs, mask = problem.layer(device), problem.inputs(device), problem.masks(device)
+        do, factor = problem.cotangents(device)
+        do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
+        given = {**inputs, **dict(layer.named_parameters()), "mask": mask, "do": do}
+        before = {name: bits(x) for name, x in given.items() if x is not None}
+        options = dict(problem.called) if LAYERS[problem.kind].mask is None else {**problem.called, "mask": mask}
+
+        def call(*tensors: Tensor) -> Tensor:
+            made: Tensor = layer(**dict(zip(inputs, tensors, strict=True)), **options)
+            return made
+
+        with _cast(problem, device, problem.autocast is not None):
+            with _mode(problem.mode):
+                if problem.checkpoint:
+                    made = checkpoint(call, *inputs.values(), use_reentrant=problem.checkpoint == "reentrant")
+                else:
+                    made = call(*inputs.values())
+                out = _in_place(problem, made, factor)
+            if problem.backward_under_autocast:
+                _backward(out, do)
+        if not problem.backward_under_autocast:
+            _backward(out, do)
+    changed = [name for name, same in before.items() if not torch.equal(same, bits(given[name]))]  # type: ignore[arg-type]
+    return _values(out, inputs, layer), changed
+
+
+def _of_dense(problem: RandomLayer, device: torch.device, dtype: torch.dtype, rough: float) -> Values:
+    """The same in dense torch, with the layer and the inputs in a dtype."""
+    do, factor = problem.cotangents(device)
+    do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
+    with _mode(problem.mode):
+        layer, inputs, made = _dense(problem, device, dtype, rough)
+        out = _in_place(problem, made, factor.to(dtype))
+    _backward(out, do)
+    return _values(out, inputs, layer)
+
+
+def _dense(
+    problem: RandomLayer, device: torch.device, dtype: torch.dtype, rough: float = 0.0
+) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
+    kind, layer, mask = LAYERS[problem.kind], problem.layer(device).to(dtype), problem.masks(device)
+    inputs = {name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in problem.inputs(device).items()}
+    swallowed = problem.options.get("inf", 0.0) >= _SWALLOWS[problem.compute_dtype]
+    native = problem.options.get("empty_rows") == "native"
+    weights = Weights("native" if native else "mean" if swallowed else "scores", rough)
+    if kind.mask is not None:
+        given = {"mask": None if mask is None else mask.expand(problem.shape(kind.mask)), "weights": weights}
+        return layer, inputs, kind.dense(layer, **inputs, **problem.called, **given)
+    return layer, inputs, kind.dense(layer, **inputs, **problem.called)
+
+
+def _steady(problem: RandomLayer, device: torch.device) -> Tensor:
+    with torch.no_grad():
+        size = _dense(problem, device, torch.float64)[2].abs()
+    return size > _STEADY * size.square().mean().sqrt()
+
+
+def _in_place(problem: RandomLayer, out: Tensor, factor: Tensor) -> Tensor:
+    if problem.in_place == "mul_":
+        out *= factor
+    return out.relu_() if problem.in_place == "relu_" else out
+
+
+def _backward(out: Tensor, do: Tensor) -> None:
+    if out.requires_grad:
+        out.backward(do.to(out.dtype))
+
+
+def _values(out: Tensor, inputs: dict[str, Tensor], layer: nn.Module) -> Values:
+    found: Values = {"o": out.detach()}
+    return found | {f"d{name}": x.grad for name, x in (*inputs.items(), *layer.named_parameters())}
+
+
+def _mode(mode: str) -> contextlib.AbstractContextManager[object]:
+    modes: dict[str, Callable[[], contextlib.AbstractContextManager[object]]]
+    modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+    return modes[mode]()
+
+
+def _cast(problem: RandomLayer, device: torch.device, on: bool) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast(device.type, problem.autocast) if on else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _through(backend: str) -> Iterator[None]:
+    """Let layers compute attention by a backend."""
+    before = of_layers.__dict__["evoformer_attention"]
+    of_layers.__dict__["evoformer_attention"] = functools.partial(before, backend=backend)
+    try:
+        yield
+    finally:
+        of_layers.__dict__["evoformer_attention"] = before

@@ -1,0 +1,321 @@
+"""Random layers: a layer of `evoattn.nn` with what people do to its modules, its inputs and its output, drawn from one seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evoattn import nn as ours
+from evoattn.testing import dense_layers as dense
+from evoattn.testing.changes import HOOKS, IN_PLACE, INSTEAD, change
+from evoattn.testing.drawing import bell
+from evoattn.testing.random_problems import DTYPES, Draw
+
+__all__ = ["LAYERS", "Kind", "RandomLayer", "random_layer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A layer that is drawn: how it is made, what it takes, and the same in dense torch.
+
+    Sizes have letters: l residues, n sequences, templates or samples, k keys, c channels of the input that is updated, p and s
+    channels of the second and the third, d channels of a head, h heads. * stands for the batch axes.
+
+    Args:
+        layer: its class.
+        sizes: its positional arguments, as letters.
+        inputs: axes of the tensors that it takes, by name; first the one that it updates.
+        mask: axes of its mask, or None if it takes none.
+        dense: the layer, its inputs by name, `mask` and `weights` -> the output (`dense_layers`).
+        options: keyword arguments of the class, each with the values that are drawn.
+        called: the same of the call.
+    """
+
+    layer: Callable[..., nn.Module]
+    sizes: str
+    inputs: dict[str, str]
+    mask: str | None
+    dense: Callable[..., Tensor]
+    options: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    called: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+
+_BOTH = (False, True)
+_USUAL = {"residual": _BOTH, "out_bias": _BOTH, "empty_rows": ("mean", "native"), "inf": (1e9, 1e9, 1e9, 1e6)}
+_GATED = {**_USUAL, "gate_bias": _BOTH}
+_SINGLE = {**_GATED, "q_bias": _BOTH}
+
+LAYERS: dict[str, Kind] = {
+    "triangle": Kind(
+        ours.TriangleAttention,
+        "cdh",
+        {"z": "*llc"},
+        "*ll",
+        dense.triangle,
+        {"starting": _BOTH, "dropout": (0.0, 0.25), **_GATED},
+        {"transpose_bias": _BOTH},
+    ),
+    "rows": Kind(
+        ours.MSARowAttentionWithPairBias,
+        "cpdh",
+        {"m": "*nlc", "z": "*llp"},
+        "*nl",
+        dense.rows,
+        {"dropout": (0.0, 0.25), **_GATED},
+    ),
+    "columns": Kind(ours.MSAColumnAttention, "cdh", {"m": "*nlc"}, "*nl", dense.columns, _GATED),
+    "global columns": Kind(ours.MSAColumnGlobalAttention, "cdh", {"m": "*nlc"}, "*nl", dense.global_columns, _GATED),
+    "templates": Kind(ours.TemplatePointwiseAttention, "pcdh", {"z": "*llc", "t": "*nllp"}, "*n", dense.templates, _USUAL),
+    "single": Kind(
+        ours.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*llp"}, "*l", dense.pair_biased, {"norm": _BOTH, **_SINGLE}
+    ),
+    "cross": Kind(ours.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*lkp", "keys": "*kc"}, "*k", dense.pair_biased, _SINGLE),
+    "diffusion": Kind(
+        ours.AttentionPairBias,
+        "cpdhs",
+        {"a": "*nlc", "z": "*1llp", "s": "*nls"},
+        "*nl",
+        dense.pair_biased,
+        _SINGLE,
+    ),
+}
+"""A new layer is one entry here, and its function in `dense_layers`."""
+
+_LEADS: dict[tuple[int, ...], int] = {(1,): 50, (): 15, (2,): 20, (2, 3): 10, (1, 2): 5}
+_LENGTHS = {1: 5, 2: 5, 3: 5, 7: 5, 15: 10, 16: 10, 17: 15, 24: 10, 31: 5, 33: 10, 40: 10, 65: 4, 128: 4, 200: 2}
+_SEQUENCES = {1: 10, 2: 20, 3: 20, 5: 20, 16: 15, 17: 15}
+_CHANNELS = {4: 5, 7: 10, 12: 10, 16: 20, 32: 25, 48: 10, 64: 15, 128: 5}
+_OF_HEADS = {4: 5, 7: 5, 8: 20, 16: 25, 24: 10, 32: 30, 64: 5}
+_HEADS = {1: 20, 2: 30, 3: 10, 4: 30, 8: 10}
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomLayer:
+    """A layer in words, with the seed of its numbers.
+
+    Args:
+        seed: of the numbers.
+        dtypes, largest: as `random_layer` took them.
+        kind: which of `LAYERS`.
+        lead: batch axes.
+        sizes: by letter.
+        options, called: of the class and of the call.
+        dtype: of the inputs.
+        parameter_dtype: of the parameters.
+        autocast: its dtype, or None.
+        default_dtype: torch's, while the layer is made and runs.
+        mask: keys kept at random, the first half, all but every third row or column, none, or no mask.
+        mask_ones: axes of the mask, from the last, that have size 1.
+        mask_dtype: of the mask.
+        strides: of the inputs in memory: contiguous, the axes before the last swapped, every second element of a wider tensor,
+            or one element after the start of its memory.
+        scale: factor on the inputs.
+        needs: inputs with a gradient.
+        frozen: parameters without one.
+        path, change: a sub-module, and how it is changed, or "".
+        training: whether the layer is in training mode, without dropout.
+        mode: whether the call has gradients, is within torch.no_grad, or in inference mode.
+        checkpoint: "reentrant", "plain", or none.
+        in_place: how the output is changed in place, or "".
+        cotangent: of the output: random, one number expanded, or with swapped axes in memory.
+        backward_under_autocast: whether the backward runs under autocast too.
+    """
+
+    seed: int
+    dtypes: tuple[torch.dtype, ...]
+    largest: int
+    kind: str
+    lead: tuple[int, ...]
+    sizes: dict[str, int]
+    options: dict[str, Any]
+    called: dict[str, Any]
+    dtype: torch.dtype
+    parameter_dtype: torch.dtype
+    autocast: torch.dtype | None
+    default_dtype: torch.dtype
+    mask: str | None
+    mask_ones: tuple[int, ...]
+    mask_dtype: torch.dtype
+    strides: str
+    scale: float
+    needs: tuple[str, ...]
+    frozen: tuple[str, ...]
+    path: str
+    change: str
+    training: bool
+    mode: str
+    checkpoint: str
+    in_place: str
+    cotangent: str
+    backward_under_autocast: bool
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of products: the narrower of those that autocast makes of inputs and parameters. float64 stays."""
+        given = (self.dtype, self.parameter_dtype)
+        x, parameter = (d if self.autocast is None or d == torch.float64 else self.autocast for d in given)
+        return parameter if parameter.itemsize < x.itemsize else x
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of the output."""
+        residual = self.options.get("residual", False)
+        return torch.promote_types(self.dtype, self.compute_dtype) if residual else self.compute_dtype
+
+    def command(self, backend: str, device: str) -> str:
+        """A command that judges the layer again."""
+        dtypes = "" if self.dtypes == DTYPES else " --dtypes " + " ".join(str(x).removeprefix("torch.") for x in self.dtypes)
+        drawn = f"--seed {self.seed} --cases 1 --largest {self.largest}{dtypes}"
+        return f"evoattn fuzz --layers {drawn} --backends {backend} --device {device}"
+
+    def shape(self, axes: str) -> tuple[int, ...]:
+        """The shape that letters stand for."""
+        return tuple(n for axis in axes for n in (self.lead if axis == "*" else (self.sizes.get(axis, 1),)))
+
+    def layer(self, device: torch.device | str = "cpu") -> nn.Module:
+        """The layer. Equal calls give equal parameters."""
+        kind, rng = LAYERS[self.kind], torch.Generator().manual_seed(self.seed)
+        made = kind.layer(*(self.sizes[letter] for letter in kind.sizes), **self.options)
+        for name, x in made.named_parameters():
+            noise = bell(rng, *x.shape)
+            x.data = 0.3 * noise + name.endswith("weight") if x.ndim == 1 else noise / x.shape[-1] ** 0.5
+            x.requires_grad_(name not in self.frozen)
+        made.to(self.parameter_dtype).train(self.training)
+        if self.change:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the old weight norm is deprecated
+                torch.manual_seed(self.seed)
+                change(made, self.path, self.change)
+        return made.to(device)
+
+    def inputs(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The tensors that the layer takes, by name; those in `needs` are leaves with a gradient."""
+        rng = torch.Generator().manual_seed(self.seed + 1)
+        made = {}
+        for name, axes in LAYERS[self.kind].inputs.items():
+            x = (self.scale * bell(rng, *self.shape(axes))).to(self.dtype).to(device)
+            made[name] = self._laid_out(x).requires_grad_(name in self.needs)
+        return made
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        if self.strides == "swapped":
+            return x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.ndim > 2 else x
+        if self.strides == "sliced":
+            return x.repeat_interleave(2, -1)[..., ::2]
+        return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) if self.strides == "offset" else x
+
+    def masks(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """The mask, or None."""
+        axes = LAYERS[self.kind].mask
+        if axes is None or self.mask is None:
+            return None
+        shape = self.shape(axes)
+        shape = tuple(1 if axis - len(shape) in self.mask_ones else size for axis, size in enumerate(shape))
+        keep = bell(torch.Generator().manual_seed(self.seed + 2), *shape) > -0.5
+        if self.mask == "padding":
+            keep[...] = torch.arange(shape[-1]) < (shape[-1] + 1) // 2
+        elif self.mask == "rows":
+            keep[(..., slice(None, None, 3), slice(None)) if len(shape) > 1 else ...] = False
+        elif self.mask == "columns":
+            keep[..., ::3] = False
+        elif self.mask == "nothing":
+            keep[...] = False
+        return keep.to(self.mask_dtype).to(device)
+
+    def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """The cotangent of the output, and the factor `[*, 1]` that "mul_" multiplies the output by in place."""
+        rng = torch.Generator().manual_seed(self.seed + 3)
+        shape = self.shape(next(iter(LAYERS[self.kind].inputs.values())))
+        factor = bell(rng, *shape[:-1], 1).float().to(device)
+        if self.cotangent == "expanded":
+            return bell(rng, 1).to(self.out_dtype).to(device).expand(shape), factor
+        do = bell(rng, *shape).to(self.out_dtype).to(device)
+        return do.transpose(-1, -2).contiguous().transpose(-1, -2) if self.cotangent == "swapped" else do, factor
+
+
+def random_layer(seed: int, *, dtypes: Sequence[torch.dtype] = DTYPES, largest: int = 1 << 15) -> RandomLayer:
+    """A random layer. The same arguments always give the same layer.
+
+    Args:
+        seed: of the description and of the numbers.
+        dtypes: of inputs and parameters, to draw from.
+        largest: the most scores, over all batches, rows and heads.
+    """
+    draw = Draw(random.Random(seed))
+    name = draw.one(tuple(LAYERS))
+    kind = LAYERS[name]
+    lead, sizes = _sizes(draw, largest)
+    options, called = ({key: draw.one(values) for key, values in drawn.items()} for drawn in (kind.options, kind.called))
+    dtype = draw.one(dtypes)
+    parameter_dtype = dtype if draw.chance(0.6) else draw.one(dtypes)
+    autocast = draw.weighted({None: 55, torch.bfloat16: 30, torch.float16: 15})
+    with torch.device("meta"):
+        module = kind.layer(*(sizes[letter] for letter in kind.sizes), **options)
+    norms = sum(type(x) is nn.LayerNorm for x in module.modules())  # without them scores get too large for low precision
+    frozen = draw.weighted({0.0: 60, 0.4: 30, 1.0: 10})
+    path, how = _change(draw, module) if draw.chance(0.4) else ("", "")
+    if path:  # torch itself refuses some mixtures, and a module that is called may round to 16 bits of another kind
+        if parameter_dtype != dtype:
+            parameter_dtype = dtype if "norm" in path or not autocast else torch.float32
+        autocast = None if parameter_dtype.itemsize == 2 and parameter_dtype != autocast else autocast
+    needs = tuple(x for x in kind.inputs if draw.chance(0.75))
+    in_place = "" if how == "backward hook" else draw.weighted({"": 70, "mul_": 15, "relu_": 15})  # it returns a view
+    checkpoints = {"": 70, "plain": 20}
+    if not in_place and needs == tuple(kind.inputs):  # it needs an input with a gradient, and returns what nobody may change
+        checkpoints["reentrant"] = 10
+    return RandomLayer(
+        seed=seed,
+        dtypes=tuple(dtypes),
+        largest=largest,
+        kind=name,
+        lead=lead,
+        sizes=sizes,
+        options=options,
+        called=called,
+        dtype=dtype,
+        parameter_dtype=parameter_dtype,
+        autocast=autocast,
+        default_dtype=draw.weighted({torch.float32: 75, torch.float64: 15, torch.bfloat16: 10}),
+        mask=draw.weighted({None: 20, "random": 40, "padding": 10, "rows": 12, "columns": 12, "nothing": 6}),
+        mask_ones=tuple(axis for axis in range(-4, 0) if draw.chance(0.12)),
+        mask_dtype=draw.one((torch.float32, torch.bool, dtype)),
+        strides=draw.weighted({"contiguous": 55, "swapped": 20, "sliced": 15, "offset": 10}),
+        scale=draw.weighted({1.0: 75, 1e-3: 10, 3.0: 10} | ({300.0: 5} if norms >= len(kind.inputs) else {})),
+        needs=needs,
+        frozen=tuple(x for x, _ in module.named_parameters() if draw.chance(frozen)),
+        path=path,
+        change=how,
+        training=not options.get("dropout") and draw.chance(0.5) and how != "spectral norm",
+        mode=draw.weighted({"grad": 90, "no_grad": 6, "inference": 4}),
+        checkpoint=draw.weighted(checkpoints),
+        in_place=in_place,
+        cotangent=draw.weighted({"random": 70, "expanded": 15, "swapped": 15}),
+        backward_under_autocast=draw.chance(0.2),
+    )
+
+
+def _sizes(draw: Draw, largest: int) -> tuple[tuple[int, ...], dict[str, int]]:
+    lead = draw.weighted(_LEADS)
+    sizes = {letter: draw.weighted(_LENGTHS) for letter in "lk"} | {"n": draw.weighted(_SEQUENCES)}
+    sizes |= {letter: draw.weighted(_CHANNELS) for letter in "cps"}
+    sizes |= {"d": draw.weighted(_OF_HEADS), "h": draw.weighted(_HEADS)}
+    while math.prod(lead) * max(sizes["l"], sizes["n"]) * sizes["h"] * sizes["l"] * max(sizes["l"], sizes["k"]) > largest:
+        longest = max("lkn", key=lambda letter: sizes[letter])
+        if sizes[longest] == 1:
+            break
+        sizes[longest] = (sizes[longest] + 1) // 2
+    return lead, sizes
+
+
+def _change(draw: Draw, module: nn.Module) -> tuple[str, str]:
+    """A linear module or a norm of the layer, and what is done to it."""
+    found = {path: type(x) for path, x in module.named_modules() if type(x) in (nn.Linear, nn.LayerNorm)}
+    path = draw.one(tuple(found))
+    return path, draw.one((*IN_PLACE, *INSTEAD) if found[path] is nn.Linear else (*HOOKS, "wrapper"))

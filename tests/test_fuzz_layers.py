@@ -1,0 +1,191 @@
+"""`evoattn fuzz --layers`: random layers hold on the CPU, every kind is drawn, and what is planted is found and printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evoattn import cli
+from evoattn.cli import fuzz as command
+from evoattn.nn import project
+from evoattn.testing import Outcome
+from evoattn.testing.fuzz import Findings
+from evoattn.testing.judging_layers import judge_layer
+from evoattn.testing.random_layers import LAYERS, RandomLayer, random_layer
+from evoattn.testing.random_problems import DTYPES
+from evoattn.testing.workers import Report, Task
+
+SEEDS, CHUNK = range(100, 140), 10
+SMALL = 4000
+
+# Layers this small gain nothing from more threads, and wait for them where other processes run.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("first", SEEDS[::CHUNK])
+def test_layers_hold_on_the_cpu(first: int) -> None:
+    drawn = [random_layer(seed, largest=SMALL) for seed in range(first, first + CHUNK)]
+    failed = {layer.seed: outcome.what for layer in drawn if (outcome := judge_layer(layer)).status != "held"}
+    assert not failed
+
+
+DRAWN = [random_layer(seed) for seed in range(400)]
+
+
+def test_every_kind_is_drawn() -> None:
+    values: dict[str, set[Any]] = {
+        "kind": {*LAYERS},
+        **{name: {*DTYPES} for name in ("dtype", "parameter_dtype", "compute_dtype")},
+        "autocast": {None, torch.bfloat16, torch.float16},
+        "mask": {None, "random", "padding", "rows", "columns", "nothing"},
+        "strides": {"contiguous", "swapped", "sliced", "offset"},
+        "mode": {"grad", "no_grad", "inference"},
+        "checkpoint": {"", "plain", "reentrant"},
+        "in_place": {"", "mul_", "relu_"},
+    }
+    for name, expected in values.items():
+        assert {getattr(layer, name) for layer in DRAWN} == expected, name
+    for is_so in (
+        lambda layer: layer.frozen and not layer.needs,
+        lambda layer: not layer.frozen and not layer.needs,
+        lambda layer: layer.change == "adapter" and layer.autocast,
+        lambda layer: "norm" in layer.path,
+        lambda layer: layer.default_dtype == torch.float64 and layer.dtype == torch.bfloat16,
+    ):
+        assert any(map(is_so, DRAWN))
+
+
+def test_one_seed_is_one_layer() -> None:
+    for seed in range(20):
+        layer, again = random_layer(seed), random_layer(seed)
+        assert layer == again
+        for one, other in zip(layer.layer().parameters(), again.layer().parameters(), strict=True):
+            assert torch.equal(one, other)
+        for name, x in layer.inputs().items():
+            assert torch.equal(x, again.inputs()[name])
+
+
+def found(change: Callable[[RandomLayer], RandomLayer] = lambda layer: layer) -> set[str]:
+    """The kinds of failure of a plain triangle in float32."""
+    layer = next(x for x in DRAWN if x.kind == "triangle" and x.options["starting"] and x.sizes["l"] > 5)
+    usual: dict[str, Any] = {
+        **dict.fromkeys(("dtype", "parameter_dtype"), torch.float32),
+        **dict.fromkeys(("path", "change", "checkpoint", "in_place"), ""),
+        **dict.fromkeys(("autocast", "mask")),
+        "options": {**layer.options, "residual": False},
+        "frozen": (),
+        "needs": ("z",),
+        "mode": "grad",
+        "scale": 1.0,
+    }
+    return set(judge_layer(change(dataclasses.replace(layer, **usual))).kinds)
+
+
+def test_the_judge_sees_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found() == set()
+    right = project.normalise_backward
+
+    def times(factor: float) -> Callable[..., Any]:
+        def wrong(*given: Any) -> tuple[Tensor | None, ...]:
+            dx, *affine = right(*given)
+            return (None if dx is None else factor * dx, *affine)
+
+        return wrong
+
+    monkeypatch.setattr(project, "normalise_backward", times(1.0001))
+    assert found() == {"error of dz"}
+    monkeypatch.setattr(project, "normalise_backward", times(torch.inf))
+    assert found() == {"error of dz", "not finite: dz"}
+    monkeypatch.setattr(project, "normalise_backward", lambda *given: (None, *right(*given)[1:]))
+    assert found() == {"gradient dz"}
+    monkeypatch.setattr(project, "normalise_backward", lambda *given: (right(*given)[0].zero_(), *right(*given)[1:]))
+    assert found() == {"error of dz"}
+    monkeypatch.undo()
+
+    def changes(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        made = project_normalise(x, *given)
+        with torch.no_grad():
+            x.mul_(2)
+        return made
+
+    project_normalise = project.normalise
+    monkeypatch.setattr(project, "normalise", changes)
+    assert "mutated z" in found()
+
+
+def test_a_layer_that_reads_a_changed_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were every subclass of Linear taken for a plain one, an adapter would have no effect."""
+
+    def adapted(layer: RandomLayer) -> RandomLayer:
+        return dataclasses.replace(layer, path="mha.linear_q", change="adapter")
+
+    assert found(adapted) == set()
+    monkeypatch.setattr(project, "is_linear", lambda module: isinstance(module, torch.nn.Linear))
+    assert {"error of o", "gradient dmha.linear_q.up"} <= found(adapted)
+
+
+def test_the_default_dtype_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = next(x for x in DRAWN if x.default_dtype == torch.float64)
+    assert judge_layer(layer).status == "held"
+    assert torch.get_default_dtype() == torch.float32
+    monkeypatch.setattr("evoattn.nn.attention.evoformer_attention", lambda *_, **__: 1 / 0)
+    assert judge_layer(layer).kinds == ("raised ZeroDivisionError",)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["fuzz", "--layers", "--cases", "2", "--seed", "100", "--largest", "500", "--jobs", "1", "--device", "cpu"]
+    assert cli.main([*arguments, "--backends", "auto,triton"]) == 0
+    assert "seeds from 100 to 101, 2 held, 2 refused, 0 failed" in capsys.readouterr().out
+
+
+def test_a_failure_is_printed_with_a_line_that_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, so that the planted fault is there too: a gradient times 1.01."""
+
+    class Here:
+        def __init__(self, jobs: int, judge: str, limit_s: float) -> None:
+            assert judge == "evoattn.testing.judging_layers:judge_layer"
+
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def run(self, tasks: Any) -> Any:
+            for task in tasks:
+                yield Report(task, judge_layer(task.problem, task.backend, task.device), 0.0)
+
+    right = project.normalise_backward
+    monkeypatch.setattr(command, "Workers", Here)
+    monkeypatch.setattr(
+        project, "normalise_backward", lambda *given: tuple(None if x is None else 1.01 * x for x in right(*given))
+    )
+    arguments = ["fuzz", "--layers", "--seed", "100", "--cases", "20", "--backends", "tiled", "--dtypes", "float32"]
+    assert cli.main([*arguments, "--device", "cpu", "--largest", "500"]) == 1
+    printed = capsys.readouterr().out
+    first = re.search(r"FAILED  seed (\d+), tiled on cpu: error of d", printed)
+    assert first
+    line = next(text.split("again", 1)[1].strip() for text in printed.splitlines() if text.startswith("  again"))
+    assert f"--seed {first[1]} --cases 1 " in line
+    program, *again = shlex.split(line)
+    assert program == "evoattn" and cli.main(again) == 1
+    assert f"FAILED  seed {first[1]}, tiled on cpu: " in capsys.readouterr().out
+    monkeypatch.setattr(project, "normalise_backward", right)
+    assert cli.main(again) == 0
+
+
+def test_counts_go_by_the_dtype_of_the_inputs() -> None:
+    findings = Findings()
+    layer = random_layer(1)
+    findings.add(Report(Task(layer, "tiled"), Outcome("held"), 0.0))
+    assert findings.counts == {("tiled", str(layer.dtype).removeprefix("torch.")): {"held": 1, "refused": 0, "failed": 0}}

@@ -1,5 +1,6 @@
 """`evoattn warm`: what it compiles, tells and keeps, also when something fails or it is interrupted."""
 
+import errno
 import pathlib
 import re
 import signal
@@ -134,6 +135,47 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
             patch.setenv(variable, str(cache / "file" / "folder"))
             assert cli.main(["warm", *SMALL, "--arch", arch]) == 2
         assert f"cannot be written: Not a directory; {variable} names another folder" in capsys.readouterr().err
+
+
+def test_a_folder_that_no_kernel_goes_to_is_not_looked_at(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for other cards than Hopper's lie in Triton's folder alone."""
+    (cache / "file").write_text("")
+    monkeypatch.setattr(warm, "warm", lambda wish: 0)
+    monkeypatch.setattr(warm, "why_not", lambda backend: None)
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", str(cache / "file" / "folder"))
+    assert cli.main(["warm", *SMALL]) == 0
+    assert (cache / "triton").is_dir()
+
+
+def test_a_folder_that_is_there_and_takes_no_file_is_refused(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of another user's, or on a disk that is mounted for reading."""
+
+    def refuse(place: pathlib.Path) -> None:
+        tried.append(place)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    tried: list[pathlib.Path] = []
+    (cache / "triton").mkdir()
+    monkeypatch.setattr(warm, "warm", lambda wish: pytest.fail("it compiles"))
+    monkeypatch.setattr(warm, "why_not", lambda backend: None)
+    monkeypatch.setattr(warm, "try_to_write_in", refuse)
+    assert cli.main(["warm", *SMALL]) == 2
+    assert tried == [cache / "triton"]
+    assert "cannot be written: Permission denied; TRITON_CACHE_DIR names another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TRITON_HOME", "HOME"])
+def test_tritons_folder_is_where_triton_writes(variable: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton.knobs", reason="a Triton without knobs")
+    for each in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    command = [sys.executable, "-c", "from triton import knobs; print(knobs.cache.dir)"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert warm._triton_folder() == pathlib.Path(found.stdout.strip())
+    assert warm._triton_folder().is_relative_to(tmp_path)
 
 
 def test_a_missing_backend_is_told(

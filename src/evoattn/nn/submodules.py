@@ -2,8 +2,9 @@
 
 A layer reads the parameters of its projections and norms, and computes several of them at once. That is right only while each
 of them is a plain linear module or layer norm. People change modules after they made them: adapters, hooks, pruning, weight
-norm, sharding and offloading all replace or surround the module's own forward. So a layer asks at each call, and calls the
-modules that are not plain. Such a call gives what the modules define, and is only slower.
+norm, sharding and offloading all replace or surround the module's own forward. A weight may be a wrapper around other tensors,
+and torch.func or torch.jit may want to see each operator. So a layer asks at each call, and calls the modules that are not
+plain. Such a call gives what the modules define, and is only slower.
 
 The questions look at classes and at dictionaries that are empty in a plain module: about 1 us of the host a module.
 """
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
-
-from evoattn.call.sharded import is_distributed
 
 __all__ = ["call", "check_container", "is_linear", "is_norm", "parameter_of"]
 
@@ -34,6 +33,10 @@ _NORMS = frozenset({
     ("boltz.model.layers.triangular_attention.primitives", "LayerNorm.forward"),
 })  # fmt: skip
 """The same for layer norms over the last axis."""
+
+
+_TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
+"""Classes of a plain weight, which are asked first: to find no attribute takes three times as long."""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -86,7 +89,7 @@ def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None
     if "forward" in module.__dict__ or _has_hooks(module):
         raise TypeError(
             f"{name} has hooks or a forward of its own, and the layer never calls it: put them on the layer, or on the "
-            f"projections inside {name}"
+            f"projections inside {name}. If they are of ZeRO-3, give deepspeed.utils.set_z3_leaf_modules the layer's class"
         )
 
 
@@ -96,7 +99,10 @@ def _is_plain(module: nn.Module, kind: Any, known: frozenset[tuple[str, str]]) -
         return False
     if "forward" in module.__dict__ or _has_hooks(module) or of_torch._has_any_global_hook():
         return False
-    return not is_distributed(module.__dict__["_parameters"].get("weight"))
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+        return False  # torch.func and torch.jit take no autograd function of Python
+    weight = type(module.__dict__["_parameters"].get("weight"))
+    return weight in _TENSORS or not hasattr(weight, "__tensor_flatten__")  # DTensors have it, and quantised weights
 
 
 # Dynamo guards the class of a module, and cannot read the name of every function.

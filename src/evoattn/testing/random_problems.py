@@ -79,7 +79,7 @@ class RandomProblem:
 def random_problem(
     seed: int, *, dtypes: Sequence[torch.dtype] = DTYPES, largest: int = 1 << 20, longest: int = 400
 ) -> RandomProblem:
-    """A random call. The same arguments always give the same problem, on every device and in every version.
+    """A random call. The same arguments give the same problem, on every device and in every version of Python and torch.
 
     Sizes lie mostly at the edges of tiles (1, tile - 1, tile, tile + 1), or are few queries and keys. Half of the problems have
     Lq != Lk, some D != C. Leading axes, layouts, strides, masks, biases, gates, scales, sizes of scores, cotangents and wanted
@@ -109,7 +109,8 @@ def random_problem(
     for part in (_masks, _pair_bias, _memory, _factors, _gradients):
         words |= part(draw, words)
     deterministic = draw.chance(0.35)
-    words |= _gate(draw, words)  # last, so that no other draw depends on whether there is one
+    words |= _gate(draw, words)  # late, so that no other draw depends on whether there is one
+    words |= _any_scale(draw, words)
     return RandomProblem(seed, Case(f"random_{seed}", **words), deterministic=deterministic)
 
 
@@ -251,6 +252,21 @@ def _factors(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
         return {"scale": scale}
     own = words["d"] ** 0.5 * abs(words["d"] ** -0.5 if scale is None else scale)
     return {"scale": scale, "spread": float(f"{min(wanted / own, 1e4):.3g}")}
+
+
+def _any_scale(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
+    """In an eighth of all problems a scale of any size and sign, with scores of the same size as before.
+
+    dQ is proportional to the scale. That of float16 is kept below its largest number.
+    """
+    if not draw.chance(1 / 8):
+        return {}
+    d, c, scale = words["d"], words["c"] or words["d"], words["scale"]
+    most = min(1e4, 4000 * c**-0.5) if words["dtype"] == torch.float16 else 1e4
+    size = 1e-5 * (most / 1e-5) ** draw.rng.random()
+    ratio = abs(d**-0.5 if scale is None else scale) / size
+    spread = min(words.get("spread", 1.0) * ratio, 1e4)
+    return {"scale": float(f"{size if draw.chance(0.5) else -size:.3g}"), "spread": float(f"{spread:.3g}")}
 
 
 def _gradients(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:

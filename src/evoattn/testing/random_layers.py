@@ -230,10 +230,10 @@ class RandomLayer:
         return keep.to(self.mask_dtype).to(device)
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """The cotangent of the output, and the factor `[*, 1]` that "mul_" multiplies the output by in place."""
+        """The cotangent of the output, and the mask `[*, 1]` that "mul_" multiplies the output by in place."""
         rng = torch.Generator().manual_seed(self.seed + 3)
         shape = self.shape(next(iter(LAYERS[self.kind].inputs.values())))
-        factor = bell(rng, *shape[:-1], 1).float().to(device)
+        factor = (bell(rng, *shape[:-1], 1) > -0.5).float().to(device)
         if self.cotangent == "expanded":
             return bell(rng, 1).to(self.out_dtype).to(device).expand(shape), factor
         do = bell(rng, *shape).to(self.out_dtype).to(device)

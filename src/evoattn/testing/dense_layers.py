@@ -36,10 +36,12 @@ class Weights:
         rough: the relative error of delta, the row sum that the backward of softmax takes off. A backend computes delta from an
             output that was rounded. If the gradient of the scores is 0 but for rounding, only that shows how much it is.
             Weights are then computed in the dtype in which a backend accumulates.
+        seed: of these errors.
     """
 
     empty: Literal["mean", "native", "scores"] = "mean"
     rough: float = 0.0
+    seed: int = 0
 
     def __call__(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         """Weights of scores `[*, H, Q, K]` under a mask `[*, K]`, which is not 0 at keys that are attended."""
@@ -54,7 +56,7 @@ class Weights:
         return weights.masked_fill(empty, 0) if self.empty == "native" else weights
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        made: Tensor = _Softmax.apply(scores, self.rough) if self.rough else torch.softmax(scores, -1)  # type: ignore[no-untyped-call]
+        made: Tensor = _Softmax.apply(scores, self.rough, self.seed) if self.rough else torch.softmax(scores, -1)  # type: ignore[no-untyped-call]
         return made
 
 
@@ -62,20 +64,20 @@ class _Softmax(torch.autograd.Function):
     """Softmax whose backward has a delta that is wrong by a random share."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, rough: float) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, rough: float, seed: int) -> Tensor:
         p = torch.softmax(scores, -1)
         ctx.save_for_backward(p)
-        ctx.rough = rough
+        ctx.rough, ctx.seed = rough, seed
         return p
 
     @staticmethod
-    def backward(ctx: Any, dp: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dp: Tensor) -> tuple[Tensor, None, None]:
         (p,) = ctx.saved_tensors
         terms = p * dp
-        rng = torch.Generator(dp.device).manual_seed(0)
+        rng = torch.Generator(dp.device).manual_seed(ctx.seed)
         noise = torch.randn((*dp.shape[:-1], 1), generator=rng, dtype=dp.dtype, device=dp.device)
         delta = terms.sum(-1, keepdim=True) + ctx.rough * noise * terms.abs().sum(-1, keepdim=True)
-        return terms - p * delta, None
+        return terms - p * delta, None, None
 
 
 def attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import warnings
@@ -74,19 +75,27 @@ def judge_layer(problem: RandomLayer, backend: str = "auto", device: torch.devic
 def _failures(problem: RandomLayer, backend: str, device: torch.device) -> list[tuple[str, str]]:
     found, changed = _of_layer(problem, backend, device)
     compute = problem.compute_dtype
-    exact = _of_dense(problem, device, torch.float64, 0.0)
-    plain = _of_dense(problem, device, compute, _ROUGH[compute])
-    failures = [(f"mutated {name}", "") for name in changed]
+    exact = _of_dense(problem, device, torch.float64, Weights())
+    plain = [_of_dense(problem, device, compute, Weights(rough=_ROUGH[compute]))]
+    failures = _wrong(problem, found, exact, plain)
+    if any(kind.startswith("error of") for kind, _ in failures):  # a few roundings may cancel by chance
+        plain += [_of_dense(problem, device, compute, Weights(rough=_ROUGH[compute], seed=seed)) for seed in range(1, 5)]
+        failures = _wrong(problem, found, exact, plain)
+    return [(f"mutated {name}", "") for name in changed] + failures
+
+
+def _wrong(problem: RandomLayer, found: Values, exact: Values, plain: list[Values]) -> list[tuple[str, str]]:
+    failures = []
     for name, right in exact.items():
-        value, rough = found[name], plain[name]
-        if value is None or right is None or rough is None:
+        value, rough = found[name], [x for values in plain if (x := values[name]) is not None]
+        if value is None or right is None:
             if not (value is None and right is None):
                 failures.append((f"gradient {name}", f"{'none' if value is None else 'one'} is given"))
             continue
         if value.shape != right.shape:
             failures.append((f"shape of {name}", f"{tuple(value.shape)}, expected {tuple(right.shape)}"))
             continue
-        if bool((right.isfinite() & rough.isfinite() & ~value.isfinite()).any()):
+        if bool((right.isfinite() & rough[0].isfinite() & ~value.isfinite()).any()):
             failures.append((f"not finite: {name}", ""))
         error, allowed = relative_error(value, right), _allowed(problem, value, right, rough)
         if not error <= allowed:
@@ -97,8 +106,8 @@ def _failures(problem: RandomLayer, backend: str, device: torch.device) -> list[
     return failures
 
 
-def _allowed(problem: RandomLayer, value: Tensor, right: Tensor, rough: Tensor) -> float:
-    lost = relative_error(rough.to(value.dtype), right)
+def _allowed(problem: RandomLayer, value: Tensor, right: Tensor, rough: list[Tensor]) -> float:
+    lost = max(relative_error(x.to(value.dtype), right) for x in rough)
     floor = max(FLOOR[problem.compute_dtype], FLOOR[value.dtype])
     return max(_MULTIPLE * (1 + 2 / math.sqrt(value.numel())) * lost, floor)
 
@@ -132,25 +141,25 @@ def _of_layer(problem: RandomLayer, backend: str, device: torch.device) -> tuple
     return _values(out, inputs, layer), changed
 
 
-def _of_dense(problem: RandomLayer, device: torch.device, dtype: torch.dtype, rough: float) -> Values:
+def _of_dense(problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: Weights) -> Values:
     """The same in dense torch, with the layer and the inputs in a dtype."""
     do, factor = problem.cotangents(device)
     do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
     with _mode(problem.mode):
-        layer, inputs, made = _dense(problem, device, dtype, rough)
+        layer, inputs, made = _dense(problem, device, dtype, weights)
         out = _in_place(problem, made, factor.to(dtype))
     _backward(out, do)
     return _values(out, inputs, layer)
 
 
 def _dense(
-    problem: RandomLayer, device: torch.device, dtype: torch.dtype, rough: float = 0.0
+    problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: Weights
 ) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
     kind, layer, mask = LAYERS[problem.kind], problem.layer(device).to(dtype), problem.masks(device)
     inputs = {name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in problem.inputs(device).items()}
     swallowed = problem.options.get("inf", 0.0) >= _SWALLOWS[problem.compute_dtype]
     native = problem.options.get("empty_rows") == "native"
-    weights = Weights("native" if native else "mean" if swallowed else "scores", rough)
+    weights = dataclasses.replace(weights, empty="native" if native else "mean" if swallowed else "scores")
     if kind.mask is not None:
         given = {"mask": None if mask is None else mask.expand(problem.shape(kind.mask)), "weights": weights}
         return layer, inputs, kind.dense(layer, **inputs, **problem.called, **given)
@@ -159,7 +168,7 @@ def _dense(
 
 def _steady(problem: RandomLayer, device: torch.device) -> Tensor:
     with torch.no_grad():
-        size = _dense(problem, device, torch.float64)[2].abs()
+        size = _dense(problem, device, torch.float64, Weights())[2].abs()
     return size > _STEADY * size.square().mean().sqrt()
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import evoattn.nn as ours
 from evoattn.nn import attention
 from evoattn.testing import relative_error
-from evoattn.testing.dense_layers import columns, global_columns, pair_biased, rows, templates, triangle
+from evoattn.testing.dense_layers import columns, global_columns, multiplication, pair_biased, rows, templates, triangle
 from tests.nn.dense import Dense, leaves_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -51,6 +51,20 @@ LAYERS = (
         (2, 7, 7),
         functools.partial(triangle, transpose_bias=True),
         (0, slice(None), 2),
+    ),
+    Dense(
+        "multiplication, outgoing",
+        lambda: ours.TriangleMultiplication(12, 10),
+        ((2, 7, 7, 12),),
+        (2, 7, 7),
+        multiplication,
+    ),
+    Dense(
+        "multiplication, incoming",
+        lambda: ours.TriangleMultiplication(12, 10, outgoing=False, bias=False),
+        ((2, 7, 7, 12),),
+        (2, 7, 7),
+        multiplication,
     ),
     Dense(
         "MSA rows",
@@ -100,6 +114,9 @@ LAYERS = (
     ),
 )
 EACH = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+EACH_ATTENTION = pytest.mark.parametrize(
+    "case", [case for case in LAYERS if "multiplication" not in case.name], ids=lambda case: case.name
+)
 
 
 def step(call: Callable[..., Tensor], leaves: list[Tensor], inputs: list[Tensor], mask: Tensor) -> list[Tensor]:
@@ -188,7 +205,7 @@ def test_without_a_mask(case: Dense) -> None:
     assert worst(found, truth(case, layer, inputs, nothing, swallowed=False)) < 1e-12
 
 
-@EACH
+@EACH_ATTENTION
 def test_native_rows_without_a_key_have_no_attention(case: Dense) -> None:
     """Every other row is as it was. A row without a key has the output product of 0."""
     layer = case.layer()
@@ -205,7 +222,7 @@ def test_native_rows_without_a_key_have_no_attention(case: Dense) -> None:
 
 
 @pytest.mark.parametrize("empty_rows", ["mean", "native"])
-@EACH
+@EACH_ATTENTION
 def test_which_attentions_apply_the_gate(case: Dense, empty_rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose output is not turned around."""
     layer = case.layer()

@@ -24,9 +24,10 @@ from evoattn.cli import machine
 from evoattn.cli.bench import among, names_in
 from evoattn.cli.terminal import Count, RefusedError, WholeNumber, check_output, count_progress
 from evoattn.testing.fuzz import Failure, Findings, shrunk, tasks
+from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import random_layer
 from evoattn.testing.random_problems import DTYPES, random_problem
-from evoattn.testing.workers import JUDGE, LAYERS, Workers
+from evoattn.testing.workers import JUDGE, LAYERS, Task, Workers
 
 __all__ = ["Wish", "add_parser", "fuzz"]
 
@@ -205,6 +206,8 @@ def _judge_all(wish: Wish, workers: Workers, findings: Findings, count: Count) -
     )
     for done, report in enumerate(workers.run(tasks(_seeds(wish), draw, wish.backends, wish.device)), 1):
         findings.add(report)
+        if report.outcome.status == "failed":  # at once, so that it is seen if the run is killed
+            print(_title(report.task, report.outcome), file=sys.stderr, flush=True)
         count(done, f"{_counts(findings)}; seed {report.task.problem.seed}")
 
 
@@ -255,7 +258,10 @@ def _print(wish: Wish, findings: Findings, seconds: float) -> None:
     print(f"seeds from {wish.seed}{problems}, {_counts(findings)}, in {seconds:.1f} s")
 
 
+def _title(task: Task, outcome: Outcome) -> str:
+    return f"FAILED  seed {task.problem.seed}, {task.backend} on {task.device}: {outcome.what}"
+
+
 def _as_text(failure: Failure) -> str:
-    title = f"FAILED  seed {failure.task.problem.seed}, {failure.task.backend} on {failure.task.device}"
     smallest = "smallest" if failure.shrunk else "problem "
-    return f"{title}: {failure.outcome.what}\n  {smallest}  {failure.smallest!r}\n  again     {failure.line}\n"
+    return f"{_title(failure.task, failure.outcome)}\n  {smallest}  {failure.smallest!r}\n  again     {failure.line}\n"

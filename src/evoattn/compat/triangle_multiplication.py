@@ -1,10 +1,11 @@
-"""cuEquivariance's `triangle_multiplicative_update` in plain torch, for models that want it together with the attention."""
+"""cuEquivariance's `triangle_multiplicative_update`, for models that call it together with the attention."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from evoattn.call.canonical import fits
+from evoattn.pair import triangle_multiplication
 
 __all__ = ["triangle_multiplicative_update"]
 
@@ -28,7 +29,7 @@ def triangle_multiplicative_update(
     eps: float = 1e-5,
     precision: str | None = None,
 ) -> Tensor:
-    """Triangle multiplication by outgoing or incoming edges: one norm, one product for all that reads it, then the triangles.
+    """Triangle multiplication by outgoing or incoming edges: `evoattn.pair.triangle_multiplication` by their names.
 
         y = norm(x)        a, b = mask * sigmoid(y g_in) * (y p_in), in halves
         z[i,j] = sum over k of a[i,k] b[j,k]  (outgoing),  a[k,i] b[k,j]  (incoming)
@@ -76,22 +77,25 @@ def triangle_multiplicative_update(
     }
     if p_in_weight is None or g_in_weight is None or p_out_weight is None or g_out_weight is None:
         raise ValueError(f"{next(name for name, weight in needed.items() if weight is None)} must be given")
-    channels, hidden = x.shape[-1], p_in_weight.shape[0] // 2
-    expected = ((2 * hidden, channels), (2 * hidden, channels), (channels, hidden), (channels, channels))
-    for (name, weight), shape in zip(needed.items(), expected, strict=True):
-        if tuple(weight.shape) != shape:  # type: ignore[union-attr]
-            raise ValueError(f"{name} must be {list(shape)}, got shape {list(weight.shape)}")  # type: ignore[union-attr]
-
-    y = F.layer_norm(x, (channels,), norm_in_weight, norm_in_bias, eps)
-    joined = F.linear(y, torch.cat((p_in_weight, g_in_weight, g_out_weight)))
-    p, g, gate = joined.split((2 * hidden, 2 * hidden, channels), -1)
-    p, g, gate = (part if bias is None else part + bias for part, bias in ((p, p_in_bias), (g, g_in_bias), (gate, g_out_bias)))
-    ab = g.sigmoid() * p
     if mask is not None:
-        ab = ab * mask.unsqueeze(-1).to(ab.dtype)
-    a, b = ab.chunk(2, -1)
-    a, b = (x.movedim(-1, -3) for x in (a, b))  # [*,d,i,k]
-    z = a @ b.transpose(-1, -2) if direction == "outgoing" else a.transpose(-1, -2) @ b
-    z = F.layer_norm(z.movedim(-3, -1), (hidden,), norm_out_weight, norm_out_bias, eps)
-    out: Tensor = F.linear(z, p_out_weight, p_out_bias) * gate.sigmoid()
-    return out
+        if not fits(tuple(mask.shape), tuple(x.shape[:-1])):
+            raise ValueError(f"mask must broadcast to {list(x.shape[:-1])}, got shape {list(mask.shape)}")
+        mask = mask.expand(x.shape[:-1])
+    return triangle_multiplication(
+        x,
+        mask,
+        direction=direction,
+        norm_in_weight=norm_in_weight,
+        norm_in_bias=norm_in_bias,
+        p_in_weight=p_in_weight,
+        p_in_bias=p_in_bias,
+        g_in_weight=g_in_weight,
+        g_in_bias=g_in_bias,
+        norm_out_weight=norm_out_weight,
+        norm_out_bias=norm_out_bias,
+        p_out_weight=p_out_weight,
+        p_out_bias=p_out_bias,
+        g_out_weight=g_out_weight,
+        g_out_bias=g_out_bias,
+        eps=eps,
+    )

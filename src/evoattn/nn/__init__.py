@@ -1,9 +1,10 @@
-"""Whole attention layers, from the norm to the output product.
+"""Whole layers of the Evoformer and the pair block, from the norm to the output product.
 
 They load the weights of OpenFold, and those of OpenFold-3 and Boltz after `from_openfold3` and `from_boltz`.
 """
 
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
+from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.names import from_boltz, from_openfold3
 from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.replace import replace
@@ -17,6 +18,7 @@ __all__ = [
     "MSARowAttentionWithPairBias",
     "TemplatePointwiseAttention",
     "TriangleAttention",
+    "TriangleMultiplication",
     "from_boltz",
     "from_openfold3",
     "replace",

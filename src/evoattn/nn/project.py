@@ -27,7 +27,7 @@ from evoattn.run import guards
 from evoattn.run.joined import join
 from evoattn.run.once import once_differentiable
 
-__all__ = ["compute_dtype_of", "layer_norm", "linear", "project"]
+__all__ = ["compute_dtype_of", "concatenate", "layer_norm", "linear", "project"]
 
 _BYTES = 16
 """Each projection starts on a multiple of this, and so does each row: GPUs copy tiles only from such addresses."""
@@ -114,11 +114,11 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
         if blank:
             biases += [_zeros(module.weight, blank)]
         here += rows + gap
-    bias = _concatenate(biases, dtype) if last else None
-    return _concatenate(weights, dtype), bias, (first, last)
+    bias = concatenate(biases, dtype) if last else None
+    return concatenate(weights, dtype), bias, (first, last)
 
 
-def _concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+def concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Parts one below the other, in a dtype. Autocast to bfloat16 refuses to concatenate float16, and the other way round."""
     return torch.cat([x.to(dtype) if x.dtype.itemsize == dtype.itemsize else x for x in parts]).to(dtype)
 

@@ -20,18 +20,18 @@ from torch.nn.modules import module as of_torch
 
 __all__ = ["call", "check_container", "is_linear", "is_norm", "parameter_of"]
 
-_LINEARS = frozenset({
-    ("openfold.model.primitives", "Linear.forward"),
-    ("openfold3.core.model.primitives.linear", "Linear.forward"),
-    ("boltz.model.layers.triangular_attention.primitives", "Linear.forward"),
-})  # fmt: skip
+_LINEARS = {
+    "openfold.model.primitives": "Linear.forward",
+    "openfold3.core.model.primitives.linear": "Linear.forward",
+    "boltz.model.layers.triangular_attention.primitives": "Linear.forward",
+}
 """Where clients define a linear module with a forward of its own, which computes what torch's does if it sets no precision."""
 
-_NORMS = frozenset({
-    ("openfold.model.primitives", "LayerNorm.forward"),
-    ("openfold3.core.model.primitives.normalization", "LayerNorm.forward"),
-    ("boltz.model.layers.triangular_attention.primitives", "LayerNorm.forward"),
-})  # fmt: skip
+_NORMS = {
+    "openfold.model.primitives": "LayerNorm.forward",
+    "openfold3.core.model.primitives.normalization": "LayerNorm.forward",
+    "boltz.model.layers.triangular_attention.primitives": "LayerNorm.forward",
+}
 """The same for layer norms over the last axis."""
 
 
@@ -93,7 +93,7 @@ def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None
         )
 
 
-def _is_plain(module: nn.Module, kind: Any, known: frozenset[tuple[str, str]]) -> bool:
+def _is_plain(module: nn.Module, kind: Any, known: dict[str, str]) -> bool:
     """Whether a call of the module runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
     if type(module) is not kind and not _computes(type(module), kind, known):
         return False
@@ -105,12 +105,10 @@ def _is_plain(module: nn.Module, kind: Any, known: frozenset[tuple[str, str]]) -
     return weight in _TENSORS or not hasattr(weight, "__tensor_flatten__")  # DTensors have it, and quantised weights
 
 
-# Dynamo guards the class of a module, and cannot read the name of every function.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _computes(mine: Any, kind: Any, known: frozenset[tuple[str, str]]) -> bool:
+def _computes(mine: Any, kind: Any, known: dict[str, str]) -> bool:
     """Whether modules of a class run the forward of `kind`, or one that is known to compute the same."""
     forward = mine.forward
-    same = forward is kind.forward or (forward.__module__, forward.__qualname__) in known
+    same = forward is kind.forward or known.get(forward.__module__) == forward.__qualname__
     return same and mine.__call__ is nn.Module.__call__
 
 

@@ -18,12 +18,13 @@ from evoattn.nn import (
     MSARowAttentionWithPairBias,
     TemplatePointwiseAttention,
     TriangleAttention,
+    TriangleMultiplication,
 )
 from evoattn.nn.attention import Attention
 from evoattn.nn.pair_bias import AdaLN
 from evoattn.numerics import accumulate_dtype
 
-__all__ = ["Weights", "columns", "global_columns", "pair_biased", "rows", "templates", "triangle"]
+__all__ = ["Weights", "columns", "global_columns", "multiplication", "pair_biased", "rows", "templates", "triangle"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,16 @@ def triangle(
     return z + made if layer.residual else made
 
 
+def multiplication(layer: TriangleMultiplication, z: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+    y = layer.layer_norm_in(z)
+    a, b = (layer.linear_a_p(y) * layer.linear_a_g(y).sigmoid(), layer.linear_b_p(y) * layer.linear_b_g(y).sigmoid())
+    if mask is not None:
+        a, b = (x * mask[..., None].to(x.dtype) for x in (a, b))
+    t = torch.einsum("...ikd,...jkd->...ijd" if layer.outgoing else "...kid,...kjd->...ijd", a, b)
+    made: Tensor = layer.linear_z(layer.layer_norm_out(t)) * layer.linear_g(y).sigmoid()
+    return z + made if layer.residual else made
+
+
 def rows(layer: MSARowAttentionWithPairBias, m: Tensor, z: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
     pair = layer.linear_z(layer.layer_norm_z(z)).movedim(-1, -3).unsqueeze(-4)  # type: ignore[misc]
     x = layer.layer_norm_m(m)
@@ -123,7 +134,7 @@ def columns(layer: MSAColumnAttention, m: Tensor, *, mask: Tensor | None, weight
 
 def global_columns(layer: MSAColumnGlobalAttention, m: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
     mha, x = layer.global_attention, layer.layer_norm_m(m).transpose(-2, -3)
-    mask = torch.ones(m.shape[:-1], device=m.device) if mask is None else mask
+    mask = torch.ones(m.shape[:-1], dtype=torch.float32, device=m.device) if mask is None else mask
     mask = mask.transpose(-1, -2)
     wide = mask.to(torch.promote_types(x.dtype, torch.float32))  # 1e-10 is 0 in float16
     mean = ((x * wide[..., None]).sum(-2) / (wide.sum(-1, keepdim=True) + layer.eps)).to(x.dtype)

@@ -62,6 +62,14 @@ LAYERS: dict[str, Kind] = {
         {"starting": _BOTH, "dropout": (0.0, 0.25), **_GATED},
         {"transpose_bias": _BOTH},
     ),
+    "multiplication": Kind(
+        ours.TriangleMultiplication,
+        "cd",
+        {"z": "*llc"},
+        "*ll",
+        dense.multiplication,
+        {"outgoing": _BOTH, "dropout": (0.0, 0.25), "residual": _BOTH, "bias": _BOTH},
+    ),
     "rows": Kind(
         ours.MSARowAttentionWithPairBias,
         "cpdh",

@@ -1,0 +1,167 @@
+"""What triangle multiplication saves for its backward, and its gradients.
+
+The forward keeps z, both halves and their product. The backward normalises again what it needs, in the kernels that read it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.devices import installed, uncast
+from evoattn.pair import torch_steps
+from evoattn.pair.values import Options, Weights
+from evoattn.run import guards
+from evoattn.run.once import once_differentiable
+
+__all__ = ["TriangleMultiplication", "backward", "forward", "outline"]
+
+_SIDES = 8
+"""The sides of the halves are multiples of this on a GPU: batched products of other sides take up to five times as long."""
+
+_BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")
+"""Whether torch multiplies 16 bits into float32, as it does from 2.8 on."""
+
+
+def forward(z: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """The result `[B, L, L, C]`, the halves `[2 D, B, P, P]`, and their product `[D, B, P, P]`."""
+    steps, padded = _steps(z, weights), _padded(z, weights)
+    with uncast(z.device):
+        ab = steps.gate_in(z, mask, weights, options, padded)
+        t = _product(*_halves(ab), outgoing=options.outgoing).view(-1, *ab.shape[1:])
+        return steps.gate_out(z, t, weights, options), ab, t
+
+
+def outline(z: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors of the shapes and dtypes that `forward` returns."""
+    dtype = torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype
+    hidden, padded = weights.p_out_weight.shape[1], _padded(z, weights)
+    square = (z.shape[0], padded, padded)
+    ab = z.new_empty((2 * hidden, *square), dtype=weights.dtype)
+    t = z.new_empty((hidden, *square), dtype=torch.float32 if weights.dtype == torch.float16 else weights.dtype)
+    return torch.empty_like(z, dtype=dtype), ab, t
+
+
+def backward(
+    do: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    ab: Tensor,
+    t: Tensor,
+    weights: Weights,
+    options: Options,
+    needs_weights: bool,
+) -> tuple[Tensor, Weights | None]:
+    """The gradient of z, and those of the weights, all of them or none."""
+    steps = _steps(z, weights)
+    with uncast(z.device):
+        dt, dg, of_output = steps.gate_out_backward(do, z, t, weights, options, needs_weights=needs_weights)
+        dab = torch.empty_like(ab)
+        _product_backward(dt.flatten(0, 1), *_halves(ab), *_halves(dab), outgoing=options.outgoing)
+        del dt
+        dz, of_input = steps.gate_in_backward(dab, dg, do, z, mask, weights, options, needs_weights=needs_weights)
+        del dab
+        if of_output is None or of_input is None:
+            return dz, None
+        return dz, _of_weights(dg, of_output, of_input, weights)
+
+
+def _of_weights(dg: Tensor, of_output: tuple[Tensor, ...], of_input: tuple[Tensor, ...], weights: Weights) -> Weights:
+    """The gradients of all weights, from what the steps made for them."""
+
+    def sums(bias: Tensor | None, rows: Tensor, axis: int) -> Tensor | None:
+        return None if bias is None else rows.sum(axis)
+
+    du, n, norm_out = of_output
+    dpg, y, norm_in = of_input
+    dp_in, dg_in = dpg.chunk(2)
+    dp_weight, dg_weight = (dpg @ y).chunk(2)
+    w = weights
+    return Weights(
+        norm_in_weight=_as(norm_in[0], w.norm_in_weight),
+        norm_in_bias=_as(norm_in[1], w.norm_in_bias),
+        p_in_weight=dp_weight,
+        p_in_bias=sums(w.p_in_bias, dp_in, 1),
+        g_in_weight=dg_weight,
+        g_in_bias=sums(w.g_in_bias, dg_in, 1),
+        norm_out_weight=_as(norm_out[0], w.norm_out_weight),
+        norm_out_bias=_as(norm_out[1], w.norm_out_bias),
+        p_out_weight=du.t() @ n.t(),
+        p_out_bias=sums(w.p_out_bias, du, 0),
+        g_out_weight=dg.t() @ y,
+        g_out_bias=sums(w.g_out_bias, dg, 0),
+    )
+
+
+def _as(gradient: Tensor, weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else gradient.to(weight.dtype)
+
+
+def _steps(z: Tensor, weights: Weights) -> ModuleType:
+    """The kernels if there are any for this call, else plain torch."""
+    if not z.is_cuda or weights.dtype == torch.float64 or not installed("triton"):
+        return torch_steps
+    from evoattn.pair import triton_steps
+
+    return triton_steps if triton_steps.takes(z, weights) else torch_steps
+
+
+def _padded(z: Tensor, weights: Weights) -> int:
+    """The side of the squares of the halves."""
+    length = z.shape[1]
+    return length if _steps(z, weights) is torch_steps else length + -length % _SIDES
+
+
+def _halves(ab: Tensor) -> tuple[Tensor, Tensor]:
+    """The halves a and b of `[2 D, B, P, P]`, as batches of squares."""
+    a, b = ab.flatten(0, 1).chunk(2)
+    return a, b
+
+
+def _product(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
+    """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums."""
+    a, b = (a, b.mT) if outgoing else (a.mT, b)
+    if a.dtype != torch.float16:
+        return torch.bmm(a, b)
+    has_kernel = a.is_cuda and _BMM_WIDENS
+    return torch.bmm(a, b, out_dtype=torch.float32) if has_kernel else torch.bmm(a.float(), b.float())
+
+
+def _product_backward(dt: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, *, outgoing: bool) -> None:
+    """Write the gradients of a and b."""
+    if outgoing:
+        torch.bmm(dt, b, out=da)
+        torch.bmm(dt.mT, a, out=db)
+    else:
+        torch.bmm(b, dt.mT, out=da)
+        torch.bmm(a, dt, out=db)
+
+
+class TriangleMultiplication(torch.autograd.Function):
+    """The result of `forward`, with gradients for z and the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, mask: Tensor | None, options: Options, *weights: Tensor | None) -> Tensor:
+        made, ab, t = forward(z, mask, Weights(*weights), options)  # type: ignore[arg-type]
+        ctx.save_for_backward(z, mask, ab, t, *weights)
+        ctx.options = options
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        z, mask, ab, t, *weights = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        needs_weights = any(needs[3:])
+        if guards.is_plain([do]):
+            dz, of_weights = backward(
+                do.contiguous(), z, mask, ab, t, Weights(*weights), ctx.options, needs_weights=needs_weights
+            )
+        else:  # many cotangents at once, for instance
+            operator = torch.ops.evoattn.triangle_multiplication_backward.default
+            dz, *of_weights = operator(do, z, mask, ab, t, *weights, *ctx.options, needs_weights)
+        found = of_weights or (None,) * len(weights)
+        return dz, None, None, *[x if need else None for x, need in zip(found, needs[3:], strict=True)]

@@ -1,0 +1,211 @@
+"""Triangle multiplication in Triton: one kernel for each of its four steps that is not a batched product.
+
+Rows r are the positions (b, i, j) of the padded square, whose sides are multiples of 8. Positions outside z read zeros, and
+nothing is written to z for them. The halves, their product and their gradients have channels first, `[d, r]`, as the batched
+product wants them. Sums over rows have a fixed order, without atomics: each program writes its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from evoattn.backends.triton.launch import Kernel
+
+__all__ = ["gate_in_backward_kernel", "gate_in_kernel", "gate_out_backward_kernel", "gate_out_kernel"]
+
+
+@triton.jit
+def _rows_of(tile, rows, length, padded, BLOCK_R: tl.constexpr, PADDED: tl.constexpr):
+    """The rows of a tile, the rows of z that they stand for, and which of them z has. Only scalars are divided in 64 bits."""
+    start = tile.to(tl.int64) * BLOCK_R
+    o_r = start + tl.arange(0, BLOCK_R)
+    m_r = o_r < rows
+    o_z = o_r
+    if PADDED:
+        o_j = (start % padded).to(tl.int32) + tl.arange(0, BLOCK_R)
+        o_i = (start // padded).to(tl.int32) + o_j // padded  # counted over all batches
+        o_j = o_j % padded
+        m_r = m_r & (o_i % padded < length) & (o_j < length)
+        o_z = (o_i // padded * length + o_i % padded).to(tl.int64) * length + o_j
+    return o_r, o_z, m_r
+
+
+@triton.jit
+def _standard(x, m, eps, C: tl.constexpr, axis: tl.constexpr):
+    """x with mean 0 and deviation 1 along an axis of C channels, and 1 / the deviation. Other entries, where m is 0, are 0."""
+    x = tl.where(m, x - tl.expand_dims(tl.sum(x, axis) / C, axis), 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, axis) / C + eps)
+    return x * tl.expand_dims(rstd, axis), rstd
+
+
+@triton.jit
+def _load_rows(p, o_r, m_rc, o_c, C: tl.constexpr):
+    """Rows `[r, c]` of a tensor `[*, C]`."""
+    return tl.load(p + o_r[:, None] * C + o_c[None, :], mask=m_rc, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_columns(p, o_d, m_dr, o_r, rows):
+    """Columns `[d, r]` of a tensor `[D, rows]`."""
+    return tl.load(p + o_d[:, None].to(tl.int64) * rows + o_r[None, :], mask=m_dr, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scaled(x, w, b, axis: tl.constexpr):
+    """x w + b, with w and b along an axis."""
+    return x * tl.expand_dims(w, 1 - axis) + tl.expand_dims(b, 1 - axis)
+
+
+@triton.jit
+def _matrix(p, o_m, o_n, M: tl.constexpr, N: tl.constexpr):
+    """A weight `[M, N]`, or a part of it, with zeros around it."""
+    return tl.load(p + o_m[:, None] * N + o_n[None, :], mask=(o_m < M)[:, None] & (o_n < N)[None, :], other=0.0)
+
+
+@triton.jit
+def _vector(p, o_c, C: tl.constexpr):
+    return tl.load(p + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+
+
+@Kernel
+@triton.jit
+def gate_in_kernel(
+    z, mask, norm_w, norm_b, p_w, p_b, g_w, g_b, ab, rows, length, padded, eps,
+    C: tl.constexpr, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_MASK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_R rows. It normalises them once, loops over the N = 2 D channels of both halves, and writes each
+    tile mask * sigmoid(g) * p once.
+    """
+    o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
+    o_c = tl.arange(0, BLOCK_C)
+    m_rc = m_r[:, None] & (o_c < C)[None, :]
+    b_x, _ = _standard(_load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = tl.trans(_scaled(b_x, _vector(norm_w, o_c, C), _vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty))  # [c,r]
+    b_m = m_r.to(tl.float32)
+    if HAS_MASK:
+        b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
+    for start in range(0, N, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        b_p = tl.dot(_matrix(p_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)  # [n,r]
+        b_g = tl.dot(_matrix(g_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)
+        b_p = b_p + _vector(p_b, o_n, N)[:, None]
+        b_g = b_g + _vector(g_b, o_n, N)[:, None]
+        b_ab = (b_p * tl.sigmoid(b_g) * b_m[None, :]).to(ab.dtype.element_ty)
+        tl.store(ab + o_n[:, None].to(tl.int64) * rows + o_r[None, :], b_ab, mask=(o_n < N)[:, None] & (o_r < rows)[None, :])
+
+
+@Kernel
+@triton.jit
+def gate_out_kernel(
+    z, t, in_w, in_b, out_w, out_b, p_w, p_b, g_w, g_b, out, rows, length, padded, eps,
+    C: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    RESIDUAL: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_R rows. It reads z and the product t once, and writes the update, or z + update, once."""
+    o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
+    o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
+    m_rc, m_dr = m_r[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & (o_r < rows)[None, :]
+    b_x, _ = _standard(_load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
+    b_n = _scaled(b_x, _vector(out_w, o_d, D), _vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
+    b_u = tl.dot(tl.trans(b_n), tl.trans(_matrix(p_w, o_c, o_d, C, D)), input_precision=PRECISION)  # [r,c]
+    b_x, _ = _standard(_load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = _scaled(b_x, _vector(in_w, o_c, C), _vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    b_g = tl.dot(b_y, tl.trans(_matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
+    b_u = (b_u + _vector(p_b, o_c, C)[None, :]) * tl.sigmoid(b_g + _vector(g_b, o_c, C)[None, :])
+    if RESIDUAL:  # read again: held in registers since the norm, it would halve the programs of a multiprocessor
+        b_u += _load_rows(z, o_z, m_rc, o_c, C)
+    tl.store(out + o_z[:, None] * C + o_c[None, :], b_u.to(out.dtype.element_ty), mask=m_rc)
+
+
+@Kernel
+@triton.jit
+def gate_out_backward_kernel(
+    do, z, t, in_w, in_b, out_w, out_b, p_w, p_b, g_w, g_b, dt, dg, du, n, sums, rows, length, padded, eps,
+    C: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    NEEDS_WEIGHTS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_R rows. It reads do, z and t once. It writes the gradients of t and of the gate's product g once,
+    and for the weights the gradient of the output product u, its input n, and its sums over rows of dn * x and of dn.
+    """
+    o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
+    o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
+    m_rc, m_inside = m_r[:, None] & (o_c < C)[None, :], o_r < rows
+    m_rows, m_dr = m_inside[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & m_inside[None, :]
+    o_rc, o_dr = o_r[:, None] * C + o_c[None, :], o_d[:, None].to(tl.int64) * rows + o_r[None, :]
+    b_x, _ = _standard(_load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = _scaled(b_x, _vector(in_w, o_c, C), _vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    b_g = tl.dot(b_y, tl.trans(_matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
+    b_s = tl.sigmoid(b_g + _vector(g_b, o_c, C)[None, :])
+    b_p, b_w = _matrix(p_w, o_c, o_d, C, D), _vector(out_w, o_d, D)
+    b_x, b_rstd = _standard(_load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
+    b_n = _scaled(b_x, b_w, _vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
+    b_u = tl.dot(tl.trans(b_n), tl.trans(b_p), input_precision=PRECISION) + _vector(p_b, o_c, C)[None, :]  # [r,c]
+    b_du = _load_rows(do, o_z, m_rc, o_c, C) * b_s
+    tl.store(dg + o_rc, (b_du * b_u * (1 - b_s)).to(dg.dtype.element_ty), mask=m_rows)
+    b_du = b_du.to(p_w.dtype.element_ty)
+    b_dn = tl.dot(tl.trans(b_p), tl.trans(b_du), input_precision=PRECISION)  # [d,r]
+    if NEEDS_WEIGHTS:
+        tl.store(du + o_rc, b_du, mask=m_rows)
+        tl.store(n + o_dr, b_n, mask=m_dr)
+        p_sums = sums + tl.program_id(0).to(tl.int64) * 2 * D + o_d
+        tl.store(p_sums, tl.sum(b_dn * b_x, 1), mask=o_d < D)
+        tl.store(p_sums + D, tl.sum(b_dn, 1), mask=o_d < D)
+    b_dn = b_dn * b_w[:, None]
+    b_dt = b_dn - (tl.sum(b_dn, 0) / D)[None, :] - b_x * (tl.sum(b_dn * b_x, 0) / D)[None, :]
+    tl.store(dt + o_dr, (b_dt * b_rstd[None, :]).to(dt.dtype.element_ty), mask=m_dr)
+
+
+@Kernel
+@triton.jit
+def gate_in_backward_kernel(
+    dab, dg_out, do, z, mask, norm_w, norm_b, p_w, p_b, g_w, g_b, g_out_w, dz, dpg, y, sums, rows, length, padded, eps,
+    C: tl.constexpr, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_MASK: tl.constexpr, RESIDUAL: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_R rows. It normalises them, loops over the N = 2 D channels of both halves, and sums the gradient
+    of the norm in registers. It writes dz once. For the weights it writes dp and dg, the normalised rows y, and its sums over
+    rows of dy * x and of dy.
+    """
+    o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
+    o_c = tl.arange(0, BLOCK_C)
+    m_c, m_inside = o_c < C, o_r < rows
+    m_rc, m_rows = m_r[:, None] & m_c[None, :], m_inside[:, None] & m_c[None, :]
+    o_rc = o_r[:, None] * C + o_c[None, :]
+    b_w = _vector(norm_w, o_c, C)
+    b_x, b_rstd = _standard(_load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = _scaled(b_x, b_w, _vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    if NEEDS_WEIGHTS:
+        tl.store(y + o_rc, b_y, mask=m_rows)
+    b_y = tl.trans(b_y)  # [c,r]
+    b_dg_out = tl.load(dg_out + o_rc, mask=m_rows, other=0.0)
+    b_dy = tl.dot(b_dg_out, _matrix(g_out_w, o_c, o_c, C, C), input_precision=PRECISION)  # [r,c]
+    b_m = m_r.to(tl.float32)
+    if HAS_MASK:
+        b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
+    for start in range(0, N, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_nr = (o_n < N)[:, None] & m_inside[None, :]
+        o_nr = o_n[:, None].to(tl.int64) * rows + o_r[None, :]
+        b_p_w, b_g_w = _matrix(p_w, o_n, o_c, N, C), _matrix(g_w, o_n, o_c, N, C)  # [n,c]
+        b_p = tl.dot(b_p_w, b_y, input_precision=PRECISION) + _vector(p_b, o_n, N)[:, None]  # [n,r]
+        b_s = tl.sigmoid(tl.dot(b_g_w, b_y, input_precision=PRECISION) + _vector(g_b, o_n, N)[:, None])
+        b_dp = tl.load(dab + o_nr, mask=m_nr, other=0.0).to(tl.float32) * b_m[None, :] * b_s  # [n,r]
+        b_dg = (b_dp * b_p * (1 - b_s)).to(p_w.dtype.element_ty)
+        b_dp = b_dp.to(p_w.dtype.element_ty)
+        if NEEDS_WEIGHTS:
+            tl.store(dpg + o_nr, b_dp, mask=m_nr)
+            tl.store(dpg + o_nr + tl.cast(rows, tl.int64) * N, b_dg, mask=m_nr)
+        b_dy = tl.dot(tl.trans(b_dp), b_p_w, b_dy, input_precision=PRECISION)
+        b_dy = tl.dot(tl.trans(b_dg), b_g_w, b_dy, input_precision=PRECISION)
+    if NEEDS_WEIGHTS:
+        p_sums = sums + tl.program_id(0).to(tl.int64) * 2 * C + o_c
+        tl.store(p_sums, tl.sum(b_dy * b_x, 0), mask=m_c)
+        tl.store(p_sums + C, tl.sum(b_dy, 0), mask=m_c)
+    b_dy = b_dy * b_w[None, :]
+    b_dz = b_dy - (tl.sum(b_dy, 1) / C)[:, None] - b_x * (tl.sum(b_dy * b_x, 1) / C)[:, None]
+    b_dz = b_dz * b_rstd[:, None]
+    if RESIDUAL:
+        b_dz += _load_rows(do, o_z, m_rc, o_c, C)
+    tl.store(dz + o_z[:, None] * C + o_c[None, :], b_dz.to(dz.dtype.element_ty), mask=m_rc)

@@ -1,0 +1,179 @@
+"""Triangle multiplication: checks, and the way that a call takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evoattn.call.canonical import fits
+from evoattn.call.sharded import is_distributed
+from evoattn.call.validation import compute_dtype
+from evoattn.numerics import accumulate_dtype
+from evoattn.pair import operators
+from evoattn.pair.autograd import TriangleMultiplication
+from evoattn.pair.values import Options, Weights
+from evoattn.run import guards
+
+__all__ = ["product", "reference", "triangle_multiplication"]
+
+
+def triangle_multiplication(
+    z: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: str = "outgoing",
+    norm_in_weight: Tensor | None = None,
+    norm_in_bias: Tensor | None = None,
+    p_in_weight: Tensor,
+    p_in_bias: Tensor | None = None,
+    g_in_weight: Tensor,
+    g_in_bias: Tensor | None = None,
+    norm_out_weight: Tensor | None = None,
+    norm_out_bias: Tensor | None = None,
+    p_out_weight: Tensor,
+    p_out_bias: Tensor | None = None,
+    g_out_weight: Tensor,
+    g_out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: bool = False,
+) -> Tensor:
+    """Multiply the edges of triangles: the triangle multiplication of AlphaFold, from norm to output gate.
+
+        y = norm_in(z)      a, b = mask * sigmoid(g_in(y)) * p_in(y), in halves
+        t[i,j] = sum over k of a[i,k] b[j,k]  (outgoing),  a[k,i] b[k,j]  (incoming)
+        result = sigmoid(g_out(y)) * p_out(norm_out(t)), plus z with `residual=True`
+
+    Sums are float32 or wider. In float16 the product t is kept in float32, because its sums can leave float16's range.
+    Gradients are deterministic, and have no derivative of their own.
+
+    Args:
+        z: the pair representation, `[*, L, L, C]`, of any floating-point dtype.
+        mask: broadcasts to `[*, L, L]` and has as many axes: 1 or True for an edge that counts. A float mask is a factor.
+        direction: "outgoing" or "incoming".
+        norm_in_weight, norm_in_bias: `[C]`. None: 1 and 0.
+        p_in_weight, g_in_weight: `[2 D, C]`, rows 0 to D for a, the others for b; with biases `[2 D]`.
+        norm_out_weight, norm_out_bias: `[D]`. None: 1 and 0.
+        p_out_weight: `[C, D]`, with a bias `[C]`.
+        g_out_weight: `[C, C]`, with a bias `[C]`.
+        eps: is added to the variance in both norms.
+        residual: whether z is added to the update.
+
+    Returns:
+        `[*, L, L, C]` in the dtype of the products: that of autocast, or the narrower one of z and the weights. With the
+        residual in the dtype to which torch promotes z and the update.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, dtype or shape.
+
+    Example:
+        >>> import torch
+        >>> z, w = torch.randn(1, 5, 5, 8), torch.randn(16, 8)
+        >>> triangle_multiplication(z, p_in_weight=w, g_in_weight=w, p_out_weight=w[:8], g_out_weight=w[:8]).shape
+        torch.Size([1, 5, 5, 8])
+
+    Source: Jumper et al. 2021, supplementary algorithms 11 and 12; Abramson et al. 2024, algorithms 12 and 13.
+    """
+    weights = Weights(
+        norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias,
+        norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias,
+    )  # fmt: skip
+    if direction not in ("outgoing", "incoming"):
+        raise ValueError(f"direction must be 'outgoing' or 'incoming', got {direction!r}")
+    _check(z, mask, weights)
+    options = Options(direction == "outgoing", float(eps), residual)
+    weights = _cast(z, weights)
+    if mask is not None and not mask.is_floating_point():
+        mask = mask.to(weights.dtype)
+    if _needs_reference(z, mask):
+        return reference(z, mask, weights, options)
+    square = z.reshape(math.prod(z.shape[:-3]), *z.shape[-3:]).contiguous()
+    rows = None if mask is None else mask.expand(z.shape[:-1]).reshape(square.shape[:-1]).contiguous()
+    if guards.only_computes():
+        made = TriangleMultiplication.apply(square, rows, options, *weights)  # type: ignore[no-untyped-call]
+    else:  # torch has to see an operator
+        made = operators.forward(square, rows, *weights, *options)[0]
+    result: Tensor = made.view(z.shape)
+    return result
+
+
+def _needs_reference(z: Tensor, mask: Tensor | None) -> bool:
+    """Whether a call is left to plain torch: an empty one, the gradient of a mask, or a transform of `torch.func`."""
+    wants_mask = mask is not None and mask.requires_grad
+    return not z.numel() or wants_mask or torch._C._are_functorch_transforms_active()
+
+
+def _cast(z: Tensor, weights: Weights) -> Weights:
+    """The weights of products and their biases in the dtype of the products."""
+    dtype, other = compute_dtype(z), compute_dtype(weights.p_in_weight)
+    dtype = other if other.itemsize < dtype.itemsize else dtype
+    named = zip(Weights._fields, weights, strict=True)
+    cast: Any = [x if x is None or "norm" in name else x.to(dtype) for name, x in named]
+    return Weights(*cast)
+
+
+def _check(z: Tensor, mask: Tensor | None, weights: Weights) -> None:
+    """Raise TypeError or ValueError for what does not fit together."""
+    for name, x in (("z", z), *zip(Weights._fields, weights, strict=True)):
+        if x is None and (name.endswith("bias") or "norm" in name):
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if is_distributed(x):
+            raise TypeError(f"{name} must be a plain tensor, got a DTensor: gather it first, with full_tensor()")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
+        if x.device != z.device:
+            raise ValueError(f"{name} must be on {z.device}, as z is, got {x.device}")
+    if z.ndim < 3 or z.shape[-2] != z.shape[-3]:
+        raise ValueError(f"z must be [*, L, L, C], got shape {list(z.shape)}")
+    if weights.p_out_weight.ndim != 2:
+        raise ValueError(f"p_out_weight must be [C, D], got shape {list(weights.p_out_weight.shape)}")
+    channels, hidden = z.shape[-1], weights.p_out_weight.shape[1]
+    shapes = {"norm_in": (channels,), "p_in": (2 * hidden, channels), "g_in": (2 * hidden, channels)}
+    shapes |= {"norm_out": (hidden,), "p_out": (channels, hidden), "g_out": (channels, channels)}
+    for name, x in zip(Weights._fields, weights, strict=True):
+        module, kind = name.rsplit("_", 1)
+        wanted = shapes[module] if kind == "weight" else shapes[module][:1]
+        if x is not None and tuple(x.shape) != wanted:
+            sizes = f"for C = {channels} channels of z and D = {hidden} of p_out_weight"
+            raise ValueError(f"{name} must be {list(wanted)} {sizes}, got shape {list(x.shape)}")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.ndim != z.ndim - 1 or not fits(tuple(mask.shape), tuple(z.shape[:-1])):
+        raise ValueError(f"mask must broadcast to {list(z.shape[:-1])} and have as many axes, got shape {list(mask.shape)}")
+    if mask.device != z.device:
+        raise ValueError(f"mask must be on {z.device}, as z is, got {mask.device}")
+
+
+def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
+    """Triangle multiplication in plain torch, which differentiates it: the specification, and what transforms of torch see."""
+    w = weights
+    y = _norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
+    ab = F.linear(y, w.p_in_weight, w.p_in_bias) * F.linear(y, w.g_in_weight, w.g_in_bias).sigmoid()
+    if mask is not None:
+        ab = ab * mask.unsqueeze(-1).to(w.dtype)
+    a, b = ab.movedim(-1, -3).chunk(2, -3)  # [*,d,i,k]
+    t = product(a, b, outgoing=options.outgoing).movedim(-3, -1)
+    n = _norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.dtype)
+    update = F.linear(n, w.p_out_weight, w.p_out_bias) * F.linear(y, w.g_out_weight, w.g_out_bias).sigmoid()
+    return z + update if options.residual else update
+
+
+def product(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
+    """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums."""
+    if a.dtype == torch.float16:
+        a, b = a.float(), b.float()
+    return a @ b.mT if outgoing else a.mT @ b
+
+
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """A layer norm over the last axis, in float32 or wider."""
+    wide = accumulate_dtype(x.dtype)
+    weight, bias = (None if y is None else y.to(wide) for y in (weight, bias))
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps)

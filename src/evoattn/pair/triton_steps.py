@@ -1,0 +1,181 @@
+"""The steps of triangle multiplication on a GPU: launches of `kernels`. They take and return what `torch_steps` says."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evoattn.backends.triton import alone
+from evoattn.backends.triton.launch import shared_memory_limit, split_precision
+from evoattn.numerics import accumulate_dtype
+from evoattn.pair import kernels
+from evoattn.pair.values import Options, Weights
+
+__all__ = ["gate_in", "gate_in_backward", "gate_out", "gate_out_backward", "takes"]
+
+_MOST_BYTES = 512
+"""Of a row. The kernels hold it in the registers of one program, and the weights of a product in shared memory."""
+
+_SHARED_MEMORY = 163_840
+"""Bytes that a program needs for more than 128 channels."""
+
+
+class Tile(NamedTuple):
+    """Rows of a program, channels of a step of its loop, and what the kernel is compiled with."""
+
+    rows: int
+    channels: int
+    warps: int
+    stages: int
+
+
+_TILES = {
+    "gate_in": Tile(128, 64, 8, 2),
+    "gate_out": Tile(64, 0, 4, 1),
+    "gate_out_backward": Tile(32, 0, 4, 1),
+    "gate_in_backward": Tile(64, 32, 4, 3),
+}
+"""For 128 channels in 16 bits: the fastest of 30, 17, 14 and 40 on an H100 at 1,024 residues."""
+
+
+def takes(z: Tensor, weights: Weights) -> bool:
+    """Whether the kernels take weights of these sizes."""
+    channels = _block(max(weights.p_out_weight.shape))
+    fits = channels <= 128 or shared_memory_limit(z.device) >= _SHARED_MEMORY
+    return fits and channels * weights.dtype.itemsize <= _MOST_BYTES
+
+
+def gate_in(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, padded: int) -> Tensor:
+    w, channels = weights, weights.p_in_weight.shape[0]
+    ab = torch.empty((channels, z.shape[0], padded, padded), dtype=w.dtype, device=z.device)
+    tensors = (z, z if mask is None else mask, *_of_input(z, w), ab)
+    launch = _Launch("gate_in", z, w, padded, options.eps)
+    launch(kernels.gate_in_kernel, tensors, C=z.shape[-1], N=channels, HAS_MASK=mask is not None)
+    return ab
+
+
+def gate_out(z: Tensor, t: Tensor, weights: Weights, options: Options) -> Tensor:
+    dtype = torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype
+    out = torch.empty_like(z, dtype=dtype)
+    tensors = (z, t, *_of_output(z, weights), out)
+    launch = _Launch("gate_out", z, weights, t.shape[-1], options.eps)
+    launch(kernels.gate_out_kernel, tensors, C=z.shape[-1], D=t.shape[0], RESIDUAL=options.residual)
+    return out
+
+
+def gate_out_backward(
+    do: Tensor, z: Tensor, t: Tensor, weights: Weights, options: Options, *, needs_weights: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    rows, hidden, channels = t[0].numel(), t.shape[0], z.shape[-1]
+    launch = _Launch("gate_out_backward", z, weights, t.shape[-1], options.eps)
+    made = functools.partial(torch.empty, dtype=weights.dtype, device=z.device)
+    dt, dg = made(t.shape), made((rows, channels))
+    du, n, sums = dt, dt, dt
+    if needs_weights:
+        du, n = made((rows, channels)), made((hidden, rows))
+        sums = made((launch.programs, 2, hidden), dtype=torch.float32)
+    tensors = (do, z, t, *_of_output(z, weights), dt, dg, du, n, sums)
+    launch(kernels.gate_out_backward_kernel, tensors, C=channels, D=hidden, NEEDS_WEIGHTS=needs_weights)
+    return dt, dg, (du, n, sums.sum(0)) if needs_weights else None
+
+
+def gate_in_backward(
+    dab: Tensor,
+    dg_out: Tensor,
+    do: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    options: Options,
+    *,
+    needs_weights: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    w, rows, count, channels = weights, dab[0].numel(), dab.shape[0], z.shape[-1]
+    launch = _Launch("gate_in_backward", z, w, dab.shape[-1], options.eps)
+    made = functools.partial(torch.empty, dtype=w.dtype, device=z.device)
+    dz = torch.empty_like(z)
+    dpg, y, sums = dz, dz, dz
+    if needs_weights:
+        dpg, y = made((2 * count, rows)), made((rows, channels))
+        sums = made((launch.programs, 2, channels), dtype=torch.float32)
+    tensors = (dab, dg_out, do, z, z if mask is None else mask, *_of_input(z, w), w.g_out_weight, dz, dpg, y, sums)
+    wishes = {"HAS_MASK": mask is not None, "RESIDUAL": options.residual, "NEEDS_WEIGHTS": needs_weights}
+    launch(kernels.gate_in_backward_kernel, tensors, C=channels, N=count, **wishes)
+    return dz, (dpg, y, sums.sum(0)) if needs_weights else None
+
+
+class _Launch:
+    """One launch of a step's kernel over all rows of the padded square.
+
+    Args:
+        step: its name in the table of tiles.
+        z: `[B, L, L, C]`.
+        weights: whose dtype the products have.
+        padded: the side of the square.
+        eps: of the norms.
+    """
+
+    def __init__(self, step: str, z: Tensor, weights: Weights, padded: int, eps: float) -> None:
+        self.tile = _tile(step, max(z.shape[-1], weights.p_out_weight.shape[1]), weights.dtype)
+        self.length, self.padded, self.rows, self.eps = z.shape[1], padded, z.shape[0] * padded * padded, eps
+        self.precision = split_precision(weights.dtype, z.shape[-1])
+        self.programs = -(-self.rows // self.tile.rows)
+
+    def __call__(self, kernel: Any, tensors: tuple[Tensor, ...], **constants: int) -> None:
+        blocks = {"BLOCK_R": self.tile.rows, "BLOCK_C": _block(constants["C"])}
+        if "N" in constants:
+            blocks["BLOCK_N"] = min(self.tile.channels, _block(constants["N"]))
+        if "D" in constants:
+            blocks["BLOCK_D"] = _block(constants["D"])
+        how = {"PADDED": self.padded != self.length, "PRECISION": self.precision}
+        compiled = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
+        numbers = (self.rows, self.length, self.padded, self.eps)
+        alone.start(kernel, self.programs, tensors, *numbers, **constants, **blocks, **how, **compiled)
+
+
+@functools.cache
+def _tile(step: str, channels: int, dtype: torch.dtype) -> Tile:
+    """The tile of a step: that of 128 channels in 16 bits, or a smaller one if a row takes more registers."""
+    tile, wider = _TILES[step], max(1, _block(channels) // 128) * (dtype.itemsize // 2)
+    return Tile(max(16, tile.rows // wider), max(16, tile.channels // wider), tile.warps, tile.stages if wider == 1 else 1)
+
+
+def _block(size: int) -> int:
+    """The power of two, at least 16 (the smallest product), that holds `size`."""
+    return max(16, 1 << math.ceil(math.log2(size)))
+
+
+def _of_input(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """What both kernels of the input read: norm and products."""
+    count, channels = w.p_in_weight.shape
+    given = _affine(w.norm_in_weight, w.norm_in_bias, z, channels)
+    return (*given, w.p_in_weight, _bias(w.p_in_bias, z, count), w.g_in_weight, _bias(w.g_in_bias, z, count))
+
+
+def _of_output(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """What both kernels of the output read: norms, output product, gate."""
+    channels, hidden = w.p_out_weight.shape
+    given = _affine(w.norm_in_weight, w.norm_in_bias, z, channels) + _affine(w.norm_out_weight, w.norm_out_bias, z, hidden)
+    return (*given, w.p_out_weight, _bias(w.p_out_bias, z, channels), w.g_out_weight, _bias(w.g_out_bias, z, channels))
+
+
+def _affine(weight: Tensor | None, bias: Tensor | None, z: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    return _kept(1.0, channels, z.device) if weight is None else weight, _bias(bias, z, channels)
+
+
+def _bias(bias: Tensor | None, z: Tensor, channels: int) -> Tensor:
+    return _kept(0.0, channels, z.device) if bias is None else bias
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(value: float, channels: int, device: torch.device) -> Tensor:
+    """The weight or the bias of a norm or a product that has none."""
+    with torch.inference_mode(False):
+        made = torch.full((channels,), value, dtype=accumulate_dtype(torch.float32), device=device)
+    if made.is_cuda and not torch.cuda.is_current_stream_capturing():  # other streams may read it next
+        torch.cuda.current_stream(device).synchronize()
+    return made

@@ -1,0 +1,75 @@
+"""Triangle multiplication on a GPU: kernels against float64, lengths that are padded, graphs, repeated runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from evoattn.pair import autograd, torch_steps, triangle_multiplication, triton_steps
+from evoattn.pair.multiplication import reference
+from evoattn.pair.values import Options, Weights
+from evoattn.testing import relative_error
+from tests.pair.problems import differentiated, inputs, truth, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
+]
+
+
+def call(z: torch.Tensor, mask: torch.Tensor | None, given: Weights, options: Options) -> torch.Tensor:
+    direction = "outgoing" if options.outgoing else "incoming"
+    named: Any = given._asdict()
+    return triangle_multiplication(z, mask, direction=direction, residual=options.residual, eps=options.eps, **named)
+
+
+@pytest.mark.parametrize("outgoing", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("length", [1, 7, 61, 64, 129])
+@pytest.mark.parametrize(("channels", "hidden"), [(128, 128), (64, 32), (24, 40), (256, 256)])
+def test_against_float64(outgoing: bool, dtype: torch.dtype, length: int, channels: int, hidden: int) -> None:
+    """At most three times what dense torch of the dtype loses."""
+    bias = channels != 128
+    given = weights(channels, hidden, bias=bias, dtype=dtype, device="cuda")
+    z, mask, do = inputs((2,), length, channels, dtype, "cuda")
+    options = Options(outgoing, 1e-5, residual=bias)
+    exact = truth(z, mask, given, options, do)
+    plain = differentiated(reference(z, mask, given, options), z, given, do)
+    found = differentiated(call(z, mask, given, options), z, given, do)
+    floor = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float64: 1e-13}[dtype]
+    for x, y, right in zip(found, plain, exact, strict=True):
+        assert x.dtype == dtype and x.isfinite().all()
+        assert relative_error(x, right) <= 3 * max(relative_error(y, right), floor)
+
+
+def test_which_steps_run() -> None:
+    """The kernels, but for float64 and for rows that do not fit."""
+    z = torch.empty(1, 4, 4, 128, device="cuda")
+    for channels, dtype, steps in ((128, torch.bfloat16, triton_steps), (128, torch.float32, triton_steps),
+                                   (256, torch.float32, torch_steps), (128, torch.float64, torch_steps)):  # fmt: skip
+        assert autograd._steps(z, weights(channels, channels, bias=False, dtype=dtype, device="cuda")) is steps
+
+
+def test_two_runs_and_a_graph_are_bit_equal() -> None:
+    given = weights(128, 128, bias=True, dtype=torch.float32, device="cuda")
+    z, mask, do = inputs((1,), 77, 128, torch.float32, "cuda")
+
+    def run() -> list[torch.Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            out = call(z, mask, given, Options(True, 1e-5, True))
+        return differentiated(out, z, given, do)
+
+    first, second = run(), run()
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(first, captured, strict=True))

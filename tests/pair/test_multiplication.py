@@ -1,0 +1,239 @@
+"""Triangle multiplication on the CPU: against dense torch in float64, and how it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evoattn.compat.cuequivariance import triangle_multiplicative_update
+from evoattn.nn import TriangleMultiplication
+from evoattn.pair import triangle_multiplication
+from evoattn.pair.multiplication import reference
+from evoattn.pair.values import Options, Weights
+from evoattn.testing import dense_layers, relative_error
+from tests.pair.problems import differentiated, inputs, truth, weights
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+DIRECTIONS = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+
+
+def call(z: Tensor, mask: Tensor | None, given: Weights, options: Options) -> Tensor:
+    direction = "outgoing" if options.outgoing else "incoming"
+    named: Any = given._asdict()
+    return triangle_multiplication(z, mask, direction=direction, residual=options.residual, eps=options.eps, **named)
+
+
+def worst(found: list[Tensor], exact: list[Tensor]) -> float:
+    assert all(x.isfinite().all() for x in found)
+    return max(relative_error(x, y) for x, y in zip(found, exact, strict=True))
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3)], ids=str)
+def test_float64(direction: str, bias: bool, lead: tuple[int, ...]) -> None:
+    given, (z, mask, do) = weights(6, 10, bias=bias), inputs(lead, 5, 6)
+    options = Options(direction == "outgoing", 1e-5, residual=bias)
+    found = differentiated(call(z, mask if bias else None, given, options), z, given, do)
+    assert worst(found, truth(z, mask if bias else None, given, options, do)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@DIRECTIONS
+def test_narrower_dtypes(direction: str, dtype: torch.dtype) -> None:
+    """At most three times what dense torch of the dtype loses."""
+    given, (z, mask, do) = weights(16, 16, bias=True, dtype=dtype), inputs((1,), 9, 16, dtype)
+    options = Options(direction == "outgoing", 1e-5, residual=True)
+    exact = truth(z, mask, given, options, do)
+    budget = 3 * worst(differentiated(reference(z, mask, given, options), z, given, do), exact)
+    found = differentiated(call(z, mask, given, options), z, given, do)
+    assert {x.dtype for x in found} == {dtype}
+    assert worst(found, exact) < budget < 0.1
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 5, 5), torch.bool), ((2, 1, 5), torch.float32), ((1, 5, 1), torch.int64)])
+def test_masks_of_all_kinds(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given, (z, _, do) = weights(6, 4, bias=True), inputs((2,), 5, 6)
+    mask = (3 * torch.rand(shape, generator=torch.Generator().manual_seed(4))).to(dtype)
+    options = Options(True, 1e-5, residual=False)
+    found = differentiated(call(z, mask, given, options), z, given, do)
+    assert worst(found, truth(z, mask, given, options, do)) < 1e-12
+
+
+def test_the_gradient_of_a_mask() -> None:
+    given, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
+    mask = mask.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda mask: call(z, mask, given, Options(True, 1e-5, False)), [mask])
+
+
+@pytest.mark.parametrize("frozen", ["weights", "z", "all but one"])
+def test_only_what_is_wanted_has_a_gradient(frozen: str) -> None:
+    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
+    exact = dict(zip(("out", "z", *Weights._fields), truth(z, mask, given, Options(True, 1e-5, False), do), strict=True))
+    wanted = {"weights": ["z"], "z": list(Weights._fields), "all but one": ["g_in_weight"]}[frozen]
+    for name, x in (("z", z), *given._asdict().items()):
+        x.requires_grad_(name in wanted)
+    call(z, mask, given, Options(True, 1e-5, False)).backward(do)
+    for name, x in (("z", z), *given._asdict().items()):
+        assert (x.grad is not None) == (name in wanted), name
+        assert x.grad is None or relative_error(x.grad, exact[name]) < 1e-12, name
+
+
+def test_a_sum_past_the_range_of_float16() -> None:
+    """The product t reaches 3e5 here. The norm after it makes that ordinary again."""
+    given = weights(16, 16, bias=False, dtype=torch.float16)
+    with torch.no_grad():
+        given.p_in_weight.mul_(64)
+    z, _, do = inputs((1,), 33, 16, torch.float16)
+    found = differentiated(call(z, None, given, Options(True, 1e-5, False)), z, given, do)
+    assert worst(found, truth(z, None, given, Options(True, 1e-5, False), do)) < 5e-3
+
+
+def test_autocast() -> None:
+    given, (z, mask, do) = weights(16, 16, bias=True, dtype=torch.float32), inputs((1,), 6, 16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        update = call(z, mask, given, Options(True, 1e-5, False))
+        assert update.dtype == torch.bfloat16
+        out = call(z, mask, given, Options(True, 1e-5, True))
+    assert out.dtype == torch.float32
+    found = differentiated(out, z, given, do)
+    assert {x.dtype for x in found} == {torch.float32}
+    assert worst(found, truth(z, mask, given, Options(True, 1e-5, True), do)) < 2e-2
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_few_residues(length: int) -> None:
+    given, (z, mask, do) = weights(6, 4, bias=True), inputs((2,), length, 6)
+    out = call(z, mask, given, Options(False, 1e-5, True))
+    assert out.shape == z.shape
+    assert all(x.isfinite().all() for x in differentiated(out, z, given, do))
+
+
+def test_a_transposed_z_and_an_output_changed_in_place() -> None:
+    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
+    options = Options(True, 1e-5, False)
+    turned = z.detach().transpose(1, 2).contiguous().requires_grad_()
+    out = call(turned.transpose(1, 2), mask, given, options)
+    out *= 2
+    (dz,) = torch.autograd.grad(out, turned, do)
+    assert relative_error(dz.transpose(1, 2), 2 * truth(z, mask, given, options, do)[1]) < 1e-12
+
+
+def test_torch_compile_sees_one_operator() -> None:
+    given, (z, mask, do) = weights(6, 4, bias=True), inputs((2,), 5, 6)
+    options = Options(True, 1e-5, True)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    found = differentiated(compiled(z, mask, given, options), z, given, do)
+    assert worst(found, truth(z, mask, given, options, do)) < 1e-12
+
+
+def test_the_operators_are_well_defined() -> None:
+    given, (z, mask, _) = weights(6, 4, bias=True), inputs((2,), 5, 6)
+    square: tuple[Any, ...] = (z, mask, *given, True, 1e-5, True)
+    torch.library.opcheck(torch.ops.evoattn.triangle_multiplication.default, square)
+    out, ab, t = torch.ops.evoattn.triangle_multiplication.default(*square)
+    saved = [x.detach() for x in (torch.randn_like(out), z, mask, ab, t, *given)]
+    checks = ("test_schema", "test_faketensor")  # it has no derivative
+    backward = torch.ops.evoattn.triangle_multiplication_backward.default
+    torch.library.opcheck(backward, (*saved, True, 1e-5, True, True), test_utils=checks)
+
+
+def test_transforms() -> None:
+    given, (z, mask, do) = weights(6, 4, bias=True), inputs((3,), 5, 6)
+    options = Options(True, 1e-5, False)
+    exact = truth(z, mask, given, options, do)
+    by_row = torch.func.vmap(lambda z, mask: call(z, mask, given, options))(z, mask)
+    assert relative_error(by_row, exact[0]) < 1e-12
+    dz = torch.func.grad(lambda z: (call(z, mask, given, options) * do).sum())(z)
+    assert relative_error(dz, exact[1]) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_many_cotangents_at_once() -> None:
+    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
+    options = Options(True, 1e-5, False)
+    out = call(z, mask, given, options)
+    (dz,) = torch.autograd.grad(out, z, torch.stack([do, 2 * do]), is_grads_batched=True)
+    exact = truth(z, mask, given, options, do)[1]
+    assert relative_error(dz[0], exact) < 1e-12 and relative_error(dz[1], 2 * exact) < 1e-12
+
+
+def test_a_second_derivative_raises() -> None:
+    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
+    (dz,) = torch.autograd.grad(call(z, mask, given, Options(True, 1e-5, False)), z, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dz.sum(), z)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"direction": "both"}, ValueError, "direction must be 'outgoing' or 'incoming', got 'both'"),
+    ({"z": torch.ones(2, 5, 6)}, ValueError, "z must be \\[\\*, L, L, C\\], got shape \\[2, 5, 6\\]"),
+    ({"z": torch.ones(5, 5, 6, dtype=torch.int32)}, TypeError, "z must be of a floating-point dtype, got torch.int32"),
+    ({"z": None}, TypeError, "z must be a torch.Tensor, got NoneType"),
+    ({"mask": torch.ones(5)}, ValueError, "mask must broadcast to \\[2, 5, 5\\] and have as many axes, got shape \\[5\\]"),
+    ({"mask": [1]}, TypeError, "mask must be a torch.Tensor or None, got list"),
+    (
+        {"p_in_weight": torch.ones(7, 6)},
+        ValueError,
+        "p_in_weight must be \\[8, 6\\] .*D = 4 .*, got shape \\[7, 6\\]",
+    ),
+    ({"g_out_bias": torch.ones(5)}, ValueError, "g_out_bias must be \\[6\\] .*, got shape \\[5\\]"),
+    ({"p_out_weight": torch.ones(6)}, ValueError, "p_out_weight must be \\[C, D\\], got shape \\[6\\]"),
+    ({"norm_in_weight": 1.0}, TypeError, "norm_in_weight must be a torch.Tensor, got float"),
+    ({"g_in_weight": torch.ones(8, 6, device="meta")}, ValueError, "g_in_weight must be on cpu, as z is, got meta"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), WRONG, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_what_does_not_fit_is_named(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: Any = {**weights(6, 4, bias=True)._asdict(), "z": torch.ones(2, 5, 5, 6), "mask": None, **changed}
+    with pytest.raises(error, match=message):
+        triangle_multiplication(given.pop("z"), given.pop("mask"), **given)
+
+
+@DIRECTIONS
+def test_cuequivariance_calls_it(direction: str) -> None:
+    """With three axes, and a mask of fewer."""
+    given, (z, mask, _) = weights(6, 4, bias=True), inputs((), 5, 6)
+    named: Any = given._asdict()
+    found = triangle_multiplicative_update(z, direction, mask[0], eps=1e-3, **named)
+    exact = call(z, mask[0].expand(5, 5), given, Options(direction == "outgoing", 1e-3, False))
+    assert torch.equal(found, exact)
+    with pytest.raises(ValueError, match="x must be"):
+        triangle_multiplicative_update(z[0], direction, **named)
+    with pytest.raises(ValueError, match="p_in_weight must be given"):
+        triangle_multiplicative_update(z, direction)
+    with pytest.raises(ValueError, match="precision must be None"):
+        triangle_multiplicative_update(z, direction, precision="tf32", **named)
+
+
+def test_dropout_drops_the_same_entries_of_all_rows() -> None:
+    layer = TriangleMultiplication(8, 8, dropout=0.5).double()
+    torch.nn.init.normal_(layer.linear_z.weight)
+    z = torch.randn(1, 6, 6, 8, dtype=torch.float64)
+    dropped = layer(z) == 0
+    assert dropped.any() and not dropped.all()
+    assert (dropped == dropped[:, :1]).all()
+    layer.residual = True
+    assert (layer(z) == z).any() and not (layer.eval()(z) == z).any()
+
+
+@pytest.mark.parametrize("change", ["eps", "one bias"])
+def test_modules_that_cannot_be_joined_are_called(change: str) -> None:
+    layer = TriangleMultiplication(8, 8).double()
+    torch.nn.init.normal_(layer.linear_z.weight)
+    if change == "eps":
+        layer.layer_norm_out.eps = 0.1
+    else:
+        layer.linear_a_p.bias = None
+    z = torch.randn(1, 6, 6, 8, dtype=torch.float64)
+    assert relative_error(layer(z), dense_layers.multiplication(layer, z, mask=None, weights=dense_layers.Weights())) < 1e-12
+
+
+def test_a_z_that_is_not_square() -> None:
+    with pytest.raises(ValueError, match=r"z must be \[\*, L, L, 8\], got shape \[1, 4, 6, 8\]"):
+        TriangleMultiplication(8, 8)(torch.ones(1, 4, 6, 8))

@@ -11,7 +11,7 @@ from torch import Tensor
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.nn import TriangleMultiplication
 from evoattn.pair import triangle_multiplication
-from evoattn.pair.multiplication import reference
+from evoattn.pair.multiplication import _cast, reference
 from evoattn.pair.values import Options, Weights
 from evoattn.testing import dense_layers, relative_error
 from tests.pair.problems import differentiated, inputs, truth, weights
@@ -121,6 +121,16 @@ def test_a_transposed_z_and_an_output_changed_in_place() -> None:
     out *= 2
     (dz,) = torch.autograd.grad(out, turned, do)
     assert relative_error(dz.transpose(1, 2), 2 * truth(z, mask, given, options, do)[1]) < 1e-12
+
+
+def test_weights_of_any_strides() -> None:
+    """The kernels want rows one after the other; they get copies."""
+    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
+    turned: Any = [x if x is None or x.ndim == 1 else x.detach().t().contiguous().t().requires_grad_() for x in given]
+    assert all(x.is_contiguous() for x in _cast(z, Weights(*turned)) if x is not None)
+    options = Options(True, 1e-5, False)
+    found = differentiated(call(z, mask, Weights(*turned), options), z, Weights(*turned), do)
+    assert worst(found, truth(z, mask, given, options, do)) < 1e-12
 
 
 def test_torch_compile_sees_one_operator() -> None:

@@ -26,19 +26,23 @@ _BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")
 """Whether torch multiplies 16 bits into float32, as it does from 2.8 on."""
 
 
-def forward(z: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """The result `[B, L, L, C]`, the halves `[2 D, B, P, P]`, and their product `[D, B, P, P]`."""
-    steps, padded = _steps(z, weights), _padded(z, weights)
+def forward(
+    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, keep: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The result `[B, L, L, C]`, the halves `[2 D, B, P, P]` if they are to be kept, and their product `[D, B, P, P]`."""
+    steps = _steps(z, weights)
     with uncast(z.device):
-        ab = steps.gate_in(z, mask, weights, options, padded)
+        ab = steps.gate_in(z, mask, weights, options, _side(z, steps))
         t = _product(*_halves(ab), outgoing=options.outgoing).view(-1, *ab.shape[1:])
-        return steps.gate_out(z, t, weights, options), ab, t
+        kept = ab if keep else None
+        del ab  # before the result is allocated
+        return steps.gate_out(z, t, weights, options), kept, t
 
 
 def outline(z: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of the shapes and dtypes that `forward` returns."""
     dtype = torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype
-    hidden, padded = weights.p_out_weight.shape[1], _padded(z, weights)
+    hidden, padded = weights.p_out_weight.shape[1], _side(z, _steps(z, weights))
     square = (z.shape[0], padded, padded)
     ab = z.new_empty((2 * hidden, *square), dtype=weights.dtype)
     t = z.new_empty((hidden, *square), dtype=torch.float32 if weights.dtype == torch.float16 else weights.dtype)
@@ -109,10 +113,9 @@ def _steps(z: Tensor, weights: Weights) -> ModuleType:
     return triton_steps if triton_steps.takes(z, weights) else torch_steps
 
 
-def _padded(z: Tensor, weights: Weights) -> int:
+def _side(z: Tensor, steps: ModuleType) -> int:
     """The side of the squares of the halves."""
-    length = z.shape[1]
-    return length if _steps(z, weights) is torch_steps else length + -length % _SIDES
+    return z.shape[1] if steps is torch_steps else z.shape[1] + -z.shape[1] % _SIDES
 
 
 def _halves(ab: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +148,7 @@ class TriangleMultiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, mask: Tensor | None, options: Options, *weights: Tensor | None) -> Tensor:
-        made, ab, t = forward(z, mask, Weights(*weights), options)  # type: ignore[arg-type]
+        made, ab, t = forward(z, mask, Weights(*weights), options, any(ctx.needs_input_grad))  # type: ignore[arg-type]
         ctx.save_for_backward(z, mask, ab, t, *weights)
         ctx.options = options
         return made

@@ -107,11 +107,11 @@ def _needs_reference(z: Tensor, mask: Tensor | None) -> bool:
 
 
 def _cast(z: Tensor, weights: Weights) -> Weights:
-    """The weights of products and their biases in the dtype of the products."""
+    """The weights with their rows one after the other in memory; those of products, and their biases, in the products' dtype."""
     dtype, other = compute_dtype(z), compute_dtype(weights.p_in_weight)
     dtype = other if other.itemsize < dtype.itemsize else dtype
     named = zip(Weights._fields, weights, strict=True)
-    cast: Any = [x if x is None or "norm" in name else x.to(dtype) for name, x in named]
+    cast: Any = [x if x is None else (x if "norm" in name else x.to(dtype)).contiguous() for name, x in named]
     return Weights(*cast)
 
 

@@ -31,7 +31,7 @@ _COUNT = len(Weights._fields)
 
 
 def _forward(z: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    return autograd.forward(z, mask, Weights(*rest[:_COUNT]), Options(*rest[_COUNT:]))
+    return autograd.forward(z, mask, Weights(*rest[:_COUNT]), Options(*rest[_COUNT:]))  # type: ignore[return-value]
 
 
 def _backward(do: Tensor, z: Tensor, mask: Tensor | None, ab: Tensor, t: Tensor, *rest: Any) -> tuple[Tensor, ...]:

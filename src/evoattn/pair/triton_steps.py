@@ -11,7 +11,6 @@ from torch import Tensor
 
 from evoattn.backends.triton import alone
 from evoattn.backends.triton.launch import shared_memory_limit, split_precision
-from evoattn.numerics import accumulate_dtype
 from evoattn.pair import kernels
 from evoattn.pair.values import Options, Weights
 
@@ -164,18 +163,24 @@ def _of_output(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
 
 
 def _affine(weight: Tensor | None, bias: Tensor | None, z: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    return _kept(1.0, channels, z.device) if weight is None else weight, _bias(bias, z, channels)
+    return _constant(1.0, channels, z.device) if weight is None else weight, _bias(bias, z, channels)
 
 
 def _bias(bias: Tensor | None, z: Tensor, channels: int) -> Tensor:
-    return _kept(0.0, channels, z.device) if bias is None else bias
+    return _constant(0.0, channels, z.device) if bias is None else bias
+
+
+def _constant(value: float, channels: int, device: torch.device) -> Tensor:
+    """What a weight or a bias that is not given stands for. It is kept, but not if a CUDA graph makes it at each replay."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.full((channels,), value, dtype=torch.float32, device=device)
+    return _kept(value, channels, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _kept(value: float, channels: int, device: torch.device) -> Tensor:
-    """The weight or the bias of a norm or a product that has none."""
     with torch.inference_mode(False):
-        made = torch.full((channels,), value, dtype=accumulate_dtype(torch.float32), device=device)
-    if made.is_cuda and not torch.cuda.is_current_stream_capturing():  # other streams may read it next
+        made = torch.full((channels,), value, dtype=torch.float32, device=device)
+    if made.is_cuda:  # other streams may read it next
         torch.cuda.current_stream(device).synchronize()
     return made

@@ -107,7 +107,7 @@ def _needs_reference(z: Tensor, mask: Tensor | None) -> bool:
 
 
 def _cast(z: Tensor, weights: Weights) -> Weights:
-    """The weights with their rows one after the other in memory; those of products, and their biases, in the products' dtype."""
+    """The weights, one row after the other in memory; those of products, and their biases, in the products' dtype."""
     dtype, other = compute_dtype(z), compute_dtype(weights.p_in_weight)
     dtype = other if other.itemsize < dtype.itemsize else dtype
     named = zip(Weights._fields, weights, strict=True)

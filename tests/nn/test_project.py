@@ -250,6 +250,21 @@ NOT_SQUARE = r"z must be \[\*, L, L, 8\], the same L twice, got shape \{}"
     (lambda: AttentionPairBias(8, 6, 4, 2, c_s=5, norm=False), ValueError, "acts on the norm"),
     (lambda: AttentionPairBias(8, 6, 4, 2)(torch.ones(1, 5, 8), torch.ones(1, 5, 4, 6)), ValueError, "z must be"),
     (lambda: AttentionPairBias(8, 6, 4, 2, c_s=5)(torch.ones(5, 8), torch.ones(5, 5, 6)), ValueError, "s must be given"),
+    (
+        lambda: AttentionPairBias(8, 6, 4, 2, c_s=5)(torch.ones(3, 5, 8), torch.ones(1, 5, 5, 6), torch.ones(3, 6, 5)),
+        ValueError,
+        r"s must broadcast to \[3, 5, 5\], got shape \[3, 6, 5\]",
+    ),
+    (
+        lambda: AttentionPairBias(8, 6, 4, 2)(torch.ones(3, 5, 8), torch.ones(3, 5, 7, 6), keys=torch.ones(2, 7, 8)),
+        ValueError,
+        r"keys must have \[3\] as leading axes, as a has, got shape \[2, 7, 8\]",
+    ),
+    (
+        lambda: AttentionPairBias(8, 6, 4, 2)(torch.ones(5, 8), None, pair_bias=torch.ones(2, 5, 6)),
+        ValueError,
+        r"pair_bias must broadcast to \[2, 5, 5\] and have as many axes, got shape \[2, 5, 6\]",
+    ),
 ])  # fmt: skip
 def test_refusals(call: Any, error: type[Exception], what: str) -> None:
     with pytest.raises(error, match=what):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evoattn.call.canonical import fits
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_shares, heads, update
 from evoattn.nn.project import layer_norm, linear, project
@@ -178,14 +179,24 @@ class AttentionPairBias(nn.Module):
             check_input("keys", keys, 2, self.c_a)
             if self.c_s is not None:
                 raise ValueError("keys cannot be given beside a condition")
+            if keys.shape[:-2] != a.shape[:-2]:
+                wanted = f"{list(a.shape[:-2])} as leading axes, as a has"
+                raise ValueError(f"keys must have {wanted}, got shape {list(keys.shape)}")
         length = (a if keys is None else keys).shape[-2]
         if (z is None) == (pair_bias is None):
             raise ValueError("one of z and pair_bias must be given")
         if z is not None:
             check_input("z", z, 3, self.c_z)
             check_shares("z", z, tuple(a.shape[:-2]), a.shape[-2], length)
+        if pair_bias is not None:
+            shape = (*a.shape[:-2], self.no_heads, a.shape[-2], length)
+            if pair_bias.ndim != len(shape) or not fits(tuple(pair_bias.shape), shape):
+                wanted = f"broadcast to {list(shape)} and have as many axes"
+                raise ValueError(f"pair_bias must {wanted}, got shape {list(pair_bias.shape)}")
         check_mask("mask", mask, (*a.shape[:-2], length))
         if (s is None) != (self.c_s is None):
             raise ValueError(f"s must be {'None' if self.c_s is None else 'given'}: the layer was made with c_s={self.c_s}")
         if s is not None and self.c_s is not None:
             check_input("s", s, 2, self.c_s)
+            if not fits(tuple(s.shape[:-1]), tuple(a.shape[:-1])):
+                raise ValueError(f"s must broadcast to {[*a.shape[:-1], self.c_s]}, got shape {list(s.shape)}")

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.pair.multiplication import reference
+from evoattn.pair import triangle_multiplication
 from evoattn.pair.values import Options, Weights
+from evoattn.testing import relative_error
 
-__all__ = ["differentiated", "inputs", "truth", "weights"]
+__all__ = ["call", "differentiated", "inputs", "truth", "weights", "worst"]
 
 
 def weights(channels: int, hidden: int, *, bias: bool, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Weights:
@@ -51,15 +52,49 @@ def inputs(
     return z.requires_grad_(), mask, do
 
 
+def call(z: Tensor, mask: Tensor | None, given: Weights, options: Options) -> Tensor:
+    """The public call."""
+    direction = "outgoing" if options.outgoing else "incoming"
+    named: Any = given._asdict()
+    return triangle_multiplication(z, mask, direction=direction, residual=options.residual, eps=options.eps, **named)
+
+
 def differentiated(out: Tensor, z: Tensor, given: Weights, do: Tensor) -> list[Tensor]:
     """The output, and the gradients of z and of all weights."""
     leaves = [z, *[x for x in given if x is not None]]
     return [out, *torch.autograd.grad(out, leaves, do.to(out.dtype))]
 
 
+def dense(z: Tensor, mask: Tensor | None, w: Weights, options: Options) -> Tensor:
+    """As the paper writes it, one half after the other."""
+
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + options.eps).sqrt()
+        return (x if weight is None else x * weight) + (0 if bias is None else bias)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.einsum("...c,dc->...d", x, weight) + (0 if bias is None else bias)
+
+    y = norm(z, w.norm_in_weight, w.norm_in_bias)
+    ab = product(y, w.p_in_weight, w.p_in_bias) / (1 + torch.exp(-product(y, w.g_in_weight, w.g_in_bias)))
+    ab = ab if mask is None else ab * mask[..., None]
+    a, b = ab.split(ab.shape[-1] // 2, -1)
+    t = torch.einsum("...ikd,...jkd->...ijd" if options.outgoing else "...kid,...kjd->...ijd", a, b)
+    n = product(norm(t, w.norm_out_weight, w.norm_out_bias), w.p_out_weight, w.p_out_bias)
+    update = n / (1 + torch.exp(-product(y, w.g_out_weight, w.g_out_bias)))
+    return z + update if options.residual else update
+
+
+def worst(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest relative error; all must be finite."""
+    assert all(x.isfinite().all() for x in found)
+    return max(relative_error(x, y) for x, y in zip(found, exact, strict=True))
+
+
 def truth(z: Tensor, mask: Tensor | None, given: Weights, options: Options, do: Tensor) -> list[Tensor]:
     """The same by dense torch in float64, from the very numbers that are given."""
     z = z.detach().double().requires_grad_()
     wide: Any = [None if x is None else x.detach().double().requires_grad_() for x in given]
-    out = reference(z, None if mask is None else mask.double(), Weights(*wide), options)
+    out = dense(z, None if mask is None else mask.double(), Weights(*wide), options)
     return differentiated(out, z, Weights(*wide), do)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from evoattn.pair import triton_steps
+from evoattn.pair import steps
 from evoattn.pair.values import Options, Weights
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, report, target
 from tests.pair.problems import weights
@@ -28,10 +28,10 @@ def compiled(arch: str, channels: int, dtype: torch.dtype, length: int) -> list[
     t: Tensor = ab[:channels].float() if dtype == torch.float16 else ab[:channels]
     dg, options = torch.empty(padded * padded, channels, dtype=dtype), Options(True, 1e-5, True)
     with target(arch) as kernels:
-        triton_steps.gate_in(z, mask, given, options, padded)
-        triton_steps.gate_out(z, t, given, options)
-        triton_steps.gate_out_backward(z, z, t, given, options, needs_weights=True)
-        triton_steps.gate_in_backward(ab, dg, z, z, mask, given, options, needs_weights=True)
+        steps.gate_in(z, mask, given, options, padded)
+        steps.gate_out(z, t, given, options)
+        steps.gate_out_backward(z, z, t, given, options, needs_weights=True)
+        steps.gate_in_backward(ab, dg, z, z, mask, given, options, needs_weights=True)
     assert [kernel.metadata.name for kernel in kernels] == NAMES
     return kernels
 
@@ -51,7 +51,7 @@ def test_an_h100_in_bfloat16(length: int) -> None:
     ("channels", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32)]
 )
 def test_every_card_has_the_shared_memory(arch: str, channels: int, dtype: torch.dtype) -> None:
-    if channels > 128 and SHARED_LIMITS[arch] < triton_steps._SHARED_MEMORY:
+    if channels > 128 and SHARED_LIMITS[arch] < steps._SHARED_MEMORY:
         pytest.skip("left to plain torch there")
     for kernel in compiled(arch, channels, dtype, 61):
         assert report(kernel).shared <= SHARED_LIMITS[arch], kernel.metadata.name

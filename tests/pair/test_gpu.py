@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from evoattn.pair import autograd, torch_steps, triangle_multiplication, triton_steps
-from evoattn.pair.multiplication import reference
-from evoattn.pair.values import Options, Weights
+from evoattn.pair import multiplication
+from evoattn.pair.values import Options
 from evoattn.testing import relative_error
-from tests.pair.problems import differentiated, inputs, truth, weights
+from tests.pair.problems import call, differentiated, inputs, truth, weights
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use; the interpreter has the kernels"),
 ]
-
-
-def call(z: torch.Tensor, mask: torch.Tensor | None, given: Weights, options: Options) -> torch.Tensor:
-    direction = "outgoing" if options.outgoing else "incoming"
-    named: Any = given._asdict()
-    return triangle_multiplication(z, mask, direction=direction, residual=options.residual, eps=options.eps, **named)
 
 
 @pytest.mark.parametrize("outgoing", [True, False])
@@ -36,7 +27,7 @@ def test_against_float64(outgoing: bool, dtype: torch.dtype, length: int, channe
     z, mask, do = inputs((2,), length, channels, dtype, "cuda")
     options = Options(outgoing, 1e-5, residual=bias)
     exact = truth(z, mask, given, options, do)
-    plain = differentiated(reference(z, mask, given, options), z, given, do)
+    plain = differentiated(multiplication.reference(z, mask, given, options), z, given, do)
     found = differentiated(call(z, mask, given, options), z, given, do)
     floor = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float64: 1e-13}[dtype]
     for x, y, right in zip(found, plain, exact, strict=True):
@@ -44,12 +35,12 @@ def test_against_float64(outgoing: bool, dtype: torch.dtype, length: int, channe
         assert relative_error(x, right) <= 3 * max(relative_error(y, right), floor)
 
 
-def test_which_steps_run() -> None:
-    """The kernels, but for float64 and for rows that do not fit."""
-    z = torch.empty(1, 4, 4, 128, device="cuda")
-    for channels, dtype, steps in ((128, torch.bfloat16, triton_steps), (128, torch.float32, triton_steps),
-                                   (256, torch.float32, torch_steps), (128, torch.float64, torch_steps)):  # fmt: skip
-        assert autograd._steps(z, weights(channels, channels, bias=False, dtype=dtype, device="cuda")) is steps
+def test_which_calls_have_kernels() -> None:
+    for channels, dtype, has in ((128, torch.bfloat16, True), (128, torch.float32, True), (256, torch.float32, False),
+                                 (128, torch.float64, False)):  # fmt: skip
+        z = torch.empty(1, 4, 4, channels, device="cuda", dtype=dtype)
+        given = weights(channels, channels, bias=False, dtype=dtype, device="cuda")
+        assert multiplication._has_kernels(z, given) == has
 
 
 def test_two_runs_and_a_graph_are_bit_equal() -> None:

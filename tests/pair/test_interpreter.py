@@ -1,8 +1,9 @@
-"""The kernels of triangle multiplication in Triton's interpreter, against the same steps in plain torch."""
+"""Triangle multiplication by its kernels in Triton's interpreter: against float64, and as torch's operator."""
+
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers.interpreted import INTERPRETED, PARTS, run
 
@@ -19,46 +20,127 @@ else:
 
     interpreter.patch()
 
-    from evoattn.pair import autograd, torch_steps, triton_steps
+    from evoattn.pair import multiplication, steps
     from evoattn.pair.values import Options, Weights
-    from evoattn.testing import relative_error
-    from tests.pair.problems import inputs, weights
+    from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
 
     pytestmark = pytest.mark.usefixtures("poisoned")
 
     TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-    # channels, hidden channels, length, batch: padded to 8 and 16, sizes that fill no tile, and one that fills all
+    # channels, hidden channels, length, batch: sides are padded to 8 and 16; sizes that fill no tile, and some that fill all
     SIZES = ((16, 16, 9, 2), (24, 40, 5, 1), (32, 16, 8, 1))
 
-    def step(steps: object, dtype: torch.dtype, sizes: tuple[int, ...], direction: str, needs_weights: bool) -> list[Tensor]:
-        """The result, and the gradients of z and of the weights. Half of the cases have a mask, biases and the residual."""
-        channels, hidden, length, batch = sizes
-        whole = direction == "outgoing"
-        given = weights(channels, hidden, bias=whole, dtype=torch.float32)
-        given = Weights(*[x if x is None else x.detach().to(dtype if x.ndim == 2 else torch.float32) for x in given])
-        if steps is torch_steps:  # it wants biases of the products' dtype
-            given = Weights(
-                *[x if x is None or "norm" in name else x.to(dtype) for name, x in zip(Weights._fields, given, strict=True)]
-            )
-        z, mask, do = (x.detach() for x in inputs((batch,), length, channels, torch.float32))
-        options = Options(whole, 1e-5, residual=whole)
-        mask = mask if whole else None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(autograd, "_steps", lambda z, weights: steps)
-            made, ab, t = autograd.forward(z, mask, given, options)
-            dz, found = autograd.backward(do.to(made.dtype), z, mask, ab, t, given, options, needs_weights)
-        assert (found is not None) == needs_weights
-        return [made, dz, *[x for x in found or () if x is not None]]
+    @pytest.fixture(autouse=True)
+    def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Kernels take tensors of the CPU here. The steps that ran."""
+        taken: list[str] = []
+
+        def counted(name: str) -> Any:
+            step = getattr(steps, name)
+
+            def run(*arguments: Any, **named: Any) -> Any:
+                taken.append(name)
+                return step(*arguments, **named)
+
+            return run
+
+        for name in ("gate_in", "gate_out", "gate_out_backward", "gate_in_backward"):
+            monkeypatch.setattr(steps, name, counted(name))
+        monkeypatch.setattr(multiplication, "_has_kernels", lambda z, weights: True)
+        return taken
 
     @pytest.mark.parametrize("dtype", list(TOLERANCE))
     @pytest.mark.parametrize("sizes", SIZES, ids=str)
-    @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-    def test_steps(dtype: torch.dtype, sizes: tuple[int, ...], direction: str) -> None:
-        found, wanted = (step(steps, dtype, sizes, direction, True) for steps in (triton_steps, torch_steps))
-        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
-        for x, y in zip(found, wanted, strict=True):
-            assert x.isfinite().all() and relative_error(x, y.double()) < TOLERANCE[dtype]
+    @pytest.mark.parametrize("outgoing", [True, False])
+    def test_against_float64(dtype: torch.dtype, sizes: tuple[int, ...], outgoing: bool, launches: list[str]) -> None:
+        """Half of the cases have a mask, biases, weights of norms and the residual."""
+        channels, hidden, length, batch = sizes
+        given = weights(channels, hidden, bias=outgoing, dtype=dtype)
+        z, mask, do = inputs((batch,), length, channels, dtype)
+        options = Options(outgoing, 1e-5, residual=outgoing)
+        found = differentiated(call(z, mask if outgoing else None, given, options), z, given, do)
+        assert {x.dtype for x in found} == {dtype}
+        assert worst(found, truth(z, mask if outgoing else None, given, options, do)) < TOLERANCE[dtype]
+        assert launches == ["gate_in", "gate_out", "gate_out_backward", "gate_in_backward"]
 
-    def test_the_gradient_of_z_alone_is_the_same() -> None:
-        both, alone = (step(triton_steps, torch.float32, SIZES[0], "outgoing", needs) for needs in (True, False))
-        assert len(alone) == 2 and torch.equal(alone[1], both[1])
+    def problem() -> tuple[Any, ...]:
+        """z in float32 beside products in float32, a mask, biases, the residual: arguments of `call`, and a cotangent."""
+        given, (z, mask, do) = weights(16, 16, bias=True, dtype=torch.float32), inputs((1,), 5, 16, torch.float32)
+        return (z, mask, given, Options(True, 1e-5, residual=True)), do
+
+    def test_autocast() -> None:
+        (z, mask, given, options), do = problem()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(z, mask, given, options)
+        found = differentiated(out, z, given, do)
+        assert {x.dtype for x in found} == {torch.float32}
+        assert worst(found, truth(z, mask, given, options, do)) < 2e-2
+
+    def test_frozen_weights(launches: list[str]) -> None:
+        """The gradient of z is the same bit for bit, and nothing is made for the weights."""
+        (z, mask, given, options), do = problem()
+        both = differentiated(call(z, mask, given, options), z, given, do)[1]
+        frozen: Any = [x.detach() for x in given]
+        (alone,) = torch.autograd.grad(call(z, mask, Weights(*frozen), options), z, do)
+        assert torch.equal(alone, both)
+
+    def test_weights_of_any_strides() -> None:
+        (z, mask, given, options), do = problem()
+        turned: Any = [x if x.ndim == 1 else x.detach().t().contiguous().t().requires_grad_() for x in given]
+        found = differentiated(call(z, mask, Weights(*turned), options), z, Weights(*turned), do)
+        assert worst(found, truth(z, mask, given, options, do)) < 2e-6
+
+    def test_torch_compile_sees_one_operator(launches: list[str]) -> None:
+        (z, mask, given, options), do = problem()
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        found = differentiated(compiled(z, mask, given, options), z, given, do)
+        assert worst(found, truth(z, mask, given, options, do)) < 2e-6
+        assert len(launches) == 4
+
+    def test_the_operators_are_well_defined() -> None:
+        (z, mask, given, _), _ = problem()
+        operators = torch.ops.evoattn
+        square = (z, mask, *given, True, 1e-5, True)
+        torch.library.opcheck(operators.triangle_multiplication.default, square)
+        out, ab, t = operators.triangle_multiplication.default(*square)
+        saved = [x.detach() for x in (torch.randn_like(out), z, mask, ab, t, *given)]
+        checks = ("test_schema", "test_faketensor")  # it has no derivative
+        backward = operators.triangle_multiplication_backward.default
+        torch.library.opcheck(backward, (*saved, True, 1e-5, True, True), test_utils=checks)
+
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")
+    def test_many_cotangents_at_once() -> None:
+        (z, mask, given, options), do = problem()
+        (dz,) = torch.autograd.grad(call(z, mask, given, options), z, torch.stack([do, 2 * do]), is_grads_batched=True)
+        exact = truth(z, mask, given, options, do)[1]
+        assert worst([dz[0], dz[1]], [exact, 2 * exact]) < 2e-6
+
+    def test_a_second_derivative_raises() -> None:
+        (z, mask, given, options), do = problem()
+        (dz,) = torch.autograd.grad(call(z, mask, given, options), z, do, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(dz.sum(), z)
+
+    def test_the_halves_are_freed_in_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Before the result is allocated."""
+        import weakref
+
+        halves: list[Any] = []
+        make, finish = steps.gate_in, steps.gate_out
+
+        def kept(*arguments: Any) -> torch.Tensor:
+            made = make(*arguments)
+            halves.append(weakref.ref(made))
+            return made
+
+        def finished(*arguments: Any) -> torch.Tensor:
+            halves.append(halves[-1]() is None)
+            return finish(*arguments)
+
+        monkeypatch.setattr(steps, "gate_in", kept)
+        monkeypatch.setattr(steps, "gate_out", finished)
+        (z, mask, given, options), _ = problem()
+        with torch.no_grad():
+            call(z, mask, given, options)
+        call(z, mask, given, options)
+        assert [halves[1], halves[3]] == [True, False]

@@ -1,4 +1,4 @@
-"""Triangle multiplication on the CPU: against dense torch in float64, and how it is called."""
+"""Triangle multiplication on the CPU, in plain torch: against float64, and how it is called."""
 
 from __future__ import annotations
 
@@ -6,30 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.nn import TriangleMultiplication
 from evoattn.pair import triangle_multiplication
-from evoattn.pair.multiplication import _cast, reference
+from evoattn.pair.multiplication import _cast
 from evoattn.pair.values import Options, Weights
 from evoattn.testing import dense_layers, relative_error
-from tests.pair.problems import differentiated, inputs, truth, weights
+from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 DIRECTIONS = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-
-
-def call(z: Tensor, mask: Tensor | None, given: Weights, options: Options) -> Tensor:
-    direction = "outgoing" if options.outgoing else "incoming"
-    named: Any = given._asdict()
-    return triangle_multiplication(z, mask, direction=direction, residual=options.residual, eps=options.eps, **named)
-
-
-def worst(found: list[Tensor], exact: list[Tensor]) -> float:
-    assert all(x.isfinite().all() for x in found)
-    return max(relative_error(x, y) for x, y in zip(found, exact, strict=True))
 
 
 @DIRECTIONS
@@ -45,14 +33,14 @@ def test_float64(direction: str, bias: bool, lead: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @DIRECTIONS
 def test_narrower_dtypes(direction: str, dtype: torch.dtype) -> None:
-    """At most three times what dense torch of the dtype loses."""
     given, (z, mask, do) = weights(16, 16, bias=True, dtype=dtype), inputs((1,), 9, 16, dtype)
     options = Options(direction == "outgoing", 1e-5, residual=True)
-    exact = truth(z, mask, given, options, do)
-    budget = 3 * worst(differentiated(reference(z, mask, given, options), z, given, do), exact)
     found = differentiated(call(z, mask, given, options), z, given, do)
     assert {x.dtype for x in found} == {dtype}
-    assert worst(found, exact) < budget < 0.1
+    assert (
+        worst(found, truth(z, mask, given, options, do))
+        < {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    )
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((2, 5, 5), torch.bool), ((2, 1, 5), torch.float32), ((1, 5, 1), torch.int64)])
@@ -133,25 +121,6 @@ def test_weights_of_any_strides() -> None:
     assert worst(found, truth(z, mask, given, options, do)) < 1e-12
 
 
-def test_torch_compile_sees_one_operator() -> None:
-    given, (z, mask, do) = weights(6, 4, bias=True), inputs((2,), 5, 6)
-    options = Options(True, 1e-5, True)
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    found = differentiated(compiled(z, mask, given, options), z, given, do)
-    assert worst(found, truth(z, mask, given, options, do)) < 1e-12
-
-
-def test_the_operators_are_well_defined() -> None:
-    given, (z, mask, _) = weights(6, 4, bias=True), inputs((2,), 5, 6)
-    square: tuple[Any, ...] = (z, mask, *given, True, 1e-5, True)
-    torch.library.opcheck(torch.ops.evoattn.triangle_multiplication.default, square)
-    out, ab, t = torch.ops.evoattn.triangle_multiplication.default(*square)
-    saved = [x.detach() for x in (torch.randn_like(out), z, mask, ab, t, *given)]
-    checks = ("test_schema", "test_faketensor")  # it has no derivative
-    backward = torch.ops.evoattn.triangle_multiplication_backward.default
-    torch.library.opcheck(backward, (*saved, True, 1e-5, True, True), test_utils=checks)
-
-
 def test_transforms() -> None:
     given, (z, mask, do) = weights(6, 4, bias=True), inputs((3,), 5, 6)
     options = Options(True, 1e-5, False)
@@ -160,23 +129,6 @@ def test_transforms() -> None:
     assert relative_error(by_row, exact[0]) < 1e-12
     dz = torch.func.grad(lambda z: (call(z, mask, given, options) * do).sum())(z)
     assert relative_error(dz, exact[1]) < 1e-12
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_many_cotangents_at_once() -> None:
-    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
-    options = Options(True, 1e-5, False)
-    out = call(z, mask, given, options)
-    (dz,) = torch.autograd.grad(out, z, torch.stack([do, 2 * do]), is_grads_batched=True)
-    exact = truth(z, mask, given, options, do)[1]
-    assert relative_error(dz[0], exact) < 1e-12 and relative_error(dz[1], 2 * exact) < 1e-12
-
-
-def test_a_second_derivative_raises() -> None:
-    given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
-    (dz,) = torch.autograd.grad(call(z, mask, given, Options(True, 1e-5, False)), z, do, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(dz.sum(), z)
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

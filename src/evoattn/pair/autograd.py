@@ -1,18 +1,16 @@
-"""What triangle multiplication saves for its backward, and its gradients.
+"""Triangle multiplication by kernels: its steps, what it saves for its backward, and its gradients.
 
 The forward keeps z, both halves and their product. The backward normalises again what it needs, in the kernels that read it.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evoattn.devices import installed, uncast
-from evoattn.pair import torch_steps
+from evoattn.devices import uncast
 from evoattn.pair.values import Options, Weights
 from evoattn.run import guards
 from evoattn.run.once import once_differentiable
@@ -20,7 +18,7 @@ from evoattn.run.once import once_differentiable
 __all__ = ["TriangleMultiplication", "backward", "forward", "outline"]
 
 _SIDES = 8
-"""The sides of the halves are multiples of this on a GPU: batched products of other sides take up to five times as long."""
+"""The sides of the halves are multiples of this: batched products of other sides take up to five times as long."""
 
 _BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")
 """Whether torch multiplies 16 bits into float32, as it does from 2.8 on."""
@@ -30,9 +28,10 @@ def forward(
     z: Tensor, mask: Tensor | None, weights: Weights, options: Options, keep: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The result `[B, L, L, C]`, the halves `[2 D, B, P, P]` if they are to be kept, and their product `[D, B, P, P]`."""
-    steps = _steps(z, weights)
+    from evoattn.pair import steps
+
     with uncast(z.device):
-        ab = steps.gate_in(z, mask, weights, options, _side(z, steps))
+        ab = steps.gate_in(z, mask, weights, options, _side(z))
         t = _product(*_halves(ab), outgoing=options.outgoing).view(-1, *ab.shape[1:])
         kept = ab if keep else None
         del ab  # before the result is allocated
@@ -42,8 +41,7 @@ def forward(
 def outline(z: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of the shapes and dtypes that `forward` returns."""
     dtype = torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype
-    hidden, padded = weights.p_out_weight.shape[1], _side(z, _steps(z, weights))
-    square = (z.shape[0], padded, padded)
+    hidden, square = weights.p_out_weight.shape[1], (z.shape[0], _side(z), _side(z))
     ab = z.new_empty((2 * hidden, *square), dtype=weights.dtype)
     t = z.new_empty((hidden, *square), dtype=torch.float32 if weights.dtype == torch.float16 else weights.dtype)
     return torch.empty_like(z, dtype=dtype), ab, t
@@ -60,7 +58,8 @@ def backward(
     needs_weights: bool,
 ) -> tuple[Tensor, Weights | None]:
     """The gradient of z, and those of the weights, all of them or none."""
-    steps = _steps(z, weights)
+    from evoattn.pair import steps
+
     with uncast(z.device):
         dt, dg, of_output = steps.gate_out_backward(do, z, t, weights, options, needs_weights=needs_weights)
         dab = torch.empty_like(ab)
@@ -104,18 +103,9 @@ def _as(gradient: Tensor, weight: Tensor | None) -> Tensor | None:
     return None if weight is None else gradient.to(weight.dtype)
 
 
-def _steps(z: Tensor, weights: Weights) -> ModuleType:
-    """The kernels if there are any for this call, else plain torch."""
-    if not z.is_cuda or weights.dtype == torch.float64 or not installed("triton"):
-        return torch_steps
-    from evoattn.pair import triton_steps
-
-    return triton_steps if triton_steps.takes(z, weights) else torch_steps
-
-
-def _side(z: Tensor, steps: ModuleType) -> int:
+def _side(z: Tensor) -> int:
     """The side of the squares of the halves."""
-    return z.shape[1] if steps is torch_steps else z.shape[1] + -z.shape[1] % _SIDES
+    return z.shape[1] + -z.shape[1] % _SIDES
 
 
 def _halves(ab: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +138,7 @@ class TriangleMultiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, mask: Tensor | None, options: Options, *weights: Tensor | None) -> Tensor:
-        made, ab, t = forward(z, mask, Weights(*weights), options, any(ctx.needs_input_grad))  # type: ignore[arg-type]
+        made, ab, t = forward(z, mask, Weights(*weights), options)  # type: ignore[arg-type]
         ctx.save_for_backward(z, mask, ab, t, *weights)
         ctx.options = options
         return made

@@ -12,9 +12,10 @@ from torch import Tensor
 from evoattn.call.canonical import fits
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import compute_dtype
+from evoattn.devices import installed
 from evoattn.numerics import accumulate_dtype
 from evoattn.pair import operators
-from evoattn.pair.autograd import TriangleMultiplication
+from evoattn.pair.autograd import TriangleMultiplication, forward
 from evoattn.pair.values import Options, Weights
 from evoattn.run import guards
 
@@ -47,8 +48,9 @@ def triangle_multiplication(
         t[i,j] = sum over k of a[i,k] b[j,k]  (outgoing),  a[k,i] b[k,j]  (incoming)
         result = sigmoid(g_out(y)) * p_out(norm_out(t)), plus z with `residual=True`
 
-    Sums are float32 or wider. In float16 the product t is kept in float32, because its sums can leave float16's range.
-    Gradients are deterministic, and have no derivative of their own.
+    Sums are float32 or wider. In float16 the product t is kept in float32, because its sums can leave float16's range. On a
+    GPU, Triton kernels compute all but the product; gradients are deterministic, and have no derivative of their own. Plain
+    torch computes what they do not take: a CPU, float64, more than 256 channels (128 in float32), the gradient of a mask.
 
     Args:
         z: the pair representation, `[*, L, L, C]`, of any floating-point dtype.
@@ -88,22 +90,27 @@ def triangle_multiplication(
     weights = _cast(z, weights)
     if mask is not None and not mask.is_floating_point():
         mask = mask.to(weights.dtype)
-    if _needs_reference(z, mask):
+    if not z.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(z, weights):
         return reference(z, mask, weights, options)
     square = z.reshape(math.prod(z.shape[:-3]), *z.shape[-3:]).contiguous()
     rows = None if mask is None else mask.expand(z.shape[:-1]).reshape(square.shape[:-1]).contiguous()
-    if guards.only_computes():
-        made = TriangleMultiplication.apply(square, rows, options, *weights)  # type: ignore[no-untyped-call]
-    else:  # torch has to see an operator
+    if not guards.only_computes():  # torch has to see an operator
         made = operators.forward(square, rows, *weights, *options)[0]
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *weights)):
+        made = TriangleMultiplication.apply(square, rows, options, *weights)  # type: ignore[no-untyped-call]
+    else:
+        made = forward(square, rows, weights, options, keep=False)[0]
     result: Tensor = made.view(z.shape)
     return result
 
 
-def _needs_reference(z: Tensor, mask: Tensor | None) -> bool:
-    """Whether a call is left to plain torch: an empty one, the gradient of a mask, or a transform of `torch.func`."""
-    wants_mask = mask is not None and mask.requires_grad
-    return not z.numel() or wants_mask or torch._C._are_functorch_transforms_active()
+def _has_kernels(z: Tensor, weights: Weights) -> bool:
+    """Whether kernels take these tensors: 16 or 32 bits on a GPU, and not too many channels. Transforms see plain torch."""
+    if not z.is_cuda or weights.dtype == torch.float64 or z.dtype == torch.float64 or not installed("triton"):
+        return False
+    from evoattn.pair import steps
+
+    return steps.takes(z, weights) and not torch._C._are_functorch_transforms_active()
 
 
 def _cast(z: Tensor, weights: Weights) -> Weights:
@@ -152,7 +159,7 @@ def _check(z: Tensor, mask: Tensor | None, weights: Weights) -> None:
 
 
 def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
-    """Triangle multiplication in plain torch, which differentiates it: the specification, and what transforms of torch see."""
+    """Triangle multiplication in plain torch, which differentiates it."""
     w = weights
     y = _norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
     ab = F.linear(y, w.p_in_weight, w.p_in_bias) * F.linear(y, w.g_in_weight, w.g_in_bias).sigmoid()

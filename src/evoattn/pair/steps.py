@@ -1,4 +1,9 @@
-"""The steps of triangle multiplication on a GPU: launches of `kernels`. They take and return what `torch_steps` says."""
+"""The steps of triangle multiplication and of its backward: launches of `kernels`.
+
+Shapes: z `[B, L, L, C]`, mask `[B, L, L]`. The halves, their product t and the gradients of these have channels first, and
+sides of P >= L: `[channels, B, P, P]`, with zeros outside L. What the backward makes for the weights has R = B P P rows.
+All tensors are contiguous.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +54,7 @@ def takes(z: Tensor, weights: Weights) -> bool:
 
 
 def gate_in(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, padded: int) -> Tensor:
+    """Make both halves, `mask * sigmoid(g_in(y)) * p_in(y)` with `y = norm_in(z)`: `[2 D, B, P, P]`."""
     w, channels = weights, weights.p_in_weight.shape[0]
     ab = torch.empty((channels, z.shape[0], padded, padded), dtype=w.dtype, device=z.device)
     tensors = (z, z if mask is None else mask, *_of_input(z, w), ab)
@@ -58,6 +64,7 @@ def gate_in(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, 
 
 
 def gate_out(z: Tensor, t: Tensor, weights: Weights, options: Options) -> Tensor:
+    """Make the update `sigmoid(g_out(y)) * p_out(norm_out(t))`, or z + update."""
     dtype = torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype
     out = torch.empty_like(z, dtype=dtype)
     tensors = (z, t, *_of_output(z, weights), out)
@@ -69,6 +76,12 @@ def gate_out(z: Tensor, t: Tensor, weights: Weights, options: Options) -> Tensor
 def gate_out_backward(
     do: Tensor, z: Tensor, t: Tensor, weights: Weights, options: Options, *, needs_weights: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """Differentiate `gate_out`, but for what flows through y.
+
+    Returns:
+        The gradient of t; that of the gate's product g_out(y), `[R, C]`; and for the weights the gradient of the output product
+        `[R, C]`, its input `[D, R]`, and the gradients of the norm's weight and bias `[2, D]`.
+    """
     rows, hidden, channels = t[0].numel(), t.shape[0], z.shape[-1]
     launch = _Launch("gate_out_backward", z, weights, t.shape[-1], options.eps)
     made = functools.partial(torch.empty, dtype=weights.dtype, device=z.device)
@@ -93,6 +106,17 @@ def gate_in_backward(
     *,
     needs_weights: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """Differentiate `gate_in`, and everything else that reads z.
+
+    Args:
+        dab: the gradient of the halves.
+        dg_out: the gradient of the gate's product, `[R, C]`.
+        do: the gradient of the result.
+
+    Returns:
+        The gradient of z; and for the weights the gradients of both products, p then g, `[4 D, R]`, the rows y that were
+        multiplied `[R, C]`, and the gradients of the norm's weight and bias `[2, C]`.
+    """
     w, rows, count, channels = weights, dab[0].numel(), dab.shape[0], z.shape[-1]
     launch = _Launch("gate_in_backward", z, w, dab.shape[-1], options.eps)
     made = functools.partial(torch.empty, dtype=w.dtype, device=z.device)

@@ -1,10 +1,4 @@
-"""The other operators of the pair block, beside the attention.
-
-values.py        the arguments of triangle multiplication
-multiplication.py  the operator: checks, the way that a call takes, the dense reference
-autograd.py      what it saves, and its gradients
-torch_steps.py, triton_steps.py, kernels.py  its steps in plain torch and in Triton
-"""
+"""The other operators of the pair block, beside the attention: so far triangle multiplication."""
 
 from evoattn.pair.multiplication import product, triangle_multiplication
 

@@ -36,7 +36,7 @@ def compiled(arch: str, channels: int, dtype: torch.dtype, length: int) -> list[
     return kernels
 
 
-@pytest.mark.parametrize("length", [64, 61])
+@pytest.mark.parametrize("length", [61, pytest.param(64, marks=pytest.mark.slow)])
 def test_an_h100_in_bfloat16(length: int) -> None:
     """Nothing spills, loads of z are 16 bytes wide with and without padding, and no sum is made by atomics."""
     for kernel in compiled("sm_90", 128, torch.bfloat16, length):

@@ -105,7 +105,7 @@ def _templates(problem: Problem) -> Call:
 
 def _msa(make: Any, problem: Problem, **more: Any) -> Call:
     """A block of the MSA module, or of AlphaFold 2's Evoformer."""
-    module = problem.fill(make(**_OF_MSA, no_heads_pair=HEADS, msa_dropout=0.0, eps=1e-10, **more))
+    module = problem.fill(make(**{**_OF_MSA, **more}, no_heads_pair=HEADS, msa_dropout=0.0, eps=1e-10))
     module.outer_product_mean.eps = 1.0  # pairs of padding are divided by it: 1e-3 makes them outweigh all else 100 times
     mask, n = problem.mask(), problem.residues
     of_msa = mask[:, None].expand(-1, SEQUENCES, -1)
@@ -194,7 +194,7 @@ def _atoms(problem: Problem) -> Call:
     )
 
 
-_EVOFORMER = functools.partial(_msa, EvoformerBlock, opm_first=False, no_column_attention=False)
+_EVOFORMER = functools.partial(_msa, EvoformerBlock, opm_first=False, no_column_attention=False, fuse_projection_weights=True)
 
 BLOCKS = (
     Block("pairformer", _pairformer, CHUNKED, KERNELS),

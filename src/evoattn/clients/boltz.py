@@ -111,6 +111,8 @@ CLIENTS = {
             "boltz.model.layers.triangular_attention.attention:TriangleAttention",
             "boltz.model.layers.attention:AttentionPairBias",
             "boltz.model.layers.attentionv2:AttentionPairBias",
+            "boltz.model.layers.triangular_mult:TriangleMultiplicationOutgoing",
+            "boltz.model.layers.triangular_mult:TriangleMultiplicationIncoming",
         ),
     ),
     "boltzgen": Client(

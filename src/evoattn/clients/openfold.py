@@ -82,6 +82,8 @@ CLIENTS = {
         ),
         layers=sites(
             "openfold.model.triangular_attention:TriangleAttention",
+            "openfold.model.triangular_multiplicative_update:TriangleMultiplicativeUpdate",
+            "openfold.model.triangular_multiplicative_update:FusedTriangleMultiplicativeUpdate",
             "openfold.model.msa:MSAAttention",
             "openfold.model.msa:MSAColumnAttention",
             "openfold.model.msa:MSAColumnGlobalAttention",

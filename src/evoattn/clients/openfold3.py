@@ -58,6 +58,8 @@ CLIENTS = {
         ),
         layers=sites(
             f"{_LAYERS}.triangular_attention:TriangleAttention",
+            f"{_MULTIPLICATION}:TriangleMultiplicativeUpdate",
+            f"{_MULTIPLICATION}:FusedTriangleMultiplicativeUpdate",
             f"{_LAYERS}.msa:MSAAttention",
             f"{_LAYERS}.msa:MSAColumnAttention",
             f"{_LAYERS}.msa:MSAColumnGlobalAttention",

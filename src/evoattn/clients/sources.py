@@ -27,6 +27,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "boltz.model.layers.triangular_mult:kernel_triangular_mult": "8ed271b2b4f6810f",
             "boltz.model.layers.triangular_attention.primitives:Attention.forward": "a1722baccda13296",
             "boltz.model.layers.triangular_attention.attention:TriangleAttention.forward": "c01d47c693b13f25",
+            "boltz.model.layers.triangular_mult:TriangleMultiplicationOutgoing.forward": "5e04fbd6edbb00a9",
+            "boltz.model.layers.triangular_mult:TriangleMultiplicationIncoming.forward": "cc5083182c328f64",
         },
     },
     "boltzgen": {
@@ -73,6 +75,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "openfold.model.primitives:_attention_chunked_trainable": "0add24d5765624fc",
             "openfold.utils.kernel.attention_core:AttentionCoreFunction.forward": "05941d8097ab06a6",
             "openfold.model.triangular_attention:TriangleAttention.forward": "72684400437b3deb",
+            "openfold.model.triangular_multiplicative_update:TriangleMultiplicativeUpdate.forward": "f7eb25dd0430ee5d",
+            "openfold.model.triangular_multiplicative_update:FusedTriangleMultiplicativeUpdate.forward": "229e3c77419e6dde",
             "openfold.model.msa:MSAAttention.forward": "d8099058152a834d",
             "openfold.model.msa:MSAColumnAttention.forward": "10cfbc0e0f35285e",
             "openfold.model.msa:MSAColumnGlobalAttention.forward": "1cc6cd21d88c71c7",
@@ -90,6 +94,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "openfold3.core.model.primitives.attention:GlobalAttention.forward": "2052f241f4614499",
             "openfold3.core.model.primitives.attention:attention_chunked_trainable": "26ccfc1d4688fcc6",
             "openfold3.core.model.layers.triangular_attention:TriangleAttention.forward": "60ec2cb27052b377",
+            "openfold3.core.model.layers.triangular_multiplicative_update:TriangleMultiplicativeUpdate.forward": "097644d1e5e2b66e",  # noqa: E501
+            "openfold3.core.model.layers.triangular_multiplicative_update:FusedTriangleMultiplicativeUpdate.forward": "1e76fc454d0550c7",  # noqa: E501
             "openfold3.core.model.layers.msa:MSAAttention.forward": "bca591f5700e8960",
             "openfold3.core.model.layers.msa:MSAColumnAttention.forward": "db2a88546812ebb9",
             "openfold3.core.model.layers.msa:MSAColumnGlobalAttention.forward": "25929cc4e39605e6",

@@ -11,11 +11,18 @@ from torch import Tensor, nn
 from evoattn.call.canonical import with_axes
 from evoattn.nn.attention import Attention
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
+from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
 from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.triangle import TriangleAttention
 
 __all__ = ["LAYERS", "UnknownArgument"]
+
+_OF_MULTIPLICATION = ("layer_norm_in", "layer_norm_out", "linear_z", "linear_g")
+"""Modules of a triangle multiplication that OpenFold calls as we do."""
+
+_IGNORED = ("chunk_size", "_inplace_chunk_size", "inplace_safe", "flash_mask")
+"""Arguments that change no answer, beside those of which only the beginning is known."""
 
 
 class UnknownArgument(TypeError):  # noqa: N818
@@ -92,10 +99,31 @@ def _boltz_pair_bias(theirs: Any) -> nn.Module:
     return ours
 
 
+def _multiplication(theirs: Any) -> nn.Module:
+    ours = TriangleMultiplication(theirs.c_z, theirs.c_hidden, theirs._outgoing)
+    _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g")
+    return ours
+
+
+def _joined_multiplication(theirs: Any) -> nn.Module:
+    ours = JoinedTriangleMultiplication(theirs.c_z, theirs.c_hidden, theirs._outgoing)
+    _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_ab_p", "linear_ab_g")
+    return ours
+
+
+def _boltz_multiplication(outgoing: bool, theirs: Any) -> nn.Module:
+    norms = [x for x in theirs.norm_in.modules() if hasattr(x, "normalized_shape")]  # it may have a wrapper
+    channels = norms[0].normalized_shape[0]
+    ours = JoinedTriangleMultiplication(channels, channels, outgoing)
+    _adopt(ours, theirs, linear_ab_p="p_in", linear_ab_g="g_in", linear_z="p_out", linear_g="g_out")
+    _adopt(ours, theirs, layer_norm_in="norm_in", layer_norm_out="norm_out")
+    return ours
+
+
 def _ignore(switches: dict[str, Any]) -> None:
     """Raise UnknownArgument unless every argument is a kernel switch, a chunk size, or permits overwriting an input."""
     for name in switches:
-        if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in ("chunk_size", "inplace_safe", "flash_mask"):
+        if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in _IGNORED:
             raise UnknownArgument(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
 
 
@@ -168,7 +196,33 @@ def _call_boltz_pair_bias(
     return made
 
 
+def _call_multiplication(
+    ours: Any,
+    z: Tensor,
+    mask: Tensor | None = None,
+    *,
+    inplace_safe: bool = False,
+    _add_with_inplace: bool = False,
+    **switches: Any,
+) -> Tensor:
+    """Call our layer with OpenFold's arguments. If z may be overwritten, the update may have to be added to it, in place.
+
+    Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance.
+    """
+    _ignore(switches)
+    made: Tensor = ours(z, mask)
+    adds = inplace_safe and _add_with_inplace and not switches.get("use_cueq_triangle_kernels")
+    return z.add_(made) if adds else made
+
+
+def _call_boltz_multiplication(ours: Any, x: Tensor, mask: Tensor, **switches: Any) -> Tensor:
+    _ignore(switches)
+    made: Tensor = ours(x, mask)
+    return made
+
+
 _OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
+_UPDATE = "triangular_multiplicative_update"
 
 LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
     f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
@@ -176,14 +230,26 @@ LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
     f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, _call_columns),
     f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
     f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, _call_templates),
+    f"{_OPENFOLD}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, _call_multiplication),
+    f"{_OPENFOLD}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, _call_multiplication),
     f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), _call_triangle),
     f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
     f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, _call_columns),
     f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
     f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, _call_trunk_pair_bias),
     f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, _call_pair_bias),
+    f"{_OPENFOLD3}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, _call_multiplication),
+    f"{_OPENFOLD3}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, _call_multiplication),
     f"{_BOLTZ}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
     f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
     f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
+    f"{_BOLTZ}.triangular_mult.TriangleMultiplicationOutgoing": (
+        functools.partial(_boltz_multiplication, True),
+        _call_boltz_multiplication,
+    ),
+    f"{_BOLTZ}.triangular_mult.TriangleMultiplicationIncoming": (
+        functools.partial(_boltz_multiplication, False),
+        _call_boltz_multiplication,
+    ),
 }
 """By the full name of a client's class: what makes ours of it, and what calls ours with its arguments."""

@@ -10,7 +10,7 @@ from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.submodules import is_linear, is_norm
 from evoattn.pair import product, triangle_multiplication
 
-__all__ = ["TriangleMultiplication"]
+__all__ = ["JoinedTriangleMultiplication", "TriangleMultiplication"]
 
 
 class TriangleMultiplication(nn.Module):
@@ -53,20 +53,26 @@ class TriangleMultiplication(nn.Module):
         super().__init__()
         check_settings(dropout, "native")
         self.c_z, self.outgoing, self.dropout, self.residual = c_z, outgoing, dropout, residual
-        self.linear_a_p, self.linear_a_g = nn.Linear(c_z, c_hidden, bias=bias), nn.Linear(c_z, c_hidden, bias=bias)
-        self.linear_b_p, self.linear_b_g = nn.Linear(c_z, c_hidden, bias=bias), nn.Linear(c_z, c_hidden, bias=bias)
+        self._make_projections(c_z, c_hidden, bias)
         self.linear_g, self.linear_z = nn.Linear(c_z, c_z, bias=bias), nn.Linear(c_hidden, c_z, bias=bias)
         self.layer_norm_in, self.layer_norm_out = nn.LayerNorm(c_z), nn.LayerNorm(c_hidden)
         self.reset_parameters()
 
+    def _make_projections(self, c_z: int, c_hidden: int, bias: bool) -> None:
+        self.linear_a_p, self.linear_a_g = nn.Linear(c_z, c_hidden, bias=bias), nn.Linear(c_z, c_hidden, bias=bias)
+        self.linear_b_p, self.linear_b_g = nn.Linear(c_z, c_hidden, bias=bias), nn.Linear(c_z, c_hidden, bias=bias)
+
+    @property
+    def _projections(self) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]:
+        """The modules that make the halves a and b, and those of their gates: one module for each half, or one for both."""
+        return (self.linear_a_p, self.linear_b_p), (self.linear_a_g, self.linear_b_g)
+
     def reset_parameters(self) -> None:
         """Initialise as AlphaFold does: gates do not depend on their input, and the output is 0."""
-        for module in (self.linear_a_g, self.linear_b_g, self.linear_g):
+        for module in (*self._projections[1], self.linear_g, self.linear_z):
             nn.init.zeros_(module.weight)
-        nn.init.zeros_(self.linear_z.weight)
-        for module, start in ((self.linear_a_g, 1.0), (self.linear_b_g, 1.0), (self.linear_g, 1.0), (self.linear_z, 0.0)):
             if module.bias is not None:
-                nn.init.constant_(module.bias, start)
+                nn.init.constant_(module.bias, 0.0 if module is self.linear_z else 1.0)
 
     def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute the update of z, or z + update with `residual=True`.
@@ -98,18 +104,19 @@ class TriangleMultiplication(nn.Module):
 
     def _is_plain(self) -> bool:
         """Whether the operator computes what the sub-modules define, and nobody has to see that one is called."""
-        linears = (self.linear_a_p, self.linear_a_g, self.linear_b_p, self.linear_b_g, self.linear_g, self.linear_z)
+        ps, gs = self._projections
+        linears = (*ps, *gs, self.linear_g, self.linear_z)
         plain = [is_linear(module) for module in linears]  # not a generator: Dynamo cannot leave one half-way
         if not (all(plain) and is_norm(self.layer_norm_in) and is_norm(self.layer_norm_out)):
             return False
-        pairs = ((self.linear_a_p, self.linear_b_p), (self.linear_a_g, self.linear_b_g))
-        joins = [(a.bias is None) == (b.bias is None) for a, b in pairs]
+        joins = [(modules[0].bias is None) == (modules[-1].bias is None) for modules in (ps, gs)]
         return all(joins) and self.layer_norm_in.eps == self.layer_norm_out.eps
 
     def _by_operator(self, z: Tensor, mask: Tensor | None, *, residual: bool) -> Tensor:
-        dtype = compute_dtype_of(z, self.linear_a_p)
-        p_weight, p_bias = _joined(self.linear_a_p, self.linear_b_p, dtype)
-        g_weight, g_bias = _joined(self.linear_a_g, self.linear_b_g, dtype)
+        ps, gs = self._projections
+        dtype = compute_dtype_of(z, *ps)
+        p_weight, p_bias = _joined(ps, dtype)
+        g_weight, g_bias = _joined(gs, dtype)
         return triangle_multiplication(
             z,
             mask,
@@ -132,17 +139,34 @@ class TriangleMultiplication(nn.Module):
 
     def _by_calls(self, z: Tensor, mask: Tensor | None) -> Tensor:
         """The update, with each sub-module called."""
-        dtype = compute_dtype_of(z, self.linear_a_p, self.linear_b_p)
+        ps, gs = self._projections
+        dtype = compute_dtype_of(z, *ps)
         y = layer_norm(z, self.layer_norm_in, dtype)
-        a = linear(y, self.linear_a_p) * linear(y, self.linear_a_g).sigmoid()
-        b = linear(y, self.linear_b_p) * linear(y, self.linear_b_g).sigmoid()
+        halves = [linear(y, p) * linear(y, g).sigmoid() for p, g in zip(ps, gs, strict=True)]
         if mask is not None:
-            a, b = (x * mask.unsqueeze(-1).to(dtype) for x in (a, b))
+            halves = [x * mask.unsqueeze(-1).to(dtype) for x in halves]
+        a, b = halves if len(halves) == 2 else halves[0].chunk(2, -1)
         t = product(a.movedim(-1, -3), b.movedim(-1, -3), outgoing=self.outgoing).movedim(-3, -1)
         n = layer_norm(t, self.layer_norm_out, dtype)
         return linear(n, self.linear_z) * linear(y, self.linear_g).sigmoid()
 
 
-def _joined(a: nn.Linear, b: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The weights of two projections, one below the other, and their biases."""
-    return concatenate([a.weight, b.weight], dtype), None if a.bias is None else concatenate([a.bias, b.bias], dtype)
+class JoinedTriangleMultiplication(TriangleMultiplication):
+    """The same with one projection `linear_ab_p` for both halves, the rows of a first, and one projection `linear_ab_g` for
+    their gates. Clients have such layers.
+    """
+
+    def _make_projections(self, c_z: int, c_hidden: int, bias: bool) -> None:
+        self.linear_ab_p, self.linear_ab_g = (nn.Linear(c_z, 2 * c_hidden, bias=bias) for _ in range(2))
+
+    @property
+    def _projections(self) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]:
+        return (self.linear_ab_p,), (self.linear_ab_g,)
+
+
+def _joined(linears: tuple[nn.Linear, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The weights of projections, one below the other, and their biases."""
+    if len(linears) == 1:
+        return linears[0].weight, linears[0].bias
+    biases = [module.bias for module in linears if module.bias is not None]
+    return concatenate([module.weight for module in linears], dtype), concatenate(biases, dtype) if biases else None

@@ -118,7 +118,7 @@ def _join(linears: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Ten
     return concatenate(weights, dtype), bias, (first, last)
 
 
-def concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Parts one below the other, in a dtype. Autocast to bfloat16 refuses to concatenate float16, and the other way round."""
     return torch.cat([x.to(dtype) if x.dtype.itemsize == dtype.itemsize else x for x in parts]).to(dtype)
 

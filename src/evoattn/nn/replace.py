@@ -1,4 +1,4 @@
-"""Replace the forward of attention layers of OpenFold, OpenFold-3 and Boltz.
+"""Replace the forward of attention layers and triangle multiplications of OpenFold, OpenFold-3 and Boltz.
 
 A layer of the client stays where it is, with its parameters, their names and its hooks. Only its class changes, to a subclass
 whose `forward` calls a layer of `evoattn.nn` that holds the same projection and norm modules.
@@ -26,18 +26,19 @@ _KEPT = "_evoattn_ours"
 
 
 def replace(model: nn.Module) -> list[str]:
-    """Compute the attention layers of a client's model by those of `evoattn.nn`, in place.
+    """Compute the attention layers and triangle multiplications of a client's model by `evoattn.nn`, in place.
 
     These layers are known:
 
-    - OpenFold 1 and 2: triangle, MSA row, MSA column, global column and template pointwise attention;
-    - OpenFold-3: triangle, MSA row, MSA column and global column attention, and attention with pair bias in the trunk and the
-      diffusion transformer;
-    - Boltz-1 and Boltz-2: triangle attention and attention with pair bias.
+    - OpenFold 1 and 2: triangle, MSA row, MSA column, global column and template pointwise attention, and triangle
+      multiplication;
+    - OpenFold-3: triangle, MSA row, MSA column and global column attention, attention with pair bias in the trunk and the
+      diffusion transformer, and triangle multiplication;
+    - Boltz-1 and Boltz-2: triangle attention, attention with pair bias, and triangle multiplication.
 
     Both layers hold the same parameters, under the names that they had. So optimizers, checkpoints and later moves to a device
-    work as before. Arguments for chunk sizes and kernels are ignored. Each replaced layer gets a subclass of its class, of the
-    same name.
+    work as before. Arguments for chunk sizes and kernels are ignored. Only OpenFold's request to add the update of a triangle
+    multiplication to its input, in place, is followed. Each replaced layer gets a subclass of its class, of the same name.
 
     Sub-modules may be exchanged later, as adapters do, and settings such as `inf` may be changed: each call looks at them. If a
     sub-module that `evoattn.nn` does not call gets hooks or a forward of its own, the next call of the layer raises ValueError.

@@ -1,0 +1,327 @@
+"""Clients' triangle multiplications, replaced: the same answers and gradients, in stand-ins and where a client is installed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import evoattn.nn as ours
+from evoattn.clients.layers import layer as patched_layer
+from evoattn.clients.site import Count
+from evoattn.nn.known import LAYERS
+from tests.nn.test_replace import filled, gradients, installed, normal
+
+CHANNELS, HIDDEN = 8, 6
+
+
+def dense(z: Tensor, mask: Tensor | None, outgoing: bool, norms: Any, halves: Callable[[Tensor], Any], z_and_g: Any) -> Tensor:
+    """The definition, entry by entry."""
+    y = norms[0](z)
+    a, b = (x if mask is None else x * mask[..., None] for x in halves(y))
+    t = torch.einsum("...ikd,...jkd->...ijd" if outgoing else "...kid,...kjd->...ijd", a, b)
+    made: Tensor = z_and_g[0](norms[1](t)) * z_and_g[1](y).sigmoid()
+    return made
+
+
+class Base(nn.Module):
+    """What OpenFold's have in common."""
+
+    def __init__(self, outgoing: bool) -> None:
+        super().__init__()
+        self.c_z, self.c_hidden, self._outgoing = CHANNELS, HIDDEN, outgoing
+        self.linear_g, self.linear_z = nn.Linear(CHANNELS, CHANNELS), nn.Linear(HIDDEN, CHANNELS)
+        self.layer_norm_in, self.layer_norm_out = nn.LayerNorm(CHANNELS), nn.LayerNorm(HIDDEN)
+        self.sigmoid = nn.Sigmoid()
+
+    def forward(
+        self,
+        z: Tensor,
+        mask: Tensor | None = None,
+        inplace_safe: bool = False,
+        _add_with_inplace: bool = False,
+        _inplace_chunk_size: int | None = 256,
+        window: Any = None,
+    ) -> Tensor:
+        norms, outputs = (self.layer_norm_in, self.layer_norm_out), (self.linear_z, self.linear_g)
+        return dense(z, mask, self._outgoing, norms, self.halves, outputs)
+
+    def halves(self, y: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class Split(Base):
+    """Stands for OpenFold's."""
+
+    def __init__(self, outgoing: bool) -> None:
+        super().__init__(outgoing)
+        self.linear_a_p, self.linear_a_g = nn.Linear(CHANNELS, HIDDEN), nn.Linear(CHANNELS, HIDDEN)
+        self.linear_b_p, self.linear_b_g = nn.Linear(CHANNELS, HIDDEN), nn.Linear(CHANNELS, HIDDEN)
+
+    def halves(self, y: Tensor) -> Any:
+        yield self.linear_a_p(y) * self.linear_a_g(y).sigmoid()
+        yield self.linear_b_p(y) * self.linear_b_g(y).sigmoid()
+
+
+class Fused(Base):
+    """Stands for the one of AlphaFold-Multimer in OpenFold."""
+
+    def __init__(self, outgoing: bool) -> None:
+        super().__init__(outgoing)
+        self.linear_ab_p, self.linear_ab_g = nn.Linear(CHANNELS, 2 * HIDDEN), nn.Linear(CHANNELS, 2 * HIDDEN)
+
+    def halves(self, y: Tensor) -> Any:
+        return (self.linear_ab_p(y) * self.linear_ab_g(y).sigmoid()).chunk(2, -1)
+
+
+class Out(nn.Module):
+    """Stands for Boltz's, which has no switch for the direction."""
+
+    outgoing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_in, self.norm_out = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS)
+        self.p_in, self.g_in = (nn.Linear(CHANNELS, 2 * CHANNELS, bias=False) for _ in range(2))
+        self.p_out, self.g_out = (nn.Linear(CHANNELS, CHANNELS, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor, use_kernels: bool = False) -> Tensor:
+        norms, outputs = (self.norm_in, self.norm_out), (self.p_out, self.g_out)
+        return dense(x, mask, self.outgoing, norms, self.halves, outputs)
+
+    def halves(self, y: Tensor) -> Any:
+        return (self.p_in(y) * self.g_in(y).sigmoid()).chunk(2, -1)
+
+
+class In(Out):
+    outgoing = False
+
+
+_UPDATE = "openfold.model.triangular_multiplicative_update"
+STAND_INS: dict[str, Callable[[], nn.Module]] = {
+    "OpenFold, outgoing": functools.partial(Split, True),
+    "OpenFold, incoming": functools.partial(Split, False),
+    "OpenFold, fused, outgoing": functools.partial(Fused, True),
+    "OpenFold, fused, incoming": functools.partial(Fused, False),
+    "Boltz, outgoing": Out,
+    "Boltz, incoming": In,
+}
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins are taken for the clients' layers."""
+    monkeypatch.setitem(LAYERS, f"{__name__}.Split", LAYERS[f"{_UPDATE}.TriangleMultiplicativeUpdate"])
+    monkeypatch.setitem(LAYERS, f"{__name__}.Fused", LAYERS[f"{_UPDATE}.FusedTriangleMultiplicativeUpdate"])
+    for kind, name in ((Out, "Outgoing"), (In, "Incoming")):
+        its = LAYERS[f"boltz.model.layers.triangular_mult.TriangleMultiplication{name}"]
+        monkeypatch.setitem(LAYERS, f"{__name__}.{kind.__name__}", its)
+
+
+@pytest.fixture(params=STAND_INS)
+def theirs(request: pytest.FixtureRequest) -> nn.Module:
+    return filled(STAND_INS[request.param]())
+
+
+def edges(*lead: int) -> Tensor:
+    return (torch.rand(*lead, 7, 7, generator=torch.Generator().manual_seed(5)) > 0.3).double()
+
+
+def assert_same(theirs: nn.Module, replaced: nn.Module, z: Tensor, mask: Tensor | None) -> None:
+    """Outputs and all gradients, of z and of every parameter, are equal."""
+    expected = gradients(theirs(z, mask), [z, *theirs.parameters()])
+    found = gradients(replaced(z, mask), [z, *replaced.parameters()])
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_answers_and_gradients(masked: bool, theirs: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = copy.deepcopy(theirs)
+    assert ours.replace(made) == [""] and list(made.state_dict()) == list(theirs.state_dict())
+    for lead in ((), (2,), (2, 3)):
+        z = normal(*lead, 7, 7, CHANNELS)
+        assert_same(theirs, made, z, edges(*lead) if masked else None)
+    monkeypatch.delitem(globals(), "dense")
+    made(z, None)
+    with pytest.raises(NameError, match="dense"):
+        theirs(z, None)
+
+
+class Doubled(nn.Module):
+    """An adapter for projections of any size."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.scale = base, nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) * self.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_module_may_be_wrapped(masked: bool, theirs: nn.Module) -> None:
+    """One at a time, joined projections and norms too, after the layer was replaced."""
+    z, mask = normal(2, 7, 7, CHANNELS), edges(2) if masked else None
+    made = copy.deepcopy(theirs)
+    ours.replace(made)
+    for name, child in list(theirs.named_children()):
+        if isinstance(child, nn.Sigmoid):
+            continue
+        kept = getattr(made, name)
+        setattr(theirs, name, Doubled(child))
+        setattr(made, name, Doubled(kept))
+        assert_same(theirs, made, z, mask)
+        setattr(theirs, name, child)
+        setattr(made, name, kept)
+    assert_same(theirs, made, z, mask)
+
+
+def test_hooks_on_projections_and_norms_run(theirs: nn.Module) -> None:
+    seen = list[str]()
+    ours.replace(theirs)
+    children = {name: child for name, child in theirs.named_children() if not isinstance(child, nn.Sigmoid)}
+    for name, child in children.items():
+        child.register_forward_hook(lambda *_, name=name: seen.append(name))
+    theirs(normal(2, 7, 7, CHANNELS), None)
+    assert sorted(seen) == sorted(children)
+
+
+def test_copies(theirs: nn.Module) -> None:
+    """They compute with parameters of their own."""
+    z, mask = normal(2, 7, 7, CHANNELS), edges(2)
+    ours.replace(theirs)
+    expected = theirs(z, mask)
+    copied, loaded = copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))
+    with torch.no_grad():
+        for x in theirs.parameters():
+            x.zero_()
+    assert torch.equal(copied(z, mask), expected) and torch.equal(loaded(z, mask), expected)
+    assert not theirs(z, mask).any()
+
+
+def test_it_compiles(theirs: nn.Module) -> None:
+    z, mask = normal(2, 7, 7, CHANNELS), edges(2)
+    ours.replace(theirs)
+    torch.compiler.reset()
+    compiled = torch.compile(theirs, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(z, mask), theirs(z, mask))
+
+
+@pytest.mark.parametrize("kind", [Split, Fused])
+def test_the_update_is_added_in_place_if_the_client_asks(kind: Any) -> None:
+    """Template stacks drop what the layer returns. A call of cuEquivariance adds nothing."""
+    layer, mask, before = filled(kind(True)), edges(2), normal(2, 7, 7, CHANNELS).detach()
+    expected = layer(before, mask)
+    ours.replace(layer)
+    with torch.no_grad():
+        z = before.clone()
+        assert layer(z, mask, True, _add_with_inplace=True, _inplace_chunk_size=4) is z
+        torch.testing.assert_close(z, before + expected)
+        for options in (
+            {"inplace_safe": True},
+            {"_add_with_inplace": True},
+            {"inplace_safe": True, "_add_with_inplace": True, "use_cueq_triangle_kernels": True},
+        ):
+            z = before.clone()
+            torch.testing.assert_close(layer(z, mask, **options), expected)
+            assert torch.equal(z, before)
+
+
+@pytest.mark.parametrize("kind", [Split, Fused])
+def test_a_direction_that_is_changed_later(kind: Any) -> None:
+    layer, other, z = filled(kind(True)), kind(False).double(), normal(2, 7, 7, CHANNELS)
+    other.load_state_dict(layer.state_dict())
+    ours.replace(layer)
+    layer(z)
+    layer._outgoing = False
+    assert_same(other, layer, z, edges(2))
+
+
+def test_what_is_not_known_is_left_to_the_client() -> None:
+    """`replace` refuses it. `patch` passes it on, and counts it."""
+    layer, z = filled(Split(True)), normal(2, 7, 7, CHANNELS)
+    count = Count()
+    forward = patched_layer(Split.forward, count)
+    torch.testing.assert_close(forward(layer, z, None, use_triton_triangle_kernels=False), layer(z))
+    assert count.ours == 1 and not count.passed_on
+    torch.testing.assert_close(forward(layer, z, window=3), layer(z))
+    assert count.ours == 1 and list(count.passed_on) == ["evoattn.nn.replace does not know the argument 'window' of this layer"]
+    ours.replace(layer)
+    with pytest.raises(TypeError, match="does not know the argument 'window'"):
+        layer(z, window=3)
+    layer.sigmoid.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="sigmoid has hooks, and evoattn.nn does not call it"):
+        layer(z)
+
+
+@pytest.mark.parametrize("kind", [Out, In])
+def test_weights_of_boltz(kind: Any) -> None:
+    """A state dict of Boltz loads into a layer with a projection for each half."""
+    theirs = filled(kind())
+    own = ours.TriangleMultiplication(CHANNELS, CHANNELS, outgoing=kind is Out, bias=False).double()
+    own.load_state_dict(ours.from_boltz(theirs.state_dict()))
+    z, mask = normal(2, 7, 7, CHANNELS), edges(2)
+    torch.testing.assert_close(own(z, mask), theirs(z, mask), rtol=1e-10, atol=1e-10)
+
+
+def test_names_of_boltz() -> None:
+    """Only a layer that has all six modules is renamed."""
+    state = {f"a.{name}": x for name, x in Out().state_dict().items()}
+    p_in, g_in = state["a.p_in.weight"], state["a.g_in.weight"]
+    others = {f"{prefix}{name}": x for prefix in ("", "b.") for name, x in Out().state_dict().items() if "g_out" not in name}
+    others |= {"a.some_p_in.weight": p_in, "a.p_in.base.weight": p_in, "a.p_in.scale": p_in}
+    made = ours.from_boltz({**state, **others})
+    assert all(made.pop(name) is x for name, x in others.items())
+    halves = {"a.linear_a_p": p_in[:8], "a.linear_b_p": p_in[8:], "a.linear_a_g": g_in[:8], "a.linear_b_g": g_in[8:]}
+    for name, x in halves.items():
+        assert torch.equal(made.pop(f"{name}.weight"), x)
+    names = {"layer_norm_in": "norm_in", "layer_norm_out": "norm_out", "linear_z": "p_out", "linear_g": "g_out"}
+    for here, there in names.items():
+        assert made.pop(f"a.{here}.weight") is state[f"a.{there}.weight"]
+    assert made.keys() == {"a.layer_norm_in.bias", "a.layer_norm_out.bias"}
+
+
+REAL = [
+    (f"{package}.triangular_multiplicative_update", f"{fused}TriangleMultiplication{direction}")
+    for package in ("openfold.model", "openfold3.core.model.layers")
+    for fused in ("", "Fused")
+    for direction in ("Outgoing", "Incoming")
+]
+
+
+@pytest.mark.parametrize(("module", "name"), REAL)
+def test_openfold(module: str, name: str) -> None:
+    """Outputs, gradients, and what is written in place."""
+    theirs = filled(getattr(installed(module), name)(CHANNELS, HIDDEN))
+    made = copy.deepcopy(theirs)
+    assert ours.replace(made) == [""]
+    for lead in ((2,), (2, 3)):
+        for mask in (None, edges(*lead)):
+            z = normal(*lead, 7, 7, CHANNELS)
+            assert_same(theirs, made, z, mask)
+            with torch.no_grad():
+                one, other = z.detach().clone(), z.detach().clone()
+                options = {"inplace_safe": True, "_add_with_inplace": True, "_inplace_chunk_size": 4}
+                torch.testing.assert_close(made(one, mask, **options), theirs(other, mask, **options))
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["TriangleMultiplicationOutgoing", "TriangleMultiplicationIncoming"])
+def test_boltz(name: str) -> None:
+    """In float32, where Boltz multiplies; `test_blocks` compares gradients in float64."""
+    theirs = filled(getattr(installed("boltz.model.layers.triangular_mult"), name)(CHANNELS)).float()
+    made = copy.deepcopy(theirs)
+    own = ours.TriangleMultiplication(CHANNELS, CHANNELS, outgoing="Outgoing" in name, bias=False)
+    own.load_state_dict(ours.from_boltz(theirs.state_dict()))
+    assert ours.replace(made) == [""]
+    z, mask = normal(2, 7, 7, CHANNELS).float(), edges(2).float()
+    expected = theirs(z, mask)
+    torch.testing.assert_close(made(z, mask, use_kernels=True), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(own(z, mask), made(z, mask))

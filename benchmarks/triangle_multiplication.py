@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -100,7 +101,7 @@ def problem(call: Call, length: int, device: torch.device) -> Problem:
         return torch.randn(shape, generator=rng, dtype=torch.float32).to(device)
 
     def product(*shape: int) -> Tensor:
-        return (normal(*shape) / shape[-1] ** 0.5).requires_grad_()
+        return (normal(*shape) / math.sqrt(shape[-1])).requires_grad_()
 
     def norm() -> tuple[Tensor, Tensor]:
         return (1 + 0.1 * normal(CHANNELS)).requires_grad_(), (0.1 * normal(CHANNELS)).requires_grad_()

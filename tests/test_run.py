@@ -160,6 +160,7 @@ def test_a_program_and_its_children_are_patched(program: Program) -> None:
     assert others == "2 attention calls by the original: too long"
 
 
+@pytest.mark.slow
 def test_a_module_with_arguments(program: Program) -> None:
     program.write("import sys, toy_client.layers\nprint(sys.argv[1:])")
     status, out, line = program.run("-m", "program", "-m", "--patch", "--help")
@@ -174,6 +175,7 @@ def test_a_sitecustomize_of_the_user_runs_too(program: Program) -> None:
     assert (status, line) == (0, "evoattn run: nothing to patch: the program imported no attention of toy")
 
 
+@pytest.mark.slow
 def test_a_release_that_is_not_known_is_left_alone_and_named(program: Program) -> None:
     program.write("from toy_client.layers import _attention\nassert not hasattr(_attention, '__wrapped__')", known="''")
     status, _, line = program.run()
@@ -295,6 +297,7 @@ def test_without_a_temporary_folder_nothing_is_counted(program: Program) -> None
     assert "evoattn run: calls were not counted: no temporary folder can be made" in errors
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_program_running(program: Program) -> None:
     program.write(
         """
@@ -317,6 +320,7 @@ def test_counts_have_room_on_the_disk(tmp_path: pathlib.Path) -> None:
     assert counts.stat().st_blocks * 512 >= counts.stat().st_size == 8192
 
 
+@pytest.mark.slow
 def test_layers_are_watched_too(program: Program, capfd: pytest.CaptureFixture[str]) -> None:
     toy = TOY.replace("SITES)}", "SITES, (), (Site('toy_client.blocks', 'Block.forward', additive_layer),))}")
     layer = "def additive_layer(original, count):\n    return lambda self, x: 'ours'\n"
@@ -408,6 +412,7 @@ def test_a_fork_counts_for_itself(tmp_path: pathlib.Path) -> None:
     assert running.totals(tmp_path) == {("before",): 1, ("of the child",): 5, ("of the parent",): 7}
 
 
+@pytest.mark.slow
 def test_esmfold(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "program.py").write_text(

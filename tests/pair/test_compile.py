@@ -45,11 +45,16 @@ def test_an_h100_in_bfloat16(length: int) -> None:
         assert "ld.global.v4" in kernel.asm["ptx"] and "atom" not in kernel.asm["ptx"]
 
 
+OF_MODELS = [(arch, 128, torch.bfloat16) for arch in TARGETS]
+OTHERS = [
+    (arch, *sizes)
+    for arch in ("sm_86", "sm_90")
+    for sizes in ((64, torch.float16), (256, torch.bfloat16), (128, torch.float32))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize(
-    ("channels", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32)]
-)
+@pytest.mark.parametrize(("arch", "channels", "dtype"), [*OF_MODELS, *OTHERS])
 def test_every_card_has_the_shared_memory(arch: str, channels: int, dtype: torch.dtype) -> None:
     if channels > 128 and SHARED_LIMITS[arch] < steps._SHARED_MEMORY:
         pytest.skip("left to plain torch there")

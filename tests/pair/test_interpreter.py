@@ -5,15 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.interpreted import INTERPRETED, PARTS, run
+from tests.helpers.interpreted import INTERPRETED, run
 
 pytest.importorskip("triton")
 if not INTERPRETED:
 
-    @pytest.mark.parametrize("part", PARTS)
-    def test_in_the_interpreter(part: str) -> None:
+    def test_in_the_interpreter() -> None:
         """All tests below, in a process where Triton interprets."""
-        run(__file__, part)
+        run(__file__, "not slow")
 
 else:
     from tests.helpers import interpreter

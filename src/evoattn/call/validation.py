@@ -19,7 +19,7 @@ from evoattn.inputs import Inputs, Options
 from evoattn.layouts import LAYOUTS
 from evoattn.tuning import Config
 
-__all__ = ["Wishes", "check_arguments", "check_no_tangent", "compute_dtype"]
+__all__ = ["Wishes", "check_arguments", "check_mask", "check_no_tangent", "compute_dtype"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AXES = {
@@ -28,12 +28,28 @@ _AXES = {
 }
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that an input is computed in: autocast's where it is on, but for float64, which autocast leaves alone."""
+def compute_dtype(x: Tensor, weight: Tensor | None = None) -> torch.dtype:
+    """The dtype that an input is computed in: autocast's where it is on, but for float64, which autocast leaves alone.
+
+    weight: what it is multiplied by, if the narrower dtype of both counts.
+    """
+    if weight is not None:
+        dtype, other = compute_dtype(x), compute_dtype(weight)
+        return other if other.itemsize < dtype.itemsize else dtype
     device = x.device.type
     if x.dtype != torch.float64 and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def check_mask(name: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise TypeError or ValueError unless the mask is None or has as many axes as `shape` and broadcasts to it."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.ndim != len(shape) or not fits(tuple(mask.shape), shape):
+        raise ValueError(f"{name} must broadcast to {list(shape)} and have as many axes, got shape {list(mask.shape)}")
 
 
 class Wishes(NamedTuple):

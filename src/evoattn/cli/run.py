@@ -172,7 +172,7 @@ class _Signals:
             signal.signal(number, before)
 
     def go_to(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on what came before there was a process, and all that comes."""
+        """Pass the signals that came before the program started on to it, and all later ones."""
         self._process = process
         for number in self._early:
             process.send_signal(number)

@@ -20,7 +20,6 @@ __all__ = [
     "Attention",
     "attend",
     "check_input",
-    "check_mask",
     "check_settings",
     "check_shares",
     "check_square",
@@ -195,13 +194,3 @@ def check_shares(name: str, z: Tensor, lead: tuple[int, ...], queries: int, keys
     if z.ndim != len(lead) + 3 or z.shape[-3:-1] != (queries, keys) or not fits(tuple(z.shape[:-3]), lead):
         wanted = f"[*, {queries}, {keys}, {z.shape[-1]}] where * broadcasts to {list(lead)} and has as many axes"
         raise ValueError(f"{name} must be {wanted}, got shape {list(z.shape)}")
-
-
-def check_mask(name: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raise TypeError or ValueError unless the mask is None or has as many axes as `shape` and broadcasts to it."""
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
-    if mask.ndim != len(shape) or not fits(tuple(mask.shape), shape):
-        raise ValueError(f"{name} must broadcast to {list(shape)} and have as many axes, got shape {list(mask.shape)}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from evoattn.call.validation import check_mask
 from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_shares, heads, update
+from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_shares, heads, update
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
 from evoattn.nn.submodules import check_container
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from evoattn.nn.attention import check_input, check_mask, check_settings, update
+from evoattn.call.validation import check_mask
+from evoattn.nn.attention import check_input, check_settings, update
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.submodules import is_linear, is_norm
 from evoattn.pair import product, triangle_multiplication

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.call.canonical import fits
+from evoattn.call.validation import check_mask
 from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_shares, heads, update
+from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_shares, heads, update
 from evoattn.nn.project import layer_norm, linear, project
 from evoattn.nn.submodules import check_container, is_norm
 

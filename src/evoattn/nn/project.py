@@ -10,7 +10,6 @@ over memory: saving the result would take as much memory as x.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from evoattn.devices import uncast
 from evoattn.nn.norm import normalise, normalise_backward
 from evoattn.nn.submodules import call, is_linear, is_norm, parameter_of
 from evoattn.run import guards
+from evoattn.run.constants import constant
 from evoattn.run.joined import join
 from evoattn.run.once import once_differentiable
 
@@ -35,9 +35,7 @@ _BYTES = 16
 
 def compute_dtype_of(x: Tensor, *modules: nn.Module) -> torch.dtype:
     """The dtype of a layer's products: the narrower of those that autocast, if it is on, makes of input and parameters."""
-    dtype, parameter = compute_dtype(x), parameter_of(modules)
-    other = dtype if parameter is None else compute_dtype(parameter)
-    return other if other.itemsize < dtype.itemsize else dtype
+    return compute_dtype(x, parameter_of(modules))
 
 
 def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -124,20 +122,8 @@ def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros that are only read. They are kept: the launch that makes them costs as much as the one that joins the weights."""
-    keeps = guards.only_computes()
-    if keeps and like.is_cuda:
-        keeps = not torch.cuda.is_current_stream_capturing()  # a graph makes them when it is replayed
-    return _kept_zeros(shape, like.dtype, like.device) if keeps else like.new_zeros(shape)
-
-
-@functools.lru_cache(maxsize=256)
-def _kept_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        made = torch.zeros(shape, dtype=dtype, device=device)
-    if made.is_cuda:  # other streams may read them next
-        torch.cuda.current_stream(device).synchronize()
-    return made
+    """Zeros that are only read: the launch that makes them costs as much as the one that joins the weights."""
+    return constant(0.0, shape, like.dtype, like.device) if guards.only_computes() else like.new_zeros(shape)
 
 
 class _Split(torch.autograd.Function):

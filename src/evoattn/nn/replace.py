@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.nn.known import LAYERS
+from evoattn.nn.submodules import has_hooks
 
 __all__ = ["Ours", "Settings", "by_name", "has_settings", "overridden", "positions", "replace", "settings"]
 
@@ -192,10 +193,9 @@ class Ours:
     def observed(self) -> str:
         """Why ours would miss something: a module that it does not call has hooks or a forward of its own. Else ""."""
         for name, module in self._bypassed:
-            own = module.__dict__
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            if has_hooks(module):
                 return f"{name} has hooks, and evoattn.nn does not call it"
-            if "forward" in own:
+            if "forward" in module.__dict__:
                 return f"{name} has a forward of its own, and evoattn.nn does not call it"
         return ""
 

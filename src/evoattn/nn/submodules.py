@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
 
-__all__ = ["call", "check_container", "is_linear", "is_norm", "parameter_of"]
+__all__ = ["call", "check_container", "has_hooks", "is_linear", "is_norm", "parameter_of"]
 
 _LINEARS = {
     "openfold.model.primitives": "Linear.forward",
@@ -86,7 +86,7 @@ def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None
             f"{name} must be the {kind.__name__} that the layer made, got {type(module).__name__}: the layer never calls "
             f"{name}. Wrap or shard the whole layer, or the projections inside {name}"
         )
-    if "forward" in module.__dict__ or _has_hooks(module):
+    if "forward" in module.__dict__ or has_hooks(module):
         raise TypeError(
             f"{name} has hooks or a forward of its own, and the layer never calls it: put them on the layer, or on the "
             f"projections inside {name}. If they are of ZeRO-3, give deepspeed.utils.set_z3_leaf_modules the layer's class"
@@ -97,7 +97,7 @@ def _is_plain(module: nn.Module, kind: Any, known: dict[str, str]) -> bool:
     """Whether a call of the module runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
     if type(module) is not kind and not _computes(type(module), kind, known):
         return False
-    if "forward" in module.__dict__ or _has_hooks(module) or of_torch._has_any_global_hook():
+    if "forward" in module.__dict__ or has_hooks(module) or of_torch._has_any_global_hook():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
         return False  # torch.func and torch.jit take no autograd function of Python
@@ -112,6 +112,7 @@ def _computes(mine: Any, kind: Any, known: dict[str, str]) -> bool:
     return same and mine.__call__ is nn.Module.__call__
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run when a module is called."""
     own = module.__dict__
     return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from evoattn.call.validation import check_mask
 from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, heads, update
+from evoattn.nn.attention import Attention, attend, check_input, check_settings, heads, update
 from evoattn.nn.project import project
 from evoattn.nn.submodules import check_container
 

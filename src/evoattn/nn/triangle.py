@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from evoattn.call.sharded import is_distributed
+from evoattn.call.validation import check_mask
 from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_mask, check_settings, check_square, heads, update
+from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_square, heads, update
 from evoattn.nn.project import project
 from evoattn.nn.sharded import Split, update_of
 from evoattn.nn.submodules import check_container

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn.call.canonical import fits
 from evoattn.call.sharded import is_distributed
-from evoattn.call.validation import compute_dtype
+from evoattn.call.validation import check_mask, compute_dtype
 from evoattn.devices import installed
 from evoattn.numerics import accumulate_dtype
 from evoattn.pair import operators
@@ -115,8 +114,7 @@ def _has_kernels(z: Tensor, weights: Weights) -> bool:
 
 def _cast(z: Tensor, weights: Weights) -> Weights:
     """The weights, one row after the other in memory; those of products, and their biases, in the products' dtype."""
-    dtype, other = compute_dtype(z), compute_dtype(weights.p_in_weight)
-    dtype = other if other.itemsize < dtype.itemsize else dtype
+    dtype = compute_dtype(z, weights.p_in_weight)
     named = zip(Weights._fields, weights, strict=True)
     cast: Any = [x if x is None else (x if "norm" in name else x.to(dtype)).contiguous() for name, x in named]
     return Weights(*cast)
@@ -148,13 +146,8 @@ def _check(z: Tensor, mask: Tensor | None, weights: Weights) -> None:
         if x is not None and tuple(x.shape) != wanted:
             sizes = f"for C = {channels} channels of z and D = {hidden} of p_out_weight"
             raise ValueError(f"{name} must be {list(wanted)} {sizes}, got shape {list(x.shape)}")
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a torch.Tensor or None, got {type(mask).__name__}")
-    if mask.ndim != z.ndim - 1 or not fits(tuple(mask.shape), tuple(z.shape[:-1])):
-        raise ValueError(f"mask must broadcast to {list(z.shape[:-1])} and have as many axes, got shape {list(mask.shape)}")
-    if mask.device != z.device:
+    check_mask("mask", mask, tuple(z.shape[:-1]))
+    if mask is not None and mask.device != z.device:
         raise ValueError(f"mask must be on {z.device}, as z is, got {mask.device}")
 
 

@@ -8,16 +8,16 @@ All tensors are contiguous.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from evoattn.backends.triton import alone
-from evoattn.backends.triton.launch import shared_memory_limit, split_precision
+from evoattn.backends.triton.launch import head_block, shared_memory_limit, split_precision
 from evoattn.pair import kernels
 from evoattn.pair.values import Options, Weights
+from evoattn.run.constants import constant
 
 __all__ = ["gate_in", "gate_in_backward", "gate_out", "gate_out_backward", "takes"]
 
@@ -48,7 +48,7 @@ _TILES = {
 
 def takes(z: Tensor, weights: Weights) -> bool:
     """Whether the kernels take weights of these sizes."""
-    channels = _block(max(weights.p_out_weight.shape))
+    channels = head_block(max(weights.p_out_weight.shape))
     fits = channels <= 128 or shared_memory_limit(z.device) >= _SHARED_MEMORY
     return fits and channels * weights.dtype.itemsize <= _MOST_BYTES
 
@@ -149,11 +149,11 @@ class _Launch:
         self.programs = -(-self.rows // self.tile.rows)
 
     def __call__(self, kernel: Any, tensors: tuple[Tensor, ...], **constants: int) -> None:
-        blocks = {"BLOCK_R": self.tile.rows, "BLOCK_C": _block(constants["C"])}
+        blocks = {"BLOCK_R": self.tile.rows, "BLOCK_C": head_block(constants["C"])}
         if "N" in constants:
-            blocks["BLOCK_N"] = min(self.tile.channels, _block(constants["N"]))
+            blocks["BLOCK_N"] = min(self.tile.channels, head_block(constants["N"]))
         if "D" in constants:
-            blocks["BLOCK_D"] = _block(constants["D"])
+            blocks["BLOCK_D"] = head_block(constants["D"])
         how = {"PADDED": self.padded != self.length, "PRECISION": self.precision}
         compiled = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
         numbers = (self.rows, self.length, self.padded, self.eps)
@@ -163,13 +163,8 @@ class _Launch:
 @functools.cache
 def _tile(step: str, channels: int, dtype: torch.dtype) -> Tile:
     """The tile of a step: that of 128 channels in 16 bits, or a smaller one if a row takes more registers."""
-    tile, wider = _TILES[step], max(1, _block(channels) // 128) * (dtype.itemsize // 2)
+    tile, wider = _TILES[step], max(1, head_block(channels) // 128) * (dtype.itemsize // 2)
     return Tile(max(16, tile.rows // wider), max(16, tile.channels // wider), tile.warps, tile.stages if wider == 1 else 1)
-
-
-def _block(size: int) -> int:
-    """The power of two, at least 16 (the smallest product), that holds `size`."""
-    return max(16, 1 << math.ceil(math.log2(size)))
 
 
 def _of_input(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
@@ -187,24 +182,9 @@ def _of_output(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
 
 
 def _affine(weight: Tensor | None, bias: Tensor | None, z: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    return _constant(1.0, channels, z.device) if weight is None else weight, _bias(bias, z, channels)
+    ones = constant(1.0, (channels,), torch.float32, z.device) if weight is None else weight
+    return ones, _bias(bias, z, channels)
 
 
 def _bias(bias: Tensor | None, z: Tensor, channels: int) -> Tensor:
-    return _constant(0.0, channels, z.device) if bias is None else bias
-
-
-def _constant(value: float, channels: int, device: torch.device) -> Tensor:
-    """What a weight or a bias that is not given stands for. It is kept, but not if a CUDA graph makes it at each replay."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.full((channels,), value, dtype=torch.float32, device=device)
-    return _kept(value, channels, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _kept(value: float, channels: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        made = torch.full((channels,), value, dtype=torch.float32, device=device)
-    if made.is_cuda:  # other streams may read it next
-        torch.cuda.current_stream(device).synchronize()
-    return made
+    return constant(0.0, (channels,), torch.float32, z.device) if bias is None else bias

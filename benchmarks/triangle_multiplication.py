@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import statistics
@@ -62,7 +63,7 @@ def cuequivariance(z: Tensor, mask: Tensor, weights: Weights) -> Tensor:
 def ways(device: torch.device) -> dict[str, Call]:
     """What is measured: cuEquivariance only if it is installed, and on a GPU."""
     found: dict[str, Call] = {"evoattn": ours, "plain torch": plain, "torch.compile": torch.compile(plain)}
-    if device.type == "cuda" and machine.version_of("cuequivariance_ops_torch") is not None:
+    if device.type == "cuda" and importlib.util.find_spec("cuequivariance_ops_torch") is not None:
         found["cuequivariance"] = cuequivariance
     return found
 

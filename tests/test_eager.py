@@ -681,6 +681,11 @@ def test_what_a_backward_tells_the_dispatcher_is_known(
         q, *rest = tensors
         checkpoint(attend, q, *rest, use_reentrant=True).sum().backward()  # type: ignore[union-attr]
         assert in_backward
+        found = []
+        with torch.autocast("cpu"):  # as the forward of a checkpoint, so that it saves the same tensors again
+            made = checkpoint(lambda x: found.append(guards.autocasts()) or x.sin(), q, use_reentrant=False)
+        made.sum().backward()  # type: ignore[union-attr]
+        assert found == [True, True]
         assert operators == []
     finally:
         guards._states_in_backward.cache_clear()

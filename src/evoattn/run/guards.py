@@ -136,19 +136,26 @@ def _states() -> dict[tuple[int, int], bool]:
     def look() -> None:
         for inference in (False, True):
             with torch.inference_mode(inference):
-                states[_state()] = False
-                for device in ("cpu", "cuda"):
-                    torch.set_autocast_enabled(device, True)
-                    states[_state()] = True
-                    torch.set_autocast_enabled(device, False)
+                _look_with_autocast(states)
 
     _in_a_new_thread(look)
     return states
 
 
+def _look_with_autocast(states: dict[tuple[int, int], bool]) -> None:
+    """Note the state of a thread without autocast, and what it would be with autocast for the CPU, for GPUs, or for both."""
+    for devices in ((), ("cpu",), ("cuda",), ("cpu", "cuda")):
+        for device in devices:
+            torch.set_autocast_enabled(device, True)
+        states[_state()] = bool(devices)
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
+
+
 @functools.cache
 def _states_in_backward() -> dict[tuple[int, int], bool]:
-    """The state in which an operator would only compute while a backward runs.
+    """The states in which an operator would only compute while a backward runs, and whether autocast is on, as when a checkpoint
+    runs its forward again.
 
     Found when the caller runs a backward, never before. On a machine with a GPU the first backward of a process, even one on
     the CPU, counts the GPUs and starts a thread for each. Neither survives a fork, and a forward on the CPU must.
@@ -179,7 +186,7 @@ class _LookInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.states[_state()] = False
+        _look_with_autocast(ctx.states)
         return dx, None
 
 

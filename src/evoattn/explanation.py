@@ -90,7 +90,7 @@ def explanation_of(inputs: Inputs, wishes: Wishes) -> Explanation:
     told = [Description() if plan is None else plan.describe() for plan in (forward, backward)]
     names = dict.fromkeys((*refused, *refused_backward))  # chosen one by one
     return Explanation(
-        problem=describe(folded, needs=needs, deterministic=options.deterministic),  # type: ignore[arg-type]
+        problem=describe(folded, scale=options.scale, needs=needs, deterministic=options.deterministic),  # type: ignore[arg-type]
         backend=None if forward is None else forward.backend,
         config=told[0].config,
         refused={name: _each_once(refused.get(name, []), refused_backward.get(name, [])) for name in names},

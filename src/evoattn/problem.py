@@ -36,6 +36,7 @@ class Problem:
         mask_bias: dtype of the key-wise bias, or None.
         pair_bias: dtype of the pair bias, or None.
         gate: whether O is multiplied by the sigmoid of a gate, which has q's dtype.
+        scale: factor on q k; None is d ** -0.5.
         needs: which of `GRADIENTS` the call must be able to deliver.
         deterministic: whether results must be bit-equal from run to run.
     """
@@ -54,6 +55,7 @@ class Problem:
     mask_bias: torch.dtype | None = None
     pair_bias: torch.dtype | None = None
     gate: bool = False
+    scale: float | None = None
     needs: Needs = (False,) * 6
     deterministic: bool = False
 
@@ -77,7 +79,9 @@ class Problem:
         return f"{self.dtype} on {self.device}, {sizes}, {', '.join(biases) or 'no bias'}{gate}".replace("torch.", "")
 
 
-def describe(inputs: Inputs, *, needs: Needs = (False,) * 6, deterministic: bool = False) -> Problem:
+def describe(
+    inputs: Inputs, *, scale: float | None = None, needs: Needs = (False,) * 6, deterministic: bool = False
+) -> Problem:
     """The Problem of canonical tensors: q [b,n,h,q,d], k [b,n,h,k,d], v [b,n,h,k,c]."""
     q, mask_bias, pair_bias = inputs.q, inputs.mask_bias, inputs.pair_bias
     b, n, h, lq, d = q.shape
@@ -97,6 +101,7 @@ def describe(inputs: Inputs, *, needs: Needs = (False,) * 6, deterministic: bool
         mask_bias=None if mask_bias is None else mask_bias.dtype,
         pair_bias=None if pair_bias is None else pair_bias.dtype,
         gate=inputs.gate is not None,
+        scale=scale,
         needs=needs,
         deterministic=deterministic,
     )

@@ -80,7 +80,7 @@ def forward(inputs: Inputs, options: Options, *, runs: bool = True) -> Plan:
     place = _kept(inputs.q.device, *map(_look, inputs), *options, settings(inputs.q.dtype))
 
     def make() -> Plan:
-        problem = describe(inputs, deterministic=options.deterministic)
+        problem = describe(inputs, scale=options.scale, deterministic=options.deterministic)
         return _plan("plan_forward", (inputs,), problem, options)
 
     return place.take(make, runs)
@@ -108,8 +108,8 @@ def backward(
     place = _kept(inputs.q.device, *map(_look, tensors), needs, *options, settings(inputs.q.dtype))
 
     def make() -> Plan:
-        problem = describe(inputs, needs=needs, deterministic=options.deterministic)  # type: ignore[arg-type]
-        wishes = {"needs": needs, "deterministic": options.deterministic}
+        wishes: Any = {"needs": needs, "deterministic": options.deterministic}
+        problem = describe(inputs, scale=options.scale, **wishes)
         return _plan("plan_backward", (cotangents, inputs, outputs), problem, options, into, **wishes)
 
     return place.take(make, runs)
@@ -128,11 +128,10 @@ def _plan(
     into: Sequence[Tensor | None] | None = None,
     **wishes: Any,
 ) -> Plan:
-    config = Config.from_text(options.config)
-    backend, refused = select(problem, options.backend, config)
-    scale = options.scale
+    config, scale = Config.from_text(options.config), options.scale
     if scale is not None and not math.isfinite(scale):  # a number that torch.compile traced as a symbol
         raise ValueError(f"scale must be finite, got {scale}")
+    backend, refused = select(problem, options.backend, config)
     scale = float(problem.d) ** -0.5 if scale is None else scale
     if into is not None and getattr(backend, "WRITES_ANYWHERE", False):
         wishes["into"] = into

@@ -43,6 +43,9 @@ _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
+_LEAST_SCALE, _MOST_SCALE = 2.0**-5, 2.0**12
+"""In float16. A power of two of any other scale goes into q, and out of dq: float16 overflows or loses digits."""
+
 _FEW_QUERIES, _FEW_KEYS, _FEWEST_KEYS = 32, 64, 32
 """Up to these queries and keys, or for a backward up to so few keys, `triton` was faster on an H200."""
 
@@ -90,6 +93,11 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append(f"takes a pair_bias of q's dtype or float32, got {problem.pair_bias}")
     if problem.mask_bias not in (None, *_BIASES):
         reasons.append(f"takes a mask_bias in float16, bfloat16 or float32, got {problem.mask_bias}")
+    if problem.dtype == torch.float16 and problem.scale and not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
+        reasons.append(
+            f"takes a scale from {_LEAST_SCALE:g} to {_MOST_SCALE:g} in float16, which may not hold q times another,"
+            f" got {problem.scale:g}"
+        )
     if not problem.scores:
         reasons.append("takes no empty tensors")
     if problem.pair_bias is not None and problem.n == 1:

@@ -31,7 +31,7 @@ from evoattn.bench.layer_run import captured
 from evoattn.bench.record import write_text
 from evoattn.pair import triangle_multiplication
 from evoattn.pair.multiplication import reference
-from evoattn.pair.values import Options, Weights
+from evoattn.pair.multiplication.values import Options, Weights
 
 CHANNELS = 128
 VERIFIED = 200

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.pair import triangle_multiplication
-from evoattn.pair.values import Options, Weights
+from evoattn.pair.multiplication.values import Options, Weights
 from evoattn.testing import relative_error
 
 __all__ = ["call", "differentiated", "inputs", "truth", "weights", "worst"]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from evoattn.pair import steps
-from evoattn.pair.values import Options, Weights
+from evoattn.pair.multiplication import steps
+from evoattn.pair.multiplication.values import Options, Weights
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, report, target
 from tests.pair.problems import weights
 

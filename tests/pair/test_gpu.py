@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from evoattn.bench.layer_run import captured
-from evoattn.pair import multiplication
-from evoattn.pair.values import Options
+from evoattn.pair.multiplication import call as multiplication
+from evoattn.pair.multiplication.values import Options
 from evoattn.testing import relative_error
 from tests.pair.problems import call, differentiated, inputs, truth, weights
 

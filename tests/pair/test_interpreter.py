@@ -19,8 +19,9 @@ else:
 
     interpreter.patch()
 
-    from evoattn.pair import multiplication, steps
-    from evoattn.pair.values import Options, Weights
+    from evoattn.pair.multiplication import call as multiplication
+    from evoattn.pair.multiplication import steps
+    from evoattn.pair.multiplication.values import Options, Weights
     from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
 
     pytestmark = pytest.mark.usefixtures("poisoned")

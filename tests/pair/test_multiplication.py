@@ -10,8 +10,8 @@ import torch
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.nn import TriangleMultiplication
 from evoattn.pair import triangle_multiplication
-from evoattn.pair.multiplication import _cast
-from evoattn.pair.values import Options, Weights
+from evoattn.pair.multiplication.call import _cast
+from evoattn.pair.multiplication.values import Options, Weights
 from evoattn.testing import dense_layers, relative_error
 from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
 

@@ -154,8 +154,9 @@ def _look_with_autocast(states: dict[tuple[int, int], bool]) -> None:
 
 @functools.cache
 def _states_in_backward() -> dict[tuple[int, int], bool]:
-    """The states in which an operator would only compute while a backward runs, and whether autocast is on, as when a checkpoint
-    runs its forward again.
+    """States in which an operator would only compute while a backward runs, and whether autocast is on.
+
+    It is on where a checkpoint runs its forward again.
 
     Found when the caller runs a backward, never before. On a machine with a GPU the first backward of a process, even one on
     the CPU, counts the GPUs and starts a thread for each. Neither survives a fork, and a forward on the CPU must.

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
+from evoattn.pair.lang import load_columns, load_rows, matrix, scaled, standard, vector
 
 __all__ = ["gate_in_backward_kernel", "gate_in_kernel", "gate_out_backward_kernel", "gate_out_kernel"]
 
@@ -31,43 +32,6 @@ def _rows_of(tile, rows, length, padded, BLOCK_R: tl.constexpr, PADDED: tl.const
     return o_r, o_z, m_r
 
 
-@triton.jit
-def _standard(x, m, eps, C: tl.constexpr, axis: tl.constexpr):
-    """x with mean 0 and deviation 1 along an axis of C channels, and 1 / the deviation. Other entries, where m is 0, are 0."""
-    x = tl.where(m, x - tl.expand_dims(tl.sum(x, axis) / C, axis), 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, axis) / C + eps)
-    return x * tl.expand_dims(rstd, axis), rstd
-
-
-@triton.jit
-def _load_rows(p, o_r, m_rc, o_c, C: tl.constexpr):
-    """Rows `[r, c]` of a tensor `[*, C]`."""
-    return tl.load(p + o_r[:, None] * C + o_c[None, :], mask=m_rc, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _load_columns(p, o_d, m_dr, o_r, rows):
-    """Columns `[d, r]` of a tensor `[D, rows]`."""
-    return tl.load(p + o_d[:, None].to(tl.int64) * rows + o_r[None, :], mask=m_dr, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _scaled(x, w, b, axis: tl.constexpr):
-    """x w + b, with w and b along an axis."""
-    return x * tl.expand_dims(w, 1 - axis) + tl.expand_dims(b, 1 - axis)
-
-
-@triton.jit
-def _matrix(p, o_m, o_n, M: tl.constexpr, N: tl.constexpr):
-    """A weight `[M, N]`, or a part of it, with zeros around it."""
-    return tl.load(p + o_m[:, None] * N + o_n[None, :], mask=(o_m < M)[:, None] & (o_n < N)[None, :], other=0.0)
-
-
-@triton.jit
-def _vector(p, o_c, C: tl.constexpr):
-    return tl.load(p + o_c, mask=o_c < C, other=0.0).to(tl.float32)
-
-
 @Kernel
 @triton.jit
 def gate_in_kernel(
@@ -81,17 +45,17 @@ def gate_in_kernel(
     o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
     o_c = tl.arange(0, BLOCK_C)
     m_rc = m_r[:, None] & (o_c < C)[None, :]
-    b_x, _ = _standard(_load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = tl.trans(_scaled(b_x, _vector(norm_w, o_c, C), _vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty))  # [c,r]
+    b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = tl.trans(scaled(b_x, vector(norm_w, o_c, C), vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty))  # [c,r]
     b_m = m_r.to(tl.float32)
     if HAS_MASK:
         b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
     for start in range(0, N, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
-        b_p = tl.dot(_matrix(p_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)  # [n,r]
-        b_g = tl.dot(_matrix(g_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)
-        b_p = b_p + _vector(p_b, o_n, N)[:, None]
-        b_g = b_g + _vector(g_b, o_n, N)[:, None]
+        b_p = tl.dot(matrix(p_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)  # [n,r]
+        b_g = tl.dot(matrix(g_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)
+        b_p = b_p + vector(p_b, o_n, N)[:, None]
+        b_g = b_g + vector(g_b, o_n, N)[:, None]
         b_ab = (b_p * tl.sigmoid(b_g) * b_m[None, :]).to(ab.dtype.element_ty)
         tl.store(ab + o_n[:, None].to(tl.int64) * rows + o_r[None, :], b_ab, mask=(o_n < N)[:, None] & (o_r < rows)[None, :])
 
@@ -107,15 +71,15 @@ def gate_out_kernel(
     o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
     o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
     m_rc, m_dr = m_r[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & (o_r < rows)[None, :]
-    b_x, _ = _standard(_load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
-    b_n = _scaled(b_x, _vector(out_w, o_d, D), _vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
-    b_u = tl.dot(tl.trans(b_n), tl.trans(_matrix(p_w, o_c, o_d, C, D)), input_precision=PRECISION)  # [r,c]
-    b_x, _ = _standard(_load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = _scaled(b_x, _vector(in_w, o_c, C), _vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
-    b_g = tl.dot(b_y, tl.trans(_matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
-    b_u = (b_u + _vector(p_b, o_c, C)[None, :]) * tl.sigmoid(b_g + _vector(g_b, o_c, C)[None, :])
+    b_x, _ = standard(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
+    b_n = scaled(b_x, vector(out_w, o_d, D), vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
+    b_u = tl.dot(tl.trans(b_n), tl.trans(matrix(p_w, o_c, o_d, C, D)), input_precision=PRECISION)  # [r,c]
+    b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = scaled(b_x, vector(in_w, o_c, C), vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    b_g = tl.dot(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
+    b_u = (b_u + vector(p_b, o_c, C)[None, :]) * tl.sigmoid(b_g + vector(g_b, o_c, C)[None, :])
     if RESIDUAL:  # read again: held in registers since the norm, it would halve the programs of a multiprocessor
-        b_u += _load_rows(z, o_z, m_rc, o_c, C)
+        b_u += load_rows(z, o_z, m_rc, o_c, C)
     tl.store(out + o_z[:, None] * C + o_c[None, :], b_u.to(out.dtype.element_ty), mask=m_rc)
 
 
@@ -134,15 +98,15 @@ def gate_out_backward_kernel(
     m_rc, m_inside = m_r[:, None] & (o_c < C)[None, :], o_r < rows
     m_rows, m_dr = m_inside[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & m_inside[None, :]
     o_rc, o_dr = o_r[:, None] * C + o_c[None, :], o_d[:, None].to(tl.int64) * rows + o_r[None, :]
-    b_x, _ = _standard(_load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = _scaled(b_x, _vector(in_w, o_c, C), _vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
-    b_g = tl.dot(b_y, tl.trans(_matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
-    b_s = tl.sigmoid(b_g + _vector(g_b, o_c, C)[None, :])
-    b_p, b_w = _matrix(p_w, o_c, o_d, C, D), _vector(out_w, o_d, D)
-    b_x, b_rstd = _standard(_load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
-    b_n = _scaled(b_x, b_w, _vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
-    b_u = tl.dot(tl.trans(b_n), tl.trans(b_p), input_precision=PRECISION) + _vector(p_b, o_c, C)[None, :]  # [r,c]
-    b_du = _load_rows(do, o_z, m_rc, o_c, C) * b_s
+    b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = scaled(b_x, vector(in_w, o_c, C), vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    b_g = tl.dot(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
+    b_s = tl.sigmoid(b_g + vector(g_b, o_c, C)[None, :])
+    b_p, b_w = matrix(p_w, o_c, o_d, C, D), vector(out_w, o_d, D)
+    b_x, b_rstd = standard(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
+    b_n = scaled(b_x, b_w, vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
+    b_u = tl.dot(tl.trans(b_n), tl.trans(b_p), input_precision=PRECISION) + vector(p_b, o_c, C)[None, :]  # [r,c]
+    b_du = load_rows(do, o_z, m_rc, o_c, C) * b_s
     tl.store(dg + o_rc, (b_du * b_u * (1 - b_s)).to(dg.dtype.element_ty), mask=m_rows)
     b_du = b_du.to(p_w.dtype.element_ty)
     b_dn = tl.dot(tl.trans(b_p), tl.trans(b_du), input_precision=PRECISION)  # [d,r]
@@ -173,14 +137,14 @@ def gate_in_backward_kernel(
     m_c, m_inside = o_c < C, o_r < rows
     m_rc, m_rows = m_r[:, None] & m_c[None, :], m_inside[:, None] & m_c[None, :]
     o_rc = o_r[:, None] * C + o_c[None, :]
-    b_w = _vector(norm_w, o_c, C)
-    b_x, b_rstd = _standard(_load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = _scaled(b_x, b_w, _vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    b_w = vector(norm_w, o_c, C)
+    b_x, b_rstd = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = scaled(b_x, b_w, vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty)
     if NEEDS_WEIGHTS:
         tl.store(y + o_rc, b_y, mask=m_rows)
     b_y = tl.trans(b_y)  # [c,r]
     b_dg_out = tl.load(dg_out + o_rc, mask=m_rows, other=0.0)
-    b_dy = tl.dot(b_dg_out, _matrix(g_out_w, o_c, o_c, C, C), input_precision=PRECISION)  # [r,c]
+    b_dy = tl.dot(b_dg_out, matrix(g_out_w, o_c, o_c, C, C), input_precision=PRECISION)  # [r,c]
     b_m = m_r.to(tl.float32)
     if HAS_MASK:
         b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
@@ -188,9 +152,9 @@ def gate_in_backward_kernel(
         o_n = start + tl.arange(0, BLOCK_N)
         m_nr = (o_n < N)[:, None] & m_inside[None, :]
         o_nr = o_n[:, None].to(tl.int64) * rows + o_r[None, :]
-        b_p_w, b_g_w = _matrix(p_w, o_n, o_c, N, C), _matrix(g_w, o_n, o_c, N, C)  # [n,c]
-        b_p = tl.dot(b_p_w, b_y, input_precision=PRECISION) + _vector(p_b, o_n, N)[:, None]  # [n,r]
-        b_s = tl.sigmoid(tl.dot(b_g_w, b_y, input_precision=PRECISION) + _vector(g_b, o_n, N)[:, None])
+        b_p_w, b_g_w = matrix(p_w, o_n, o_c, N, C), matrix(g_w, o_n, o_c, N, C)  # [n,c]
+        b_p = tl.dot(b_p_w, b_y, input_precision=PRECISION) + vector(p_b, o_n, N)[:, None]  # [n,r]
+        b_s = tl.sigmoid(tl.dot(b_g_w, b_y, input_precision=PRECISION) + vector(g_b, o_n, N)[:, None])
         b_dp = tl.load(dab + o_nr, mask=m_nr, other=0.0).to(tl.float32) * b_m[None, :] * b_s  # [n,r]
         b_dg = (b_dp * b_p * (1 - b_s)).to(p_w.dtype.element_ty)
         b_dp = b_dp.to(p_w.dtype.element_ty)
@@ -207,5 +171,5 @@ def gate_in_backward_kernel(
     b_dz = b_dy - (tl.sum(b_dy, 1) / C)[:, None] - b_x * (tl.sum(b_dy * b_x, 1) / C)[:, None]
     b_dz = b_dz * b_rstd[:, None]
     if RESIDUAL:
-        b_dz += _load_rows(do, o_z, m_rc, o_c, C)
+        b_dz += load_rows(do, o_z, m_rc, o_c, C)
     tl.store(dz + o_z[:, None] * C + o_c[None, :], b_dz.to(dz.dtype.element_ty), mask=m_rc)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.pair import autograd
-from evoattn.pair.values import Options, Weights
+from evoattn.pair.multiplication import autograd
+from evoattn.pair.multiplication.values import Options, Weights
 from evoattn.run.operators import LIBRARY
 
 __all__ = ["backward", "forward"]

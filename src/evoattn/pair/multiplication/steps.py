@@ -8,16 +8,16 @@ All tensors are contiguous.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evoattn.backends.triton import alone
 from evoattn.backends.triton.launch import head_block, shared_memory_limit, split_precision
-from evoattn.pair import kernels
-from evoattn.pair.values import Options, Weights
-from evoattn.run.constants import constant
+from evoattn.pair.launching import Tile, affine, narrowed, shift
+from evoattn.pair.multiplication import kernels
+from evoattn.pair.multiplication.values import Options, Weights
 
 __all__ = ["gate_in", "gate_in_backward", "gate_out", "gate_out_backward", "takes"]
 
@@ -26,15 +26,6 @@ _MOST_BYTES = 512
 
 _SHARED_MEMORY = 163_840
 """Bytes that a program needs for more than 128 channels."""
-
-
-class Tile(NamedTuple):
-    """Rows of a program, channels of a step of its loop, and what the kernel is compiled with."""
-
-    rows: int
-    channels: int
-    warps: int
-    stages: int
 
 
 _TILES = {
@@ -143,7 +134,7 @@ class _Launch:
     """
 
     def __init__(self, step: str, z: Tensor, weights: Weights, padded: int, eps: float) -> None:
-        self.tile = _tile(step, max(z.shape[-1], weights.p_out_weight.shape[1]), weights.dtype)
+        self.tile = narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.dtype)
         self.length, self.padded, self.rows, self.eps = z.shape[1], padded, z.shape[0] * padded * padded, eps
         self.precision = split_precision(weights.dtype, z.shape[-1])
         self.programs = -(-self.rows // self.tile.rows)
@@ -160,31 +151,15 @@ class _Launch:
         alone.start(kernel, self.programs, tensors, *numbers, **constants, **blocks, **how, **compiled)
 
 
-@functools.cache
-def _tile(step: str, channels: int, dtype: torch.dtype) -> Tile:
-    """The tile of a step: that of 128 channels in 16 bits, or a smaller one if a row takes more registers."""
-    tile, wider = _TILES[step], max(1, head_block(channels) // 128) * (dtype.itemsize // 2)
-    return Tile(max(16, tile.rows // wider), max(16, tile.channels // wider), tile.warps, tile.stages if wider == 1 else 1)
-
-
 def _of_input(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
     """What both kernels of the input read: norm and products."""
     count, channels = w.p_in_weight.shape
-    given = _affine(w.norm_in_weight, w.norm_in_bias, z, channels)
-    return (*given, w.p_in_weight, _bias(w.p_in_bias, z, count), w.g_in_weight, _bias(w.g_in_bias, z, count))
+    given = affine(w.norm_in_weight, w.norm_in_bias, z, channels)
+    return (*given, w.p_in_weight, shift(w.p_in_bias, z, count), w.g_in_weight, shift(w.g_in_bias, z, count))
 
 
 def _of_output(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
     """What both kernels of the output read: norms, output product, gate."""
     channels, hidden = w.p_out_weight.shape
-    given = _affine(w.norm_in_weight, w.norm_in_bias, z, channels) + _affine(w.norm_out_weight, w.norm_out_bias, z, hidden)
-    return (*given, w.p_out_weight, _bias(w.p_out_bias, z, channels), w.g_out_weight, _bias(w.g_out_bias, z, channels))
-
-
-def _affine(weight: Tensor | None, bias: Tensor | None, z: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    ones = constant(1.0, (channels,), torch.float32, z.device) if weight is None else weight
-    return ones, _bias(bias, z, channels)
-
-
-def _bias(bias: Tensor | None, z: Tensor, channels: int) -> Tensor:
-    return constant(0.0, (channels,), torch.float32, z.device) if bias is None else bias
+    given = affine(w.norm_in_weight, w.norm_in_bias, z, channels) + affine(w.norm_out_weight, w.norm_out_bias, z, hidden)
+    return (*given, w.p_out_weight, shift(w.p_out_bias, z, channels), w.g_out_weight, shift(w.g_out_bias, z, channels))

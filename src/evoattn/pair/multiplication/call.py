@@ -13,9 +13,9 @@ from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask, compute_dtype
 from evoattn.devices import installed
 from evoattn.numerics import accumulate_dtype
-from evoattn.pair import operators
-from evoattn.pair.autograd import TriangleMultiplication, forward
-from evoattn.pair.values import Options, Weights
+from evoattn.pair.multiplication import operators
+from evoattn.pair.multiplication.autograd import TriangleMultiplication, forward
+from evoattn.pair.multiplication.values import Options, Weights
 from evoattn.run import guards
 
 __all__ = ["product", "reference", "triangle_multiplication"]
@@ -107,7 +107,7 @@ def _has_kernels(z: Tensor, weights: Weights) -> bool:
     """Whether kernels take these tensors: 16 or 32 bits on a GPU, and not too many channels. Transforms see plain torch."""
     if not z.is_cuda or weights.dtype == torch.float64 or z.dtype == torch.float64 or not installed("triton"):
         return False
-    from evoattn.pair import steps
+    from evoattn.pair.multiplication import steps
 
     return steps.takes(z, weights) and not torch._C._are_functorch_transforms_active()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evoattn.devices import uncast
-from evoattn.pair.values import Options, Weights
+from evoattn.pair.multiplication.values import Options, Weights
 from evoattn.run import guards
 from evoattn.run.once import once_differentiable
 
@@ -28,7 +28,7 @@ def forward(
     z: Tensor, mask: Tensor | None, weights: Weights, options: Options, keep: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The result `[B, L, L, C]`, the halves `[2 D, B, P, P]` if they are to be kept, and their product `[D, B, P, P]`."""
-    from evoattn.pair import steps
+    from evoattn.pair.multiplication import steps
 
     with uncast(z.device):
         ab = steps.gate_in(z, mask, weights, options, _side(z))
@@ -58,7 +58,7 @@ def backward(
     needs_weights: bool,
 ) -> tuple[Tensor, Weights | None]:
     """The gradient of z, and those of the weights, all of them or none."""
-    from evoattn.pair import steps
+    from evoattn.pair.multiplication import steps
 
     with uncast(z.device):
         dt, dg, of_output = steps.gate_out_backward(do, z, t, weights, options, needs_weights=needs_weights)

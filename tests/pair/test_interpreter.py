@@ -19,6 +19,7 @@ else:
 
     interpreter.patch()
 
+    from evoattn.pair import triangle_multiplication
     from evoattn.pair.multiplication import call as multiplication
     from evoattn.pair.multiplication import steps
     from evoattn.pair.multiplication.values import Options, Weights
@@ -90,6 +91,16 @@ else:
         turned: Any = [x if x.ndim == 1 else x.detach().t().contiguous().t().requires_grad_() for x in given]
         found = differentiated(call(z, mask, Weights(*turned), options), z, Weights(*turned), do)
         assert worst(found, truth(z, mask, given, options, do)) < 2e-6
+
+    @pytest.mark.parametrize("contiguous", [True, False])
+    def test_into_z_itself(launches: list[str], contiguous: bool) -> None:
+        (z, mask, given, _), _ = problem()
+        z = z.detach() if contiguous else z.detach().transpose(1, 2).contiguous().transpose(1, 2)
+        frozen: Any = {name: x.detach() for name, x in given._asdict().items()}
+        right = triangle_multiplication(z, mask, residual=True, **frozen)
+        made = triangle_multiplication(z, mask, residual=True, out=z, **frozen)
+        assert made is z and torch.equal(z, right)
+        assert launches == ["gate_in", "gate_out"] * 2
 
     def test_torch_compile_sees_one_operator(launches: list[str]) -> None:
         (z, mask, given, options), do = problem()

@@ -199,3 +199,28 @@ def test_modules_that_cannot_be_joined_are_called(change: str) -> None:
 def test_a_z_that_is_not_square() -> None:
     with pytest.raises(ValueError, match=r"z must be \[\*, L, L, 8\], got shape \[1, 4, 6, 8\]"):
         TriangleMultiplication(8, 8)(torch.ones(1, 4, 6, 8))
+
+
+def test_a_result_written_into_z() -> None:
+    given, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
+    frozen: Any = {name: x.detach() for name, x in given._asdict().items()}
+    z = z.detach()
+    right, other = triangle_multiplication(z, mask, residual=True, **frozen), torch.empty_like(z)
+    assert triangle_multiplication(z, mask, residual=True, out=other, **frozen) is other and torch.equal(other, right)
+    assert triangle_multiplication(z, mask, residual=True, out=z, **frozen) is z and torch.equal(z, right)
+
+
+@pytest.mark.parametrize(
+    ("out", "word"),
+    [
+        (torch.empty(1, 4, 4, 5).double(), r"out must be \[1, 4, 4, 6\] of torch.float64 on cpu, as the result is, got"),
+        (torch.empty(1, 4, 4, 6), "of torch.float32 on cpu"),
+        (torch.empty(1, 4, 4, 6, device="meta").double(), "on meta"),
+        (torch.empty(1, 4, 4, 6).double(), "out takes no result with a gradient"),
+    ],
+)
+def test_what_a_result_is_not_written_into(out: torch.Tensor, word: str) -> None:
+    given, (z, mask, _) = weights(6, 4, bias=True), inputs((1,), 4, 6)
+    named: Any = given._asdict()
+    with pytest.raises(ValueError, match=word):
+        triangle_multiplication(z, mask, out=out, **named)

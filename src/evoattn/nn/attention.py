@@ -19,10 +19,12 @@ from evoattn.numerics import accumulate_dtype
 __all__ = [
     "Attention",
     "attend",
+    "check_in_place",
     "check_input",
     "check_settings",
     "check_shares",
     "check_square",
+    "dropout_mask",
     "heads",
     "update",
 ]
@@ -132,33 +134,48 @@ def attend(
     return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd", gate=gate)
 
 
-def update(
-    x: Tensor,
-    made: Tensor,
-    *,
-    residual: bool,
-    dropout: float,
-    shared: int | None,
-    training: bool,
-    same: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Apply dropout to a layer's update, and add the layer's input if it has a residual.
+def dropout_mask(made: Tensor, dropout: float, shared: int, same: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Draw what a layer's update is multiplied by: 0 where an entry is dropped, else 1 / (1 - dropout).
+
+    Args:
+        made: the update.
+        dropout: the probability that an entry is dropped.
+        shared: the axis along which all entries are dropped together. It has size 1 in the mask.
+        same: copies the first process's mask to all processes that have to use the same. None if there are none.
+    """
+    sizes = [1 if axis == shared else size for axis, size in enumerate(made.shape, -made.ndim)]
+    mask = F.dropout(made.new_ones(sizes), dropout)
+    return mask if same is None else same(mask)
+
+
+def update(x: Tensor, made: Tensor, mask: Tensor | None = None, *, residual: bool, in_place: bool = False) -> Tensor:
+    """The result of a layer: its update, times a dropout mask if one was drawn, plus the layer's input if it has a residual.
 
     Args:
         x: the layer's input.
         made: the update, of x's shape.
+        mask: from `dropout_mask`, or None.
         residual: whether x is added.
-        dropout: the probability that an entry is dropped in training.
-        shared: the axis along which all entries are dropped together, or None.
-        training: whether the layer is in training mode.
-        same: copies the first process's dropout mask to all processes that have to use the same. None if there are none.
+        in_place: whether the sum is written into x.
     """
-    if dropout and training:
-        sizes = [1 if axis == shared else size for axis, size in enumerate(made.shape, -made.ndim)]
-        kept = F.dropout(made.new_ones(sizes), dropout)
-        kept = kept if same is None else same(kept)
-        return torch.addcmul(x, made, kept) if residual else made * kept
-    return x + made if residual else made
+    if not residual:
+        return made if mask is None else made * mask
+    if mask is not None:
+        return x.addcmul_(made, mask) if in_place else torch.addcmul(x, made, mask)
+    return x.add_(made) if in_place else x + made
+
+
+def check_in_place(layer: nn.Module, name: str, x: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError unless a layer may write its result into its input x.
+
+    dtype: of the products. With x's dtype it gives that of the result.
+    """
+    if not layer.residual:
+        raise ValueError("in_place=True needs residual=True: the result is written over the input that it is added to")
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
+        raise ValueError(f"in_place=True overwrites {name}, which a gradient needs: call the layer under torch.no_grad()")
+    if torch.promote_types(x.dtype, dtype) != x.dtype:
+        raise ValueError(f"in_place=True needs {name} in {torch.promote_types(x.dtype, dtype)}, the result's, got {x.dtype}")
 
 
 def check_settings(dropout: float, empty_rows: str) -> None:

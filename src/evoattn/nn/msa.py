@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from evoattn.call.validation import check_mask
 from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_shares, heads, update
+from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_shares, dropout_mask, heads, update
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
 from evoattn.nn.submodules import check_container
 
@@ -67,7 +67,8 @@ class MSAAttention(nn.Module):
         gate = None if columns else heads(g, self.no_heads)
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
         made = mha.end(o.transpose(-2, -3), g) if columns else mha.end(o, None)
-        return update(m, made, residual=self.residual, dropout=self.dropout, shared=-3, training=self.training)
+        dropped = dropout_mask(made, self.dropout, -3) if self.dropout and self.training else None
+        return update(m, made, dropped, residual=self.residual)
 
     def _pair_bias(self, m: Tensor, z: Tensor | None) -> Tensor | None:
         """The pair bias `[*, 1, H, L, L]`, a view of the projection of z."""
@@ -272,7 +273,7 @@ class MSAColumnGlobalAttention(nn.Module):
         columns = None if mask is None else mask.transpose(-1, -2)
         o = attend(q, k, v, columns, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
         made = mha.end(o.unsqueeze(-3), g)  # one for all sequences
-        return update(m, made, residual=self.residual, dropout=0.0, shared=None, training=self.training)
+        return update(m, made, residual=self.residual)
 
     def _mean(self, normed: Tensor, mask: Tensor | None) -> Tensor:
         """The mean of each column's residues, `[*, L, c_in]`, summed in float32 or wider."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.call.validation import check_mask
-from evoattn.nn.attention import check_input, check_settings, update
+from evoattn.nn.attention import check_in_place, check_input, check_settings, dropout_mask, update
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.submodules import is_linear, is_norm
 from evoattn.pair import product, triangle_multiplication
@@ -75,33 +75,46 @@ class TriangleMultiplication(nn.Module):
             if module.bias is not None:
                 nn.init.constant_(module.bias, 0.0 if module is self.linear_z else 1.0)
 
-    def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | None = None, *, in_place: bool = False) -> Tensor:
         """Compute the update of z, or z + update with `residual=True`.
 
         Args:
             z: the pair representation, `[*, L, L, c_z]`.
             mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do. A float mask is a factor.
+            in_place: whether z + update is written into z, in inference.
 
         Returns:
             `[*, L, L, c_z]` in the compute dtype, or with the residual in the dtype to which torch promotes z and the update.
 
         Raises:
-            TypeError, ValueError: z or mask has a wrong type or shape.
+            TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
         check_input("z", z, 3, self.c_z)
         if z.shape[-2] != z.shape[-3]:
             raise ValueError(f"z must be [*, L, L, {self.c_z}], got shape {list(z.shape)}")
         check_mask("mask", mask, tuple(z.shape[:-1]))
+        if in_place:
+            check_in_place(self, "z", z, compute_dtype_of(z, *self._projections[0]))
+        return self._run(z, mask, None, residual=self.residual, in_place=in_place)
+
+    def add_to(self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool) -> Tensor:
+        """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
+
+        dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None.
+        """
+        return self._run(z, mask, dropped, residual=True, in_place=in_place)
+
+    def _run(self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, residual: bool, in_place: bool) -> Tensor:
         drops = self.dropout > 0 and self.training
-        inside = self.residual and not drops
-        if self._is_plain():
-            made = self._by_operator(z, mask, residual=inside)
-        else:
+        if not self._is_plain():
             made = self._by_calls(z, mask)
-            made = z + made if inside else made
-        if not drops:
-            return made
-        return update(z, made, residual=self.residual, dropout=self.dropout, shared=-3, training=True)
+        elif residual and not drops and dropped is None:
+            return self._by_operator(z, mask, residual=True, out=z if in_place else None)
+        else:
+            made = self._by_operator(z, mask, residual=False)
+        if dropped is None and drops:
+            dropped = dropout_mask(made, self.dropout, -3)
+        return update(z, made, dropped, residual=residual, in_place=in_place)
 
     def _is_plain(self) -> bool:
         """Whether the operator computes what the sub-modules define, and nobody has to see that one is called."""
@@ -113,7 +126,7 @@ class TriangleMultiplication(nn.Module):
         joins = [(modules[0].bias is None) == (modules[-1].bias is None) for modules in (ps, gs)]
         return all(joins) and self.layer_norm_in.eps == self.layer_norm_out.eps
 
-    def _by_operator(self, z: Tensor, mask: Tensor | None, *, residual: bool) -> Tensor:
+    def _by_operator(self, z: Tensor, mask: Tensor | None, *, residual: bool, out: Tensor | None = None) -> Tensor:
         ps, gs = self._projections
         dtype = compute_dtype_of(z, *ps)
         p_weight, p_bias = _joined(ps, dtype)
@@ -136,6 +149,7 @@ class TriangleMultiplication(nn.Module):
             g_out_bias=self.linear_g.bias,
             eps=self.layer_norm_in.eps,
             residual=residual,
+            out=out,
         )
 
     def _by_calls(self, z: Tensor, mask: Tensor | None) -> Tensor:

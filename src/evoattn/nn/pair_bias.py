@@ -146,7 +146,7 @@ class AttentionPairBias(nn.Module):
         made = self.mha.end(o, None)
         if self.linear_ada_out is not None and s is not None:
             made = torch.sigmoid(linear(s.to(made.dtype), self.linear_ada_out)) * made
-        return update(a, made, residual=self.residual, dropout=0.0, shared=None, training=self.training)
+        return update(a, made, residual=self.residual)
 
     def _projections(self, a: Tensor, s: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         mha, norm = self.mha, self.layer_norm_a

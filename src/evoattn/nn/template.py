@@ -78,4 +78,4 @@ class TemplatePointwiseAttention(nn.Module):
         q, k, v = (heads(x, self.no_heads) for x in (q.unsqueeze(-2), k, v))
         mask = None if mask is None else mask[..., None, None, :]
         o = attend(q, k, v, mask, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
-        return update(z, mha.end(o, None), residual=self.residual, dropout=0.0, shared=None, training=self.training)
+        return update(z, mha.end(o, None), residual=self.residual)

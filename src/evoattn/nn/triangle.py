@@ -11,8 +11,18 @@ from torch import Tensor, nn
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
 from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_square, heads, update
-from evoattn.nn.project import project
+from evoattn.nn.attention import (
+    Attention,
+    attend,
+    check_in_place,
+    check_input,
+    check_settings,
+    check_square,
+    dropout_mask,
+    heads,
+    update,
+)
+from evoattn.nn.project import compute_dtype_of, project
 from evoattn.nn.sharded import Split, update_of
 from evoattn.nn.submodules import check_container
 
@@ -74,7 +84,7 @@ class TriangleAttention(nn.Module):
         self.linear = nn.Linear(c_in, no_heads, bias=False)
         self.mha = Attention(c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias)
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, in_place: bool = False) -> Tensor:
         """Compute the update of z, or z + update with `residual=True`.
 
         Args:
@@ -83,23 +93,36 @@ class TriangleAttention(nn.Module):
             mask: `[*, L, L]`, 1 or True for an edge that is attended. None: all are. A DTensor if z is one.
             transpose_bias: whether to exchange queries and keys in the pair bias. OpenFold-3 needs this around the ending node,
                 since it passes a transposed z.
+            in_place: whether z + update is written into z, in inference. Not for DTensors.
 
         Returns:
             `[*, L, L, c_in]` in the compute dtype, or with the residual in the dtype to which torch promotes z and the update.
 
         Raises:
-            TypeError, ValueError: z or mask has a wrong type or shape.
+            TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
-        check_input("z", z, 3, self.c_in, distributed=True)
+        check_input("z", z, 3, self.c_in, distributed=not in_place)
         check_square("z", z)
         check_mask("mask", mask, tuple(z.shape[:-1]))
+        if in_place:
+            check_in_place(self, "z", z, compute_dtype_of(z, *self.mha.inputs))
         if is_distributed(z):
             compute = functools.partial(self._update, transpose_bias=transpose_bias)
             wishes: dict[str, Any] = {"rows": self._rows, "compute": compute, "finish": self._finish}
             return update_of(self, z, mask, **wishes, transpose_bias=transpose_bias)  # type: ignore[arg-type]
         if is_distributed(mask):
             raise TypeError("z must be a DTensor, as mask is, got a plain tensor")
-        return self._finish(z, self._update(z, mask, transpose_bias=transpose_bias))
+        return self._finish(z, self._update(z, mask, transpose_bias=transpose_bias), in_place=in_place)
+
+    def add_to(self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool) -> Tensor:
+        """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
+
+        dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None.
+        """
+        made = self._update(z, mask)
+        if dropped is None and self.dropout and self.training:
+            dropped = dropout_mask(made, self.dropout, self._rows)
+        return update(z, made, dropped, residual=True, in_place=in_place)
 
     @property
     def _rows(self) -> int:
@@ -139,8 +162,8 @@ class TriangleAttention(nn.Module):
         made = mha.end(o.transpose(-2, -3), g) if across else mha.end(o, None)
         return made.transpose(-2, -3) if turned else made
 
-    def _finish(self, z: Tensor, made: Tensor, split: Split | None = None) -> Tensor:
+    def _finish(self, z: Tensor, made: Tensor, split: Split | None = None, *, in_place: bool = False) -> Tensor:
         """Apply dropout and residual. All rows share one dropout mask, so processes that hold different rows draw the same."""
         same = split.same if split is not None and split.axis == self._rows else None
-        wishes: dict[str, Any] = {"residual": self.residual, "dropout": self.dropout, "training": self.training}
-        return update(z, made, shared=self._rows, same=same, **wishes)
+        dropped = dropout_mask(made, self.dropout, self._rows, same) if self.dropout and self.training else None
+        return update(z, made, dropped, residual=self.residual, in_place=in_place)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evoattn.devices import uncast
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.multiplication.values import Options, Weights, result_dtype
 from evoattn.run import guards
 from evoattn.run.once import once_differentiable
 
@@ -25,9 +25,12 @@ _BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")
 
 
 def forward(
-    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, keep: bool = True
+    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, keep: bool = True, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The result `[B, L, L, C]`, the halves `[2 D, B, P, P]` if they are to be kept, and their product `[D, B, P, P]`."""
+    """The result `[B, L, L, C]`, the halves `[2 D, B, P, P]` if they are to be kept, and their product `[D, B, P, P]`.
+
+    The result is written into `out`, which may be z, if that is given.
+    """
     from evoattn.pair.multiplication import steps
 
     with uncast(z.device):
@@ -35,16 +38,15 @@ def forward(
         t = _product(*_halves(ab), outgoing=options.outgoing).view(-1, *ab.shape[1:])
         kept = ab if keep else None
         del ab  # before the result is allocated
-        return steps.gate_out(z, t, weights, options), kept, t
+        return steps.gate_out(z, t, weights, options, out), kept, t
 
 
 def outline(z: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of the shapes and dtypes that `forward` returns."""
-    dtype = torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype
     hidden, square = weights.p_out_weight.shape[1], (z.shape[0], _side(z), _side(z))
     ab = z.new_empty((2 * hidden, *square), dtype=weights.dtype)
     t = z.new_empty((hidden, *square), dtype=torch.float32 if weights.dtype == torch.float16 else weights.dtype)
-    return torch.empty_like(z, dtype=dtype), ab, t
+    return torch.empty_like(z, dtype=result_dtype(z, weights, options)), ab, t
 
 
 def backward(

@@ -13,9 +13,10 @@ from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask, compute_dtype
 from evoattn.devices import installed
 from evoattn.numerics import accumulate_dtype
+from evoattn.pair.checking import check_out
 from evoattn.pair.multiplication import operators
 from evoattn.pair.multiplication.autograd import TriangleMultiplication, forward
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.multiplication.values import Options, Weights, result_dtype
 from evoattn.run import guards
 
 __all__ = ["product", "reference", "triangle_multiplication"]
@@ -40,6 +41,7 @@ def triangle_multiplication(
     g_out_bias: Tensor | None = None,
     eps: float = 1e-5,
     residual: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply the edges of triangles: the triangle multiplication of AlphaFold, from norm to output gate.
 
@@ -62,13 +64,14 @@ def triangle_multiplication(
         g_out_weight: `[C, C]`, with a bias `[C]`.
         eps: is added to the variance in both norms.
         residual: whether z is added to the update.
+        out: a tensor that the result is written into, or None. It may be z itself. There is no gradient then.
 
     Returns:
         `[*, L, L, C]` in the dtype of the products: that of autocast, or the narrower one of z and the weights. With the
         residual in the dtype to which torch promotes z and the update.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type, dtype or shape.
+        TypeError, ValueError: an argument has a wrong type, dtype or shape, or `out` is given and a gradient is wanted.
 
     Example:
         >>> import torch
@@ -89,16 +92,28 @@ def triangle_multiplication(
     weights = _cast(z, weights)
     if mask is not None and not mask.is_floating_point():
         mask = mask.to(weights.dtype)
+    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, mask, *weights))
+    if out is not None:
+        check_out(out, z, result_dtype(z, weights, options), records=records)
+    into = out if out is not None and out.is_contiguous() else None
+    result = _compute(z, mask, weights, options, records, into)
+    return result if out is None or result is out else out.copy_(result)
+
+
+def _compute(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None) -> Tensor:
+    """The result, in `out` if it is given and kernels compute."""
     if not z.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(z, weights):
         return reference(z, mask, weights, options)
     square = z.reshape(math.prod(z.shape[:-3]), *z.shape[-3:]).contiguous()
     rows = None if mask is None else mask.expand(z.shape[:-1]).reshape(square.shape[:-1]).contiguous()
     if not guards.only_computes():  # torch has to see an operator
         made = operators.forward(square, rows, *weights, *options)[0]
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *weights)):
+    elif records:
         made = TriangleMultiplication.apply(square, rows, options, *weights)  # type: ignore[no-untyped-call]
     else:
-        made = forward(square, rows, weights, options, keep=False)[0]
+        made = forward(square, rows, weights, options, keep=False, out=out)[0]
+        if out is not None:
+            return out
     result: Tensor = made.view(z.shape)
     return result
 

@@ -17,7 +17,7 @@ from evoattn.backends.triton import alone
 from evoattn.backends.triton.launch import head_block, shared_memory_limit, split_precision
 from evoattn.pair.launching import Tile, affine, narrowed, shift
 from evoattn.pair.multiplication import kernels
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.multiplication.values import Options, Weights, result_dtype
 
 __all__ = ["gate_in", "gate_in_backward", "gate_out", "gate_out_backward", "takes"]
 
@@ -54,10 +54,13 @@ def gate_in(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, 
     return ab
 
 
-def gate_out(z: Tensor, t: Tensor, weights: Weights, options: Options) -> Tensor:
-    """Make the update `sigmoid(g_out(y)) * p_out(norm_out(t))`, or z + update."""
-    dtype = torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype
-    out = torch.empty_like(z, dtype=dtype)
+def gate_out(z: Tensor, t: Tensor, weights: Weights, options: Options, out: Tensor | None = None) -> Tensor:
+    """Make the update `sigmoid(g_out(y)) * p_out(norm_out(t))`, or z + update, in `out` if it is given.
+
+    `out` may be z: a program reads its rows before it writes them.
+    """
+    if out is None:
+        out = torch.empty_like(z, dtype=result_dtype(z, weights, options))
     tensors = (z, t, *_of_output(z, weights), out)
     launch = _Launch("gate_out", z, weights, t.shape[-1], options.eps)
     launch(kernels.gate_out_kernel, tensors, C=z.shape[-1], D=t.shape[0], RESIDUAL=options.residual)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Options", "Weights"]
+__all__ = ["Options", "Weights", "result_dtype"]
 
 
 class Weights(NamedTuple):
@@ -49,3 +49,8 @@ class Options(NamedTuple):
     outgoing: bool
     eps: float
     residual: bool
+
+
+def result_dtype(z: Tensor, weights: Weights, options: Options) -> torch.dtype:
+    """The dtype of the result."""
+    return torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype

@@ -1,5 +1,6 @@
-"""The other operators of the pair block, beside the attention: so far triangle multiplication."""
+"""The other operators of the pair block, beside the attention: triangle multiplication and the transition."""
 
 from evoattn.pair.multiplication import product, triangle_multiplication
+from evoattn.pair.transitions import transition
 
-__all__ = ["product", "triangle_multiplication"]
+__all__ = ["product", "transition", "triangle_multiplication"]

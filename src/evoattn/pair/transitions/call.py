@@ -1,0 +1,142 @@
+"""The transition: checks, and the way that a call takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evoattn.call.validation import compute_dtype
+from evoattn.devices import installed
+from evoattn.pair.arguments import check_pair_mask, check_shapes, check_tensors, norm
+from evoattn.pair.transitions import operators
+from evoattn.pair.transitions.autograd import Transition, forward
+from evoattn.pair.transitions.values import Options, Weights
+from evoattn.run import guards
+
+__all__ = ["reference", "transition"]
+
+_OPTIONAL = frozenset(("norm_weight", "norm_bias", "a_bias", "b_bias", "out_bias"))
+
+
+def transition(
+    x: Tensor,
+    mask: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    a_weight: Tensor,
+    a_bias: Tensor | None = None,
+    b_weight: Tensor | None = None,
+    b_bias: Tensor | None = None,
+    out_weight: Tensor,
+    out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: bool = False,
+) -> Tensor:
+    """Update each entry by itself, through a wider hidden layer: the transition of AlphaFold, from norm to residual.
+
+        y = norm(x)
+        u = silu(a(y)) * b(y)  (activation "swiglu"),  relu(a(y))  (activation "relu")
+        result = mask * out(u), plus x with `residual=True`
+
+    Sums are float32 or wider. On a GPU, Triton kernels compute it, and no hidden tensor is stored: a forward allocates its
+    result and nothing else. A backward computes the hidden tensors again. If weights need gradients, it stores them for some
+    rows at a time. Gradients are deterministic, and have no derivative of their own. Plain torch computes what the kernels do
+    not take: a CPU, float64, more than 256 channels (128 in float32), the gradient of a mask.
+
+    Args:
+        x: a pair representation, an MSA representation or any other rows, `[*, C]`, of any floating-point dtype.
+        mask: broadcasts to `[*]` and has as many axes: 1 or True for a row that counts. A float mask is a factor of the update.
+        activation: "swiglu" (AlphaFold 3, Boltz, Protenix, OpenFold-3) or "relu" (AlphaFold 2, OpenFold).
+        norm_weight, norm_bias: `[C]`. None: 1 and 0.
+        a_weight: `[H, C]`, with a bias `[H]`.
+        b_weight: `[H, C]`, with a bias `[H]`. For "swiglu" only.
+        out_weight: `[C, H]`, with a bias `[C]`.
+        eps: is added to the variance in the norm.
+        residual: whether x is added to the update.
+
+    Returns:
+        `[*, C]` in the dtype of the products: that of autocast, or the narrower one of x and the weights. With the residual in
+        the dtype to which torch promotes x and the update.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, dtype or shape.
+
+    Example:
+        >>> import torch
+        >>> x, w = torch.randn(1, 5, 5, 8), torch.randn(32, 8)
+        >>> transition(x, a_weight=w, b_weight=w, out_weight=w.t(), residual=True).shape
+        torch.Size([1, 5, 5, 8])
+
+    Source: Jumper et al. 2021, supplementary algorithms 9 and 15; Abramson et al. 2024, algorithm 11.
+    """
+    weights = Weights(norm_weight, norm_bias, a_weight, a_bias, b_weight, b_bias, out_weight, out_bias)
+    _check(x, mask, activation, weights)
+    options = Options(float(eps), residual)
+    weights = _cast(x, weights)
+    if mask is not None and not mask.is_floating_point():
+        mask = mask.to(weights.dtype)
+    if not x.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(x, weights):
+        return reference(x, mask, weights, options)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1).contiguous()
+    if not guards.only_computes():  # torch has to see an operator
+        made = operators.forward(rows, factors, *weights, *options)
+    elif torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, *weights)):
+        made = Transition.apply(rows, factors, options, *weights)  # type: ignore[no-untyped-call]
+    else:
+        made = forward(rows, factors, weights, options)
+    result: Tensor = made.view(x.shape)
+    return result
+
+
+def _has_kernels(x: Tensor, weights: Weights) -> bool:
+    """Whether kernels take these tensors: 16 or 32 bits on a GPU, and not too many channels. Transforms see plain torch."""
+    if not x.is_cuda or weights.dtype == torch.float64 or x.dtype == torch.float64 or not installed("triton"):
+        return False
+    from evoattn.pair.transitions import steps
+
+    return steps.takes(x, weights) and not torch._C._are_functorch_transforms_active()
+
+
+def _cast(x: Tensor, weights: Weights) -> Weights:
+    """The weights, one row after the other in memory; those of products, and their biases, in the products' dtype."""
+    dtype = compute_dtype(x, weights.a_weight)
+    named = zip(Weights._fields, weights, strict=True)
+    cast: Any = [y if y is None else (y if "norm" in name else y.to(dtype)).contiguous() for name, y in named]
+    return Weights(*cast)
+
+
+def _check(x: Tensor, mask: Tensor | None, activation: str, weights: Weights) -> None:
+    """Raise TypeError or ValueError for what does not fit together."""
+    if activation not in ("swiglu", "relu"):
+        raise ValueError(f"activation must be 'swiglu' or 'relu', got {activation!r}")
+    if activation == "relu" and (weights.b_weight is not None or weights.b_bias is not None):
+        raise ValueError("b_weight and b_bias must be None with activation='relu'")
+    named = weights._asdict()
+    check_tensors("x", x, named, _OPTIONAL | {"b_weight"} if activation == "relu" else _OPTIONAL)
+    if x.ndim < 1:
+        raise ValueError("x must be [*, C], got a scalar")
+    if weights.out_weight.ndim != 2:
+        raise ValueError(f"out_weight must be [C, H], got shape {list(weights.out_weight.shape)}")
+    channels, hidden = x.shape[-1], weights.out_weight.shape[1]
+    shapes: dict[str, tuple[int, ...]] = {"norm": (channels,), "a": (hidden, channels), "b": (hidden, channels)}
+    shapes["out"] = (channels, hidden)
+    check_shapes(named, shapes, f"for C = {channels} channels of x and H = {hidden} of out_weight")
+    check_pair_mask("x", x, mask)
+
+
+def reference(x: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
+    """The transition in plain torch, which differentiates it."""
+    w = weights
+    y = norm(x, w.norm_weight, w.norm_bias, options.eps).to(w.dtype)
+    u = F.linear(y, w.a_weight, w.a_bias)
+    u = F.relu(u) if w.b_weight is None else F.silu(u) * F.linear(y, w.b_weight, w.b_bias)
+    update = F.linear(u, w.out_weight, w.out_bias)
+    if mask is not None:
+        update = update * mask.unsqueeze(-1).to(w.dtype)
+    return x + update if options.residual else update

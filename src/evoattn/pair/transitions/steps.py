@@ -1,0 +1,144 @@
+"""The steps of the transition: launches of `kernels`.
+
+Shapes: x and what is made of it `[R, C]`, mask `[R]`. All tensors are contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evoattn.backends.triton import alone, launch
+from evoattn.backends.triton.launch import head_block, split_precision
+from evoattn.pair.launching import Tile, affine, shift
+from evoattn.pair.transitions import kernels
+from evoattn.pair.transitions.values import Options, Weights
+
+__all__ = ["Operands", "backward", "forward", "programs", "takes"]
+
+_NARROW_BYTES, _MOST_BYTES = 256, 512
+"""Of a row in the dtype of the products. The kernels hold it in the registers of one program."""
+
+_SHARED_MEMORY = 200_000
+"""Bytes that a program may use on cards that take wider rows than `_NARROW_BYTES`: from Hopper on. Others would spill."""
+
+_TILES = {
+    "forward": Tile(128, 64, 8, 2),
+    "backward": Tile(64, 64, 4, 2),
+    "forward, wide": Tile(64, 32, 8, 2),
+    "backward, wide": Tile(64, 32, 8, 1),
+    "backward, little shared memory": Tile(64, 32, 4, 2),
+}
+"""By what is launched, and for wider rows than `_NARROW_BYTES`. The first two are for 128 channels in 16 bits."""
+
+
+class Operands(NamedTuple):
+    """What the backward makes for the weights of a chunk of rows: the operands of their products.
+
+    Shapes: y (the normalised rows) and d (mask times do) `[R, C]`, u `[R, H]`, dab (da, then db if there is one) `[R, 2 H]`.
+    """
+
+    y: Tensor
+    d: Tensor
+    u: Tensor
+    dab: Tensor
+
+
+def takes(x: Tensor, weights: Weights) -> bool:
+    """Whether the kernels take rows of this size on this card."""
+    most = _MOST_BYTES if launch.shared_memory_limit(x.device) >= _SHARED_MEMORY else _NARROW_BYTES
+    return _row_bytes(weights) <= most
+
+
+def programs(x: Tensor, weights: Weights) -> int:
+    """How many programs the backward of x has."""
+    return -(-x.shape[0] // _tile("backward", x, weights).rows)
+
+
+def forward(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, out: Tensor | None = None) -> Tensor:
+    """Make the update, or x + update.
+
+    Args:
+        out: is written, and may be x itself; of the dtype that the result has. None: a new tensor.
+    """
+    dtype = torch.promote_types(x.dtype, weights.dtype) if options.residual else weights.dtype
+    out = torch.empty_like(x, dtype=dtype) if out is None else out
+    w = weights
+    tensors = (x, x if mask is None else mask, *_of_input(x, w), w.out_weight, shift(w.out_bias, x, x.shape[1]), out)
+    _launch("forward", kernels.forward_kernel, tensors, x, mask, weights, options)
+    return out
+
+
+def backward(
+    do: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    options: Options,
+    dx: Tensor,
+    operands: Operands | None,
+    sums: Tensor | None,
+) -> None:
+    """Write the gradient of x, and what the gradients of the weights are made of.
+
+    Args:
+        do: the gradient of the result.
+        dx: is written.
+        operands: are written. None: none of them, nor `sums`.
+        sums: of each program over its rows, `[programs, 3, C]` in float32: the gradients of the norm's weight and bias, and of
+            the output's bias.
+    """
+    made = (dx,) * 5 if operands is None or sums is None else (*operands, sums)
+    tensors = (do, x, x if mask is None else mask, *_of_input(x, weights), weights.out_weight, dx, *made)
+    _launch("backward", kernels.backward_kernel, tensors, x, mask, weights, options, NEEDS_WEIGHTS=operands is not None)
+
+
+def _launch(
+    step: str,
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    x: Tensor,
+    mask: Tensor | None,
+    w: Weights,
+    options: Options,
+    **more: Any,
+) -> None:
+    """Launch a step's kernel over all rows of x."""
+    (rows, channels), tile = x.shape, _tile(step, x, w)
+    constants = {
+        "C": channels,
+        "H": w.hidden,
+        "BLOCK_R": tile.rows,
+        "BLOCK_C": head_block(channels),
+        "BLOCK_H": min(tile.channels, head_block(w.hidden)),
+        "GATED": w.b_weight is not None,
+        "HAS_BIAS": w.a_bias is not None or w.b_bias is not None,
+        "HAS_MASK": mask is not None,
+        "RESIDUAL": options.residual,
+        "FAST": launch.capability(x.device) is not None,
+        "PRECISION": split_precision(w.dtype, channels),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    alone.start(kernel, -(-rows // tile.rows), tensors, rows, options.eps, **constants, **more)
+
+
+def _tile(step: str, x: Tensor, weights: Weights) -> Tile:
+    if _row_bytes(weights) > _NARROW_BYTES:
+        return _TILES[f"{step}, wide"]
+    small = f"{step}, little shared memory"
+    return _TILES[small if small in _TILES and launch.shared_memory_limit(x.device) < _SHARED_MEMORY else step]
+
+
+def _row_bytes(weights: Weights) -> int:
+    """Bytes of a row of x in the dtype of the products, in a tile."""
+    return head_block(weights.out_weight.shape[0]) * weights.dtype.itemsize
+
+
+def _of_input(x: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """What both kernels read: norm, and the products of the hidden channels."""
+    b_weight = w.a_weight if w.b_weight is None else w.b_weight
+    biases = [shift(bias, x, w.hidden) for bias in (w.a_bias, w.b_bias)]
+    return (*affine(w.norm_weight, w.norm_bias, x, x.shape[1]), w.a_weight, biases[0], b_weight, biases[1])

@@ -1,0 +1,151 @@
+"""The transition on the CPU, in plain torch: against float64, and how it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from evoattn.pair import transition
+from evoattn.pair.transitions.call import _cast
+from evoattn.pair.transitions.values import Options, Weights
+from evoattn.testing import relative_error
+from tests.pair.problems import differentiated, worst
+from tests.pair.transitions import call, inputs, truth, weights
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+ACTIVATIONS = pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3, 4)], ids=str)
+def test_float64(gated: bool, bias: bool, shape: tuple[int, ...]) -> None:
+    given, (x, mask, do) = weights(6, 10, gated=gated, bias=bias), inputs(shape, 6)
+    options = Options(1e-5, residual=bias)
+    found = differentiated(call(x, mask if bias else None, given, options), x, given, do)
+    assert worst(found, truth(x, mask if bias else None, given, options, do)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@ACTIVATIONS
+def test_narrower_dtypes(gated: bool, dtype: torch.dtype) -> None:
+    given, (x, mask, do) = weights(16, 32, gated=gated, bias=True, dtype=dtype), inputs((2, 9), 16, dtype)
+    options = Options(1e-5, residual=True)
+    found = differentiated(call(x, mask, given, options), x, given, do)
+    assert {y.dtype for y in found} == {dtype}
+    assert worst(found, truth(x, mask, given, options, do)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 1), torch.bool), ((1, 5), torch.float32), ((2, 5), torch.int64)])
+def test_masks_of_all_kinds(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The output's bias is masked, too, as OpenFold does."""
+    given, (x, _, do) = weights(6, 4, gated=True, bias=True), inputs((2, 5), 6)
+    mask = (3 * torch.rand(shape, generator=torch.Generator().manual_seed(4))).to(dtype)
+    options = Options(1e-5, residual=False)
+    found = differentiated(call(x, mask, given, options), x, given, do)
+    assert worst(found, truth(x, mask, given, options, do)) < 1e-12
+
+
+def test_the_gradient_of_a_mask() -> None:
+    given, (x, mask, _) = weights(6, 4, gated=True, bias=True), inputs((5,), 6)
+    mask = mask.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda mask: call(x, mask, given, Options(1e-5, False)), [mask])
+
+
+@pytest.mark.parametrize("frozen", ["weights", "x", "all but one"])
+def test_only_what_is_wanted_has_a_gradient(frozen: str) -> None:
+    given, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((5,), 6)
+    options = Options(1e-5, False)
+    exact = dict(zip(("out", "x", *Weights._fields), truth(x, mask, given, options, do), strict=True))
+    wanted = {"weights": ["x"], "x": list(Weights._fields), "all but one": ["b_weight"]}[frozen]
+    named = {"x": x, **given._asdict()}
+    for name, y in named.items():
+        y.requires_grad_(name in wanted)
+    call(x, mask, given, options).backward(do)
+    for name, y in named.items():
+        assert (y.grad is not None) == (name in wanted), name
+        assert y.grad is None or relative_error(y.grad, exact[name]) < 1e-12, name
+
+
+def test_autocast() -> None:
+    given, (x, mask, do) = weights(16, 32, gated=True, bias=True, dtype=torch.float32), inputs((9,), 16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(x, mask, given, Options(1e-5, False)).dtype == torch.bfloat16
+        out = call(x, mask, given, Options(1e-5, True))
+    assert out.dtype == torch.float32
+    found = differentiated(out, x, given, do)
+    assert {y.dtype for y in found} == {torch.float32}
+    assert worst(found, truth(x, mask, given, Options(1e-5, True), do)) < 2e-2
+
+
+def test_no_rows() -> None:
+    given, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((2, 0), 6)
+    out = call(x, mask, given, Options(1e-5, True))
+    assert out.shape == x.shape
+    assert all(y.isfinite().all() for y in differentiated(out, x, given, do))
+
+
+def test_a_transposed_x_and_an_output_changed_in_place() -> None:
+    given, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((3, 5), 6)
+    options = Options(1e-5, False)
+    turned = x.detach().transpose(0, 1).contiguous().requires_grad_()
+    out = call(turned.transpose(0, 1), mask, given, options)
+    out *= 2
+    (dx,) = torch.autograd.grad(out, turned, do)
+    assert relative_error(dx.transpose(0, 1), 2 * truth(x, mask, given, options, do)[1]) < 1e-12
+
+
+def test_weights_of_any_strides() -> None:
+    """The kernels want rows one after the other; they get copies."""
+    given, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((5,), 6)
+    turned: Any = [y if y.ndim == 1 else y.detach().t().contiguous().t().requires_grad_() for y in given]
+    assert all(y.is_contiguous() for y in _cast(x, Weights(*turned)) if y is not None)
+    options = Options(1e-5, False)
+    found = differentiated(call(x, mask, Weights(*turned), options), x, Weights(*turned), do)
+    assert worst(found, truth(x, mask, given, options, do)) < 1e-12
+
+
+def test_transforms() -> None:
+    given, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((3, 5), 6)
+    options = Options(1e-5, False)
+    exact = truth(x, mask, given, options, do)
+    by_row = torch.func.vmap(lambda x, mask: call(x, mask, given, options))(x, mask)
+    assert relative_error(by_row, exact[0]) < 1e-12
+    dx = torch.func.grad(lambda x: (call(x, mask, given, options) * do).sum())(x)
+    assert relative_error(dx, exact[1]) < 1e-12
+
+
+def test_torch_compile() -> None:
+    given, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((3, 5), 6)
+    options = Options(1e-5, True)
+    out = torch.compile(call, backend="aot_eager", fullgraph=True)(x, mask, given, options)
+    assert worst(differentiated(out, x, given, do), truth(x, mask, given, options, do)) < 1e-12
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"activation": "gelu"}, ValueError, "activation must be 'swiglu' or 'relu', got 'gelu'"),
+    ({"activation": "relu"}, ValueError, "b_weight and b_bias must be None with activation='relu'"),
+    ({"b_weight": None}, TypeError, "b_weight must be a torch.Tensor, got NoneType"),
+    ({"x": torch.tensor(1.0)}, ValueError, "x must be \\[\\*, C\\], got a scalar"),
+    ({"x": torch.ones(5, 6, dtype=torch.int32)}, TypeError, "x must be of a floating-point dtype, got torch.int32"),
+    ({"x": None}, TypeError, "x must be a torch.Tensor, got NoneType"),
+    ({"mask": torch.ones(5)}, ValueError, "mask must broadcast to \\[2, 5\\] and have as many axes, got shape \\[5\\]"),
+    ({"mask": [1]}, TypeError, "mask must be a torch.Tensor or None, got list"),
+    ({"mask": torch.ones(2, 5, device="meta")}, ValueError, "mask must be on cpu, as x is, got meta"),
+    ({"a_weight": torch.ones(7, 6)}, ValueError, "a_weight must be \\[4, 6\\] .*H = 4 .*, got shape \\[7, 6\\]"),
+    ({"b_bias": torch.ones(5)}, ValueError, "b_bias must be \\[4\\] .*, got shape \\[5\\]"),
+    ({"out_weight": torch.ones(6)}, ValueError, "out_weight must be \\[C, H\\], got shape \\[6\\]"),
+    ({"norm_weight": 1.0}, TypeError, "norm_weight must be a torch.Tensor, got float"),
+    ({"a_bias": torch.ones(4, device="meta")}, ValueError, "a_bias must be on cpu, as x is, got meta"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), WRONG, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_what_does_not_fit_is_named(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: Any = {**weights(6, 4, gated=True, bias=True)._asdict(), "x": torch.ones(2, 5, 6), "mask": None, **changed}
+    with pytest.raises(error, match=message):
+        transition(given.pop("x"), given.pop("mask"), **given)

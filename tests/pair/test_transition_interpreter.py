@@ -1,0 +1,171 @@
+"""The transition by its kernels in Triton's interpreter: against float64, and as torch's operator."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.interpreted import INTERPRETED, run
+
+pytest.importorskip("triton")
+if not INTERPRETED:
+
+    def test_in_the_interpreter() -> None:
+        """All tests below, in a process where Triton interprets."""
+        run(__file__, "not slow")
+
+else:
+    from tests.helpers import interpreter
+
+    interpreter.patch()
+
+    from evoattn.pair.transitions import autograd, steps
+    from evoattn.pair.transitions import call as transition
+    from evoattn.pair.transitions.values import Options, Weights
+    from tests.pair.problems import differentiated, worst
+    from tests.pair.transitions import call, inputs, is_close, truth, weights
+
+    pytestmark = pytest.mark.usefixtures("poisoned")
+
+    DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+    # channels, hidden channels, shape of the rows: sizes that fill no tile, and some that fill all
+    SIZES = ((16, 96, (2, 70)), (24, 40, (5,)), (32, 64, (64,)))
+
+    @pytest.fixture(autouse=True)
+    def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Kernels take tensors of the CPU here. The steps that ran."""
+        taken: list[str] = []
+
+        def counted(name: str) -> Any:
+            step = getattr(steps, name)
+
+            def run(*arguments: Any, **named: Any) -> Any:
+                taken.append(name)
+                return step(*arguments, **named)
+
+            return run
+
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(steps, name, counted(name))
+        monkeypatch.setattr(transition, "_has_kernels", lambda x, weights: True)
+        return taken
+
+    CASES = [(dtype, SIZES[0]) for dtype in DTYPES] + [(torch.float32, sizes) for sizes in SIZES[1:]]
+
+    @pytest.mark.parametrize(("dtype", "sizes"), CASES, ids=str)
+    @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
+    @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+    def test_against_float64(dtype: torch.dtype, sizes: tuple[Any, ...], gated: bool, bias: bool, launches: list[str]) -> None:
+        """Half of the cases have a mask, biases, weights of the norm and the residual."""
+        channels, hidden, shape = sizes
+        given = weights(channels, hidden, gated=gated, bias=bias, dtype=dtype)
+        x, mask, do = inputs(shape, channels, dtype)
+        options = Options(1e-5, residual=bias)
+        found = differentiated(call(x, mask if bias else None, given, options), x, given, do)
+        assert {y.dtype for y in found} == {dtype}
+        assert is_close(found, x, mask if bias else None, given, options, do)
+        assert launches == ["forward", "backward"]
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_chunks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
+        """The last one is smaller."""
+        monkeypatch.setattr(autograd, "_CHUNK", 64)
+        given = weights(16, 32, gated=True, bias=True, dtype=dtype)
+        x, mask, do = inputs((150,), 16, dtype)
+        options = Options(1e-5, residual=True)
+        found = differentiated(call(x, mask, given, options), x, given, do)
+        assert {y.dtype for y in found} == {dtype}
+        assert is_close(found, x, mask, given, options, do)
+        assert launches == ["forward", "backward", "backward", "backward"]
+
+    def problem(gated: bool = True) -> tuple[Any, ...]:
+        """x in float32 beside products in float32, a mask, biases, the residual: arguments of `call`, and a cotangent."""
+        given = weights(16, 32, gated=gated, bias=True, dtype=torch.float32)
+        x, mask, do = inputs((9, 2), 16, torch.float32)
+        return (x, mask, given, Options(1e-5, residual=True)), do
+
+    def test_autocast() -> None:
+        (x, mask, given, options), do = problem()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(x, mask, given, options)
+        found = differentiated(out, x, given, do)
+        assert {y.dtype for y in found} == {torch.float32}
+        assert worst(found, truth(x, mask, given, options, do)) < 2e-2
+
+    def test_one_bias_of_two() -> None:
+        (x, mask, given, options), do = problem()
+        given = given._replace(b_bias=None, norm_bias=None)
+        found = differentiated(call(x, mask, given, options), x, given, do)
+        assert worst(found, truth(x, mask, given, options, do)) < 2e-6
+
+    @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_large_hidden_values(dtype: torch.dtype) -> None:
+        """silu and its derivative are finite where exp is not."""
+        (x, mask, given, options), do = problem()
+        larger = given._replace(a_weight=1e3 * given.a_weight)
+        given = Weights(*[y.detach().to(dtype).requires_grad_() for y in larger])  # type: ignore[union-attr]
+        x = x.detach().to(dtype).requires_grad_()
+        found = differentiated(call(x, mask, given, options), x, given, do)
+        assert is_close(found, x, mask, given, options, do)
+
+    def test_frozen_weights(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """The gradient of x is the same bit for bit, and nothing is made for the weights."""
+        (x, mask, given, options), do = problem()
+        both = differentiated(call(x, mask, given, options), x, given, do)[1]
+        monkeypatch.setattr(autograd, "_with_weights", None)
+        frozen: Any = [y.detach() for y in given]
+        (alone,) = torch.autograd.grad(call(x, mask, Weights(*frozen), options), x, do)
+        assert torch.equal(alone, both)
+
+    @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
+    def test_the_result_may_be_written_to_x(gated: bool) -> None:
+        (x, mask, given, options), _ = problem(gated)
+        rows, factors = x.detach().flatten(0, 1).clone(), mask.flatten()
+        right = autograd.forward(rows, factors, given, options)
+        assert autograd.forward(rows, factors, given, options, out=rows) is rows
+        assert torch.equal(rows, right)
+
+    def test_only_x_and_weights_are_saved() -> None:
+        (x, mask, given, options), _ = problem()
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
+            call(x, mask, given, options)
+        assert {y.data_ptr() for y in saved} == {y.data_ptr() for y in (x, mask, *given)}
+
+    def test_weights_of_any_strides() -> None:
+        (x, mask, given, options), do = problem()
+        turned: Any = [y if y.ndim == 1 else y.detach().t().contiguous().t().requires_grad_() for y in given]
+        found = differentiated(call(x, mask, Weights(*turned), options), x, Weights(*turned), do)
+        assert worst(found, truth(x, mask, given, options, do)) < 2e-6
+
+    @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
+    def test_torch_compile_sees_one_operator(gated: bool, launches: list[str]) -> None:
+        (x, mask, given, options), do = problem(gated)
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        found = differentiated(compiled(x, mask, given, options), x, given, do)
+        assert worst(found, truth(x, mask, given, options, do)) < 2e-6
+        assert launches == ["forward", "backward"]
+
+    @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
+    def test_the_operators_are_well_defined(gated: bool) -> None:
+        (x, mask, given, _), _ = problem(gated)
+        operators = torch.ops.evoattn
+        rows = (x.detach().flatten(0, 1).requires_grad_(), mask.flatten(), *given, 1e-5, True)
+        torch.library.opcheck(operators.transition.default, rows)
+        saved = [y if y is None else y.detach() for y in (torch.randn_like(rows[0]), *rows[:2], *given)]
+        checks = ("test_schema", "test_faketensor")  # it has no derivative
+        torch.library.opcheck(operators.transition_backward.default, (*saved, 1e-5, True, True), test_utils=checks)
+
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")
+    def test_many_cotangents_at_once() -> None:
+        (x, mask, given, options), do = problem()
+        (dx,) = torch.autograd.grad(call(x, mask, given, options), x, torch.stack([do, 2 * do]), is_grads_batched=True)
+        exact = truth(x, mask, given, options, do)[1]
+        assert worst([dx[0], dx[1]], [exact, 2 * exact]) < 2e-6
+
+    def test_a_second_derivative_raises() -> None:
+        (x, mask, given, options), do = problem()
+        (dx,) = torch.autograd.grad(call(x, mask, given, options), x, do, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(dx.sum(), x)

@@ -1,7 +1,7 @@
 """The transition in Triton: a kernel for the forward and one for the backward.
 
-Rows r are those of x `[R, C]`. The hidden channels h are taken in blocks. The hidden tensors `[r, h]` stay on the chip, except in
-a backward that needs them for the gradients of the weights. Sums over rows have a fixed order, without atomics: each program
+Rows r are those of x `[R, C]`. The hidden channels h are taken in blocks. The hidden tensors `[r, h]` stay on the chip, except
+in a backward that needs them for the gradients of the weights. Sums over rows have a fixed order, without atomics: each program
 writes its own.
 """
 
@@ -11,21 +11,9 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
-from evoattn.numerics import LOG2E
-from evoattn.pair.lang import load_rows, matrix, scaled, standard, vector
+from evoattn.pair.lang import load_rows, matrix, scaled, sigmoid, standard, vector
 
 __all__ = ["backward_kernel", "forward_kernel"]
-
-_UNIT = tl.constexpr(-LOG2E)
-
-
-@triton.jit
-def _sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)). `tl.sigmoid` compiles to 13 instructions of NVIDIA's GPUs, this to 4 if it is fast."""
-    b_e = 1 + tl.math.exp2(x * _UNIT)
-    if FAST:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_e], tl.float32, is_pure=True, pack=1)
-    return 1 / b_e
 
 
 @triton.jit
@@ -69,7 +57,7 @@ def forward_kernel(
         b_a = _product(b_y, matrix(a_weight, o_h, o_c, H, C), a_bias, o_h, H, HAS_BIAS, PRECISION)  # [r,h]
         if GATED:
             b_b = _product(b_y, matrix(b_weight, o_h, o_c, H, C), b_bias, o_h, H, HAS_BIAS, PRECISION)
-            b_a = b_a * _sigmoid(b_a, FAST) * b_b
+            b_a = b_a * sigmoid(b_a, FAST) * b_b
         else:
             b_a = tl.where(b_a <= 0, 0.0, b_a)
         b_o = tl.dot(
@@ -123,7 +111,7 @@ def backward_kernel(
         if GATED:
             b_b_w = matrix(b_weight, o_h, o_c, H, C)
             b_b = _product(b_y, b_b_w, b_bias, o_h, H, HAS_BIAS, PRECISION)
-            b_s = _sigmoid(b_a, FAST)
+            b_s = sigmoid(b_a, FAST)
             b_a *= b_s  # silu
             b_u = b_a * b_b
             b_db = (b_du * b_a).to(a_weight.dtype.element_ty)

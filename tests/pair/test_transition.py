@@ -149,3 +149,27 @@ def test_what_does_not_fit_is_named(changed: dict[str, Any], error: type[Excepti
     given: Any = {**weights(6, 4, gated=True, bias=True)._asdict(), "x": torch.ones(2, 5, 6), "mask": None, **changed}
     with pytest.raises(error, match=message):
         transition(given.pop("x"), given.pop("mask"), **given)
+
+
+def test_a_result_written_into_x() -> None:
+    given, (x, mask, _) = weights(6, 4, gated=True, bias=True), inputs((3, 5), 6)
+    frozen: Any = {name: y.detach() for name, y in given._asdict().items()}
+    x = x.detach()
+    right, other = transition(x, mask, residual=True, **frozen), torch.empty_like(x)
+    assert transition(x, mask, residual=True, out=other, **frozen) is other and torch.equal(other, right)
+    assert transition(x, mask, residual=True, out=x, **frozen) is x and torch.equal(x, right)
+
+
+@pytest.mark.parametrize(
+    ("out", "word"),
+    [
+        (torch.empty(5, 5).double(), r"out must be \[5, 6\] of torch.float64 on cpu, as the result is, got"),
+        (torch.empty(5, 6), "of torch.float32 on cpu"),
+        (torch.empty(5, 6).double(), "out takes no result with a gradient"),
+    ],
+)
+def test_what_a_result_is_not_written_into(out: torch.Tensor, word: str) -> None:
+    given, (x, mask, _) = weights(6, 4, gated=True, bias=True), inputs((5,), 6)
+    named: Any = given._asdict()
+    with pytest.raises(ValueError, match=word):
+        transition(x, mask, out=out, **named)

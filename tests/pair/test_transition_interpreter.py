@@ -19,6 +19,7 @@ else:
 
     interpreter.patch()
 
+    import evoattn.pair
     from evoattn.pair.transitions import autograd, steps
     from evoattn.pair.transitions import call as transition
     from evoattn.pair.transitions.values import Options, Weights
@@ -118,13 +119,20 @@ else:
         (alone,) = torch.autograd.grad(call(x, mask, Weights(*frozen), options), x, do)
         assert torch.equal(alone, both)
 
-    @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
-    def test_the_result_may_be_written_to_x(gated: bool) -> None:
-        (x, mask, given, options), _ = problem(gated)
-        rows, factors = x.detach().flatten(0, 1).clone(), mask.flatten()
-        right = autograd.forward(rows, factors, given, options)
+    @pytest.mark.parametrize("contiguous", [True, False])
+    def test_into_x_itself(launches: list[str], contiguous: bool) -> None:
+        (x, mask, given, _), _ = problem()
+        x = x.detach() if contiguous else x.detach().transpose(0, 1).contiguous().transpose(0, 1)
+        frozen: Any = {name: y.detach() for name, y in given._asdict().items()}
+        right = evoattn.pair.transition(x, mask, residual=True, **frozen)
+        assert evoattn.pair.transition(x, mask, residual=True, out=x, **frozen) is x
+        assert torch.equal(x, right)
+        assert launches == ["forward", "forward"]
+
+    def test_into_x_without_a_copy() -> None:
+        (x, mask, given, options), _ = problem()
+        rows, factors = x.detach().flatten(0, 1), mask.flatten()
         assert autograd.forward(rows, factors, given, options, out=rows) is rows
-        assert torch.equal(rows, right)
 
     def test_only_x_and_weights_are_saved() -> None:
         (x, mask, given, options), _ = problem()

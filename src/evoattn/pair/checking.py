@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-__all__ = ["check_out"]
+from evoattn.call.sharded import is_distributed
+from evoattn.call.validation import check_mask
+
+__all__ = ["check_mask_of", "check_out", "check_shapes", "check_tensors"]
 
 
 def check_out(out: Tensor, x: Tensor, dtype: torch.dtype, *, records: bool) -> None:
@@ -24,3 +29,47 @@ def check_out(out: Tensor, x: Tensor, dtype: torch.dtype, *, records: bool) -> N
         raise ValueError(f"out must be {wanted}, as the result is, got {got}")
     if records or (torch.is_grad_enabled() and out.requires_grad):
         raise ValueError("out takes no result with a gradient: call under torch.no_grad()")
+
+
+def check_tensors(name: str, x: Tensor, weights: Mapping[str, Tensor | None], optional: frozenset[str]) -> None:
+    """Raise TypeError or ValueError unless x and the weights are floating-point tensors on one device.
+
+    Args:
+        name: that of x.
+        x: the input.
+        weights: by name.
+        optional: names of weights that may be None.
+    """
+    for what, tensor in ((name, x), *weights.items()):
+        if tensor is None and what in optional:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{what} must be a torch.Tensor, got {type(tensor).__name__}")
+        if is_distributed(tensor):
+            raise TypeError(f"{what} must be a plain tensor, got a DTensor: gather it first, with full_tensor()")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{what} must be of a floating-point dtype, got {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"{what} must be on {x.device}, as {name} is, got {tensor.device}")
+
+
+def check_shapes(weights: Mapping[str, Tensor | None], shapes: Mapping[str, tuple[int, ...]], sizes: str) -> None:
+    """Raise ValueError unless weights have the shapes of their modules. A bias has the first size of its weight.
+
+    Args:
+        weights: by name, which is that of the module and "_weight" or "_bias".
+        shapes: of weights, by module.
+        sizes: what the message says of them.
+    """
+    for name, tensor in weights.items():
+        module, kind = name.rsplit("_", 1)
+        wanted = shapes[module] if kind == "weight" else shapes[module][:1]
+        if tensor is not None and tuple(tensor.shape) != wanted:
+            raise ValueError(f"{name} must be {list(wanted)} {sizes}, got shape {list(tensor.shape)}")
+
+
+def check_mask_of(name: str, x: Tensor, mask: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless the mask broadcasts to the leading axes of x and is on its device."""
+    check_mask("mask", mask, tuple(x.shape[:-1]))
+    if mask is not None and mask.device != x.device:
+        raise ValueError(f"mask must be on {x.device}, as {name} is, got {mask.device}")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_columns", "load_rows", "matrix", "scaled", "standard", "vector"]
+from evoattn.numerics import LOG2E
+
+__all__ = ["load_columns", "load_rows", "matrix", "scaled", "sigmoid", "standard", "vector"]
+
+_UNIT = tl.constexpr(-LOG2E)
 
 
 @triton.jit
@@ -32,6 +36,15 @@ def load_columns(p, o_d, m_dr, o_r, rows):
 def scaled(x, w, b, axis: tl.constexpr):
     """x w + b, with w and b along an axis."""
     return x * tl.expand_dims(w, 1 - axis) + tl.expand_dims(b, 1 - axis)
+
+
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + exp(-x)). `tl.sigmoid` compiles to 13 instructions of NVIDIA's GPUs, this to 4 if it is fast."""
+    b_e = 1 + tl.math.exp2(x * _UNIT)
+    if FAST:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_e], tl.float32, is_pure=True, pack=1)
+    return 1 / b_e
 
 
 @triton.jit

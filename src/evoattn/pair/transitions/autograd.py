@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evoattn.devices import uncast
-from evoattn.pair.transitions.values import Options, Weights
+from evoattn.pair.transitions.values import Options, Weights, result_dtype
 from evoattn.run import guards
 from evoattn.run.once import once_differentiable
 
@@ -25,7 +25,7 @@ _MM_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
 
 
 def forward(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, out: Tensor | None = None) -> Tensor:
-    """The result `[R, C]`, written to `out` if that is given. It may be x."""
+    """The result `[R, C]`. It is written into `out`, which may be x, if that is given."""
     from evoattn.pair.transitions import steps
 
     with uncast(x.device):
@@ -34,7 +34,7 @@ def forward(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, 
 
 def outline(x: Tensor, weights: Weights, options: Options) -> Tensor:
     """A tensor of the shape and dtype that `forward` returns."""
-    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weights.dtype) if options.residual else weights.dtype)
+    return torch.empty_like(x, dtype=result_dtype(x, weights, options))
 
 
 def backward(

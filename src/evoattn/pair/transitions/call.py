@@ -10,10 +10,11 @@ from torch import Tensor
 
 from evoattn.call.validation import compute_dtype
 from evoattn.devices import installed
-from evoattn.pair.arguments import check_pair_mask, check_shapes, check_tensors, norm
+from evoattn.pair.checking import check_mask_of, check_out, check_shapes, check_tensors
+from evoattn.pair.reference import norm
 from evoattn.pair.transitions import operators
 from evoattn.pair.transitions.autograd import Transition, forward
-from evoattn.pair.transitions.values import Options, Weights
+from evoattn.pair.transitions.values import Options, Weights, result_dtype
 from evoattn.run import guards
 
 __all__ = ["reference", "transition"]
@@ -36,6 +37,7 @@ def transition(
     out_bias: Tensor | None = None,
     eps: float = 1e-5,
     residual: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Update each entry by itself, through a wider hidden layer: the transition of AlphaFold, from norm to residual.
 
@@ -58,13 +60,14 @@ def transition(
         out_weight: `[C, H]`, with a bias `[C]`.
         eps: is added to the variance in the norm.
         residual: whether x is added to the update.
+        out: a tensor that the result is written into, or None. It may be x itself. There is no gradient then.
 
     Returns:
         `[*, C]` in the dtype of the products: that of autocast, or the narrower one of x and the weights. With the residual in
         the dtype to which torch promotes x and the update.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type, dtype or shape.
+        TypeError, ValueError: an argument has a wrong type, dtype or shape, or `out` is given and a gradient is wanted.
 
     Example:
         >>> import torch
@@ -80,16 +83,28 @@ def transition(
     weights = _cast(x, weights)
     if mask is not None and not mask.is_floating_point():
         mask = mask.to(weights.dtype)
+    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, mask, *weights))
+    if out is not None:
+        check_out(out, x, result_dtype(x, weights, options), records=records)
+    into = out if out is not None and out.is_contiguous() else None
+    result = _compute(x, mask, weights, options, records, into)
+    return result if out is None or result is out else out.copy_(result)
+
+
+def _compute(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None) -> Tensor:
+    """The result, in `out` if it is given and kernels compute."""
     if not x.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(x, weights):
         return reference(x, mask, weights, options)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1).contiguous()
     if not guards.only_computes():  # torch has to see an operator
         made = operators.forward(rows, factors, *weights, *options)
-    elif torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, *weights)):
+    elif records:
         made = Transition.apply(rows, factors, options, *weights)  # type: ignore[no-untyped-call]
     else:
-        made = forward(rows, factors, weights, options)
+        made = forward(rows, factors, weights, options, out)
+        if out is not None:
+            return out
     result: Tensor = made.view(x.shape)
     return result
 
@@ -127,7 +142,7 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: Weights) ->
     shapes: dict[str, tuple[int, ...]] = {"norm": (channels,), "a": (hidden, channels), "b": (hidden, channels)}
     shapes["out"] = (channels, hidden)
     check_shapes(named, shapes, f"for C = {channels} channels of x and H = {hidden} of out_weight")
-    check_pair_mask("x", x, mask)
+    check_mask_of("x", x, mask)
 
 
 def reference(x: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:

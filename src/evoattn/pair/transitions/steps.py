@@ -14,7 +14,7 @@ from evoattn.backends.triton import alone, launch
 from evoattn.backends.triton.launch import head_block, split_precision
 from evoattn.pair.launching import Tile, affine, shift
 from evoattn.pair.transitions import kernels
-from evoattn.pair.transitions.values import Options, Weights
+from evoattn.pair.transitions.values import Options, Weights, result_dtype
 
 __all__ = ["Operands", "backward", "forward", "programs", "takes"]
 
@@ -61,10 +61,9 @@ def forward(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, 
     """Make the update, or x + update.
 
     Args:
-        out: is written, and may be x itself; of the dtype that the result has. None: a new tensor.
+        out: is written, and may be x itself. None: a new tensor.
     """
-    dtype = torch.promote_types(x.dtype, weights.dtype) if options.residual else weights.dtype
-    out = torch.empty_like(x, dtype=dtype) if out is None else out
+    out = torch.empty_like(x, dtype=result_dtype(x, weights, options)) if out is None else out
     w = weights
     tensors = (x, x if mask is None else mask, *_of_input(x, w), w.out_weight, shift(w.out_bias, x, x.shape[1]), out)
     _launch("forward", kernels.forward_kernel, tensors, x, mask, weights, options)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Options", "Weights"]
+__all__ = ["Options", "Weights", "result_dtype"]
 
 
 class Weights(NamedTuple):
@@ -47,3 +47,8 @@ class Options(NamedTuple):
 
     eps: float
     residual: bool
+
+
+def result_dtype(x: Tensor, weights: Weights, options: Options) -> torch.dtype:
+    """The dtype of the result."""
+    return torch.promote_types(x.dtype, weights.dtype) if options.residual else weights.dtype

@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "compat": {"api", "backends", "call", "devices", "numerics", "pair", "run"},
     "pair": {"backends", "call", "devices", "numerics", "run"},
     "nn": {"api", "backends", "call", "compat", "devices", "numerics", "pair", "run"},
-    "clients": {"call", "compat", "nn", "run"},
+    "clients": {"call", "compat", "nn", "numerics", "run"},
     "testing": {"api", "layouts", "nn", "numerics", "problem", "run", "tuning", "workloads"},
     "__init__": {"_version", "api", "clients", "tuning"},
     "bench": {"__init__", "_version", "api", "backends", "nn", "problem", "run", "testing", "tuning", "workloads"},

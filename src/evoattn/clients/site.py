@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import dataclasses
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["Client", "Count", "Replace", "Site"]
+__all__ = ["Client", "Count", "Replace", "Site", "taped"]
 
 
 class Count:
@@ -30,19 +32,39 @@ class Count:
 
     def one(self) -> None:
         """A call that ours computes."""
-        if torch.compiler.is_compiling():
-            return
-        self.ours += 1
-        if self._tell is not None:
-            self._tell("")
+        self.other("")
 
     def other(self, reason: str) -> None:
         """A call that the original computes."""
         if torch.compiler.is_compiling():
             return
-        self.passed_on[reason] += 1
+        tape = _tape.get()
+        if tape is None:
+            self.add(reason)
+        else:
+            tape.append((self, reason))
+
+    def add(self, reason: str) -> None:
+        """Count a call that ours computes, if the reason is "", or that the original computes."""
+        if reason:
+            self.passed_on[reason] += 1
+        else:
+            self.ours += 1
         if self._tell is not None:
             self._tell(reason)
+
+
+_tape: contextvars.ContextVar[list[tuple[Count, str]] | None] = contextvars.ContextVar("tape", default=None)
+
+
+@contextlib.contextmanager
+def taped(calls: list[tuple[Count, str]]) -> Iterator[None]:
+    """Do not count calls, but note them in a list: they are of a recording, which counts them each time it is replayed."""
+    token = _tape.set(calls)
+    try:
+        yield
+    finally:
+        _tape.reset(token)
 
 
 Replace = Callable[[Callable[..., Any], Count], Callable[..., Any]]
@@ -89,6 +111,7 @@ class Client:
         sites: the functions to replace, and those that are only checked.
         values: module, name and value of what says that a kernel is there, or is one; set where nothing is there.
         layers: whole layers that `evoattn.nn` can compute, replaced besides if that is asked for.
+        steps: what a prediction repeats, recorded as CUDA graphs if that is asked for.
     """
 
     name: str
@@ -96,6 +119,7 @@ class Client:
     sites: tuple[Site, ...]
     values: tuple[tuple[str, str, Any], ...] = ()
     layers: tuple[Site, ...] = ()
+    steps: tuple[Site, ...] = ()
 
     @property
     def installed(self) -> str | None:

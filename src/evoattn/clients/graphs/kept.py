@@ -1,0 +1,188 @@
+"""Calls of one signature, their recording, and whether it stands for a call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.clients.graphs.recorder import Recorder, Recording
+from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
+from evoattn.clients.site import Count, taped
+
+__all__ = ["Kind", "addresses"]
+
+_WORTH = 8
+"""Replays that pay for a recording, which takes as long as two to four calls."""
+
+_FREE = 3
+"""Recordings that need not have paid: the second and the third may copy more than the first."""
+
+_UNLIKE = 3
+"""So many calls in a row that share fewer tensors than others before them are recorded none the less, with more copies."""
+
+_GAIN = 0.9
+"""A recording is used if a replay takes at most this share of the time of the call itself. Else it is memory for nothing."""
+
+
+def addresses(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Where tensors lie, and how often they were written to, if torch counts that."""
+    return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]
+
+
+class _Place:
+    """A tensor that was an argument, which may be gone."""
+
+    def __init__(self, tensor: Tensor, gone: Callable[[Any], None] | None = None) -> None:
+        self._tensor = weakref.ref(tensor, gone)
+        self._at = addresses([tensor])
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is this very tensor, neither moved nor written to."""
+        return self._tensor() is tensor and self._at == addresses([tensor])
+
+    def is_there(self) -> bool:
+        """Whether the tensor exists."""
+        return self._tensor() is not None
+
+
+class Kind:
+    """Calls of one signature.
+
+    A recording reads tensors that were the same in two calls where they are. It reads the others from room of its own, into
+    which they are copied.
+
+    Attributes:
+        obstacle: why such calls are never recorded, or "".
+        used: when the recording was last used, by a count of calls.
+        checked: whether the recording did what a call did.
+    """
+
+    def __init__(self) -> None:
+        self.obstacle = ""
+        self.used = 0
+        self._last: list[_Place] = []
+        self._unlike = self._shared = 0
+        self._still: set[int] = set()
+        self._moving: set[int] = set()
+        self._recordings = self._replays = 0
+        self.drop()
+
+    def drop(self, *_: Any) -> None:
+        """Forget the recording, which frees its memory."""
+        self._recording: Recording | None = None
+        self.checked = False
+        self._there: list[_Place | Tensor] = []
+        self._made: list[Tensor] = []
+        self._as: Spec = ()
+        self._calls: list[tuple[Count, str]] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a recording."""
+        return self._recording is not None
+
+    def stands_for(self, tensors: list[Tensor]) -> bool:
+        """Whether the recording computes a call of these tensors."""
+        there = self._there
+        return self.is_recorded and all(x.holds(y) for x, y in zip(there, tensors, strict=True) if isinstance(x, _Place))
+
+    def is_ready(self, tensors: list[Tensor]) -> bool:
+        """Note the tensors of a call that ran as it was; whether it may be recorded now."""
+        same = {i for i, (x, y) in enumerate(zip(self._last, tensors, strict=False)) if x.holds(y)}
+        for i, x in enumerate(self._there):  # another tensor came while the recorded one is in use: two computations take turns
+            if isinstance(x, _Place) and x.is_there() and not x.holds(tensors[i]):
+                self._moving.add(i)
+        self._last = [_Place(x) for x in tensors]
+        self._still = same - self._moving
+        # The first call of another prediction shares less with the call before it than the second will.
+        self._unlike = 0 if same and len(same) >= self._shared else self._unlike + 1
+        self._shared = max(self._shared, len(same))
+        if 0 < self._unlike < _UNLIKE:
+            return False
+        if self._recordings >= _FREE and self._replays < _WORTH * self._recordings:
+            self.obstacle = "its arguments move too often for a recording to pay"
+            self.drop()
+        return not self.obstacle
+
+    def record(self, recorder: Recorder, run: Callable[..., Any], spec: Spec, tensors: list[Tensor]) -> None:
+        """Record a call of these tensors, which has run as it was."""
+        self.drop()
+        try:
+            self._record(recorder, run, spec, tensors)
+        except NotCaptured as error:
+            self.obstacle = str(error)
+        except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
+            first = (str(error).strip() or "no message").splitlines()[0][:160]
+            self.obstacle = f"it cannot be recorded: {type(error).__name__}: {first}"
+        if self.obstacle:
+            self.drop()
+
+    def _record(self, recorder: Recorder, run: Callable[..., Any], spec: Spec, tensors: list[Tensor]) -> None:
+        me = weakref.ref(self)
+
+        def gone(_: Any) -> None:  # the caller has dropped the tensor, so no call will be one that was recorded
+            if (kind := me()) is not None:
+                kind.drop()
+
+        read = [x if i in self._still else room_for(x) for i, x in enumerate(tensors)]
+        there: list[_Place | Tensor] = [_Place(x, gone) if x is y else x for x, y in zip(read, tensors, strict=True)]
+        calls: list[tuple[Count, str]] = []
+
+        def call() -> Any:
+            calls.clear()
+            given, named = nested(spec, iter(read))
+            with taped(calls):
+                return run(*given, **named)
+
+        _copy(there, tensors)
+        recording = recorder.record(call, tensors[0].device)
+        made: list[Tensor] = []
+        self._as = flat(recording.made, tensors[0].device, made)
+        _check_result(self._as)
+        self._recording, self._there, self._made, self._calls = recording, there, made, calls
+        self._recordings += 1
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """What the call returns, in tensors of the caller's own."""
+        assert self._recording is not None
+        _copy(self._there, tensors)
+        self._recording.replay()
+        made = [room_for(x) for x in self._made]  # strides stay, on which later kernels may depend
+        copied(made, self._made)
+        return nested(self._as, iter(made))
+
+    def count(self) -> None:
+        """Count what the replayed call would have counted."""
+        self._replays += 1
+        for count, reason in self._calls:
+            count.add(reason)
+
+    def check(self, made: Any, replayed: Any, device: torch.device, took: float, takes: float) -> None:
+        """Compare what a call returned with what a replay returned; `took` and `takes`: their seconds."""
+        of_call: list[Tensor] = []
+        of_replay: list[Tensor] = []
+        same = flat(made, device, of_call) == flat(replayed, device, of_replay)
+        if not same or not all(map(same_bits, of_call, of_replay)):
+            self.obstacle = "a replay of its recording returned something else"
+        elif takes > _GAIN * took:
+            self.obstacle = "a replay of its recording is not faster"
+        self.checked = True
+        if self.obstacle:
+            self.drop()
+
+
+def _copy(there: list[_Place | Tensor], tensors: list[Tensor]) -> None:
+    moved = [(x, y) for x, y in zip(there, tensors, strict=True) if isinstance(x, Tensor)]
+    copied([x for x, _ in moved], [y for _, y in moved])
+
+
+def _check_result(spec: Spec) -> None:
+    """Raise NotCaptured if something in a result is neither a tensor of its device nor a plain value."""
+    if spec[0] == "unread":
+        raise NotCaptured(f"it returns {spec[1]}")
+    for part in spec[2:] if spec[0] in ("dict", "items", "partial") else ():
+        _check_result(part)

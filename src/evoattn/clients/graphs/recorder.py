@@ -1,0 +1,218 @@
+"""Recording what a function does on a GPU, to do it again with one launch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evoattn.clients.graphs.trees import NotCaptured
+from evoattn.numerics import float32_products
+
+__all__ = ["CudaRecorder", "Recorder", "Recording", "modes", "scout"]
+
+
+@dataclasses.dataclass
+class Recording:
+    """What was recorded.
+
+    Args:
+        replay: does again what was recorded, on the current stream.
+        made: what the function returned. A replay writes its tensors anew.
+    """
+
+    replay: Callable[[], object]
+    made: Any
+
+
+class Recorder(Protocol):
+    """Records functions. The one for tests does not need a GPU."""
+
+    kind: str
+    """The type of device that it records on."""
+
+    def state(self, device: torch.device) -> tuple[Any, ...]:
+        """What the kernels that run depend on besides arguments and weights: streams, precisions, autocast."""
+
+    def is_recording(self) -> bool:
+        """Whether the current stream is being recorded by somebody."""
+
+    def seconds(self, device: torch.device) -> float:
+        """The time, once the device has done what it was told."""
+
+    def record(self, run: Callable[[], Any], device: torch.device) -> Recording:
+        """Record a function; NotCaptured if that is known to be impossible."""
+
+
+def modes(kind: str) -> tuple[Any, ...]:
+    """The state of this thread, and of the process, that decides what torch computes on a type of device."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+        float32_products(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+class CudaRecorder:
+    """Records CUDA graphs, each in a memory pool of its own, so that graphs can run and be dropped independently."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def state(self, device: torch.device) -> tuple[Any, ...]:
+        """Also the current device and stream: two streams must not share the tensors that a graph reads and writes."""
+        matmul = torch.backends.cuda.matmul
+        return (
+            *modes("cuda"),
+            torch.cuda.current_device(),
+            torch.cuda.current_stream(device),
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_fp16_reduced_precision_reduction,
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        )
+
+    def is_recording(self) -> bool:
+        """Whether somebody records the current stream."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def seconds(self, device: torch.device) -> float:
+        """The time, once the device has done what it was told."""
+        torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+    def record(self, run: Callable[[], Any], device: torch.device) -> Recording:
+        """Run a function on a stream of our own, to look at what it does, then record it there."""
+        current = torch.cuda.current_stream(device)
+        side = self._streams.setdefault(device, torch.cuda.Stream(device))
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                scout(run, device)
+                return self._record(run, side)
+        finally:
+            current.wait_stream(side)
+
+    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream) -> Recording:
+        """A graph that may read its weights as autocast has cast them.
+
+        Autocast keeps the casts of weights until the caller leaves the outermost `torch.autocast`. A graph that read them would
+        then read memory that others have. So the casts are recorded first, with the rest of the call, into the pool of the
+        graph. The second recording finds them in autocast's cache and does not repeat them: 660 weights of Boltz-2's denoiser
+        would be cast at each step. Nobody allocates from the pool after that, so the casts stay where they are.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        casts = None
+        if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()
+            casts = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            if casts is not None:
+                with _capturing(casts, pool, side):
+                    run()
+                casts.replay()
+            with _capturing(graph, pool, side):
+                made = run()
+        finally:
+            if casts is not None:
+                torch.clear_autocast_cache()
+        return Recording(graph.replay, made)
+
+
+@contextlib.contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, side: torch.cuda.Stream) -> Iterator[None]:
+    """Record into a graph. If that fails, torch is as it was before."""
+    generator = torch.cuda.default_generators[side.device.index]
+    before = generator.clone_state()
+    try:
+        # Threads that load data may allocate memory meanwhile: "thread_local" lets them.
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            yield
+    except BaseException:
+        # A capture that is broken off leaves the generator waiting for its end, so that the next random number raises, and
+        # the allocator routing memory to the pool. torch does not mend that.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(side.device.index, pool)
+        with contextlib.suppress(RuntimeError):
+            generator.graphsafe_set_state(before)
+        raise
+
+
+def scout(run: Callable[[], Any], device: torch.device) -> None:
+    """Run a function to see whether a recording of it would do the same.
+
+    A capture that fails costs more than a look: it can leave torch's allocator and generators in a state of their own.
+
+    Raises:
+        NotCaptured: it draws random numbers, or its operations depend on values.
+    """
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
+    before = None if generator is None else generator.get_state()
+    with _Scout(device):
+        run()
+    if generator is not None and before is not None and not torch.equal(generator.get_state(), before):
+        generator.set_state(before)  # an operation of a client's own, which does not say that it draws
+        raise NotCaptured("it draws random numbers")
+
+
+_BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class _Scout(TorchDispatchMode):
+    """Raises at the first operation that a graph cannot repeat."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # in inference mode nothing has taken apart what consists of operations, such as a dropout that is off
+            made = func.decompose(*args, **(kwargs or {}))
+        if made is not NotImplemented:
+            return made
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args):
+            raise NotCaptured(f"it draws random numbers ({func})")
+        given = [x for x in _pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]
+        indexed = func.overloadpacket.__name__.startswith(("index", "_index", "_unsafe_index"))
+        if indexed:
+            by_value = any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+        else:
+            by_value = any(tag in func.tags for tag in _BY_VALUE)
+        if by_value:
+            raise NotCaptured(f"its operations depend on values ({func})")
+        made = func(*args, **(kwargs or {}))
+        # What an attention returns of its random numbers, which it did not draw, may lie on the CPU.
+        results = [] if "dropout_p" in _names(func) else _pytree.tree_leaves(made)
+        if any(x.device != self._device for x in (*given, *results) if isinstance(x, Tensor)):
+            raise NotCaptured(f"it computes on another device ({func})")
+        return made
+
+
+def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an attention has dropout, and it is 0: torch counts such among what draws random numbers."""
+    names = _names(func)
+    if "dropout_p" not in names:
+        return False
+    at = names.index("dropout_p")
+    return at >= len(args) or args[at] == 0
+
+
+def _names(func: Any) -> list[str]:
+    return [x.name for x in func._schema.arguments]

@@ -399,7 +399,7 @@ def test_every_site_of_a_client_is_known(name: str) -> None:
     of = patching.client(name)
     assert of.name == name
     for version, sources in SOURCES[name].items():
-        assert set(sources) == {str(site) for site in (*of.sites, *of.layers)}, version
+        assert set(sources) == {str(site) for site in (*of.sites, *of.layers, *of.steps)}, version
     assert len({str(site) for site in of.sites}) == len(of.sites)
 
 

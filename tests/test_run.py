@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import json
 import os
 import pathlib
 import signal
@@ -10,6 +11,7 @@ import sys
 import termios
 import textwrap
 import types
+from typing import Any
 
 import pytest
 
@@ -334,6 +336,57 @@ def test_layers_are_watched_too(program: Program, capfd: pytest.CaptureFixture[s
     path.write_text(path.read_text().replace(sites, f'{sites} + CLIENTS["toy"].layers'))
     assert program.run("python", "program.py")[:2] == (0, "theirs\n")
     assert program.run("--layers", "python", "program.py")[:2] == (0, "ours\n")
+
+
+@pytest.mark.parametrize(("options", "graphs"), [((), True), (("--no-graphs",), False)])
+def test_steps_are_recorded_by_default(options: tuple[str, ...], graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    def wait(command: list[str], environment: dict[str, str], signals: object) -> int:
+        told.update(json.loads(environment[running.VARIABLE]))
+        return 0
+
+    monkeypatch.setattr(run, "_wait", wait)
+    assert main(["run", *options, "python"]) == 0
+    assert told["graphs"] is graphs and ("boltz.model.modules.diffusionv2" in told["modules"]) is graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--no-graphs",)])
+def test_steps_of_the_toy(program: Program, options: tuple[str, ...]) -> None:
+    """It has no GPU, so the line at the end does not speak of steps; the report of the patch does."""
+    toy = TOY.replace("SITES)}", "SITES, steps=graphs.sites('toy_client.denoiser:Denoiser'))}")
+    (program.folder / "toy.py").write_text(f"from evoattn.clients import graphs\n{toy}")
+    (program.folder / "toy_client" / "denoiser.py").write_text(
+        "from torch import nn\n\n\nclass Denoiser(nn.Linear):\n    def forward(self, x):\n        return super().forward(x)\n"
+    )
+    program.write(
+        """
+        from toy_client.denoiser import Denoiser
+        Denoiser(8, 8)(x)
+        from evoattn.clients.patching import _active
+        print(_active["toy"].steps if "toy" in _active else None)
+        """
+    )
+    path = program.folder / "program.py"
+    sites = 'CLIENTS["toy"].sites'
+    path.write_text(path.read_text().replace(sites, f'{sites} + CLIENTS["toy"].steps'))
+    status, out, last = program.run(*options, "python", "program.py")
+    counted = "{'toy_client.denoiser:Denoiser.forward': {'': 0, 'not on a GPU': 1}}"
+    assert (status, out.strip()) == (0, "None" if options else counted), last
+    assert "graph" not in last
+
+
+def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:
+    tally = running.Tally(tmp_path)
+    tally.add("patched", "boltz", "2.2.1")
+    for _ in range(1500):
+        tally.add("step", "boltz", "")
+    for reason in ("among the first calls of their kind", "among the first calls of their kind", "not on a GPU"):
+        tally.add("step", "boltz", reason)
+    line = run._found(tmp_path, ("boltz",))
+    expected = "; 1,500 denoiser steps replayed as CUDA graphs and 2 not (2 among the first calls of their kind)"
+    assert line.endswith(expected)
 
 
 def test_layers_of_a_client_without_them_are_refused(

@@ -11,7 +11,7 @@ def main(names: list[str]) -> None:
     for name in names:
         of = client(name)
         print(f'    "{name}": {{\n        "{of.installed}": {{')
-        for site in (*of.sites, *of.layers):
+        for site in (*of.sites, *of.layers, *of.steps):
             function = site.find()[2]
             if function is None:
                 sys.exit(f"{name} {of.installed} has no {site}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from evoattn.cli.terminal import RefusedError
 from evoattn.clients import running
+from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, UnknownRelease, client
 from evoattn.clients.releases import check_files
 
@@ -58,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "run",
         help="a program with its attention computed by evoattn",
-        usage="evoattn run [-h] [--patch NAME] [--layers] (PROGRAM | -m MODULE) [ARGUMENTS ...]",
+        usage="evoattn run [-h] [--patch NAME] [--layers] [--no-graphs] (PROGRAM | -m MODULE) [ARGUMENTS ...]",
         description=_ABOUT,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,6 +72,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=f"a client; may be repeated; default: each that the program imports, of {', '.join(NAMES)}",
     )
     parser.add_argument("--layers", action="store_true", help="also compute whole layers, as evoattn.patch(layers=True) does")
+    parser.add_argument(
+        "--no-graphs",
+        action="store_false",
+        dest="graphs",
+        help="do not replay the denoiser's steps on a GPU as CUDA graphs, as evoattn.patch(graphs=True) does",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as after python -m")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a command, with its arguments")
     parser.set_defaults(run=run)
@@ -87,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     with _Signals() as signals, contextlib.ExitStack() as at_end:
         folder, why = _folder(at_end)
         paths = [str(running.STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
-        told = running.instructions(folder, running.modules(names, layers=arguments.layers), layers=arguments.layers)
+        more = {"layers": arguments.layers, "graphs": arguments.graphs}
+        told = running.instructions(folder, running.modules(names, **more), **more)
         environment = {**os.environ, running.VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
         status = _wait(command, environment, signals)
         line = f"calls were not counted: {why}" if folder is None else _found(folder, names)
@@ -242,6 +250,7 @@ def _found(folder: pathlib.Path, names: tuple[str, ...]) -> str:
     """What the processes counted, in a line."""
     ours = 0
     passed_on: collections.Counter[str] = collections.Counter()
+    steps: collections.Counter[str] = collections.Counter()
     backends, patched, refused = set(), set(), set()
     for name, count in running.totals(folder).items():
         match name:
@@ -249,6 +258,8 @@ def _found(folder: pathlib.Path, names: tuple[str, ...]) -> str:
                 ours += count
             case ("call", _, reason):
                 passed_on[reason] += count
+            case ("step", _, reason):
+                steps[reason] += count
             case ("backend", backend):
                 backends.add(backend)
             case ("patched", client_name, version):
@@ -269,7 +280,18 @@ def _found(folder: pathlib.Path, names: tuple[str, ...]) -> str:
     else:
         parts = [f"nothing to patch: the program imported no attention of {', '.join(names)}"]
     parts += [f"{_calls(count)} by the original: {reason}" for reason, count in passed_on.most_common()]
-    return "; ".join([*parts, *sorted(refused)])
+    return "; ".join([*parts, *_steps(steps), *sorted(refused)])
+
+
+def _steps(found: collections.Counter[str]) -> list[str]:
+    """What became of the denoiser's steps, unless the machine has no GPU."""
+    replayed = found.pop("", 0)
+    found.pop(ELSEWHERE, None)
+    if not replayed and not found:
+        return []
+    why = ", ".join(f"{count:,} {reason}" for reason, count in found.most_common())
+    ran = f" and {sum(found.values()):,} not ({why})" if why else ""
+    return [f"{replayed:,} denoiser steps replayed as CUDA graphs{ran}"]
 
 
 def _calls(count: int) -> str:

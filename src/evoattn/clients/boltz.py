@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn.clients import graphs
 from evoattn.clients.calls import additive, kernel, multiplication
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
@@ -114,6 +115,7 @@ CLIENTS = {
             "boltz.model.layers.triangular_mult:TriangleMultiplicationOutgoing",
             "boltz.model.layers.triangular_mult:TriangleMultiplicationIncoming",
         ),
+        steps=graphs.sites("boltz.model.modules.diffusion:DiffusionModule", "boltz.model.modules.diffusionv2:DiffusionModule"),
     ),
     "boltzgen": Client(
         "boltzgen",

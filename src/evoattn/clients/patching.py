@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from evoattn.clients import graphs as recorded
 from evoattn.clients.releases import UnknownRelease, check_files, check_function
 from evoattn.clients.site import Client, Count, Site
 
@@ -59,11 +60,19 @@ class Patch:
         versions: the client's version, by its name.
     """
 
-    def __init__(self, names: Iterable[str] = (), tell: Callable[[str], None] | None = None, *, layers: bool = False) -> None:
+    def __init__(
+        self,
+        names: Iterable[str] = (),
+        tell: Callable[[str, str], None] | None = None,
+        *,
+        layers: bool = False,
+        graphs: bool = False,
+    ) -> None:
         self.versions: dict[str, str] = {}
-        self._layered: set[str] = set()
+        self._more: set[tuple[str, str]] = set()
         self._sites: list[str] = []
         self._counts: dict[str, Count] = {}
+        self._steps: dict[str, Count] = {}
         self._changes: list[_Change] = []
         self._made: dict[Site, Callable[..., Any]] = {}
         self._entered: list[bool] = []
@@ -71,7 +80,7 @@ class Patch:
         self._undone = False
         self._tell = tell
         for name in names:
-            self._apply(client(name), layers)
+            self._apply(client(name), layers, graphs)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -96,8 +105,15 @@ class Patch:
             total.update(count.passed_on)
         return dict(total)
 
+    @property
+    def steps(self) -> dict[str, dict[str, int]]:
+        """For each function that is recorded as a CUDA graph, how often a graph was replayed, as "", or why it was not."""
+        return {site: {"": count.ours, **count.passed_on} for site, count in self._steps.items()}
+
     def undo(self) -> None:
-        """Put the originals back. Counts are kept."""
+        """Put the originals back, and free the memory of CUDA graphs. Counts are kept."""
+        for made in self._made.values():
+            recorded.release(made)
         lost = [change.name for change in reversed(self._changes) if not change.undo()]
         self._changes.clear()
         self._made.clear()
@@ -124,23 +140,27 @@ class Patch:
         lines = [f"evoattn computes the attention of {clients}: {self.calls} calls"]
         lines += [f"  {calls:6d}  {site}" for site, calls in self.calls_by_site.items()]
         lines += [f"  {calls:6d}  by the original: {reason}" for reason, calls in self.passed_on.items()]
+        for site, calls_by_reason in self.steps.items():
+            lines += [f"  {calls:6d}  {_how(reason)}: {site}" for reason, calls in calls_by_reason.items() if calls]
         lines += [f"  not by evoattn any more: {site} was reloaded, or replaced by others" for site in self._lost()]
         return "\n".join(lines)
 
-    def _apply(self, of: Client, layers: bool = False) -> None:
+    def _apply(self, of: Client, layers: bool = False, graphs: bool = False) -> None:
         """Check all sites of a client, then replace them: nothing is half patched."""
         version = of.installed
         if version is None:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution}")
-        layers = layers and of.name not in self._layered
-        for site in of.layers if layers else ():
-            _find(of, site)
+        wanted = [(kind, sites) for kind, sites, is_wanted in _besides(of, layers, graphs) if is_wanted]
+        wanted = [(kind, sites) for kind, sites in wanted if (of.name, kind) not in self._more]
+        for _, sites in wanted:
+            for site in sites:
+                _find(of, site)
         if of.name not in self.versions:
             self._replace(of, of.sites, of.values)
             self.versions[of.name] = version
-        if layers:  # over the other replacements, to which they pass on what they do not know
-            self._replace(of, of.layers, ())
-            self._layered.add(of.name)
+        for kind, sites in wanted:  # over the other replacements, to which they pass on what they do not know
+            self._replace(of, sites, ())
+            self._more.add((of.name, kind))
 
     def _redo(self) -> None:
         """Replace again what `undo` put back."""
@@ -152,8 +172,9 @@ class Patch:
             for name in self.versions:
                 of = client(name)
                 self._replace(of, of.sites, of.values)
-                if name in self._layered:
-                    self._replace(of, of.layers, ())
+                for kind, sites, _ in _besides(of):
+                    if (name, kind) in self._more:
+                        self._replace(of, sites, ())
                 _active[name] = self
         except BaseException:
             self.undo()
@@ -166,7 +187,7 @@ class Patch:
     def _mend(self, of: Client) -> None:
         """Replace what is the client's own again, because its module was reloaded. What others put there stays."""
         lost = set(self._lost())
-        for sites, values in ((of.sites, of.values), (of.layers, ())):
+        for sites, values in ((of.sites, of.values), (of.layers, ()), (of.steps, ())):
             again = []
             for site in sites:
                 if site in lost:
@@ -181,18 +202,22 @@ class Patch:
     def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
         """Check these sites, then replace them."""
         found = [(site, *_find(of, site)) for site in sites]
+        for before in self._made.values():  # what was recorded did not call what comes now
+            recorded.release(before)
         changes: list[_Change] = []
         counts: dict[str, Count] = {}
+        steps: dict[str, Count] = {}
         replaced: list[str] = []
         functions: dict[Site, Callable[..., Any]] = {}
         for site, owner, name, original in found:
             if site.replace is None or (site.missing is not None and _is_installed(site.missing)):
                 continue
-            count = self._counts.get(str(site)) or Count(self._tell)
+            kept, counted, kind = (self._steps, steps, "step") if site in of.steps else (self._counts, counts, "call")
+            count = kept.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
             if str(site) not in self._sites:
                 replaced.append(str(site))
             if site.counted:
-                counts[str(site)] = count
+                counted[str(site)] = count
             made = functools.wraps(original)(site.replace(original, count))
             functions[site] = made
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
@@ -205,6 +230,7 @@ class Patch:
             setattr(change.owner, change.name, change.now)
         self._changes += changes
         self._counts |= counts
+        self._steps |= steps
         self._made |= functions
         self._sites += replaced
 
@@ -213,7 +239,7 @@ _active: dict[str, Patch] = {}
 """The patch of each client that is patched."""
 
 
-def patch(name: str | None = None, *, layers: bool = False) -> Patch:
+def patch(name: str | None = None, *, layers: bool = False, graphs: bool = False) -> Patch:
     """Let `evoattn` compute the attention of an installed client, such as Boltz, in this process.
 
     This replaces every function of the client that computes attention, and nothing else. The client's answers stay the same
@@ -227,12 +253,14 @@ def patch(name: str | None = None, *, layers: bool = False) -> Patch:
             that `evoattn.nn` does not know, layers called with unknown arguments, and layers that torch.compile compiles. For
             the last, call `evoattn.nn.replace` before you compile the model. Products have autocast's dtype, even if the
             client switches autocast off.
+        graphs: also record the denoiser's step as a CUDA graph and replay it, for inference on a GPU. This is for Boltz. The
+            results stay the same to the last bit. Calls that cannot be replayed run as before, and the report says why.
 
     Returns:
-        A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site` and `passed_on`.
+        A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site`, `passed_on` and `steps`.
 
     Raises:
-        ValueError: the name is not known, or `evoattn.nn` has no layer of that client.
+        ValueError: the name is not known, `evoattn.nn` has no layer of that client, or none of its steps can be recorded.
         ImportError: the client is not installed.
         UnknownRelease: the client's code differs from the releases that the patch knows. Nothing is replaced then.
 
@@ -243,29 +271,32 @@ def patch(name: str | None = None, *, layers: bool = False) -> Patch:
         2
     """
     if name is None:
-        return _patch_all(layers)
+        return _patch_all(layers, graphs)
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, or None for all that are installed; got {name!r}")
     if layers and not client(name).layers:
         known = ", ".join(repr(each) for each in NAMES if client(each).layers)
         raise ValueError(f"layers must be False for {name!r}: evoattn.nn has layers of {known}")
+    if graphs and not client(name).steps:
+        known = ", ".join(repr(each) for each in NAMES if client(each).steps)
+        raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
     if name in _active:
         _active[name]._fresh = False
         _active[name]._mend(client(name))
-        _active[name]._apply(client(name), layers)
+        _active[name]._apply(client(name), layers, graphs)
         return _active[name]
-    made = Patch([name], layers=layers)
+    made = Patch([name], layers=layers, graphs=graphs)
     _active[name] = made
     return made
 
 
-def _patch_all(layers: bool) -> Patch:
+def _patch_all(layers: bool, graphs: bool) -> Patch:
     made = Patch()
     for name in NAMES:
         if name in _active or client(name).installed is None:
             continue
         try:
-            made._apply(client(name), layers)
+            made._apply(client(name), layers, graphs)
             _active[name] = made
         except (ImportError, UnknownRelease) as error:
             print(f"evoattn does not patch {name}: {error}", file=sys.stderr)
@@ -273,14 +304,17 @@ def _patch_all(layers: bool) -> Patch:
     return made
 
 
-def patch_as_imported(name: str, module: str, tell: Callable[[str], None], *, layers: bool = False) -> Patch:
+def patch_as_imported(
+    name: str, module: str, tell: Callable[[str, str], None], *, layers: bool = False, graphs: bool = False
+) -> Patch:
     """Replace what is in one module of a client, which has just been imported; the others follow as they are imported.
 
     Args:
         name: one of `NAMES`.
         module: full name of the module.
-        tell: is told of each call, as by `Count`.
+        tell: is told of each call: "call" or "step", and then as by `Count`.
         layers: whether whole layers in the module are replaced too.
+        graphs: whether steps in the module are recorded.
 
     Returns:
         The client's patch, the same for all its modules.
@@ -296,8 +330,9 @@ def patch_as_imported(name: str, module: str, tell: Callable[[str], None], *, la
         _active[name] = made
     sites = [site for site in of.sites if site.module == module]
     _active[name]._replace(of, sites, [value for value in of.values if value[0] == module])
-    if layers:  # over the other replacements, to which they pass on what they do not know
-        _active[name]._replace(of, [site for site in of.layers if site.module == module], ())
+    for _, more, is_wanted in _besides(of, layers, graphs):
+        if is_wanted:  # over the other replacements, to which they pass on what they do not know
+            _active[name]._replace(of, [site for site in more if site.module == module], ())
     return _active[name]
 
 
@@ -306,6 +341,15 @@ def client(name: str) -> Client:
     module = importlib.import_module(f"evoattn.clients.{_MODULES.get(name, name)}")
     found: Client = module.CLIENTS[name]
     return found
+
+
+def _besides(of: Client, layers: bool = False, graphs: bool = False) -> tuple[tuple[str, tuple[Site, ...], bool], ...]:
+    """What is replaced besides if that is asked for: its kind, its sites, and whether it is asked for."""
+    return ("layers", of.layers, layers), ("steps", of.steps, graphs)
+
+
+def _how(reason: str) -> str:
+    return f"not replayed, {reason}" if reason else "replayed as a CUDA graph"
 
 
 def _find(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]]:

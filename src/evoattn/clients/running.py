@@ -95,23 +95,28 @@ def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
     return found
 
 
-def instructions(folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = False) -> str:
+def instructions(
+    folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = False, graphs: bool = False
+) -> str:
     """What the environment tells the start-up file, as JSON.
 
     Args:
         folder: of the counts; None: nothing is counted.
         watched: modules, each with the clients that it is of.
         layers: whether whole layers are replaced too.
+        graphs: whether steps are recorded as CUDA graphs.
     """
-    return json.dumps({"folder": None if folder is None else str(folder), "modules": watched, "layers": layers})
+    where = None if folder is None else str(folder)
+    return json.dumps({"folder": where, "modules": watched, "layers": layers, "graphs": graphs})
 
 
-def modules(names: tuple[str, ...] = NAMES, *, layers: bool = False) -> dict[str, list[str]]:
+def modules(names: tuple[str, ...] = NAMES, *, layers: bool = False, graphs: bool = False) -> dict[str, list[str]]:
     """The modules to watch, each with the clients that it is of."""
     found: dict[str, list[str]] = {}
     for name in names:
         of = client(name)
-        for module in sorted(of.modules | ({site.module for site in of.layers} if layers else set())):
+        besides = (of.layers if layers else ()) + (of.steps if graphs else ())
+        for module in sorted(of.modules | {site.module for site in besides}):
             found.setdefault(module, []).append(name)
     return found
 
@@ -128,16 +133,22 @@ def _tally(folder: str | None) -> Tally:
     return tally
 
 
-def imported(module: str, names: list[str], folder: str | None, layers: bool = False) -> None:
+def imported(module: str, names: list[str], folder: str | None, layers: bool = False, graphs: bool = False) -> None:
     """A watched module of the named clients has been imported: replace what is in it."""
     tally = _tally(folder)
     for name in names:
         if name in _refused:
             continue
         try:
-            patched = patch_as_imported(name, module, functools.partial(tally.add, "call", name), layers=layers)
+            tell = functools.partial(_told, tally, name)
+            patched = patch_as_imported(name, module, tell, layers=layers, graphs=graphs)
         except UnknownRelease as error:
             _refused.add(name)
             tally.add("refused", name, str(error))
         else:
             tally.add("patched", name, patched.versions[name])
+
+
+def _told(tally: Tally, name: str, kind: str, reason: str) -> None:
+    """Count a call of a client."""
+    tally.add(kind, name, reason)

@@ -29,6 +29,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "boltz.model.layers.triangular_attention.attention:TriangleAttention.forward": "c01d47c693b13f25",
             "boltz.model.layers.triangular_mult:TriangleMultiplicationOutgoing.forward": "5e04fbd6edbb00a9",
             "boltz.model.layers.triangular_mult:TriangleMultiplicationIncoming.forward": "cc5083182c328f64",
+            "boltz.model.modules.diffusion:DiffusionModule.forward": "6ce1fd42ef65015a",
+            "boltz.model.modules.diffusionv2:DiffusionModule.forward": "1e04f1bc53aefcdd",
         },
     },
     "boltzgen": {

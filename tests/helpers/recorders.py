@@ -1,0 +1,79 @@
+"""A recorder of steps that needs no GPU: it traces, and replays the operations that it saw, as a CUDA graph does."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree
+
+from evoattn.clients.graphs.recorder import Recording, modes, scout
+
+__all__ = ["Traced"]
+
+TENSOR = object()
+
+
+class Traced:
+    """Tensors that the step reads stand in the recording by reference, all other values as they were.
+
+    Attributes:
+        recorded: how many recordings it made.
+        fails: raised instead of recording.
+        takes: the seconds of everything between two looks at the clock, one after the other.
+    """
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.fails: Exception | None = None
+        self.takes: list[float] = []
+        self._time = 0.0
+
+    def state(self, device: torch.device) -> tuple[Any, ...]:
+        return modes("cpu")
+
+    def is_recording(self) -> bool:
+        return False
+
+    def seconds(self, device: torch.device) -> float:
+        self._time += self.takes.pop(0) if self.takes else 0.0
+        return self._time
+
+    def record(self, run: Callable[[], Any], device: torch.device) -> Recording:
+        scout(run, device)
+        if self.fails is not None:
+            raise self.fails
+        self.recorded += 1
+        shape: list[Any] = []
+
+        def tensors() -> list[torch.Tensor]:
+            leaves, spec = _pytree.tree_flatten(run())
+            shape[:] = [TENSOR if isinstance(x, torch.Tensor) else x for x in leaves], spec
+            return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+        traced = make_fx(tensors)()
+        made = traced()
+        read = _weakly(traced)
+
+        def replay() -> None:
+            for name, x in read.items():
+                setattr(traced, name, x())
+            for x, y in zip(made, traced(), strict=True):
+                x.copy_(y)
+            for name in read:
+                setattr(traced, name, None)
+
+        found, (leaves, spec) = iter(made), shape
+        return Recording(replay, _pytree.tree_unflatten([next(found) if x is TENSOR else x for x in leaves], spec))
+
+
+def _weakly(traced: Any) -> dict[str, weakref.ref[torch.Tensor]]:
+    """Have a trace hold the tensors that it reads as a CUDA graph does: not at all."""
+    names = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}
+    read = {name: weakref.ref(getattr(traced, name)) for name in names}
+    for name in names:
+        setattr(traced, name, None)
+    return read

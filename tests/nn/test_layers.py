@@ -15,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 import evoattn.nn as ours
 from evoattn.nn import attention
 from evoattn.testing import relative_error
-from evoattn.testing.dense_layers import columns, global_columns, multiplication, pair_biased, rows, templates, triangle
+from evoattn.testing.dense_layers import (
+    columns,
+    global_columns,
+    multiplication,
+    pair_biased,
+    rows,
+    templates,
+    transition,
+    triangle,
+)
 from tests.nn.dense import Dense, leaves_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -67,6 +76,20 @@ LAYERS = (
         multiplication,
     ),
     Dense(
+        "transition, SwiGLU",
+        lambda: ours.Transition(12),
+        ((2, 7, 12),),
+        (2, 7),
+        transition,
+    ),
+    Dense(
+        "transition, ReLU",
+        lambda: ours.Transition(12, 3, activation="relu"),
+        ((2, 5, 7, 12),),
+        (2, 5, 7),
+        transition,
+    ),
+    Dense(
         "MSA rows",
         lambda: ours.MSARowAttentionWithPairBias(12, 10, 6, 4),
         ((2, 3, 7, 12), (2, 7, 7, 10)),
@@ -114,9 +137,8 @@ LAYERS = (
     ),
 )
 EACH = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
-EACH_ATTENTION = pytest.mark.parametrize(
-    "case", [case for case in LAYERS if "multiplication" not in case.name], ids=lambda case: case.name
-)
+OF_ATTENTION = [case for case in LAYERS if not case.name.startswith(("multiplication", "transition"))]
+EACH_ATTENTION = pytest.mark.parametrize("case", OF_ATTENTION, ids=lambda case: case.name)
 
 
 def step(call: Callable[..., Tensor], leaves: list[Tensor], inputs: list[Tensor], mask: Tensor) -> list[Tensor]:

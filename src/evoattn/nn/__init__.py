@@ -9,6 +9,7 @@ from evoattn.nn.names import from_boltz, from_openfold3
 from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.replace import replace
 from evoattn.nn.template import TemplatePointwiseAttention
+from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "MSAColumnGlobalAttention",
     "MSARowAttentionWithPairBias",
     "TemplatePointwiseAttention",
+    "Transition",
     "TriangleAttention",
     "TriangleMultiplication",
     "from_boltz",

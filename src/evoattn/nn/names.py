@@ -63,12 +63,24 @@ _MULTIPLICATION = _Layer(
 )
 """Triangle multiplication. Triangle attention has OpenFold's names."""
 
+_TRANSITION = _Layer(
+    {
+        "norm": ("layer_norm",),
+        "fc1": ("swiglu.linear_a",),
+        "fc2": ("swiglu.linear_b",),
+        "fc3": ("linear_out",),
+    },
+    siblings=("norm", "fc1", "fc2", "fc3"),
+)
+"""`Transition`."""
+
 
 def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the parameters in a state dict of OpenFold-3, of one layer or of a whole model, to those of `evoattn.nn`.
 
     Only triangle attention differs: OpenFold-3 calls its pair bias `linear_z`, `evoattn.nn` calls it `linear`. Make
-    `TriangleAttention` with `gate_bias=False, out_bias=False`, and `TriangleMultiplication` with `bias=False`.
+    `TriangleAttention` with `gate_bias=False, out_bias=False`, and `TriangleMultiplication` with `bias=False`. `Transition` has
+    its names by default.
 
     Args:
         state: tensors by OpenFold-3's names, with any prefixes. Names of other layers are kept.
@@ -95,7 +107,8 @@ def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         state: tensors by Boltz's names, with any prefixes. An attention is renamed if the state has all five of its
-            projections, a triangle multiplication if it has all six weights. Names of other layers are kept.
+            projections, a triangle multiplication if it has all six weights, a transition if it has all four. Names of other
+            layers are kept.
 
     Returns:
         Tensors by the names of `evoattn.nn`. Some are views: Boltz has one projection for both halves of a multiplication.
@@ -108,5 +121,6 @@ def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     made: dict[str, Tensor] = {}
     for name, x in state.items():
-        made |= _PAIR_BIAS.rename(name, x, state) or _MULTIPLICATION.rename(name, x, state) or {name: x}
+        found = (layer.rename(name, x, state) for layer in (_PAIR_BIAS, _MULTIPLICATION, _TRANSITION))
+        made |= next((renamed for renamed in found if renamed), {name: x})
     return made

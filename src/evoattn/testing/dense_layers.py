@@ -17,6 +17,7 @@ from evoattn.nn import (
     MSAColumnGlobalAttention,
     MSARowAttentionWithPairBias,
     TemplatePointwiseAttention,
+    Transition,
     TriangleAttention,
     TriangleMultiplication,
 )
@@ -24,7 +25,17 @@ from evoattn.nn.attention import Attention
 from evoattn.nn.pair_bias import AdaLN
 from evoattn.numerics import accumulate_dtype
 
-__all__ = ["Weights", "columns", "global_columns", "multiplication", "pair_biased", "rows", "templates", "triangle"]
+__all__ = [
+    "Weights",
+    "columns",
+    "global_columns",
+    "multiplication",
+    "pair_biased",
+    "rows",
+    "templates",
+    "transition",
+    "triangle",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +126,27 @@ def multiplication(layer: TriangleMultiplication, z: Tensor, *, mask: Tensor | N
     t = torch.einsum("...ikd,...jkd->...ijd" if layer.outgoing else "...kid,...kjd->...ijd", a, b)
     made: Tensor = layer.linear_z(layer.layer_norm_out(t)) * layer.linear_g(y).sigmoid()
     return z + made if layer.residual else made
+
+
+def transition(layer: Transition, x: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+    y = layer.layer_norm(x)
+    if layer.activation == "relu":
+        made: Tensor = layer.linear_2(_relu(layer.linear_1(y), weights))
+    else:
+        a = layer.swiglu.linear_a(y)
+        made = layer.linear_out(a * a.sigmoid() * layer.swiglu.linear_b(y))
+    made = made if mask is None else made * mask[..., None].to(made.dtype)
+    return x + made if layer.residual else made
+
+
+def _relu(x: Tensor, weights: Weights) -> Tensor:
+    """ReLU. A rough one takes a random side where rounding decides the sign: all of a gradient or nothing passes there."""
+    if not weights.rough:
+        return x.relu()
+    rng = torch.Generator(x.device).manual_seed(weights.seed)
+    noise = torch.randn(x.shape, generator=rng, dtype=x.dtype, device=x.device)
+    size = x.detach().square().mean().sqrt() * weights.rough / 8  # about the distance of neighbours
+    return x * (x.detach() + size * noise > 0)
 
 
 def rows(layer: MSARowAttentionWithPairBias, m: Tensor, z: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:

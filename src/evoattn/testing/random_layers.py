@@ -70,6 +70,14 @@ LAYERS: dict[str, Kind] = {
         dense.multiplication,
         {"outgoing": _BOTH, "dropout": (0.0, 0.25), "residual": _BOTH, "bias": _BOTH},
     ),
+    "transition": Kind(
+        ours.Transition,
+        "c",
+        {"x": "*nlc"},
+        "*nl",
+        dense.transition,
+        {"n": (1, 2, 4), "activation": ("swiglu", "relu"), "residual": _BOTH, "bias": _BOTH},
+    ),
     "rows": Kind(
         ours.MSARowAttentionWithPairBias,
         "cpdh",

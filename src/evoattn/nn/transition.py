@@ -1,0 +1,154 @@
+"""The transition: an update of each entry by itself, through a wider hidden layer."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evoattn.call.validation import check_mask
+from evoattn.nn.attention import check_in_place, check_input, update
+from evoattn.nn.project import compute_dtype_of, layer_norm, linear
+from evoattn.nn.submodules import call, has_hooks, is_linear, is_norm
+from evoattn.pair import transition
+
+__all__ = ["Transition"]
+
+
+class _SwiGLU(nn.Module):
+    """The first half of a SwiGLU transition, with OpenFold-3's names. The layer only calls it if its parts are not plain."""
+
+    def __init__(self, c: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.linear_a, self.linear_b = nn.Linear(c, hidden, bias=bias), nn.Linear(c, hidden, bias=bias)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return F.silu(linear(y, self.linear_a)) * linear(y, self.linear_b)
+
+
+class Transition(nn.Module):
+    """Update each entry of a pair, MSA or single representation by itself, through a wider hidden layer.
+
+    Parameters have the names of OpenFold-3 for "swiglu": `layer_norm`, `swiglu.linear_a` (the one that is activated),
+    `swiglu.linear_b` and `linear_out`. For "relu" they have those of OpenFold: `layer_norm`, `linear_1` and `linear_2`.
+
+    Args:
+        c: channels of the representation.
+        n: the layer has n c hidden channels.
+        activation: "swiglu", silu(a) b of two projections (AlphaFold 3), or "relu" of one projection (AlphaFold 2).
+        bias: whether the projections have biases. None: with "relu", as in OpenFold, not with "swiglu".
+        residual: whether the layer returns x + update. Else it returns the update alone.
+
+    Raises:
+        ValueError: `activation` is not known.
+
+    Example:
+        >>> import torch
+        >>> from evoattn.nn import Transition
+        >>> layer = Transition(16, residual=True)
+        >>> layer(torch.randn(1, 12, 12, 16)).shape
+        torch.Size([1, 12, 12, 16])
+
+    Source: Jumper et al. 2021, supplementary algorithms 9 and 15; Abramson et al. 2024, algorithm 11.
+    """
+
+    def __init__(
+        self, c: int, n: int = 4, *, activation: str = "swiglu", bias: bool | None = None, residual: bool = False
+    ) -> None:
+        super().__init__()
+        if activation not in ("swiglu", "relu"):
+            raise ValueError(f"activation must be 'swiglu' or 'relu', got {activation!r}")
+        self.c, self.n, self.activation, self.residual = c, n, activation, residual
+        biased = activation == "relu" if bias is None else bias
+        self.layer_norm = nn.LayerNorm(c)
+        if activation == "swiglu":
+            self.swiglu, self.linear_out = _SwiGLU(c, n * c, biased), nn.Linear(n * c, c, bias=biased)
+        else:
+            self.linear_1, self.linear_2 = nn.Linear(c, n * c, bias=biased), nn.Linear(n * c, c, bias=biased)
+        self.reset_parameters()
+
+    @property
+    def _first(self) -> nn.Module:
+        """The module of the hidden channels."""
+        return self.linear_1 if self.activation == "relu" else self.swiglu
+
+    @property
+    def _last(self) -> nn.Linear:
+        """The output product."""
+        return self.linear_2 if self.activation == "relu" else self.linear_out
+
+    @property
+    def _inner(self) -> tuple[nn.Linear, ...]:
+        """The projections of the hidden channels: a, then b if there is one."""
+        return (self.linear_1,) if self.activation == "relu" else (self.swiglu.linear_a, self.swiglu.linear_b)
+
+    def reset_parameters(self) -> None:
+        """Initialise as AlphaFold does: He's normal numbers before a ReLU, LeCun's otherwise, and an output of 0."""
+        for module in self._inner:
+            nn.init.normal_(module.weight, std=((2 if self.activation == "relu" else 1) / self.c) ** 0.5)
+        nn.init.zeros_(self._last.weight)
+        for module in (*self._inner, self._last):
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, in_place: bool = False) -> Tensor:
+        """Compute the update of x, or x + update with `residual=True`.
+
+        Args:
+            x: the representation, `[*, c]`.
+            mask: `[*]`, 1 or True for an entry that counts. None: all do. A float mask is a factor of the update.
+            in_place: whether x + update is written into x, in inference.
+
+        Returns:
+            `[*, c]` in the compute dtype, or with the residual in the dtype to which torch promotes x and the update.
+
+        Raises:
+            TypeError, ValueError: x or mask has a wrong type or shape, or x cannot be overwritten.
+        """
+        check_input("x", x, 1, self.c)
+        check_mask("mask", mask, tuple(x.shape[:-1]))
+        if in_place:
+            check_in_place(self, "x", x, compute_dtype_of(x, self._first))
+        return self._run(x, mask, residual=self.residual, in_place=in_place)
+
+    def add_to(self, x: Tensor, mask: Tensor | None, *, in_place: bool) -> Tensor:
+        """x + update, whatever `residual` says, for a block of a client. The arguments are not checked."""
+        return self._run(x, mask, residual=True, in_place=in_place)
+
+    def _run(self, x: Tensor, mask: Tensor | None, *, residual: bool, in_place: bool) -> Tensor:
+        if not self._is_plain():
+            return update(x, self._by_calls(x, mask), residual=residual, in_place=in_place)
+        (a, *others), out = self._inner, self._last
+        b = others[0] if others else None
+        return transition(
+            x,
+            mask,
+            activation=self.activation,
+            norm_weight=self.layer_norm.weight,
+            norm_bias=self.layer_norm.bias,
+            a_weight=a.weight,
+            a_bias=a.bias,
+            b_weight=None if b is None else b.weight,
+            b_bias=None if b is None else b.bias,
+            out_weight=out.weight,
+            out_bias=out.bias,
+            eps=self.layer_norm.eps,
+            residual=residual,
+            out=x if in_place else None,
+        )
+
+    def _is_plain(self) -> bool:
+        """Whether the operator computes what the sub-modules define, and nobody has to see that one is called."""
+        if self.activation == "swiglu":
+            swiglu = self.swiglu
+            if type(swiglu) is not _SwiGLU or "forward" in swiglu.__dict__ or has_hooks(swiglu):
+                return False
+        plain = [is_linear(module) for module in (*self._inner, self._last)]  # not a generator, as in TriangleMultiplication
+        return all(plain) and is_norm(self.layer_norm)
+
+    def _by_calls(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The update, with each sub-module called."""
+        dtype = compute_dtype_of(x, self._first)
+        y = layer_norm(x, self.layer_norm, dtype)
+        hidden = F.relu(linear(y, self.linear_1)) if self.activation == "relu" else call(self.swiglu, y, dtype)
+        made = linear(hidden, self._last)
+        return made if mask is None else made * mask.unsqueeze(-1).to(dtype)

@@ -11,25 +11,44 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
-from evoattn.pair.lang import load_columns, load_rows, matrix, scaled, standard, vector
+from evoattn.pair.lang import load_columns, load_rows, matrix, scaled, sigmoid, standard, vector
 
 __all__ = ["gate_in_backward_kernel", "gate_in_kernel", "gate_out_backward_kernel", "gate_out_kernel"]
 
 
+_OUTSIDE = tl.constexpr(-(2**31))
+
+
 @triton.jit
-def _rows_of(tile, rows, length, padded, BLOCK_R: tl.constexpr, PADDED: tl.constexpr):
-    """The rows of a tile, the rows of z that they stand for, and which of them z has. Only scalars are divided in 64 bits."""
+def _rows_of(tile, rows, length, padded, BLOCK_R: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr):
+    """The rows of a tile: its first row, the row of z that its offsets count from, these offsets, and which rows z has.
+
+    Only the first row is divided in 64 bits. The other rows are divided only if the tile is longer than a side of the square:
+    with divisions of vectors the kernels took up to twice as long.
+    """
     start = tile.to(tl.int64) * BLOCK_R
-    o_r = start + tl.arange(0, BLOCK_R)
-    m_r = o_r < rows
-    o_z = o_r
+    o_r = tl.arange(0, BLOCK_R)
+    m_r = start + o_r < rows
+    start_z, o_z = start, o_r
     if PADDED:
-        o_j = (start % padded).to(tl.int32) + tl.arange(0, BLOCK_R)
-        o_i = (start // padded).to(tl.int32) + o_j // padded  # counted over all batches
-        o_j = o_j % padded
-        m_r = m_r & (o_i % padded < length) & (o_j < length)
-        o_z = (o_i // padded * length + o_i % padded).to(tl.int64) * length + o_j
-    return o_r, o_z, m_r
+        first = start // padded  # counted over all batches
+        batch, first_i = first // padded, (first % padded).to(tl.int32)
+        o_j = (start % padded).to(tl.int32) + o_r
+        if NARROW:
+            o_i = first_i + o_j // padded
+            o_j = o_j % padded
+            o_b = o_i // padded
+        else:
+            m_next = o_j >= padded
+            o_i = first_i + m_next.to(tl.int32)
+            o_j = tl.where(m_next, o_j - padded, o_j)
+            o_b = (o_i >= padded).to(tl.int32)
+        o_i -= o_b * padded
+        m_r = m_r & (o_i < length) & (o_j < length)
+        start_z = (batch * length + first_i) * length
+        o_z = tl.where(m_r, (o_b * length + o_i - first_i) * length + o_j, _OUTSIDE)
+        m_r = o_z != _OUTSIDE  # so that one vector is kept, not two
+    return start, start_z, o_z, m_r
 
 
 @Kernel
@@ -37,12 +56,15 @@ def _rows_of(tile, rows, length, padded, BLOCK_R: tl.constexpr, PADDED: tl.const
 def gate_in_kernel(
     z, mask, norm_w, norm_b, p_w, p_b, g_w, g_b, ab, rows, length, padded, eps,
     C: tl.constexpr, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_R rows. It normalises them once, loops over the N = 2 D channels of both halves, and writes each
     tile mask * sigmoid(g) * p once.
     """
-    o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
+    start, start_z, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED, NARROW)
+    z, mask, ab = z + start_z * C, mask + start_z, ab + start
+    o_r = tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
     m_rc = m_r[:, None] & (o_c < C)[None, :]
     b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
@@ -50,14 +72,15 @@ def gate_in_kernel(
     b_m = m_r.to(tl.float32)
     if HAS_MASK:
         b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
-    for start in range(0, N, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
+    m_inside = start + o_r < rows
+    for first in range(0, N, BLOCK_N):
+        o_n = first + tl.arange(0, BLOCK_N)
         b_p = tl.dot(matrix(p_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)  # [n,r]
         b_g = tl.dot(matrix(g_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)
         b_p = b_p + vector(p_b, o_n, N)[:, None]
         b_g = b_g + vector(g_b, o_n, N)[:, None]
-        b_ab = (b_p * tl.sigmoid(b_g) * b_m[None, :]).to(ab.dtype.element_ty)
-        tl.store(ab + o_n[:, None].to(tl.int64) * rows + o_r[None, :], b_ab, mask=(o_n < N)[:, None] & (o_r < rows)[None, :])
+        b_ab = (b_p * sigmoid(b_g, FAST) * b_m[None, :]).to(ab.dtype.element_ty)
+        tl.store(ab + o_n[:, None].to(tl.int64) * rows + o_r[None, :], b_ab, mask=(o_n < N)[:, None] & m_inside[None, :])
 
 
 @Kernel
@@ -65,19 +88,22 @@ def gate_in_kernel(
 def gate_out_kernel(
     z, t, in_w, in_b, out_w, out_b, p_w, p_b, g_w, g_b, out, rows, length, padded, eps,
     C: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    RESIDUAL: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    RESIDUAL: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_R rows. It reads z and the product t once, and writes the update, or z + update, once."""
-    o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
+    start, start_z, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED, NARROW)
+    z, t, out = z + start_z * C, t + start, out + start_z * C
+    o_r = tl.arange(0, BLOCK_R)
     o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
-    m_rc, m_dr = m_r[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & (o_r < rows)[None, :]
+    m_rc, m_dr = m_r[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & (start + o_r < rows)[None, :]
     b_x, _ = standard(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
     b_n = scaled(b_x, vector(out_w, o_d, D), vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
     b_u = tl.dot(tl.trans(b_n), tl.trans(matrix(p_w, o_c, o_d, C, D)), input_precision=PRECISION)  # [r,c]
     b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
     b_y = scaled(b_x, vector(in_w, o_c, C), vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
     b_g = tl.dot(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
-    b_u = (b_u + vector(p_b, o_c, C)[None, :]) * tl.sigmoid(b_g + vector(g_b, o_c, C)[None, :])
+    b_u = (b_u + vector(p_b, o_c, C)[None, :]) * sigmoid(b_g + vector(g_b, o_c, C)[None, :], FAST)
     if RESIDUAL:  # read again: held in registers since the norm, it would halve the programs of a multiprocessor
         b_u += load_rows(z, o_z, m_rc, o_c, C)
     tl.store(out + o_z[:, None] * C + o_c[None, :], b_u.to(out.dtype.element_ty), mask=m_rc)
@@ -88,20 +114,24 @@ def gate_out_kernel(
 def gate_out_backward_kernel(
     do, z, t, in_w, in_b, out_w, out_b, p_w, p_b, g_w, g_b, dt, dg, du, n, sums, rows, length, padded, eps,
     C: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    NEEDS_WEIGHTS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    NEEDS_WEIGHTS: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_R rows. It reads do, z and t once. It writes the gradients of t and of the gate's product g once,
     and for the weights the gradient of the output product u, its input n, and its sums over rows of dn * x and of dn.
     """
-    o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
+    start, start_z, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED, NARROW)
+    z, do, t, dt, n = z + start_z * C, do + start_z * C, t + start, dt + start, n + start
+    dg, du = dg + start * C, du + start * C
+    o_r = tl.arange(0, BLOCK_R)
     o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
-    m_rc, m_inside = m_r[:, None] & (o_c < C)[None, :], o_r < rows
+    m_rc, m_inside = m_r[:, None] & (o_c < C)[None, :], start + o_r < rows
     m_rows, m_dr = m_inside[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & m_inside[None, :]
     o_rc, o_dr = o_r[:, None] * C + o_c[None, :], o_d[:, None].to(tl.int64) * rows + o_r[None, :]
     b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
     b_y = scaled(b_x, vector(in_w, o_c, C), vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
     b_g = tl.dot(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
-    b_s = tl.sigmoid(b_g + vector(g_b, o_c, C)[None, :])
+    b_s = sigmoid(b_g + vector(g_b, o_c, C)[None, :], FAST)
     b_p, b_w = matrix(p_w, o_c, o_d, C, D), vector(out_w, o_d, D)
     b_x, b_rstd = standard(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
     b_n = scaled(b_x, b_w, vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
@@ -126,15 +156,19 @@ def gate_out_backward_kernel(
 def gate_in_backward_kernel(
     dab, dg_out, do, z, mask, norm_w, norm_b, p_w, p_b, g_w, g_b, g_out_w, dz, dpg, y, sums, rows, length, padded, eps,
     C: tl.constexpr, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, RESIDUAL: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, RESIDUAL: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_R rows. It normalises them, loops over the N = 2 D channels of both halves, and sums the gradient
     of the norm in registers. It writes dz once. For the weights it writes dp and dg, the normalised rows y, and its sums over
     rows of dy * x and of dy.
     """
-    o_r, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED)
+    start, start_z, o_z, m_r = _rows_of(tl.program_id(0), rows, length, padded, BLOCK_R, PADDED, NARROW)
+    z, do, dz, mask = z + start_z * C, do + start_z * C, dz + start_z * C, mask + start_z
+    dab, dpg, dg_out, y = dab + start, dpg + start, dg_out + start * C, y + start * C
+    o_r = tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
-    m_c, m_inside = o_c < C, o_r < rows
+    m_c, m_inside = o_c < C, start + o_r < rows
     m_rc, m_rows = m_r[:, None] & m_c[None, :], m_inside[:, None] & m_c[None, :]
     o_rc = o_r[:, None] * C + o_c[None, :]
     b_w = vector(norm_w, o_c, C)
@@ -148,13 +182,13 @@ def gate_in_backward_kernel(
     b_m = m_r.to(tl.float32)
     if HAS_MASK:
         b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
-    for start in range(0, N, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
+    for first in range(0, N, BLOCK_N):
+        o_n = first + tl.arange(0, BLOCK_N)
         m_nr = (o_n < N)[:, None] & m_inside[None, :]
         o_nr = o_n[:, None].to(tl.int64) * rows + o_r[None, :]
         b_p_w, b_g_w = matrix(p_w, o_n, o_c, N, C), matrix(g_w, o_n, o_c, N, C)  # [n,c]
         b_p = tl.dot(b_p_w, b_y, input_precision=PRECISION) + vector(p_b, o_n, N)[:, None]  # [n,r]
-        b_s = tl.sigmoid(tl.dot(b_g_w, b_y, input_precision=PRECISION) + vector(g_b, o_n, N)[:, None])
+        b_s = sigmoid(tl.dot(b_g_w, b_y, input_precision=PRECISION) + vector(g_b, o_n, N)[:, None], FAST)
         b_dp = tl.load(dab + o_nr, mask=m_nr, other=0.0).to(tl.float32) * b_m[None, :] * b_s  # [n,r]
         b_dg = (b_dp * b_p * (1 - b_s)).to(p_w.dtype.element_ty)
         b_dp = b_dp.to(p_w.dtype.element_ty)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.triton import alone
-from evoattn.backends.triton.launch import head_block, shared_memory_limit, split_precision
+from evoattn.backends.triton.launch import capability, head_block, shared_memory_limit, split_precision
 from evoattn.pair.launching import Tile, affine, narrowed, shift
 from evoattn.pair.multiplication import kernels
 from evoattn.pair.multiplication.values import Options, Weights, result_dtype
@@ -139,6 +139,7 @@ class _Launch:
     def __init__(self, step: str, z: Tensor, weights: Weights, padded: int, eps: float) -> None:
         self.tile = narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.dtype)
         self.length, self.padded, self.rows, self.eps = z.shape[1], padded, z.shape[0] * padded * padded, eps
+        self.fast = capability(z.device) is not None
         self.precision = split_precision(weights.dtype, z.shape[-1])
         self.programs = -(-self.rows // self.tile.rows)
 
@@ -148,7 +149,8 @@ class _Launch:
             blocks["BLOCK_N"] = min(self.tile.channels, head_block(constants["N"]))
         if "D" in constants:
             blocks["BLOCK_D"] = head_block(constants["D"])
-        how = {"PADDED": self.padded != self.length, "PRECISION": self.precision}
+        how = {"PADDED": self.padded != self.length, "NARROW": self.padded < self.tile.rows}
+        how |= {"FAST": self.fast, "PRECISION": self.precision}
         compiled = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
         numbers = (self.rows, self.length, self.padded, self.eps)
         alone.start(kernel, self.programs, tensors, *numbers, **constants, **blocks, **how, **compiled)

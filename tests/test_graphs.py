@@ -101,7 +101,7 @@ def test_tensors_that_stay_are_read_where_they_are(watched: Watched, monkeypatch
 
     monkeypatch.setattr(kept, "_copy", copy)
     watched.agrees(6)
-    assert copies == [1] * 5, "one to record, one to compare, three to replay; z is never copied"
+    assert copies == [1] * 6, "one to record, two to compare, three to replay; z is never copied"
     x = draw(9)
     for _ in range(6):
         watched(x)

@@ -189,9 +189,12 @@ class Steps:
         middle = seconds(device)
         with self._lock:
             if kind.stands_for(tensors) and not kind.checked:
+                kind.replay(tensors)  # the first one also loads the graph
                 between = seconds(device)
                 replayed = kind.replay(tensors)
                 kind.check(made, replayed, device, middle - start, seconds(device) - between)
+                if torch.is_autocast_enabled(device.type):
+                    torch.clear_autocast_cache()  # of casts that replays do not need
         return made
 
     def _drop_oldest(self) -> None:

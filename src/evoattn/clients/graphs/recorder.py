@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -69,6 +70,8 @@ class CudaRecorder:
     """Records CUDA graphs, each in a memory pool of its own, so that graphs can run and be dropped independently."""
 
     kind = "cuda"
+    _alone = threading.Lock()
+    """Held while a graph is recorded: torch records one at a time in a process."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -100,12 +103,15 @@ class CudaRecorder:
     def record(self, run: Callable[[], Any], device: torch.device) -> Recording:
         """Run a function on a stream of our own, to look at what it does, then record it there."""
         current = torch.cuda.current_stream(device)
-        side = self._streams.setdefault(device, torch.cuda.Stream(device))
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device)
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
                 scout(run, device)
-                return self._record(run, side)
+                with self._alone:
+                    return self._record(run, side)
         finally:
             current.wait_stream(side)
 
@@ -116,6 +122,8 @@ class CudaRecorder:
         then read memory that others have. So the casts are recorded first, with the rest of the call, into the pool of the
         graph. The second recording finds them in autocast's cache and does not repeat them: 660 weights of Boltz-2's denoiser
         would be cast at each step. Nobody allocates from the pool after that, so the casts stay where they are.
+
+        The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
         pool = torch.cuda.graph_pool_handle()
         casts = None
@@ -123,6 +131,7 @@ class CudaRecorder:
             torch.clear_autocast_cache()
             casts = torch.cuda.CUDAGraph()
         graph = torch.cuda.CUDAGraph()
+        torch._C._cuda_clearCublasWorkspaces()
         try:
             if casts is not None:
                 with _capturing(casts, pool, side):
@@ -131,6 +140,7 @@ class CudaRecorder:
             with _capturing(graph, pool, side):
                 made = run()
         finally:
+            torch._C._cuda_clearCublasWorkspaces()
             if casts is not None:
                 torch.clear_autocast_cache()
         return Recording(graph.replay, made)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from evoattn.clients.site import Count, Site
 from evoattn.nn.known import UnknownArgument
@@ -26,7 +26,7 @@ def sites(*names: str) -> tuple[Site, ...]:
     return tuple(Site(module, f"{name}.forward", layer) for module, _, name in (x.partition(":") for x in names))
 
 
-def layer(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+def layer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """A layer's `forward` by `evoattn.nn`.
 
     The original computes, with its attention by ours, what ours does not know: methods that a subclass overrides, other
@@ -36,7 +36,7 @@ def layer(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor
     names = positions(original)
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *given: Any, **named: Any) -> Tensor:
+    def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *given, **named)
         ours = _of(self)
@@ -45,7 +45,7 @@ def layer(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor
             count.other(reason)
             return original(self, *given, **named)
         try:
-            made = ours(by_name(names, given, named))
+            made = ours(by_name(names, given, named), self)
         except UnknownArgument as error:
             count.other(str(error))
             return original(self, *given, **named)

@@ -7,6 +7,7 @@ from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowA
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.names import from_boltz, from_openfold3
 from evoattn.nn.pair_bias import AttentionPairBias
+from evoattn.nn.pair_block import PairBlock, PairformerBlock
 from evoattn.nn.replace import replace
 from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.transition import Transition
@@ -17,6 +18,8 @@ __all__ = [
     "MSAColumnAttention",
     "MSAColumnGlobalAttention",
     "MSARowAttentionWithPairBias",
+    "PairBlock",
+    "PairformerBlock",
     "TemplatePointwiseAttention",
     "Transition",
     "TriangleAttention",

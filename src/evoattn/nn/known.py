@@ -1,4 +1,6 @@
-"""Layers of OpenFold, OpenFold-3 and Boltz that `evoattn.nn` can compute: how to make ours of them, and how to call it."""
+"""Layers of OpenFold, OpenFold-3, Boltz and Protenix that `evoattn.nn` can compute: how to make ours of them, and how to call
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,26 @@ from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowA
 from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
 from evoattn.nn.template import TemplatePointwiseAttention
+from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
-__all__ = ["LAYERS", "UnknownArgument"]
+__all__ = ["LAYERS", "UnknownArgument", "ignore"]
 
 _OF_MULTIPLICATION = ("layer_norm_in", "layer_norm_out", "linear_z", "linear_g")
 """Modules of a triangle multiplication that OpenFold calls as we do."""
 
-_IGNORED = ("chunk_size", "_inplace_chunk_size", "inplace_safe", "flash_mask")
+_WIDEST = 256
+"""Channels of a transition. Wider ones have no kernel, and are left to the client."""
+
+_OF_TRANSITION = {
+    "swiglu": ("layer_norm", "swiglu.linear_a", "swiglu.linear_b", "linear_out"),
+    "relu": ("layer_norm", "linear_1", "linear_2"),
+}
+"""The modules of our transition, by its activation."""
+
+_ACTIVATIONS = {"swiglu": nn.SiLU, "relu": nn.ReLU}
+
+_IGNORED = ("chunk_size", "ckpt_chunk_size", "_inplace_chunk_size", "inplace_safe", "flash_mask")
 """Arguments that change no answer, beside those of which only the beginning is known."""
 
 
@@ -120,7 +134,35 @@ def _boltz_multiplication(outgoing: bool, theirs: Any) -> nn.Module:
     return ours
 
 
-def _ignore(switches: dict[str, Any]) -> None:
+def _transition(activation: str, function: str, paths: tuple[str, ...], theirs: nn.Module) -> nn.Module | None:
+    """Make our transition of a client's, or return None if it is too wide or changes the number of channels.
+
+    Args:
+        activation: that of ours.
+        function: the path of the client's module that applies SiLU or ReLU. "": it calls a function.
+        paths: those of the client's norm and projections, in the order of `_OF_TRANSITION`.
+        theirs: the client's layer.
+    """
+    found = [theirs.get_submodule(path) for path in paths]
+    channels, outputs = _features(found[1], "in_features"), _features(found[-1], "out_features")
+    if channels > _WIDEST or outputs != channels:
+        return None
+    if function and type(theirs.get_submodule(function)) is not _ACTIVATIONS[activation]:
+        raise TypeError(f"{function} is a {type(theirs.get_submodule(function)).__name__}")
+    ours = Transition(channels, 1, activation=activation)
+    for path, module in zip(_OF_TRANSITION[activation], found, strict=True):
+        parent, _, name = path.rpartition(".")
+        setattr(ours.get_submodule(parent), name, module)
+    return ours
+
+
+def _features(module: nn.Module, name: str) -> int:
+    """The sizes that a projection knows by name, which may have a wrapper."""
+    found: list[int] = [getattr(x, name) for x in module.modules() if hasattr(x, name)]
+    return found[0]
+
+
+def ignore(switches: dict[str, Any]) -> None:
     """Raise UnknownArgument unless every argument is a kernel switch, a chunk size, or permits overwriting an input."""
     for name in switches:
         if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in _IGNORED:
@@ -130,25 +172,25 @@ def _ignore(switches: dict[str, Any]) -> None:
 def _call_triangle(
     ours: Any, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any
 ) -> Tensor:
-    _ignore(switches)
+    ignore(switches)
     made: Tensor = ours(x, mask, transpose_bias=transpose_bias)
     return made
 
 
 def _call_rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    _ignore(switches)
+    ignore(switches)
     made: Tensor = ours(m, z, mask)
     return made
 
 
 def _call_columns(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    _ignore(switches)
+    ignore(switches)
     made: Tensor = ours(m, mask)
     return made
 
 
 def _call_templates(ours: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
-    _ignore(switches)
+    ignore(switches)
     made: Tensor = ours(t, z, template_mask)
     return made
 
@@ -157,7 +199,7 @@ def _call_pair_bias(
     ours: Any, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None, **switches: Any
 ) -> Tensor:
     """Call our layer with OpenFold-3's arguments. z and mask may lack leading axes along which they do not vary."""
-    _ignore(switches)
+    ignore(switches)
     mask = None if mask is None else with_axes(mask, a.ndim - 1)
     made: Tensor = ours(a, with_axes(z, a.ndim + 1), s, mask)
     return made
@@ -209,22 +251,54 @@ def _call_multiplication(
 
     Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance.
     """
-    _ignore(switches)
+    ignore(switches)
     made: Tensor = ours(z, mask)
     adds = inplace_safe and _add_with_inplace and not switches.get("use_cueq_triangle_kernels")
     return z.add_(made) if adds else made
 
 
 def _call_boltz_multiplication(ours: Any, x: Tensor, mask: Tensor, **switches: Any) -> Tensor:
-    _ignore(switches)
+    ignore(switches)
     made: Tensor = ours(x, mask)
     return made
+
+
+def _call_transition(ours: Any, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    """Call our layer with OpenFold-3's arguments. The mask may lack leading axes along which it does not vary."""
+    ignore(switches)
+    made: Tensor = ours(x, None if mask is None else with_axes(mask, x.ndim - 1))
+    return made
+
+
+def _call_pair_transition(ours: Any, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    return _call_transition(ours, z, mask, **switches)
+
+
+def _call_msa_transition(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    return _call_transition(ours, m, mask, **switches)
+
+
+def _call_plain_transition(ours: Any, x: Tensor, **switches: Any) -> Tensor:
+    return _call_transition(ours, x, **switches)
 
 
 _OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
 _UPDATE = "triangular_multiplicative_update"
 
-LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
+_RELU = functools.partial(_transition, "relu", "relu", ("layer_norm", "linear_1", "linear_2"))
+_RELU_OF_OPENFOLD3 = functools.partial(
+    _transition,
+    "relu",
+    "transition_mlp.layers.0.1",
+    ("layer_norm", "transition_mlp.layers.0.0", "transition_mlp.linear_out"),
+)
+_SWIGLU = functools.partial(_transition, "swiglu", "swiglu.swish", _OF_TRANSITION["swiglu"])
+_SWIGLU_OF_BOLTZ = functools.partial(_transition, "swiglu", "silu", ("norm", "fc1", "fc2", "fc3"))
+_SWIGLU_OF_PROTENIX = functools.partial(
+    _transition, "swiglu", "", ("layernorm1", "linear_no_bias_a", "linear_no_bias_b", "linear_no_bias")
+)
+
+LAYERS: dict[str, tuple[Callable[[Any], nn.Module | None], Callable[..., Tensor]]] = {
     f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
     f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
     f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, _call_columns),
@@ -232,6 +306,8 @@ LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
     f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, _call_templates),
     f"{_OPENFOLD}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, _call_multiplication),
     f"{_OPENFOLD}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, _call_multiplication),
+    f"{_OPENFOLD}.pair_transition.PairTransition": (_RELU, _call_pair_transition),
+    f"{_OPENFOLD}.evoformer.MSATransition": (_RELU, _call_msa_transition),
     f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), _call_triangle),
     f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
     f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, _call_columns),
@@ -240,6 +316,8 @@ LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
     f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, _call_pair_bias),
     f"{_OPENFOLD3}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, _call_multiplication),
     f"{_OPENFOLD3}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, _call_multiplication),
+    f"{_OPENFOLD3}.transition.SwiGLUTransition": (_SWIGLU, _call_transition),
+    f"{_OPENFOLD3}.transition.ReLUTransition": (_RELU_OF_OPENFOLD3, _call_transition),
     f"{_BOLTZ}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
     f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
     f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
@@ -251,5 +329,9 @@ LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Callable[..., Tensor]]] = {
         functools.partial(_boltz_multiplication, False),
         _call_boltz_multiplication,
     ),
+    f"{_BOLTZ}.transition.Transition": (_SWIGLU_OF_BOLTZ, _call_plain_transition),
+    "protenix.model.modules.primitives.Transition": (_SWIGLU_OF_PROTENIX, _call_plain_transition),
 }
-"""By the full name of a client's class: what makes ours of it, and what calls ours with its arguments."""
+"""By the full name of a client's class: what makes ours of it, or None if it is left to the client, and what calls ours with
+its arguments.
+"""

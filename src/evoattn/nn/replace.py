@@ -1,4 +1,4 @@
-"""Replace the forward of attention layers and triangle multiplications of OpenFold, OpenFold-3 and Boltz.
+"""Replace the forward of layers of OpenFold, OpenFold-3, Boltz and Protenix: attention, multiplication, transition.
 
 A layer of the client stays where it is, with its parameters, their names and its hooks. Only its class changes, to a subclass
 whose `forward` calls a layer of `evoattn.nn` that holds the same projection and norm modules.
@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules import module as of_torch
 
-from evoattn.nn.known import LAYERS
+from evoattn.nn.known import LAYERS, UnknownArgument
+from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.submodules import has_hooks
 
 __all__ = ["Ours", "Settings", "by_name", "has_settings", "overridden", "positions", "replace", "settings"]
@@ -27,15 +29,18 @@ _KEPT = "_evoattn_ours"
 
 
 def replace(model: nn.Module) -> list[str]:
-    """Compute the attention layers and triangle multiplications of a client's model by `evoattn.nn`, in place.
+    """Compute the attention layers, triangle multiplications and transitions of a client's model by `evoattn.nn`, in place.
 
     These layers are known:
 
-    - OpenFold 1 and 2: triangle, MSA row, MSA column, global column and template pointwise attention, and triangle
-      multiplication;
+    - OpenFold 1 and 2: triangle, MSA row, MSA column, global column and template pointwise attention, triangle
+      multiplication, and the transitions of pairs and of the MSA;
     - OpenFold-3: triangle, MSA row, MSA column and global column attention, attention with pair bias in the trunk and the
-      diffusion transformer, and triangle multiplication;
-    - Boltz-1 and Boltz-2: triangle attention, attention with pair bias, and triangle multiplication.
+      diffusion transformer, triangle multiplication, and transitions;
+    - Boltz-1 and Boltz-2: triangle attention, attention with pair bias, triangle multiplication, and transitions;
+    - Protenix: transitions.
+
+    Transitions of more than 256 channels, such as those of the single track, are left as they are.
 
     Both layers hold the same parameters, under the names that they had. So optimizers, checkpoints and later moves to a device
     work as before. Arguments for chunk sizes and kernels are ignored. Only OpenFold's request to add the update of a triangle
@@ -60,9 +65,9 @@ def replace(model: nn.Module) -> list[str]:
         >>> replace(nn.Linear(3, 3))
         Traceback (most recent call last):
         ...
-        ValueError: no layer of Linear is known: evoattn.nn.replace takes models of openfold, openfold3, boltz
+        ValueError: no layer of Linear is known: evoattn.nn.replace takes models of openfold, openfold3, boltz, protenix
     """
-    made = [(name, module, Ours.of(module, entries=True)) for name, module in model.named_modules()]
+    made = [(name, module, _find(module)) for name, module in model.named_modules()]
     found = [(name, module, ours) for name, module, ours in made if ours is not None]
     if not found:
         clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in LAYERS))
@@ -71,6 +76,16 @@ def replace(model: nn.Module) -> list[str]:
         module.__class__ = _replaced(_original(type(module)))
         setattr(module, _KEPT, ours)
     return [name for name, _, _ in found]
+
+
+def _find(theirs: nn.Module) -> Ours | None:
+    """Ours of a layer or a block, or None. A block that ours would not compute keeps its forward: its layers may be known."""
+    try:
+        return Ours.of(theirs, entries=True)
+    except ValueError:
+        if is_block(theirs):
+            return None
+        raise
 
 
 def _original(kind: type) -> type:
@@ -89,11 +104,17 @@ def _replaced(original: Any) -> Any:
     names = positions(original.forward)
 
     @functools.wraps(original.forward)
-    def forward(self: Any, *given: Any, **named: Any) -> Tensor:
+    def forward(self: Any, *given: Any, **named: Any) -> Any:
         ours: Ours | None = self.__dict__.get(_KEPT)
         if ours is None or not ours.holds(self):
             ours = _renew(self)
-        return ours(by_name(names, given, named))
+        arguments = by_name(names, given, named)
+        if not ours.is_block:
+            return ours(arguments, self)
+        try:
+            return original.forward(self, **arguments) if ours.observed() else ours(arguments, self)
+        except UnknownArgument:
+            return original.forward(self, **arguments)
 
     def reduce(self: Any, protocol: Any) -> Any:
         made: Any = object.__reduce_ex__(self, 2)
@@ -138,8 +159,8 @@ class Ours:
     It does not hold the client's layer itself.
     """
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Tensor], theirs: nn.Module) -> None:
-        self.layer, self._forward = layer, forward
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any], theirs: nn.Module) -> None:
+        self.layer, self._forward, self.is_block = layer, forward, is_block(theirs)
         self._children = tuple(theirs._modules.items())
         adopted = {id(x) for x in layer.modules()}
         self._inner = tuple((x, tuple(x._modules.items())) for x in theirs.modules() if x is not theirs)
@@ -149,7 +170,7 @@ class Ours:
 
     @classmethod
     def of(cls, theirs: nn.Module, *, entries: bool) -> Ours | None:
-        """Make it, or return None if the client's layer is not known.
+        """Make it, or return None if the client's layer is not known, or is faster as it is.
 
         Args:
             theirs: the client's layer.
@@ -165,12 +186,15 @@ class Ours:
         method = overridden(theirs, entries=entries)
         if method:
             raise ValueError(f"a {type(theirs).__name__} overrides {method} of {_name(kind)}, which evoattn.nn would not call")
-        make, forward = LAYERS[_name(kind)]
+        name = _name(kind)
+        forward = LAYERS[name][1] if name in LAYERS else BLOCKS[name][1]
         try:
             with torch.device("meta"):
-                layer = make(theirs)
+                layer = LAYERS[name][0](theirs) if name in LAYERS else BLOCKS[name][0](theirs, _layer_of)
         except (AttributeError, TypeError, IndexError) as error:
             raise ValueError(f"a {type(theirs).__name__} has other modules than the layer that evoattn.nn knows") from error
+        if layer is None:
+            return None
         _check(layer, theirs)
         made = cls(layer, forward, theirs)
         made.check_classes(kind)
@@ -197,14 +221,31 @@ class Ours:
                 return f"{name} has hooks, and evoattn.nn does not call it"
             if "forward" in module.__dict__:
                 return f"{name} has a forward of its own, and evoattn.nn does not call it"
-        return ""
+        return "there are hooks on all modules" if self.is_block and of_torch._has_any_global_hook() else ""
 
-    def __call__(self, arguments: dict[str, Any]) -> Tensor:
-        """Compute the client's layer from its arguments by name."""
+    def __call__(self, arguments: dict[str, Any], theirs: nn.Module) -> Any:
+        """Compute the client's layer or block from its arguments by name.
+
+        A block of ours also looks at the client's own, for its dropout.
+        """
         missed = self.observed()
         if missed:
             raise ValueError(f"{missed}: put hooks and adapters on the layer, or on its projections and norms")
-        return self._forward(self.layer, **arguments)
+        return self._forward(self.layer, theirs, **arguments) if self.is_block else self._forward(self.layer, **arguments)
+
+
+def is_block(theirs: nn.Module) -> bool:
+    """Whether a module is a block of a client, whose layers are known too."""
+    kind = _known(type(theirs))
+    return kind is not None and _name(kind) in BLOCKS
+
+
+def _layer_of(theirs: nn.Module) -> nn.Module:
+    """Ours of a layer in a block."""
+    found = Ours.of(theirs, entries=True)
+    if found is None:
+        raise ValueError(f"evoattn.nn has no {type(theirs).__name__}")
+    return found.layer
 
 
 def _same(module: nn.Module, children: tuple[tuple[str, nn.Module | None], ...]) -> bool:
@@ -236,7 +277,7 @@ def _name(kind: type) -> str:
 
 def _known(kind: type) -> type | None:
     """The class of a client that is known, of which `kind` is a subclass."""
-    return next((x for x in _original(kind).__mro__ if _name(x) in LAYERS), None)
+    return next((x for x in _original(kind).__mro__ if _name(x) in LAYERS or _name(x) in BLOCKS), None)
 
 
 def _methods(kind: Any) -> tuple[frozenset[str], tuple[str, ...]]:

@@ -24,6 +24,7 @@ _LINEARS = {
     "openfold.model.primitives": "Linear.forward",
     "openfold3.core.model.primitives.linear": "Linear.forward",
     "boltz.model.layers.triangular_attention.primitives": "Linear.forward",
+    "protenix.model.modules.primitives": "Linear.forward",
 }
 """Where clients define a linear module with a forward of its own, which computes what torch's does if it sets no precision."""
 
@@ -31,6 +32,8 @@ _NORMS = {
     "openfold.model.primitives": "LayerNorm.forward",
     "openfold3.core.model.primitives.normalization": "LayerNorm.forward",
     "boltz.model.layers.triangular_attention.primitives": "LayerNorm.forward",
+    "protenix.model.triangular.layers": "OpenFoldLayerNorm.forward",
+    "protenix.model.layer_norm.layer_norm": "FusedLayerNorm.forward",
 }
 """The same for layer norms over the last axis."""
 

@@ -114,12 +114,14 @@ class TriangleAttention(nn.Module):
             raise TypeError("z must be a DTensor, as mask is, got a plain tensor")
         return self._finish(z, self._update(z, mask, transpose_bias=transpose_bias), in_place=in_place)
 
-    def add_to(self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool) -> Tensor:
+    def add_to(
+        self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool, transpose_bias: bool = False
+    ) -> Tensor:
         """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
 
         dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None.
         """
-        made = self._update(z, mask)
+        made = self._update(z, mask, transpose_bias=transpose_bias)
         if dropped is None and self.dropout and self.training:
             dropped = dropout_mask(made, self.dropout, self._rows)
         return update(z, made, dropped, residual=True, in_place=in_place)

@@ -149,7 +149,7 @@ class _Launch:
             blocks["BLOCK_N"] = min(self.tile.channels, head_block(constants["N"]))
         if "D" in constants:
             blocks["BLOCK_D"] = head_block(constants["D"])
-        how = {"PADDED": self.padded != self.length, "NARROW": self.padded < self.tile.rows}
+        how: dict[str, Any] = {"PADDED": self.padded != self.length, "NARROW": self.padded < self.tile.rows}
         how |= {"FAST": self.fast, "PRECISION": self.precision}
         compiled = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
         numbers = (self.rows, self.length, self.padded, self.eps)

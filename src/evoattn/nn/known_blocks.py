@@ -1,0 +1,164 @@
+"""Pair blocks of OpenFold-3 and Boltz that `evoattn.nn` can compute: each layer adds its update to z itself.
+
+A block is a convenience for speed alone. Where ours would miss something, the client's own block runs, with layers by ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evoattn.call.canonical import fits
+from evoattn.nn.known import UnknownArgument, ignore
+from evoattn.nn.project import compute_dtype_of
+from evoattn.run import guards
+
+__all__ = ["BLOCKS"]
+
+Of = Callable[[nn.Module], nn.Module]
+"""Makes the layer of `evoattn.nn` of a client's layer, or raises ValueError."""
+
+_LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
+"""The layers of a pair block before its transition, by the names that OpenFold-3 and Boltz give them."""
+
+
+_END = 3
+"""The place of the attention around the ending node."""
+
+
+class _Block(nn.Module):
+    """Ours of the layers of a client's block, and modules of the client's that it calls as they are."""
+
+    def __init__(self, theirs: Any, of: Of, transition: str, called: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(of(getattr(theirs, name)) for name in _LAYERS)
+        self.transition: Any = of(getattr(theirs, transition))
+        for name in called:
+            setattr(self, name, getattr(theirs, name))
+
+    def run(
+        self,
+        z: Tensor,
+        mask: Tensor,
+        draw: Callable[[Tensor, int], Tensor | None],
+        *,
+        transition_mask: Tensor | None = None,
+        in_place: bool = False,
+        turned: dict[str, bool] | None = None,
+    ) -> Tensor:
+        """The updated z.
+
+        Args:
+            z: `[*, L, L, C]`.
+            mask: `[*, L, L]`.
+            draw: returns the dropout mask of the update of z by a layer, the first being 0, or None. Called before the layer.
+            transition_mask: multiplies the update of the transition.
+            in_place: whether z may be overwritten.
+            turned: options of the attention around the ending node.
+
+        Raises:
+            UnknownArgument: the mask does not have z's axes. Nothing was computed.
+        """
+        lead = tuple(z.shape[:-1])
+        if mask.ndim != len(lead) or not fits(tuple(mask.shape), lead):
+            raise UnknownArgument(f"a mask {list(mask.shape)} of a pair representation {list(z.shape)}")
+        free = not torch.is_grad_enabled() and guards.only_computes()  # then a z of our own may be overwritten
+        in_place = in_place and free and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
+        for which, layer in enumerate(self.layers):
+            options = turned if turned and which == _END else {}
+            z = layer.add_to(z, mask, draw(z, which), in_place=in_place, **options)
+            in_place = free
+        made: Tensor = self.transition.add_to(z, transition_mask, in_place=in_place)
+        return made
+
+    def compute_dtype(self, z: Tensor) -> torch.dtype:
+        """The dtype of the updates."""
+        return compute_dtype_of(z, *self.layers[_END].mha.inputs)
+
+
+def _openfold3_block(theirs: Any, of: Of) -> _Block:
+    ours = _Block(theirs, of, "pair_transition")
+    ours.layers[_END].starting = False  # theirs passes a transposed z
+    return ours
+
+
+def _call_openfold3_block(
+    ours: _Block,
+    theirs: Any,
+    z: Tensor,
+    pair_mask: Tensor,
+    *,
+    inplace_safe: bool = False,
+    _mask_trans: bool = True,
+    **switches: Any,
+) -> Tensor:
+    ignore(switches)
+    dropout = theirs.ps_dropout_row_layer
+
+    def draw(z: Tensor, which: int) -> Tensor | None:
+        if not dropout.training:
+            return None
+        shared = -2 if which == _END else -3  # theirs transposes z around the ending node
+        sizes = [1 if axis == shared else size for axis, size in enumerate(z.shape, -z.ndim)]
+        mask: Tensor = dropout.dropout(z.new_ones(sizes, dtype=ours.compute_dtype(z)))
+        return mask
+
+    mask = pair_mask if _mask_trans else None
+    turned = {"transpose_bias": True}
+    return ours.run(z, pair_mask, draw, transition_mask=mask, in_place=inplace_safe, turned=turned)
+
+
+_OF_BOLTZ = ("pre_norm_s", "attention", "transition_s", "s_post_norm")
+
+
+def _boltz_block(theirs: Any, of: Of) -> nn.Module:
+    return _Block(theirs, of, "transition_z", _OF_BOLTZ)
+
+
+def _boltz_pairs(theirs: Any, of: Of) -> nn.Module:
+    return _Block(theirs, of, "transition_z")
+
+
+def _draw_of_boltz(theirs: Any) -> Callable[[Tensor, int], Tensor | None]:
+    """Boltz' dropout masks. It draws them in inference too, which moves the random numbers of the diffusion."""
+    drop = importlib.import_module("boltz.model.layers.dropout").get_dropout_mask
+
+    def draw(z: Tensor, which: int) -> Tensor | None:
+        columns = which == _END
+        if theirs.training and theirs.dropout:
+            mask: Tensor = drop(theirs.dropout, z, True, columnwise=columns)
+            return mask
+        torch.rand((z[:, :1, :, :1] if columns else z[:, :, :1, :1]).shape, dtype=torch.float32, device=z.device)
+        return None
+
+    return draw
+
+
+def _call_boltz_pairs(ours: _Block, theirs: Any, z: Tensor, pair_mask: Tensor, **switches: Any) -> Tensor:
+    ignore(switches)
+    return ours.run(z, pair_mask, _draw_of_boltz(theirs))
+
+
+def _call_boltz_block(
+    ours: Any, theirs: Any, s: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor, **switches: Any
+) -> tuple[Tensor, Tensor]:
+    z = _call_boltz_pairs(ours, theirs, z, pair_mask, **switches)
+    with torch.autocast("cuda", enabled=False):
+        normed = ours.pre_norm_s(s.float())
+        s = s.float() + ours.attention(s=normed, z=z.float(), mask=mask.float(), k_in=normed)
+        s = s + ours.transition_s(s)
+        return ours.s_post_norm(s), z
+
+
+Make = Callable[[Any, Of], nn.Module]
+
+BLOCKS: dict[str, tuple[Make, Callable[..., Any]]] = {
+    "openfold3.core.model.latent.base_blocks.PairBlock": (_openfold3_block, _call_openfold3_block),
+    "boltz.model.layers.pairformer.PairformerLayer": (_boltz_block, _call_boltz_block),
+    "boltz.model.layers.pairformer.PairformerNoSeqLayer": (_boltz_pairs, _call_boltz_pairs),
+}
+"""By the full name of a client's class: what makes ours of it, and what computes the block by ours with its arguments."""

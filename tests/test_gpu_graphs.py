@@ -105,6 +105,31 @@ def test_inference_mode() -> None:
     assert watched.count.ours == 5, watched.count.passed_on
 
 
+def test_an_attention_of_torch() -> None:
+    """Its operations say that they draw random numbers, which they do not without dropout."""
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (2, 32)).transpose(0, 1)[None]
+        return nn.functional.scaled_dot_product_attention(q, q, q)[0].transpose(0, 1).flatten(-2)
+
+    watched = Watched(body)
+    watched.agrees(6, dtype=torch.bfloat16)
+    watched.agrees(6)
+    assert watched.count.ours == 6, watched.count.passed_on
+
+
+def test_autocast_that_keeps_nothing() -> None:
+    """As Lightning has it. The recording keeps casts of its own all the same."""
+    watched, z = Watched(), draw(1, 2, 48, 48)
+    for seed in range(8):
+        with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            expected = watched.module.original(draw(seed, 48, SIZE), z)["x"]
+            assert torch.equal(watched.module(draw(seed, 48, SIZE), z)["x"], expected)
+            assert not torch.is_autocast_cache_enabled()
+        overwrite()
+    assert watched.count.ours == 5, watched.count.passed_on
+
+
 def test_two_lengths_in_turn() -> None:
     watched, zs = Watched(), {length: draw(1, 2, length, length) for length in (32, 80)}
     with torch.no_grad():

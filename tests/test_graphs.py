@@ -1,6 +1,7 @@
 """Steps that are recorded and replayed, with a recorder that needs no GPU: what is replayed, what is not, and why."""
 
 import collections
+import contextlib
 import functools
 import gc
 import importlib
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import evoattn
 from evoattn.clients import graphs, patching
-from evoattn.clients.graphs import ELSEWHERE, FIRST, kept
+from evoattn.clients.graphs import ELSEWHERE, FIRST, kept, recorder
 from evoattn.clients.releases import digest
 from evoattn.clients.site import Client, Count, Site
 from evoattn.clients.sources import SOURCES
@@ -256,6 +257,11 @@ def test_attention_without_dropout_draws_nothing() -> None:
     for _ in range(5):
         other(draw(1))
     assert not other.replayed and any(x.startswith("it draws random numbers") for x in other.reasons)
+    of_a_gpu = torch.ops.aten._scaled_dot_product_flash_attention.default
+    q = draw(1, 1, 1, 3, 4)
+    assert torch.Tag.nondeterministic_seeded in of_a_gpu.tags
+    assert recorder._is_off(of_a_gpu, (q, q, q)) and recorder._is_off(of_a_gpu, (q, q, q, 0.0))
+    assert not recorder._is_off(of_a_gpu, (q, q, q, 0.5))
 
 
 def test_a_recorder_that_fails_once_is_not_asked_again(watched: Watched) -> None:
@@ -271,11 +277,13 @@ def test_a_recorder_that_fails_once_is_not_asked_again(watched: Watched) -> None
     assert watched.replayed == 3, "calls of another shape are another matter"
 
 
-@pytest.mark.parametrize("what", ["a tensor", "a dict"])
+@pytest.mark.parametrize("what", ["a tensor", "a dict", "a number"])
 def test_arguments_that_change_in_the_call(what: str) -> None:
-    def body(self: Any, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    def body(self: Any, x: Tensor, cache: dict[str, Any]) -> Tensor:
         if what == "a tensor":
             cache["y"].add_(1)
+        elif what == "a number":
+            cache["n"] += 1
         else:
             cache.setdefault("z", 2 * x)
         return x + cache.get("z", 0)
@@ -283,8 +291,8 @@ def test_arguments_that_change_in_the_call(what: str) -> None:
     watched = Watched(body)
     for seed in range(5):
         with torch.no_grad():
-            expected = watched.module.original(draw(seed), watched.z, {"y": draw(1)})
-        assert torch.equal(watched(draw(seed), {"y": draw(1)}), expected)
+            expected = watched.module.original(draw(seed), watched.z, {"y": draw(1), "n": 0})
+        assert torch.equal(watched(draw(seed), {"y": draw(1), "n": 0}), expected)
     assert watched.count.passed_on == {FIRST: 1, "it changes its arguments": 4}
 
 
@@ -477,6 +485,31 @@ def test_a_module_that_is_gone_takes_its_recordings_along(watched: Watched) -> N
     assert gone() is None and not watched.steps._known
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_recordings_are_dropped_after_the_loop(watched: Watched, fails: bool) -> None:
+    """What comes after a diffusion needs the memory. What is known of the calls stays."""
+
+    def sample(self: nn.Module) -> None:
+        watched.agrees(10)
+        assert recordings(watched) == 1
+        if fails:
+            raise KeyError("fails")
+
+    parent = nn.ModuleList([watched.module, nn.Linear(1, 1)])
+    run = graphs.loop(sample, Count())
+    for predictions in (1, 2):
+        watched.z = draw(predictions)
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            run(parent)
+        assert recordings(watched) == 0 and watched.recorder.recorded == predictions
+        assert watched.replayed == predictions * 7
+    watched.recorder.fails = RuntimeError("no more")
+    for _ in range(2):
+        watched.agrees(4)
+        graphs.loop(lambda self: None, Count())(parent)
+    assert watched.count.passed_on["it cannot be recorded: RuntimeError: no more"] == 8 - 1, "not tried again"
+
+
 def test_threads(watched: Watched) -> None:
     failures: list[Any] = []
 
@@ -549,8 +582,8 @@ def stepping(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def test_patch_records_if_it_is_asked_to(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, original = Traced(), type(stepping).forward
-    monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorder)
+    traced, original = Traced(), type(stepping).forward
+    monkeypatch.setattr(graphs, "CudaRecorder", lambda: traced)
     z = draw(1)
     with evoattn.patch("stepping") as patched, torch.no_grad():
         assert not patched.sites and type(stepping).forward is original
@@ -566,7 +599,7 @@ def test_patch_records_if_it_is_asked_to(stepping: Any, monkeypatch: pytest.Monk
     with patched, torch.no_grad():
         for seed in range(8):
             stepping(draw(seed), z)
-    assert patched.steps == {str(SITE): {"": 10, FIRST: 6}} and recorder.recorded == 2
+    assert patched.steps == {str(SITE): {"": 10, FIRST: 6}} and traced.recorded == 2
 
 
 def test_patch_without_a_gpu(stepping: Any) -> None:
@@ -674,8 +707,7 @@ SMALL = {
 @pytest.mark.parametrize("version", [1, 2])
 def test_boltz(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("boltz.model.modules.diffusionv2", reason="Boltz is not installed", exc_type=ImportError)
-    recorder = Traced()
-    monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorder)
+    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
     name = "boltz.model.modules.diffusion" + ("v2" if version == 2 else "")
     kind = importlib.import_module(name).AtomDiffusion
     torch.manual_seed(0)

@@ -114,8 +114,16 @@ CLIENTS = {
             "boltz.model.layers.attentionv2:AttentionPairBias",
             "boltz.model.layers.triangular_mult:TriangleMultiplicationOutgoing",
             "boltz.model.layers.triangular_mult:TriangleMultiplicationIncoming",
+            "boltz.model.layers.transition:Transition",
+            "boltz.model.layers.pairformer:PairformerLayer",
+            "boltz.model.layers.pairformer:PairformerNoSeqLayer",
         ),
-        steps=graphs.sites("boltz.model.modules.diffusion:DiffusionModule", "boltz.model.modules.diffusionv2:DiffusionModule"),
+        steps=(
+            *graphs.sites("boltz.model.modules.diffusion:DiffusionModule", "boltz.model.modules.diffusionv2:DiffusionModule"),
+            *graphs.loops(
+                "boltz.model.modules.diffusion:AtomDiffusion.sample", "boltz.model.modules.diffusionv2:AtomDiffusion.sample"
+            ),
+        ),
     ),
     "boltzgen": Client(
         "boltzgen",

@@ -29,8 +29,13 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "boltz.model.layers.triangular_attention.attention:TriangleAttention.forward": "c01d47c693b13f25",
             "boltz.model.layers.triangular_mult:TriangleMultiplicationOutgoing.forward": "5e04fbd6edbb00a9",
             "boltz.model.layers.triangular_mult:TriangleMultiplicationIncoming.forward": "cc5083182c328f64",
+            "boltz.model.layers.transition:Transition.forward": "7fd4067e2e6ab0fd",
+            "boltz.model.layers.pairformer:PairformerLayer.forward": "260280b33054d66f",
+            "boltz.model.layers.pairformer:PairformerNoSeqLayer.forward": "7d60d930a82b5ae8",
             "boltz.model.modules.diffusion:DiffusionModule.forward": "6ce1fd42ef65015a",
             "boltz.model.modules.diffusionv2:DiffusionModule.forward": "1e04f1bc53aefcdd",
+            "boltz.model.modules.diffusion:AtomDiffusion.sample": "f14dd48977bba2e1",
+            "boltz.model.modules.diffusionv2:AtomDiffusion.sample": "b01913b1c31e69d9",
         },
     },
     "boltzgen": {
@@ -103,6 +108,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "openfold3.core.model.layers.msa:MSAColumnGlobalAttention.forward": "25929cc4e39605e6",
             "openfold3.core.model.layers.attention_pair_bias:AttentionPairBias.forward": "418f02fcdc849d5b",
             "openfold3.core.model.layers.attention_pair_bias:DiffusionAttentionPairBias.forward": "60f3e2f9e4b90f1e",
+            "openfold3.core.model.layers.transition:Transition.forward": "53f42d291249e756",
+            "openfold3.core.model.latent.base_blocks:PairBlock.forward": "6441bc7b6b7f9f7c",
         },
     },
     "protenix": {

@@ -25,7 +25,7 @@ from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
 from evoattn.clients.site import Count, Site
 from evoattn.run import guards
 
-__all__ = ["ELSEWHERE", "FIRST", "Steps", "release", "sites", "step"]
+__all__ = ["ELSEWHERE", "FIRST", "Steps", "loop", "loops", "release", "sites", "step"]
 
 FIRST = "among the first calls of their kind"
 """Why calls ran as they were that may be replayed the next time."""
@@ -59,11 +59,36 @@ def step(original: Callable[..., Any], count: Count, recorder: Recorder | None =
     return forward
 
 
+def loops(*names: str) -> tuple[Site, ...]:
+    """The methods "module:Class.method" in which the modules of the class repeat their steps."""
+    return tuple(Site(module, name, loop, counted=False) for module, _, name in (x.partition(":") for x in names))
+
+
+def loop(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """A method after which recordings of the modules inside are dropped: what comes next needs the memory."""
+
+    @functools.wraps(original)
+    def run(self: nn.Module, *given: Any, **named: Any) -> Any:
+        try:
+            return original(self, *given, **named)
+        finally:
+            if not torch.compiler.is_compiling():
+                for module in self.children():
+                    if (steps := _of(type(module).forward)) is not None:
+                        steps.drop(module)
+
+    return run
+
+
 def release(function: Callable[..., Any]) -> None:
     """Drop the recordings of a function that `step` made; others have none."""
-    steps = vars(function).get("_evoattn_steps")
-    if steps is not None:
+    if (steps := _of(function)) is not None:
         steps.release()
+
+
+def _of(function: Callable[..., Any]) -> Steps | None:
+    steps: Steps | None = getattr(function, "_evoattn_steps", None)
+    return steps
 
 
 class _Known:
@@ -93,6 +118,13 @@ class Steps:
         """Drop all recordings."""
         with self._lock:
             self._known.clear()
+
+    def drop(self, module: nn.Module) -> None:
+        """Drop the recordings of a module, but not what is known of its calls."""
+        with self._lock:
+            if module in self._known:
+                for kind in self._known[module].kinds.values():
+                    kind.drop()
 
     def call(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The module's `forward` of these arguments."""

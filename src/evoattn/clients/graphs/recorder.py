@@ -116,34 +116,40 @@ class CudaRecorder:
             current.wait_stream(side)
 
     def _record(self, run: Callable[[], Any], side: torch.cuda.Stream) -> Recording:
-        """A graph that may read its weights as autocast has cast them.
+        """A graph that reads its weights as autocast has cast them.
 
         Autocast keeps the casts of weights until the caller leaves the outermost `torch.autocast`. A graph that read them would
         then read memory that others have. So the casts are recorded first, with the rest of the call, into the pool of the
         graph. The second recording finds them in autocast's cache and does not repeat them: 660 weights of Boltz-2's denoiser
-        would be cast at each step. Nobody allocates from the pool after that, so the casts stay where they are.
+        would be cast at each step, as they are if the caller has autocast keep nothing. Nobody allocates from the pool after
+        that, so the casts stay where they are.
 
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
-        pool = torch.cuda.graph_pool_handle()
-        casts = None
-        if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()
-            casts = torch.cuda.CUDAGraph()
-        graph = torch.cuda.CUDAGraph()
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            if casts is not None:
+        pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        with _cleared():
+            if not torch.is_autocast_enabled("cuda"):
+                with _capturing(graph, pool, side):
+                    return Recording(graph.replay, run())
+            with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=True):
+                casts = torch.cuda.CUDAGraph()
                 with _capturing(casts, pool, side):
                     run()
                 casts.replay()
-            with _capturing(graph, pool, side):
-                made = run()
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
-            if casts is not None:
-                torch.clear_autocast_cache()
-        return Recording(graph.replay, made)
+                with _capturing(graph, pool, side):
+                    return Recording(graph.replay, run())
+
+
+@contextlib.contextmanager
+def _cleared() -> Iterator[None]:
+    """Nothing in autocast's cache and no workspace of cuBLAS, before and after."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

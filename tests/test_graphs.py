@@ -277,6 +277,21 @@ def test_a_recorder_that_fails_once_is_not_asked_again(watched: Watched) -> None
     assert watched.replayed == 3, "calls of another shape are another matter"
 
 
+def test_a_replay_that_fails_when_it_is_compared(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched.agrees(2)
+    original = kept.room_for
+
+    def no_memory(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kept, "room_for", no_memory)
+    watched.agrees(3)
+    monkeypatch.setattr(kept, "room_for", original)
+    watched.agrees(3)
+    assert watched.count.passed_on == {FIRST: 3, "it cannot be recorded: OutOfMemoryError: CUDA out of memory": 5}
+    assert recordings(watched) == 0
+
+
 @pytest.mark.parametrize("what", ["a tensor", "a dict", "a number"])
 def test_arguments_that_change_in_the_call(what: str) -> None:
     def body(self: Any, x: Tensor, cache: dict[str, Any]) -> Tensor:

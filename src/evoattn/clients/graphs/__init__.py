@@ -132,22 +132,22 @@ class Steps:
         if why:
             self._count.other(why)
             return self._original(module, *given, **named)
-        tensors: list[Tensor] = []
+        # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
         with self._lock:
+            tensors: list[Tensor] = []
             why, kind, spec = self._look(module, given, named, tensors)
-            stands = not why and kind is not None and kind.stands_for(tensors)
+            stands = kind is not None and not why and kind.stands_for(tensors)
             if kind is not None and stands and kind.checked:
                 made = kind.replay(tensors)
                 kind.count()
                 self._count.one()
                 return made
-        self._count.other(why or FIRST)
-        run = functools.partial(self._original, module)
-        if kind is None or why:
-            return run(*given, **named)
-        if stands:
-            return self._compare(kind, run, given, named, tensors)
-        return self._learn(kind, run, given, named, spec, tensors)
+            self._count.other(why or FIRST)
+            run = functools.partial(self._original, module)
+            if kind is not None and not why:
+                learn = self._compare if stands else self._learn
+                return learn(kind, run, given, named, spec, tensors)
+        return run(*given, **named)
 
     def _obstacle(self, module: nn.Module) -> str:
         """Why a call runs as it is, if that can be told without a look at its arguments; else ""."""
@@ -202,32 +202,46 @@ class Steps:
         """Run a call as it is, and record it if one like it came before."""
         before = addresses(tensors)
         made = run(*given, **named)
-        with self._lock:
-            after: list[Tensor] = []
-            if flat((given, named), tensors[0].device, after) != spec or addresses(after) != before:
-                kind.obstacle = "it changes its arguments"
-            elif not kind.stands_for(tensors) and kind.is_ready(tensors):
-                kind.record(self._recorder, run, spec, tensors)
-                self._drop_oldest()
+        if self._changed(spec, before, (given, named), tensors[0].device):
+            kind.obstacle = "it changes its arguments"
+        elif kind.is_ready(tensors):
+            kind.record(self._recorder, run, spec, tensors)
+            self._drop_oldest()
         return made
 
     def _compare(
-        self, kind: Kind, run: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], tensors: list[Tensor]
+        self,
+        kind: Kind,
+        run: Callable[..., Any],
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+        spec: Spec,
+        tensors: list[Tensor],
     ) -> Any:
         """Run a call as it is, and a replay beside it. Its values are not those that were recorded."""
         device, seconds = tensors[0].device, self._recorder.seconds
         start = seconds(device)
         made = run(*given, **named)
         middle = seconds(device)
-        with self._lock:
-            if kind.stands_for(tensors) and not kind.checked:
-                kind.replay(tensors)  # the first one also loads the graph
-                between = seconds(device)
-                replayed = kind.replay(tensors)
-                kind.check(made, replayed, device, middle - start, seconds(device) - between)
-                if torch.is_autocast_enabled(device.type):
-                    torch.clear_autocast_cache()  # of casts that replays do not need
+        try:
+            kind.replay(tensors)  # the first one also loads the graph
+            between = seconds(device)
+            replayed = kind.replay(tensors)
+            kind.check(made, replayed, device, middle - start, seconds(device) - between)
+        except Exception as error:  # there may be no memory for another result: the caller has one already
+            kind.refuse(error)
+        if torch.is_autocast_enabled(device.type):
+            torch.clear_autocast_cache()  # of casts that replays do not need
         return made
+
+    @staticmethod
+    def _changed(spec: Spec, before: list[tuple[int, int]], arguments: Any, device: torch.device) -> bool:
+        """Whether the arguments of a call are not what they were before it."""
+        after: list[Tensor] = []
+        try:
+            return flat(arguments, device, after) != spec or addresses(after) != before
+        except NotCaptured:
+            return True
 
     def _drop_oldest(self) -> None:
         recorded = [kind for known in self._known.values() for kind in known.kinds.values() if kind.is_recorded]

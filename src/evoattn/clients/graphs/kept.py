@@ -113,13 +113,15 @@ class Kind:
         self.drop()
         try:
             self._record(recorder, run, spec, tensors)
-        except NotCaptured as error:
-            self.obstacle = str(error)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
-            first = (str(error).strip() or "no message").splitlines()[0][:160]
-            self.obstacle = f"it cannot be recorded: {type(error).__name__}: {first}"
-        if self.obstacle:
-            self.drop()
+            self.refuse(error)
+
+    def refuse(self, error: Exception) -> None:
+        """Never record such calls again, because of an error."""
+        first = (str(error).strip() or "no message").splitlines()[0][:160]
+        known = isinstance(error, NotCaptured)
+        self.obstacle = first if known else f"it cannot be recorded: {type(error).__name__}: {first}"
+        self.drop()
 
     def _record(self, recorder: Recorder, run: Callable[..., Any], spec: Spec, tensors: list[Tensor]) -> None:
         me = weakref.ref(self)

@@ -1,0 +1,269 @@
+"""Clients' transitions, replaced: the same answers and gradients, in stand-ins and where a client is installed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evoattn.nn as ours
+from evoattn.nn.known import LAYERS
+from evoattn.nn.submodules import is_linear, is_norm
+from tests.nn.test_replace import filled, gradients, installed, normal
+
+C, H = 8, 20
+
+
+def dense(x: Tensor, mask: Tensor | None, norm: Any, hidden: Callable[[Tensor], Tensor], out: Any) -> Tensor:
+    """The definition."""
+    made: Tensor = out(hidden(norm(x)))
+    return made if mask is None else made * mask[..., None]
+
+
+class Pair(nn.Module):
+    """Stands for OpenFold's."""
+
+    def __init__(self, channels: int = C) -> None:
+        super().__init__()
+        self.layer_norm, self.relu = nn.LayerNorm(channels), nn.ReLU()
+        self.linear_1, self.linear_2 = nn.Linear(channels, H), nn.Linear(H, channels)
+
+    def forward(self, z: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, window: Any = None) -> Tensor:
+        return dense(z, mask, self.layer_norm, lambda y: self.relu(self.linear_1(y)), self.linear_2)
+
+
+class Sequences(Pair):
+    def forward(self, m: Tensor, mask: Tensor | None = None, chunk_size: int | None = None) -> Tensor:  # type: ignore[override]
+        return dense(m, mask, self.layer_norm, lambda y: self.relu(self.linear_1(y)), self.linear_2)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_a, self.linear_b, self.swish = nn.Linear(C, H, bias=False), nn.Linear(C, H, bias=False), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.swish(self.linear_a(x)) * self.linear_b(x)  # type: ignore[no-any-return]
+
+
+class Gated(nn.Module):
+    """Stands for OpenFold-3's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm, self.swiglu, self.linear_out = nn.LayerNorm(C), SwiGLU(), nn.Linear(H, C, bias=False)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, ckpt_chunk_size: int | None = None
+    ) -> Tensor:
+        return dense(x, mask, self.layer_norm, self.swiglu, self.linear_out)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(C, H), nn.ReLU())])
+        self.linear_out = nn.Linear(H, C)
+
+
+class Plain(nn.Module):
+    """Stands for OpenFold-3's with ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm, self.transition_mlp = nn.LayerNorm(C), Mlp()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
+        return dense(x, mask, self.layer_norm, self.transition_mlp.layers[0], self.transition_mlp.linear_out)
+
+
+class Boltz(nn.Module):
+    """Stands for Boltz's, which takes no mask."""
+
+    def __init__(self, outputs: int = C) -> None:
+        super().__init__()
+        self.norm, self.silu = nn.LayerNorm(C), nn.SiLU()
+        self.fc1, self.fc2, self.fc3 = (
+            nn.Linear(C, H, bias=False),
+            nn.Linear(C, H, bias=False),
+            nn.Linear(H, outputs, bias=False),
+        )
+
+    def forward(self, x: Tensor, chunk_size: int | None = None) -> Tensor:
+        return dense(x, None, self.norm, lambda y: self.silu(self.fc1(y)) * self.fc2(y), self.fc3)
+
+
+class Protenix(nn.Module):
+    """Stands for Protenix's, which calls a function in the place of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layernorm1 = nn.LayerNorm(C)
+        self.linear_no_bias_a, self.linear_no_bias_b = nn.Linear(C, H, bias=False), nn.Linear(C, H, bias=False)
+        self.linear_no_bias = nn.Linear(H, C, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def hidden(y: Tensor) -> Tensor:
+            return F.silu(self.linear_no_bias_a(y)) * self.linear_no_bias_b(y)
+
+        return dense(x, None, self.layernorm1, hidden, self.linear_no_bias)
+
+
+STAND_INS = {
+    Pair: "openfold.model.pair_transition.PairTransition",
+    Sequences: "openfold.model.evoformer.MSATransition",
+    Gated: "openfold3.core.model.layers.transition.SwiGLUTransition",
+    Plain: "openfold3.core.model.layers.transition.ReLUTransition",
+    Boltz: "boltz.model.layers.transition.Transition",
+    Protenix: "protenix.model.modules.primitives.Transition",
+}
+MASKED = (Pair, Sequences, Gated, Plain)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins are taken for the clients' layers."""
+    for kind, name in STAND_INS.items():
+        monkeypatch.setitem(LAYERS, f"{__name__}.{kind.__name__}", LAYERS[name])
+
+
+@pytest.fixture(params=STAND_INS, ids=lambda kind: kind.__name__)
+def theirs(request: pytest.FixtureRequest) -> nn.Module:
+    return filled(request.param())
+
+
+def rows(*lead: int) -> Tensor:
+    return (torch.rand(*lead, generator=torch.Generator().manual_seed(5)) > 0.3).double()
+
+
+def assert_same(theirs: nn.Module, replaced: nn.Module, *given: Tensor) -> None:
+    """Outputs and all gradients, of x and of every parameter, are equal."""
+    x = given[0]
+    expected = gradients(theirs(*given), [x, *theirs.parameters()])
+    found = gradients(replaced(*given), [x, *replaced.parameters()])
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
+
+
+def test_answers_and_gradients(theirs: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = copy.deepcopy(theirs)
+    assert ours.replace(made) == [""] and list(made.state_dict()) == list(theirs.state_dict())
+    for lead in ((7,), (2, 7), (2, 3, 7)):
+        x = normal(*lead, C)
+        assert_same(theirs, made, x)
+        if isinstance(theirs, MASKED):
+            assert_same(theirs, made, x, rows(*lead))
+            assert_same(theirs, made, x, rows(7))  # the same for all batches
+    monkeypatch.delitem(globals(), "dense")
+    chunks: dict[str, int] = {} if isinstance(theirs, Protenix) else {"chunk_size": 3}
+    made(normal(7, C), **chunks, **({"ckpt_chunk_size": 2} if isinstance(theirs, Gated) else {}))
+    with pytest.raises(NameError, match="dense"):
+        theirs(normal(7, C))
+
+
+class Doubled(nn.Module):
+    """An adapter for modules of any size."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.scale = base, nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) * self.scale  # type: ignore[no-any-return]
+
+
+def test_every_norm_and_projection_may_be_wrapped(theirs: nn.Module) -> None:
+    """One at a time, after the layer was replaced."""
+    x, made = normal(2, 7, C), copy.deepcopy(theirs)
+    ours.replace(made)
+    for path, child in list(theirs.named_modules()):
+        if not isinstance(child, nn.Linear | nn.LayerNorm):
+            continue
+        parent, _, name = path.rpartition(".")
+        one, other = theirs.get_submodule(parent), made.get_submodule(parent)
+        kept = getattr(other, name)
+        setattr(one, name, Doubled(child))
+        setattr(other, name, Doubled(kept))
+        assert_same(theirs, made, x)
+        setattr(one, name, child)
+        setattr(other, name, kept)
+    assert_same(theirs, made, x)
+
+
+def test_copies_and_compiles(theirs: nn.Module) -> None:
+    x = normal(2, 7, C)
+    ours.replace(theirs)
+    expected = theirs(x)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(theirs, fullgraph=True, backend="aot_eager")(x), expected)
+    copied, loaded = copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.zero_()
+    assert torch.equal(copied(x), expected) and torch.equal(loaded(x), expected)
+    assert not theirs(x).any()
+
+
+def test_wide_transitions_and_those_of_other_sizes_are_left_alone() -> None:
+    for left, known in ((Pair(257), Pair(256)), (Boltz(C + 1), Boltz())):
+        model = nn.ModuleList([left, known])
+        assert ours.replace(model) == ["1"]
+        assert type(model[0]) is type(left) and type(model[1]) is not type(left)
+
+
+@pytest.mark.parametrize(("kind", "path"), [(Pair, "relu"), (Boltz, "silu"), (Gated, "swiglu.swish")])
+def test_another_activation_is_refused(kind: Any, path: str) -> None:
+    layer = kind()
+    parent, _, name = path.rpartition(".")
+    setattr(layer.get_submodule(parent), name, nn.GELU())
+    with pytest.raises(ValueError, match=f"a {kind.__name__} has other modules than the layer"):
+        ours.replace(layer)
+
+
+def test_what_is_not_called_has_no_hooks() -> None:
+    layer = filled(Gated())
+    ours.replace(layer)
+    layer.swiglu.swish.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"swiglu.swish has hooks, and evoattn.nn does not call it"):
+        layer(normal(7, C))
+    other = filled(Pair())
+    ours.replace(other)
+    with pytest.raises(TypeError, match="does not know the argument 'window'"):
+        other(normal(7, C), window=3)
+
+
+REAL: dict[str, tuple[str, Callable[[Any], Any], tuple[tuple[int, ...], ...]]] = {
+    "OpenFold, pairs": ("openfold.model.pair_transition", lambda client: client.PairTransition(C, 2), ((2, 7, 7),)),
+    "OpenFold, MSA": ("openfold.model.evoformer", lambda client: client.MSATransition(C, 2), ((2, 5, 7),)),
+    "OpenFold-3, SwiGLU": (
+        "openfold3.core.model.layers.transition",
+        lambda client: client.SwiGLUTransition(C, 2),
+        ((2, 7), (2, 3, 7, 7)),
+    ),
+    "OpenFold-3, ReLU": ("openfold3.core.model.layers.transition", lambda client: client.ReLUTransition(C, 2), ((2, 7, 7),)),
+    "Boltz": ("boltz.model.layers.transition", lambda client: client.Transition(C, 3 * C), ()),
+    "Protenix": ("protenix.model.modules.primitives", lambda client: client.Transition(C, 2), ()),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_clients(name: str) -> None:
+    """Outputs and gradients in training, and outputs in inference, where some take chunks."""
+    module, make, masks = REAL[name]
+    theirs = filled(make(installed(module)))
+    made = copy.deepcopy(theirs)
+    assert ours.replace(made) == [""]
+    parts = [x for x in theirs.modules() if x._parameters]
+    assert len(parts) > 2 and all(is_linear(x) or is_norm(x) for x in parts)  # so that the operator computes
+    for lead in masks:
+        assert_same(theirs, made, normal(*lead, C), rows(*lead))
+    x = normal(2, 7, 7, C)
+    assert_same(theirs, made, x)
+    with torch.no_grad():
+        torch.testing.assert_close(made.eval()(x), theirs.eval()(x), rtol=1e-10, atol=1e-10)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import evoattn
 from evoattn.clients import graphs, patching
-from evoattn.clients.graphs import ELSEWHERE, FIRST, kept, recorder
+from evoattn.clients.graphs import ELSEWHERE, FIRST, kept, recorder, trees
 from evoattn.clients.releases import digest
 from evoattn.clients.site import Client, Count, Site
 from evoattn.clients.sources import SOURCES
@@ -485,6 +485,21 @@ def test_a_tensor_that_is_written_to_is_seen(watched: Watched) -> None:
     assert watched.replayed
 
 
+def test_a_tensor_with_other_memory_is_seen(watched: Watched) -> None:
+    watched.agrees()
+    watched.z.data = draw(8)
+    watched.agrees()
+    assert watched.replayed >= 5
+
+
+def test_room_looks_like_the_tensor() -> None:
+    for x in (draw(1, 1, 4).expand(3, 4), draw(1, 4, 3).T, draw(1, 3, 8)[:, ::2], draw(1, 2, 0, 3), draw(1, 1)[0]):
+        room = trees.room_for(x)
+        assert (room.shape, room.stride(), room.dtype) == (x.shape, x.stride(), x.dtype)
+        trees.copied([room], [x])
+        assert torch.equal(room, x) and room.untyped_storage().nbytes() <= x.untyped_storage().nbytes()
+
+
 def test_calls_in_a_replay_are_counted(watched: Watched) -> None:
     before = OF_ATTENTION.ours
     for _ in range(10):
@@ -573,9 +588,13 @@ class Denoiser(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x, z):
-        return self.linear(x) + z
+        return self.activate(self.linear(x)) + z
+
+    def activate(self, x):
+        return x
 """
 SITE = Site("stepping_client", "Denoiser.forward", graphs.step)
+LAYER = Site("stepping_client", "Denoiser.activate", lambda original, count: lambda self, x: 2 * x)
 
 
 @pytest.fixture
@@ -585,11 +604,15 @@ def stepping(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     (tmp_path / "stepping-1.0.dist-info").mkdir()
     (tmp_path / "stepping-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: stepping\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    known = {"stepping": Client("stepping", "stepping", (), steps=(SITE,)), "still": Client("still", "stepping", ())}
+    known = {
+        "stepping": Client("stepping", "stepping", (), layers=(LAYER,), steps=(SITE,)),
+        "still": Client("still", "stepping", ()),
+    }
     monkeypatch.setattr(patching, "NAMES", tuple(known))
     monkeypatch.setattr(patching, "client", known.__getitem__)
     module = importlib.import_module("stepping_client")
-    monkeypatch.setitem(SOURCES, "stepping", {"1.0": {str(SITE): digest(module.Denoiser.forward)}})
+    found = {str(SITE): digest(module.Denoiser.forward), str(LAYER): digest(module.Denoiser.activate)}
+    monkeypatch.setitem(SOURCES, "stepping", {"1.0": found})
     monkeypatch.setitem(SOURCES, "still", {"1.0": {}})
     yield module.Denoiser().eval()
     sys.modules.pop("stepping_client", None)
@@ -600,9 +623,9 @@ def test_patch_records_if_it_is_asked_to(stepping: Any, monkeypatch: pytest.Monk
     traced, original = Traced(), type(stepping).forward
     monkeypatch.setattr(graphs, "CudaRecorder", lambda: traced)
     z = draw(1)
-    with evoattn.patch("stepping") as patched, torch.no_grad():
+    with evoattn.patch("stepping", layers=False) as patched, torch.no_grad():
         assert not patched.sites and type(stepping).forward is original
-        assert evoattn.patch("stepping", graphs=True) is patched and patched.sites == (str(SITE),)
+        assert evoattn.patch("stepping", layers=False, graphs=True) is patched and patched.sites == (str(SITE),)
         for seed in range(8):
             assert torch.equal(stepping(draw(seed), z), original(stepping, draw(seed), z))
         assert patched.steps == {str(SITE): {"": 5, FIRST: 3}} and patched.calls == 0
@@ -617,21 +640,33 @@ def test_patch_records_if_it_is_asked_to(stepping: Any, monkeypatch: pytest.Monk
     assert patched.steps == {str(SITE): {"": 10, FIRST: 6}} and traced.recorded == 2
 
 
+def test_what_is_replaced_later_is_recorded_anew(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    x, z = draw(1), draw(2)
+    with evoattn.patch("stepping", layers=False, graphs=True) as patched, torch.no_grad():
+        for _ in range(5):
+            once = stepping(x, z)
+        evoattn.patch("stepping", layers=True)
+        for _ in range(5):
+            torch.testing.assert_close(stepping(x, z) - z, 2 * (once - z))
+        assert patched.steps[str(SITE)][""] == 4
+
+
 def test_patch_without_a_gpu(stepping: Any) -> None:
-    with evoattn.patch("stepping", graphs=True) as patched, torch.no_grad():
+    with evoattn.patch("stepping", layers=False, graphs=True) as patched, torch.no_grad():
         stepping(draw(1), draw(2))
     assert patched.steps == {str(SITE): {"": 0, ELSEWHERE: 1}}
 
 
 def test_what_has_no_steps_and_what_has_moved(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="graphs must be False for 'still': CUDA graphs are recorded of 'stepping'"):
-        evoattn.patch("still", graphs=True)
-    with evoattn.patch(graphs=True) as every:
+        evoattn.patch("still", layers=False, graphs=True)
+    with evoattn.patch(layers=False, graphs=True) as every:
         assert every.sites == (str(SITE),)
     monkeypatch.setitem(SOURCES, "stepping", {"1.0": {str(SITE): "another"}})
     original = type(stepping).forward
     with pytest.raises(evoattn.clients.UnknownRelease, match="stepping_client:Denoiser"):
-        evoattn.patch("stepping", graphs=True)
+        evoattn.patch("stepping", layers=False, graphs=True)
     assert type(stepping).forward is original and not patching._active
 
 

@@ -57,10 +57,12 @@ class Traced:
         traced = make_fx(tensors)()
         made = traced()
         read = _weakly(traced)
+        at = {name: x().data_ptr() for name, x in read.items()}  # type: ignore[union-attr]
 
         def replay() -> None:
             for name, x in read.items():
                 setattr(traced, name, x())
+                assert getattr(traced, name).data_ptr() == at[name], "a graph would read where the tensor was"
             for x, y in zip(made, traced(), strict=True):
                 x.copy_(y)
             for name in read:

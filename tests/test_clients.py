@@ -127,7 +127,7 @@ def x(length: int = 5) -> Tensor:
 def test_every_name_is_replaced_counted_and_put_back(toy: Any) -> None:
     before = {str(site): _at(site) for site in SITES}
     expected = toy.layers._attention(x(), x(), x(), [])
-    with evoattn.patch("toy") as patched:
+    with evoattn.patch("toy", layers=False) as patched:
         assert patched.sites == tuple(str(site) for site in SITES[:3])
         assert toy.attend is toy.layers._attention is not before["toy_client.layers:_attention"], "imported by name"
         assert toy.layers.dispatch is before["toy_client.layers:dispatch"], "only checked"
@@ -171,7 +171,7 @@ def test_twice_is_once(toy: Any) -> None:
 def test_a_patch_may_be_entered_again(triangle: Any) -> None:
     """It replaces the same functions, layers too, and its counts go on."""
     layers: Any = sys.modules["toy_client.layers"]
-    original, patched = layers._attention, evoattn.patch("toy", layers=True)
+    original, patched = layers._attention, evoattn.patch("toy")
     for calls in (2, 4):
         with patched:
             layers._attention(x(), x(), x(), [])
@@ -192,7 +192,7 @@ def test_a_module_that_is_reloaded(triangle: Any) -> None:
     layers: Any
     triangles: Any
     layers, triangles = sys.modules["toy_client.layers"], sys.modules["toy_client.triangle"]
-    with evoattn.patch("toy", layers=True) as patched:
+    with evoattn.patch("toy") as patched:
         importlib.reload(layers)
         importlib.reload(triangles)
         again = triangles.Triangle()
@@ -287,7 +287,7 @@ def ours(triangle: Any) -> Tensor:
 
 def test_whole_layers(triangle: Any) -> None:
     expected, site = ours(triangle), "toy_client.triangle:Triangle.forward"
-    with evoattn.patch("toy", layers=True) as patched:
+    with evoattn.patch("toy") as patched:
         assert patched.sites[-1] == site
         assert torch.equal(triangle(Z, use_lma=True), expected)
         assert patched.calls_by_site[site] == 1 and not patched.passed_on
@@ -298,9 +298,9 @@ def test_whole_layers(triangle: Any) -> None:
 
 
 def test_layers_may_be_asked_for_later(triangle: Any) -> None:
-    with evoattn.patch("toy") as patched:
+    with evoattn.patch("toy", layers=False) as patched:
         assert not triangle(Z).any()
-        assert evoattn.patch("toy", layers=True) is patched is evoattn.patch("toy", layers=True)
+        assert evoattn.patch("toy") is patched is evoattn.patch("toy")
         assert patched.sites.count("toy_client.triangle:Triangle.forward") == 1
         assert torch.equal(triangle(Z), ours(triangle))
     patched.undo()
@@ -308,7 +308,7 @@ def test_layers_may_be_asked_for_later(triangle: Any) -> None:
 
 
 def test_layers_of_other_kinds_stay_the_clients(triangle: Any) -> None:
-    with evoattn.patch("toy", layers=True) as patched:
+    with evoattn.patch("toy") as patched:
         assert triangle(Z).any()
         assert not triangle(Z, window=3).any()
         torch.compiler.reset()
@@ -327,7 +327,7 @@ def test_layers_of_other_kinds_stay_the_clients(triangle: Any) -> None:
 
 
 def test_adapters_in_layers_compute(triangle: Any) -> None:
-    with evoattn.patch("toy", layers=True) as patched:
+    with evoattn.patch("toy") as patched:
         before = triangle(Z)
         linear = triangle.mha.linear_q
         triangle.mha.linear_q = torch.nn.Sequential(torch.nn.Linear(8, 8), linear)
@@ -338,7 +338,7 @@ def test_adapters_in_layers_compute(triangle: Any) -> None:
 
 
 def test_settings_of_layers_that_are_changed_later(triangle: Any) -> None:
-    with evoattn.patch("toy", layers=True) as patched:
+    with evoattn.patch("toy") as patched:
         before = triangle(Z)
         triangle.starting = False
         ending = evoattn.nn.TriangleAttention(8, 4, 2, starting=False)
@@ -362,7 +362,7 @@ def test_subclasses_of_layers(triangle: Any) -> None:
             raise AssertionError
 
     halved, helped = Halved(), Helped()
-    with evoattn.patch("toy", layers=True) as patched:
+    with evoattn.patch("toy") as patched:
         assert torch.equal(halved(Z), 0.5 * ours(halved))
         assert not helped(Z).any()
         forward = triangle.forward
@@ -373,7 +373,7 @@ def test_subclasses_of_layers(triangle: Any) -> None:
 
 def test_arguments_of_layers_by_position(triangle: Any) -> None:
     mask = torch.ones(1, 5, 5)
-    with evoattn.patch("toy", layers=True) as patched:
+    with evoattn.patch("toy") as patched:
         assert torch.equal(triangle(Z, mask, True), triangle(Z, mask))
         assert not triangle(Z, mask, True, 3).any()
     assert patched.calls == 2 and sum(patched.passed_on.values()) == 1
@@ -383,15 +383,8 @@ def test_a_layer_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, mon
     original = toy.layers._attention
     monkeypatch.setitem(SOURCES["toy"]["1.0"], "toy_client.triangle:Triangle.forward", "another")
     with pytest.raises(evoattn.clients.UnknownRelease, match="has another toy_client.triangle:Triangle.forward"):
-        evoattn.patch("toy", layers=True)
+        evoattn.patch("toy")
     assert toy.layers._attention is original and not patching._active
-
-
-def test_a_client_whose_layers_are_not_known() -> None:
-    with pytest.raises(
-        ValueError, match=r"layers must be False for 'esmfold': evoattn.nn has layers of 'boltz', 'openfold', 'open"
-    ):
-        evoattn.patch("esmfold", layers=True)
 
 
 @pytest.mark.parametrize("name", patching.NAMES)

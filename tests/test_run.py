@@ -334,8 +334,8 @@ def test_layers_are_watched_too(program: Program, capfd: pytest.CaptureFixture[s
     path = program.folder / "program.py"
     sites = 'CLIENTS["toy"].sites'
     path.write_text(path.read_text().replace(sites, f'{sites} + CLIENTS["toy"].layers'))
-    assert program.run("python", "program.py")[:2] == (0, "theirs\n")
-    assert program.run("--layers", "python", "program.py")[:2] == (0, "ours\n")
+    assert program.run("--no-layers", "python", "program.py")[:2] == (0, "theirs\n")
+    assert program.run("python", "program.py")[:2] == (0, "ours\n")
 
 
 @pytest.mark.parametrize(("options", "graphs"), [((), True), (("--no-graphs",), False)])
@@ -387,14 +387,6 @@ def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:
     line = run._found(tmp_path, ("boltz",))
     expected = "; 1,500 denoiser steps replayed as CUDA graphs and 2 not (2 among the first calls of their kind)"
     assert line.endswith(expected)
-
-
-def test_layers_of_a_client_without_them_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("evoattn.cli.run._refuse_unknown", lambda name: None)
-    assert main(["run", "--layers", "--patch", "esmfold", "python"]) == 2
-    assert "--layers: evoattn.nn has no layers of esmfold" in capsys.readouterr().err
 
 
 def test_an_environment_behind_a_symbolic_link(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import evoattn
 import evoattn.nn as ours
 from evoattn.clients import patching
 from evoattn.nn.known import LAYERS
+from evoattn.nn.known_blocks import BLOCKS
 from evoattn.testing import relative_error
 
 
@@ -481,18 +483,23 @@ def test_blocks(client: str, dtype: torch.dtype) -> None:
     assert sum(counts) >= 15
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("client", ["boltz", "openfold3"])
-def test_blocks_patched(client: str) -> None:
-    """The same by `patch(layers=True)`: each kind of layer is ours, and what the layers' callers get is theirs."""
+def test_blocks_patched(client: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by `patch`: each kind of block, or of layer, is ours, and what their callers get is theirs."""
     installed(client)
+    known = set(BLOCKS)
+    if not whole:
+        monkeypatch.setattr(sys.modules["evoattn.nn.replace"], "BLOCKS", {})
     compare, blocks = importlib.import_module("clients.compare"), importlib.import_module(f"clients.{client}").BLOCKS
     dtype, called = torch.float32, dict[str, int]()
     for block in blocks:
         expected = compare.outcome(block, dtype, 16, block.ways[0])
-        with evoattn.patch(client, layers=True) as patched:
+        with evoattn.patch(client) as patched:
             found = compare.outcome(block, dtype, 16, block.ways[0])
         called |= {site: called.get(site, 0) + calls for site, calls in patched.calls_by_site.items()}
         for error, limit in zip(compare.errors(expected, found), compare.LIMITS[dtype], strict=True):
             assert error <= limit, block.name
-    missed = [str(site) for site in patching.client(client).layers if not called[str(site)]]
-    assert not missed
+    for site in patching.client(client).layers:
+        is_block = f"{site.module}.{site.name.removesuffix('.forward')}" in known
+        assert called[str(site)] or is_block != whole, site

@@ -80,7 +80,13 @@ class Pairs(nn.Module):
         self.pair_transition, self.ps_dropout_row_layer = Wide(), Rowwise()
 
     def forward(
-        self, z: Tensor, pair_mask: Tensor, inplace_safe: bool = False, _mask_trans: bool = True, window: Any = None
+        self,
+        z: Tensor,
+        pair_mask: Tensor,
+        inplace_safe: bool = False,
+        _mask_trans: bool = True,
+        _attn_chunk_size: Any = None,
+        window: Any = None,
     ) -> Tensor:
         drop = self.ps_dropout_row_layer
         z = z + drop(self.tri_mul_out(z, pair_mask))
@@ -208,7 +214,11 @@ def test_the_mask_of_the_transition(masked: bool) -> None:
     theirs = blocks()[0].eval()
     made, given = copy.deepcopy(theirs), arguments(theirs)
     ours.replace(made)
-    assert_same(outcome(made, given, _mask_trans=masked), outcome(theirs, given, _mask_trans=masked))
+    options = {"_mask_trans": masked, "_attn_chunk_size": 4}
+    CALLS.clear()
+    found = outcome(made, given, **options)
+    assert not CALLS
+    assert_same(found, outcome(theirs, given, **options))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

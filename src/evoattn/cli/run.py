@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "run",
         help="a program with its attention computed by evoattn",
-        usage="evoattn run [-h] [--patch NAME] [--layers] [--no-graphs] (PROGRAM | -m MODULE) [ARGUMENTS ...]",
+        usage="evoattn run [-h] [--patch NAME] [--no-layers] [--no-graphs] (PROGRAM | -m MODULE) [ARGUMENTS ...]",
         description=_ABOUT,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,7 +71,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME",
         help=f"a client; may be repeated; default: each that the program imports, of {', '.join(NAMES)}",
     )
-    parser.add_argument("--layers", action="store_true", help="also compute whole layers, as evoattn.patch(layers=True) does")
+    parser.add_argument(
+        "--no-layers",
+        action="store_false",
+        dest="layers",
+        help="replace functions that compute attention alone, as evoattn.patch(layers=False) does",
+    )
     parser.add_argument(
         "--no-graphs",
         action="store_false",
@@ -89,8 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
     names = tuple(arguments.patch or NAMES)
     for name in arguments.patch or ():
         _refuse_unknown(name)
-        if arguments.layers and not client(name).layers:
-            raise RefusedError(f"--layers: evoattn.nn has no layers of {name}")
     with _Signals() as signals, contextlib.ExitStack() as at_end:
         folder, why = _folder(at_end)
         paths = [str(running.STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -65,6 +65,8 @@ CLIENTS = {
             f"{_LAYERS}.msa:MSAColumnGlobalAttention",
             f"{_LAYERS}.attention_pair_bias:AttentionPairBias",
             f"{_LAYERS}.attention_pair_bias:DiffusionAttentionPairBias",
+            f"{_LAYERS}.transition:Transition",
+            "openfold3.core.model.latent.base_blocks:PairBlock",
         ),
     )
 }

@@ -65,7 +65,7 @@ class Patch:
         names: Iterable[str] = (),
         tell: Callable[[str, str], None] | None = None,
         *,
-        layers: bool = False,
+        layers: bool = True,
         graphs: bool = False,
     ) -> None:
         self.versions: dict[str, str] = {}
@@ -145,7 +145,7 @@ class Patch:
         lines += [f"  not by evoattn any more: {site} was reloaded, or replaced by others" for site in self._lost()]
         return "\n".join(lines)
 
-    def _apply(self, of: Client, layers: bool = False, graphs: bool = False) -> None:
+    def _apply(self, of: Client, layers: bool = True, graphs: bool = False) -> None:
         """Check all sites of a client, then replace them: nothing is half patched."""
         version = of.installed
         if version is None:
@@ -239,20 +239,20 @@ _active: dict[str, Patch] = {}
 """The patch of each client that is patched."""
 
 
-def patch(name: str | None = None, *, layers: bool = False, graphs: bool = False) -> Patch:
-    """Let `evoattn` compute the attention of an installed client, such as Boltz, in this process.
+def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False) -> Patch:
+    """Let `evoattn` compute the pair blocks and the attention of an installed client, such as Boltz, in this process.
 
-    This replaces every function of the client that computes attention, and nothing else. The client's answers stay the same
-    but for rounding, also in padded rows. A second call for the same client replaces only what was reloaded since, by
-    `importlib.reload`.
+    This replaces every function of the client that computes attention, and the layers and blocks around it that `evoattn.nn`
+    has. The client's answers stay the same but for rounding, also in padded rows. A second call for the same client replaces
+    only what was reloaded since, by `importlib.reload`.
 
     Args:
         name: one of `NAMES`. None: every client that is installed and not patched yet. Their names are printed on stderr.
-        layers: also replace whole attention layers, from the norm to the output product, by those of `evoattn.nn`. This is for
-            Boltz, OpenFold and OpenFold-3. Three kinds of layers stay the client's, with only the attention replaced: layers
-            that `evoattn.nn` does not know, layers called with unknown arguments, and layers that torch.compile compiles. For
-            the last, call `evoattn.nn.replace` before you compile the model. Products have autocast's dtype, even if the
-            client switches autocast off.
+        layers: whether whole layers and pair blocks are replaced, from the norm to the residual, by those of `evoattn.nn`:
+            attention, triangle multiplication and transition of Boltz, OpenFold and OpenFold-3. Three kinds stay the client's,
+            with only the attention replaced: layers that `evoattn.nn` does not know, layers called with unknown arguments, and
+            layers that torch.compile compiles. For the last, call `evoattn.nn.replace` before you compile the model. False:
+            only functions that compute attention are replaced.
         graphs: also record the denoiser's step as a CUDA graph and replay it, for inference on a GPU. This is for Boltz. The
             results stay the same to the last bit. Calls that cannot be replayed run as before, and the report says why.
 
@@ -260,7 +260,7 @@ def patch(name: str | None = None, *, layers: bool = False, graphs: bool = False
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site`, `passed_on` and `steps`.
 
     Raises:
-        ValueError: the name is not known, `evoattn.nn` has no layer of that client, or none of its steps can be recorded.
+        ValueError: the name is not known, or `graphs` is True and none of the client's steps can be recorded.
         ImportError: the client is not installed.
         UnknownRelease: the client's code differs from the releases that the patch knows. Nothing is replaced then.
 
@@ -274,9 +274,6 @@ def patch(name: str | None = None, *, layers: bool = False, graphs: bool = False
         return _patch_all(layers, graphs)
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, or None for all that are installed; got {name!r}")
-    if layers and not client(name).layers:
-        known = ", ".join(repr(each) for each in NAMES if client(each).layers)
-        raise ValueError(f"layers must be False for {name!r}: evoattn.nn has layers of {known}")
     if graphs and not client(name).steps:
         known = ", ".join(repr(each) for each in NAMES if client(each).steps)
         raise ValueError(f"graphs must be False for {name!r}: CUDA graphs are recorded of {known}")
@@ -305,7 +302,7 @@ def _patch_all(layers: bool, graphs: bool) -> Patch:
 
 
 def patch_as_imported(
-    name: str, module: str, tell: Callable[[str, str], None], *, layers: bool = False, graphs: bool = False
+    name: str, module: str, tell: Callable[[str, str], None], *, layers: bool = True, graphs: bool = False
 ) -> Patch:
     """Replace what is in one module of a client, which has just been imported; the others follow as they are imported.
 
@@ -343,7 +340,7 @@ def client(name: str) -> Client:
     return found
 
 
-def _besides(of: Client, layers: bool = False, graphs: bool = False) -> tuple[tuple[str, tuple[Site, ...], bool], ...]:
+def _besides(of: Client, layers: bool = True, graphs: bool = False) -> tuple[tuple[str, tuple[Site, ...], bool], ...]:
     """What is replaced besides if that is asked for: its kind, its sites, and whether it is asked for."""
     return ("layers", of.layers, layers), ("steps", of.steps, graphs)
 

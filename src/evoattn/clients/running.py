@@ -96,7 +96,7 @@ def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
 
 
 def instructions(
-    folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = False, graphs: bool = False
+    folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = True, graphs: bool = False
 ) -> str:
     """What the environment tells the start-up file, as JSON.
 
@@ -110,7 +110,7 @@ def instructions(
     return json.dumps({"folder": where, "modules": watched, "layers": layers, "graphs": graphs})
 
 
-def modules(names: tuple[str, ...] = NAMES, *, layers: bool = False, graphs: bool = False) -> dict[str, list[str]]:
+def modules(names: tuple[str, ...] = NAMES, *, layers: bool = True, graphs: bool = False) -> dict[str, list[str]]:
     """The modules to watch, each with the clients that it is of."""
     found: dict[str, list[str]] = {}
     for name in names:
@@ -133,7 +133,7 @@ def _tally(folder: str | None) -> Tally:
     return tally
 
 
-def imported(module: str, names: list[str], folder: str | None, layers: bool = False, graphs: bool = False) -> None:
+def imported(module: str, names: list[str], folder: str | None, layers: bool = True, graphs: bool = False) -> None:
     """A watched module of the named clients has been imported: replace what is in it."""
     tally = _tally(folder)
     for name in names:

@@ -94,6 +94,7 @@ def _call_openfold3_block(
     *,
     inplace_safe: bool = False,
     _mask_trans: bool = True,
+    _attn_chunk_size: int | None = None,
     **switches: Any,
 ) -> Tensor:
     ignore(switches)

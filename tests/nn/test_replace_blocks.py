@@ -177,6 +177,10 @@ def arguments(block: nn.Module, lead: tuple[int, ...] = (2,)) -> tuple[Tensor, .
     return normal(*lead, 7, 6).detach().float(), z.float(), mask.diagonal(0, -2, -1).float(), mask.float()
 
 
+OPTIONS: list[dict[str, Any]] = [{"_attn_chunk_size": 4}, {"chunk_size_tri_attn": 4, "use_kernels": True}]
+"""Arguments that change no answer, of each of `blocks`."""
+
+
 def outcome(block: Any, given: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
     """Outputs, gradients, and the next random number."""
     torch.manual_seed(3)
@@ -205,8 +209,9 @@ def test_answers_gradients_and_random_numbers(which: int, training: bool) -> Non
     expected = outcome(theirs, given)
     assert CALLS
     CALLS.clear()
-    assert_same(outcome(made, given), expected)
-    assert not CALLS
+    for options in ({}, OPTIONS[which]):
+        assert_same(outcome(made, given, **options), expected)
+        assert not CALLS
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -16,7 +16,7 @@ from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden
 
 __all__ = ["layer", "sites"]
 
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], tuple[Settings, ...], Ours | str]]
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], tuple[Settings, ...], Ours | str | None]]
 _kept = weakref.WeakKeyDictionary()
 """For each layer of a client the modules in it when it was looked at, their settings, and ours of it, or why there is none."""
 
@@ -40,6 +40,8 @@ def layer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(self, *given, **named)
         ours = _of(self)
+        if ours is None:
+            return original(self, *given, **named)
         reason = ours if isinstance(ours, str) else ours.observed()
         if reason or isinstance(ours, str):
             count.other(reason)
@@ -55,8 +57,11 @@ def layer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     return forward
 
 
-def _of(theirs: nn.Module) -> Ours | str:
-    """Ours of a client's layer, or why there is none. It is made anew when a module or a setting in the layer changed."""
+def _of(theirs: nn.Module) -> Ours | str | None:
+    """Ours of a client's layer, why there is none, or None for a layer that is as fast as it is, which is no news to anybody.
+
+    It is made anew when a module or a setting in the layer changed.
+    """
     method = overridden(theirs, entries=False)
     if method:
         return f"a {type(theirs).__name__} overrides {method}"
@@ -64,7 +69,7 @@ def _of(theirs: nn.Module) -> Ours | str:
     kept = _kept.get(theirs)
     if kept is None or not _holds(theirs, modules, *kept[:2]):
         try:
-            found: Ours | str = Ours.of(theirs, entries=False) or f"evoattn.nn has no {type(theirs).__name__}"
+            found: Ours | str | None = Ours.of(theirs, entries=False)
         except ValueError as error:
             found = str(error)
         kept = _kept[theirs] = modules, tuple(map(settings, (theirs, *modules))), found

@@ -139,7 +139,9 @@ def _draw_of_boltz(theirs: Any) -> Callable[[Tensor, int], Tensor | None]:
     return draw
 
 
-def _call_boltz_pairs(ours: _Block, theirs: Any, z: Tensor, pair_mask: Tensor, **switches: Any) -> Tensor:
+def _call_boltz_pairs(
+    ours: _Block, theirs: Any, z: Tensor, pair_mask: Tensor, chunk_size_tri_attn: int | None = None, **switches: Any
+) -> Tensor:
     ignore(switches)
     return ours.run(z, pair_mask, _draw_of_boltz(theirs))
 

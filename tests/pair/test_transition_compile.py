@@ -51,15 +51,30 @@ def test_a_sigmoid_is_four_instructions() -> None:
 OF_MODELS = [(arch, 128, torch.bfloat16) for arch in TARGETS]
 OTHERS = [
     (arch, *sizes)
-    for arch in ("sm_86", "sm_90")
-    for sizes in ((64, torch.float16), (256, torch.bfloat16), (128, torch.float32))
+    for arch in ("sm_86", "sm_90", "sm_100")
+    for sizes in ((64, torch.float16), (256, torch.bfloat16), (64, torch.float32), (128, torch.float32))
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "channels", "dtype"), [*OF_MODELS, *OTHERS])
-def test_every_card_has_the_shared_memory(arch: str, channels: int, dtype: torch.dtype) -> None:
-    if channels * dtype.itemsize > steps._NARROW_BYTES and SHARED_LIMITS[arch] < steps._SHARED_MEMORY:
-        pytest.skip("left to plain torch there")
+def test_every_card_can_run_what_it_takes(arch: str, channels: int, dtype: torch.dtype) -> None:
+    """A program has the shared memory. Where products do not fit into tensor memory, Triton compiles a trap."""
+    given = weights(channels, channels, gated=True, bias=False, dtype=dtype)
+    with target(arch):
+        takes = steps.takes(torch.empty(1, channels), given)
+    assert takes == ((arch, channels, dtype) not in LEFT_TO_TORCH)
+    if not takes:
+        return
     for kernel in compiled(arch, channels, dtype):
         assert report(kernel).shared <= SHARED_LIMITS[arch], kernel.metadata.name
+        assert "trap;" not in kernel.asm.get("ptx", ""), kernel.metadata.name
+
+
+LEFT_TO_TORCH = {
+    ("sm_86", 256, torch.bfloat16),
+    ("sm_86", 64, torch.float32),
+    ("sm_86", 128, torch.float32),
+    ("sm_100", 64, torch.float32),
+    ("sm_100", 128, torch.float32),
+}

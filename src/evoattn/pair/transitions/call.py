@@ -48,7 +48,8 @@ def transition(
     Sums are float32 or wider. On a GPU, Triton kernels compute it, and no hidden tensor is stored: a forward allocates its
     result and nothing else. A backward computes the hidden tensors again. If weights need gradients, it stores them for some
     rows at a time. Gradients are deterministic, and have no derivative of their own. Plain torch computes what the kernels do
-    not take: a CPU, float64, more than 256 channels (128 in float32), the gradient of a mask.
+    not take: a CPU, float64, more than 256 channels, or 128 in float32 or before Hopper, float32 on other cards than Hopper's,
+    the gradient of a mask.
 
     Args:
         x: a pair representation, an MSA representation or any other rows, `[*, C]`, of any floating-point dtype.

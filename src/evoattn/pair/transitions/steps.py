@@ -22,7 +22,12 @@ _NARROW_BYTES, _MOST_BYTES = 256, 512
 """Of a row in the dtype of the products. The kernels hold it in the registers of one program."""
 
 _SHARED_MEMORY = 200_000
-"""Bytes that a program may use on cards that take wider rows than `_NARROW_BYTES`: from Hopper on. Others would spill."""
+"""Bytes that a program may use on cards that take wider rows than `_NARROW_BYTES`, or float32: from Hopper on. Others spill."""
+
+_TENSOR_MEMORY = 10
+"""The compute capability of cards whose products are summed in tensor memory. Products of float32 numbers are three each, and
+take 544 to 768 columns of the 512 that there are.
+"""
 
 _TILES = {
     "forward": Tile(128, 64, 8, 2),
@@ -31,7 +36,7 @@ _TILES = {
     "backward, wide": Tile(64, 32, 8, 1),
     "backward, little shared memory": Tile(64, 32, 4, 2),
 }
-"""By what is launched, and for wider rows than `_NARROW_BYTES`. The first two are for 128 channels in 16 bits."""
+"""By what is launched. The first two are for up to 128 channels in 16 bits, wide ones for more than that and for float32."""
 
 
 class Operands(NamedTuple):
@@ -47,9 +52,11 @@ class Operands(NamedTuple):
 
 
 def takes(x: Tensor, weights: Weights) -> bool:
-    """Whether the kernels take rows of this size on this card."""
-    most = _MOST_BYTES if launch.shared_memory_limit(x.device) >= _SHARED_MEMORY else _NARROW_BYTES
-    return _row_bytes(weights) <= most
+    """Whether the kernels take rows of this size and dtype on this card."""
+    large = launch.shared_memory_limit(x.device) >= _SHARED_MEMORY
+    if weights.dtype == torch.float32 and (not large or (launch.capability(x.device) or (0,))[0] == _TENSOR_MEMORY):
+        return False
+    return _row_bytes(weights) <= (_MOST_BYTES if large else _NARROW_BYTES)
 
 
 def programs(x: Tensor, weights: Weights) -> int:
@@ -125,7 +132,7 @@ def _launch(
 
 
 def _tile(step: str, x: Tensor, weights: Weights) -> Tile:
-    if _row_bytes(weights) > _NARROW_BYTES:
+    if _row_bytes(weights) > _NARROW_BYTES or weights.dtype == torch.float32:
         return _TILES[f"{step}, wide"]
     small = f"{step}, little shared memory"
     return _TILES[small if small in _TILES and launch.shared_memory_limit(x.device) < _SHARED_MEMORY else step]

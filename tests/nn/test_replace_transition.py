@@ -115,6 +115,17 @@ class Protenix(nn.Module):
         return dense(x, None, self.layernorm1, hidden, self.linear_no_bias)
 
 
+class Esm(nn.Module):
+    """Stands for ESMFold's, which adds its input."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, H), nn.ReLU(), nn.Linear(H, C), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + dense(x, None, self.mlp[0], lambda y: self.mlp[2](self.mlp[1](y)), lambda u: self.mlp[4](self.mlp[3](u)))
+
+
 STAND_INS = {
     Pair: "openfold.model.pair_transition.PairTransition",
     Sequences: "openfold.model.evoformer.MSATransition",
@@ -122,6 +133,7 @@ STAND_INS = {
     Plain: "openfold3.core.model.layers.transition.ReLUTransition",
     Boltz: "boltz.model.layers.transition.Transition",
     Protenix: "protenix.model.modules.primitives.Transition",
+    Esm: "transformers.models.esm.modeling_esmfold.EsmFoldResidueMLP",
 }
 MASKED = (Pair, Sequences, Gated, Plain)
 
@@ -161,7 +173,7 @@ def test_answers_and_gradients(theirs: nn.Module, monkeypatch: pytest.MonkeyPatc
             assert_same(theirs, made, x, rows(*lead))
             assert_same(theirs, made, x, rows(7))  # the same for all batches
     monkeypatch.delitem(globals(), "dense")
-    chunks: dict[str, int] = {} if isinstance(theirs, Protenix) else {"chunk_size": 3}
+    chunks: dict[str, int] = {} if isinstance(theirs, Protenix | Esm) else {"chunk_size": 3}
     made(normal(7, C), **chunks, **({"ckpt_chunk_size": 2} if isinstance(theirs, Gated) else {}))
     with pytest.raises(NameError, match="dense"):
         theirs(normal(7, C))
@@ -207,7 +219,7 @@ def test_copies_and_compiles(theirs: nn.Module) -> None:
         for parameter in theirs.parameters():
             parameter.zero_()
     assert torch.equal(copied(x), expected) and torch.equal(loaded(x), expected)
-    assert not theirs(x).any()
+    assert torch.equal(theirs(x), x if isinstance(theirs, Esm) else torch.zeros_like(x))
 
 
 def test_wide_transitions_and_those_of_other_sizes_are_left_alone() -> None:
@@ -238,6 +250,23 @@ def test_what_is_not_called_has_no_hooks() -> None:
         other(normal(7, C), window=3)
 
 
+def test_dropout_of_esmfold() -> None:
+    """As the client's, in training and not, if its probability changes, and if it has a hook."""
+    theirs, x, seen = filled(Esm(0.5)), normal(7, C), list[str]()
+    made = copy.deepcopy(theirs)
+    ours.replace(made)
+    for probability, training in ((0.5, True), (0.5, False), (0.0, True), (0.3, True)):
+        for layer in (theirs, made):
+            layer.train(training).mlp[4].p = probability
+        torch.manual_seed(0)
+        expected = theirs(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(made(x), expected)
+    made.eval().mlp[4].register_forward_hook(lambda *_: seen.append("drop"))
+    made(x)
+    assert seen == ["drop"]
+
+
 REAL: dict[str, tuple[str, Callable[[Any], Any], tuple[tuple[int, ...], ...]]] = {
     "OpenFold, pairs": ("openfold.model.pair_transition", lambda client: client.PairTransition(C, 2), ((2, 7, 7),)),
     "OpenFold, MSA": ("openfold.model.evoformer", lambda client: client.MSATransition(C, 2), ((2, 5, 7),)),
@@ -249,6 +278,7 @@ REAL: dict[str, tuple[str, Callable[[Any], Any], tuple[tuple[int, ...], ...]]] =
     "OpenFold-3, ReLU": ("openfold3.core.model.layers.transition", lambda client: client.ReLUTransition(C, 2), ((2, 7, 7),)),
     "Boltz": ("boltz.model.layers.transition", lambda client: client.Transition(C, 3 * C), ()),
     "Protenix": ("protenix.model.modules.primitives", lambda client: client.Transition(C, 2), ()),
+    "ESMFold": ("transformers.models.esm.modeling_esmfold", lambda client: client.EsmFoldResidueMLP(C, 2 * C), ()),
 }
 
 

@@ -1,6 +1,4 @@
-"""Layers of OpenFold, OpenFold-3, Boltz and Protenix that `evoattn.nn` can compute: how to make ours of them, and how to call
-it.
-"""
+"""Layers of clients that `evoattn.nn` can compute: how to make ours of them, and how to call it."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from evoattn.nn.attention import Attention
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
+from evoattn.nn.submodules import has_hooks
 from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
@@ -156,6 +155,15 @@ def _transition(activation: str, function: str, paths: tuple[str, ...], theirs: 
     return ours
 
 
+def _residue_mlp(theirs: Any) -> nn.Module | None:
+    """Make our transition of ESMFold's, which adds its update to its input, after a dropout."""
+    paths = ("mlp.0", "mlp.1", "mlp.3")
+    ours = _transition("relu", "mlp.2", paths, theirs)
+    if ours is not None:
+        ours.drop = theirs.mlp[4]
+    return ours
+
+
 def _features(module: nn.Module, name: str) -> int:
     """The sizes that a projection knows by name, which may have a wrapper."""
     found: list[int] = [getattr(x, name) for x in module.modules() if hasattr(x, name)]
@@ -282,6 +290,14 @@ def _call_plain_transition(ours: Any, x: Tensor, **switches: Any) -> Tensor:
     return _call_transition(ours, x, **switches)
 
 
+def _call_residue_mlp(ours: Any, x: Tensor, **switches: Any) -> Tensor:
+    ignore(switches)
+    drop = ours.drop
+    drops = type(drop) is not nn.Dropout or has_hooks(drop) or (drop.training and drop.p > 0)
+    made: Tensor = x + drop(ours(x)) if drops else ours.add_to(x, None, in_place=False)
+    return made
+
+
 _OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
 _UPDATE = "triangular_multiplicative_update"
 
@@ -331,6 +347,7 @@ LAYERS: dict[str, tuple[Callable[[Any], nn.Module | None], Callable[..., Tensor]
     ),
     f"{_BOLTZ}.transition.Transition": (_SWIGLU_OF_BOLTZ, _call_plain_transition),
     "protenix.model.modules.primitives.Transition": (_SWIGLU_OF_PROTENIX, _call_plain_transition),
+    "transformers.models.esm.modeling_esmfold.EsmFoldResidueMLP": (_residue_mlp, _call_residue_mlp),
 }
 """By the full name of a client's class: what makes ours of it, or None if it is left to the client, and what calls ours with
 its arguments.

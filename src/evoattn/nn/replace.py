@@ -1,4 +1,4 @@
-"""Replace the forward of layers of OpenFold, OpenFold-3, Boltz and Protenix: attention, multiplication, transition.
+"""Replace the forward of layers of clients: attention, triangle multiplication, transition.
 
 A layer of the client stays where it is, with its parameters, their names and its hooks. Only its class changes, to a subclass
 whose `forward` calls a layer of `evoattn.nn` that holds the same projection and norm modules.
@@ -38,7 +38,8 @@ def replace(model: nn.Module) -> list[str]:
     - OpenFold-3: triangle, MSA row, MSA column and global column attention, attention with pair bias in the trunk and the
       diffusion transformer, triangle multiplication, and transitions;
     - Boltz-1 and Boltz-2: triangle attention, attention with pair bias, triangle multiplication, and transitions;
-    - Protenix: transitions.
+    - Protenix: transitions;
+    - ESMFold in transformers: the transition of pairs.
 
     Transitions of more than 256 channels, such as those of the single track, are left as they are.
 
@@ -65,13 +66,13 @@ def replace(model: nn.Module) -> list[str]:
         >>> replace(nn.Linear(3, 3))
         Traceback (most recent call last):
         ...
-        ValueError: no layer of Linear is known: evoattn.nn.replace takes models of openfold, openfold3, boltz, protenix
+        ValueError: no layer of Linear is known: replace takes models of openfold, openfold3, boltz, protenix, transformers
     """
     made = [(name, module, _find(module)) for name, module in model.named_modules()]
     found = [(name, module, ours) for name, module, ours in made if ours is not None]
     if not found:
         clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in LAYERS))
-        raise ValueError(f"no layer of {type(model).__name__} is known: evoattn.nn.replace takes models of {clients}")
+        raise ValueError(f"no layer of {type(model).__name__} is known: replace takes models of {clients}")
     for _, module, ours in found:
         module.__class__ = _replaced(_original(type(module)))
         setattr(module, _KEPT, ours)

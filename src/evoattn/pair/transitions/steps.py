@@ -38,8 +38,8 @@ _TILES = {
     "backward, little shared memory": Tile(64, 32, 4, 2),
 }
 """By what is launched. The first two are for up to 128 channels in 16 bits: the fastest of 8 each on an H100 at 1,024 residues.
-Wide ones are for more channels, and for float32. With 64 rows, 8 warps and 256 channels in 16 bits Triton 3.6 compiles a backward
-for Hopper that writes wrong numbers past the end of its tensors.
+Wide ones are for more channels, and for float32. With 64 rows, 8 warps and 256 channels in 16 bits, Triton 3.6 compiles a
+backward for Hopper that writes wrong numbers, some of them past the end of its tensors.
 """
 
 
@@ -136,10 +136,11 @@ def _launch(
 
 
 def _tile(step: str, x: Tensor, weights: Weights) -> Tile:
-    if _row_bytes(weights) > _NARROW_BYTES or weights.dtype == torch.float32:
-        return _TILES[f"{step}, wide"]
-    small = f"{step}, little shared memory"
-    return _TILES[small if small in _TILES and launch.shared_memory_limit(x.device) < _SHARED_MEMORY else step]
+    kinds = ["wide"] if _row_bytes(weights) > _NARROW_BYTES or weights.dtype == torch.float32 else []
+    kinds = ["float32", *kinds] if weights.dtype == torch.float32 else kinds
+    if not kinds and launch.shared_memory_limit(x.device) < _SHARED_MEMORY:
+        kinds = ["little shared memory"]
+    return next(_TILES[name] for name in (*(f"{step}, {kind}" for kind in kinds), step) if name in _TILES)
 
 
 def _row_bytes(weights: Weights) -> int:

@@ -17,7 +17,7 @@ import evoattn.nn
 from clients.blocks import Problem
 from evoattn.clients import patching, releases
 from evoattn.clients.calls import additive, kernel
-from evoattn.clients.layers import sites
+from evoattn.clients.layers import layer, sites
 from evoattn.clients.releases import digest, digests_in_file
 from evoattn.clients.site import Client, Count, Site
 from evoattn.clients.sources import SOURCES
@@ -305,6 +305,24 @@ def test_layers_may_be_asked_for_later(triangle: Any) -> None:
         assert torch.equal(triangle(Z), ours(triangle))
     patched.undo()
     assert not triangle(Z).any()
+
+
+class OnGpu(Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_few_residues_on_a_gpu_are_left_to_the_client(triangle: Any) -> None:
+    count = Count()
+    forward = layer(type(triangle).forward, count, least=6)
+    assert not forward(triangle, Z.as_subclass(OnGpu)).any() and not forward(triangle, x=Z.as_subclass(OnGpu)).any()
+    reason = "fewer than 6 residues, where the client's own layers take less of the host"
+    assert (count.ours, dict(count.passed_on)) == (0, {reason: 2})
+    assert forward(triangle, Z).any(), "on a CPU"
+    forward = layer(type(triangle).forward, count, least=5)
+    assert forward(triangle, Z.as_subclass(OnGpu)).any()
+    assert count.ours == 2
 
 
 def test_layers_of_other_kinds_stay_the_clients(triangle: Any) -> None:

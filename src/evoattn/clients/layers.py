@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evoattn.clients.site import Count, Site
 from evoattn.nn.known import UnknownArgument
@@ -21,16 +22,23 @@ _kept = weakref.WeakKeyDictionary()
 """For each layer of a client the modules in it when it was looked at, their settings, and ours of it, or why there is none."""
 
 
-def sites(*names: str) -> tuple[Site, ...]:
-    """The layers "module:Class", whose `forward` is replaced."""
-    return tuple(Site(module, f"{name}.forward", layer) for module, _, name in (x.partition(":") for x in names))
+def sites(*names: str, least: int = 0) -> tuple[Site, ...]:
+    """The layers "module:Class", whose `forward` is replaced. least: as `layer` takes it."""
+    replaced = functools.partial(layer, least=least) if least else layer
+    return tuple(Site(module, f"{name}.forward", replaced) for module, _, name in (x.partition(":") for x in names))
 
 
-def layer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+def layer(original: Callable[..., Any], count: Count, least: int = 0) -> Callable[..., Any]:
     """A layer's `forward` by `evoattn.nn`.
 
     The original computes, with its attention by ours, what ours does not know: methods that a subclass overrides, other
     parameters, a precision or arguments of its own. It also is what torch.compile compiles.
+
+    Args:
+        original: the client's `forward`.
+        count: counts the calls.
+        least: on a GPU a pair representation of fewer residues is left to the original: the host sets the pace there, and the
+            original asks less of it.
     """
 
     names = positions(original)
@@ -38,6 +46,9 @@ def layer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
+            return original(self, *given, **named)
+        if least and _residues((*given, *named.values())) < least:
+            count.other(f"fewer than {least} residues, where the client's own layers take less of the host")
             return original(self, *given, **named)
         ours = _of(self)
         if ours is None:
@@ -55,6 +66,12 @@ def layer(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         return made
 
     return forward
+
+
+def _residues(arguments: Iterable[Any]) -> float:
+    """The residues of the first pair representation on a GPU, or infinity if there is none."""
+    pairs = (x for x in arguments if isinstance(x, Tensor) and x.is_cuda and x.ndim > 3 and x.shape[-2] == x.shape[-3])
+    return next((x.shape[-2] for x in pairs), math.inf)
 
 
 def _of(theirs: nn.Module) -> Ours | str | None:

@@ -151,8 +151,9 @@ def _call_boltz_block(
 ) -> tuple[Tensor, Tensor]:
     z = _call_boltz_pairs(ours, theirs, z, pair_mask, **switches)
     with torch.autocast("cuda", enabled=False):
-        normed = ours.pre_norm_s(s.float())
-        s = s.float() + ours.attention(s=normed, z=z.float(), mask=mask.float(), k_in=normed)
+        s, wide_z, mask = (x if x.dtype == torch.float64 else x.float() for x in (s, z, mask))
+        normed = ours.pre_norm_s(s)
+        s = s + ours.attention(s=normed, z=wide_z, mask=mask, k_in=normed)
         s = s + ours.transition_s(s)
         return ours.s_post_norm(s), z
 

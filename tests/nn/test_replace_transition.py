@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evoattn.nn as ours
+from evoattn.clients.layers import layer as patched_layer
+from evoattn.clients.site import Count
 from evoattn.nn.known import LAYERS
 from evoattn.nn.submodules import is_linear, is_norm
 from tests.nn.test_replace import filled, gradients, installed, normal
@@ -227,6 +229,14 @@ def test_wide_transitions_and_those_of_other_sizes_are_left_alone() -> None:
         model = nn.ModuleList([left, known])
         assert ours.replace(model) == ["1"]
         assert type(model[0]) is type(left) and type(model[1]) is not type(left)
+
+
+def test_a_wide_transition_is_no_call_that_was_passed_on() -> None:
+    """The client computes it because that is as fast: nobody has to read so."""
+    wide, count = filled(Pair(257)), Count()
+    z = normal(2, 3, 257)
+    torch.testing.assert_close(patched_layer(Pair.forward, count)(wide, z), wide(z))
+    assert (count.ours, dict(count.passed_on)) == (0, {})
 
 
 @pytest.mark.parametrize(("kind", "path"), [(Pair, "relu"), (Boltz, "silu"), (Gated, "swiglu.swish")])

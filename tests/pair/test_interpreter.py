@@ -102,6 +102,23 @@ else:
         assert made is z and torch.equal(z, right)
         assert launches == ["gate_in", "gate_out"] * 2
 
+    def test_autograd_learns_that_z_was_written() -> None:
+        (z, mask, given, _), _ = problem()
+        frozen: Any = {name: x.detach() for name, x in given._asdict().items()}
+        z = z.exp()  # which keeps its result for its gradient
+        with torch.no_grad():
+            triangle_multiplication(z, mask, residual=True, out=z, **frozen)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+    def test_into_memory_that_overlaps_z() -> None:
+        (z, mask, given, _), _ = problem()
+        frozen: Any = {name: x.detach() for name, x in given._asdict().items()}
+        memory = torch.cat([z.detach().flatten(), torch.zeros(16)])
+        z, out = memory[:-16].view(z.shape), memory[16:].view(z.shape)
+        right = triangle_multiplication(z, mask, residual=True, **frozen)
+        assert torch.equal(triangle_multiplication(z, mask, residual=True, out=out, **frozen), right)
+
     def test_torch_compile_sees_one_operator(launches: list[str]) -> None:
         (z, mask, given, options), do = problem()
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import evoattn
 from clients.blocks import Block, Call, Options, Problem
+from evoattn.clients import patching
 
 __all__ = ["DTYPES", "LIMITS", "RESIDUES", "Outcome", "Result", "Watch", "compare", "errors", "outcome"]
 
@@ -77,13 +78,20 @@ def compare(
                 like = block.like(length, switch)
                 if str(like) not in originals:
                     originals[str(like)], _ = _run(block, dtype, length, {**way, **like})
-                with evoattn.patch(client) as patched:
-                    found, theirs = _run(block, dtype, length, {**way, **switch})
-                result.calls += patched.calls
-                result.sites.update(patched.calls_by_site)
-                result.faults += [f"{what}: {fault}" for fault in _not_ours(patched, theirs)]
-                _judge(result, what, errors(originals[str(like)], found), LIMITS[dtype])
+                for layers in (False, True) if _has_layers(client) else (False,):
+                    with evoattn.patch(client, layers=layers) as patched:
+                        found, theirs = _run(block, dtype, length, {**way, **switch})
+                    result.calls += patched.calls
+                    result.sites.update(patched.calls_by_site)
+                    how = f"{what}, whole layers" if layers else what
+                    result.faults += [f"{how}: {fault}" for fault in _not_ours(patched, theirs)]
+                    _judge(result, how, errors(originals[str(like)], found), LIMITS[dtype])
     return result
+
+
+def _has_layers(client: str) -> bool:
+    """Whether the patch of a client takes whole layers too."""
+    return bool(patching.client(client).layers)
 
 
 def _judge(result: Result, what: str, errors: tuple[float, float], limits: tuple[float, float]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evoattn.call.canonical import fits
 from evoattn.nn.known import UnknownArgument, ignore
 from evoattn.nn.project import compute_dtype_of
+from evoattn.nn.submodules import has_hooks
 from evoattn.run import guards
 
 __all__ = ["BLOCKS"]
@@ -39,6 +40,7 @@ class _Block(nn.Module):
         self.transition: Any = of(getattr(theirs, transition))
         for name in called:
             setattr(self, name, getattr(theirs, name))
+        self._inner = tuple(x for part in (self.layers, self.transition) for x in part.modules())
 
     def run(
         self,
@@ -66,7 +68,8 @@ class _Block(nn.Module):
         lead = tuple(z.shape[:-1])
         if mask.ndim != len(lead) or not fits(tuple(mask.shape), lead):
             raise UnknownArgument(f"a mask {list(mask.shape)} of a pair representation {list(z.shape)}")
-        free = not torch.is_grad_enabled() and guards.only_computes()  # then a z of our own may be overwritten
+        seen = any(has_hooks(x) or "forward" in x.__dict__ for x in self._inner)  # somebody may keep what a module gets
+        free = not torch.is_grad_enabled() and not seen and guards.only_computes()  # then a z of our own may be overwritten
         in_place = in_place and free and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
         for which, layer in enumerate(self.layers):
             options = turned if turned and which == _END else {}
@@ -99,6 +102,8 @@ def _call_openfold3_block(
 ) -> Tensor:
     ignore(switches)
     dropout = theirs.ps_dropout_row_layer
+    if dropout.training and (inplace_safe or list(dropout.batch_dim) != [-3]):
+        raise UnknownArgument("dropout in place, or another one than along rows")
 
     def draw(z: Tensor, which: int) -> Tensor | None:
         if not dropout.training:
@@ -143,6 +148,7 @@ def _call_boltz_pairs(
     ours: _Block, theirs: Any, z: Tensor, pair_mask: Tensor, chunk_size_tri_attn: int | None = None, **switches: Any
 ) -> Tensor:
     ignore(switches)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))  # as theirs becomes by its dropout mask, also in inference
     return ours.run(z, pair_mask, _draw_of_boltz(theirs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from evoattn.compat.empty_rows import EmptyRows
@@ -88,11 +89,24 @@ class PairBlock(nn.Module):
         Raises:
             TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
-        options = {"in_place": True} if in_place else {}  # so that a layer may be any module that takes (z, mask)
+        options = {}  # a layer may be any module that takes (z, mask)
+        if in_place:
+            self._check_in_place(z)
+            options = {"in_place": True}
         for layer in (self.tri_mul_out, self.tri_mul_in, self.tri_att_start, self.tri_att_end):
             z = layer(z, mask, **options)
         z = self.pair_transition(z, **options)
         return z
+
+    def _check_in_place(self, z: Tensor) -> None:
+        """Raise ValueError before any work if a layer could not write into z."""
+        for name, layer in self.named_children():
+            if not isinstance(layer, (TriangleMultiplication, TriangleAttention, Transition)):
+                raise ValueError(f"in_place=True needs layers of evoattn.nn, but {name} is a {type(layer).__name__}")
+            if not layer.residual:
+                raise ValueError(f"in_place=True needs residual=True in {name}")
+        if torch.is_grad_enabled() and (z.requires_grad or any(x.requires_grad for x in self.parameters())):
+            raise ValueError("in_place=True overwrites z, which a gradient needs: call the block under torch.no_grad()")
 
 
 class PairformerBlock(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +41,10 @@ def replace(model: nn.Module) -> list[str]:
     - Protenix: transitions;
     - ESMFold in transformers: the transition of pairs.
 
+    So are the pair blocks of OpenFold-3 (`PairBlock`) and Boltz (`PairformerLayer`, `PairformerNoSeqLayer`), whose layers add
+    their updates to z themselves. A block that ours cannot compute, because of a hook on one of its layers, a forward of its
+    own or another layer in it, runs its own forward, with layers by ours.
+
     Transitions of more than 256 channels, such as those of the single track, are left as they are.
 
     Both layers hold the same parameters, under the names that they had. So optimizers, checkpoints and later moves to a device
@@ -48,7 +52,7 @@ def replace(model: nn.Module) -> list[str]:
     multiplication to its input, in place, is followed. Each replaced layer gets a subclass of its class, of the same name.
 
     Sub-modules may be exchanged later, as adapters do, and settings such as `inf` may be changed: each call looks at them. If a
-    sub-module that `evoattn.nn` does not call gets hooks or a forward of its own, the next call of the layer raises ValueError.
+    sub-module that a layer of `evoattn.nn` does not call gets hooks or a forward of its own, its next call raises ValueError.
 
     Args:
         model: the client's model, or one of its layers.
@@ -109,6 +113,8 @@ def _replaced(original: Any) -> Any:
         ours: Ours | None = self.__dict__.get(_KEPT)
         if ours is None or not ours.holds(self):
             ours = _renew(self)
+        if not ours.computes:
+            return original.forward(self, *given, **named)
         arguments = by_name(names, given, named)
         if not ours.is_block:
             return ours(arguments, self)
@@ -127,9 +133,18 @@ def _replaced(original: Any) -> Any:
 
 
 def _renew(theirs: nn.Module) -> Ours:
-    """Make and keep ours of a replaced layer."""
-    ours = theirs.__dict__[_KEPT] = cast(Ours, Ours.of(theirs, entries=False))
-    return ours
+    """Make and keep ours of a replaced layer. A block whose layers are not known any more, and a layer that is faster as it is,
+    run their own forward until they are changed again.
+    """
+    try:
+        ours = Ours.of(theirs, entries=False)
+    except ValueError:
+        if not is_block(theirs):
+            raise
+        ours = None
+    kept: Ours = Ours(nn.Identity(), None, theirs) if ours is None else ours
+    theirs.__dict__[_KEPT] = kept
+    return kept
 
 
 def _new(original: type) -> Any:
@@ -160,7 +175,7 @@ class Ours:
     It does not hold the client's layer itself.
     """
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any], theirs: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any] | None, theirs: nn.Module) -> None:
         self.layer, self._forward, self.is_block = layer, forward, is_block(theirs)
         self._children = tuple(theirs._modules.items())
         adopted = {id(x) for x in layer.modules()}
@@ -168,6 +183,11 @@ class Ours:
         self._settings = settings(theirs)
         self._inner_settings = tuple((x, found) for x, _ in self._inner if (found := settings(x)))
         self._bypassed = tuple((name, x) for name, x in theirs.named_modules() if x is not theirs and id(x) not in adopted)
+
+    @property
+    def computes(self) -> bool:
+        """Whether there is a layer of ours. Else the client's own forward runs."""
+        return self._forward is not None
 
     @classmethod
     def of(cls, theirs: nn.Module, *, entries: bool) -> Ours | None:
@@ -232,7 +252,8 @@ class Ours:
         missed = self.observed()
         if missed:
             raise ValueError(f"{missed}: put hooks and adapters on the layer, or on its projections and norms")
-        return self._forward(self.layer, theirs, **arguments) if self.is_block else self._forward(self.layer, **arguments)
+        forward: Any = self._forward
+        return forward(self.layer, theirs, **arguments) if self.is_block else forward(self.layer, **arguments)
 
 
 def is_block(theirs: nn.Module) -> bool:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
+from evoattn.run import guards
 
-__all__ = ["check_mask_of", "check_out", "check_shapes", "check_tensors"]
+__all__ = ["check_mask_of", "check_out", "check_shapes", "check_tensors", "direct", "written"]
 
 
 def check_out(out: Tensor, x: Tensor, dtype: torch.dtype, *, records: bool) -> None:
@@ -73,3 +74,20 @@ def check_mask_of(name: str, x: Tensor, mask: Tensor | None) -> None:
     check_mask("mask", mask, tuple(x.shape[:-1]))
     if mask is not None and mask.device != x.device:
         raise ValueError(f"mask must be on {x.device}, as {name} is, got {mask.device}")
+
+
+def direct(out: Tensor | None, x: Tensor, *others: Tensor | None) -> Tensor | None:
+    """`out`, if kernels may write it: it is contiguous, and is x itself or shares no memory with what they read. Else None."""
+    if out is None or not out.is_contiguous() or not guards.only_computes():
+        return None
+    if out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
+        return out
+    memory = out.untyped_storage().data_ptr()
+    return None if any(y is not None and y.untyped_storage().data_ptr() == memory for y in (x, *others)) else out
+
+
+def written(out: Tensor) -> Tensor:
+    """`out`, which kernels have written: autograd learns that what it may have saved has changed."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out

@@ -13,7 +13,7 @@ from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask, compute_dtype
 from evoattn.devices import installed
 from evoattn.numerics import accumulate_dtype
-from evoattn.pair.checking import check_out
+from evoattn.pair.checking import check_out, direct, written
 from evoattn.pair.multiplication import operators
 from evoattn.pair.multiplication.autograd import TriangleMultiplication, forward
 from evoattn.pair.multiplication.values import Options, Weights, result_dtype
@@ -95,7 +95,7 @@ def triangle_multiplication(
     records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, mask, *weights))
     if out is not None:
         check_out(out, z, result_dtype(z, weights, options), records=records)
-    into = out if out is not None and out.is_contiguous() else None
+    into = direct(out, z, mask, *weights)
     result = _compute(z, mask, weights, options, records, into)
     return result if out is None or result is out else out.copy_(result)
 
@@ -113,7 +113,7 @@ def _compute(z: Tensor, mask: Tensor | None, weights: Weights, options: Options,
     else:
         made = forward(square, rows, weights, options, keep=False, out=out)[0]
         if out is not None:
-            return out
+            return written(out)
     result: Tensor = made.view(z.shape)
     return result
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evoattn.call.validation import compute_dtype
 from evoattn.devices import installed
-from evoattn.pair.checking import check_mask_of, check_out, check_shapes, check_tensors
+from evoattn.pair.checking import check_mask_of, check_out, check_shapes, check_tensors, direct, written
 from evoattn.pair.reference import norm
 from evoattn.pair.transitions import operators
 from evoattn.pair.transitions.autograd import Transition, forward
@@ -18,6 +18,9 @@ from evoattn.pair.transitions.values import Options, Weights, result_dtype
 from evoattn.run import guards
 
 __all__ = ["reference", "transition"]
+
+_CHUNK = 1 << 17
+"""Rows that plain torch takes at a time in inference."""
 
 _OPTIONAL = frozenset(("norm_weight", "norm_bias", "a_bias", "b_bias", "out_bias"))
 
@@ -45,11 +48,11 @@ def transition(
         u = silu(a(y)) * b(y)  (activation "swiglu"),  relu(a(y))  (activation "relu")
         result = mask * out(u), plus x with `residual=True`
 
-    Sums are float32 or wider. On a GPU, Triton kernels compute it, and no hidden tensor is stored: a forward allocates its
-    result and nothing else. A backward computes the hidden tensors again. If weights need gradients, it stores them for some
-    rows at a time. Gradients are deterministic, and have no derivative of their own. Plain torch computes what the kernels do
-    not take: a CPU, float64, more than 256 channels, or 128 in float32 or before Hopper, float32 on other cards than Hopper's,
-    the gradient of a mask.
+    Sums are float32 or wider. On a GPU, Triton kernels compute it, and a forward stores no tensor of the hidden channels. A
+    backward computes them again; if weights need gradients, it stores them for some rows at a time. Gradients are
+    deterministic, and have no derivative of their own. Plain torch computes what the kernels do not take: a CPU, float64, more
+    than 256 channels in 16 bits (128 before Hopper), float32 with more than 128 channels or on other cards than Hopper's, and
+    the gradient of a mask. In inference it takes 131,072 rows at a time.
 
     Args:
         x: a pair representation, an MSA representation or any other rows, `[*, C]`, of any floating-point dtype.
@@ -87,7 +90,7 @@ def transition(
     records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, mask, *weights))
     if out is not None:
         check_out(out, x, result_dtype(x, weights, options), records=records)
-    into = out if out is not None and out.is_contiguous() else None
+    into = direct(out, x, mask, *weights)
     result = _compute(x, mask, weights, options, records, into)
     return result if out is None or result is out else out.copy_(result)
 
@@ -95,7 +98,9 @@ def transition(
 def _compute(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None) -> Tensor:
     """The result, in `out` if it is given and kernels compute."""
     if not x.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(x, weights):
-        return reference(x, mask, weights, options)
+        if records or not guards.only_computes() or x.numel() <= _CHUNK * x.shape[-1]:
+            return reference(x, mask, weights, options)
+        return _in_chunks(x, mask, weights, options)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1).contiguous()
     if not guards.only_computes():  # torch has to see an operator
@@ -105,9 +110,20 @@ def _compute(x: Tensor, mask: Tensor | None, weights: Weights, options: Options,
     else:
         made = forward(rows, factors, weights, options, out)
         if out is not None:
-            return out
+            return written(out)
     result: Tensor = made.view(x.shape)
     return result
+
+
+def _in_chunks(x: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
+    """The reference for some rows at a time: its hidden tensors would take several times the memory of x."""
+    rows = x.reshape(-1, x.shape[-1])
+    factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1)
+    made = rows.new_empty(rows.shape, dtype=result_dtype(x, weights, options))
+    for start in range(0, rows.shape[0], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        made[part] = reference(rows[part], None if factors is None else factors[part], weights, options)
+    return made.view(x.shape)
 
 
 def _has_kernels(x: Tensor, weights: Weights) -> bool:

@@ -217,8 +217,9 @@ def test_signals_are_the_programs(program: Program, number: signal.Signals) -> N
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT], ids=lambda x: x.name)
 def test_a_signal_for_evoattn_run_alone_is_passed_on(program: Program, tmp_path: pathlib.Path, number: signal.Signals) -> None:
     """As `kill -INT`, Slurm and supervisors send it. No temporary folder stays."""
-    wait = f"signal.signal({int(number)}, lambda *_: sys.exit(5)); print('ready', flush=True); time.sleep(30)"
-    process = program.start("python", "-c", f"import signal, sys, time; {wait}")
+    handle = f"signal.signal({int(number)}, lambda *_: sys.exit(5)); print('ready', flush=True)"
+    wait = "[time.sleep(0.1) for _ in range(300)]"  # a signal just before a sleep is handled after it
+    process = program.start("python", "-c", f"import signal, sys, time; {handle}; {wait}")
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(number)
     process.communicate(timeout=20)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from evoattn.pair import transition
+from evoattn.pair.transitions import call as transition_call
 from evoattn.pair.transitions.call import _cast
 from evoattn.pair.transitions.values import Options, Weights
 from evoattn.testing import relative_error
@@ -173,3 +174,24 @@ def test_what_a_result_is_not_written_into(out: torch.Tensor, word: str) -> None
     named: Any = given._asdict()
     with pytest.raises(ValueError, match=word):
         transition(x, mask, out=out, **named)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_inference_takes_some_rows_at_a_time(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a gradient, which keeps all of them, it takes all at once."""
+    given, (x, mask, _) = weights(6, 10, gated=True, bias=True), inputs((3, 5), 6)
+    options, rows = Options(1e-5, residual=True), list[int]()
+    right = call(x, mask if masked else None, given, options).detach()
+    reference = transition_call.reference
+
+    def watched(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(x.numel() // 6)
+        return reference(x, *rest)
+
+    monkeypatch.setattr(transition_call, "reference", watched)
+    monkeypatch.setattr(transition_call, "_CHUNK", 4)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, mask if masked else None, given, options), right)
+    assert rows == [4, 4, 4, 3]
+    call(x, mask if masked else None, given, options)
+    assert rows[4:] == [15]

@@ -10,7 +10,7 @@ import torch
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.nn import TriangleMultiplication
 from evoattn.pair import triangle_multiplication
-from evoattn.pair.multiplication.call import _cast
+from evoattn.pair.checking import cast
 from evoattn.pair.multiplication.values import Options, Weights
 from evoattn.testing import dense_layers, relative_error
 from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
@@ -115,7 +115,7 @@ def test_weights_of_any_strides() -> None:
     """The kernels want rows one after the other; they get copies."""
     given, (z, mask, do) = weights(6, 4, bias=True), inputs((1,), 5, 6)
     turned: Any = [x if x is None or x.ndim == 1 else x.detach().t().contiguous().t().requires_grad_() for x in given]
-    assert all(x.is_contiguous() for x in _cast(z, Weights(*turned)) if x is not None)
+    assert all(x.is_contiguous() for x in cast(z, Weights(*turned), turned[2]) if x is not None)
     options = Options(True, 1e-5, False)
     found = differentiated(call(z, mask, Weights(*turned), options), z, Weights(*turned), do)
     assert worst(found, truth(z, mask, given, options, do)) < 1e-12

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from evoattn.pair import transition
+from evoattn.pair.checking import cast
 from evoattn.pair.transitions import call as transition_call
-from evoattn.pair.transitions.call import _cast
 from evoattn.pair.transitions.values import Options, Weights
 from evoattn.testing import relative_error
 from tests.pair.problems import differentiated, worst
@@ -104,7 +104,7 @@ def test_weights_of_any_strides() -> None:
     """The kernels want rows one after the other; they get copies."""
     given, (x, mask, do) = weights(6, 4, gated=True, bias=True), inputs((5,), 6)
     turned: Any = [y if y.ndim == 1 else y.detach().t().contiguous().t().requires_grad_() for y in given]
-    assert all(y.is_contiguous() for y in _cast(x, Weights(*turned)) if y is not None)
+    assert all(y.is_contiguous() for y in cast(x, Weights(*turned), turned[2]) if y is not None)
     options = Options(1e-5, False)
     found = differentiated(call(x, mask, Weights(*turned), options), x, Weights(*turned), do)
     assert worst(found, truth(x, mask, given, options, do)) < 1e-12

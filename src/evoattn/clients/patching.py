@@ -341,7 +341,7 @@ def client(name: str) -> Client:
 
 
 def _besides(of: Client, layers: bool = True, graphs: bool = False) -> tuple[tuple[str, tuple[Site, ...], bool], ...]:
-    """What is replaced besides if that is asked for: its kind, its sites, and whether it is asked for."""
+    """List what may be replaced beside the attention: for each kind its name, its sites, and whether to replace them."""
     return ("layers", of.layers, layers), ("steps", of.steps, graphs)
 
 

@@ -26,7 +26,6 @@ Of = Callable[[nn.Module], nn.Module]
 _LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
 """The layers of a pair block before its transition, by the names that OpenFold-3 and Boltz give them."""
 
-
 _END = 3
 """The place of the attention around the ending node."""
 

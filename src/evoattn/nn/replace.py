@@ -113,15 +113,13 @@ def _replaced(original: Any) -> Any:
         ours: Ours | None = self.__dict__.get(_KEPT)
         if ours is None or not ours.holds(self):
             ours = _renew(self)
-        if not ours.computes:
-            return original.forward(self, *given, **named)
-        arguments = by_name(names, given, named)
-        if not ours.is_block:
-            return ours(arguments, self)
-        try:
-            return original.forward(self, **arguments) if ours.observed() else ours(arguments, self)
-        except UnknownArgument:
-            return original.forward(self, **arguments)
+        if ours.computes and not (ours.is_block and ours.observed()):
+            try:
+                return ours(by_name(names, given, named), self)
+            except UnknownArgument:
+                if not ours.is_block:
+                    raise
+        return original.forward(self, *given, **named)
 
     def reduce(self: Any, protocol: Any) -> Any:
         made: Any = object.__reduce_ex__(self, 2)
@@ -208,10 +206,11 @@ class Ours:
         if method:
             raise ValueError(f"a {type(theirs).__name__} overrides {method} of {_name(kind)}, which evoattn.nn would not call")
         name = _name(kind)
-        forward = LAYERS[name][1] if name in LAYERS else BLOCKS[name][1]
+        make: Any
+        make, forward = LAYERS[name] if name in LAYERS else BLOCKS[name]
         try:
             with torch.device("meta"):
-                layer = LAYERS[name][0](theirs) if name in LAYERS else BLOCKS[name][0](theirs, _layer_of)
+                layer = make(theirs) if name in LAYERS else make(theirs, _layer_of)
         except (AttributeError, TypeError, IndexError) as error:
             raise ValueError(f"a {type(theirs).__name__} has other modules than the layer that evoattn.nn knows") from error
         if layer is None:

@@ -1,17 +1,21 @@
-"""Checks that the pair operators share."""
+"""What the pair operators share before they compute: checks of their arguments, casts of their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from evoattn.call.sharded import is_distributed
-from evoattn.call.validation import check_mask
+from evoattn.call.validation import check_mask, compute_dtype
 from evoattn.run import guards
 
-__all__ = ["check_mask_of", "check_out", "check_shapes", "check_tensors", "direct", "written"]
+__all__ = ["cast", "check_mask_of", "check_out", "check_shapes", "check_tensors", "direct", "written"]
+
+Weights = TypeVar("Weights", bound=Any)
+"""A named tuple of tensors, of which some may be None."""
 
 
 def check_out(out: Tensor, x: Tensor, dtype: torch.dtype, *, records: bool) -> None:
@@ -67,6 +71,20 @@ def check_shapes(weights: Mapping[str, Tensor | None], shapes: Mapping[str, tupl
         wanted = shapes[module] if kind == "weight" else shapes[module][:1]
         if tensor is not None and tuple(tensor.shape) != wanted:
             raise ValueError(f"{name} must be {list(wanted)} {sizes}, got shape {list(tensor.shape)}")
+
+
+def cast(x: Tensor, weights: Weights, product: Tensor) -> Weights:
+    """The weights, one row after the other in memory; those of products, and their biases, in the products' dtype.
+
+    Args:
+        x: the input.
+        weights: a named tuple; the names of norms have "norm" in them.
+        product: the weight of a product, which has the dtype of all.
+    """
+    dtype = compute_dtype(x, product)
+    made = [y if y is None else (y if "norm" in name else y.to(dtype)).contiguous() for name, y in weights._asdict().items()]
+    same: Weights = type(weights)._make(made)
+    return same
 
 
 def check_mask_of(name: str, x: Tensor, mask: Tensor | None) -> None:

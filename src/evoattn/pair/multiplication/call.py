@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn.call.sharded import is_distributed
-from evoattn.call.validation import check_mask, compute_dtype
 from evoattn.devices import installed
-from evoattn.numerics import accumulate_dtype
-from evoattn.pair.checking import check_out, direct, written
+from evoattn.pair.checking import cast, check_mask_of, check_out, check_shapes, check_tensors, direct, written
 from evoattn.pair.multiplication import operators
 from evoattn.pair.multiplication.autograd import TriangleMultiplication, forward
 from evoattn.pair.multiplication.values import Options, Weights, result_dtype
+from evoattn.pair.reference import norm
 from evoattn.run import guards
 
 __all__ = ["product", "reference", "triangle_multiplication"]
+
+_OPTIONAL = frozenset(name for name in Weights._fields if name.endswith("bias") or "norm" in name)
 
 
 def triangle_multiplication(
@@ -89,7 +88,7 @@ def triangle_multiplication(
         raise ValueError(f"direction must be 'outgoing' or 'incoming', got {direction!r}")
     _check(z, mask, weights)
     options = Options(direction == "outgoing", float(eps), residual)
-    weights = _cast(z, weights)
+    weights = cast(z, weights, weights.p_in_weight)
     if mask is not None and not mask.is_floating_point():
         mask = mask.to(weights.dtype)
     records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, mask, *weights))
@@ -127,27 +126,10 @@ def _has_kernels(z: Tensor, weights: Weights) -> bool:
     return steps.takes(z, weights) and not torch._C._are_functorch_transforms_active()
 
 
-def _cast(z: Tensor, weights: Weights) -> Weights:
-    """The weights, one row after the other in memory; those of products, and their biases, in the products' dtype."""
-    dtype = compute_dtype(z, weights.p_in_weight)
-    named = zip(Weights._fields, weights, strict=True)
-    cast: Any = [x if x is None else (x if "norm" in name else x.to(dtype)).contiguous() for name, x in named]
-    return Weights(*cast)
-
-
 def _check(z: Tensor, mask: Tensor | None, weights: Weights) -> None:
     """Raise TypeError or ValueError for what does not fit together."""
-    for name, x in (("z", z), *zip(Weights._fields, weights, strict=True)):
-        if x is None and (name.endswith("bias") or "norm" in name):
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if is_distributed(x):
-            raise TypeError(f"{name} must be a plain tensor, got a DTensor: gather it first, with full_tensor()")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
-        if x.device != z.device:
-            raise ValueError(f"{name} must be on {z.device}, as z is, got {x.device}")
+    named = weights._asdict()
+    check_tensors("z", z, named, _OPTIONAL)
     if z.ndim < 3 or z.shape[-2] != z.shape[-3]:
         raise ValueError(f"z must be [*, L, L, C], got shape {list(z.shape)}")
     if weights.p_out_weight.ndim != 2:
@@ -155,27 +137,20 @@ def _check(z: Tensor, mask: Tensor | None, weights: Weights) -> None:
     channels, hidden = z.shape[-1], weights.p_out_weight.shape[1]
     shapes = {"norm_in": (channels,), "p_in": (2 * hidden, channels), "g_in": (2 * hidden, channels)}
     shapes |= {"norm_out": (hidden,), "p_out": (channels, hidden), "g_out": (channels, channels)}
-    for name, x in zip(Weights._fields, weights, strict=True):
-        module, kind = name.rsplit("_", 1)
-        wanted = shapes[module] if kind == "weight" else shapes[module][:1]
-        if x is not None and tuple(x.shape) != wanted:
-            sizes = f"for C = {channels} channels of z and D = {hidden} of p_out_weight"
-            raise ValueError(f"{name} must be {list(wanted)} {sizes}, got shape {list(x.shape)}")
-    check_mask("mask", mask, tuple(z.shape[:-1]))
-    if mask is not None and mask.device != z.device:
-        raise ValueError(f"mask must be on {z.device}, as z is, got {mask.device}")
+    check_shapes(named, shapes, f"for C = {channels} channels of z and D = {hidden} of p_out_weight")
+    check_mask_of("z", z, mask)
 
 
 def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
     """Triangle multiplication in plain torch, which differentiates it."""
     w = weights
-    y = _norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
+    y = norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
     ab = F.linear(y, w.p_in_weight, w.p_in_bias) * F.linear(y, w.g_in_weight, w.g_in_bias).sigmoid()
     if mask is not None:
         ab = ab * mask.unsqueeze(-1).to(w.dtype)
     a, b = ab.movedim(-1, -3).chunk(2, -3)  # [*,d,i,k]
     t = product(a, b, outgoing=options.outgoing).movedim(-3, -1)
-    n = _norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.dtype)
+    n = norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.dtype)
     update = F.linear(n, w.p_out_weight, w.p_out_bias) * F.linear(y, w.g_out_weight, w.g_out_bias).sigmoid()
     return z + update if options.residual else update
 
@@ -185,10 +160,3 @@ def product(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
     if a.dtype == torch.float16:
         a, b = a.float(), b.float()
     return a @ b.mT if outgoing else a.mT @ b
-
-
-def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """A layer norm over the last axis, in float32 or wider."""
-    wide = accumulate_dtype(x.dtype)
-    weight, bias = (None if y is None else y.to(wide) for y in (weight, bias))
-    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn.call.validation import compute_dtype
 from evoattn.devices import installed
-from evoattn.pair.checking import check_mask_of, check_out, check_shapes, check_tensors, direct, written
+from evoattn.pair.checking import cast, check_mask_of, check_out, check_shapes, check_tensors, direct, written
 from evoattn.pair.reference import norm
 from evoattn.pair.transitions import operators
 from evoattn.pair.transitions.autograd import Transition, forward
@@ -84,7 +81,7 @@ def transition(
     weights = Weights(norm_weight, norm_bias, a_weight, a_bias, b_weight, b_bias, out_weight, out_bias)
     _check(x, mask, activation, weights)
     options = Options(float(eps), residual)
-    weights = _cast(x, weights)
+    weights = cast(x, weights, weights.a_weight)
     if mask is not None and not mask.is_floating_point():
         mask = mask.to(weights.dtype)
     records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, mask, *weights))
@@ -133,14 +130,6 @@ def _has_kernels(x: Tensor, weights: Weights) -> bool:
     from evoattn.pair.transitions import steps
 
     return steps.takes(x, weights) and not torch._C._are_functorch_transforms_active()
-
-
-def _cast(x: Tensor, weights: Weights) -> Weights:
-    """The weights, one row after the other in memory; those of products, and their biases, in the products' dtype."""
-    dtype = compute_dtype(x, weights.a_weight)
-    named = zip(Weights._fields, weights, strict=True)
-    cast: Any = [y if y is None else (y if "norm" in name else y.to(dtype)).contiguous() for name, y in named]
-    return Weights(*cast)
 
 
 def _check(x: Tensor, mask: Tensor | None, activation: str, weights: Weights) -> None:

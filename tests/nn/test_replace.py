@@ -467,10 +467,11 @@ def test_state_dicts(make: Callable[[], Any]) -> None:
     assert relative_error(own(*inputs, **masks), theirs(*inputs, **masks).double()) < 2e-6
 
 
-@pytest.mark.parametrize("client", ["boltz", "openfold3"])
+@pytest.mark.parametrize("client", ["boltz", "openfold3", "protenix"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_blocks(client: str, dtype: torch.dtype) -> None:
+def test_blocks(client: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of a client with our layers in it: outputs and all gradients, padding too in float32."""
+    monkeypatch.setenv("LAYERNORM_TYPE", "torch")  # Protenix compiles an extension otherwise
     installed(client)
     blocks = importlib.import_module(f"clients.{client}").BLOCKS
     layers = importlib.import_module("clients.layers")
@@ -484,9 +485,10 @@ def test_blocks(client: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("client", ["boltz", "openfold3"])
+@pytest.mark.parametrize("client", ["boltz", "openfold3", "protenix"])
 def test_blocks_patched(client: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same by `patch`: each kind of block, or of layer, is ours, and what their callers get is theirs."""
+    monkeypatch.setenv("LAYERNORM_TYPE", "torch")
     installed(client)
     known = set(BLOCKS)
     if not whole:

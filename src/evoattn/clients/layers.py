@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients.site import Count, Site
-from evoattn.nn.known import UnknownArgument
+from evoattn.nn.known import ClientsOwn, UnknownArgument
 from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden, positions, settings
 
 __all__ = ["layer", "sites"]
@@ -60,7 +60,8 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0) -> Callabl
         try:
             made = ours(by_name(names, given, named), self)
         except UnknownArgument as error:
-            count.other(str(error))
+            if not isinstance(error, ClientsOwn):
+                count.other(str(error))
             return original(self, *given, **named)
         count.one()
         return made

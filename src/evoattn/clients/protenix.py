@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from evoattn.clients.calls import additive, kernel, multiplication, queries_first
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -52,7 +53,17 @@ _KERNELS = (
     Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
 )
 
+
+def _layers(package: str) -> tuple[Site, ...]:
+    return sites(
+        f"{package}.model.triangular.triangular:TriangleAttention",
+        f"{package}.model.triangular.triangular:TriangleMultiplicativeUpdate",
+        f"{package}.model.modules.primitives:Transition",
+        f"{package}.model.modules.pairformer:PairformerBlock",
+    )
+
+
 CLIENTS = {
-    "protenix": Client("protenix", "protenix", _sites("protenix", _KERNELS)),
+    "protenix": Client("protenix", "protenix", _sites("protenix", _KERNELS), layers=_layers("protenix")),
     "opendde": Client("opendde", "opendde", _sites("opendde")),
 }

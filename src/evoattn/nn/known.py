@@ -18,7 +18,7 @@ from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
-__all__ = ["LAYERS", "UnknownArgument", "ignore"]
+__all__ = ["LAYERS", "ClientsOwn", "UnknownArgument", "check_scaled", "ignore"]
 
 _OF_MULTIPLICATION = ("layer_norm_in", "layer_norm_out", "linear_z", "linear_g")
 """Modules of a triangle multiplication that OpenFold calls as we do."""
@@ -34,12 +34,27 @@ _OF_TRANSITION = {
 
 _ACTIVATIONS = {"swiglu": nn.SiLU, "relu": nn.ReLU}
 
-_IGNORED = ("chunk_size", "ckpt_chunk_size", "_inplace_chunk_size", "inplace_safe", "flash_mask")
+_FEW = 16
+"""Keys up to which Protenix' triangle attention takes no kernel."""
+
+_IGNORED = (
+    "chunk_size",
+    "ckpt_chunk_size",
+    "_inplace_chunk_size",
+    "inplace_safe",
+    "flash_mask",
+    "triangle_attention",
+    "triangle_multiplicative",
+)
 """Arguments that change no answer, beside those of which only the beginning is known."""
 
 
 class UnknownArgument(TypeError):  # noqa: N818
     """A client's layer was called with an argument that `evoattn.nn` does not know. Nothing was computed."""
+
+
+class ClientsOwn(UnknownArgument):
+    """A client's layer was called in a way in which it has an answer of its own, which is kept."""
 
 
 def _adopt(ours: nn.Module, theirs: nn.Module, *names: str, **renamed: str) -> None:
@@ -185,6 +200,20 @@ def _call_triangle(
     return made
 
 
+def check_scaled(x: Tensor, triangle_attention: str) -> None:
+    """Raise ClientsOwn if Protenix' triangle attention of x does not scale q: it takes no kernel for so few residues."""
+    if x.shape[-2] <= _FEW and triangle_attention in ("cuequivariance", "deepspeed"):
+        raise ClientsOwn(f"{_FEW} residues or fewer with {triangle_attention}, for which the client does not scale q")
+
+
+def _call_protenix_triangle(
+    ours: Any, x: Tensor, mask: Tensor | None = None, *, triangle_attention: str = "torch", **switches: Any
+) -> Tensor:
+    """Call our layer with Protenix' arguments. The mask may lack leading axes along which it does not vary."""
+    check_scaled(x, triangle_attention)
+    return _call_triangle(ours, x, None if mask is None else with_axes(mask, x.ndim - 1), **switches)
+
+
 def _call_rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
     ignore(switches)
     made: Tensor = ours(m, z, mask)
@@ -257,10 +286,11 @@ def _call_multiplication(
 ) -> Tensor:
     """Call our layer with OpenFold's arguments. If z may be overwritten, the update may have to be added to it, in place.
 
-    Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance.
+    Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance. The mask may
+    lack leading axes along which it does not vary.
     """
     ignore(switches)
-    made: Tensor = ours(z, mask)
+    made: Tensor = ours(z, None if mask is None else with_axes(mask, z.ndim - 1))
     adds = inplace_safe and _add_with_inplace and not switches.get("use_cueq_triangle_kernels")
     return z.add_(made) if adds else made
 
@@ -299,6 +329,7 @@ def _call_residue_mlp(ours: Any, x: Tensor, **switches: Any) -> Tensor:
 
 
 _OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
+_PROTENIX = "protenix.model"
 _UPDATE = "triangular_multiplicative_update"
 
 _RELU = functools.partial(_transition, "relu", "relu", ("layer_norm", "linear_1", "linear_2"))
@@ -346,7 +377,9 @@ LAYERS: dict[str, tuple[Callable[[Any], nn.Module | None], Callable[..., Tensor]
         _call_boltz_multiplication,
     ),
     f"{_BOLTZ}.transition.Transition": (_SWIGLU_OF_BOLTZ, _call_plain_transition),
-    "protenix.model.modules.primitives.Transition": (_SWIGLU_OF_PROTENIX, _call_plain_transition),
+    f"{_PROTENIX}.triangular.triangular.TriangleAttention": (functools.partial(_triangle, "linear"), _call_protenix_triangle),
+    f"{_PROTENIX}.triangular.triangular.TriangleMultiplicativeUpdate": (_multiplication, _call_multiplication),
+    f"{_PROTENIX}.modules.primitives.Transition": (_SWIGLU_OF_PROTENIX, _call_plain_transition),
     "transformers.models.esm.modeling_esmfold.EsmFoldResidueMLP": (_residue_mlp, _call_residue_mlp),
 }
 """By the full name of a client's class: what makes ours of it, or None if it is left to the client, and what calls ours with

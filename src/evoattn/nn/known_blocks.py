@@ -1,4 +1,4 @@
-"""Pair blocks of OpenFold-3 and Boltz that `evoattn.nn` can compute: each layer adds its update to z itself.
+"""Pair blocks of OpenFold-3, Boltz and Protenix that `evoattn.nn` can compute: each layer adds its update to z itself.
 
 A block is a convenience for speed alone. Where ours would miss something, the client's own block runs, with layers by ours.
 """
@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.call.canonical import fits
-from evoattn.nn.known import UnknownArgument, ignore
+from evoattn.nn.known import UnknownArgument, check_scaled, ignore
 from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.submodules import has_hooks
 from evoattn.run import guards
@@ -24,7 +25,7 @@ Of = Callable[[nn.Module], nn.Module]
 """Makes the layer of `evoattn.nn` of a client's layer, or raises ValueError."""
 
 _LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
-"""The layers of a pair block before its transition, by the names that OpenFold-3 and Boltz give them."""
+"""The layers of a pair block before its transition, by the names that all clients give them."""
 
 _END = 3
 """The place of the attention around the ending node."""
@@ -44,7 +45,7 @@ class _Block(nn.Module):
     def run(
         self,
         z: Tensor,
-        mask: Tensor,
+        mask: Tensor | None,
         draw: Callable[[Tensor, int], Tensor | None],
         *,
         transition_mask: Tensor | None = None,
@@ -55,7 +56,7 @@ class _Block(nn.Module):
 
         Args:
             z: `[*, L, L, C]`.
-            mask: `[*, L, L]`.
+            mask: `[*, L, L]`, or None.
             draw: returns the dropout mask of the update of z by a layer, the first being 0, or None. Called before the layer.
             transition_mask: multiplies the update of the transition.
             in_place: whether z may be overwritten.
@@ -65,7 +66,7 @@ class _Block(nn.Module):
             UnknownArgument: the mask does not have z's axes. Nothing was computed.
         """
         lead = tuple(z.shape[:-1])
-        if mask.ndim != len(lead) or not fits(tuple(mask.shape), lead):
+        if mask is not None and (mask.ndim != len(lead) or not fits(tuple(mask.shape), lead)):
             raise UnknownArgument(f"a mask {list(mask.shape)} of a pair representation {list(z.shape)}")
         seen = any(has_hooks(x) or "forward" in x.__dict__ for x in self._inner)  # somebody may keep what a module gets
         free = not torch.is_grad_enabled() and not seen and guards.only_computes()  # then a z of our own may be overwritten
@@ -81,10 +82,17 @@ class _Block(nn.Module):
         """The dtype of the updates."""
         return compute_dtype_of(z, *self.layers[_END].mha.inputs)
 
+    def shared(self, z: Tensor, which: int, drop: Callable[[Tensor], Tensor]) -> Tensor:
+        """A dropout mask for a layer's update, in which all rows drop the same entries. Clients transpose z for the last."""
+        shared = -2 if which == _END else -3
+        sizes = [1 if axis == shared else size for axis, size in enumerate(z.shape, -z.ndim)]
+        return drop(z.new_ones(sizes, dtype=self.compute_dtype(z)))
 
-def _openfold3_block(theirs: Any, of: Of) -> _Block:
-    ours = _Block(theirs, of, "pair_transition")
-    ours.layers[_END].starting = False  # theirs passes a transposed z
+
+def _turned_block(theirs: Any, of: Of, called: tuple[str, ...] = ()) -> _Block:
+    """Ours of a block that passes a transposed z to the attention around the ending node."""
+    ours = _Block(theirs, of, "pair_transition", called)
+    ours.layers[_END].starting = False
     return ours
 
 
@@ -105,12 +113,7 @@ def _call_openfold3_block(
         raise UnknownArgument("dropout in place, or another one than along rows")
 
     def draw(z: Tensor, which: int) -> Tensor | None:
-        if not dropout.training:
-            return None
-        shared = -2 if which == _END else -3  # theirs transposes z around the ending node
-        sizes = [1 if axis == shared else size for axis, size in enumerate(z.shape, -z.ndim)]
-        mask: Tensor = dropout.dropout(z.new_ones(sizes, dtype=ours.compute_dtype(z)))
-        return mask
+        return ours.shared(z, which, dropout.dropout) if dropout.training else None
 
     mask = pair_mask if _mask_trans else None
     turned = {"transpose_bias": True}
@@ -163,11 +166,44 @@ def _call_boltz_block(
         return ours.s_post_norm(s), z
 
 
+def _protenix_block(theirs: Any, of: Of) -> nn.Module:
+    return _turned_block(theirs, of, ("attention_pair_bias", "single_transition") if theirs.c_s > 0 else ())
+
+
+def _call_protenix_block(
+    ours: Any,
+    theirs: Any,
+    s: Tensor | None,
+    z: Tensor,
+    pair_mask: Tensor | None,
+    *,
+    triangle_attention: str = "torch",
+    inplace_safe: bool = False,
+    **switches: Any,
+) -> tuple[Tensor | None, Tensor]:
+    """Protenix drops nothing if it may overwrite z."""
+    ignore(switches)
+    check_scaled(z, triangle_attention)
+    rate = theirs.p_drop if theirs.training and not inplace_safe else 0.0
+    if rate and importlib.import_module("protenix.model.modules.fused_ops").TRITON_FUSED_OPS_AVAILABLE:
+        raise UnknownArgument("FUSED_DROPOUT_RESIDUAL, for which Protenix draws other random numbers")
+
+    def draw(z: Tensor, which: int) -> Tensor | None:
+        return ours.shared(z, which, lambda ones: F.dropout(ones, rate)) if rate else None
+
+    z = ours.run(z, pair_mask, draw, in_place=inplace_safe)
+    if theirs.c_s > 0:
+        s = s + ours.attention_pair_bias(a=s, s=None, z=z)
+        s = s + ours.single_transition(s)
+    return s, z
+
+
 Make = Callable[[Any, Of], nn.Module]
 
 BLOCKS: dict[str, tuple[Make, Callable[..., Any]]] = {
-    "openfold3.core.model.latent.base_blocks.PairBlock": (_openfold3_block, _call_openfold3_block),
+    "openfold3.core.model.latent.base_blocks.PairBlock": (_turned_block, _call_openfold3_block),
     "boltz.model.layers.pairformer.PairformerLayer": (_boltz_block, _call_boltz_block),
     "boltz.model.layers.pairformer.PairformerNoSeqLayer": (_boltz_pairs, _call_boltz_pairs),
+    "protenix.model.modules.pairformer.PairformerBlock": (_protenix_block, _call_protenix_block),
 }
 """By the full name of a client's class: what makes ours of it, and what computes the block by ours with its arguments."""

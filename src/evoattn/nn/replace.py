@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_torch
 
-from evoattn.nn.known import LAYERS, UnknownArgument
+from evoattn.nn.known import LAYERS, ClientsOwn, UnknownArgument
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.submodules import has_hooks
 
@@ -38,12 +38,12 @@ def replace(model: nn.Module) -> list[str]:
     - OpenFold-3: triangle, MSA row, MSA column and global column attention, attention with pair bias in the trunk and the
       diffusion transformer, triangle multiplication, and transitions;
     - Boltz-1 and Boltz-2: triangle attention, attention with pair bias, triangle multiplication, and transitions;
-    - Protenix: transitions;
+    - Protenix: triangle attention, triangle multiplication, and transitions;
     - ESMFold in transformers: the transition of pairs.
 
-    So are the pair blocks of OpenFold-3 (`PairBlock`) and Boltz (`PairformerLayer`, `PairformerNoSeqLayer`), whose layers add
-    their updates to z themselves. A block that ours cannot compute, because of a hook on one of its layers, a forward of its
-    own or another layer in it, runs its own forward, with layers by ours.
+    So are the pair blocks of OpenFold-3 (`PairBlock`), Boltz (`PairformerLayer`, `PairformerNoSeqLayer`) and Protenix
+    (`PairformerBlock`), whose layers add their updates to z themselves. A block that ours cannot compute, because of a hook on
+    one of its layers, a forward of its own or another layer in it, runs its own forward, with layers by ours.
 
     Transitions of more than 256 channels, such as those of the single track, are left as they are.
 
@@ -116,8 +116,8 @@ def _replaced(original: Any) -> Any:
         if ours.computes and not (ours.is_block and ours.observed()):
             try:
                 return ours(by_name(names, given, named), self)
-            except UnknownArgument:
-                if not ours.is_block:
+            except UnknownArgument as error:
+                if not (ours.is_block or isinstance(error, ClientsOwn)):
                     raise
         return original.forward(self, *given, **named)
 

@@ -21,6 +21,7 @@ from torch.nn.modules import module as of_torch
 __all__ = ["call", "check_container", "has_hooks", "is_linear", "is_norm", "parameter_of"]
 
 _LINEARS = {
+    "protenix.model.triangular.layers": "OpenfoldLinear.forward",
     "openfold.model.primitives": "Linear.forward",
     "openfold3.core.model.primitives.linear": "Linear.forward",
     "boltz.model.layers.triangular_attention.primitives": "Linear.forward",

@@ -1,0 +1,304 @@
+"""Protenix' layers and pair blocks, replaced: the same answers, gradients and random numbers, in stand-ins and for real."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evoattn.nn as ours
+from evoattn.clients.layers import layer as patched_layer
+from evoattn.clients.site import Count
+from evoattn.nn.known import LAYERS
+from evoattn.nn.known_blocks import BLOCKS
+from evoattn.nn.submodules import is_linear, is_norm
+from tests.nn.test_replace import filled, installed, normal
+from tests.nn.test_replace_multiplication import CHANNELS, Split, edges
+
+CALLS: list[str] = []
+"""Own forwards of stand-ins that ran."""
+
+UNSCALED = ("cuequivariance", "deepspeed")
+
+
+class Attention(ours.TriangleAttention):
+    """Stands for the triangle attention. A factor of 3 stands for q that is not scaled, for few residues and some kernels."""
+
+    def __init__(self, starting: bool = True) -> None:
+        super().__init__(CHANNELS, 4, 2, starting)
+        self.c_hidden = 4
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        chunk_size: int | None = None,
+        triangle_attention: str = "torch",
+        inplace_safe: bool = False,
+    ) -> Tensor:
+        CALLS.append("attention")
+        factor = 3 if x.shape[-2] <= 16 and triangle_attention in UNSCALED else 1
+        return factor * super().forward(x, mask)
+
+
+class Multiplied(Split):
+    """Stands for the triangle multiplication, whose update may be added in place."""
+
+    def forward(  # type: ignore[override]
+        self,
+        z: Tensor,
+        mask: Tensor | None = None,
+        inplace_safe: bool = False,
+        _add_with_inplace: bool = False,
+        _inplace_chunk_size: int | None = 256,
+        triangle_multiplicative: str = "torch",
+    ) -> Tensor:
+        CALLS.append("multiplication")
+        made = super().forward(z, mask)
+        return z.add_(made) if inplace_safe and _add_with_inplace else made
+
+
+class Wide(nn.Module):
+    """Stands for the transition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layernorm1 = nn.LayerNorm(CHANNELS)
+        self.linear_no_bias_a, self.linear_no_bias_b = (nn.Linear(CHANNELS, 20, bias=False) for _ in range(2))
+        self.linear_no_bias = nn.Linear(20, CHANNELS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append("transition")
+        y = self.layernorm1(x)
+        return self.linear_no_bias(F.silu(self.linear_no_bias_a(y)) * self.linear_no_bias_b(y))  # type: ignore[no-any-return]
+
+
+class Track(nn.Module):
+    """Stands for the attention of the single track."""
+
+    def forward(self, a: Tensor, s: None, z: Tensor) -> Tensor:
+        return torch.softmax(z.sum(-1), -1) @ a
+
+
+def dropout_add_rowwise(residual: Tensor, x: Tensor, p_drop: float, training: bool) -> Tensor:
+    if not training or p_drop == 0.0:
+        return residual + x
+    return residual + x * F.dropout(
+        x.new_ones([1 if axis == x.ndim - 3 else size for axis, size in enumerate(x.shape)]), p_drop
+    )
+
+
+class Block(nn.Module):
+    """Stands for the pairformer's block, with or without the single track."""
+
+    def __init__(self, c_s: int) -> None:
+        super().__init__()
+        self.tri_mul_out, self.tri_mul_in = Multiplied(True), Multiplied(False)
+        self.tri_att_start, self.tri_att_end = Attention(), Attention()
+        self.pair_transition, self.p_drop, self.c_s = Wide(), 0.4, c_s
+        if c_s:
+            self.attention_pair_bias, self.single_transition = Track(), nn.Linear(c_s, c_s)
+
+    def forward(
+        self,
+        s: Tensor | None,
+        z: Tensor,
+        pair_mask: Tensor | None,
+        triangle_multiplicative: str = "torch",
+        triangle_attention: str = "torch",
+        inplace_safe: bool = False,
+        chunk_size: int | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        turned = None if pair_mask is None else pair_mask.transpose(-1, -2)
+        how: dict[str, Any] = {"inplace_safe": inplace_safe, "triangle_attention": triangle_attention, "chunk_size": chunk_size}
+        drops = self.training and not inplace_safe
+        for layer in (self.tri_mul_out, self.tri_mul_in):
+            made = layer(z, pair_mask, inplace_safe, inplace_safe, triangle_multiplicative=triangle_multiplicative)
+            z = made if inplace_safe else dropout_add_rowwise(z, made, self.p_drop, drops)
+        z = dropout_add_rowwise(z, self.tri_att_start(z, pair_mask, **how), self.p_drop, drops)
+        z = z.transpose(-2, -3).contiguous()
+        z = dropout_add_rowwise(z, self.tri_att_end(z, turned, **how), self.p_drop, drops)
+        z = z.transpose(-2, -3).contiguous()
+        z = z + self.pair_transition(z)
+        if self.c_s > 0:
+            s = s + self.attention_pair_bias(a=s, s=None, z=z)
+            s = s + self.single_transition(s)
+        return s, z
+
+
+_FUSED = "protenix.model.modules.fused_ops"
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins are taken for Protenix' classes."""
+    CALLS.clear()
+    monkeypatch.setenv("LAYERNORM_TYPE", "torch")  # it compiles an extension otherwise
+    for kind, name in (
+        (Attention, "triangular.triangular.TriangleAttention"),
+        (Multiplied, "triangular.triangular.TriangleMultiplicativeUpdate"),
+        (Wide, "modules.primitives.Transition"),
+    ):
+        monkeypatch.setitem(LAYERS, f"{__name__}.{kind.__name__}", LAYERS[f"protenix.model.{name}"])
+    monkeypatch.setitem(BLOCKS, f"{__name__}.Block", BLOCKS["protenix.model.modules.pairformer.PairformerBlock"])
+
+
+@pytest.fixture
+def unfused(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Stands for the module that says whether a kernel draws the dropout masks."""
+    module = types.ModuleType(_FUSED)
+    module.TRITON_FUSED_OPS_AVAILABLE = False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, _FUSED, module)
+    return module
+
+
+def inputs(block: Any, residues: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
+    """s and z. No axis of a batch, as in Protenix."""
+    torch.manual_seed(5)
+    channels = block.tri_att_start.c_in
+    return [
+        normal(residues, block.c_s).detach() if block.c_s else None,
+        normal(residues, residues, channels).detach().to(dtype),
+    ]
+
+
+def outcome(block: Any, given: list[Tensor | None], *more: Any, **options: Any) -> list[Tensor]:
+    """Outputs, gradients, and the next random number."""
+    torch.manual_seed(3)
+    leaves = [None if x is None else x.clone().requires_grad_() for x in given]
+    outputs = [x for x in block(*leaves, *more, **options) if x is not None]
+    after = torch.rand(3)
+    total = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in outputs)
+    used = [x for x in (*leaves, *block.parameters()) if x is not None]
+    return [*outputs, after, *torch.autograd.grad(total, used)]  # type: ignore[arg-type]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("unfused")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("single", [0, 6])
+def test_answers_gradients_and_random_numbers(single: int, training: bool, masked: bool) -> None:
+    theirs = filled(Block(single)).train(training)
+    made, given, mask = copy.deepcopy(theirs), inputs(theirs), edges() if masked else None
+    assert "" in ours.replace(made)
+    expected = outcome(theirs, given, mask)
+    CALLS.clear()
+    assert_same(outcome(made, given, mask), expected)
+    assert_same(outcome(made, given, mask, "cuequivariance", "triattention", chunk_size=4), expected)
+    assert not CALLS
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_z_is_overwritten_only_if_the_client_permits(training: bool) -> None:
+    """Then nothing is dropped either."""
+    theirs = filled(Block(6)).train(training)
+    made, (s, z), mask = copy.deepcopy(theirs), inputs(theirs), edges()
+    ours.replace(made)
+    theirs.p_drop = 0.0
+    with torch.no_grad():
+        expected = theirs(s, z.clone(), mask, inplace_safe=True)
+        one, other = z.clone(), z.clone()
+        made.eval()(s, one, mask)
+        assert torch.equal(one, z)
+        found = made.train(training)(s, other, mask, inplace_safe=True)
+    assert found[1] is other
+    assert_same(list(found), list(expected))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("kernel", UNSCALED)
+def test_few_residues_keep_an_answer_of_their_own(kernel: str, patched: bool) -> None:
+    """Of a block and of a layer. That is no news to anybody."""
+    for residues, own in ((16, True), (17, False)):
+        theirs = filled(Block(0)).eval()
+        made, (_, z), count = copy.deepcopy(theirs), inputs(theirs, residues), Count()
+        if not patched:
+            ours.replace(made)
+        expected = theirs(None, z, None, triangle_attention=kernel)
+        CALLS.clear()
+        block = patched_layer(Block.forward, count) if patched else type(made).forward
+        assert_same([block(made, None, z, None, triangle_attention=kernel)[1]], [expected[1]])
+        assert ("attention" in CALLS) == own
+        layer = patched_layer(Attention.forward, count) if patched else type(made.tri_att_start).forward
+        expected = theirs.tri_att_start(z, None, triangle_attention=kernel)
+        assert_same([layer(made.tri_att_start, z, None, triangle_attention=kernel)], [expected])
+        assert (count.ours, dict(count.passed_on)) == (0 if own or not patched else 2, {})
+
+
+def test_dropout_by_a_kernel_of_protenix(unfused: Any) -> None:
+    """The client draws other random numbers then, so its own block runs, with layers by ours. In inference nothing is drawn."""
+    theirs, count = filled(Block(0)).train(), Count()
+    forward = patched_layer(Block.forward, count)
+    unfused.TRITON_FUSED_OPS_AVAILABLE = True
+    _, z = inputs(theirs)
+    forward(theirs, None, z, None)
+    assert count.ours == 0 and "FUSED_DROPOUT_RESIDUAL" in next(iter(count.passed_on))
+    forward(theirs.eval(), None, z, None)
+    assert count.ours == 1
+
+
+def test_hooks_and_masks_that_ours_does_not_know() -> None:
+    theirs = filled(Block(6)).eval()
+    made, given, seen = copy.deepcopy(theirs), inputs(theirs), list[str]()
+    ours.replace(made)
+    batch = [torch.stack([x, 2 * x]) for x in given if x is not None]
+    expected = outcome(theirs, batch, edges().expand(2, 7, 7))  # type: ignore[arg-type]
+    CALLS.clear()
+    assert_same(outcome(made, batch, edges()), expected)  # type: ignore[arg-type]
+    made.tri_mul_in.sigmoid.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"sigmoid has hooks, and evoattn.nn does not call it"):
+        outcome(made, given, None)
+    handle = made.attention_pair_bias.register_forward_hook(lambda *_: seen.append("track"))
+    del made.tri_mul_in.sigmoid
+    outcome(made, given, None)
+    handle.remove()
+    assert seen == ["track"] and not CALLS
+
+
+def test_real_modules_are_plain() -> None:
+    """So that the operators compute them."""
+    block = installed("protenix.model.modules.pairformer").PairformerBlock(n_heads=2, c_z=16, c_s=8)
+    parts = {name: x for name, x in block.named_modules() if x._parameters and not name.startswith(("attention_", "single_"))}
+    assert len(parts) == 4 + 16 + 14 and all(is_linear(x) or is_norm(x) for x in parts.values())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_real_block(training: bool) -> None:
+    """Outputs, gradients and random numbers, in float64."""
+    module = installed("protenix.model.modules.pairformer")
+    theirs = filled(module.PairformerBlock(n_heads=2, c_z=16, c_s=8, c_hidden_mul=24)).train(training)
+    theirs.attention_pair_bias = Track()  # its scores are float32
+    made, given = copy.deepcopy(theirs), inputs(theirs)
+    assert sorted(ours.replace(made)) == [
+        "", "pair_transition", "single_transition", "tri_att_end", "tri_att_start", "tri_mul_in", "tri_mul_out",
+    ]  # fmt: skip
+    for mask in (None, edges()):
+        for options in ({}, {"chunk_size": 4}):
+            assert_same(outcome(made, given, mask, **options), outcome(theirs, given, mask))
+        with torch.no_grad():
+            s, z = given
+            assert_same(list(made(s, z.clone(), mask, inplace_safe=True)), list(theirs(s, z.clone(), mask, inplace_safe=True)))
+
+
+@pytest.mark.parametrize("direction", ["Outgoing", "Incoming"])
+def test_a_real_multiplication_in_place(direction: str) -> None:
+    theirs = filled(getattr(installed("protenix.model.triangular.triangular"), f"TriangleMultiplication{direction}")(16, 24))
+    made, z = copy.deepcopy(theirs), normal(7, 7, 16).detach()
+    assert ours.replace(made) == [""]
+    for mask in (None, edges()):
+        with torch.no_grad():
+            one, other = z.clone(), z.clone()
+            assert_same([made(one, mask, True, True)], [theirs(other, mask, True, True)])
+            torch.testing.assert_close(one, other)
+            assert_same([made(z, mask)], [theirs(z, mask)])

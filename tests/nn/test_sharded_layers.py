@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evoattn.nn import AttentionPairBias, TriangleAttention
+from evoattn.nn import MSAColumnAttention, TriangleAttention
 from evoattn.testing import relative_error
 
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -171,7 +171,7 @@ def refused(mesh: Any, two: Any) -> dict[str, str]:
         "a plain z": lambda: layer(z, distribute_tensor(mask, mesh, ROWS)),
         "a mask elsewhere": lambda: layer(split, distribute_tensor(mask, two, [Shard(1), Replicate()])),
         "parameters elsewhere": lambda: distribute_module(copy.deepcopy(layer), two)(split),
-        "another layer": lambda: AttentionPairBias(12, 12, 8, 2)(split[0], split),
+        "another layer": lambda: MSAColumnAttention(12, 8, 2)(split),
     }
     said = {}
     for name, call in calls.items():
@@ -240,7 +240,7 @@ def test_what_is_sent(found: Any) -> None:
         ("a plain z", "TypeError: z must be a DTensor, as mask is, got a plain tensor"),
         ("a mask elsewhere", "ValueError: mask must be on the device mesh of z"),
         ("parameters elsewhere", r"ValueError: layer_norm.weight must be on the device mesh of z"),
-        ("another layer", "TypeError: a must be a plain tensor: TriangleAttention alone takes DTensors"),
+        ("another layer", "TypeError: m must be a plain tensor: this layer takes no DTensors"),
     ],
 )
 def test_what_does_not_fit(name: str, words: str, found: Any) -> None:

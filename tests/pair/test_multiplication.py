@@ -197,7 +197,7 @@ def test_modules_that_cannot_be_joined_are_called(change: str) -> None:
 
 
 def test_a_z_that_is_not_square() -> None:
-    with pytest.raises(ValueError, match=r"z must be \[\*, L, L, 8\], got shape \[1, 4, 6, 8\]"):
+    with pytest.raises(ValueError, match=r"z must be \[\*, L, L, 8\], the same L twice, got shape \[1, 4, 6, 8\]"):
         TriangleMultiplication(8, 8)(torch.ones(1, 4, 6, 8))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
 from evoattn.nn.gate import gated_linear
 from evoattn.nn.project import linear
 from evoattn.numerics import accumulate_dtype
+from evoattn.run.split import Split
 
 __all__ = [
     "Attention",
@@ -134,18 +133,23 @@ def attend(
     return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd", gate=gate)
 
 
-def dropout_mask(made: Tensor, dropout: float, shared: int, same: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def dropout_mask(made: Tensor, dropout: float, shared: int, split: Split | None = None) -> Tensor:
     """Draw what a layer's update is multiplied by: 0 where an entry is dropped, else 1 / (1 - dropout).
 
     Args:
         made: the update.
         dropout: the probability that an entry is dropped.
         shared: the axis along which all entries are dropped together. It has size 1 in the mask.
-        same: copies the first process's mask to all processes that have to use the same. None if there are none.
+        split: how the update lies on several processes, or None. The first process draws the mask of all.
     """
     sizes = [1 if axis == shared else size for axis, size in enumerate(made.shape, -made.ndim)]
-    mask = F.dropout(made.new_ones(sizes), dropout)
-    return mask if same is None else same(mask)
+    if split is None:
+        return F.dropout(made.new_ones(sizes), dropout)
+    parts = split.axis != shared
+    if parts:
+        sizes[split.axis] = split.length
+    mask = split.same(F.dropout(made.new_ones(sizes), dropout))
+    return split.held(mask, split.axis) if parts else mask
 
 
 def update(x: Tensor, made: Tensor, mask: Tensor | None = None, *, residual: bool, in_place: bool = False) -> Tensor:
@@ -193,7 +197,7 @@ def check_input(name: str, x: Tensor, axes: int, channels: int, *, distributed: 
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not distributed and is_distributed(x):
-        raise TypeError(f"{name} must be a plain tensor: TriangleAttention alone takes DTensors")
+        raise TypeError(f"{name} must be a plain tensor: this layer takes no DTensors")
     if not x.is_floating_point():
         raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
     if x.ndim < axes or x.shape[-1] != channels:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
-from evoattn.nn.attention import check_in_place, check_input, check_settings, dropout_mask, update
+from evoattn.nn.attention import check_in_place, check_input, check_settings, check_square, dropout_mask, update
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
+from evoattn.nn.sharded import run_split
 from evoattn.nn.submodules import is_linear, is_norm
 from evoattn.pair import product, triangle_multiplication
+from evoattn.run.split import Split
 
 __all__ = ["JoinedTriangleMultiplication", "TriangleMultiplication"]
 
@@ -79,9 +82,9 @@ class TriangleMultiplication(nn.Module):
         """Compute the update of z, or z + update with `residual=True`.
 
         Args:
-            z: the pair representation, `[*, L, L, c_z]`.
-            mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do. A float mask is a factor.
-            in_place: whether z + update is written into z, in inference.
+            z: the pair representation, `[*, L, L, c_z]`. A DTensor may be split by rows or by columns.
+            mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do. A float mask is a factor. A DTensor if z is one.
+            in_place: whether z + update is written into z, in inference. Not for DTensors.
 
         Returns:
             `[*, L, L, c_z]` in the compute dtype, or with the residual in the dtype to which torch promotes z and the update.
@@ -89,10 +92,13 @@ class TriangleMultiplication(nn.Module):
         Raises:
             TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
-        check_input("z", z, 3, self.c_z)
-        if z.shape[-2] != z.shape[-3]:
-            raise ValueError(f"z must be [*, L, L, {self.c_z}], got shape {list(z.shape)}")
+        check_input("z", z, 3, self.c_z, distributed=True)
+        check_square("z", z)
         check_mask("mask", mask, tuple(z.shape[:-1]))
+        if is_distributed(z) or is_distributed(mask):
+            if in_place:
+                raise ValueError("in_place=True takes no DTensors")
+            return run_split(self, z, mask, self._run_part)
         if in_place:
             check_in_place(self, "z", z, compute_dtype_of(z, *self._projections[0]))
         return self._run(z, mask, None, residual=self.residual, in_place=in_place)
@@ -104,16 +110,29 @@ class TriangleMultiplication(nn.Module):
         """
         return self._run(z, mask, dropped, residual=True, in_place=in_place)
 
-    def _run(self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, residual: bool, in_place: bool) -> Tensor:
+    def _run_part(self, z: Tensor, mask: Tensor | None, split: Split | None) -> Tensor:
+        """The output of a process that holds rows or columns of z."""
+        return self._run(z, mask, None, residual=self.residual, in_place=False, split=split)
+
+    def _run(
+        self,
+        z: Tensor,
+        mask: Tensor | None,
+        dropped: Tensor | None,
+        *,
+        residual: bool,
+        in_place: bool,
+        split: Split | None = None,
+    ) -> Tensor:
         drops = self.dropout > 0 and self.training
         if not self._is_plain():
-            made = self._by_calls(z, mask)
+            made = self._by_calls(z, mask, split)
         elif residual and not drops and dropped is None:
-            return self._by_operator(z, mask, residual=True, out=z if in_place else None)
+            return self._by_operator(z, mask, residual=True, out=z if in_place else None, split=split)
         else:
-            made = self._by_operator(z, mask, residual=False)
+            made = self._by_operator(z, mask, residual=False, split=split)
         if dropped is None and drops:
-            dropped = dropout_mask(made, self.dropout, -3)
+            dropped = dropout_mask(made, self.dropout, -3, split)
         return update(z, made, dropped, residual=residual, in_place=in_place)
 
     def _is_plain(self) -> bool:
@@ -126,7 +145,9 @@ class TriangleMultiplication(nn.Module):
         joins = [(modules[0].bias is None) == (modules[-1].bias is None) for modules in (ps, gs)]
         return all(joins) and self.layer_norm_in.eps == self.layer_norm_out.eps
 
-    def _by_operator(self, z: Tensor, mask: Tensor | None, *, residual: bool, out: Tensor | None = None) -> Tensor:
+    def _by_operator(
+        self, z: Tensor, mask: Tensor | None, *, residual: bool, out: Tensor | None = None, split: Split | None = None
+    ) -> Tensor:
         ps, gs = self._projections
         dtype = compute_dtype_of(z, *ps)
         p_weight, p_bias = _joined(ps, dtype)
@@ -150,9 +171,10 @@ class TriangleMultiplication(nn.Module):
             eps=self.layer_norm_in.eps,
             residual=residual,
             out=out,
+            split=split,
         )
 
-    def _by_calls(self, z: Tensor, mask: Tensor | None) -> Tensor:
+    def _by_calls(self, z: Tensor, mask: Tensor | None, split: Split | None = None) -> Tensor:
         """The update, with each sub-module called."""
         ps, gs = self._projections
         dtype = compute_dtype_of(z, *ps)
@@ -161,7 +183,7 @@ class TriangleMultiplication(nn.Module):
         if mask is not None:
             halves = [x * mask.unsqueeze(-1).to(dtype) for x in halves]
         a, b = halves if len(halves) == 2 else halves[0].chunk(2, -1)
-        t = product(a.movedim(-1, -3), b.movedim(-1, -3), outgoing=self.outgoing).movedim(-3, -1)
+        t = product(a, b, split, outgoing=self.outgoing)
         n = layer_norm(t, self.layer_norm_out, dtype)
         return linear(n, self.linear_z) * linear(y, self.linear_g).sigmoid()
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from evoattn.call.canonical import fits
+from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_shares, heads, update
 from evoattn.nn.project import layer_norm, linear, project
+from evoattn.nn.sharded import check_alike, like, local, part_of, queries_of, split_of, whole_parameters
 from evoattn.nn.submodules import check_container, is_norm
+from evoattn.run.split import Split
 
 __all__ = ["AdaLN", "AttentionPairBias"]
 
@@ -119,14 +123,16 @@ class AttentionPairBias(nn.Module):
         """Compute the update of a, or a + update with `residual=True`.
 
         Args:
-            a: `[*, Q, c_a]`.
+            a: `[*, Q, c_a]`. A DTensor if z is one.
             z: the pair representation, `[*, Q, K, c_z]`. An axis along which samples share it has size 1, and is never
-                expanded. None if `pair_bias` is given.
-            s: the condition, `[*, Q, c_s]`, if the layer takes one.
-            mask: `[*, K]`, 1 or True for a key that is attended. None: all are.
+                expanded. A DTensor may be split by rows or by columns. None if `pair_bias` is given.
+            s: the condition, `[*, Q, c_s]`, if the layer takes one. A DTensor if z is one.
+            mask: `[*, K]`, 1 or True for a key that is attended. None: all are. A DTensor if z is one.
             keys: the tensor that keys and values are projected from, `[*, K, c_a]`, which the layer normalises as it does a.
                 None: a.
             pair_bias: what `self.pair_bias(z)` returned, for calls that share z, such as the steps of a diffusion.
+
+        DTensors come without `keys` and `pair_bias`. The result is split along Q as z is along its rows or columns.
 
         Returns:
             `[*, Q, c_a]` in the compute dtype, or with the residual in the dtype to which torch promotes a and the update.
@@ -135,12 +141,46 @@ class AttentionPairBias(nn.Module):
             TypeError, ValueError: a tensor has a wrong type or shape, or arguments exclude each other.
         """
         self._check(a, z, s, mask, keys, pair_bias)
+        if any(is_distributed(x) for x in (a, z, s, mask)):
+            return self._distributed(a, z, s, mask)
         if a.ndim == 2:
             one = [None if x is None else x[None] for x in (a, z, s, mask, keys, pair_bias)]
             return self(*one[:4], keys=one[4], pair_bias=one[5])[0]  # type: ignore[no-any-return]
-        if z is not None:
-            pair_bias = self.pair_bias(z)
-        q, k, v, g = self._projections(a, s, keys)
+        return self._attend(a, self.pair_bias(z) if z is not None else pair_bias, s, mask, keys)
+
+    def _distributed(self, a: Tensor, z: Tensor | None, s: Tensor | None, mask: Tensor | None) -> Tensor:
+        """The output of DTensors: each process has the queries that its rows of z belong to, or as many if z has columns."""
+        for name, x in (("a", a), ("s", s), ("mask", mask)):
+            check_alike(name, x, "z", z)
+        if z is None:
+            raise ValueError("z must be given with DTensors")
+        check_alike("z", z, "a", a)
+        split, whole = split_of(z), whole_parameters(self, z)
+        if whole:
+            made: Tensor = functional_call(self, whole, (a, z, s, mask))
+            return made
+        lies = queries_of(z)
+        part, condition = (None if x is None else part_of(x, lies) for x in (a, s))
+        held = None if mask is None else part_of(mask, queries_of(z, split=False))
+        bias = self.pair_bias(local(z))
+        if split is not None and split.axis == -2:
+            bias = split.turned(bias.movedim(-3, -1)).movedim(-1, -3)
+        if a.ndim == 2:
+            part, bias, condition, held = (None if x is None else x[None] for x in (part, bias, condition, held))  # type: ignore[assignment]
+        made = self._attend(part, bias, condition, held, split=split)  # type: ignore[arg-type]
+        return like(made[0] if a.ndim == 2 else made, a, lies)
+
+    def _attend(
+        self,
+        a: Tensor,
+        pair_bias: Tensor | None,
+        s: Tensor | None,
+        mask: Tensor | None,
+        keys: Tensor | None = None,
+        split: Split | None = None,
+    ) -> Tensor:
+        """The output. If a process holds only the queries of a `split`, it gathers all others as keys."""
+        q, k, v, g = self._projections(a, s, keys, split)
         q, k, v, gate = (heads(x, self.no_heads) for x in (q, k, v, g))
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
         made = self.mha.end(o, None)
@@ -148,11 +188,13 @@ class AttentionPairBias(nn.Module):
             made = torch.sigmoid(linear(s.to(made.dtype), self.linear_ada_out)) * made
         return update(a, made, residual=self.residual)
 
-    def _projections(self, a: Tensor, s: Tensor | None, keys: Tensor | None) -> list[Tensor]:
+    def _projections(self, a: Tensor, s: Tensor | None, keys: Tensor | None, split: Split | None) -> list[Tensor]:
         mha, norm = self.mha, self.layer_norm_a
         check_container("mha", mha, Attention)
         if norm is not None and s is not None:
             a, norm = norm(a, s), None
+        if split is not None:
+            keys = split.gather(a, -2)
         if keys is None:
             return project(a, norm, mha.inputs)
         linear_q, linear_k, linear_v, linear_g = mha.inputs
@@ -175,7 +217,7 @@ class AttentionPairBias(nn.Module):
         keys: Tensor | None,
         pair_bias: Tensor | None,
     ) -> None:
-        check_input("a", a, 2, self.c_a)
+        check_input("a", a, 2, self.c_a, distributed=True)
         if keys is not None:
             check_input("keys", keys, 2, self.c_a)
             if self.c_s is not None:
@@ -187,7 +229,7 @@ class AttentionPairBias(nn.Module):
         if (z is None) == (pair_bias is None):
             raise ValueError("one of z and pair_bias must be given")
         if z is not None:
-            check_input("z", z, 3, self.c_z)
+            check_input("z", z, 3, self.c_z, distributed=True)
             check_shares("z", z, tuple(a.shape[:-2]), a.shape[-2], length)
         if pair_bias is not None:
             shape = (*a.shape[:-2], self.no_heads, a.shape[-2], length)
@@ -198,6 +240,6 @@ class AttentionPairBias(nn.Module):
         if (s is None) != (self.c_s is None):
             raise ValueError(f"s must be {'None' if self.c_s is None else 'given'}: the layer was made with c_s={self.c_s}")
         if s is not None and self.c_s is not None:
-            check_input("s", s, 2, self.c_s)
+            check_input("s", s, 2, self.c_s, distributed=True)
             if not fits(tuple(s.shape[:-1]), tuple(a.shape[:-1])):
                 raise ValueError(f"s must broadcast to {[*a.shape[:-1], self.c_s]}, got shape {list(s.shape)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from evoattn.call.sharded import is_distributed
 from evoattn.compat.empty_rows import EmptyRows
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias
@@ -79,9 +80,9 @@ class PairBlock(nn.Module):
         """Compute the updated z.
 
         Args:
-            z: the pair representation, `[*, L, L, c_z]`.
-            mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do.
-            in_place: whether the result is written into z, in inference. It saves the memory of one z.
+            z: the pair representation, `[*, L, L, c_z]`. A DTensor may be split by rows or by columns.
+            mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do. A DTensor if z is one.
+            in_place: whether the result is written into z, in inference. It saves the memory of one z. Not for DTensors.
 
         Returns:
             `[*, L, L, c_z]` in the dtype to which torch promotes z and the updates.
@@ -105,6 +106,8 @@ class PairBlock(nn.Module):
                 raise ValueError(f"in_place=True needs layers of evoattn.nn, but {name} is a {type(layer).__name__}")
             if not layer.residual:
                 raise ValueError(f"in_place=True needs residual=True in {name}")
+        if is_distributed(z):
+            raise ValueError("in_place=True takes no DTensors")
         if torch.is_grad_enabled() and (z.requires_grad or any(x.requires_grad for x in self.parameters())):
             raise ValueError("in_place=True overwrites z, which a gradient needs: call the block under torch.no_grad()")
 
@@ -172,14 +175,15 @@ class PairformerBlock(nn.Module):
         """Compute the updated s and z.
 
         Args:
-            s: the single representation, `[*, L, c_s]`.
-            z: the pair representation, `[*, L, L, c_z]`.
-            mask: `[*, L]`, 1 or True for a residue that is attended. None: all are.
-            pair_mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do.
-            in_place: whether the new z is written into z, in inference.
+            s: the single representation, `[*, L, c_s]`. A DTensor if z is one.
+            z: the pair representation, `[*, L, L, c_z]`. A DTensor may be split by rows or by columns.
+            mask: `[*, L]`, 1 or True for a residue that is attended. None: all are. A DTensor if z is one.
+            pair_mask: `[*, L, L]`, 1 or True for an edge that counts. None: all do. A DTensor if z is one.
+            in_place: whether the new z is written into z, in inference. Not for DTensors.
 
         Returns:
-            s `[*, L, c_s]` and z `[*, L, L, c_z]`, each in the dtype to which torch promotes it and its updates.
+            s `[*, L, c_s]` and z `[*, L, L, c_z]`, each in the dtype to which torch promotes it and its updates. If z is a
+            DTensor, s is split along L as z is along its rows or columns.
 
         Raises:
             TypeError, ValueError: an argument has a wrong type or shape, or z cannot be overwritten.

@@ -1,182 +1,78 @@
-"""A triangle layer whose pair representation z is a DTensor, split over processes by rows or by columns.
+"""Layers whose pair representation z is a DTensor, split over processes by rows or by columns.
 
-The rows of the attention are rows of z around the starting node, and columns of z around the ending node. A process computes
-whole rows of the attention. So if z is split along the other axis, one all-to-all exchanges rows and columns before the
-attention, and another one after it. Every row needs the pair bias of all queries, so both nodes gather it. It has H channels, z
-has C.
+One rule holds for all layers. A process computes the part of the output that it holds of z. Plain parameters get the gradient
+from this part, and their gradients add up over the processes. A DTensor that is whole on every process is computed, and
+differentiated, on each.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from evoattn.call.sharded import is_distributed
-from evoattn.numerics import accumulate_dtype
-from evoattn.run.once import once_differentiable
+from evoattn.run.split import Split
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Split", "update_of"]
+__all__ = ["check_alike", "like", "local", "part_of", "queries_of", "run_local", "run_split", "split_of", "whole_parameters"]
 
-Compute = Callable[[Tensor, Tensor | None, Callable[[Tensor], Tensor]], Tensor]
-"""Takes the rows that a process holds, their mask, and a function that gathers the pair bias. Returns the update."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """How rows or columns of a pair representation lie on the processes of a group.
-
-    Args:
-        group: the processes.
-        axis: the axis that is split: -3 for rows, -2 for columns.
-        length: of this axis on all processes together.
-    """
-
-    group: Any
-    axis: int
-    length: int
-
-    def sizes(self, length: int) -> list[int]:
-        """The length that each process holds of a split axis of `length`."""
-        processes = dist.get_world_size(self.group)
-        most = -(-length // processes)
-        return [max(0, min(most, length - rank * most)) for rank in range(processes)]
-
-    def exchange(self, x: Tensor, here: int, there: int, length: int) -> Tensor:
-        """Exchange x, split along axis `here` of `length` in all, for the same tensor split along axis `there`."""
-        of_here, of_there = self.sizes(length), self.sizes(x.shape[there])
-        sent = [part.reshape(-1) for part in x.split(of_there, there)]
-        mine = list(x.shape)
-        mine[there] = of_there[dist.get_rank(self.group)]
-        shapes = [[size if axis - x.ndim == here else whole for axis, whole in enumerate(mine)] for size in of_here]
-        counts = [torch.Size(shape).numel() for shape in shapes]
-        received = x.new_empty(sum(counts))
-        dist.all_to_all_single(received, torch.cat(sent), counts, [part.numel() for part in sent], self.group)
-        return torch.cat([part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)], here)
-
-    def gather(self, bias: Tensor) -> Tensor:
-        """Gather the pair bias `[*, L, K, H]` of all rows; `bias` has those of this process."""
-        made: Tensor = _Gather.apply(bias, self)  # type: ignore[no-untyped-call]
-        return made
-
-    def same(self, x: Tensor) -> Tensor:
-        """Copy the first process's x to all processes of the group."""
-        dist.broadcast(x, dist.get_global_rank(self.group, 0), self.group)
-        return x
+Run = Callable[[Tensor, "Tensor | None", "Split | None"], Tensor]
+"""Takes the part of z that a process holds, its mask, and the split, None if rows and columns are whole. Returns the output."""
 
 
-class _Exchange(torch.autograd.Function):
-    """`Split.exchange` with a gradient, which the reverse exchange sends back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, here: int, there: int, length: int) -> Tensor:
-        ctx.split, ctx.way = split, (there, here, x.shape[there])
-        return split.exchange(x, here, there, length)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.split.exchange(dx, *ctx.way), None, None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Gather rows of all processes. Each gets back the gradient of its own, summed over processes in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
-        ctx.split, ctx.rows = split, x.shape[-3]
-        most = split.sizes(split.length)[0]
-        rows = _padded(x.movedim(-3, 0), most)
-        made = rows.new_empty(most * dist.get_world_size(split.group), *rows.shape[1:])
-        dist.all_gather_into_tensor(made, rows, split.group)
-        return made[: split.length].movedim(0, -3)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        processes = dist.get_world_size(ctx.split.group)
-        most = ctx.split.sizes(ctx.split.length)[0]
-        sent = _padded(dx.movedim(-3, 0), most * processes)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ctx.split.group)
-        summed = received.unflatten(0, (processes, most)).sum(0, dtype=accumulate_dtype(dx.dtype)).to(dx.dtype)
-        return summed[: ctx.rows].movedim(0, -3), None
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    """x with zeros below it, up to so many `rows`, contiguous."""
-    if x.shape[0] == rows:
-        return x.contiguous()
-    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
-
-
-def update_of(
-    layer: nn.Module,
-    z: DTensor,
-    mask: DTensor | None,
-    *,
-    rows: int,
-    compute: Compute,
-    finish: Callable[[Tensor, Tensor, Split | None], Tensor],
-    **options: Any,
-) -> Tensor:
+def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run, **options: Any) -> Tensor:
     """Run a layer on a pair representation that is a DTensor. The output is a DTensor with the same placements.
 
     Args:
-        layer: the layer. If its parameters are plain tensors, their gradients come from this process's rows alone. If they are
-            DTensors on the mesh of z, their gradients come from all rows.
+        layer: the layer. If its parameters are plain tensors, their gradients come from this process's part alone. If they are
+            DTensors on the mesh of z, their gradients come from all parts.
         z: `[*, I, J, C]`. One dimension of its mesh may split I or J. The others may split leading axes.
         mask: `[*, I, J]`, on the mesh of z.
-        rows: the axis of z that holds the rows of the attention, -3 or -2.
-        compute: makes the update of the rows that a process holds, if they are split along `rows`.
-        finish: makes the output from this process's part of z, the update and the split.
+        run: computes the output of this process.
         options: further arguments of the layer's call.
 
     Raises:
-        TypeError: mask is a plain tensor.
+        TypeError: mask or z is a plain tensor, and the other is a DTensor.
         ValueError: z has other placements, or mask or a parameter is on another mesh.
     """
-    from torch.distributed.tensor import DTensor
-
-    split = _split(z)
-    of_mesh = {name: x for name, x in layer.named_parameters() if is_distributed(x)}
-    if of_mesh:
-        whole = {name: _whole(name, x, z) for name, x in of_mesh.items()}
+    check_alike("mask", mask, "z", z)
+    split = split_of(z)
+    whole = whole_parameters(layer, z)
+    if whole:
         made: Tensor = functional_call(layer, whole, (z, mask), options)
         return made
-    x, held = z.to_local(), None if mask is None else _mask_of(mask, z)
-    if split is None:
-        update = compute(x, held, lambda bias: bias)
-    elif split.axis == rows:
-        update = compute(x, held, split.gather)
-    else:
-        turned = Split(split.group, rows, z.shape[rows])
-        update = compute(
-            _exchanged(x, split, rows),
-            None if held is None else _exchanged(held[..., None], split, rows)[..., 0],
-            turned.gather,
-        )
-        update = _exchanged(update, turned, split.axis)
-    stride = torch.empty(z.shape, device="meta").stride()
-    return DTensor.from_local(
-        finish(x, update, split), z.device_mesh, z.placements, run_check=False, shape=z.shape, stride=stride
-    )
+    held = None if mask is None else _mask_of(mask, z)
+    return like(run(local(z), held, split), z)
 
 
-def _exchanged(x: Tensor, split: Split, to: int) -> Tensor:
-    made: Tensor = _Exchange.apply(x, split, split.axis, to, split.length)  # type: ignore[no-untyped-call]
-    return made
+def run_local(layer: nn.Module, x: Tensor, mask: Tensor | None, run: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    """Run a layer that looks at one entry of x at a time on the parts of a DTensor x `[*, C]`. See `run_split`.
+
+    Raises:
+        TypeError: mask or x is a plain tensor, and the other is a DTensor.
+        ValueError: x is split along its channels or is a sum, or mask or a parameter is on another mesh.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    check_alike("mask", mask, "x", x)
+    here: Any = x
+    for placement in here.placements:
+        if type(placement) is not Replicate and (type(placement) is not Shard or placement.dim % x.ndim == x.ndim - 1):
+            raise ValueError(f"x must be split along other axes than the last, got {here.placements}")
+    whole = whole_parameters(layer, x)
+    if whole:
+        made: Tensor = functional_call(layer, whole, (x, mask))
+        return made
+    return like(run(local(x), None if mask is None else _mask_of(mask, x)), x)
 
 
-def _split(z: DTensor) -> Split | None:
+def split_of(z: Any) -> Split | None:
     """The split of z along rows or columns, or None if each process has all rows and columns."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -194,28 +90,73 @@ def _split(z: DTensor) -> Split | None:
     return found
 
 
+def queries_of(z: Any, *, split: bool = True) -> list[Placement]:
+    """How a tensor `[*, Q, C]` lies along the rows or columns of z, or how one is whole along them with `split=False`."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    found: list[Placement] = []
+    for placement in z.placements:
+        axis = placement.dim % z.ndim if type(placement) is Shard else None
+        if axis is not None and axis >= z.ndim - 3:
+            axis = z.ndim - 3 if split else None
+        found.append(Replicate() if axis is None else Shard(axis))
+    return found
+
+
+def check_alike(name: str, x: Tensor | None, other: str, z: Any) -> None:
+    """Raise TypeError or ValueError unless x is None, or x and z are DTensors on one mesh."""
+    if x is None:
+        return
+    if not is_distributed(z):
+        raise TypeError(f"{other} must be a DTensor, as {name} is, got a plain tensor")
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is None:
+        raise TypeError(
+            f"{name} must be a DTensor, as {other} is, got a plain tensor; torch.distributed.tensor.distribute_tensor makes "
+            "one of it"
+        )
+    if mesh != z.device_mesh:
+        raise ValueError(f"{name} must be on the device mesh of {other}, {z.device_mesh}, got {mesh}")
+
+
+def local(x: Any) -> Tensor:
+    """The part of a DTensor that this process holds."""
+    made: Tensor = x.to_local()
+    return made
+
+
+def like(made: Tensor, x: Any, placements: Any = None) -> Tensor:
+    """A DTensor with the shape, mesh and placements of x, of which this process holds `made`."""
+    from torch.distributed.tensor import DTensor
+
+    lies = x.placements if placements is None else placements
+    stride = torch.empty(x.shape, device="meta").stride()
+    return DTensor.from_local(made, x.device_mesh, lies, run_check=False, shape=x.shape, stride=stride)
+
+
+def part_of(x: Any, lies: list[Placement]) -> Tensor:
+    """What a process holds of a DTensor once it lies so."""
+    return local(x.redistribute(placements=lies))
+
+
+def whole_parameters(layer: nn.Module, z: Any) -> dict[str, Tensor]:
+    """The whole of each parameter that is a DTensor. Its gradient is summed over the processes that hold other parts of z."""
+    return {name: _whole(name, x, z) for name, x in layer.named_parameters() if is_distributed(x)}
+
+
 def _whole(name: str, x: Any, z: DTensor) -> Tensor:
-    """The whole parameter, on each process. Its gradient is summed over the processes that hold different parts of z."""
     from torch.distributed.tensor import Partial, Replicate
 
-    if x.device_mesh != z.device_mesh:
-        raise ValueError(f"{name} must be on the device mesh of z, {z.device_mesh}, got {x.device_mesh}")
+    check_alike(name, x, "z", z)
     lies = [Replicate() if type(placement) is Replicate else Partial() for placement in z.placements]
     made: Tensor = x.redistribute(placements=[Replicate()] * len(lies)).to_local(grad_placements=lies)
     return made
 
 
-def _mask_of(mask: Any, z: DTensor) -> Tensor:
+def _mask_of(mask: Any, z: Any) -> Tensor:
     """The part of the mask for this process's part of z, in the dtype of z and expanded to its shape without channels."""
     from torch.distributed.tensor import Replicate, Shard
 
-    if not is_distributed(mask):
-        raise TypeError(
-            "mask must be a DTensor, as z is, got a plain tensor; torch.distributed.tensor.distribute_tensor makes one of it"
-        )
-    if mask.device_mesh != z.device_mesh:
-        raise ValueError(f"mask must be on the device mesh of z, {z.device_mesh}, got {mask.device_mesh}")
     axes = [placement.dim % z.ndim if type(placement) is Shard else None for placement in z.placements]
-    lies = [Replicate() if axis is None or mask.shape[axis] == 1 else Shard(axis) for axis in axes]
-    held: Tensor = mask.redistribute(placements=lies).to_local()
-    return held.to(z.dtype).expand(z.to_local().shape[:-1])
+    lies: list[Placement] = [Replicate() if axis is None or mask.shape[axis] == 1 else Shard(axis) for axis in axes]
+    return part_of(mask, lies).to(z.dtype).expand(local(z).shape[:-1])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
 from evoattn.nn.attention import check_in_place, check_input, update
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear
+from evoattn.nn.sharded import run_local
 from evoattn.nn.submodules import call, has_hooks, is_linear, is_norm
 from evoattn.pair import transition
 
@@ -94,9 +96,10 @@ class Transition(nn.Module):
         """Compute the update of x, or x + update with `residual=True`.
 
         Args:
-            x: the representation, `[*, c]`.
-            mask: `[*]`, 1 or True for an entry that counts. None: all do. A float mask is a factor of the update.
-            in_place: whether x + update is written into x, in inference.
+            x: the representation, `[*, c]`. A DTensor may be split along any axes but the last.
+            mask: `[*]`, 1 or True for an entry that counts. None: all do. A float mask is a factor of the update. A DTensor if
+                x is one.
+            in_place: whether x + update is written into x, in inference. Not for DTensors.
 
         Returns:
             `[*, c]` in the compute dtype, or with the residual in the dtype to which torch promotes x and the update.
@@ -104,8 +107,12 @@ class Transition(nn.Module):
         Raises:
             TypeError, ValueError: x or mask has a wrong type or shape, or x cannot be overwritten.
         """
-        check_input("x", x, 1, self.c)
+        check_input("x", x, 1, self.c, distributed=True)
         check_mask("mask", mask, tuple(x.shape[:-1]))
+        if is_distributed(x) or is_distributed(mask):
+            if in_place:
+                raise ValueError("in_place=True takes no DTensors")
+            return run_local(self, x, mask, lambda x, mask: self._run(x, mask, residual=self.residual, in_place=False))
         if in_place:
             check_in_place(self, "x", x, compute_dtype_of(x, self._first))
         return self._run(x, mask, residual=self.residual, in_place=in_place)

@@ -22,9 +22,10 @@ from evoattn.nn.attention import (
     heads,
     update,
 )
-from evoattn.nn.project import compute_dtype_of, project
-from evoattn.nn.sharded import Split, update_of
+from evoattn.nn.project import compute_dtype_of, layer_norm, project
+from evoattn.nn.sharded import run_split
 from evoattn.nn.submodules import check_container
+from evoattn.run.split import Split
 
 __all__ = ["TriangleAttention"]
 
@@ -101,17 +102,16 @@ class TriangleAttention(nn.Module):
         Raises:
             TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
-        check_input("z", z, 3, self.c_in, distributed=not in_place)
+        check_input("z", z, 3, self.c_in, distributed=True)
         check_square("z", z)
         check_mask("mask", mask, tuple(z.shape[:-1]))
         if in_place:
             check_in_place(self, "z", z, compute_dtype_of(z, *self.mha.inputs))
-        if is_distributed(z):
-            compute = functools.partial(self._update, transpose_bias=transpose_bias)
-            wishes: dict[str, Any] = {"rows": self._rows, "compute": compute, "finish": self._finish}
-            return update_of(self, z, mask, **wishes, transpose_bias=transpose_bias)  # type: ignore[arg-type]
-        if is_distributed(mask):
-            raise TypeError("z must be a DTensor, as mask is, got a plain tensor")
+        if is_distributed(z) or is_distributed(mask):
+            if in_place:
+                raise ValueError("in_place=True takes no DTensors")
+            run = functools.partial(self._run_part, transpose_bias=transpose_bias)
+            return run_split(self, z, mask, run, transpose_bias=transpose_bias)
         return self._finish(z, self._update(z, mask, transpose_bias=transpose_bias), in_place=in_place)
 
     def add_to(
@@ -131,6 +131,28 @@ class TriangleAttention(nn.Module):
         """The axis of z that holds the rows of the attention: -3 around the starting node, else -2."""
         return -3 if self.starting else -2
 
+    def _run_part(self, z: Tensor, mask: Tensor | None, split: Split | None, *, transpose_bias: bool) -> Tensor:
+        """The output of a process that holds rows or columns of z.
+
+        The rows of the attention are rows of z around the starting node, and columns of z around the ending node. A process
+        computes whole rows of the attention. If z is split along the other axis, one all-to-all exchanges rows and columns
+        before the attention, and another one after it. It exchanges the normalised z, which is the narrower tensor. Every row
+        needs the pair bias of all queries, so both nodes gather it. It has H channels.
+        """
+        how: dict[str, Any] = {"transpose_bias": transpose_bias}
+        if split is None:
+            made = self._update(z, mask, **how)
+        elif split.axis == self._rows:
+            made = self._update(z, mask, split.gather, **how)
+        else:
+            other = Split(split.group, self._rows, split.length)
+            mask = None if mask is None else split.turned(mask.unsqueeze(-1)).squeeze(-1)
+            made = other.turned(self._update(split.turned(self._normed(z)), mask, other.gather, normed=True, **how))
+        return self._finish(z, made, split)
+
+    def _normed(self, z: Tensor) -> Tensor:
+        return layer_norm(z, self.layer_norm, compute_dtype_of(z, *self.mha.inputs, self.linear))
+
     def _update(
         self,
         z: Tensor,
@@ -138,16 +160,18 @@ class TriangleAttention(nn.Module):
         gather: Callable[[Tensor], Tensor] | None = None,
         *,
         transpose_bias: bool = False,
+        normed: bool = False,
     ) -> Tensor:
         """Compute the update of z.
 
         If this process holds only some rows of z, `gather` makes the pair bias `[*, L, K, H]` of all rows from that of its own.
+        normed: whether z is normalised already.
         """
         turned = not z.is_contiguous() and z.transpose(-2, -3).is_contiguous()
         x = z.transpose(-2, -3) if turned else z  # as it lies in memory
         mha = self.mha
         check_container("mha", mha, Attention)
-        q, k, v, g, bias = project(x, self.layer_norm, (*mha.inputs, self.linear))
+        q, k, v, g, bias = project(x, None if normed else self.layer_norm, (*mha.inputs, self.linear))
         across = turned == self.starting  # the attention's rows are columns of x
         if across:
             q, k, v, bias = (y.transpose(-2, -3) for y in (q, k, v, bias))
@@ -165,7 +189,6 @@ class TriangleAttention(nn.Module):
         return made.transpose(-2, -3) if turned else made
 
     def _finish(self, z: Tensor, made: Tensor, split: Split | None = None, *, in_place: bool = False) -> Tensor:
-        """Apply dropout and residual. All rows share one dropout mask, so processes that hold different rows draw the same."""
-        same = split.same if split is not None and split.axis == self._rows else None
-        dropped = dropout_mask(made, self.dropout, self._rows, same) if self.dropout and self.training else None
+        """Apply dropout and residual. All rows share one dropout mask."""
+        dropped = dropout_mask(made, self.dropout, self._rows, split) if self.dropout and self.training else None
         return update(z, made, dropped, residual=self.residual, in_place=in_place)

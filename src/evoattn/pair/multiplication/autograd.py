@@ -11,17 +11,12 @@ import torch
 from torch import Tensor
 
 from evoattn.devices import uncast
+from evoattn.pair.multiplication.squares import multiply, multiply_backward, side
 from evoattn.pair.multiplication.values import Options, Weights, result_dtype
 from evoattn.run import guards
 from evoattn.run.once import once_differentiable
 
-__all__ = ["TriangleMultiplication", "backward", "forward", "outline"]
-
-_SIDES = 8
-"""The sides of the halves are multiples of this: batched products of other sides take up to five times as long."""
-
-_BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")
-"""Whether torch multiplies 16 bits into float32, as it does from 2.8 on."""
+__all__ = ["TriangleMultiplication", "backward", "forward", "of_weights", "outline"]
 
 
 def forward(
@@ -34,8 +29,8 @@ def forward(
     from evoattn.pair.multiplication import steps
 
     with uncast(z.device):
-        ab = steps.gate_in(z, mask, weights, options, _side(z))
-        t = _product(*_halves(ab), outgoing=options.outgoing).view(-1, *ab.shape[1:])
+        ab = steps.gate_in(z, mask, weights, options, side(z.shape[1]))
+        t = multiply(*_halves(ab), outgoing=options.outgoing).view(-1, *ab.shape[1:])
         kept = ab if keep else None
         del ab  # before the result is allocated
         return steps.gate_out(z, t, weights, options, out), kept, t
@@ -43,7 +38,7 @@ def forward(
 
 def outline(z: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of the shapes and dtypes that `forward` returns."""
-    hidden, square = weights.p_out_weight.shape[1], (z.shape[0], _side(z), _side(z))
+    hidden, square = weights.p_out_weight.shape[1], (z.shape[0], side(z.shape[1]), side(z.shape[1]))
     ab = z.new_empty((2 * hidden, *square), dtype=weights.dtype)
     t = z.new_empty((hidden, *square), dtype=torch.float32 if weights.dtype == torch.float16 else weights.dtype)
     return torch.empty_like(z, dtype=result_dtype(z, weights, options)), ab, t
@@ -65,16 +60,16 @@ def backward(
     with uncast(z.device):
         dt, dg, of_output = steps.gate_out_backward(do, z, t, weights, options, needs_weights=needs_weights)
         dab = torch.empty_like(ab)
-        _product_backward(dt.flatten(0, 1), *_halves(ab), *_halves(dab), outgoing=options.outgoing)
+        multiply_backward(dt.flatten(0, 1), *_halves(ab), *_halves(dab), outgoing=options.outgoing)
         del dt
         dz, of_input = steps.gate_in_backward(dab, dg, do, z, mask, weights, options, needs_weights=needs_weights)
         del dab
         if of_output is None or of_input is None:
             return dz, None
-        return dz, _of_weights(dg, of_output, of_input, weights)
+        return dz, of_weights(dg, of_output, of_input, weights)
 
 
-def _of_weights(dg: Tensor, of_output: tuple[Tensor, ...], of_input: tuple[Tensor, ...], weights: Weights) -> Weights:
+def of_weights(dg: Tensor, of_output: tuple[Tensor, ...], of_input: tuple[Tensor, ...], weights: Weights) -> Weights:
     """The gradients of all weights, from what the steps made for them."""
 
     def sums(bias: Tensor | None, rows: Tensor, axis: int) -> Tensor | None:
@@ -105,34 +100,10 @@ def _as(gradient: Tensor, weight: Tensor | None) -> Tensor | None:
     return None if weight is None else gradient.to(weight.dtype)
 
 
-def _side(z: Tensor) -> int:
-    """The side of the squares of the halves."""
-    return z.shape[1] + -z.shape[1] % _SIDES
-
-
 def _halves(ab: Tensor) -> tuple[Tensor, Tensor]:
     """The halves a and b of `[2 D, B, P, P]`, as batches of squares."""
     a, b = ab.flatten(0, 1).chunk(2)
     return a, b
-
-
-def _product(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
-    """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums."""
-    a, b = (a, b.mT) if outgoing else (a.mT, b)
-    if a.dtype != torch.float16:
-        return torch.bmm(a, b)
-    has_kernel = a.is_cuda and _BMM_WIDENS
-    return torch.bmm(a, b, out_dtype=torch.float32) if has_kernel else torch.bmm(a.float(), b.float())
-
-
-def _product_backward(dt: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, *, outgoing: bool) -> None:
-    """Write the gradients of a and b."""
-    if outgoing:
-        torch.bmm(dt, b, out=da)
-        torch.bmm(dt.mT, a, out=db)
-    else:
-        torch.bmm(b, dt.mT, out=da)
-        torch.bmm(a, dt, out=db)
 
 
 class TriangleMultiplication(torch.autograd.Function):

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from evoattn.devices import installed
 from evoattn.pair.checking import cast, check_mask_of, check_out, check_shapes, check_tensors, direct, written
-from evoattn.pair.multiplication import operators
+from evoattn.pair.multiplication import exchanged, operators, sharded
 from evoattn.pair.multiplication.autograd import TriangleMultiplication, forward
 from evoattn.pair.multiplication.values import Options, Weights, result_dtype
 from evoattn.pair.reference import norm
 from evoattn.run import guards
+from evoattn.run.split import Split
 
 __all__ = ["product", "reference", "triangle_multiplication"]
 
@@ -41,6 +42,7 @@ def triangle_multiplication(
     eps: float = 1e-5,
     residual: bool = False,
     out: Tensor | None = None,
+    split: Split | None = None,
 ) -> Tensor:
     """Multiply the edges of triangles: the triangle multiplication of AlphaFold, from norm to output gate.
 
@@ -64,10 +66,11 @@ def triangle_multiplication(
         eps: is added to the variance in both norms.
         residual: whether z is added to the update.
         out: a tensor that the result is written into, or None. It may be z itself. There is no gradient then.
+        split: how rows or columns of z lie on several processes, if z and mask are the parts of this one. None: z is whole.
 
     Returns:
-        `[*, L, L, C]` in the dtype of the products: that of autocast, or the narrower one of z and the weights. With the
-        residual in the dtype to which torch promotes z and the update.
+        A tensor of z's shape, in the dtype of the products: that of autocast, or the narrower one of z and the weights. With
+        the residual in the dtype to which torch promotes z and the update.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, dtype or shape, or `out` is given and a gradient is wanted.
@@ -86,7 +89,7 @@ def triangle_multiplication(
     )  # fmt: skip
     if direction not in ("outgoing", "incoming"):
         raise ValueError(f"direction must be 'outgoing' or 'incoming', got {direction!r}")
-    _check(z, mask, weights)
+    _check(z, mask, weights, split)
     options = Options(direction == "outgoing", float(eps), residual)
     weights = cast(z, weights, weights.p_in_weight)
     if mask is not None and not mask.is_floating_point():
@@ -95,26 +98,48 @@ def triangle_multiplication(
     if out is not None:
         check_out(out, z, result_dtype(z, weights, options), records=records)
     into = direct(out, z, mask, *weights)
-    result = _compute(z, mask, weights, options, records, into)
+    result = _compute(z, mask, weights, options, records, into, split)
     return result if out is None or result is out else out.copy_(result)
 
 
-def _compute(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None) -> Tensor:
+def _compute(
+    z: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    options: Options,
+    records: bool,
+    out: Tensor | None,
+    split: Split | None,
+) -> Tensor:
     """The result, in `out` if it is given and kernels compute."""
     if not z.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(z, weights):
-        return reference(z, mask, weights, options)
+        return reference(z, mask, weights, options, split)
     square = z.reshape(math.prod(z.shape[:-3]), *z.shape[-3:]).contiguous()
     rows = None if mask is None else mask.expand(z.shape[:-1]).reshape(square.shape[:-1]).contiguous()
-    if not guards.only_computes():  # torch has to see an operator
+    if split is not None:
+        made = _of_part(square, rows, weights, options, records, out, split)
+    elif not guards.only_computes():  # torch has to see an operator
         made = operators.forward(square, rows, *weights, *options)[0]
     elif records:
         made = TriangleMultiplication.apply(square, rows, options, *weights)  # type: ignore[no-untyped-call]
     else:
         made = forward(square, rows, weights, options, keep=False, out=out)[0]
-        if out is not None:
-            return written(out)
+    if out is not None and not records:
+        return written(out)
     result: Tensor = made.view(z.shape)
     return result
+
+
+def _of_part(
+    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None, split: Split
+) -> Tensor:
+    """The result for a part of z, by kernels unless torch has to see operators."""
+    if not guards.only_computes():
+        return reference(z, mask, weights, options, split)
+    if not records:
+        return sharded.forward(z, mask, weights, options, split, keep=False, out=out)[0]
+    made: Tensor = sharded.ShardedTriangleMultiplication.apply(z, mask, options, split, *weights)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _has_kernels(z: Tensor, weights: Weights) -> bool:
@@ -126,11 +151,11 @@ def _has_kernels(z: Tensor, weights: Weights) -> bool:
     return steps.takes(z, weights) and not torch._C._are_functorch_transforms_active()
 
 
-def _check(z: Tensor, mask: Tensor | None, weights: Weights) -> None:
+def _check(z: Tensor, mask: Tensor | None, weights: Weights, split: Split | None) -> None:
     """Raise TypeError or ValueError for what does not fit together."""
     named = weights._asdict()
     check_tensors("z", z, named, _OPTIONAL)
-    if z.ndim < 3 or z.shape[-2] != z.shape[-3]:
+    if z.ndim < 3 or (split is None and z.shape[-2] != z.shape[-3]):
         raise ValueError(f"z must be [*, L, L, C], got shape {list(z.shape)}")
     if weights.p_out_weight.ndim != 2:
         raise ValueError(f"p_out_weight must be [C, D], got shape {list(weights.p_out_weight.shape)}")
@@ -141,22 +166,35 @@ def _check(z: Tensor, mask: Tensor | None, weights: Weights) -> None:
     check_mask_of("z", z, mask)
 
 
-def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
+def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, split: Split | None = None) -> Tensor:
     """Triangle multiplication in plain torch, which differentiates it."""
     w = weights
     y = norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
     ab = F.linear(y, w.p_in_weight, w.p_in_bias) * F.linear(y, w.g_in_weight, w.g_in_bias).sigmoid()
     if mask is not None:
         ab = ab * mask.unsqueeze(-1).to(w.dtype)
-    a, b = ab.movedim(-1, -3).chunk(2, -3)  # [*,d,i,k]
-    t = product(a, b, outgoing=options.outgoing).movedim(-3, -1)
+    a, b = ab.chunk(2, -1)
+    t = product(a, b, split, outgoing=options.outgoing)
     n = norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.dtype)
     update = F.linear(n, w.p_out_weight, w.p_out_bias) * F.linear(y, w.g_out_weight, w.g_out_bias).sigmoid()
     return z + update if options.residual else update
 
 
-def product(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
-    """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums."""
+def product(a: Tensor, b: Tensor, split: Split | None = None, *, outgoing: bool) -> Tensor:
+    """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums.
+
+    Args:
+        a, b: `[*, I, K, D]`, the halves or what this process holds of them.
+        split: how rows or columns of the halves lie on several processes, or None.
+        outgoing: which sum.
+
+    Returns:
+        `[*, I, J, D]`, split alike.
+    """
+    if split is not None:
+        parts = torch.cat([x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]).movedim(-1, 0) for x in (a, b)])  # [2 d,b,i,k]
+        return exchanged.exchanged(parts, split, outgoing=outgoing).movedim(0, -1).reshape(a.shape)
+    a, b = a.movedim(-1, -3), b.movedim(-1, -3)  # [*,d,i,k]
     if a.dtype == torch.float16:
         a, b = a.float(), b.float()
-    return a @ b.mT if outgoing else a.mT @ b
+    return (a @ b.mT if outgoing else a.mT @ b).movedim(-3, -1)

@@ -1,0 +1,193 @@
+"""The product of halves of which each process holds some rows or columns.
+
+The product of a channel needs the whole matrices of this channel and of no other. So an all-to-all exchanges rows for channels,
+each process multiplies whole matrices of its channels as one GPU does, and another all-to-all exchanges channels for rows.
+Outgoing and incoming edges, rows and columns differ in nothing but the order of axes.
+
+A process sends 3 (P - 1) / P^2 of what one channels-first tensor of z's size takes, and receives as much. If the half b went
+round in a ring, that would be (P - 1) / P, and for incoming edges one exchange or one sum over processes more.
+
+Channels go in slices: while one slice is multiplied, the next one is received and the one before is sent back. So the memory
+beside the process's share is that of the buffers of two slices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evoattn.devices import uncast
+from evoattn.pair.multiplication.squares import multiply, multiply_backward, side
+from evoattn.run.once import once_differentiable
+from evoattn.run.split import Split
+
+__all__ = ["backward", "exchanged", "forward"]
+
+_SLICES = 4
+"""At most. Each slice costs the host three collectives."""
+
+Finish = Callable[[], Tensor]
+"""Waits for an exchange that was started, and returns what was received."""
+
+
+def forward(ab: Tensor, split: Split, *, outgoing: bool, keep: bool) -> tuple[Tensor, list[Tensor]]:
+    """Multiply halves.
+
+    Args:
+        ab: channels of both halves, a first, `[2 D, B, I, J]`, contiguous. `split` is that of z `[B, I, J, C]`.
+        split: how rows or columns lie on the processes.
+        outgoing: whether a[i,k] b[j,k] is summed over k, or a[k,i] b[k,j].
+        keep: whether the squares are wanted for the backward.
+
+    Returns:
+        The product `[D, B, I, J]` of this process's rows or columns, in float32 for float16. Then for each slice of channels
+        the squares a and b `[channels of this process, B, S, S]` that were multiplied, with S >= length.
+    """
+    a, b = ab.chunk(2)
+    t = torch.empty_like(a, dtype=torch.float32 if ab.dtype == torch.float16 else ab.dtype)
+    kept: list[Tensor] = []
+    slices = _slices(a.shape[0], split)
+    coming = [_to_squares(x[slices[0]], split) for x in (a, b)]
+    going: list[Finish] = []
+    for here, following in itertools.zip_longest(slices, slices[1:]):
+        squares = [finish() for finish in coming]
+        if following is not None:
+            coming = [_to_squares(x[following], split) for x in (a, b)]
+        made = multiply(*(x.flatten(0, 1) for x in squares), outgoing=outgoing).view(squares[0].shape)
+        _finish(going)
+        going = [_to_parts(made, t[here], split)]
+        if keep:
+            kept += squares
+    _finish(going)
+    return t, kept
+
+
+def backward(dt: Tensor, kept: Sequence[Tensor], split: Split, *, outgoing: bool) -> Tensor:
+    """The gradient of the halves `[2 D, B, I, J]`, from that of the product, `[D, B, I, J]` in the dtype of the squares."""
+    dt = dt.contiguous()
+    dab = dt.new_empty(2 * dt.shape[0], *dt.shape[1:])
+    da, db = dab.chunk(2)
+    slices = _slices(dt.shape[0], split)
+    coming = _to_squares(dt[slices[0]], split)
+    going: list[Finish] = []
+    for here, following, a, b in itertools.zip_longest(slices, slices[1:], kept[::2], kept[1::2]):
+        square = coming()
+        if following is not None:
+            coming = _to_squares(dt[following], split)
+        made = torch.empty_like(a), torch.empty_like(b)
+        multiply_backward(*(x.flatten(0, 1) for x in (square, a, b, *made)), outgoing=outgoing)
+        _finish(going)
+        going = [_to_parts(x, whole[here], split) for x, whole in zip(made, (da, db), strict=True)]
+    _finish(going)
+    return dab
+
+
+def exchanged(ab: Tensor, split: Split, *, outgoing: bool) -> Tensor:
+    """`forward`, which autograd differentiates."""
+    made: Tensor = _Product.apply(ab, split, outgoing)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Product(torch.autograd.Function):
+    """The product t of halves ab."""
+
+    @staticmethod
+    def forward(ctx: Any, ab: Tensor, split: Split, outgoing: bool) -> Tensor:
+        with uncast(ab.device):
+            t, kept = forward(ab.contiguous(), split, outgoing=outgoing, keep=ctx.needs_input_grad[0])
+        ctx.save_for_backward(*kept)
+        ctx.split, ctx.outgoing = split, outgoing
+        return t
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dt: Tensor) -> tuple[Tensor, None, None]:
+        kept = ctx.saved_tensors
+        with uncast(dt.device):
+            return backward(dt.to(kept[0].dtype), kept, ctx.split, outgoing=ctx.outgoing), None, None
+
+
+def _finish(going: list[Finish]) -> None:
+    for finish in going:
+        finish()
+
+
+def _slices(channels: int, split: Split) -> list[slice]:
+    """Ranges of channels. Each process gets channels of each range, if there are as many as processes."""
+    count = max(1, min(_SLICES, channels // len(split.sizes(1))))
+    ends = [channels * n // count for n in range(count + 1)]
+    return [slice(*ends) for ends in itertools.pairwise(ends)]
+
+
+def _to_squares(x: Tensor, split: Split) -> Finish:
+    """Start to exchange the parts x `[d, B, I, J]`, of some channels d, for squares of the channels of this process."""
+    channels, lengths = split.sizes(x.shape[0]), split.sizes(split.length)
+    mine, line = channels[split.rank], x.shape[1] * split.length
+    received = x.new_empty(mine * line * split.length)
+    counts = [mine * line * length for length in lengths]
+    sent = [count * line * lengths[split.rank] for count in channels]
+    wait = _start(received, x.reshape(-1), counts, sent, split)
+
+    def finish() -> Tensor:
+        wait()
+        sides = side(split.length)
+        make = x.new_empty if sides == split.length else x.new_zeros  # what lies outside counts in sums
+        square = make(mine, x.shape[1], sides, sides)
+        for part, place in _runs(square, received, split):
+            place.copy_(part)
+        return square
+
+    return finish
+
+
+def _to_parts(square: Tensor, out: Tensor, split: Split) -> Finish:
+    """Start to exchange squares of the channels of this process for its parts `out` of all of these channels, contiguous."""
+    channels, lengths = split.sizes(out.shape[0]), split.sizes(split.length)
+    mine, line = channels[split.rank], out.shape[1] * split.length
+    sent = square.new_empty(mine * line * split.length)
+    for part, place in _runs(square, sent, split):
+        part.copy_(place)
+    counts = [count * line * lengths[split.rank] for count in channels]
+    parts = [mine * line * length for length in lengths]
+    wait = _start(out.view(-1), sent, counts, parts, split)
+
+    def finish() -> Tensor:
+        wait()
+        return out
+
+    return finish
+
+
+def _start(received: Tensor, sent: Tensor, counts: list[int], parts: list[int], split: Split) -> Callable[[], object]:
+    """Start an all-to-all, and return what waits for it. torch.compile takes none that is only started."""
+    if torch.compiler.is_compiling():
+        dist.all_to_all_single(received, sent, counts, parts, split.group)
+        return lambda: None
+    work: Any = dist.all_to_all_single(received, sent, counts, parts, split.group, async_op=True)
+    wait: Callable[[], object] = work.wait
+    return wait
+
+
+def _runs(square: Tensor, buffer: Tensor, split: Split) -> list[tuple[Tensor, Tensor]]:
+    """The parts of all processes in a buffer, and their places in squares `[d, B, S, S]`, as tensors of the same shape.
+
+    Processes with parts of one size make one pair, so two copies move all parts.
+    """
+    axis = split.axis + 1  # squares have no channels behind them
+    inside = square[..., : split.length, : split.length]
+    found, first, done = [], 0, 0
+    for size, ranks in itertools.groupby(size for size in split.sizes(split.length) if size):
+        count = len(list(ranks))
+        place = inside.narrow(axis, first, count * size).unflatten(axis, (count, size))
+        shape = list(place.shape)
+        del shape[axis - 1]
+        numbers = count * math.prod(shape)
+        found.append((buffer[done : done + numbers].view(count, *shape).movedim(0, axis - 1), place))
+        first, done = first + count * size, done + numbers
+    return found

@@ -1,0 +1,362 @@
+"""Blocks and layers of a pair representation that is split over four processes: what one process finds, and what is sent."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evoattn.nn import AttentionPairBias, PairBlock, PairformerBlock, Transition, TriangleMultiplication
+from evoattn.nn.multiplication import JoinedTriangleMultiplication
+from evoattn.pair.multiplication import exchanged
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.multiprocessing.spawn import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PROCESSES = 4
+C_S, C_Z, HIDDEN = 12, 8, 10
+LENGTHS = (8, 9, 3)
+"""Of 9 residues the processes have 3, 3, 3 and none; of 3 one each, and the last none."""
+
+SPLITS: dict[str, Any] = {"rows": [Shard(1)], "columns": [Shard(2)], "whole": [Replicate()]}
+
+MULTIPLICATIONS: dict[str, Callable[..., nn.Module]] = {
+    "outgoing": functools.partial(TriangleMultiplication, C_Z, HIDDEN, True),
+    "incoming": functools.partial(TriangleMultiplication, C_Z, HIDDEN, False, residual=True),
+    "joined": functools.partial(JoinedTriangleMultiplication, C_Z, HIDDEN, False, bias=False),
+    "few channels": functools.partial(TriangleMultiplication, C_Z, 3, True),
+}
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    **MULTIPLICATIONS,
+    "transition": functools.partial(Transition, C_Z, 2, residual=True),
+    "pair bias": functools.partial(AttentionPairBias, C_S, C_Z, 6, 2, residual=True),
+    "pair bias under a condition": functools.partial(AttentionPairBias, C_S, C_Z, 6, 2, C_S),
+    "pair block": functools.partial(PairBlock, C_Z, HIDDEN, 4, 2, 2, bias=True, dropout=0.25),
+    "pairformer block": functools.partial(PairformerBlock, C_S, C_Z, 6, 2, HIDDEN, 4, 2, 2, dropout=0.25),
+}
+
+Given = dict[str, "Tensor | None"]
+
+
+def layer_of(name: str) -> Any:
+    torch.manual_seed(0)
+    layer = LAYERS[name]().double().eval()
+    for x in layer.parameters():
+        nn.init.normal_(x, std=0.4)
+    return layer
+
+
+def example(length: int, batch: int = 1, masked: bool = True) -> Given:
+    """s and z, masks, and cotangents of s and z."""
+    torch.manual_seed(length)
+    s, ds = (torch.randn(batch, length, C_S, dtype=torch.float64) for _ in range(2))
+    z, dz = (torch.randn(batch, length, length, C_Z, dtype=torch.float64) for _ in range(2))
+    pairs = (torch.rand(batch, length, length) > 0.3).double()
+    mask = (torch.rand(batch, length) > 0.2).double()
+    return {"s": s, "z": z, "mask": mask if masked else None, "pairs": pairs if masked else None, "ds": ds, "dz": dz}
+
+
+def call(layer: Any, s: Any, z: Any, mask: Any, pairs: Any) -> list[Any]:
+    """The outputs of a layer or a block: of s, of z, or of both."""
+    if isinstance(layer, PairformerBlock):
+        return list(layer(s, z, mask, pairs))
+    if isinstance(layer, AttentionPairBias):
+        return [layer(s, z, None if layer.c_s is None else s + 1, mask)]
+    return [layer(z, pairs)]
+
+
+def differentiate(layer: Any, given: dict[str, Any], run: Callable[..., list[Any]] = call) -> list[Any]:
+    """Outputs, the gradients of s and z, and those of the parameters."""
+    s, z = (given[name].detach().requires_grad_() for name in ("s", "z"))
+    made = run(layer, s, z, given["mask"], given["pairs"])
+    cotangents = [_as(given["ds"] if x.ndim == 3 else given["dz"], x) for x in made]
+    found = torch.autograd.grad(made, [s, z, *layer.parameters()], cotangents, allow_unused=True)
+    return [*(x.detach() for x in made), *(x for x in found if x is not None)]
+
+
+def _as(do: Any, x: Any) -> Any:
+    """A cotangent that lies as the output x."""
+    return do.redistribute(placements=x.placements) if hasattr(x, "placements") else do
+
+
+def spread(given: Given, mesh: Any, placements: Any) -> dict[str, Any]:
+    """DTensors. s and its mask have no columns, and are split by rows in their place."""
+
+    def lies(x: Tensor) -> list[Any]:
+        return [Shard(1) if p == Shard(2) and x.ndim < 4 and x.shape[-1] != x.shape[-2] else p for p in placements]
+
+    return {name: x if x is None else distribute_tensor(x, mesh, lies(x)) for name, x in given.items()}
+
+
+def together(layer: Any, given: Given, mesh: Any, placements: Any, run: Any = call, whole: bool = False) -> list[Tensor]:
+    """The same of all processes. Of plain parameters each has a part of the gradient, which is summed here."""
+    found = differentiate(layer, spread(given, mesh, placements), run)
+    for x in found:
+        if not hasattr(x, "full_tensor") and not whole:
+            dist.all_reduce(x)
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in found]
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error. Some gradients are 0 but for rounding: a constant in the pair bias does not change the softmax."""
+    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in zip(found, expected, strict=True))
+
+
+def of_layers(mesh: Any) -> dict[str, float]:
+    """How far the processes are from one of them."""
+    errors = {}
+    for name in LAYERS:
+        layer = layer_of(name)
+        for length in LENGTHS:
+            given = example(length)
+            expected = differentiate(layer, given)
+            for split, placements in SPLITS.items():
+                found = together(layer, given, mesh, placements, whole=split == "whole")
+                errors[f"{name}, {length}, {split}"] = worst(found, expected)
+        given = example(9, masked=False)
+        errors[f"{name}, no mask"] = worst(together(layer, given, mesh, SPLITS["rows"]), differentiate(layer, given))
+    return errors
+
+
+def of_blocks(mesh: Any, two: Any) -> dict[str, float]:
+    """The ways in which a block is trained."""
+    layer, given, rows = layer_of("pairformer block"), example(9), SPLITS["rows"]
+    expected = differentiate(layer, given)
+    errors = {}
+    replicated = distribute_module(copy.deepcopy(layer), mesh)
+    errors["parameters that are DTensors"] = worst(together(replicated, given, mesh, rows, whole=True), expected)
+
+    def checkpointed(layer: Any, *tensors: Any) -> list[Any]:
+        return list(checkpoint(layer, *tensors, use_reentrant=False))
+
+    errors["checkpoint"] = worst(together(layer, given, mesh, rows, checkpointed), expected)
+    batches = example(5, batch=3)
+    found = together(layer, batches, two, [Shard(0), Shard(1)])
+    errors["batches and rows"] = worst(found, differentiate(layer, batches))
+    hooked = layer_of("pairformer block")
+    for module in (hooked.pair_stack.tri_mul_out.linear_a_p, hooked.pair_stack.tri_mul_in.linear_z):
+        module.register_forward_hook(lambda *_: None)
+    errors["hooks"] = worst(together(hooked, given, mesh, rows), expected)
+    exchanged._SLICES = 1
+    errors["one slice"] = worst(together(layer, given, mesh, rows), expected)
+    exchanged._SLICES = 4
+    errors["fsdp"] = fsdp(mesh, given, expected)
+    errors["dropout"] = dropout(mesh, given)
+    return errors
+
+
+def fsdp(mesh: Any, given: Given, expected: list[Tensor]) -> float:
+    """Parameters that FSDP splits over the processes of the rows, and averages gradients over."""
+    layer: Any = fully_shard(layer_of("pairformer block"), mesh=mesh)
+    tensors = spread(given, mesh, SPLITS["rows"])
+    s, z = (tensors[name].requires_grad_() for name in ("s", "z"))
+    made = call(layer, s, z, tensors["mask"], tensors["pairs"])
+    torch.autograd.backward(made, [tensors["ds"], tensors["dz"]])
+    gradients = [x.grad.full_tensor() * PROCESSES for x in layer.parameters()]
+    return worst([*(x.full_tensor() for x in (*made, s.grad, z.grad)), *gradients], expected)
+
+
+def dropout(mesh: Any, given: Given) -> float:
+    """The first process draws for all: they drop what it alone would."""
+    layer, found = layer_of("pairformer block").train(), []
+    for split in ("rows", "columns"):
+        torch.manual_seed(5)
+        expected = differentiate(layer, given)
+        torch.manual_seed(5 + dist.get_rank())
+        found.append(worst(together(layer, given, mesh, SPLITS[split]), expected))
+    return max(found)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name. CommDebugMode hooks modules too, and loses count of them in some blocks of torch 2.13."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0].strip("_")
+        if func.namespace in ("c10d", "_c10d_functional") and name.split("_")[0] not in ("wait", "wrap"):
+            self.counts[name] += 1
+        return func(*args, **kwargs or {})
+
+
+def sent(mesh: Any) -> dict[str, dict[str, int]]:
+    """What a forward and a backward send."""
+    found = {}
+    for name in ("outgoing", "incoming", "transition", "pair bias", "pairformer block"):
+        layer, given = layer_of(name), spread(example(8), mesh, SPLITS["rows"])
+        s, z = (given[name].requires_grad_() for name in ("s", "z"))
+        with Collectives() as forward:
+            made = call(layer, s, z, given["mask"], given["pairs"])
+        with Collectives() as backward:
+            torch.autograd.backward(made, [given["ds"] if x.ndim == 3 else given["dz"] for x in made])
+        for way, mode in (("forward", forward), ("backward", backward)):
+            found[f"{name}, {way}"] = dict(mode.counts)
+    return found
+
+
+def refused(mesh: Any, two: Any) -> dict[str, str]:
+    """What is said of what does not fit."""
+    given = spread(example(8), mesh, SPLITS["rows"])
+    plain = example(8)
+    s, z, mask, pairs = (given[name] for name in ("s", "z", "mask", "pairs"))
+    block, multiply, bias, transition = (layer_of(x) for x in ("pair block", "outgoing", "pair bias", "transition"))
+    calls: dict[str, Callable[[], Any]] = {
+        "channels": lambda: multiply(distribute_tensor(plain["z"], mesh, [Shard(3)])),
+        "channels of a transition": lambda: transition(distribute_tensor(plain["z"], mesh, [Shard(3)])),
+        "a plain mask": lambda: multiply(z, plain["pairs"]),
+        "a plain z": lambda: multiply(plain["z"], pairs),
+        "a plain mask of a transition": lambda: transition(z, plain["pairs"]),
+        "a mask elsewhere": lambda: multiply(z, distribute_tensor(plain["pairs"], two, [Shard(1), Replicate()])),
+        "parameters elsewhere": lambda: distribute_module(copy.deepcopy(multiply), two)(z),
+        "a plain a": lambda: bias(plain["s"], z),
+        "a plain z of a": lambda: bias(s, plain["z"]),
+        "a plain mask of a": lambda: bias(s, z, mask=plain["mask"]),
+        "keys": lambda: bias(s, z, mask=mask, keys=s),
+        "in place": lambda: block(z, pairs, in_place=True),
+    }
+    said = {}
+    for name, run in calls.items():
+        try:
+            with torch.no_grad():
+                run()
+        except (TypeError, ValueError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def compiled(mesh: Any) -> float:
+    """How far compiled code is from code that is not."""
+    layer, given = layer_of("incoming"), example(9)
+
+    def run(layer: Any, s: Any, z: Any, mask: Any, pairs: Any) -> list[Any]:
+        return [torch.compile(layer, fullgraph=True, backend="aot_eager")(z, pairs)]
+
+    return worst(together(layer, given, mesh, SPLITS["rows"], run), differentiate(layer, given))
+
+
+def few(mesh: Any, two: Any) -> dict[str, Any]:
+    layer, given = layer_of("pairformer block"), example(9)
+    expected = differentiate(layer, given)
+    errors = {name: worst(together(layer, given, mesh, SPLITS[name]), expected) for name in ("rows", "columns")}
+    return {"errors": errors, "sent": sent(mesh), "refused": refused(mesh, two)}
+
+
+def many(mesh: Any, two: Any) -> dict[str, Any]:
+    return {"layers": of_layers(mesh), "blocks": of_blocks(mesh, two), "compiled": compiled(mesh)}
+
+
+def process(rank: int, folder: str, which: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+    look = {"few": few, "many": many}[which]
+    found = look(init_device_mesh("cpu", (PROCESSES,)), init_device_mesh("cpu", (2, 2)))
+    if rank == 0:
+        torch.save(found, pathlib.Path(folder) / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_processes(folder: pathlib.Path, which: str) -> Any:
+    spawn(process, (str(folder), which), nprocs=PROCESSES)
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_processes(tmp_path_factory.mktemp("few"), "few")
+
+
+def test_a_block(found: Any) -> None:
+    """Outputs and all gradients."""
+    for name, error in found["errors"].items():
+        assert error < 1e-10, name
+
+
+@pytest.mark.slow
+def test_all_layers(tmp_path: pathlib.Path) -> None:
+    """Outputs and all gradients of each layer, and the ways in which a block is trained."""
+    found = run_processes(tmp_path, "many")
+    assert len(found["layers"]) == 10 * len(LAYERS)
+    for name, error in (*found["layers"].items(), *found["blocks"].items(), ("compiled", found["compiled"])):
+        assert error < 1e-10, name
+
+
+def test_what_is_sent(found: Any) -> None:
+    """Of a multiplication three all-to-alls for each of two slices of channels. Of the block these twice, the bias and its
+    gradient, what one attention exchanges, keys and mask of the single track.
+    """
+    gather, exchange = "allgather_base", "alltoall_base"
+    assert found["sent"] == {
+        **{f"{name}, {way}": {exchange: 6} for name in ("outgoing", "incoming") for way in ("forward", "backward")},
+        **{f"transition, {way}": {} for way in ("forward", "backward")},
+        "pair bias, forward": {gather: 1, "all_gather_into_tensor": 1},
+        "pair bias, backward": {exchange: 1},
+        "pairformer block, forward": {gather: 3, "all_gather_into_tensor": 1, exchange: 15},
+        "pairformer block, backward": {exchange: 17},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("channels", r"ValueError: z must be split by rows or by columns, .* got \(Shard\(dim=3\),\)"),
+        ("channels of a transition", r"ValueError: x must be split along other axes than the last, got \(Shard\(dim=3\),\)"),
+        ("a plain mask", "TypeError: mask must be a DTensor, as z is, got a plain tensor"),
+        ("a plain z", "TypeError: z must be a DTensor, as mask is, got a plain tensor"),
+        ("a plain mask of a transition", "TypeError: mask must be a DTensor, as x is, got a plain tensor"),
+        ("a mask elsewhere", "ValueError: mask must be on the device mesh of z"),
+        ("parameters elsewhere", "ValueError: linear_a_p.weight must be on the device mesh of z"),
+        ("a plain a", "TypeError: a must be a DTensor, as z is, got a plain tensor"),
+        ("a plain z of a", "TypeError: z must be a DTensor, as a is, got a plain tensor"),
+        ("a plain mask of a", "TypeError: mask must be a DTensor, as z is, got a plain tensor"),
+        ("keys", "TypeError: keys must be a plain tensor: this layer takes no DTensors"),
+        ("in place", "ValueError: in_place=True takes no DTensors"),
+    ],
+)
+def test_what_does_not_fit(name: str, words: str, found: Any) -> None:
+    assert re.match(words, found["refused"][name])
+
+
+def one_dies(rank: int, folder: str) -> None:
+    """The last process ends without a word. The others wait for it in a collective, and write down what they are told."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+    layer, mesh = layer_of("outgoing"), init_device_mesh("cpu", (PROCESSES,))
+    z = distribute_tensor(example(8)["z"], mesh, SPLITS["rows"])
+    layer(z)
+    if rank == PROCESSES - 1:
+        os._exit(3)
+    try:
+        for _ in range(3):
+            layer(z)
+    except RuntimeError as error:
+        (pathlib.Path(folder) / f"said-{rank}").write_text(str(error))
+    os._exit(0)
+
+
+def test_a_process_that_dies_ends_the_others(tmp_path: pathlib.Path) -> None:
+    started = spawn(one_dies, (str(tmp_path),), nprocs=PROCESSES, join=False)
+    for each in started.processes:
+        each.join(120)
+    assert [each.exitcode for each in started.processes] == [0, 0, 0, 3]
+    for rank in range(PROCESSES - 1):
+        assert re.search("(Connection closed|reset) by peer", (tmp_path / f"said-{rank}").read_text())

@@ -1,9 +1,11 @@
 """Triangle multiplication by its kernels in Triton's interpreter: against float64, and as torch's operator."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers.interpreted import INTERPRETED, run
 
@@ -23,6 +25,7 @@ else:
     from evoattn.pair.multiplication import call as multiplication
     from evoattn.pair.multiplication import steps
     from evoattn.pair.multiplication.values import Options, Weights
+    from evoattn.run.split import Split
     from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
 
     pytestmark = pytest.mark.usefixtures("poisoned")
@@ -173,3 +176,26 @@ else:
             call(z, mask, given, options)
         call(z, mask, given, options)
         assert [halves[1], halves[3]] == [True, False]
+
+    @pytest.fixture
+    def group() -> Iterator[Any]:
+        """A group of this process alone."""
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield dist.group.WORLD
+        dist.destroy_process_group()
+
+    @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
+    @pytest.mark.parametrize("axis", [-3, -2])
+    @pytest.mark.parametrize("outgoing", [True, False])
+    def test_the_part_of_a_process(outgoing: bool, axis: int, group: Any, launches: list[str]) -> None:
+        """Kernels take the positions of a part as squares of side 1. The part here is the whole."""
+        given, (z, mask, do) = weights(16, 24, bias=outgoing, dtype=torch.float32), inputs((2,), 9, 16, torch.float32)
+        options, split = Options(outgoing, 1e-5, residual=outgoing), Split(group, axis, 9)
+        named: Any = {"direction": "outgoing" if outgoing else "incoming", "residual": outgoing, "split": split}
+        found = differentiated(triangle_multiplication(z, mask, **named, **given._asdict()), z, given, do)
+        assert worst(found, truth(z, mask, given, options, do)) < 2e-6
+        frozen = {name: x if x is None else x.detach() for name, x in given._asdict().items()}
+        z = z.detach().clone()
+        alone = triangle_multiplication(z, mask, **named, **frozen, out=z)  # type: ignore[arg-type]
+        assert alone is z and torch.equal(alone, found[0])
+        assert launches == ["gate_in", "gate_out", "gate_out_backward", "gate_in_backward", "gate_in", "gate_out"]

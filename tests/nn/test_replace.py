@@ -467,12 +467,16 @@ def test_state_dicts(make: Callable[[], Any]) -> None:
     assert relative_error(own(*inputs, **masks), theirs(*inputs, **masks).double()) < 2e-6
 
 
-@pytest.mark.parametrize("client", ["boltz", "openfold3", "protenix"])
+WHOLE = ("boltz", "boltzgen", "esmfold", "opendde", "openfold3", "protenix")
+"""Clients with blocks in tools/clients."""
+
+
+@pytest.mark.parametrize("client", WHOLE)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_blocks(client: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of a client with our layers in it: outputs and all gradients, padding too in float32."""
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")  # Protenix compiles an extension otherwise
-    installed(client)
+    installed(patching.client(client).distribution)
     blocks = importlib.import_module(f"clients.{client}").BLOCKS
     layers = importlib.import_module("clients.layers")
     limits = importlib.import_module("clients.compare").LIMITS[dtype]
@@ -481,15 +485,15 @@ def test_blocks(client: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
         count, outputs, gradients_ = layers.compare_layers(block, dtype, (16,))
         counts.append(count)
         assert outputs <= limits[0] and gradients_ <= limits[1], block.name
-    assert sum(counts) >= 15
+    assert sum(counts) >= 7
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("client", ["boltz", "openfold3", "protenix"])
+@pytest.mark.parametrize("client", WHOLE)
 def test_blocks_patched(client: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same by `patch`: each kind of block, or of layer, is ours, and what their callers get is theirs."""
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")
-    installed(client)
+    installed(patching.client(client).distribution)
     known = set(BLOCKS)
     if not whole:
         monkeypatch.setattr(sys.modules["evoattn.nn.replace"], "BLOCKS", {})
@@ -503,5 +507,5 @@ def test_blocks_patched(client: str, whole: bool, monkeypatch: pytest.MonkeyPatc
         for error, limit in zip(compare.errors(expected, found), compare.LIMITS[dtype], strict=True):
             assert error <= limit, block.name
     for site in patching.client(client).layers:
-        is_block = f"{site.module}.{site.name.removesuffix('.forward')}" in known
+        is_block = f"{site.module}.{site.name.partition('.')[0]}" in known
         assert called[str(site)] or is_block != whole, site

@@ -179,9 +179,9 @@ def outcome(block: Any, given: list[Tensor | None], *more: Any, **options: Any) 
     return [*outputs, after, *torch.autograd.grad(total, used)]  # type: ignore[arg-type]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_same(found: list[Tensor], expected: list[Tensor], limit: float = 1e-9) -> None:
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one, other, rtol=limit, atol=limit)
 
 
 @pytest.mark.usefixtures("unfused")

@@ -139,5 +139,14 @@ CLIENTS = {
         "boltzgen",
         "boltzgen",
         _sites("boltzgen", "triangular", (Site("boltzgen.model.layers.attention", "AttentionPairBias.forward", _second),)),
+        layers=sites(
+            "boltzgen.model.layers.triangular_attention.attention:TriangleAttention",
+            "boltzgen.model.layers.triangular:TriangleMultiplicationOutgoing",
+            "boltzgen.model.layers.triangular:TriangleMultiplicationIncoming",
+            "boltzgen.model.layers.transition:Transition",
+            "boltzgen.model.layers.pairformer:PairformerLayer",
+            "boltzgen.model.layers.pairformer:PairformerNoSeqLayer",
+            least=_LEAST,
+        ),
     ),
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.clients.calls import projected
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -62,6 +63,12 @@ CLIENTS = {
             Site(_MODULE, "EsmFoldAttention._wrap_up"),
             Site(_MODULE, "EsmFoldTriangleAttention.forward"),
             Site(_MODULE, "EsmFoldTriangularSelfAttentionBlock.forward"),
+        ),
+        layers=sites(
+            f"{_MODULE}:EsmFoldTriangleAttention",
+            f"{_MODULE}:EsmFoldTriangleMultiplicativeUpdate",
+            f"{_MODULE}:EsmFoldResidueMLP",
+            f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock",
         ),
     )
 }

@@ -88,6 +88,9 @@ CLIENTS = {
             "openfold.model.msa:MSAColumnAttention",
             "openfold.model.msa:MSAColumnGlobalAttention",
             "openfold.model.template:TemplatePointwiseAttention",
+            "openfold.model.pair_transition:PairTransition",
+            "openfold.model.evoformer:MSATransition",
+            "openfold.model.evoformer:PairStack",
         ),
     )
 }

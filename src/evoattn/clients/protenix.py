@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from evoattn.clients.calls import additive, kernel, multiplication, queries_first
-from evoattn.clients.layers import sites
+from evoattn.clients.layers import layer, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -59,11 +59,22 @@ def _layers(package: str) -> tuple[Site, ...]:
         f"{package}.model.triangular.triangular:TriangleAttention",
         f"{package}.model.triangular.triangular:TriangleMultiplicativeUpdate",
         f"{package}.model.modules.primitives:Transition",
-        f"{package}.model.modules.pairformer:PairformerBlock",
     )
 
 
+_BLOCK = "model.modules.pairformer"
+
 CLIENTS = {
-    "protenix": Client("protenix", "protenix", _sites("protenix", _KERNELS), layers=_layers("protenix")),
-    "opendde": Client("opendde", "opendde", _sites("opendde")),
+    "protenix": Client(
+        "protenix",
+        "protenix",
+        _sites("protenix", _KERNELS),
+        layers=(*_layers("protenix"), *sites(f"protenix.{_BLOCK}:PairformerBlock")),
+    ),
+    "opendde": Client(
+        "opendde",
+        "opendde",
+        _sites("opendde"),
+        layers=(*_layers("opendde"), Site(f"opendde.{_BLOCK}", "PairformerBlock.forward_source", layer)),
+    ),
 }

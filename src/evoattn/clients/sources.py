@@ -50,6 +50,11 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "boltzgen.model.layers.triangular:_kernel_triangular_mult": "4038b2a9e63b76ff",
             "boltzgen.model.layers.triangular_attention.primitives:Attention.forward": "667a0805e8d38044",
             "boltzgen.model.layers.triangular_attention.attention:TriangleAttention.forward": "c01d47c693b13f25",
+            "boltzgen.model.layers.triangular:TriangleMultiplicationOutgoing.forward": "d218b0e460e19a24",
+            "boltzgen.model.layers.triangular:TriangleMultiplicationIncoming.forward": "61052edc0a22aa90",
+            "boltzgen.model.layers.transition:Transition.forward": "8339ff25d13a2022",
+            "boltzgen.model.layers.pairformer:PairformerLayer.forward": "fcb378d0dfcdd113",
+            "boltzgen.model.layers.pairformer:PairformerNoSeqLayer.forward": "353b19c2d737da2a",
         },
     },
     "esmfold": {
@@ -60,6 +65,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "transformers.models.esm.modeling_esmfold:EsmFoldAttention._wrap_up": "0d6a10dbc3b64229",
             "transformers.models.esm.modeling_esmfold:EsmFoldTriangleAttention.forward": "a1259a59359dc2d3",
             "transformers.models.esm.modeling_esmfold:EsmFoldTriangularSelfAttentionBlock.forward": "c2dcca846b7db1dc",
+            "transformers.models.esm.modeling_esmfold:EsmFoldTriangleMultiplicativeUpdate.forward": "7cea02775b56f1d2",
+            "transformers.models.esm.modeling_esmfold:EsmFoldResidueMLP.forward": "e72611df9846f61b",
         },
     },
     "opendde": {
@@ -71,6 +78,10 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "opendde.model.triangular.layers:Attention.forward": "74db8b5ffdbc0585",
             "opendde.model.modules.primitives:_local_attention": "5cf317f9df2ed736",
             "opendde.model.modules.primitives:Attention.forward": "36a33032a1b586c4",
+            "opendde.model.triangular.triangular:TriangleAttention.forward": "658bf808e4150b90",
+            "opendde.model.triangular.triangular:TriangleMultiplicativeUpdate.forward": "ae5ef898ba582d67",
+            "opendde.model.modules.primitives:Transition.forward": "7ae26dce582f1583",
+            "opendde.model.modules.pairformer:PairformerBlock.forward_source": "ed5dea52ce0d876d",
         },
     },
     "openfold": {
@@ -92,6 +103,9 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "openfold.model.msa:MSAColumnAttention.forward": "10cfbc0e0f35285e",
             "openfold.model.msa:MSAColumnGlobalAttention.forward": "1cc6cd21d88c71c7",
             "openfold.model.template:TemplatePointwiseAttention.forward": "7da64a8d9ffa17d7",
+            "openfold.model.pair_transition:PairTransition.forward": "c63f5a9e72a2dfd1",
+            "openfold.model.evoformer:MSATransition.forward": "12bbbe6c373ca8b5",
+            "openfold.model.evoformer:PairStack.forward": "0201292caf2e531c",
         },
     },
     "openfold3": {

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from evoattn.call.canonical import with_axes
-from evoattn.nn.attention import Attention
+from evoattn.nn import known_calls as calls
+from evoattn.nn.attention import Attention, update
+from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
@@ -18,7 +19,7 @@ from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
-__all__ = ["LAYERS", "ClientsOwn", "UnknownArgument", "check_scaled", "ignore"]
+__all__ = ["LAYERS", "ClientsOwn", "UnknownArgument"]
 
 _OF_MULTIPLICATION = ("layer_norm_in", "layer_norm_out", "linear_z", "linear_g")
 """Modules of a triangle multiplication that OpenFold calls as we do."""
@@ -34,27 +35,17 @@ _OF_TRANSITION = {
 
 _ACTIVATIONS = {"swiglu": nn.SiLU, "relu": nn.ReLU}
 
-_FEW = 16
-"""Keys up to which Protenix' triangle attention takes no kernel."""
 
-_IGNORED = (
-    "chunk_size",
-    "ckpt_chunk_size",
-    "_inplace_chunk_size",
-    "inplace_safe",
-    "flash_mask",
-    "triangle_attention",
-    "triangle_multiplicative",
-)
-"""Arguments that change no answer, beside those of which only the beginning is known."""
+class _ResidueMlp(Transition):
+    """ESMFold's transition, whose update gets a dropout `drop`."""
 
+    drop: nn.Module
 
-class UnknownArgument(TypeError):  # noqa: N818
-    """A client's layer was called with an argument that `evoattn.nn` does not know. Nothing was computed."""
-
-
-class ClientsOwn(UnknownArgument):
-    """A client's layer was called in a way in which it has an answer of its own, which is kept."""
+    def add_to(self, x: Tensor, mask: Tensor | None, *, in_place: bool) -> Tensor:
+        drop = self.drop
+        if type(drop) is not nn.Dropout or has_hooks(drop) or (drop.training and drop.p > 0):
+            return update(x, drop(self(x, mask)), residual=True, in_place=in_place)
+        return super().add_to(x, mask, in_place=in_place)
 
 
 def _adopt(ours: nn.Module, theirs: nn.Module, *names: str, **renamed: str) -> None:
@@ -69,9 +60,12 @@ def _adopt_attention(ours: Attention, theirs: nn.Module, prefix: str = "linear_"
 
 
 def _triangle(linear: str, theirs: Any) -> nn.Module:
-    ours = TriangleAttention(theirs.c_in, theirs.c_hidden, theirs.no_heads, theirs.starting, theirs.inf)
+    """`linear` is their name of the projection of the pair bias."""
+    mha = theirs.mha
+    channels, sizes = (theirs.c_in, theirs) if hasattr(theirs, "c_in") else (mha.c_q, mha)  # OpenDDE's layer has no sizes
+    ours = TriangleAttention(channels, sizes.c_hidden, sizes.no_heads, theirs.starting, theirs.inf)
     _adopt(ours, theirs, "layer_norm", linear=linear)
-    _adopt_attention(ours.mha, theirs.mha)
+    _adopt_attention(ours.mha, mha)
     return ours
 
 
@@ -133,6 +127,13 @@ def _multiplication(theirs: Any) -> nn.Module:
     return ours
 
 
+def _esm_multiplication(theirs: Any) -> nn.Module:
+    channels = _normed(theirs.layer_norm_in)
+    ours = TriangleMultiplication(channels, channels, theirs._outgoing)
+    _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g")
+    return ours
+
+
 def _joined_multiplication(theirs: Any) -> nn.Module:
     ours = JoinedTriangleMultiplication(theirs.c_z, theirs.c_hidden, theirs._outgoing)
     _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_ab_p", "linear_ab_g")
@@ -140,15 +141,16 @@ def _joined_multiplication(theirs: Any) -> nn.Module:
 
 
 def _boltz_multiplication(outgoing: bool, theirs: Any) -> nn.Module:
-    norms = [x for x in theirs.norm_in.modules() if hasattr(x, "normalized_shape")]  # it may have a wrapper
-    channels = norms[0].normalized_shape[0]
+    channels = _normed(theirs.norm_in)
     ours = JoinedTriangleMultiplication(channels, channels, outgoing)
     _adopt(ours, theirs, linear_ab_p="p_in", linear_ab_g="g_in", linear_z="p_out", linear_g="g_out")
     _adopt(ours, theirs, layer_norm_in="norm_in", layer_norm_out="norm_out")
     return ours
 
 
-def _transition(activation: str, function: str, paths: tuple[str, ...], theirs: nn.Module) -> nn.Module | None:
+def _transition(
+    activation: str, function: str, paths: tuple[str, ...], theirs: nn.Module, kind: type[Transition] = Transition
+) -> Any:
     """Make our transition of a client's, or return None if it is too wide or changes the number of channels.
 
     Args:
@@ -156,6 +158,7 @@ def _transition(activation: str, function: str, paths: tuple[str, ...], theirs: 
         function: the path of the client's module that applies SiLU or ReLU. "": it calls a function.
         paths: those of the client's norm and projections, in the order of `_OF_TRANSITION`.
         theirs: the client's layer.
+        kind: the class of ours.
     """
     found = [theirs.get_submodule(path) for path in paths]
     channels, outputs = _features(found[1], "in_features"), _features(found[-1], "out_features")
@@ -163,7 +166,7 @@ def _transition(activation: str, function: str, paths: tuple[str, ...], theirs: 
         return None
     if function and type(theirs.get_submodule(function)) is not _ACTIVATIONS[activation]:
         raise TypeError(f"{function} is a {type(theirs.get_submodule(function)).__name__}")
-    ours = Transition(channels, 1, activation=activation)
+    ours = kind(channels, 1, activation=activation)
     for path, module in zip(_OF_TRANSITION[activation], found, strict=True):
         parent, _, name = path.rpartition(".")
         setattr(ours.get_submodule(parent), name, module)
@@ -172,11 +175,16 @@ def _transition(activation: str, function: str, paths: tuple[str, ...], theirs: 
 
 def _residue_mlp(theirs: Any) -> nn.Module | None:
     """Make our transition of ESMFold's, which adds its update to its input, after a dropout."""
-    paths = ("mlp.0", "mlp.1", "mlp.3")
-    ours = _transition("relu", "mlp.2", paths, theirs)
+    ours: nn.Module | None = _transition("relu", "mlp.2", ("mlp.0", "mlp.1", "mlp.3"), theirs, _ResidueMlp)
     if ours is not None:
         ours.drop = theirs.mlp[4]
     return ours
+
+
+def _normed(norm: nn.Module) -> int:
+    """The channels of a norm, which may have a wrapper."""
+    found: list[tuple[int, ...]] = [x.normalized_shape for x in norm.modules() if isinstance(x, nn.LayerNorm)]
+    return found[0][0]
 
 
 def _features(module: nn.Module, name: str) -> int:
@@ -185,151 +193,8 @@ def _features(module: nn.Module, name: str) -> int:
     return found[0]
 
 
-def ignore(switches: dict[str, Any]) -> None:
-    """Raise UnknownArgument unless every argument is a kernel switch, a chunk size, or permits overwriting an input."""
-    for name in switches:
-        if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in _IGNORED:
-            raise UnknownArgument(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
-
-
-def _call_triangle(
-    ours: Any, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any
-) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(x, mask, transpose_bias=transpose_bias)
-    return made
-
-
-def check_scaled(x: Tensor, triangle_attention: str) -> None:
-    """Raise ClientsOwn if Protenix' triangle attention of x does not scale q: it takes no kernel for so few residues."""
-    if x.shape[-2] <= _FEW and triangle_attention in ("cuequivariance", "deepspeed"):
-        raise ClientsOwn(f"{_FEW} residues or fewer with {triangle_attention}, for which the client does not scale q")
-
-
-def _call_protenix_triangle(
-    ours: Any, x: Tensor, mask: Tensor | None = None, *, triangle_attention: str = "torch", **switches: Any
-) -> Tensor:
-    """Call our layer with Protenix' arguments. The mask may lack leading axes along which it does not vary."""
-    check_scaled(x, triangle_attention)
-    return _call_triangle(ours, x, None if mask is None else with_axes(mask, x.ndim - 1), **switches)
-
-
-def _call_rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(m, z, mask)
-    return made
-
-
-def _call_columns(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(m, mask)
-    return made
-
-
-def _call_templates(ours: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(t, z, template_mask)
-    return made
-
-
-def _call_pair_bias(
-    ours: Any, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None, **switches: Any
-) -> Tensor:
-    """Call our layer with OpenFold-3's arguments. z and mask may lack leading axes along which they do not vary."""
-    ignore(switches)
-    mask = None if mask is None else with_axes(mask, a.ndim - 1)
-    made: Tensor = ours(a, with_axes(z, a.ndim + 1), s, mask)
-    return made
-
-
-def _call_trunk_pair_bias(ours: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    return _call_pair_bias(ours, a, z, None, mask, **switches)
-
-
-def _call_boltz_pair_bias(
-    ours: Any,
-    s: Tensor,
-    z: Tensor,
-    mask: Tensor,
-    *,
-    k_in: Tensor | None = None,
-    multiplicity: int = 1,
-    to_keys: Callable[[Tensor], Tensor] | None = None,
-    model_cache: dict[str, Any] | None = None,
-) -> Tensor:
-    """Call our layer with Boltz's arguments. The first axis of s and mask holds structures times samples.
-
-    `to_keys` picks the keys of each window.
-    """
-    if to_keys is not None:
-        k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
-    pair_bias = None if model_cache is None else model_cache.get("z")
-    if pair_bias is None:
-        pair_bias = ours.pair_bias(z)
-        if model_cache is not None:
-            model_cache["z"] = pair_bias
-    samples = (-1, multiplicity)
-    keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
-    mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
-    made: Tensor = ours(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)
-    return made
-
-
-def _call_multiplication(
-    ours: Any,
-    z: Tensor,
-    mask: Tensor | None = None,
-    *,
-    inplace_safe: bool = False,
-    _add_with_inplace: bool = False,
-    **switches: Any,
-) -> Tensor:
-    """Call our layer with OpenFold's arguments. If z may be overwritten, the update may have to be added to it, in place.
-
-    Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance. The mask may
-    lack leading axes along which it does not vary.
-    """
-    ignore(switches)
-    made: Tensor = ours(z, None if mask is None else with_axes(mask, z.ndim - 1))
-    adds = inplace_safe and _add_with_inplace and not switches.get("use_cueq_triangle_kernels")
-    return z.add_(made) if adds else made
-
-
-def _call_boltz_multiplication(ours: Any, x: Tensor, mask: Tensor, **switches: Any) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(x, mask)
-    return made
-
-
-def _call_transition(ours: Any, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    """Call our layer with OpenFold-3's arguments. The mask may lack leading axes along which it does not vary."""
-    ignore(switches)
-    made: Tensor = ours(x, None if mask is None else with_axes(mask, x.ndim - 1))
-    return made
-
-
-def _call_pair_transition(ours: Any, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    return _call_transition(ours, z, mask, **switches)
-
-
-def _call_msa_transition(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    return _call_transition(ours, m, mask, **switches)
-
-
-def _call_plain_transition(ours: Any, x: Tensor, **switches: Any) -> Tensor:
-    return _call_transition(ours, x, **switches)
-
-
-def _call_residue_mlp(ours: Any, x: Tensor, **switches: Any) -> Tensor:
-    ignore(switches)
-    drop = ours.drop
-    drops = type(drop) is not nn.Dropout or has_hooks(drop) or (drop.training and drop.p > 0)
-    made: Tensor = x + drop(ours(x)) if drops else ours.add_to(x, None, in_place=False)
-    return made
-
-
 _OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
-_PROTENIX = "protenix.model"
+_ESMFOLD = "transformers.models.esm.modeling_esmfold"
 _UPDATE = "triangular_multiplicative_update"
 
 _RELU = functools.partial(_transition, "relu", "relu", ("layer_norm", "linear_1", "linear_2"))
@@ -345,42 +210,60 @@ _SWIGLU_OF_PROTENIX = functools.partial(
     _transition, "swiglu", "", ("layernorm1", "linear_no_bias_a", "linear_no_bias_b", "linear_no_bias")
 )
 
-LAYERS: dict[str, tuple[Callable[[Any], nn.Module | None], Callable[..., Tensor]]] = {
-    f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
-    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
-    f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, _call_columns),
-    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
-    f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, _call_templates),
-    f"{_OPENFOLD}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, _call_multiplication),
-    f"{_OPENFOLD}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, _call_multiplication),
-    f"{_OPENFOLD}.pair_transition.PairTransition": (_RELU, _call_pair_transition),
-    f"{_OPENFOLD}.evoformer.MSATransition": (_RELU, _call_msa_transition),
-    f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), _call_triangle),
-    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, _call_rows),
-    f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, _call_columns),
-    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, _call_columns),
-    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, _call_trunk_pair_bias),
-    f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, _call_pair_bias),
-    f"{_OPENFOLD3}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, _call_multiplication),
-    f"{_OPENFOLD3}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, _call_multiplication),
-    f"{_OPENFOLD3}.transition.SwiGLUTransition": (_SWIGLU, _call_transition),
-    f"{_OPENFOLD3}.transition.ReLUTransition": (_RELU_OF_OPENFOLD3, _call_transition),
-    f"{_BOLTZ}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), _call_triangle),
-    f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
-    f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, _call_boltz_pair_bias),
-    f"{_BOLTZ}.triangular_mult.TriangleMultiplicationOutgoing": (
-        functools.partial(_boltz_multiplication, True),
-        _call_boltz_multiplication,
-    ),
-    f"{_BOLTZ}.triangular_mult.TriangleMultiplicationIncoming": (
-        functools.partial(_boltz_multiplication, False),
-        _call_boltz_multiplication,
-    ),
-    f"{_BOLTZ}.transition.Transition": (_SWIGLU_OF_BOLTZ, _call_plain_transition),
-    f"{_PROTENIX}.triangular.triangular.TriangleAttention": (functools.partial(_triangle, "linear"), _call_protenix_triangle),
-    f"{_PROTENIX}.triangular.triangular.TriangleMultiplicativeUpdate": (_multiplication, _call_multiplication),
-    f"{_PROTENIX}.modules.primitives.Transition": (_SWIGLU_OF_PROTENIX, _call_plain_transition),
-    "transformers.models.esm.modeling_esmfold.EsmFoldResidueMLP": (_residue_mlp, _call_residue_mlp),
+_Layer = tuple[Callable[[Any], nn.Module | None], Callable[..., Tensor]]
+
+
+def _of_boltz(package: str, multiplications: str) -> dict[str, _Layer]:
+    """The layers that Boltz and BoltzGen share, whose triangle multiplications are in a module of another name."""
+    layers, call = f"{package}.model.layers", calls.boltz_multiplication
+    outgoing, incoming = (functools.partial(_boltz_multiplication, which) for which in (True, False))
+    return {
+        f"{layers}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
+        f"{layers}.{multiplications}.TriangleMultiplicationOutgoing": (outgoing, call),
+        f"{layers}.{multiplications}.TriangleMultiplicationIncoming": (incoming, call),
+        f"{layers}.transition.Transition": (_SWIGLU_OF_BOLTZ, calls.plain_transition),
+    }
+
+
+def _of_protenix(package: str, triangle: Callable[..., Tensor]) -> dict[str, _Layer]:
+    """The layers that Protenix and OpenDDE share, and what calls their triangle attention."""
+    triangles = f"{package}.model.triangular.triangular"
+    return {
+        f"{triangles}.TriangleAttention": (functools.partial(_triangle, "linear"), triangle),
+        f"{triangles}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
+        f"{package}.model.modules.primitives.Transition": (_SWIGLU_OF_PROTENIX, calls.plain_transition),
+    }
+
+
+LAYERS: dict[str, _Layer] = {
+    f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
+    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, calls.rows),
+    f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, calls.columns),
+    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, calls.columns),
+    f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, calls.templates),
+    f"{_OPENFOLD}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
+    f"{_OPENFOLD}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, calls.multiplication),
+    f"{_OPENFOLD}.pair_transition.PairTransition": (_RELU, calls.pair_transition),
+    f"{_OPENFOLD}.evoformer.MSATransition": (_RELU, calls.msa_transition),
+    f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), calls.triangle),
+    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, calls.rows),
+    f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, calls.columns),
+    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, calls.columns),
+    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, calls.trunk_pair_bias),
+    f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, calls.pair_bias),
+    f"{_OPENFOLD3}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
+    f"{_OPENFOLD3}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, calls.multiplication),
+    f"{_OPENFOLD3}.transition.SwiGLUTransition": (_SWIGLU, calls.transition),
+    f"{_OPENFOLD3}.transition.ReLUTransition": (_RELU_OF_OPENFOLD3, calls.transition),
+    f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, calls.boltz_pair_bias),
+    f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, calls.boltz_pair_bias),
+    **_of_boltz("boltz", "triangular_mult"),
+    **_of_boltz("boltzgen", "triangular"),
+    **_of_protenix("protenix", calls.protenix_triangle),
+    **_of_protenix("opendde", calls.triangle),
+    f"{_ESMFOLD}.EsmFoldTriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
+    f"{_ESMFOLD}.EsmFoldTriangleMultiplicativeUpdate": (_esm_multiplication, calls.multiplication),
+    f"{_ESMFOLD}.EsmFoldResidueMLP": (_residue_mlp, calls.residue_mlp),
 }
 """By the full name of a client's class: what makes ours of it, or None if it is left to the client, and what calls ours with
 its arguments.

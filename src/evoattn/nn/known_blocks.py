@@ -1,11 +1,13 @@
-"""Pair blocks of OpenFold-3, Boltz and Protenix that `evoattn.nn` can compute: each layer adds its update to z itself.
+"""Pair blocks of clients that `evoattn.nn` can compute: each layer adds its update to z itself.
 
 A block is a convenience for speed alone. Where ours would miss something, the client's own block runs, with layers by ours.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.call.canonical import fits
-from evoattn.nn.known import UnknownArgument, check_scaled, ignore
+from evoattn.nn.known_calls import UnknownArgument, check_scaled, ignore
 from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.submodules import has_hooks
 from evoattn.run import guards
@@ -96,7 +98,7 @@ def _turned_block(theirs: Any, of: Of, called: tuple[str, ...] = ()) -> _Block:
     return ours
 
 
-def _call_openfold3_block(
+def _call_openfold_block(
     ours: _Block,
     theirs: Any,
     z: Tensor,
@@ -105,8 +107,10 @@ def _call_openfold3_block(
     inplace_safe: bool = False,
     _mask_trans: bool = True,
     _attn_chunk_size: int | None = None,
+    turned: dict[str, bool] | None = None,
     **switches: Any,
 ) -> Tensor:
+    """`turned` is no argument of theirs: the options of the attention around the ending node."""
     ignore(switches)
     dropout = theirs.ps_dropout_row_layer
     if dropout.training and (inplace_safe or list(dropout.batch_dim) != [-3]):
@@ -116,7 +120,6 @@ def _call_openfold3_block(
         return ours.shared(z, which, dropout.dropout) if dropout.training else None
 
     mask = pair_mask if _mask_trans else None
-    turned = {"transpose_bias": True}
     return ours.run(z, pair_mask, draw, transition_mask=mask, in_place=inplace_safe, turned=turned)
 
 
@@ -131,27 +134,33 @@ def _boltz_pairs(theirs: Any, of: Of) -> nn.Module:
     return _Block(theirs, of, "transition_z")
 
 
-def _draw_of_boltz(theirs: Any) -> Callable[[Tensor, int], Tensor | None]:
-    """Boltz' dropout masks. It draws them in inference too, which moves the random numbers of the diffusion."""
-    drop = importlib.import_module("boltz.model.layers.dropout").get_dropout_mask
+def _call_boltz_pairs(
+    ours: _Block,
+    theirs: Any,
+    z: Tensor,
+    pair_mask: Tensor,
+    chunk_size_tri_attn: int | None = None,
+    package: str = "boltz",
+    **switches: Any,
+) -> Tensor:
+    """`package` is no argument of theirs. Boltz draws dropout masks in inference too, which moves the random numbers of the
+    diffusion.
+    """
+    ignore(switches)
+    drop = importlib.import_module(f"{package}.model.layers.dropout").get_dropout_mask
+    first = z.dtype
+    z = z.to(torch.promote_types(first, torch.float32))  # as theirs becomes by its dropout mask, also in inference
 
     def draw(z: Tensor, which: int) -> Tensor | None:
         columns = which == _END
+        rows = (z[:, :1, :, :1] if columns else z[:, :, :1, :1]).to(z.dtype if which else first)
         if theirs.training and theirs.dropout:
-            mask: Tensor = drop(theirs.dropout, z, True, columnwise=columns)
+            mask: Tensor = drop(theirs.dropout, rows, True, columnwise=columns)
             return mask
-        torch.rand((z[:, :1, :, :1] if columns else z[:, :, :1, :1]).shape, dtype=torch.float32, device=z.device)
+        torch.rand(rows.shape, dtype=torch.float32 if package == "boltz" else rows.dtype, device=z.device)
         return None
 
-    return draw
-
-
-def _call_boltz_pairs(
-    ours: _Block, theirs: Any, z: Tensor, pair_mask: Tensor, chunk_size_tri_attn: int | None = None, **switches: Any
-) -> Tensor:
-    ignore(switches)
-    z = z.to(torch.promote_types(z.dtype, torch.float32))  # as theirs becomes by its dropout mask, also in inference
-    return ours.run(z, pair_mask, _draw_of_boltz(theirs))
+    return ours.run(z, pair_mask, draw)
 
 
 def _call_boltz_block(
@@ -192,18 +201,87 @@ def _call_protenix_block(
         return ours.shared(z, which, lambda ones: F.dropout(ones, rate)) if rate else None
 
     z = ours.run(z, pair_mask, draw, in_place=inplace_safe)
+    return _single_of_protenix(ours, theirs, s, z), z
+
+
+def _single_of_protenix(ours: Any, theirs: Any, s: Tensor | None, z: Tensor, **more: Any) -> Tensor | None:
     if theirs.c_s > 0:
-        s = s + ours.attention_pair_bias(a=s, s=None, z=z)
+        s = s + ours.attention_pair_bias(a=s, s=None, z=z, **more)
         s = s + ours.single_transition(s)
-    return s, z
+    return s
+
+
+def _call_opendde_block(
+    ours: Any,
+    theirs: Any,
+    s: Tensor | None,
+    z: Tensor,
+    pair_mask: Tensor | None,
+    *,
+    inplace_safe: bool = False,
+    extra_attn_bias: Tensor | None = None,
+    **switches: Any,
+) -> tuple[Tensor | None, Tensor]:
+    """OpenDDE drops nothing."""
+    ignore(switches)
+    if os.environ.get("OPENDDE_FOLDCP_MODE", "single") != "single":
+        raise UnknownArgument("a pair representation that OpenDDE splits over processes")
+    z = ours.run(z, pair_mask, lambda *_: None, in_place=inplace_safe)
+    return _single_of_protenix(ours, theirs, s, z, extra_attn_bias=extra_attn_bias), z
+
+
+_OF_ESMFOLD = ("layernorm_1", "pair_to_sequence", "seq_attention", "drop", "mlp_seq", "sequence_to_pair")
+
+
+def _esmfold_block(theirs: Any, of: Of) -> nn.Module:
+    return _Block(theirs, of, "mlp_pair", _OF_ESMFOLD)
+
+
+def _call_esmfold_block(
+    ours: Any,
+    theirs: Any,
+    sequence_state: Tensor,
+    pairwise_state: Tensor,
+    mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """ESMFold ignores arguments that it does not know. Its dropouts are applied in turn along rows and along columns."""
+    s, z, lead = sequence_state, pairwise_state, tuple(sequence_state.shape[:2])
+    if s.ndim != 3 or tuple(z.shape[:-1]) != (*lead, lead[1]) or not (mask is None or tuple(mask.shape) == lead):
+        raise UnknownArgument("shapes that ESMFold refuses")
+    drops = (theirs.row_drop, theirs.col_drop)
+
+    def draw(z: Tensor, which: int) -> Tensor | None:
+        drop = drops[which % 2]
+        if not drop.dropout.training or not drop.dropout.p:
+            return None
+        sizes = [1 if axis in drop.batch_dim else size for axis, size in enumerate(z.shape)]
+        made: Tensor = drop.dropout(z.new_ones(sizes, dtype=ours.compute_dtype(z)))
+        return made
+
+    made, _maps = ours.seq_attention(ours.layernorm_1(s), mask=mask, bias=ours.pair_to_sequence(z))
+    s = ours.mlp_seq(s + ours.drop(made))
+    z = z + ours.sequence_to_pair(s)
+    pairs = None if mask is None else mask.unsqueeze(2) * mask.unsqueeze(1)
+    return s, ours.run(z, pairs, draw, in_place=True)
 
 
 Make = Callable[[Any, Of], nn.Module]
 
+_PAIRFORMER = "model.layers.pairformer"
+
 BLOCKS: dict[str, tuple[Make, Callable[..., Any]]] = {
-    "openfold3.core.model.latent.base_blocks.PairBlock": (_turned_block, _call_openfold3_block),
-    "boltz.model.layers.pairformer.PairformerLayer": (_boltz_block, _call_boltz_block),
-    "boltz.model.layers.pairformer.PairformerNoSeqLayer": (_boltz_pairs, _call_boltz_pairs),
+    "openfold.model.evoformer.PairStack": (_turned_block, _call_openfold_block),
+    "openfold3.core.model.latent.base_blocks.PairBlock": (
+        _turned_block,
+        functools.partial(_call_openfold_block, turned={"transpose_bias": True}),
+    ),
+    f"boltz.{_PAIRFORMER}.PairformerLayer": (_boltz_block, _call_boltz_block),
+    f"boltz.{_PAIRFORMER}.PairformerNoSeqLayer": (_boltz_pairs, _call_boltz_pairs),
+    f"boltzgen.{_PAIRFORMER}.PairformerLayer": (_boltz_block, functools.partial(_call_boltz_block, package="boltzgen")),
+    f"boltzgen.{_PAIRFORMER}.PairformerNoSeqLayer": (_boltz_pairs, functools.partial(_call_boltz_pairs, package="boltzgen")),
     "protenix.model.modules.pairformer.PairformerBlock": (_protenix_block, _call_protenix_block),
+    "opendde.model.modules.pairformer.PairformerBlock": (_protenix_block, _call_opendde_block),
+    "transformers.models.esm.modeling_esmfold.EsmFoldTriangularSelfAttentionBlock": (_esmfold_block, _call_esmfold_block),
 }
 """By the full name of a client's class: what makes ours of it, and what computes the block by ours with its arguments."""

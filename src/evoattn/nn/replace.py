@@ -38,12 +38,14 @@ def replace(model: nn.Module) -> list[str]:
     - OpenFold-3: triangle, MSA row, MSA column and global column attention, attention with pair bias in the trunk and the
       diffusion transformer, triangle multiplication, and transitions;
     - Boltz-1 and Boltz-2: triangle attention, attention with pair bias, triangle multiplication, and transitions;
-    - Protenix: triangle attention, triangle multiplication, and transitions;
-    - ESMFold in transformers: the transition of pairs.
+    - BoltzGen, Protenix and OpenDDE: triangle attention, triangle multiplication, and transitions;
+    - ESMFold in transformers: triangle attention, triangle multiplication, and the transition of pairs.
 
-    So are the pair blocks of OpenFold-3 (`PairBlock`), Boltz (`PairformerLayer`, `PairformerNoSeqLayer`) and Protenix
-    (`PairformerBlock`), whose layers add their updates to z themselves. A block that ours cannot compute, because of a hook on
-    one of its layers, a forward of its own or another layer in it, runs its own forward, with layers by ours.
+    So are the pair blocks, whose layers add their updates to z themselves: of OpenFold 2 (`PairStack`), OpenFold-3
+    (`PairBlock`), Boltz and BoltzGen (`PairformerLayer`, `PairformerNoSeqLayer`), Protenix and OpenDDE (`PairformerBlock`), and
+    ESMFold (`EsmFoldTriangularSelfAttentionBlock`). A block that ours cannot compute, because of a hook on one of its layers, a
+    forward of its own or another layer in it, runs its own forward, with layers by ours. OpenDDE's pairformer calls another
+    method of its blocks than `forward`, so they run that, with layers by ours; `evoattn.patch` replaces the method.
 
     Transitions of more than 256 channels, such as those of the single track, are left as they are.
 
@@ -67,10 +69,10 @@ def replace(model: nn.Module) -> list[str]:
 
     Example:
         >>> from torch import nn
-        >>> replace(nn.Linear(3, 3))
+        >>> replace(nn.Linear(3, 3))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: no layer of Linear is known: replace takes models of openfold, openfold3, boltz, protenix, transformers
+        ValueError: no layer of Linear is known: replace takes models of openfold, openfold3, boltz, ...
     """
     made = [(name, module, _find(module)) for name, module in model.named_modules()]
     found = [(name, module, ours) for name, module, ours in made if ours is not None]

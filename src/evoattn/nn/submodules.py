@@ -22,10 +22,13 @@ __all__ = ["call", "check_container", "has_hooks", "is_linear", "is_norm", "para
 
 _LINEARS = {
     "protenix.model.triangular.layers": "OpenfoldLinear.forward",
+    "opendde.model.triangular.layers": "OpenfoldLinear.forward",
     "openfold.model.primitives": "Linear.forward",
     "openfold3.core.model.primitives.linear": "Linear.forward",
     "boltz.model.layers.triangular_attention.primitives": "Linear.forward",
+    "boltzgen.model.layers.triangular_attention.primitives": "Linear.forward",
     "protenix.model.modules.primitives": "Linear.forward",
+    "opendde.model.modules.primitives": "Linear.forward",
 }
 """Where clients define a linear module with a forward of its own, which computes what torch's does if it sets no precision."""
 
@@ -33,8 +36,11 @@ _NORMS = {
     "openfold.model.primitives": "LayerNorm.forward",
     "openfold3.core.model.primitives.normalization": "LayerNorm.forward",
     "boltz.model.layers.triangular_attention.primitives": "LayerNorm.forward",
+    "boltzgen.model.layers.triangular_attention.primitives": "LayerNorm.forward",
     "protenix.model.triangular.layers": "OpenFoldLayerNorm.forward",
+    "opendde.model.triangular.layers": "OpenFoldLayerNorm.forward",
     "protenix.model.layer_norm.layer_norm": "FusedLayerNorm.forward",
+    "opendde.model.layer_norm.layer_norm": "FusedLayerNorm.forward",
 }
 """The same for layer norms over the last axis."""
 

@@ -1,0 +1,192 @@
+"""How ours of a client's layer is called with the client's arguments. `known` says which layers these are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from evoattn.call.canonical import with_axes
+
+__all__ = [
+    "ClientsOwn",
+    "UnknownArgument",
+    "boltz_multiplication",
+    "boltz_pair_bias",
+    "check_scaled",
+    "columns",
+    "ignore",
+    "msa_transition",
+    "multiplication",
+    "pair_bias",
+    "pair_transition",
+    "plain_transition",
+    "protenix_triangle",
+    "residue_mlp",
+    "rows",
+    "templates",
+    "transition",
+    "triangle",
+    "trunk_pair_bias",
+]
+
+_FEW = 16
+"""Keys up to which Protenix' triangle attention takes no kernel."""
+
+_IGNORED = (
+    "chunk_size",
+    "ckpt_chunk_size",
+    "_inplace_chunk_size",
+    "inplace_safe",
+    "flash_mask",
+    "triangle_attention",
+    "triangle_multiplicative",
+)
+"""Arguments that change no answer, beside those of which only the beginning is known."""
+
+
+class UnknownArgument(TypeError):  # noqa: N818
+    """A client's layer was called with an argument that `evoattn.nn` does not know. Nothing was computed."""
+
+
+class ClientsOwn(UnknownArgument):
+    """A client's layer was called in a way in which it has an answer of its own, which is kept."""
+
+
+def ignore(switches: dict[str, Any]) -> None:
+    """Raise UnknownArgument unless every argument is a kernel switch, a chunk size, or permits overwriting an input."""
+    for name in switches:
+        if not name.startswith(("use_", "_chunk", "_checkpoint")) and name not in _IGNORED:
+            raise UnknownArgument(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
+
+
+def triangle(ours: Any, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any) -> Tensor:
+    ignore(switches)
+    made: Tensor = ours(x, mask, transpose_bias=transpose_bias)
+    return made
+
+
+def check_scaled(x: Tensor, triangle_attention: str) -> None:
+    """Raise ClientsOwn if Protenix' triangle attention of x does not scale q: it takes no kernel for so few residues."""
+    if x.shape[-2] <= _FEW and triangle_attention in ("cuequivariance", "deepspeed"):
+        raise ClientsOwn(f"{_FEW} residues or fewer with {triangle_attention}, for which the client does not scale q")
+
+
+def protenix_triangle(
+    ours: Any, x: Tensor, mask: Tensor | None = None, *, triangle_attention: str = "torch", **switches: Any
+) -> Tensor:
+    """Call our layer with Protenix' arguments. The mask may lack leading axes along which it does not vary."""
+    check_scaled(x, triangle_attention)
+    return triangle(ours, x, None if mask is None else with_axes(mask, x.ndim - 1), **switches)
+
+
+def rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    ignore(switches)
+    made: Tensor = ours(m, z, mask)
+    return made
+
+
+def columns(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    ignore(switches)
+    made: Tensor = ours(m, mask)
+    return made
+
+
+def templates(ours: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
+    ignore(switches)
+    made: Tensor = ours(t, z, template_mask)
+    return made
+
+
+def pair_bias(ours: Any, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    """Call our layer with OpenFold-3's arguments. z and mask may lack leading axes along which they do not vary."""
+    ignore(switches)
+    mask = None if mask is None else with_axes(mask, a.ndim - 1)
+    made: Tensor = ours(a, with_axes(z, a.ndim + 1), s, mask)
+    return made
+
+
+def trunk_pair_bias(ours: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    return pair_bias(ours, a, z, None, mask, **switches)
+
+
+def boltz_pair_bias(
+    ours: Any,
+    s: Tensor,
+    z: Tensor,
+    mask: Tensor,
+    *,
+    k_in: Tensor | None = None,
+    multiplicity: int = 1,
+    to_keys: Callable[[Tensor], Tensor] | None = None,
+    model_cache: dict[str, Any] | None = None,
+) -> Tensor:
+    """Call our layer with Boltz's arguments. The first axis of s and mask holds structures times samples.
+
+    `to_keys` picks the keys of each window.
+    """
+    if to_keys is not None:
+        k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
+    pair_bias = None if model_cache is None else model_cache.get("z")
+    if pair_bias is None:
+        pair_bias = ours.pair_bias(z)
+        if model_cache is not None:
+            model_cache["z"] = pair_bias
+    samples = (-1, multiplicity)
+    keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
+    mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
+    made: Tensor = ours(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)
+    return made
+
+
+def multiplication(
+    ours: Any,
+    z: Tensor,
+    mask: Tensor | None = None,
+    *,
+    inplace_safe: bool = False,
+    _add_with_inplace: bool = False,
+    **switches: Any,
+) -> Tensor:
+    """Call our layer with OpenFold's arguments. If z may be overwritten, the update may have to be added to it, in place.
+
+    Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance. The mask may
+    lack leading axes along which it does not vary.
+    """
+    ignore(switches)
+    made: Tensor = ours(z, None if mask is None else with_axes(mask, z.ndim - 1))
+    adds = inplace_safe and _add_with_inplace and not switches.get("use_cueq_triangle_kernels")
+    return z.add_(made) if adds else made
+
+
+def boltz_multiplication(ours: Any, x: Tensor, mask: Tensor, **switches: Any) -> Tensor:
+    ignore(switches)
+    made: Tensor = ours(x, mask)
+    return made
+
+
+def transition(ours: Any, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    """Call our layer with OpenFold-3's arguments. The mask may lack leading axes along which it does not vary."""
+    ignore(switches)
+    made: Tensor = ours(x, None if mask is None else with_axes(mask, x.ndim - 1))
+    return made
+
+
+def pair_transition(ours: Any, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    return transition(ours, z, mask, **switches)
+
+
+def msa_transition(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    return transition(ours, m, mask, **switches)
+
+
+def plain_transition(ours: Any, x: Tensor, **switches: Any) -> Tensor:
+    return transition(ours, x, **switches)
+
+
+def residue_mlp(ours: Any, x: Tensor, **switches: Any) -> Tensor:
+    """Call our layer with ESMFold's arguments. It adds its update."""
+    ignore(switches)
+    made: Tensor = ours.add_to(x, None, in_place=False)
+    return made

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.clients import graphs
+from evoattn.clients import graphs, sampling
 from evoattn.clients.calls import additive, kernel, multiplication
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
@@ -127,6 +127,11 @@ CLIENTS = {
                 "boltz.model.layers.pairformer:PairformerNoSeqLayer",
                 least=_LEAST,
             ),
+            Site("boltz.model.loss.diffusion", "weighted_rigid_align", sampling.aligned, counted=False),
+            Site("boltz.model.loss.diffusionv2", "weighted_rigid_align", sampling.aligned, counted=False),
+            Site("boltz.model.modules.diffusion", "AtomDiffusion.sample_schedule", sampling.schedule, counted=False),
+            Site("boltz.model.modules.diffusionv2", "AtomDiffusion.sample_schedule", sampling.schedule, counted=False),
+            Site("boltz.model.modules.diffusionv2", "AtomDiffusion.sample", sampling.unguided, counted=False),
         ),
         steps=(
             *graphs.sites("boltz.model.modules.diffusion:DiffusionModule", "boltz.model.modules.diffusionv2:DiffusionModule"),

@@ -1,0 +1,211 @@
+"""Whole models of full depth with random weights, and their inputs: what `predictions.py` runs.
+
+The features of Boltz-2 in `features/boltz2` are batches that `boltz predict` 2.2.1 made of chains of ubiquitin on a CPU;
+`arguments.json` holds the arguments of the published model. ESMFold reads a sequence. So nothing here needs a network, trained
+weights or a chemistry toolkit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import json
+import lzma
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PROGRAMS", "Program"]
+
+FEATURES = Path(__file__).with_name("features")
+UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
+LETTERS = "ARNDCQEGHILKMFPSTWYV"
+PREPARING = ("rdkit", "omegaconf", "mashumaro", "chembl_structure_pipeline", "gemmi", "hydra", "modelcif", "ihm", "numba")
+"""Packages that only prepare inputs or write structures. Where they are missing, an empty stand-in is imported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that predicts structures.
+
+    Args:
+        title: what tables call it.
+        client: what `evoattn.patch` takes.
+        distribution: the package whose version is recorded.
+        lengths: residues that it is measured with.
+        autocast: whether it runs under autocast to bfloat16.
+        build: the model on a device.
+        inputs: of so many residues, on a device.
+        predict: runs the model: `predict(model, inputs, steps)` returns what is compared.
+        stages: by name, the part of the model and its method that are timed.
+        kernels: switches the model's use of cuEquivariance on or off, if it has one.
+    """
+
+    title: str
+    client: str
+    distribution: str
+    lengths: tuple[int, ...]
+    autocast: bool
+    build: Callable[[torch.device], nn.Module]
+    inputs: Callable[[int, torch.device], Any]
+    predict: Callable[[nn.Module, Any, int], Mapping[str, Tensor]]
+    stages: Mapping[str, tuple[str, str]]
+    kernels: Callable[[nn.Module, bool], None] | None = None
+
+
+class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports an empty module for a package of `PREPARING` that is not installed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in PREPARING else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        module = MagicMock(name=spec.name)
+        module.__path__, module.__spec__, module.__name__ = [], spec, spec.name
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+class _Settings(dict[str, Any]):
+    """Settings that are read as attributes, as omegaconf's are."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def _settings(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "__attr__" in value:
+        return _Settings(value["__attr__"])
+    return {name: _settings(x) for name, x in value.items()}
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> nn.Module:
+    """Give every parameter random numbers of a size that keeps activations finite."""
+    torch.manual_seed(0)
+    for name, x in model.named_parameters():
+        noise = torch.randn_like(x, dtype=torch.float32)
+        x.copy_(noise / math.sqrt(x.shape[-1]) if x.ndim > 1 else 0.1 * noise + name.endswith("weight"))
+    return model
+
+
+def _boltz2(device: torch.device) -> nn.Module:
+    if not any(isinstance(x, _StandIn) for x in sys.meta_path):
+        sys.meta_path.append(_StandIn())  # the last one: it is asked only for what nobody else finds
+    from boltz.model.models.boltz2 import Boltz2
+
+    arguments = json.loads((FEATURES / "boltz2" / "arguments.json").read_text(encoding="utf-8"))
+    with device:
+        model = Boltz2(**{name: _settings(x) for name, x in arguments.items()})
+    return fill(model).eval()
+
+
+def _boltz2_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
+    packed = (FEATURES / "boltz2" / f"{residues}.pt.xz").read_bytes()
+    return {name: x.to(device) for name, x in torch.load(io.BytesIO(lzma.decompress(packed))).items()}
+
+
+def _boltz2_predict(model: nn.Module, inputs: Any, steps: int) -> dict[str, Tensor]:
+    # A copy: the model writes into the mapping.
+    made = model(
+        dict(inputs),
+        recycling_steps=3,
+        num_sampling_steps=steps,
+        diffusion_samples=1,
+        max_parallel_samples=None,
+        run_confidence_sequentially=True,
+    )
+    return {"distogram": made["pdistogram"], "coordinates": made["sample_atom_coords"]}
+
+
+def _boltz2_kernels(model: nn.Module, on: bool) -> None:
+    setattr(model, "use_kernels", on)  # noqa: B010
+
+
+def _esmfold(device: torch.device) -> nn.Module:
+    from transformers import EsmConfig
+    from transformers.models.esm.modeling_esmfold import EsmForProteinFolding
+
+    letters = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO", ".", "-", "<null_1>", "<mask>"]
+    config = EsmConfig(
+        vocab_size=33,
+        mask_token_id=32,
+        pad_token_id=1,
+        hidden_size=2560,
+        num_hidden_layers=36,
+        num_attention_heads=40,
+        intermediate_size=10240,
+        max_position_embeddings=1026,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        emb_layer_norm_before=False,
+        is_folding_model=True,
+        vocab_list=letters,
+        esmfold_config={"fp16_esm": True, "trunk": {"num_blocks": 48}},
+    )
+    with device:
+        model = EsmForProteinFolding(config)
+    with torch.no_grad():
+        for x in model.parameters():
+            if not x.any():  # it begins with 0, so that nothing would reach the output
+                x.normal_(0, 0.02)
+    model.esm = model.esm.half()
+    made: nn.Module = model.eval()
+    return made
+
+
+def _esmfold_inputs(residues: int, device: torch.device) -> Tensor:
+    sequence = (UBIQUITIN * math.ceil(residues / len(UBIQUITIN)))[:residues]
+    return torch.tensor([[LETTERS.index(x) for x in sequence]], device=device)
+
+
+def _esmfold_predict(model: nn.Module, inputs: Any, steps: int) -> dict[str, Tensor]:
+    made = model(inputs, num_recycles=3)
+    return {"distogram": made["distogram_logits"], "coordinates": made["positions"][-1]}
+
+
+PROGRAMS = {
+    "boltz2": Program(
+        "Boltz-2",
+        "boltz",
+        "boltz",
+        (152, 304, 684, 988),
+        True,
+        _boltz2,
+        _boltz2_inputs,
+        _boltz2_predict,
+        {
+            "MSA": ("msa_module", "forward"),
+            "trunk": ("pairformer_module", "forward"),
+            "denoiser": ("structure_module", "sample"),
+            "confidence": ("confidence_module", "forward"),
+        },
+        _boltz2_kernels,
+    ),
+    "esmfold": Program(
+        "ESMFold",
+        "esmfold",
+        "transformers",
+        (380, 684),
+        False,
+        _esmfold,
+        _esmfold_inputs,
+        _esmfold_predict,
+        {"language model": ("esm", "forward"), "trunk": ("trunk", "forward")},
+    ),
+}

@@ -1,0 +1,127 @@
+"""Boltz' sampling loop on a GPU without waits: while the GPU computes a step, the host queues the next one.
+
+As it is, each step reads its noise levels from the GPU, waits for a singular value decomposition, and asks ten times for
+templates that guide it, which most predictions do not have. The denoiser as a CUDA graph then stands still for longer than it
+runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.clients.site import Count
+
+__all__ = ["aligned", "rotation", "schedule", "unguided"]
+
+_SQUARINGS = 32
+"""Enough for two eigenvalues that differ by 1e-8 of the larger one: (1 - 1e-8)^(2^32) is 2e-19."""
+
+_BETWEEN = 4
+"""Squarings between two divisions by the trace: the 16th power of a matrix of trace 1 and size 4 is at least 4^-16."""
+
+
+def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+    """A `sample_schedule` whose noise levels lie on the CPU, where the loop reads them one by one."""
+
+    @functools.wraps(original)
+    def sample_schedule(self: Any, *given: Any, **named: Any) -> Tensor:
+        return original(self, *given, **named).cpu()
+
+    return sample_schedule
+
+
+def unguided(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """A `sample` that skips the guidance by contacts and templates if the input has neither: it would add zeros."""
+
+    @functools.wraps(original)
+    def sample(self: Any, *given: Any, **named: Any) -> Any:
+        steering = named.get("steering_args")
+        if steering and steering.get("contact_guidance_update") and not _guides(named.get("feats")):
+            named["steering_args"] = {**steering, "contact_guidance_update": False}
+        return original(self, *given, **named)
+
+    return sample
+
+
+def _guides(feats: Any) -> bool:
+    """Whether features may have contacts or templates that guide a structure."""
+    try:
+        contacts = feats["contact_pair_index"].shape[-1] > 0
+        return contacts or ("template_force" in feats and bool(feats["template_force"].any()))
+    except (TypeError, KeyError, AttributeError):  # features of another kind: let the client say what is wrong
+        return True
+
+
+def aligned(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+    """A `weighted_rigid_align` that does not wait for the GPU. On a CPU the original computes."""
+
+    @functools.wraps(original)
+    def weighted_rigid_align(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+        if not true_coords.is_cuda:
+            return original(true_coords, pred_coords, weights, mask)
+        return _align(true_coords, pred_coords, mask * weights)
+
+    return weighted_rigid_align
+
+
+@torch.no_grad()
+def _align(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """Points x turned and moved onto y, so that the weighted sum of squared distances is least. x, y `[*, N, 3]`."""
+    weights = weights.unsqueeze(-1)
+    total = weights.sum(-2, keepdim=True)
+    x_centre, y_centre = ((each * weights).sum(-2, keepdim=True) / total for each in (x, y))
+    x = x - x_centre
+    covariance = torch.einsum("...ni,...nj->...ij", weights * (y - y_centre), x)
+    turn = rotation(covariance).to(x.dtype)
+    return torch.einsum("...ij,...nj->...ni", turn, x) + y_centre
+
+
+def rotation(covariance: Tensor) -> Tensor:
+    """The rotation R that maximises tr(R^T C) of a covariance C, without a decomposition that the host waits for.
+
+    R is quadratic in a unit quaternion q, so that the trace is q^T A q, with a symmetric A that is linear in C. The best q is
+    the eigenvector of A's largest eigenvalue. Powers of A, shifted so that no eigenvalue is below 0, converge to q q^T.
+
+    Args:
+        covariance: `[*, 3, 3]`, any real dtype.
+
+    Returns:
+        `[*, 3, 3]`, float64. Of several rotations that are equally good, as for points on a line, it is one.
+
+    Source: B. K. P. Horn, Closed-form solution of absolute orientation using unit quaternions, JOSA A 4, 1987.
+    """
+    quadratic = _quadratic(covariance.device)
+    a = torch.einsum("...ij,ijab->...ab", covariance.double(), quadratic)
+    size = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
+    unit = torch.eye(4, dtype=torch.float64, device=a.device)
+    tiny = torch.finfo(torch.float64).tiny  # a covariance of 0 gets the unit
+    a = a + size * unit + tiny * unit[0] * unit
+    for turn in range(_SQUARINGS):
+        if turn % _BETWEEN == 0:
+            a = a / a.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        a = a @ a
+    longest = a.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    q = a.take_along_dim(longest, dim=-2).squeeze(-2)
+    q = q / torch.linalg.vector_norm(q, dim=-1, keepdim=True)
+    return torch.einsum("...a,...b,ijab->...ij", q, q, quadratic)
+
+
+@functools.cache
+def _quadratic(device: torch.device) -> Tensor:
+    """The coefficients `[3, 3, 4, 4]` of a rotation as a quadratic form of its quaternion (w, x, y, z)."""
+    made = torch.zeros(3, 3, 4, 4, dtype=torch.float64)
+    for i in range(3):
+        j, k = (i + 1) % 3, (i + 2) % 3
+        made[i, i] = torch.diag(torch.tensor([1.0, *(1.0 if axis == i else -1.0 for axis in range(3))]))
+        for row, column, sign in ((i, j, -1.0), (j, i, 1.0)):
+            for a, b, value in (
+                (1 + i, 1 + j, 1.0),
+                (0, 1 + k, sign),
+            ):  # R_ij = 2 (q_i q_j - w q_k), R_ji = 2 (q_i q_j + w q_k)
+                made[row, column, a, b] = made[row, column, b, a] = value
+    return made.to(device)

@@ -208,7 +208,7 @@ def test_a_recording_goes_with_the_tensors_that_it_reads() -> None:
     with torch.no_grad():
         for seed in range(5):
             watched.module(draw(seed, 48, SIZE), z)
-    (kind,) = next(iter(watched.steps._known.values())).kinds.values()
+    (kind,) = next(iter(watched.steps._known.values())).group.kinds.values()
     assert kind.is_recorded
     del z
     assert not kind.is_recorded
@@ -234,3 +234,60 @@ def test_threads_with_streams() -> None:
         thread.join()
     assert not failures and watched.count.ours + sum(watched.count.passed_on.values()) == 60
     assert watched.count.ours >= 40, watched.count.passed_on
+
+
+class Block(nn.Module):
+    """A block of a trunk, in eval mode, which draws random numbers as Boltz' does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.product, self.back = nn.LayerNorm(SIZE), nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE)
+        self.eval()
+
+    def original(self, x: Tensor, z: Tensor) -> Tensor:
+        x = x + (torch.rand(x.shape, device=x.device) > 0.1) * self.back(self.product(self.norm(x)).relu())
+        q = x.unflatten(-1, (2, 32))[None, None]
+        return x + evoattn.evoformer_attention(q, q, q, pair_bias=z[None].to(q.dtype))[0, 0].flatten(-2)
+
+    forward = original
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inference", [False, True])
+def test_blocks_share_a_graph_and_draw_the_same_random_numbers(dtype: torch.dtype | None, inference: bool) -> None:
+    count = Count()
+    kind = type("Block", (Block,), {"forward": graphs.step(Block.original, count, shared=True)})
+    torch.manual_seed(0)
+    blocks = [kind().cuda() for _ in range(8)]
+    z = draw(1, 2, 48, 48)
+    mode = torch.inference_mode() if inference else torch.no_grad()
+    with mode, torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
+        for seed in range(3):
+            found = expected = draw(seed, 48, SIZE)
+            state = torch.cuda.get_rng_state()
+            for block in blocks:
+                expected = block.original(expected, z)
+            after = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(state)
+            for block in blocks:
+                found = block(found, z)
+            assert torch.equal(found, expected) and torch.equal(torch.cuda.get_rng_state(), after)
+            with torch.no_grad():
+                blocks[seed].product.weight.mul_(2)
+            overwrite()
+    assert (count.ours, set(count.passed_on)) == (21, {FIRST})
+
+
+def test_rotations_without_a_decomposition() -> None:
+    from evoattn.clients import sampling
+
+    covariance, x, y = draw(1, 50, 3, 3), draw(2, 2, 9, 3), draw(3, 2, 9, 3)
+    weights = torch.ones(2, 9, device="cuda")
+    torch.testing.assert_close(sampling.rotation(covariance).cpu(), sampling.rotation(covariance.cpu()), rtol=0, atol=1e-10)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = sampling._align(x, y, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found.cpu(), sampling._align(x.cpu(), y.cpu(), weights.cpu()), rtol=0, atol=1e-5)

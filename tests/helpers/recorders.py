@@ -42,8 +42,21 @@ class Traced:
         self._time += self.takes.pop(0) if self.takes else 0.0
         return self._time
 
-    def record(self, run: Callable[[], Any], device: torch.device) -> Recording:
-        scout(run, device)
+    def random_state(self, device: torch.device) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def record(self, run: Callable[[], Any], device: torch.device, shared: bool = False) -> Recording:
+        before = torch.get_rng_state()
+        try:
+            return self._record(run, device, shared)
+        finally:
+            torch.set_rng_state(before)
+
+    def _record(self, run: Callable[[], Any], device: torch.device, shared: bool) -> Recording:
+        scout(run, device, shared)
         if self.fails is not None:
             raise self.fails
         self.recorded += 1

@@ -23,6 +23,9 @@ and 15.5 on the faster host, Boltz' own 5.7 and 14.2; 1,024 residues 14.5 and 56
 these was measured.
 """
 
+_MOST = 512
+"""Residues up to which Boltz' blocks are recorded: the GPU sets the pace of more. A guess."""
+
 
 def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
     """The gated, pair-biased attention of S samples that share the bias `[B, H, Q, K]`, as its output `[B * S, Q, C]`.
@@ -137,6 +140,11 @@ CLIENTS = {
             *graphs.sites("boltz.model.modules.diffusion:DiffusionModule", "boltz.model.modules.diffusionv2:DiffusionModule"),
             *graphs.loops(
                 "boltz.model.modules.diffusion:AtomDiffusion.sample", "boltz.model.modules.diffusionv2:AtomDiffusion.sample"
+            ),
+            *graphs.blocks(
+                "boltz.model.layers.pairformer:PairformerLayer",
+                "boltz.model.layers.pairformer:PairformerNoSeqLayer",
+                most=_MOST,
             ),
         ),
     ),

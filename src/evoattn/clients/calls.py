@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from evoattn.clients.site import Count
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 
-__all__ = ["additive", "kernel", "low_memory", "multiplication", "projected", "queries_first"]
+__all__ = ["additive", "kernel", "low_memory", "multiplication", "projected", "queries_first", "residues"]
 
 Function = Callable[..., Any]
 
@@ -103,3 +103,9 @@ def multiplication(original: Function, count: Count) -> Function:
         return cuequivariance.triangle_multiplicative_update(x, *arguments, **named)
 
     return update
+
+
+def residues(arguments: Iterable[Any]) -> int | None:
+    """The residues of the first pair representation `[*, L, L, C]` on a GPU, or None if there is none."""
+    pairs = (x for x in arguments if isinstance(x, Tensor) and x.is_cuda and x.ndim > 3 and x.shape[-2] == x.shape[-3])
+    return next((x.shape[-2] for x in pairs), None)

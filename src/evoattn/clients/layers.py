@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from evoattn.clients.site import Count, Site
+from evoattn.clients.calls import residues
+from evoattn.clients.site import Count, Site, is_repeated
 from evoattn.nn.known import ClientsOwn, UnknownArgument
 from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden, positions, settings
 
@@ -38,7 +38,7 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0) -> Callabl
         original: the client's `forward`.
         count: counts the calls.
         least: on a GPU a pair representation of fewer residues is left to the original: the host sets the pace there, and the
-            original asks less of it.
+            original asks less of it. Not if the call is recorded as a CUDA graph.
     """
 
     names = positions(original)
@@ -47,7 +47,7 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0) -> Callabl
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *given, **named)
-        if least and _residues((*given, *named.values())) < least:
+        if least and not is_repeated() and (residues((*given, *named.values())) or least) < least:
             count.other(f"fewer than {least} residues, where the client's own layers take less of the host")
             return original(self, *given, **named)
         ours = _of(self)
@@ -67,12 +67,6 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0) -> Callabl
         return made
 
     return forward
-
-
-def _residues(arguments: Iterable[Any]) -> float:
-    """The residues of the first pair representation on a GPU, or infinity if there is none."""
-    pairs = (x for x in arguments if isinstance(x, Tensor) and x.is_cuda and x.ndim > 3 and x.shape[-2] == x.shape[-3])
-    return next((x.shape[-2] for x in pairs), math.inf)
 
 
 def _of(theirs: nn.Module) -> Ours | str | None:

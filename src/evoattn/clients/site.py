@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Client", "Count", "Replace", "Site", "taped"]
+__all__ = ["Client", "Count", "Replace", "Site", "is_repeated", "repeated", "taped"]
 
 
 class Count:
@@ -65,6 +65,24 @@ def taped(calls: list[tuple[Count, str]]) -> Iterator[None]:
         yield
     finally:
         _tape.reset(token)
+
+
+_repeated: contextvars.ContextVar[bool] = contextvars.ContextVar("repeated", default=False)
+
+
+@contextlib.contextmanager
+def repeated() -> Iterator[None]:
+    """Calls inside are recorded, or will be: what they ask of the host is soon asked no more."""
+    token = _repeated.set(True)
+    try:
+        yield
+    finally:
+        _repeated.reset(token)
+
+
+def is_repeated() -> bool:
+    """Whether the call is one inside `repeated`."""
+    return _repeated.get()
 
 
 Replace = Callable[[Callable[..., Any], Count], Callable[..., Any]]

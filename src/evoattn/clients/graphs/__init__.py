@@ -2,30 +2,34 @@
 
 `step` stands for the `forward` of a module. The first two calls of a signature run as they were, and the second is recorded
 after it ran. The third runs as it was and is replayed too: only if both returned the same bits, the recording is used from then
-on. `trees` tells calls apart by their arguments and `modules` by their weights; `recorder` records; `kept` keeps.
+on. Blocks of a trunk share a recording: it is made of a copy of one of them, into which a replay writes the weights of the
+block that is called. `trees` tells calls apart by their arguments and `modules` by their modules; `recorder` records; `kept`
+keeps.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evoattn.clients.graphs.kept import Kind, addresses
+from evoattn.clients.calls import residues
+from evoattn.clients.graphs.kept import Call, Kind, addresses
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import CudaRecorder, Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
-from evoattn.clients.site import Count, Site
+from evoattn.clients.site import Count, Site, repeated
 from evoattn.run import guards
 
-__all__ = ["ELSEWHERE", "FIRST", "Steps", "loop", "loops", "release", "sites", "step"]
+__all__ = ["ELSEWHERE", "FIRST", "Steps", "blocks", "loop", "loops", "release", "sites", "step"]
 
 FIRST = "among the first calls of their kind"
 """Why calls ran as they were that may be replayed the next time."""
@@ -45,13 +49,38 @@ def sites(*names: str) -> tuple[Site, ...]:
     return tuple(Site(module, f"{name}.forward", step) for module, _, name in (x.partition(":") for x in names))
 
 
-def step(original: Callable[..., Any], count: Count, recorder: Recorder | None = None) -> Callable[..., Any]:
-    """A module's `forward` that is replayed from a recording where that does the same."""
-    steps = Steps(original, count, recorder or CudaRecorder())
+def blocks(*names: str, most: int) -> tuple[Site, ...]:
+    """The blocks "module:Class", whose `forward` is recorded once for all of one structure. most: as `step` takes it."""
+    recorded = functools.partial(step, shared=True, most=most)
+    return tuple(Site(module, f"{name}.forward", recorded) for module, _, name in (x.partition(":") for x in names))
+
+
+def step(
+    original: Callable[..., Any],
+    count: Count,
+    recorder: Recorder | None = None,
+    *,
+    shared: bool = False,
+    most: int | None = None,
+) -> Callable[..., Any]:
+    """A module's `forward` that is replayed from a recording where that does the same.
+
+    Args:
+        original: the client's `forward`.
+        count: counts the calls.
+        recorder: records; by default CUDA graphs.
+        shared: whether modules that differ only in their weights share a recording.
+        most: on a GPU a pair representation of more residues is not recorded: the GPU sets the pace there, and a recording
+            would only take memory.
+    """
+    steps = Steps(original, count, recorder or CudaRecorder(), shared)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
+            return original(self, *given, **named)
+        if most is not None and (residues((*given, *named.values())) or 0) > most:
+            count.other(f"more than {most} residues, which keep a GPU busy")
             return original(self, *given, **named)
         return steps.call(self, given, named)
 
@@ -91,12 +120,31 @@ def _of(function: Callable[..., Any]) -> Steps | None:
     return steps
 
 
+class _Group:
+    """Modules that share recordings: one module, or all of one structure.
+
+    Attributes:
+        kinds: of their calls.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: collections.OrderedDict[Any, Kind] = collections.OrderedDict()
+        self._twin: nn.Module | None = None
+
+    def twin(self, module: nn.Module) -> nn.Module:
+        """A copy of one of the modules. Its weights are written to, so that it can stand for each of them."""
+        if self._twin is None:
+            with torch.inference_mode(False):  # its weights shall have versions
+                self._twin = copy.deepcopy(module).requires_grad_(False)
+        return self._twin
+
+
 class _Known:
-    """A module as it was seen, and the kinds of its calls."""
+    """A module as it was seen, and whom it shares recordings with."""
 
     def __init__(self, module: nn.Module) -> None:
         self.seen = Seen(module)
-        self.kinds: collections.OrderedDict[Any, Kind] = collections.OrderedDict()
+        self.group = _Group()
 
 
 class Steps:
@@ -106,24 +154,27 @@ class Steps:
         original: `forward` of a class.
         count: of replayed calls, and of those that ran as they were, with the reason.
         recorder: what records.
+        shared: whether modules that differ only in their weights share a recording.
     """
 
-    def __init__(self, original: Callable[..., Any], count: Count, recorder: Recorder) -> None:
-        self._original, self._count, self._recorder = original, count, recorder
+    def __init__(self, original: Callable[..., Any], count: Count, recorder: Recorder, shared: bool = False) -> None:
+        self._original, self._count, self._recorder, self._shared = original, count, recorder, shared
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+        self._groups: dict[Hashable, _Group] = {}
 
     def release(self) -> None:
         """Drop all recordings."""
         with self._lock:
             self._known.clear()
+            self._groups.clear()
 
     def drop(self, module: nn.Module) -> None:
         """Drop the recordings of a module, but not what is known of its calls."""
         with self._lock:
             if module in self._known:
-                for kind in self._known[module].kinds.values():
+                for kind in self._known[module].group.kinds.values():
                     kind.drop()
 
     def call(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -134,20 +185,19 @@ class Steps:
             return self._original(module, *given, **named)
         # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
         with self._lock:
-            tensors: list[Tensor] = []
-            why, kind, spec = self._look(module, given, named, tensors)
-            stands = kind is not None and not why and kind.stands_for(tensors)
-            if kind is not None and stands and kind.checked:
-                made = kind.replay(tensors)
+            call = Call(given, named, [])
+            why, known, kind = self._look(module, call)
+            stands = kind is not None and not why and kind.stands_for(call.tensors)
+            if known is not None and kind is not None and stands and kind.checked:
+                made = kind.replay(call.tensors, known.seen.weights)
                 kind.count()
                 self._count.one()
                 return made
             self._count.other(why or FIRST)
-            run = functools.partial(self._original, module)
-            if kind is not None and not why:
-                learn = self._compare if stands else self._learn
-                return learn(kind, run, given, named, spec, tensors)
-        return run(*given, **named)
+            if known is not None and kind is not None and not why:
+                with repeated():
+                    return (self._compare if stands else self._learn)(module, known, kind, call)
+        return self._original(module, *given, **named)
 
     def _obstacle(self, module: nn.Module) -> str:
         """Why a call runs as it is, if that can be told without a look at its arguments; else ""."""
@@ -160,90 +210,85 @@ class Steps:
             return "torch compiles, traces or transforms them, or a mode is on"
         return "recorded by others" if self._recorder.is_recording() else ""
 
-    def _look(
-        self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], tensors: list[Tensor]
-    ) -> tuple[str, Kind | None, Spec]:
-        """Why a call runs as it is, or the kind that it is of; its tensors are appended."""
+    def _look(self, module: nn.Module, call: Call) -> tuple[str, _Known | None, Kind | None]:
+        """Why a call runs as it is, or what is known of the module and the kind of call; the call's tensors are appended."""
         known = self._known.get(module)
         if known is None or not known.seen.holds():  # weights were loaded, or a part was exchanged: recordings are of no use
             known = self._known[module] = _Known(module)
-        seen = known.seen
+            if self._shared:
+                known.group = self._groups.setdefault(known.seen.structure(), known.group)
+        seen, tensors = known.seen, call.tensors
         if seen.obstacle or seen.device is None:
-            return seen.obstacle, None, ()
+            return seen.obstacle, None, None
         if seen.is_heard():
-            return "a module inside has hooks", None, ()
+            return "a module inside has hooks", None, None
         try:
-            spec = flat((given, named), seen.device, tensors)
+            spec = flat((call.given, call.named), seen.device, tensors)
         except NotCaptured as error:
-            return str(error), None, ()
+            return str(error), None, None
         if torch.is_grad_enabled() and (seen.wants_gradients() or any(x.requires_grad for x in tensors)):
-            return "a gradient may be wanted", None, ()
+            return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
-            return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, ()
-        key = (self._recorder.state(seen.device), spec)
-        kind = known.kinds.get(key)
+            return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, None
+        key, kinds = (self._recorder.state(seen.device), spec), known.group.kinds
+        kind = kinds.get(key)
         if kind is None:
-            kind = known.kinds[key] = Kind()
-            if len(known.kinds) > _LOOKED_AT:
-                known.kinds.popitem(last=False)
-        known.kinds.move_to_end(key)
+            kind = kinds[key] = Kind(spec)
+            if len(kinds) > _LOOKED_AT:
+                kinds.popitem(last=False)
+        kinds.move_to_end(key)
         kind.used = next(self._clock)
-        return kind.obstacle, kind, spec
+        return kind.obstacle, known, kind
 
-    def _learn(
-        self,
-        kind: Kind,
-        run: Callable[..., Any],
-        given: tuple[Any, ...],
-        named: dict[str, Any],
-        spec: Spec,
-        tensors: list[Tensor],
-    ) -> Any:
+    def _learn(self, module: nn.Module, known: _Known, kind: Kind, call: Call) -> Any:
         """Run a call as it is, and record it if one like it came before."""
-        before = addresses(tensors)
-        made = run(*given, **named)
-        if self._changed(spec, before, (given, named), tensors[0].device):
+        before = addresses(call.tensors)
+        made = self._original(module, *call.given, **call.named)
+        if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
-        elif kind.is_ready(tensors):
-            kind.record(self._recorder, run, spec, tensors)
+        elif kind.is_ready(call.tensors):
+            if self._shared:
+                twin = known.group.twin(module)
+                kind.record(self._recorder, functools.partial(self._original, twin), call.tensors, Seen(twin).weights)
+            else:
+                kind.record(self._recorder, functools.partial(self._original, module), call.tensors)
             self._drop_oldest()
         return made
 
-    def _compare(
-        self,
-        kind: Kind,
-        run: Callable[..., Any],
-        given: tuple[Any, ...],
-        named: dict[str, Any],
-        spec: Spec,
-        tensors: list[Tensor],
-    ) -> Any:
+    def _compare(self, module: nn.Module, known: _Known, kind: Kind, call: Call) -> Any:
         """Run a call as it is, and a replay beside it. Its values are not those that were recorded."""
-        device, seconds = tensors[0].device, self._recorder.seconds
-        start = seconds(device)
-        made = run(*given, **named)
-        middle = seconds(device)
+        device, recorder = call.tensors[0].device, self._recorder
+        undrawn, start = recorder.random_state(device), recorder.seconds(device)
+        made = self._original(module, *call.given, **call.named)
+        drawn, middle = recorder.random_state(device), recorder.seconds(device)
         try:
-            kind.replay(tensors)  # the first one also loads the graph
-            between = seconds(device)
-            replayed = kind.replay(tensors)
-            kind.check(made, replayed, device, middle - start, seconds(device) - between)
+            recorder.set_random_state(device, undrawn)
+            kind.replay(call.tensors, known.seen.weights)  # the first one also loads the graph
+            if not torch.equal(recorder.random_state(device), drawn):
+                raise NotCaptured("it draws other random numbers")
+            recorder.set_random_state(device, undrawn)
+            between = recorder.seconds(device)
+            replayed = kind.replay(call.tensors, known.seen.weights)
+            kind.check(made, replayed, device, middle - start, recorder.seconds(device) - between)
         except Exception as error:  # there may be no memory for another result: the caller has one already
             kind.refuse(error)
+        finally:
+            recorder.set_random_state(device, drawn)
         if torch.is_autocast_enabled(device.type):
             torch.clear_autocast_cache()  # of casts that replays do not need
         return made
 
     @staticmethod
-    def _changed(spec: Spec, before: list[tuple[int, int]], arguments: Any, device: torch.device) -> bool:
+    def _changed(spec: Spec, before: list[tuple[int, int]], call: Call) -> bool:
         """Whether the arguments of a call are not what they were before it."""
         after: list[Tensor] = []
         try:
-            return flat(arguments, device, after) != spec or addresses(after) != before
+            return flat((call.given, call.named), call.tensors[0].device, after) != spec or addresses(after) != before
         except NotCaptured:
             return True
 
     def _drop_oldest(self) -> None:
-        recorded = [kind for known in self._known.values() for kind in known.kinds.values() if kind.is_recorded]
+        groups = {id(known.group): known.group for known in self._known.values()}.values()
+        recorded = [kind for group in groups for kind in group.kinds.values() if kind.is_recorded]
         for kind in sorted(recorded, key=lambda x: x.used)[:-_RECORDED]:
             kind.drop()

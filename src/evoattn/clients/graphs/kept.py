@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
 from evoattn.clients.site import Count, taped
 
-__all__ = ["Kind", "addresses"]
+__all__ = ["Call", "Kind", "addresses"]
 
 _WORTH = 8
 """Replays that pay for a recording, which takes as long as two to four calls."""
@@ -31,6 +31,14 @@ _GAIN = 0.9
 def addresses(tensors: list[Tensor]) -> list[tuple[int, int]]:
     """Where tensors lie, and how often they were written to, if torch counts that."""
     return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]
+
+
+class Call(NamedTuple):
+    """The arguments of a call, and the tensors in them in the order of `flat`."""
+
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    tensors: list[Tensor]
 
 
 class _Place:
@@ -55,13 +63,17 @@ class Kind:
     A recording reads tensors that were the same in two calls where they are. It reads the others from room of its own, into
     which they are copied.
 
+    Args:
+        spec: of the arguments, by `flat`.
+
     Attributes:
         obstacle: why such calls are never recorded, or "".
         used: when the recording was last used, by a count of calls.
         checked: whether the recording did what a call did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
         self.obstacle = ""
         self.used = 0
         self._last: list[_Place] = []
@@ -76,6 +88,7 @@ class Kind:
         self._recording: Recording | None = None
         self.checked = False
         self._there: list[_Place | Tensor] = []
+        self._weights: list[Tensor] = []
         self._made: list[Tensor] = []
         self._as: Spec = ()
         self._calls: list[tuple[Count, str]] = []
@@ -108,11 +121,16 @@ class Kind:
             self.drop()
         return not self.obstacle
 
-    def record(self, recorder: Recorder, run: Callable[..., Any], spec: Spec, tensors: list[Tensor]) -> None:
-        """Record a call of these tensors, which has run as it was."""
+    def record(
+        self, recorder: Recorder, run: Callable[..., Any], tensors: list[Tensor], weights: list[Tensor] | None = None
+    ) -> None:
+        """Record a call of these tensors, which has run as it was.
+
+        weights: that `run` reads, if replays are to read others: they are written to.
+        """
         self.drop()
         try:
-            self._record(recorder, run, spec, tensors)
+            self._record(recorder, run, tensors, weights)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
 
@@ -123,7 +141,7 @@ class Kind:
         self.obstacle = first if known else f"it cannot be recorded: {type(error).__name__}: {first}"
         self.drop()
 
-    def _record(self, recorder: Recorder, run: Callable[..., Any], spec: Spec, tensors: list[Tensor]) -> None:
+    def _record(self, recorder: Recorder, run: Callable[..., Any], tensors: list[Tensor], weights: list[Tensor] | None) -> None:
         me = weakref.ref(self)
 
         def gone(_: Any) -> None:  # the caller has dropped the tensor, so no call will be one that was recorded
@@ -134,24 +152,28 @@ class Kind:
         there: list[_Place | Tensor] = [_Place(x, gone) if x is y else x for x, y in zip(read, tensors, strict=True)]
         calls: list[tuple[Count, str]] = []
 
-        def call() -> Any:
+        def again() -> Any:
             calls.clear()
-            given, named = nested(spec, iter(read))
+            given, named = nested(self.spec, iter(read))
             with taped(calls):
                 return run(*given, **named)
 
         _copy(there, tensors)
-        recording = recorder.record(call, tensors[0].device)
+        recording = recorder.record(again, tensors[0].device, shared=weights is not None)
         made: list[Tensor] = []
         self._as = flat(recording.made, tensors[0].device, made)
         _check_result(self._as)
         self._recording, self._there, self._made, self._calls = recording, there, made, calls
+        self._weights = weights or []
         self._recordings += 1
 
-    def replay(self, tensors: list[Tensor]) -> Any:
-        """What the call returns, in tensors of the caller's own."""
+    def replay(self, tensors: list[Tensor], weights: list[Tensor]) -> Any:
+        """What the call returns, in tensors of the caller's own. weights: those of the module that is called."""
         assert self._recording is not None
         _copy(self._there, tensors)
+        if self._weights:
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, weights)
         self._recording.replay()
         made = [room_for(x) for x in self._made]  # strides stay, on which later kernels may depend
         copied(made, self._made)

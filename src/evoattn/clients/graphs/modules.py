@@ -1,12 +1,13 @@
-"""Whether a module is what it was: its weights, its attributes, those of the modules in it, and nobody who listens."""
+"""What a module is: whether it is what it was, and whether another one computes the same but for its weights."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
@@ -25,18 +26,20 @@ class Seen:
     Attributes:
         device: where all weights lie, or None.
         obstacle: why no call of the module can be captured as it is, or "".
+        weights: parameters and buffers, in the same order in all modules of one structure.
     """
 
     def __init__(self, of: nn.Module) -> None:
         inner = list(of.modules())[1:]
+        self._types = [type(x) for x in (of, *inner)]
         self._own = [vars(x) for x in (of, *inner)]
         self._names = [tuple(own.keys() - _OF_EVERY_MODULE) for own in self._own]
         self._get = [operator.itemgetter("training", "_parameters", *names) for names in self._names]
         self._parts = [own[name] for own in self._own for name in ("_parameters", "_buffers", "_modules")]
         self._hooks = [own[name] for own in self._own[1:] for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._attributes, self._members = self._look()
-        self._weights = [x for x in self._members if isinstance(x, Tensor)]
-        devices = {x.device for x in self._weights}
+        self.weights = [x for x in self._members if isinstance(x, Tensor)]
+        devices = {x.device for x in self.weights}
         self.device = devices.pop() if len(devices) == 1 else None
         self.obstacle = self._obstacle(inner)
         self._at = [] if self.obstacle else self._addresses()
@@ -59,7 +62,18 @@ class Seen:
 
     def wants_gradients(self) -> bool:
         """Whether a weight does."""
-        return any(x.requires_grad for x in self._weights)
+        return any(x.requires_grad for x in self.weights)
+
+    def structure(self) -> Hashable:
+        """What another module has in common with this one if it computes the same with the same weights.
+
+        An attribute that is no plain value is told by its identity: modules with objects of their own have nothing in common.
+        """
+        made = []
+        for kind, own, names in zip(self._types, self._own, self._names, strict=True):
+            weights = [(name, _looks(x)) for part in ("_parameters", "_buffers") for name, x in own[part].items()]
+            made.append((kind, *((name, _told(own[name])) for name in names), *weights, *own["_modules"]))
+        return tuple(made)
 
     def _look(self) -> tuple[list[Any], list[Any]]:
         """Attributes that differ between modules, module by module, and all parameters, buffers and modules."""
@@ -68,20 +82,35 @@ class Seen:
         return [sizes, *values], list(itertools.chain.from_iterable(map(dict.values, self._parts)))
 
     def _addresses(self) -> list[int]:
-        return list(itertools.chain(self._each(Tensor.data_ptr), (x._version for x in self._weights)))
+        return list(itertools.chain(self._each(Tensor.data_ptr), (x._version for x in self.weights)))
 
     def _each(self, of: Any) -> Iterator[int]:
-        return map(of, self._weights)
+        return map(of, self.weights)
 
     def _obstacle(self, inner: list[nn.Module]) -> str:
-        if any(type(x) not in (Tensor, nn.Parameter) for x in self._weights):
+        if any(type(x) not in (Tensor, nn.Parameter) for x in self.weights):
             return "a weight is of a subclass of Tensor"
-        if any(x.is_inference() for x in self._weights):  # has no version
+        if any(x.is_inference() for x in self.weights):  # has no version
             return "a weight was made in inference mode"
-        if self._weights and self.device is None:
+        if self.weights and self.device is None:
             return "weights lie on several devices"
         if any(own["training"] for own in self._own):
             return "the module is in training mode"
         if any("forward" in vars(x) for x in inner):
             return "a module inside has a forward of its own"
         return ""
+
+
+def _looks(weight: Tensor | None) -> Hashable:
+    return None if weight is None else (weight.dtype, weight.device, tuple(weight.shape), weight.stride())
+
+
+def _told(value: Any) -> Hashable:
+    """A plain value, or containers of them, to compare; the identity of anything else."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_told, value))
+    if isinstance(value, dict):
+        return (dict, *((_told(name), _told(x)) for name, x in value.items()))
+    if isinstance(value, (type(None), bool, int, float, str, torch.dtype, torch.device)):
+        return (type(value), repr(value))  # 0.0 == -0.0
+    return (type(value), id(value))

@@ -48,8 +48,18 @@ class Recorder(Protocol):
     def seconds(self, device: torch.device) -> float:
         """The time, once the device has done what it was told."""
 
-    def record(self, run: Callable[[], Any], device: torch.device) -> Recording:
-        """Record a function; NotCaptured if that is known to be impossible."""
+    def random_state(self, device: torch.device) -> Tensor:
+        """The state of the generator of random numbers."""
+
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
+        """Set the state of the generator."""
+
+    def record(self, run: Callable[[], Any], device: torch.device, shared: bool = False) -> Recording:
+        """Record a function; NotCaptured if that is known to be impossible.
+
+        shared: modules of one structure share the recording. It then casts weights each time, since they change, and may draw
+        random numbers, as each replay draws new ones.
+        """
 
 
 def modes(kind: str) -> tuple[Any, ...]:
@@ -100,36 +110,48 @@ class CudaRecorder:
         torch.cuda.current_stream(device).synchronize()
         return time.perf_counter()
 
-    def record(self, run: Callable[[], Any], device: torch.device) -> Recording:
+    def random_state(self, device: torch.device) -> Tensor:
+        """The state of the generator of random numbers."""
+        return torch.cuda.get_rng_state(device)
+
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
+        """Set the state of the generator."""
+        torch.cuda.set_rng_state(state, device)
+
+    def record(self, run: Callable[[], Any], device: torch.device, shared: bool = False) -> Recording:
         """Run a function on a stream of our own, to look at what it does, then record it there."""
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)
         side.wait_stream(current)
+        before = self.random_state(device)
         try:
             with torch.cuda.stream(side):
-                scout(run, device)
+                scout(run, device, draws=shared)
                 with self._alone:
-                    return self._record(run, side)
+                    return self._record(run, side, shared)
         finally:
+            self.set_random_state(device, before)
             current.wait_stream(side)
 
-    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream) -> Recording:
+    def _record(self, run: Callable[[], Any], side: torch.cuda.Stream, shared: bool) -> Recording:
         """A graph that reads its weights as autocast has cast them.
 
         Autocast keeps the casts of weights until the caller leaves the outermost `torch.autocast`. A graph that read them would
         then read memory that others have. So the casts are recorded first, with the rest of the call, into the pool of the
         graph. The second recording finds them in autocast's cache and does not repeat them: 660 weights of Boltz-2's denoiser
         would be cast at each step, as they are if the caller has autocast keep nothing. Nobody allocates from the pool after
-        that, so the casts stay where they are.
+        that, so the casts stay where they are. A shared recording repeats the casts, since its weights change.
 
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
         pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         with _cleared():
-            if not torch.is_autocast_enabled("cuda"):
-                with _capturing(graph, pool, side):
+            low = torch.is_autocast_enabled("cuda")
+            if shared or not low:
+                alone = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=low, cache_enabled=False)
+                with alone, _capturing(graph, pool, side):
                     return Recording(graph.replay, run())
             with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=True):
                 casts = torch.cuda.CUDAGraph()
@@ -171,19 +193,24 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, side: torch.cuda.Stream) 
         raise
 
 
-def scout(run: Callable[[], Any], device: torch.device) -> None:
+def scout(run: Callable[[], Any], device: torch.device, draws: bool = False) -> None:
     """Run a function to see whether a recording of it would do the same.
 
     A capture that fails costs more than a look: it can leave torch's allocator and generators in a state of their own.
 
+    Args:
+        run: the function.
+        device: where it computes.
+        draws: whether it may draw random numbers from the device's own generator.
+
     Raises:
-        NotCaptured: it draws random numbers, or its operations depend on values.
+        NotCaptured: it draws random numbers otherwise, or its operations depend on values.
     """
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
     before = None if generator is None else generator.get_state()
-    with _Scout(device):
+    with _Scout(device, draws):
         run()
-    if generator is not None and before is not None and not torch.equal(generator.get_state(), before):
+    if not draws and generator is not None and before is not None and not torch.equal(generator.get_state(), before):
         generator.set_state(before)  # an operation of a client's own, which does not say that it draws
         raise NotCaptured("it draws random numbers")
 
@@ -194,16 +221,17 @@ _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 class _Scout(TorchDispatchMode):
     """Raises at the first operation that a graph cannot repeat."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device, self._draws = device, draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:  # in inference mode nothing has taken apart what consists of operations, such as a dropout that is off
             made = func.decompose(*args, **(kwargs or {}))
         if made is not NotImplemented:
             return made
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args):
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
+        if drawn and (not self._draws or _is_given_generator(args, kwargs)):
             raise NotCaptured(f"it draws random numbers ({func})")
         given = [x for x in _pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]
         indexed = func.overloadpacket.__name__.startswith(("index", "_index", "_unsafe_index"))
@@ -219,6 +247,10 @@ class _Scout(TorchDispatchMode):
         if any(x.device != self._device for x in (*given, *results) if isinstance(x, Tensor)):
             raise NotCaptured(f"it computes on another device ({func})")
         return made
+
+
+def _is_given_generator(args: tuple[Any, ...], kwargs: Any) -> bool:
+    return any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values()))
 
 
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:

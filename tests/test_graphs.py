@@ -896,6 +896,22 @@ def test_a_block_that_draws_from_a_generator_of_its_own_is_not_recorded() -> Non
     assert any("it draws random numbers" in reason for reason in trunk.count.passed_on)
 
 
+def test_what_a_block_makes_at_its_first_call_is_not_recorded() -> None:
+    """A client's layer makes ours at its first call. That draws random numbers for weights."""
+    trunk = Trunk()
+    made: weakref.WeakKeyDictionary[Block, Tensor] = weakref.WeakKeyDictionary()
+    original, generator = Block.original, torch.Generator()
+
+    def making(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        if self not in made:
+            made[self] = torch.rand(1, generator=generator)
+        return original(self, x, mask)
+
+    trunk.steps._original = making
+    trunk.agrees()
+    assert trunk.count.ours == 5
+
+
 def test_a_block_that_draws_more_when_it_is_replayed_is_not_replayed() -> None:
     trunk = Trunk()
     replay = kept.Kind.replay
@@ -914,7 +930,8 @@ def test_recordings_of_blocks_are_freed() -> None:
     trunk = Trunk()
     trunk.agrees()
     (group,) = trunk.steps._groups.values()
-    twin = weakref.ref(group._twin)
+    assert group.twin is not None
+    twin = weakref.ref(group.twin)
     del group
     trunk.steps.release()
     gc.collect()

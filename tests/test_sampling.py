@@ -1,5 +1,6 @@
 """What stands in a sampling loop of Boltz: alignment, noise levels and guidance that give what the client's give."""
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -78,27 +79,60 @@ def test_alignment_takes_no_gradient_and_a_cpu_keeps_the_clients_own() -> None:
     assert not sampling._align(x, x * 2, torch.ones(2, 5)).requires_grad
 
 
-def sample(self: object, mask: Tensor, steering_args: Any = None, **named: Any) -> Any:
-    return steering_args
-
-
 @pytest.mark.parametrize(
     ("pairs", "forced", "guided"),
     [(0, None, False), (0, [False, False], False), (2, None, True), (0, [False, True], True)],
 )
-def test_guidance_stays_where_something_guides(pairs: int, forced: list[bool] | None, guided: bool) -> None:
+@pytest.mark.parametrize("contacts", [False, True])
+def test_contacts_and_forced_templates_steer(pairs: int, forced: list[bool] | None, guided: bool, contacts: bool) -> None:
     feats = {"contact_pair_index": torch.zeros(1, 2, pairs, dtype=torch.long)}
     if forced is not None:
         feats["template_force"] = torch.tensor([forced])
-    steering = {"contact_guidance_update": True, "fk_steering": False}
-    made = sampling.unguided(sample, Count())(None, torch.ones(1), steering_args=steering, feats=feats)
-    assert made == {"contact_guidance_update": guided, "fk_steering": False}
-    assert steering["contact_guidance_update"]  # the caller's own is as it was
+    steering = {"contact_guidance_update": contacts, "fk_steering": False, "physical_guidance_update": False}
+    assert sampling._steers(steering, feats) == (guided and contacts)
+    assert sampling._steers({**steering, "fk_steering": True}, feats)
+    assert sampling._steers({**steering, "physical_guidance_update": True}, feats)
 
 
-@pytest.mark.parametrize("steering", [None, {}, {"contact_guidance_update": False}, {"contact_guidance_update": True}])
-def test_guidance_of_other_features_is_left_alone(steering: Any) -> None:
-    assert sampling.unguided(sample, Count())(None, torch.ones(1), steering_args=steering, feats=None) == steering
+@pytest.mark.parametrize("steering", [None, {}, {"contact_guidance_update": True}])
+def test_what_is_not_known_is_left_to_the_client(steering: Any) -> None:
+    assert sampling._steers(steering, {"contact_pair_index": torch.zeros(1, 2, 0)})
+    assert sampling._steers({"contact_guidance_update": True, "fk_steering": False, "physical_guidance_update": False}, None)
+
+
+PLAIN = {"fk_steering": False, "physical_guidance_update": False, "contact_guidance_update": True, "num_gd_steps": 20}
+FEW = {
+    "contact_pair_index": torch.zeros(1, 2, 0, dtype=torch.long),
+    **{f"contact_{name}": torch.zeros(1, 0) for name in ("union_index", "negation_mask", "thresholds")},
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("boltz") is None, reason="Boltz is not installed")
+@pytest.mark.parametrize(("samples", "parallel"), [(1, None), (3, None), (3, 2), (4, 2), (5, 3)])
+@pytest.mark.parametrize("aligns", [False, True])
+def test_a_sampling_run_has_the_same_bits(samples: int, parallel: int | None, aligns: bool) -> None:
+    """On a CPU, where the alignment is Boltz' own."""
+    from boltz.model.modules.diffusionv2 import AtomDiffusion
+
+    from tests.test_graphs import SMALL
+
+    module = AtomDiffusion(SMALL, alignment_reverse_diff=aligns).eval()
+    seen: list[int] = []
+
+    def network(self: Any, r_noisy: Tensor, times: Tensor, multiplicity: int, **_: Any) -> Tensor:
+        seen.append(multiplicity)
+        return (r_noisy * 0.3 + times[:, None, None]).tanh()
+
+    module.score_model.forward = network.__get__(module.score_model)
+    mask = (torch.arange(20) < 17).float()[None]
+    made = []
+    for replaced in (AtomDiffusion.sample, sampling.sampled(AtomDiffusion.sample, Count())):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            made.append(replaced(module, mask, 7, samples, parallel, PLAIN, feats=FEW)["sample_atom_coords"])
+    assert torch.equal(*made) and made[0].shape == (samples, 20, 3)
+    half = len(seen) // 2
+    assert seen[:half] == seen[half:]
 
 
 def test_noise_levels_lie_on_the_cpu() -> None:

@@ -134,7 +134,7 @@ CLIENTS = {
             Site("boltz.model.loss.diffusionv2", "weighted_rigid_align", sampling.aligned, counted=False),
             Site("boltz.model.modules.diffusion", "AtomDiffusion.sample_schedule", sampling.schedule, counted=False),
             Site("boltz.model.modules.diffusionv2", "AtomDiffusion.sample_schedule", sampling.schedule, counted=False),
-            Site("boltz.model.modules.diffusionv2", "AtomDiffusion.sample", sampling.unguided, counted=False),
+            Site("boltz.model.modules.diffusionv2", "AtomDiffusion.sample", sampling.sampled, counted=False),
         ),
         steps=(
             *graphs.sites("boltz.model.modules.diffusion:DiffusionModule", "boltz.model.modules.diffusionv2:DiffusionModule"),

@@ -1,13 +1,14 @@
 """Boltz' sampling loop on a GPU without waits: while the GPU computes a step, the host queues the next one.
 
-As it is, each step reads its noise levels from the GPU, waits for a singular value decomposition, and asks ten times for
-templates that guide it, which most predictions do not have. The denoiser as a CUDA graph then stands still for longer than it
-runs.
+As it is, each step reads its noise levels from the GPU, copies indices to it, waits for a singular value decomposition, and
+asks ten times for templates that guide it, which most predictions do not have. The GPU stands still meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from evoattn.clients.site import Count
 
-__all__ = ["aligned", "rotation", "schedule", "unguided"]
+__all__ = ["aligned", "rotation", "sampled", "schedule"]
 
 _SQUARINGS = 32
 """Enough for two eigenvalues that differ by 1e-8 of the larger one: (1 - 1e-8)^(2^32) is 2e-19."""
@@ -35,25 +36,74 @@ def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Ten
     return sample_schedule
 
 
-def unguided(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
-    """A `sample` that skips the guidance by contacts and templates if the input has neither: it would add zeros."""
+def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """Boltz-2's `sample` for a prediction that nothing steers: the same steps from the same random numbers, and no waits.
+
+    The original computes with potentials, contacts or forced templates, in training and where gradients are recorded.
+    """
 
     @functools.wraps(original)
-    def sample(self: Any, *given: Any, **named: Any) -> Any:
-        steering = named.get("steering_args")
-        if steering and steering.get("contact_guidance_update") and not _guides(named.get("feats")):
-            named["steering_args"] = {**steering, "contact_guidance_update": False}
-        return original(self, *given, **named)
+    def sample(
+        self: Any,
+        atom_mask: Tensor,
+        num_sampling_steps: int | None = None,
+        multiplicity: int = 1,
+        max_parallel_samples: int | None = None,
+        steering_args: dict[str, Any] | None = None,
+        **conditions: Any,
+    ) -> Any:
+        if self.training or torch.is_grad_enabled() or _steers(steering_args, conditions.get("feats")):
+            return original(
+                self, atom_mask, num_sampling_steps, multiplicity, max_parallel_samples, steering_args, **conditions
+            )
+        steps, chunks = num_sampling_steps or self.num_sampling_steps, multiplicity % (max_parallel_samples or multiplicity) + 1
+        atom_mask = atom_mask.repeat_interleave(multiplicity, 0)
+        levels = self.sample_schedule(steps).cpu()
+        gammas = torch.where(levels > self.gamma_min, self.gamma_0, 0.0)
+        x = levels[0].item() * torch.randn((*atom_mask.shape, 3), device=self.device)
+        for before, after, gamma in zip(levels[:-1].tolist(), levels[1:].tolist(), gammas[1:].tolist(), strict=True):
+            x, level = _noisy(self, x, before, gamma)
+            denoised = torch.cat([_denoised(self, part, level, conditions) for part in x.chunk(chunks)])
+            if self.alignment_reverse_diff:
+                x = _moved_onto(denoised, x, atom_mask)
+            x = x + self.step_scale * (after - level) * ((x - denoised) / level)
+        return {"sample_atom_coords": x, "diff_token_repr": None}
 
     return sample
 
 
-def _guides(feats: Any) -> bool:
-    """Whether features may have contacts or templates that guide a structure."""
+def _denoised(self: Any, x: Tensor, level: float, conditions: dict[str, Any]) -> Any:
+    return self.preconditioned_network_forward(x, level, network_condition_kwargs={"multiplicity": len(x), **conditions})
+
+
+def _moved_onto(y: Tensor, x: Tensor, atom_mask: Tensor) -> Any:
+    """Coordinates x turned and moved onto y, by Boltz' function or ours of it."""
+    mask = atom_mask.float()
+    with torch.autocast(x.device.type, enabled=False):
+        return _client("loss.diffusionv2").weighted_rigid_align(x.float(), y.float(), mask, mask).to(y)
+
+
+def _noisy(self: Any, x: Tensor, level: float, gamma: float) -> tuple[Tensor, float]:
+    """Centred, turned and moved coordinates with more noise, and how much they have."""
+    turn, move = _client("modules.diffusionv2").compute_random_augmentation(x.shape[0], device=x.device, dtype=x.dtype)
+    x = torch.einsum("bmd,bds->bms", x - x.mean(dim=-2, keepdim=True), turn) + move
+    more = level * (1 + gamma)
+    return x + math.sqrt(self.noise_scale**2 * (more**2 - level**2)) * torch.randn(x.shape, device=x.device), more
+
+
+def _client(name: str) -> Any:
+    return importlib.import_module(f"boltz.model.{name}")
+
+
+def _steers(steering: dict[str, Any] | None, feats: Any) -> bool:
+    """Whether something may guide the structures. Contacts do if there are some, and so do templates that are forced."""
     try:
-        contacts = feats["contact_pair_index"].shape[-1] > 0
-        return contacts or ("template_force" in feats and bool(feats["template_force"].any()))
-    except (TypeError, KeyError, AttributeError):  # features of another kind: let the client say what is wrong
+        if steering is None or steering["fk_steering"] or steering["physical_guidance_update"]:
+            return True  # the original raises on None
+        if not steering["contact_guidance_update"]:
+            return False
+        return bool(feats["contact_pair_index"].shape[-1] or ("template_force" in feats and feats["template_force"].any()))
+    except (TypeError, KeyError, AttributeError):  # let the original say what is wrong
         return True
 
 

@@ -125,18 +125,12 @@ class _Group:
 
     Attributes:
         kinds: of their calls.
+        twin: a copy of one of several modules. Its weights are written to, so that it can stand for each of them.
     """
 
     def __init__(self) -> None:
         self.kinds: collections.OrderedDict[Any, Kind] = collections.OrderedDict()
-        self._twin: nn.Module | None = None
-
-    def twin(self, module: nn.Module) -> nn.Module:
-        """A copy of one of the modules. Its weights are written to, so that it can stand for each of them."""
-        if self._twin is None:
-            with torch.inference_mode(False):  # its weights shall have versions
-                self._twin = copy.deepcopy(module).requires_grad_(False)
-        return self._twin
+        self.twin: nn.Module | None = None
 
 
 class _Known:
@@ -248,12 +242,24 @@ class Steps:
             kind.obstacle = "it changes its arguments"
         elif kind.is_ready(call.tensors):
             if self._shared:
-                twin = known.group.twin(module)
+                twin = self._twin(module, known.group, call)
                 kind.record(self._recorder, functools.partial(self._original, twin), call.tensors, Seen(twin).weights)
             else:
                 kind.record(self._recorder, functools.partial(self._original, module), call.tensors)
             self._drop_oldest()
         return made
+
+    def _twin(self, module: nn.Module, group: _Group, call: Call) -> nn.Module:
+        """The twin of a group. It was called once, so that what its layers make at the first call is there."""
+        if group.twin is None:
+            device = call.tensors[0].device
+            with torch.inference_mode(False):  # its weights shall have versions
+                twin = copy.deepcopy(module).requires_grad_(False)
+            state = self._recorder.random_state(device)
+            self._original(twin, *call.given, **call.named)
+            self._recorder.set_random_state(device, state)
+            group.twin = twin
+        return group.twin
 
     def _compare(self, module: nn.Module, known: _Known, kind: Kind, call: Call) -> Any:
         """Run a call as it is, and a replay beside it. Its values are not those that were recorded."""

@@ -3,6 +3,7 @@
 They load the weights of OpenFold, and those of OpenFold-3 and Boltz after `from_openfold3` and `from_boltz`.
 """
 
+from evoattn.nn.distribute import distribute
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.names import from_boltz, from_openfold3
@@ -24,6 +25,7 @@ __all__ = [
     "Transition",
     "TriangleAttention",
     "TriangleMultiplication",
+    "distribute",
     "from_boltz",
     "from_openfold3",
     "replace",

@@ -25,6 +25,7 @@ __all__ = [
     "check_square",
     "dropout_mask",
     "heads",
+    "part_of_mask",
     "update",
 ]
 
@@ -145,11 +146,15 @@ def dropout_mask(made: Tensor, dropout: float, shared: int, split: Split | None 
     sizes = [1 if axis == shared else size for axis, size in enumerate(made.shape, -made.ndim)]
     if split is None:
         return F.dropout(made.new_ones(sizes), dropout)
-    parts = split.axis != shared
-    if parts:
+    if split.axis != shared:
         sizes[split.axis] = split.length
     mask = split.same(F.dropout(made.new_ones(sizes), dropout))
-    return split.held(mask, split.axis) if parts else mask
+    return mask if split.axis == shared else split.held(mask, split.axis)
+
+
+def part_of_mask(mask: Tensor | None, split: Split | None) -> Tensor | None:
+    """What a process needs of a mask for the updates of all processes, which has size 1 along axes that share it."""
+    return mask if mask is None or split is None or mask.shape[split.axis] == 1 else split.held(mask, split.axis)
 
 
 def update(x: Tensor, made: Tensor, mask: Tensor | None = None, *, residual: bool, in_place: bool = False) -> Tensor:

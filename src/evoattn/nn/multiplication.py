@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
-from evoattn.nn.attention import check_in_place, check_input, check_settings, check_square, dropout_mask, update
+from evoattn.nn.attention import (
+    check_in_place,
+    check_input,
+    check_settings,
+    check_square,
+    dropout_mask,
+    part_of_mask,
+    update,
+)
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.sharded import run_split
 from evoattn.nn.submodules import is_linear, is_norm
@@ -98,7 +108,7 @@ class TriangleMultiplication(nn.Module):
         if is_distributed(z) or is_distributed(mask):
             if in_place:
                 raise ValueError("in_place=True takes no DTensors")
-            return run_split(self, z, mask, self._run_part)
+            return run_split(self, z, mask, functools.partial(self._run_part, residual=self.residual))
         if in_place:
             check_in_place(self, "z", z, compute_dtype_of(z, *self._projections[0]))
         return self._run(z, mask, None, residual=self.residual, in_place=in_place)
@@ -106,13 +116,19 @@ class TriangleMultiplication(nn.Module):
     def add_to(self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool) -> Tensor:
         """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
 
-        dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None.
+        dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None. If z is a DTensor, it is
+            that of the whole update.
         """
+        if is_distributed(z):
+            return run_split(self, z, mask, functools.partial(self._run_part, dropped=dropped, residual=True))
         return self._run(z, mask, dropped, residual=True, in_place=in_place)
 
-    def _run_part(self, z: Tensor, mask: Tensor | None, split: Split | None) -> Tensor:
+    def _run_part(
+        self, z: Tensor, mask: Tensor | None, split: Split | None, *, dropped: Tensor | None = None, residual: bool
+    ) -> Tensor:
         """The output of a process that holds rows or columns of z."""
-        return self._run(z, mask, None, residual=self.residual, in_place=False, split=split)
+        dropped = part_of_mask(dropped, split)
+        return self._run(z, mask, dropped, residual=residual, in_place=False, split=split)
 
     def _run(
         self,

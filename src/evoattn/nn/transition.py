@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -112,13 +114,15 @@ class Transition(nn.Module):
         if is_distributed(x) or is_distributed(mask):
             if in_place:
                 raise ValueError("in_place=True takes no DTensors")
-            return run_local(self, x, mask, lambda x, mask: self._run(x, mask, residual=self.residual, in_place=False))
+            return run_local(self, x, mask, functools.partial(self._run, residual=self.residual, in_place=False))
         if in_place:
             check_in_place(self, "x", x, compute_dtype_of(x, self._first))
         return self._run(x, mask, residual=self.residual, in_place=in_place)
 
     def add_to(self, x: Tensor, mask: Tensor | None, *, in_place: bool) -> Tensor:
         """x + update, whatever `residual` says, for a block of a client. The arguments are not checked."""
+        if is_distributed(x):
+            return run_local(self, x, mask, functools.partial(self._run, residual=True, in_place=False))
         return self._run(x, mask, residual=True, in_place=in_place)
 
     def _run(self, x: Tensor, mask: Tensor | None, *, residual: bool, in_place: bool) -> Tensor:

@@ -20,6 +20,7 @@ from evoattn.nn.attention import (
     check_square,
     dropout_mask,
     heads,
+    part_of_mask,
     update,
 )
 from evoattn.nn.project import compute_dtype_of, layer_norm, project
@@ -110,17 +111,23 @@ class TriangleAttention(nn.Module):
         if is_distributed(z) or is_distributed(mask):
             if in_place:
                 raise ValueError("in_place=True takes no DTensors")
-            run = functools.partial(self._run_part, transpose_bias=transpose_bias)
+            run = functools.partial(self._run_part, transpose_bias=transpose_bias, residual=self.residual)
             return run_split(self, z, mask, run, transpose_bias=transpose_bias)
-        return self._finish(z, self._update(z, mask, transpose_bias=transpose_bias), in_place=in_place)
+        made = self._update(z, mask, transpose_bias=transpose_bias)
+        dropped = dropout_mask(made, self.dropout, self._rows) if self.dropout and self.training else None
+        return update(z, made, dropped, residual=self.residual, in_place=in_place)
 
     def add_to(
         self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool, transpose_bias: bool = False
     ) -> Tensor:
         """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
 
-        dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None.
+        dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None. If z is a DTensor, it is
+            that of the whole update.
         """
+        if is_distributed(z):
+            how: dict[str, Any] = {"transpose_bias": transpose_bias, "dropped": dropped, "residual": True}
+            return run_split(self, z, mask, functools.partial(self._run_part, **how))
         made = self._update(z, mask, transpose_bias=transpose_bias)
         if dropped is None and self.dropout and self.training:
             dropped = dropout_mask(made, self.dropout, self._rows)
@@ -131,7 +138,16 @@ class TriangleAttention(nn.Module):
         """The axis of z that holds the rows of the attention: -3 around the starting node, else -2."""
         return -3 if self.starting else -2
 
-    def _run_part(self, z: Tensor, mask: Tensor | None, split: Split | None, *, transpose_bias: bool) -> Tensor:
+    def _run_part(
+        self,
+        z: Tensor,
+        mask: Tensor | None,
+        split: Split | None,
+        *,
+        transpose_bias: bool,
+        residual: bool,
+        dropped: Tensor | None = None,
+    ) -> Tensor:
         """The output of a process that holds rows or columns of z.
 
         The rows of the attention are rows of z around the starting node, and columns of z around the ending node. A process
@@ -148,7 +164,10 @@ class TriangleAttention(nn.Module):
             other = Split(split.group, self._rows, split.length)
             mask = None if mask is None else split.turned(mask.unsqueeze(-1)).squeeze(-1)
             made = other.turned(self._update(split.turned(self._normed(z)), mask, other.gather, normed=True, **how))
-        return self._finish(z, made, split)
+        dropped = part_of_mask(dropped, split)
+        if dropped is None and self.dropout and self.training:
+            dropped = dropout_mask(made, self.dropout, self._rows, split)
+        return update(z, made, dropped, residual=residual)
 
     def _normed(self, z: Tensor) -> Tensor:
         return layer_norm(z, self.layer_norm, compute_dtype_of(z, *self.mha.inputs, self.linear))
@@ -187,8 +206,3 @@ class TriangleAttention(nn.Module):
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
         made = mha.end(o.transpose(-2, -3), g) if across else mha.end(o, None)
         return made.transpose(-2, -3) if turned else made
-
-    def _finish(self, z: Tensor, made: Tensor, split: Split | None = None, *, in_place: bool = False) -> Tensor:
-        """Apply dropout and residual. All rows share one dropout mask."""
-        dropped = dropout_mask(made, self.dropout, self._rows, split) if self.dropout and self.training else None
-        return update(z, made, dropped, residual=self.residual, in_place=in_place)

@@ -83,6 +83,16 @@ class Split:
         made: Tensor = _Gather.apply(x, self, axis)  # type: ignore[no-untyped-call]
         return made
 
+    def enter(self, x: Tensor, axis: int) -> Tensor:
+        """Take this process's part of a tensor that all processes have. The gradient is that of all parts, on each."""
+        made: Tensor = _Enter.apply(x, self, axis)  # type: ignore[no-untyped-call]
+        return made
+
+    def leave(self, x: Tensor, axis: int) -> Tensor:
+        """Gather parts for all processes, which then do the same with the whole, so each has the whole's gradient already."""
+        made: Tensor = _Leave.apply(x, self, axis)  # type: ignore[no-untyped-call]
+        return made
+
     def same(self, x: Tensor) -> Tensor:
         """Copy the first process's x to all processes of the group."""
         dist.broadcast(x, dist.get_global_rank(self.group, 0), self.group)
@@ -103,18 +113,41 @@ class _Exchange(torch.autograd.Function):
         return ctx.split.exchange(dx, *ctx.way), None, None, None, None
 
 
+class _Enter(torch.autograd.Function):
+    """The part of a process, a copy, so that nothing keeps the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, axis: int) -> Tensor:
+        ctx.split, ctx.axis = split, axis
+        return split.held(x, axis).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(dx, ctx.split, ctx.axis), None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The whole, of which each process takes back the gradient of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, axis: int) -> Tensor:
+        ctx.split, ctx.axis = split, axis
+        return _gathered(x, split, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.split.held(dx, ctx.axis), None, None
+
+
 class _Gather(torch.autograd.Function):
     """Gather an axis of all processes. Each gets back the gradient of its own, summed over processes in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split, axis: int) -> Tensor:
         ctx.split, ctx.axis, ctx.held = split, axis, x.shape[axis]
-        most = split.sizes(split.length)[0]
-        rows = _padded(x.movedim(axis, 0), most)
-        made = rows.new_empty(most * dist.get_world_size(split.group), *rows.shape[1:])
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
-        gather(made, rows, split.group)
-        return made[: split.length].movedim(0, axis)
+        return _gathered(x, split, axis)
 
     @staticmethod
     @once_differentiable
@@ -126,6 +159,16 @@ class _Gather(torch.autograd.Function):
         dist.all_to_all_single(received, sent, group=ctx.split.group)
         summed = received.unflatten(0, (processes, most)).sum(0, dtype=accumulate_dtype(dx.dtype)).to(dx.dtype)
         return summed[: ctx.held].movedim(0, ctx.axis), None, None
+
+
+def _gathered(x: Tensor, split: Split, axis: int) -> Tensor:
+    """The whole of a tensor of which each process holds a part along an axis of the split's length."""
+    most = split.sizes(split.length)[0]
+    rows = _padded(x.movedim(axis, 0), most)
+    made = rows.new_empty(most * dist.get_world_size(split.group), *rows.shape[1:])
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
+    gather(made, rows, split.group)
+    return made[: split.length].movedim(0, axis)
 
 
 def _is_first(shape: Sequence[int], axis: int) -> bool:

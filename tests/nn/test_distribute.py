@@ -1,0 +1,282 @@
+"""Clients' pair blocks over three processes, in stand-ins: each process finds what one finds with the client's own code."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import pathlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evoattn.nn import AttentionPairBias, distribute, replace
+from evoattn.nn.distribute import _KINDS
+from evoattn.nn.known import LAYERS
+from evoattn.nn.known_blocks import BLOCKS
+from tests.nn import test_replace_blocks as standins
+from tests.nn.test_replace_blocks import Attention, Pairs, Wide, get_dropout_mask
+from tests.nn.test_replace_multiplication import CHANNELS, In, Out
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+PROCESSES, LENGTH, SINGLE = 3, 7, 6
+"""The processes have 3, 3 and 1 rows."""
+
+
+class Track(AttentionPairBias):
+    """Stands for the attention of the single track."""
+
+    def __init__(self) -> None:
+        super().__init__(SINGLE, CHANNELS, 4, 2)
+
+
+class Layer(nn.Module):
+    """Stands for Boltz' layer of the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.4
+        self.tri_mul_out, self.tri_mul_in = Out(), In()
+        self.tri_att_start, self.tri_att_end = Attention(), Attention(starting=False)
+        self.transition_z, self.transition_s = Wide(), nn.Linear(SINGLE, SINGLE)
+        self.pre_norm_s, self.s_post_norm, self.attention = nn.LayerNorm(SINGLE), nn.Identity(), Track()
+
+    def forward(
+        self, s: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor, chunk_size_tri_attn: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        for update in (self.tri_mul_out, self.tri_mul_in, self.tri_att_start, self.tri_att_end):
+            dropout = get_dropout_mask(self.dropout, z, self.training, columnwise=update is self.tri_att_end)
+            z = z + dropout * update(z, mask=pair_mask)
+        z = z + self.transition_z(z)
+        s = s + self.attention(self.pre_norm_s(s), z, mask=mask)
+        return self.s_post_norm(s + self.transition_s(s)), z
+
+
+class Block(nn.Module):
+    """Stands for OpenFold-3's block of the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair_stack, self.attn_pair_bias, self.single_transition = Pairs(), Track(), Single()
+
+    def forward(self, s: Tensor, z: Tensor, single_mask: Tensor, pair_mask: Tensor, _mask_trans: bool = True) -> Any:
+        z = self.pair_stack(z, pair_mask, _mask_trans=_mask_trans)
+        s = s + self.attn_pair_bias(s, z, mask=single_mask)
+        return s + self.single_transition(s, mask=single_mask if _mask_trans else None), z
+
+
+class Single(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(SINGLE, SINGLE)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * (1 if mask is None else mask[..., None])
+
+
+class Stack(nn.Module):
+    """Stands for the trunk: two blocks after one another, and one alone. Features in, features out."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(CHANNELS, CHANNELS), nn.Linear(CHANNELS, CHANNELS)
+        self.blocks, self.alone = nn.ModuleList(make() for _ in range(2)), make()
+        self.checkpointed: bool | None = None
+
+    def forward(self, s: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.first(z)
+        for block in self.blocks:
+            if isinstance(block, Pairs):
+                z = block(z, pair_mask)
+            elif self.checkpointed is not None:
+                s, z = checkpoint(block, s, z, mask, pair_mask, use_reentrant=self.checkpointed)
+            else:
+                s, z = block(s, z, mask, pair_mask)
+        z = self.last(z)
+        return (s, self.alone(z, pair_mask)) if isinstance(self.alone, Pairs) else self.alone(s, z, mask, pair_mask)
+
+
+def stand_in() -> None:
+    """Take the stand-ins for the clients' layers and blocks."""
+    openfold3, boltz = "openfold3.core.model", "boltz.model"
+    names = {
+        Attention: f"{openfold3}.layers.triangular_attention.TriangleAttention",
+        standins.Multiplied: f"{openfold3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
+        Wide: f"{openfold3}.layers.transition.SwiGLUTransition",
+        Out: f"{boltz}.layers.triangular_mult.TriangleMultiplicationOutgoing",
+        In: f"{boltz}.layers.triangular_mult.TriangleMultiplicationIncoming",
+    }
+    for kind, name in names.items():
+        LAYERS[f"{kind.__module__}.{kind.__qualname__}"] = LAYERS[name]
+
+    def make(theirs: Any) -> nn.Module:
+        ours = AttentionPairBias(SINGLE, CHANNELS, 4, 2)
+        ours._modules.update(theirs._modules)
+        return ours
+
+    LAYERS[f"{__name__}.Track"] = (make, lambda ours, *given, **named: ours(*given, **named))
+    of_pairs = f"{openfold3}.latent.base_blocks.PairBlock"
+    BLOCKS[f"{Pairs.__module__}.Pairs"], _KINDS[f"{Pairs.__module__}.Pairs"] = BLOCKS[of_pairs], _KINDS[of_pairs]
+    _KINDS[f"{__name__}.Block"] = _KINDS[f"{openfold3}.latent.pairformer.PairFormerBlock"]
+    _KINDS[f"{__name__}.Layer"] = _KINDS[f"{boltz}.layers.pairformer.PairformerLayer"]
+    dropout = types.ModuleType(f"{boltz}.layers.dropout")
+    dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
+    sys.modules[dropout.__name__] = dropout
+
+
+def stack(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(1)
+    made = Stack(make).double()
+    for x in made.parameters():
+        nn.init.normal_(x, std=0.3)
+    return made
+
+
+def outcome(model: nn.Module, seed: int) -> list[Tensor]:
+    """Outputs, the next random number, and all gradients."""
+    torch.manual_seed(2)
+    s = torch.randn(1, LENGTH, SINGLE, dtype=torch.float64).requires_grad_()
+    z = torch.randn(1, LENGTH, LENGTH, CHANNELS, dtype=torch.float64).requires_grad_()
+    mask = (torch.arange(LENGTH) < 6).double()[None]
+    cotangents = [torch.randn_like(x) for x in (s, z)]
+    for x in model.parameters():
+        x.grad = None
+    torch.manual_seed(seed)
+    made = model(s, z, mask, mask[:, :, None] * mask[:, None])
+    after = torch.rand(3, dtype=torch.float64)
+    torch.autograd.backward(made, cotangents)
+    found = [x.grad for x in (s, z, *model.parameters())]
+    return [*(x.detach() for x in made), after, *(x for x in found if x is not None)]
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in zip(found, expected, strict=True))
+
+
+CASES = [("Layer", Layer), ("Block", Block), ("Pairs", Pairs)]
+
+
+def a_forward(mesh: Any) -> float:
+    theirs = stack(Block).eval()
+    made = copy.deepcopy(theirs)
+    distribute(made, mesh)
+    return worst(outcome(made, 3), outcome(theirs, 3))
+
+
+def all_errors(mesh: Any) -> dict[str, float]:
+    errors = {}
+    rank = mesh.get_local_rank()
+    for name, make in CASES:
+        theirs = stack(make)
+        made = copy.deepcopy(theirs)
+        assert distribute(made, mesh) == ["blocks.0", "blocks.1", "alone"]
+        expected = outcome(theirs.eval(), 3)
+        errors[name] = worst(outcome(made.eval(), 3), expected)
+        twice = copy.deepcopy(theirs)
+        replace(twice)
+        distribute(twice, mesh)
+        errors[f"{name}, replaced"] = worst(outcome(twice, 3), expected)
+        expected = outcome(theirs.train(), 3)
+        drawn = outcome(made.train(), 3 + rank)  # the first process draws for all
+        errors[f"{name}, training"] = worst([*drawn[:2], *drawn[3:]], [*expected[:2], *expected[3:]])
+        if make is not Pairs:
+            for made.checkpointed in (False, True):
+                errors[f"{name}, checkpoint, reentrant={made.checkpointed}"] = worst(outcome(made, 3), expected)
+    return errors
+
+
+def gathers(mesh: Any) -> dict[str, int]:
+    """Tensors that leave the blocks of a stack and a block alone: s and z, twice."""
+    made, counts = stack(Layer).eval(), collections.Counter[str]()
+    distribute(made, mesh)
+    for name, block in (("between", made.blocks[0]), ("last", made.blocks[1]), ("alone", made.alone)):
+        block.register_forward_hook(lambda _, __, out, name=name: counts.update({name: sum(type(x) is Tensor for x in out)}))
+    with torch.no_grad():
+        outcome_of = made(
+            torch.zeros(1, LENGTH, SINGLE).double(), torch.zeros(1, LENGTH, LENGTH, CHANNELS).double(),
+            torch.ones(1, LENGTH).double(), torch.ones(1, LENGTH, LENGTH).double(),
+        )  # fmt: skip
+    assert all(type(x) is Tensor for x in outcome_of)
+    return dict(counts)
+
+
+def refused(mesh: Any) -> dict[str, str]:
+    made = stack(Layer)
+    distribute(made, mesh)
+    changed = stack(Layer)
+    changed.alone.tri_att_start = nn.Linear(3, 3)
+    calls: dict[str, Callable[[], Any]] = {
+        "twice": lambda: distribute(made, mesh),
+        "copied": lambda: copy.deepcopy(made),
+        "unknown": lambda: distribute(nn.Linear(3, 3), mesh),
+        "a layer": lambda: distribute(changed, mesh),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            said[name] = str(error)
+    assert type(changed.blocks[0]) is Layer
+    return said
+
+
+def process(rank: int, folder: str, which: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+    stand_in()
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    found: Any = (
+        all_errors(mesh) if which == "many" else {"error": a_forward(mesh), "gathers": gathers(mesh), "refused": refused(mesh)}
+    )
+    torch.save(found, pathlib.Path(folder) / f"found-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_processes(folder: pathlib.Path, which: str) -> list[Any]:
+    """What each process found."""
+    spawn(process, (str(folder), which), nprocs=PROCESSES)
+    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(PROCESSES)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_processes(tmp_path_factory.mktemp("few"), "few")
+
+
+def test_outputs_and_all_gradients(found: list[Any]) -> None:
+    for each in found:
+        assert each["error"] < 1e-10
+
+
+@pytest.mark.slow
+def test_all_blocks(tmp_path: pathlib.Path) -> None:
+    """In evaluation and training, checkpointed, and replaced before."""
+    for each in run_processes(tmp_path, "many"):
+        assert len(each) == 13
+        for name, error in each.items():
+            assert error < 1e-10, name
+
+
+def test_blocks_of_a_stack_pass_on_parts(found: list[Any]) -> None:
+    assert found[0]["gathers"] == {"between": 0, "last": 2, "alone": 2}
+
+
+def test_what_is_refused(found: list[Any]) -> None:
+    assert found[0]["refused"] == {
+        "twice": "blocks.0 is distributed already",
+        "copied": "a distributed block cannot be copied: copy the model before evoattn.nn.distribute",
+        "unknown": "no pair block of Linear is known: distribute takes models of openfold3, boltz, tests",
+        "a layer": "evoattn.nn has no Linear",
+    }

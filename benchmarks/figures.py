@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import client_page
 import layer_page
+import prediction_page
 
 from evoattn.bench import plots, table
 from evoattn.bench.peers import PEERS
@@ -308,8 +309,11 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
 def texts(root: Path, results: Path) -> dict[Path, str]:
     """Every page, as the results make it."""
     found = parts(results)
+    predictions = prediction_page.records(results)
     blocks = {"clients": client_page.block(client_page.parts(results), "../figures")}
-    marked = {README: readme_blocks(found), CLIENTS: blocks, LAYERS: layer_blocks(found, results)}
+    blocks["predictions"] = prediction_page.block(predictions)
+    readme = {**readme_blocks(found), "predictions": prediction_page.summary(predictions)}
+    marked = {README: readme, CLIENTS: blocks, LAYERS: layer_blocks(found, results)}
     pages = {path: with_blocks((root / path).read_text(encoding="utf-8"), of) for path, of in marked.items()}
     return {PAGE: page(found), **pages}
 

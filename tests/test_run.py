@@ -348,7 +348,7 @@ def test_steps_are_recorded_by_default(options: tuple[str, ...], graphs: bool, m
         return 0
 
     monkeypatch.setattr(run, "_wait", wait)
-    assert main(["run", *options, "python"]) == 0
+    assert main(["run", "--no-layers", *options, "python"]) == 0
     assert told["graphs"] is graphs and ("boltz.model.modules.diffusionv2" in told["modules"]) is graphs
 
 
@@ -386,7 +386,7 @@ def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:
     for reason in ("among the first calls of their kind", "among the first calls of their kind", "not on a GPU"):
         tally.add("step", "boltz", reason)
     line = run._found(tmp_path, ("boltz",))
-    expected = "; 1,500 denoiser steps replayed as CUDA graphs and 2 not (2 among the first calls of their kind)"
+    expected = "; 1,500 steps and blocks replayed as CUDA graphs and 2 not (2 among the first calls of their kind)"
     assert line.endswith(expected)
 
 

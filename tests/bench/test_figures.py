@@ -35,11 +35,12 @@ def copy(figures: ModuleType, tmp_path: Path) -> Path:
     (tmp_path / "docs" / "figures").mkdir(parents=True)
     (tmp_path / "docs" / "clients").mkdir()
     marks = "a\n<!-- figures: begin clients -->\nold\n<!-- figures: end clients -->\n"
+    marks += marks.replace("clients", "predictions")
     (tmp_path / "docs" / "clients" / "speed.md").write_text(marks)
     marks = "".join(f"<!-- figures: begin layer-{x} -->\nold\n<!-- figures: end layer-{x} -->\n" for x in ("parts", "times"))
     (tmp_path / "docs" / "layer-time.md").write_text(marks)
     text = "a\n<!-- figures: begin gpu -->\nold\n<!-- figures: end gpu -->\nb\n"
-    (tmp_path / "README.md").write_text(text + text.replace("gpu", "cpu") + text.replace("gpu", "layers"))
+    (tmp_path / "README.md").write_text(text + "".join(text.replace("gpu", x) for x in ("cpu", "layers", "predictions")))
     gpu, cpu = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[10.0], dense=[20.0])
     gpu.problems = [
         type(p)(p.workload.at(length), p.dtype, p.bytes, p.results) for p in gpu.problems for length in (16, 32, 64)

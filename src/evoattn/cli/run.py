@@ -287,14 +287,14 @@ def _found(folder: pathlib.Path, names: tuple[str, ...]) -> str:
 
 
 def _steps(found: collections.Counter[str]) -> list[str]:
-    """What became of the denoiser's steps, unless the machine has no GPU."""
+    """What became of the steps and blocks that are recorded, unless the machine has no GPU."""
     replayed = found.pop("", 0)
     found.pop(ELSEWHERE, None)
     if not replayed and not found:
         return []
     why = ", ".join(f"{count:,} {reason}" for reason, count in found.most_common())
     ran = f" and {sum(found.values()):,} not ({why})" if why else ""
-    return [f"{replayed:,} denoiser steps replayed as CUDA graphs{ran}"]
+    return [f"{replayed:,} steps and blocks replayed as CUDA graphs{ran}"]
 
 
 def _calls(count: int) -> str:

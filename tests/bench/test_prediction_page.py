@@ -1,0 +1,144 @@
+"""What the pages show of whole predictions, and what the benchmark of them does without a GPU."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import prediction_page
+import pytest
+import torch
+from prediction_programs import Program
+from predictions import WAYS, Clock, Run, begun, difference, measure, show
+from torch import Tensor, nn
+
+from evoattn.clients import patching
+
+
+def a_case(**changes: Any) -> dict[str, Any]:
+    case = {"program": "Boltz-2", "residues": 152, "steps": 200, "way": "as installed", "seconds": 9.0, "peak_gib": 2.25}
+    case |= {"stages": {"trunk": 2.0, "denoiser": 6.5}, "from_installed": {"distogram": 0.0}}
+    return case | changes
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> dict[Path, dict[str, Any]]:
+    cases = [
+        a_case(),
+        a_case(way="evoattn run", seconds=3.0, from_installed={"distogram": 1.5e-3}),
+        a_case(residues=988, seconds=60.0),
+        a_case(residues=304, way="evoattn run", failed="OutOfMemoryError: tried 9 GiB"),
+    ]
+    del cases[-1]["seconds"], cases[-1]["stages"]
+    machine = {"device": "a card", "torch": "2.11", "date": "2026-11-27", "commit": "abc"}
+    (tmp_path / "predictions").mkdir()
+    record = {"schema": 1, "machine": machine, "programs": {"boltz": "2.2.1"}, "cases": cases}
+    (tmp_path / "predictions" / "card.json").write_text(json.dumps(record))
+    return prediction_page.records(tmp_path)
+
+
+def test_readme_compares_what_one_types_with_what_is_installed(found: dict[Path, dict[str, Any]]) -> None:
+    text = prediction_page.summary(found)
+    assert "| Boltz-2 2.2.1 | 152 | 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in text
+    assert "988" not in text and "304" not in text, "there is nothing to compare with"
+    assert prediction_page.summary({}) == ""
+
+
+def test_the_page_shows_stages_and_failures(found: dict[Path, dict[str, Any]]) -> None:
+    text = prediction_page.block(found)
+    assert "| residues | way | s | peak GiB | trunk | denoiser | distogram differs by |" in text
+    assert "| 152 | evoattn run | 3.00 | 2.2 | 2.00 | 6.50 | 1.5e-03 |" in text
+    assert "| 304 | evoattn run | OutOfMemoryError: tried 9 GiB | - | - | - | - |" in text
+    assert text.index("| 304 |") < text.index("| 988 |")
+    assert prediction_page.block({}) == "Not measured yet."
+
+
+class Part(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.kernels = Part(), False
+
+
+def program(fails: tuple[str, ...] = ()) -> Program:
+    """A program of one stage, whose answer depends on its precision and on its switch."""
+
+    def predict(model: Any, inputs: Tensor, steps: int) -> dict[str, Tensor]:
+        if "kernels" in fails and model.kernels:
+            raise RuntimeError("no memory\nand more")
+        x = torch.nn.functional.linear(inputs, inputs) if torch.is_autocast_enabled("cpu") else inputs @ inputs.mT
+        return {"distogram": model.part(x) + model.kernels}
+
+    def switch(model: Any, on: bool) -> None:
+        model.kernels = on
+
+    def build(device: torch.device) -> nn.Module:
+        return Model()
+
+    def inputs(residues: int, device: torch.device) -> Tensor:
+        return torch.rand(residues, residues, generator=torch.Generator().manual_seed(0))
+
+    return Program("Toy", "toy", "pip", (4,), True, build, inputs, predict, {"part": ("part", "forward")}, switch)
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, bool]]]:
+    """What `evoattn.patch` is asked for; it does nothing."""
+    asked: list[dict[str, bool]] = []
+
+    def patch(name: str, **options: bool) -> patching.Patch:
+        assert name == "toy"
+        asked.append(options)
+        return patching.Patch()
+
+    monkeypatch.setattr("evoattn.patch", patch)
+    return asked
+
+
+def test_each_way_is_measured_and_compared(patched: list[dict[str, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    toy = program()
+    run = Run(toy, toy.build(torch.device("cpu")), torch.device("cpu"), 3)
+    cases = list(measure(run, 4, list(WAYS), exact=True))
+    assert [case["way"] for case in cases] == list(WAYS)
+    assert patched == [{}, {"graphs": True}]
+    assert all(case["stages"]["part"] <= case["seconds"] for case in cases)
+    assert [case["from_installed"]["distogram"] > 0 for case in cases] == [False, True, False, False]
+    assert 0 < cases[0]["from_float32"]["distogram"] < 0.1
+    assert "forward" not in vars(run.model.part), "the clock is gone"
+    assert "4 residues, cuEquivariance" in show(cases[1]) and "GiB" not in show(cases[1])
+
+
+def test_a_way_that_fails_is_recorded_and_the_next_is_measured(
+    patched: list[dict[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    toy = program(fails=("kernels",))
+    run = Run(toy, toy.build(torch.device("cpu")), torch.device("cpu"), 3)
+    cases = list(measure(run, 4, ["as installed", "cuEquivariance", "evoattn run"], exact=False))
+    assert [case.get("failed") for case in cases] == [None, "RuntimeError: no memory", None]
+    assert show(cases[1]).endswith("RuntimeError: no memory")
+
+
+def test_the_clock_follows_what_a_patch_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    with Clock(model, {"part": ("part", "forward")}, torch.device("cpu")) as clock:
+        monkeypatch.setattr(Part, "forward", lambda self, x: 3 * x)
+        assert model.part(torch.ones(1)) == 3
+    assert clock.seconds["part"] > 0
+
+
+def test_a_record_of_another_commit_is_not_added_to(tmp_path: Path) -> None:
+    path, device = tmp_path / "record.json", torch.device("cpu")
+    path.write_text(json.dumps(begun(None, device, "one")))
+    assert begun(path, device, "one")["cases"] == []
+    with pytest.raises(ValueError, match="another machine or commit"):
+        begun(path, device, "two")
+
+
+def test_difference_is_relative() -> None:
+    assert difference({"x": torch.tensor([3.0, 4.5])}, {"x": torch.tensor([3.0, 4.0])}) == {"x": 0.1}

@@ -81,7 +81,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--no-graphs",
         action="store_false",
         dest="graphs",
-        help="do not replay the denoiser's steps on a GPU as CUDA graphs, as evoattn.patch(graphs=True) does",
+        help="do not replay steps and blocks on a GPU as CUDA graphs, as evoattn.patch(graphs=True) does",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as after python -m")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a command, with its arguments")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn.clients import graphs
 from evoattn.clients.calls import projected
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
@@ -15,6 +16,9 @@ from evoattn.compat.openfold import attention
 __all__ = ["CLIENTS"]
 
 _MODULE = "transformers.models.esm.modeling_esmfold"
+
+_MOST = 512
+"""Residues up to which the trunk's blocks are recorded as CUDA graphs: the GPU sets the pace of more. A guess."""
 
 
 def _triangle(original: Any, count: Count) -> Any:
@@ -70,5 +74,6 @@ CLIENTS = {
             f"{_MODULE}:EsmFoldResidueMLP",
             f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock",
         ),
+        steps=graphs.blocks(f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock", most=_MOST),
     )
 }

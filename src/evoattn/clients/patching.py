@@ -253,8 +253,9 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
             with only the attention replaced: layers that `evoattn.nn` does not know, layers called with unknown arguments, and
             layers that torch.compile compiles. For the last, call `evoattn.nn.replace` before you compile the model. False:
             only functions that compute attention are replaced.
-        graphs: also record the denoiser's step as a CUDA graph and replay it, for inference on a GPU. This is for Boltz. The
-            results stay the same to the last bit. Calls that cannot be replayed run as before, and the report says why.
+        graphs: also record what repeats as CUDA graphs and replay them, for inference on a GPU: the denoiser's step of Boltz
+            and, up to 512 residues, the blocks of Boltz and ESMFold. The results stay the same to the last bit. Calls that
+            cannot be replayed run as before, and the report says why.
 
     Returns:
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site`, `passed_on` and `steps`.

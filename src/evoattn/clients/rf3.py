@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]
 
 _TRIANGLES = "rf3.model.layers.attention"
+_UTILS = "rf3.model.layers.layer_utils"
 _PAIRFORMER = "rf3.model.layers.pairformer_layers"
 _DIFFUSION = "rf3.model.layers.af3_diffusion_transformer"
 
@@ -132,6 +134,10 @@ CLIENTS = {
             Site(_TRIANGLES, "TriangleAttention"),
             Site(_DIFFUSION, "AttentionPairBiasDiffusion"),
             Site("foundry.training.checkpoint", "activation_checkpointing"),
+        ),
+        layers=(
+            *sites(f"{_TRIANGLES}:TriangleAttention", f"{_TRIANGLES}:TriangleMultiplication", f"{_UTILS}:Transition"),
+            Site(_UTILS, "Transition"),
         ),
     )
 }

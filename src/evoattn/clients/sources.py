@@ -157,6 +157,10 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "rf3.model.layers.attention:TriangleAttention": "943d7df812f7d68a",
             "rf3.model.layers.af3_diffusion_transformer:AttentionPairBiasDiffusion": "efdb2c8d04b887b8",
             "foundry.training.checkpoint:activation_checkpointing": "fe7994286a24fb0d",
+            "rf3.model.layers.attention:TriangleAttention.forward": "4d3acf37568bae61",
+            "rf3.model.layers.attention:TriangleMultiplication.forward": "5fa763662cf9461d",
+            "rf3.model.layers.layer_utils:Transition.forward": "4d3acf37568bae61",
+            "rf3.model.layers.layer_utils:Transition": "446dda0801f25b63",
         },
     },
 }

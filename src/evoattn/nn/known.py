@@ -148,6 +148,20 @@ def _boltz_multiplication(outgoing: bool, theirs: Any) -> nn.Module:
     return ours
 
 
+def _rf3_triangle(theirs: Any) -> nn.Module:
+    ours = TriangleAttention(_features(theirs.to_q, "in_features"), theirs.dim, theirs.h, theirs.start_node)
+    _adopt(ours, theirs, layer_norm="norm", linear="to_b")
+    _adopt_attention(ours.mha, theirs, "to_")
+    ours.mha.linear_o = theirs.to_out
+    return ours
+
+
+def _rf3_multiplication(theirs: Any) -> nn.Module:
+    ours: Any = _boltz_multiplication(theirs.direction == "outgoing", theirs)
+    ours.by_cuequivariance = theirs.use_cuequivariance
+    return ours  # type: ignore[no-any-return]
+
+
 def _transition(
     activation: str, function: str, paths: tuple[str, ...], theirs: nn.Module, kind: type[Transition] = Transition
 ) -> Any:
@@ -195,6 +209,7 @@ def _features(module: nn.Module, name: str) -> int:
 
 _OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
 _ESMFOLD = "transformers.models.esm.modeling_esmfold"
+_RF3 = "rf3.model.layers"
 _UPDATE = "triangular_multiplicative_update"
 
 _RELU = functools.partial(_transition, "relu", "relu", ("layer_norm", "linear_1", "linear_2"))
@@ -206,6 +221,7 @@ _RELU_OF_OPENFOLD3 = functools.partial(
 )
 _SWIGLU = functools.partial(_transition, "swiglu", "swiglu.swish", _OF_TRANSITION["swiglu"])
 _SWIGLU_OF_BOLTZ = functools.partial(_transition, "swiglu", "silu", ("norm", "fc1", "fc2", "fc3"))
+_SWIGLU_OF_RF3 = functools.partial(_transition, "swiglu", "", ("layer_norm_1", "linear_1", "linear_2", "linear_3"))
 _SWIGLU_OF_PROTENIX = functools.partial(
     _transition, "swiglu", "", ("layernorm1", "linear_no_bias_a", "linear_no_bias_b", "linear_no_bias")
 )
@@ -261,6 +277,9 @@ LAYERS: dict[str, _Layer] = {
     **_of_boltz("boltzgen", "triangular"),
     **_of_protenix("protenix", calls.protenix_triangle),
     **_of_protenix("opendde", calls.triangle),
+    f"{_RF3}.attention.TriangleAttention": (_rf3_triangle, calls.rf3_triangle),
+    f"{_RF3}.attention.TriangleMultiplication": (_rf3_multiplication, calls.rf3_multiplication),
+    f"{_RF3}.layer_utils.Transition": (_SWIGLU_OF_RF3, calls.rf3_transition),
     f"{_ESMFOLD}.EsmFoldTriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
     f"{_ESMFOLD}.EsmFoldTriangleMultiplicativeUpdate": (_esm_multiplication, calls.multiplication),
     f"{_ESMFOLD}.EsmFoldResidueMLP": (_residue_mlp, calls.residue_mlp),

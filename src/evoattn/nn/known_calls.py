@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from evoattn.call.canonical import with_axes
@@ -24,6 +26,9 @@ __all__ = [
     "plain_transition",
     "protenix_triangle",
     "residue_mlp",
+    "rf3_multiplication",
+    "rf3_transition",
+    "rf3_triangle",
     "rows",
     "templates",
     "transition",
@@ -164,6 +169,26 @@ def boltz_multiplication(ours: Any, x: Tensor, mask: Tensor, **switches: Any) ->
     ignore(switches)
     made: Tensor = ours(x, mask)
     return made
+
+
+def rf3_triangle(ours: Any, pair: Tensor) -> Tensor:
+    """Call our layer with RosettaFold-3's argument. Its pair bias is that of the pair that was not transposed."""
+    made: Tensor = ours(pair, transpose_bias=not ours.starting)
+    return made
+
+
+def rf3_multiplication(ours: Any, pair: Tensor) -> Tensor:
+    """Call our layer with RosettaFold-3's argument. Without cuEquivariance it divides the product by the number of residues."""
+    mask = None
+    if not (ours.by_cuequivariance and importlib.import_module("rf3.model.layers.attention").SHOULD_USE_CUEQUIVARIANCE):
+        dtype = torch.promote_types(pair.dtype, torch.float32)
+        mask = pair.new_full((1,) * (pair.ndim - 1), pair.shape[-2] ** -0.5, dtype=dtype)  # a factor of both halves
+    made: Tensor = ours(pair, mask)
+    return made
+
+
+def rf3_transition(ours: Any, X: Tensor) -> Tensor:  # noqa: N803
+    return transition(ours, X)
 
 
 def transition(ours: Any, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:

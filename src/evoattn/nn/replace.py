@@ -38,7 +38,7 @@ def replace(model: nn.Module) -> list[str]:
     - OpenFold-3: triangle, MSA row, MSA column and global column attention, attention with pair bias in the trunk and the
       diffusion transformer, triangle multiplication, and transitions;
     - Boltz-1 and Boltz-2: triangle attention, attention with pair bias, triangle multiplication, and transitions;
-    - BoltzGen, Protenix and OpenDDE: triangle attention, triangle multiplication, and transitions;
+    - BoltzGen, Protenix, OpenDDE and RosettaFold-3: triangle attention, triangle multiplication, and transitions;
     - ESMFold in transformers: triangle attention, triangle multiplication, and the transition of pairs.
 
     So are the pair blocks, whose layers add their updates to z themselves: of OpenFold 2 (`PairStack`), OpenFold-3
@@ -156,6 +156,8 @@ def _new(original: type) -> Any:
 def positions(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the arguments after `self` that a method takes by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if getattr(forward, "__qualname__", "").startswith("activation_checkpointing."):  # RosettaFold-3's decorator
+        forward = inspect.getclosurevars(forward).nonlocals["function"]
     return tuple(name for name, x in inspect.signature(forward).parameters.items() if x.kind in kinds)[1:]
 
 

@@ -29,8 +29,8 @@ from evoattn.run.split import Split
 
 __all__ = ["backward", "exchanged", "forward"]
 
-_SLICES = 4
-"""At most. Each slice costs the host three collectives."""
+_SLICES, _SLICE_BYTES = 4, 1 << 25
+"""At most so many slices, and so many bytes of a half in each at least: each slice costs the host three collectives."""
 
 Finish = Callable[[], Tensor]
 """Waits for an exchange that was started, and returns what was received."""
@@ -52,7 +52,7 @@ def forward(ab: Tensor, split: Split, *, outgoing: bool, keep: bool) -> tuple[Te
     a, b = ab.chunk(2)
     t = torch.empty_like(a, dtype=torch.float32 if ab.dtype == torch.float16 else ab.dtype)
     kept: list[Tensor] = []
-    slices = _slices(a.shape[0], split)
+    slices = _slices(a, split)
     coming = [_to_squares(x[slices[0]], split) for x in (a, b)]
     going: list[Finish] = []
     for here, following in itertools.zip_longest(slices, slices[1:]):
@@ -73,7 +73,7 @@ def backward(dt: Tensor, kept: Sequence[Tensor], split: Split, *, outgoing: bool
     dt = dt.contiguous()
     dab = dt.new_empty(2 * dt.shape[0], *dt.shape[1:])
     da, db = dab.chunk(2)
-    slices = _slices(dt.shape[0], split)
+    slices = _slices(dt, split)
     coming = _to_squares(dt[slices[0]], split)
     going: list[Finish] = []
     for here, following, a, b in itertools.zip_longest(slices, slices[1:], kept[::2], kept[1::2]):
@@ -118,9 +118,13 @@ def _finish(going: list[Finish]) -> None:
         finish()
 
 
-def _slices(channels: int, split: Split) -> list[slice]:
-    """Ranges of channels. Each process gets channels of each range, if there are as many as processes."""
-    count = max(1, min(_SLICES, channels // len(split.sizes(1))))
+def _slices(x: Tensor, split: Split) -> list[slice]:
+    """Ranges of the channels of parts x `[D, B, I, J]`, the same on all processes. Each process gets channels of each range, if
+    there are as many as processes.
+    """
+    channels, lengths = x.shape[0], split.sizes(split.length)
+    half = channels * x.shape[1] * split.length * lengths[0] * x.element_size()  # of the process that holds most
+    count = max(1, min(_SLICES, channels // len(lengths), half // _SLICE_BYTES))
     ends = [channels * n // count for n in range(count + 1)]
     return [slice(*ends) for ends in itertools.pairwise(ends)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import types
 from typing import Any
@@ -289,6 +290,82 @@ def test_a_real_block(training: bool) -> None:
         with torch.no_grad():
             s, z = given
             assert_same(list(made(s, z.clone(), mask, inplace_safe=True)), list(theirs(s, z.clone(), mask, inplace_safe=True)))
+
+
+class Heads(nn.Module):
+    """Stands for the attention of the single track, samples and atoms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_q, self.c_hidden, self.num_heads = 6, 3, 2
+        self.linear_q = nn.Linear(6, 6)
+        self.linear_k, self.linear_v, self.linear_g, self.linear_o = (nn.Linear(6, 6, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v, g = (to(x).unflatten(-1, (2, 3)) for to in (self.linear_q, self.linear_k, self.linear_v, self.linear_g))
+        weights = (torch.einsum("...ihc,...jhc->...hij", q, k) / 3**0.5 + bias.movedim(-1, -3)).softmax(-1)
+        o = torch.einsum("...hij,...jhc->...ihc", weights, v)
+        return self.linear_o((o * g.sigmoid()).flatten(-2))  # type: ignore[no-any-return]
+
+
+class PairBias(nn.Module):
+    """Stands for the attention with pair bias, of the single track unless it has a condition s."""
+
+    def __init__(self, has_s: bool = False) -> None:
+        super().__init__()
+        self.has_s, self.cross_attention_mode = has_s, False
+        self.layernorm_a, self.attention = nn.LayerNorm(6), Heads()
+        self.layernorm_z, self.linear_nobias_z = nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, 2, bias=False)
+
+    def forward(
+        self,
+        a: Tensor,
+        s: Tensor | None,
+        z: Tensor,
+        n_queries: int | None = None,
+        n_keys: int | None = None,
+        inplace_safe: bool = False,
+        chunk_size: int | None = None,
+        enable_efficient_fusion: bool = False,
+        extra_attn_bias: Tensor | None = None,
+    ) -> Tensor:
+        CALLS.append("pair bias")
+        bias = self.linear_nobias_z(self.layernorm_z(z))
+        return self.attention(self.layernorm_a(a), bias if extra_attn_bias is None else bias + extra_attn_bias[..., None])  # type: ignore[no-any-return]
+
+
+def test_the_attention_of_the_single_track(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That with a condition, and calls that are not the trunk's, stay Protenix'. That is no news to anybody."""
+    name = "protenix.model.modules.transformer.AttentionPairBias"
+    monkeypatch.setitem(LAYERS, f"{__name__}.PairBias", LAYERS[name])
+    theirs, count = filled(PairBias()), Count()
+    made, forward = copy.deepcopy(theirs), patched_layer(PairBias.forward, count)
+    model = nn.ModuleList([made, PairBias(has_s=True)])
+    assert ours.replace(model) == ["0"]
+
+    def run(layer: Any, lead: tuple[int, ...], *more: Any, **options: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        a, z = normal(*lead, 7, 6), normal(7, 7, CHANNELS)
+        found = layer(a, None, z, *more, **options)
+        leaves = [a, z, *theirs.parameters()] if layer is not made else [a, z, *made.parameters()]
+        return [found, *torch.autograd.grad(found.square().sum(), leaves)]
+
+    for lead in ((), (2,)):
+        expected = run(theirs, lead)
+        CALLS.clear()
+        assert_same(run(made, lead, None, None, True), expected)
+        assert_same(run(functools.partial(forward, theirs), lead, chunk_size=4), expected)
+        assert not CALLS
+    for options in (
+        {"extra_attn_bias": normal(7, 7).detach()},
+        {"enable_efficient_fusion": True},
+        {"n_queries": 4, "n_keys": 8},
+    ):
+        for layer in (made, functools.partial(forward, theirs)):
+            CALLS.clear()
+            assert_same(run(layer, (), **options), run(theirs, (), **options))
+            assert CALLS == ["pair bias"] * 2
+    assert (count.ours, dict(count.passed_on)) == (2, {})
 
 
 @pytest.mark.parametrize("direction", ["Outgoing", "Incoming"])

@@ -58,6 +58,7 @@ def _layers(package: str) -> tuple[Site, ...]:
     return sites(
         f"{package}.model.triangular.triangular:TriangleAttention",
         f"{package}.model.triangular.triangular:TriangleMultiplicativeUpdate",
+        f"{package}.model.modules.transformer:AttentionPairBias",
         f"{package}.model.modules.primitives:Transition",
     )
 

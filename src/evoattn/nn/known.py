@@ -121,6 +121,17 @@ def _boltz_pair_bias(theirs: Any) -> nn.Module:
     return ours
 
 
+def _protenix_pair_bias(theirs: Any) -> nn.Module | None:
+    """Make our layer for the single track's attention of Protenix, or return None for that of samples and atoms."""
+    if theirs.has_s or theirs.cross_attention_mode:
+        return None
+    mha = theirs.attention
+    ours = AttentionPairBias(mha.c_q, _features(theirs.linear_nobias_z, "in_features"), mha.c_hidden, mha.num_heads)
+    _adopt(ours, theirs, layer_norm_a="layernorm_a", layer_norm_z="layernorm_z", linear_z="linear_nobias_z")
+    _adopt_attention(ours.mha, mha)
+    return ours
+
+
 def _multiplication(theirs: Any) -> nn.Module:
     ours = TriangleMultiplication(theirs.c_z, theirs.c_hidden, theirs._outgoing)
     _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g")
@@ -247,6 +258,7 @@ def _of_protenix(package: str, triangle: Callable[..., Tensor]) -> dict[str, _La
     return {
         f"{triangles}.TriangleAttention": (functools.partial(_triangle, "linear"), triangle),
         f"{triangles}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
+        f"{package}.model.modules.transformer.AttentionPairBias": (_protenix_pair_bias, calls.protenix_pair_bias),
         f"{package}.model.modules.primitives.Transition": (_SWIGLU_OF_PROTENIX, calls.plain_transition),
     }
 

@@ -24,6 +24,7 @@ __all__ = [
     "pair_bias",
     "pair_transition",
     "plain_transition",
+    "protenix_pair_bias",
     "protenix_triangle",
     "residue_mlp",
     "rf3_multiplication",
@@ -84,6 +85,26 @@ def protenix_triangle(
     """Call our layer with Protenix' arguments. The mask may lack leading axes along which it does not vary."""
     check_scaled(x, triangle_attention)
     return triangle(ours, x, None if mask is None else with_axes(mask, x.ndim - 1), **switches)
+
+
+def protenix_pair_bias(
+    ours: Any,
+    a: Tensor,
+    s: None,
+    z: Tensor,
+    *,
+    n_queries: int | None = None,
+    n_keys: int | None = None,
+    enable_efficient_fusion: bool = False,
+    extra_attn_bias: Tensor | None = None,
+    **switches: Any,
+) -> Tensor:
+    """Call our layer with Protenix' arguments. z may lack leading axes along which it does not vary."""
+    ignore(switches)
+    if n_queries or n_keys or enable_efficient_fusion or extra_attn_bias is not None:
+        raise ClientsOwn("windows, another product of the pair bias or one more bias")
+    made: Tensor = ours(a, with_axes(z, a.ndim + 1))
+    return made
 
 
 def rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:

@@ -39,6 +39,7 @@ def replace(model: nn.Module) -> list[str]:
       diffusion transformer, triangle multiplication, and transitions;
     - Boltz-1 and Boltz-2: triangle attention, attention with pair bias, triangle multiplication, and transitions;
     - BoltzGen, Protenix, OpenDDE and RosettaFold-3: triangle attention, triangle multiplication, and transitions;
+      of Protenix and OpenDDE also the single track's attention with pair bias;
     - ESMFold in transformers: triangle attention, triangle multiplication, and the transition of pairs.
 
     So are the pair blocks, whose layers add their updates to z themselves: of OpenFold 2 (`PairStack`), OpenFold-3

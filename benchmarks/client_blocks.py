@@ -170,7 +170,7 @@ def fresh(device: torch.device, commit: str | None) -> dict[str, Any]:
     return {"schema": SCHEMA, "machine": facts, "clients": versions, "settings": SETTLED, "ended": [], "cases": []}
 
 
-_DISTRIBUTIONS = {"esmfold": "transformers", "openfold3": "openfold3", "boltz": "boltz", "protenix": "protenix"}
+_DISTRIBUTIONS = {name: "transformers" if name == "esmfold" else name for name in CLIENTS}
 
 
 def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[str, Any]:
@@ -205,7 +205,8 @@ def _why(case: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", nargs="+", default=list(CLIENTS), choices=list(CLIENTS))
+    installed = [name for name, of in _DISTRIBUTIONS.items() if machine.version_of(of)]
+    parser.add_argument("--clients", nargs="+", default=installed, choices=list(CLIENTS), help="default: those installed")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--groups", nargs="+", default=["base", "own"], choices=("base", "own"))

@@ -1,4 +1,4 @@
-"""The blocks of four clients at their real width, with random weights, and the ways in which each is called.
+"""The blocks of clients at their real width, with random weights, and the ways in which each is called.
 
 Widths, chunks and switches are those of the clients' own configurations. Dropout is 0, so that two runs can be compared.
 """
@@ -154,10 +154,34 @@ def _run_boltz(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: bool, 
     return s, z
 
 
+def _boltzgen(blocks: int) -> nn.Module:
+    make: Any = importlib.import_module("boltzgen.model.layers.pairformer").PairformerModule
+    return make(384, 128, num_blocks=blocks, num_heads=16, dropout=0.0)  # type: ignore[no-any-return]
+
+
+def _openfold(blocks: int) -> nn.Module:
+    make: Any = importlib.import_module("openfold.model.evoformer").PairStack
+    return nn.ModuleList([make(128, 128, 32, 4, 4, 0.0, False, 1e9, 1e-8) for _ in range(blocks)])
+
+
+def _run_openfold(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    """The pairs alone. For inference in place, as the client does it, on a copy."""
+    if not training:
+        z = z.clone()
+    for block in module:
+        z = block(z, _pairs(mask), inplace_safe=not training, _mask_trans=False, **options)
+    return s, z
+
+
 def _protenix(blocks: int) -> nn.Module:
     os.environ.setdefault("LAYERNORM_TYPE", "torch")  # it compiles an extension otherwise
     make: Any = importlib.import_module("protenix.model.modules.pairformer").PairformerStack
     return make(n_blocks=blocks, n_heads=16, c_z=128, c_s=384, dropout=0.0)  # type: ignore[no-any-return]
+
+
+def _opendde(blocks: int) -> nn.Module:
+    make: Any = importlib.import_module("opendde.model.modules.pairformer").PairformerStack
+    return make(n_blocks=blocks, n_heads=16, c_z=128, c_s=384)  # type: ignore[no-any-return]
 
 
 def _run_protenix(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: bool, **options: Any) -> tuple[Tensor, Tensor]:
@@ -243,4 +267,34 @@ _ALL = (
     ),
 )
 
-CLIENTS: dict[str, Client] = {client.name: client for client in _ALL}
+
+def _like(which: str, **differs: Any) -> Client:
+    """A client whose block is that of another one."""
+    (found,) = (client for client in _ALL if client.name == which)
+    return dataclasses.replace(found, **differs)
+
+
+_MORE = (
+    _like("boltz", name="boltzgen", title="BoltzGen", make=_boltzgen),
+    _like(
+        "protenix",
+        name="opendde",
+        title="OpenDDE",
+        make=_opendde,
+        ways=(
+            *_both("torch", {}),
+            *_both("cuEquivariance", {"triangle_attention": _CUE, "triangle_multiplicative": _CUE}, _CUE),
+        ),
+    ),
+    _like(
+        "openfold3",
+        name="openfold",
+        title="OpenFold",
+        make=_openfold,
+        run=_run_openfold,
+        ways=_both("torch", {}),
+        default=_TORCH,
+    ),
+)
+
+CLIENTS: dict[str, Client] = {client.name: client for client in (*_ALL, *_MORE)}

@@ -171,8 +171,8 @@ def test_the_worker_compares_and_times_a_real_block(esmfold: client_cases.Client
 def test_a_patch_with_a_wrong_answer_gets_no_time(esmfold: client_cases.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     from evoattn.clients import esmfold as sites
 
-    right = sites.projected
-    monkeypatch.setattr(sites, "projected", lambda *arguments: right(*arguments) * 1.001)
+    right = sites.attention
+    monkeypatch.setattr(sites, "attention", lambda *arguments, **options: right(*arguments, **options) * 1.001)
     wrong = [case for case in measured(esmfold, ["float32"]) if case["patched"]]
     assert [case["status"] for case in wrong] == ["wrong", "wrong"]
     assert all("median_ms" not in case and " is off by " in case["reason"] for case in wrong)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ def _boltz2(device: torch.device) -> nn.Module:
     from boltz.model.models.boltz2 import Boltz2
 
     arguments = json.loads((FEATURES / "boltz2" / "arguments.json").read_text(encoding="utf-8"))
-    with device:
+    with device, patch("boltz.model.layers.initialize.trunc_normal_init_"):  # it takes a minute, for weights that `fill` writes
         model = Boltz2(**{name: _settings(x) for name, x in arguments.items()})
     return fill(model).eval()
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import evoattn
 import evoattn.nn
 from clients.blocks import Problem
 from evoattn.clients import patching, releases
-from evoattn.clients.calls import additive, kernel
+from evoattn.clients.calls import additive, kernel, residues, wide_on_gpu
 from evoattn.clients.layers import layer, sites
 from evoattn.clients.releases import digest, digests_in_file
 from evoattn.clients.site import Client, Count, Site
@@ -487,3 +488,14 @@ def test_a_file_gives_the_digests_of_its_functions(tmp_path: pathlib.Path, monke
 def test_esmfolds_files_are_known() -> None:
     pytest.importorskip("transformers")
     releases.check_files(patching.client("esmfold"))
+
+
+def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu, whole = torch.ones(1, 5, 5, 3), torch.ones(2, dtype=torch.long)
+    with FakeTensorMode():
+        z, s, oblong = (torch.empty(shape, device="cuda") for shape in ((1, 5, 5, 3), (1, 5, 5), (1, 4, 5, 3)))
+        assert residues([None, 3, s, z]) == 5 and residues([on_cpu, oblong]) is None
+        assert wide_on_gpu([whole, None, z]) and wide_on_gpu([z.double()])
+        assert not wide_on_gpu([z.bfloat16(), z]) and not wide_on_gpu([on_cpu, z]) and not wide_on_gpu([])
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+        assert not wide_on_gpu([z]) and wide_on_gpu([z.double()])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import evoattn.nn as ours
+from evoattn.clients import layers
 from evoattn.clients.layers import layer as patched_block
 from evoattn.clients.site import Count
 from evoattn.nn.known import LAYERS
@@ -317,6 +318,14 @@ def test_a_mask_with_other_axes_is_left_to_the_client() -> None:
     with pytest.raises(ValueError, match="mask"):  # as the stand-in's attention says
         patched_block(Pairs.forward, count)(theirs, z, mask[0])
     assert list(count.passed_on) == ["a mask [7, 7] of a pair representation [2, 7, 7, 8]"]
+
+
+def test_a_block_in_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "wide_on_gpu", lambda _: True)
+    theirs, count = blocks()[0].eval(), Count()
+    given = arguments(theirs)
+    torch.testing.assert_close(patched_block(Pairs.forward, count)(theirs, *given), theirs(*given))
+    assert (count.ours, dict(count.passed_on)) == (0, {layers._WIDE: 1})
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evoattn.nn as ours
+from evoattn.clients import layers
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
 from evoattn.nn.known import LAYERS
@@ -237,6 +238,16 @@ def test_a_wide_transition_is_no_call_that_was_passed_on() -> None:
     z = normal(2, 3, 257)
     torch.testing.assert_close(patched_layer(Pair.forward, count)(wide, z), wide(z))
     assert (count.ours, dict(count.passed_on)) == (0, {})
+
+
+def test_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "wide_on_gpu", lambda arguments: any(isinstance(x, Tensor) for x in arguments))
+    theirs, count = filled(Pair()), Count()
+    z = normal(2, 3, C)
+    forward = patched_layer(Pair.forward, count)
+    torch.testing.assert_close(forward(theirs, z), theirs(z))
+    torch.testing.assert_close(forward(theirs, z=z), theirs(z))
+    assert (count.ours, dict(count.passed_on)) == (0, {layers._WIDE: 2})
 
 
 @pytest.mark.parametrize(("kind", "path"), [(Pair, "relu"), (Boltz, "silu"), (Gated, "swiglu.swish")])

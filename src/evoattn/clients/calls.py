@@ -13,7 +13,7 @@ from evoattn.clients.site import Count
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 
-__all__ = ["additive", "kernel", "low_memory", "multiplication", "projected", "queries_first", "residues"]
+__all__ = ["additive", "kernel", "low_memory", "multiplication", "projected", "queries_first", "residues", "wide_on_gpu"]
 
 Function = Callable[..., Any]
 
@@ -109,3 +109,11 @@ def residues(arguments: Iterable[Any]) -> int | None:
     """The residues of the first pair representation `[*, L, L, C]` on a GPU, or None if there is none."""
     pairs = (x for x in arguments if isinstance(x, Tensor) and x.is_cuda and x.ndim > 3 and x.shape[-2] == x.shape[-3])
     return next((x.shape[-2] for x in pairs), None)
+
+
+def wide_on_gpu(arguments: Iterable[Any]) -> bool:
+    """Whether the first floating-point tensor lies on a GPU, has more than 16 bits, and is not cast by autocast."""
+    first = next((x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()), None)
+    if first is None or not first.is_cuda or first.element_size() < 4:
+        return False
+    return first.dtype == torch.float64 or not torch.is_autocast_enabled("cuda")

@@ -956,6 +956,23 @@ def test_blocks_are_ours_at_any_length_if_they_are_recorded(monkeypatch: pytest.
     assert count.passed_on.total() == 1
 
 
+@pytest.mark.parametrize(
+    ("least", "trained", "inference", "training"), [(5, None, 0, 0), (7, None, 1, 1), (0, 7, 0, 1), (7, 0, 1, 0)]
+)
+def test_short_inputs_are_left_to_the_client(
+    least: int, trained: int | None, inference: int, training: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from evoattn.clients import layers
+
+    monkeypatch.setattr(layers, "residues", lambda _: 6)
+    monkeypatch.setattr(layers, "_of", lambda _: None)
+    for grad, left in ((False, inference), (True, training)):
+        count = Count()
+        with torch.set_grad_enabled(grad):
+            layers.layer(Block.original, count, least, trained)(Block(), draw(1), torch.ones(3, 1))
+        assert count.passed_on.total() == left
+
+
 def test_large_blocks_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "residues", lambda _: 7)
     count, recorder = Count(), Traced()

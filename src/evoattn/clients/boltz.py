@@ -9,19 +9,11 @@ from torch import Tensor
 
 from evoattn.clients import graphs, sampling
 from evoattn.clients.calls import additive, kernel, multiplication
-from evoattn.clients.layers import sites
+from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]
-
-_LEAST = 288
-"""Residues from which Boltz' blocks are taken: the host sets the pace of fewer. A guess above 256, which were slower.
-
-On two hosts with an H100, in ms of inference and training: 128 residues 5.4 and 23.8, Boltz' own 4.6 and 15.9; 256 residues 7.0
-and 15.5 on the faster host, Boltz' own 5.7 and 14.2; 1,024 residues 14.5 and 56.8, Boltz' own 170 and 352. No length between
-these was measured.
-"""
 
 _MOST = 512
 """Residues up to which Boltz' blocks are recorded: the GPU sets the pace of more. A guess."""
@@ -128,7 +120,7 @@ CLIENTS = {
                 "boltz.model.layers.transition:Transition",
                 "boltz.model.layers.pairformer:PairformerLayer",
                 "boltz.model.layers.pairformer:PairformerNoSeqLayer",
-                least=_LEAST,
+                least=FEW,
             ),
             Site("boltz.model.loss.diffusion", "weighted_rigid_align", sampling.aligned, counted=False),
             Site("boltz.model.loss.diffusionv2", "weighted_rigid_align", sampling.aligned, counted=False),
@@ -159,7 +151,7 @@ CLIENTS = {
             "boltzgen.model.layers.transition:Transition",
             "boltzgen.model.layers.pairformer:PairformerLayer",
             "boltzgen.model.layers.pairformer:PairformerNoSeqLayer",
-            least=_LEAST,
+            least=FEW,
         ),
     ),
 }

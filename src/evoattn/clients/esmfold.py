@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evoattn.clients import graphs
 from evoattn.clients.calls import projected
-from evoattn.clients.layers import sites
+from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -73,6 +73,7 @@ CLIENTS = {
             f"{_MODULE}:EsmFoldTriangleMultiplicativeUpdate",
             f"{_MODULE}:EsmFoldResidueMLP",
             f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock",
+            least_trained=FEW,
         ),
         steps=graphs.blocks(f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock", most=_MOST),
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
 from evoattn.clients.calls import additive, kernel, multiplication, queries_first
-from evoattn.clients.layers import layer, sites
+from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -60,22 +61,24 @@ def _layers(package: str) -> tuple[Site, ...]:
         f"{package}.model.triangular.triangular:TriangleMultiplicativeUpdate",
         f"{package}.model.modules.transformer:AttentionPairBias",
         f"{package}.model.modules.primitives:Transition",
+        least_trained=FEW,
     )
 
 
 _BLOCK = "model.modules.pairformer"
+_block = functools.partial(layer, least_trained=FEW)
 
 CLIENTS = {
     "protenix": Client(
         "protenix",
         "protenix",
         _sites("protenix", _KERNELS),
-        layers=(*_layers("protenix"), *sites(f"protenix.{_BLOCK}:PairformerBlock")),
+        layers=(*_layers("protenix"), *sites(f"protenix.{_BLOCK}:PairformerBlock", least_trained=FEW)),
     ),
     "opendde": Client(
         "opendde",
         "opendde",
         _sites("opendde"),
-        layers=(*_layers("opendde"), Site(f"opendde.{_BLOCK}", "PairformerBlock.forward_source", layer)),
+        layers=(*_layers("opendde"), Site(f"opendde.{_BLOCK}", "PairformerBlock.forward_source", _block)),
     ),
 }

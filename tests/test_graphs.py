@@ -782,6 +782,35 @@ def test_boltz(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert patched.calls == 3 * 6 * 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [False, True])
+def test_boltz_trunk(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trunk's blocks share a recording, with the random numbers that Boltz' blocks draw."""
+    pytest.importorskip("boltz.model.layers.pairformer", reason="Boltz is not installed", exc_type=ImportError)
+    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    trunk = importlib.import_module("boltz.model.layers.pairformer").PairformerModule(16, 8, 6, 2, 0.25, 4, 2, v2=True).eval()
+    with torch.no_grad():
+        for x in trunk.parameters():
+            x.normal_(0, 0.3)
+    s, z, mask = draw(1, 1, 9, 16), draw(2, 1, 9, 9, 8), torch.ones(1, 9)
+
+    def fold() -> tuple[Tensor, ...]:
+        torch.manual_seed(5)
+        made = s, z
+        with torch.no_grad():
+            for _ in range(3):
+                made = trunk(*made, mask, pair_mask)
+        return *made, torch.rand(3)
+
+    pair_mask = mask[:, :, None] * mask[:, None]
+    with evoattn.patch("boltz", layers=layers):
+        expected = fold()
+    with evoattn.patch("boltz", layers=layers, graphs=True) as patched:
+        found = fold()
+    assert all(map(torch.equal, found, expected))
+    assert patched.steps["boltz.model.layers.pairformer:PairformerLayer.forward"] == {"": 15, FIRST: 3}
+
+
 class Block(nn.Module):
     """A block of a trunk, in eval mode, which draws random numbers as Boltz' does."""
 

@@ -60,7 +60,7 @@ def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         atom_mask = atom_mask.repeat_interleave(multiplicity, 0)
         levels = self.sample_schedule(steps).cpu()
         gammas = torch.where(levels > self.gamma_min, self.gamma_0, 0.0)
-        x = levels[0].item() * torch.randn((*atom_mask.shape, 3), device=self.device)
+        x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
         for before, after, gamma in zip(levels[:-1].tolist(), levels[1:].tolist(), gammas[1:].tolist(), strict=True):
             x, level = _noisy(self, x, before, gamma)
             denoised = torch.cat([_denoised(self, part, level, conditions) for part in x.chunk(chunks)])
@@ -88,7 +88,12 @@ def _noisy(self: Any, x: Tensor, level: float, gamma: float) -> tuple[Tensor, fl
     turn, move = _client("modules.diffusionv2").compute_random_augmentation(x.shape[0], device=x.device, dtype=x.dtype)
     x = torch.einsum("bmd,bds->bms", x - x.mean(dim=-2, keepdim=True), turn) + move
     more = level * (1 + gamma)
-    return x + math.sqrt(self.noise_scale**2 * (more**2 - level**2)) * torch.randn(x.shape, device=x.device), more
+    return x + math.sqrt(self.noise_scale**2 * (more**2 - level**2)) * _drawn(x.shape, x.device), more
+
+
+def _drawn(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Noise in the default dtype, as Boltz draws it."""
+    return torch.randn(shape, dtype=torch.get_default_dtype(), device=device)
 
 
 def _client(name: str) -> Any:
@@ -167,7 +172,7 @@ def _quadratic(device: torch.device) -> Tensor:
     made = torch.zeros(3, 3, 4, 4, dtype=torch.float64)
     for i in range(3):
         j, k = (i + 1) % 3, (i + 2) % 3
-        made[i, i] = torch.diag(torch.tensor([1.0, *(1.0 if axis == i else -1.0 for axis in range(3))]))
+        made[i, i] = torch.diag(made.new_tensor([1.0, *(1.0 if axis == i else -1.0 for axis in range(3))]))
         for row, column, sign in ((i, j, -1.0), (j, i, 1.0)):
             for a, b, value in (
                 (1 + i, 1 + j, 1.0),

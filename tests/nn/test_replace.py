@@ -485,7 +485,7 @@ def test_blocks(client: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
         count, outputs, gradients_ = layers.compare_layers(block, dtype, (16,))
         counts.append(count)
         assert outputs <= limits[0] and gradients_ <= limits[1], block.name
-    assert sum(counts) >= 7
+    assert sum(counts) >= {"boltz": 15, "openfold3": 15}.get(client, 7)
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -955,16 +955,158 @@ def test_a_block_that_draws_more_when_it_is_replayed_is_not_replayed() -> None:
     assert trunk.count.ours == 0 and trunk.count.passed_on["it draws other random numbers"] == 5
 
 
+def kinds(trunk: Trunk) -> list[kept.Kind]:
+    """The kinds of calls of all blocks."""
+    return [kind for group in trunk.steps._groups.values() for kind in group.kinds.values()]
+
+
 def test_recordings_of_blocks_are_freed() -> None:
     trunk = Trunk()
     trunk.agrees()
-    (group,) = trunk.steps._groups.values()
-    assert group.twin is not None
-    twin = weakref.ref(group.twin)
-    del group
+    [kind] = kinds(trunk)
+    assert kind._twin is not None
+    twin = weakref.ref(kind._twin)
+    del kind
     trunk.steps.release()
     gc.collect()
     assert twin() is None
+
+
+def test_recordings_go_with_the_last_block_of_a_structure() -> None:
+    trunk = Trunk()
+    trunk.agrees()
+    twin = weakref.ref(kinds(trunk)[0]._twin)  # type: ignore[arg-type]
+    for block in trunk.blocks:
+        block.p = [0.5]
+    trunk.agrees()
+    assert len(kinds(trunk)) == 1, "nobody is of the first structure any more"
+    del block
+    trunk.blocks.clear()
+    gc.collect()
+    assert not kinds(trunk) and twin() is None
+
+
+def test_streams_share_no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream may read the twin's weights while another one writes them."""
+    trunk = Trunk()
+    for stream in (1, 2):
+        monkeypatch.setattr(trunk.recorder, "state", lambda device, stream=stream: (stream,))
+        trunk.agrees()
+    first, second = kinds(trunk)
+    assert not {id(x) for x in first._weights} & {id(x) for x in second._weights}
+    assert all(x._weights for x in (first, second))
+
+
+class Setting:
+    """What a block may have as an attribute."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __getitem__(self, which: int) -> float:
+        return self.value
+
+
+def test_an_object_at_the_address_of_another_one() -> None:
+    trunk = Trunk(0)
+    for value in (0.1, 0.2, 0.3, 0.4):  # each object dies with its blocks, and the next one gets its address
+        setting = Setting(value)
+        trunk.blocks = [trunk.kind() for _ in range(5)]
+        for block in trunk.blocks:
+            block.p = setting  # type: ignore[assignment]
+        trunk.agrees()
+        del block, setting
+        trunk.blocks.clear()
+    assert trunk.count.ours == 8
+
+
+class Refusing:
+    """What cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError("there is one of these")
+
+    def __getitem__(self, which: int) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("what", ["copy", "first call"])
+def test_a_twin_that_cannot_be_made(what: str) -> None:
+    trunk, refusing, original = Trunk(), Refusing(), Block.original
+
+    def failing(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        if self not in trunk.blocks:
+            torch.rand(1)
+            raise torch.OutOfMemoryError("no room for a twin")
+        return original(self, x, mask)
+
+    if what == "copy":
+        for block in trunk.blocks:
+            block.p = refusing  # type: ignore[assignment]
+    else:
+        trunk.steps._original = failing
+    trunk.agrees()
+    assert trunk.count.ours == 0
+    assert any("there is one" in reason or "no room" in reason for reason in trunk.count.passed_on)
+
+
+def test_tensors_that_are_no_buffers_are_not_shared() -> None:
+    trunk = Trunk()
+    for block in trunk.blocks:
+        block.p = [torch.tensor(0.5)]  # type: ignore[list-item]
+    trunk.agrees()
+    assert trunk.count.passed_on == {"a module inside has a tensor that is neither parameter nor buffer": 8}
+
+
+def test_tied_weights_are_another_structure() -> None:
+    trunk = Trunk()
+    for block in trunk.blocks[:4]:
+        block.wide.weight = block.product.weight
+    trunk.agrees()
+    assert trunk.recorder.recorded == 2 and trunk.count.ours == 2
+
+
+def test_a_recording_that_is_not_valid_any_more_is_made_anew() -> None:
+    trunk = Trunk()
+    trunk.agrees()
+    [kind] = kinds(trunk)
+    assert kind._recording is not None
+    kind._recording.is_valid = lambda: False
+    trunk.agrees()
+    assert trunk.recorder.recorded == 2 and trunk.count.ours == 5 + 8 - 2
+
+
+def test_the_first_call_of_a_twin_is_not_counted() -> None:
+    trunk, counted, original = Trunk(), Count(), Block.original
+
+    def counting(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        counted.one()
+        return original(self, x, mask)
+
+    trunk.steps._original = counting
+    with torch.no_grad():
+        for block in trunk.blocks:
+            block(draw(1), trunk.mask)
+    assert counted.ours == len(trunk.blocks)
+
+
+def test_what_is_computed_does_not_depend_on_a_clock() -> None:
+    """Blocks whose recording is not faster go on as the ones before them."""
+    from evoattn.clients import site
+
+    trunk, seen, original = Trunk(), list[bool](), Block.original
+
+    def watching(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        seen.append(site.is_repeated())
+        return original(self, x, mask)
+
+    trunk.steps._original = watching
+    trunk.recorder.takes = [0, 1.0, 0, 0.95]
+    with torch.no_grad():
+        for block in trunk.blocks:
+            block(draw(1), trunk.mask)
+    assert trunk.count.passed_on["a replay of its recording is not faster"] == 5
+    assert len(seen) > 8 and all(seen[3:])
 
 
 def test_blocks_are_ours_at_any_length_if_they_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

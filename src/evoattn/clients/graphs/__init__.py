@@ -10,7 +10,7 @@ keeps.
 from __future__ import annotations
 
 import collections
-import copy
+import contextlib
 import functools
 import itertools
 import threading
@@ -125,12 +125,10 @@ class _Group:
 
     Attributes:
         kinds: of their calls.
-        twin: a copy of one of several modules. Its weights are written to, so that it can stand for each of them.
     """
 
     def __init__(self) -> None:
         self.kinds: collections.OrderedDict[Any, Kind] = collections.OrderedDict()
-        self.twin: nn.Module | None = None
 
 
 class _Known:
@@ -156,7 +154,7 @@ class Steps:
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-        self._groups: dict[Hashable, _Group] = {}
+        self._groups: weakref.WeakValueDictionary[Hashable, _Group] = weakref.WeakValueDictionary()
 
     def release(self) -> None:
         """Drop all recordings."""
@@ -190,8 +188,9 @@ class Steps:
             self._count.other(why or FIRST)
             if known is not None and kind is not None and not why:
                 with repeated():
-                    return (self._compare if stands else self._learn)(module, known, kind, call)
-        return self._original(module, *given, **named)
+                    return self._compare(module, known, kind, call) if stands else self._learn(module, kind, call)
+        with repeated() if kind is not None else contextlib.nullcontext():  # as its like, whatever came of their recording
+            return self._original(module, *given, **named)
 
     def _obstacle(self, module: nn.Module) -> str:
         """Why a call runs as it is, if that can be told without a look at its arguments; else ""."""
@@ -210,7 +209,7 @@ class Steps:
         if known is None or not known.seen.holds():  # weights were loaded, or a part was exchanged: recordings are of no use
             known = self._known[module] = _Known(module)
             if self._shared:
-                known.group = self._groups.setdefault(known.seen.structure(), known.group)
+                self._join(known)
         seen, tensors = known.seen, call.tensors
         if seen.obstacle or seen.device is None:
             return seen.obstacle, None, None
@@ -234,32 +233,23 @@ class Steps:
         kind.used = next(self._clock)
         return kind.obstacle, known, kind
 
-    def _learn(self, module: nn.Module, known: _Known, kind: Kind, call: Call) -> Any:
+    def _join(self, known: _Known) -> None:
+        """Let a module share the recordings of those of its structure. A group lives as long as one of its modules."""
+        try:
+            known.group = self._groups.setdefault(known.seen.structure(), known.group)
+        except NotCaptured as error:
+            known.seen.obstacle = known.seen.obstacle or str(error)
+
+    def _learn(self, module: nn.Module, kind: Kind, call: Call) -> Any:
         """Run a call as it is, and record it if one like it came before."""
         before = addresses(call.tensors)
         made = self._original(module, *call.given, **call.named)
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
         elif kind.is_ready(call.tensors):
-            if self._shared:
-                twin = self._twin(module, known.group, call)
-                kind.record(self._recorder, functools.partial(self._original, twin), call.tensors, Seen(twin).weights)
-            else:
-                kind.record(self._recorder, functools.partial(self._original, module), call.tensors)
+            kind.record(self._recorder, self._original, module, call, self._shared)
             self._drop_oldest()
         return made
-
-    def _twin(self, module: nn.Module, group: _Group, call: Call) -> nn.Module:
-        """The twin of a group. It was called once, so that what its layers make at the first call is there."""
-        if group.twin is None:
-            device = call.tensors[0].device
-            with torch.inference_mode(False):  # its weights shall have versions
-                twin = copy.deepcopy(module).requires_grad_(False)
-            state = self._recorder.random_state(device)
-            self._original(twin, *call.given, **call.named)
-            self._recorder.set_random_state(device, state)
-            group.twin = twin
-        return group.twin
 
     def _compare(self, module: nn.Module, known: _Known, kind: Kind, call: Call) -> Any:
         """Run a call as it is, and a replay beside it. Its values are not those that were recorded."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
 from evoattn.clients.site import Count, taped
@@ -88,6 +91,7 @@ class Kind:
         self._recording: Recording | None = None
         self.checked = False
         self._there: list[_Place | Tensor] = []
+        self._twin: nn.Module | None = None
         self._weights: list[Tensor] = []
         self._made: list[Tensor] = []
         self._as: Spec = ()
@@ -100,8 +104,10 @@ class Kind:
 
     def stands_for(self, tensors: list[Tensor]) -> bool:
         """Whether the recording computes a call of these tensors."""
-        there = self._there
-        return self.is_recorded and all(x.holds(y) for x, y in zip(there, tensors, strict=True) if isinstance(x, _Place))
+        recording, there = self._recording, self._there
+        if recording is None or not recording.is_valid():
+            return False
+        return all(x.holds(y) for x, y in zip(there, tensors, strict=True) if isinstance(x, _Place))
 
     def is_ready(self, tensors: list[Tensor]) -> bool:
         """Note the tensors of a call that ran as it was; whether it may be recorded now."""
@@ -121,18 +127,41 @@ class Kind:
             self.drop()
         return not self.obstacle
 
-    def record(
-        self, recorder: Recorder, run: Callable[..., Any], tensors: list[Tensor], weights: list[Tensor] | None = None
-    ) -> None:
-        """Record a call of these tensors, which has run as it was.
+    def record(self, recorder: Recorder, run: Callable[..., Any], module: nn.Module, call: Call, shared: bool) -> None:
+        """Record a call, which has run as it was.
 
-        weights: that `run` reads, if replays are to read others: they are written to.
+        Args:
+            recorder: what records.
+            run: the module's `forward`, which takes the module first.
+            module: that was called.
+            call: its arguments.
+            shared: whether replays stand for other modules too, whose weights they read.
         """
         self.drop()
         try:
-            self._record(recorder, run, tensors, weights)
+            if shared:
+                module = self._twin_of(recorder, run, module, call)
+            self._record(recorder, functools.partial(run, module), call.tensors, shared)
         except Exception as error:  # whatever the client, a kernel or CUDA raises: the caller has its result already
             self.refuse(error)
+
+    def _twin_of(self, recorder: Recorder, run: Callable[..., Any], module: nn.Module, call: Call) -> nn.Module:
+        """A copy of a module, to which the weights of other modules are written.
+
+        It belongs to this kind of call, and so to one stream. It is called once, so that what its layers make at the first call
+        is there.
+        """
+        device = call.tensors[0].device
+        with torch.inference_mode(False):  # its weights shall have versions
+            twin = copy.deepcopy(module).requires_grad_(False)
+        state = recorder.random_state(device)
+        try:
+            with taped([]):
+                run(twin, *call.given, **call.named)
+        finally:
+            recorder.set_random_state(device, state)
+        self._twin, self._weights = twin, Seen(twin).weights
+        return twin
 
     def refuse(self, error: Exception) -> None:
         """Never record such calls again, because of an error."""
@@ -141,7 +170,7 @@ class Kind:
         self.obstacle = first if known else f"it cannot be recorded: {type(error).__name__}: {first}"
         self.drop()
 
-    def _record(self, recorder: Recorder, run: Callable[..., Any], tensors: list[Tensor], weights: list[Tensor] | None) -> None:
+    def _record(self, recorder: Recorder, run: Callable[..., Any], tensors: list[Tensor], shared: bool) -> None:
         me = weakref.ref(self)
 
         def gone(_: Any) -> None:  # the caller has dropped the tensor, so no call will be one that was recorded
@@ -159,12 +188,11 @@ class Kind:
                 return run(*given, **named)
 
         _copy(there, tensors)
-        recording = recorder.record(again, tensors[0].device, shared=weights is not None)
+        recording = recorder.record(again, tensors[0].device, shared)
         made: list[Tensor] = []
         self._as = flat(recording.made, tensors[0].device, made)
         _check_result(self._as)
         self._recording, self._there, self._made, self._calls = recording, there, made, calls
-        self._weights = weights or []
         self._recordings += 1
 
     def replay(self, tensors: list[Tensor], weights: list[Tensor]) -> Any:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from evoattn.clients.graphs.trees import NotCaptured
+
 __all__ = ["Seen"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -68,12 +70,15 @@ class Seen:
         """What another module has in common with this one if it computes the same with the same weights.
 
         An attribute that is no plain value is told by its identity: modules with objects of their own have nothing in common.
+
+        Raises:
+            NotCaptured: a tensor is an attribute and neither parameter nor buffer.
         """
         made = []
         for kind, own, names in zip(self._types, self._own, self._names, strict=True):
             weights = [(name, _looks(x)) for part in ("_parameters", "_buffers") for name, x in own[part].items()]
-            made.append((kind, *((name, _told(own[name])) for name in names), *weights, *own["_modules"]))
-        return tuple(made)
+            made.append((kind, *((name, _told(own[name])) for name in names), *weights))
+        return (*made, *_first_places(self._members))
 
     def _look(self) -> tuple[list[Any], list[Any]]:
         """Attributes that differ between modules, module by module, and all parameters, buffers and modules."""
@@ -105,12 +110,33 @@ def _looks(weight: Tensor | None) -> Hashable:
     return None if weight is None else (weight.dtype, weight.device, tuple(weight.shape), weight.stride())
 
 
+def _first_places(members: list[Any]) -> list[int]:
+    """For each member where it came first: weights and modules may be there twice."""
+    places: dict[int, int] = {}
+    return [places.setdefault(id(x), place) for place, x in enumerate(members)]
+
+
 def _told(value: Any) -> Hashable:
     """A plain value, or containers of them, to compare; the identity of anything else."""
+    if isinstance(value, Tensor):
+        raise NotCaptured("a module inside has a tensor that is neither parameter nor buffer")
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_told, value))
     if isinstance(value, dict):
         return (dict, *((_told(name), _told(x)) for name, x in value.items()))
     if isinstance(value, (type(None), bool, int, float, str, torch.dtype, torch.device)):
         return (type(value), repr(value))  # 0.0 == -0.0
-    return (type(value), id(value))
+    return _Same(value)
+
+
+class _Same:
+    """Equal to another one of the same object. It keeps the object, so that no other one gets its address."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)

@@ -27,10 +27,12 @@ class Recording:
     Args:
         replay: does again what was recorded, on the current stream.
         made: what the function returned. A replay writes its tensors anew.
+        is_valid: whether a replay still does what it did.
     """
 
     replay: Callable[[], object]
     made: Any
+    is_valid: Callable[[], bool] = lambda: True
 
 
 class Recorder(Protocol):
@@ -82,6 +84,8 @@ class CudaRecorder:
     kind = "cuda"
     _alone = threading.Lock()
     """Held while a graph is recorded: torch records one at a time in a process."""
+    _broken = 0
+    """Recordings of the process that failed. Graphs from before draw from a generator's state that is no longer its own."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -146,20 +150,24 @@ class CudaRecorder:
 
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
-        pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        pool, graph, broken = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), CudaRecorder._broken
+
+        def is_valid() -> bool:
+            return CudaRecorder._broken == broken
+
         with _cleared():
             low = torch.is_autocast_enabled("cuda")
             if shared or not low:
                 alone = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=low, cache_enabled=False)
                 with alone, _capturing(graph, pool, side):
-                    return Recording(graph.replay, run())
+                    return Recording(graph.replay, run(), is_valid)
             with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=True):
                 casts = torch.cuda.CUDAGraph()
                 with _capturing(casts, pool, side):
                     run()
                 casts.replay()
                 with _capturing(graph, pool, side):
-                    return Recording(graph.replay, run())
+                    return Recording(graph.replay, run(), is_valid)
 
 
 @contextlib.contextmanager
@@ -190,6 +198,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, side: torch.cuda.Stream) 
             torch._C._cuda_endAllocateToPool(side.device.index, pool)
         with contextlib.suppress(RuntimeError):
             generator.graphsafe_set_state(before)
+        CudaRecorder._broken += 1
         raise
 
 

@@ -10,6 +10,7 @@ from evoattn.bench.table import markdown
 
 __all__ = ["block", "records", "summary"]
 
+STEPS = 200
 INSTALLED, TYPED = "as installed", "evoattn run"
 """The ways that README compares: the program as it is, and what one types to have it faster."""
 
@@ -45,12 +46,12 @@ def block(found: dict[Path, dict[str, Any]]) -> str:
     lines: list[str] = []
     for path, record in found.items():
         lines += [f"{_machine(record)}, commit {record['machine'].get('commit', '?')}. `{path.name}`.", ""]
-        for program in dict.fromkeys(case["program"] for case in record["cases"]):
-            cases = [case for case in record["cases"] if case["program"] == program]
+        for program, steps in dict.fromkeys((case["program"], case["steps"]) for case in record["cases"]):
+            cases = [case for case in record["cases"] if (case["program"], case["steps"]) == (program, steps)]
             stages = list(dict.fromkeys(name for case in cases for name in case.get("stages", {})))
             rows = [["residues", "way", "s", "peak GiB", *stages, "distogram differs by"]]
             rows += [_row(case, stages) for case in sorted(cases, key=lambda case: case["residues"])]
-            lines += [f"{program}, {cases[0]['steps']} steps:", "", markdown(rows), ""]
+            lines += [program + (f", {steps} steps" if steps else "") + ":", "", markdown(rows), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 
@@ -59,7 +60,8 @@ _DISTRIBUTIONS = {"Boltz-2": "boltz", "ESMFold": "transformers"}
 
 def _pairs(cases: list[Case]) -> list[tuple[Case, Case]]:
     """The predictions that ran both as installed and under `evoattn run`."""
-    done = {(case["program"], case["residues"], case["way"]): case for case in cases if "seconds" in case}
+    full = [case for case in cases if "seconds" in case and case["steps"] in (None, STEPS)]
+    done = {(case["program"], case["residues"], case["way"]): case for case in full}
     return [
         (case, done[program, residues, TYPED])
         for (program, residues, way), case in sorted(done.items())
@@ -73,7 +75,8 @@ def _row(case: Case, stages: list[str]) -> list[str]:
         return [*start, case["failed"], *["-"] * (len(stages) + 2)]
     times = [f"{case['stages'][name]:.2f}" if name in case["stages"] else "-" for name in stages]
     peak = f"{case['peak_gib']:.1f}" if "peak_gib" in case else "-"
-    return [*start, f"{case['seconds']:.2f}", peak, *times, f"{case['from_installed']['distogram']:.1e}"]
+    away = case.get("from_installed", {}).get("distogram")
+    return [*start, f"{case['seconds']:.2f}", peak, *times, "-" if away is None else f"{away:.1e}"]
 
 
 def _cell(case: Case) -> str:

@@ -17,6 +17,7 @@ import dataclasses
 import gc
 import importlib.util
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -44,8 +45,9 @@ class Way:
     kernels: bool = False
 
 
+INSTALLED = "as installed"
 WAYS = {
-    "as installed": Way(None),
+    INSTALLED: Way(None),
     "cuEquivariance": Way(None, kernels=True),
     "evoattn.patch": Way({}),
     "evoattn run": Way({"graphs": True}),
@@ -141,29 +143,33 @@ def ways(program: Program) -> dict[str, Way]:
     return {name: way for name, way in WAYS.items() if possible or not way.kernels}
 
 
-def difference(made: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """The relative difference of each output, by the L2 norm."""
-    found = {name: (x - other[name]).norm() / other[name].norm() for name, x in made.items()}
-    return {name: float(f"{x:.2e}") for name, x in found.items()}
+def difference(made: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float | None]:
+    """The relative difference of each output, by the L2 norm. None: it is no number."""
+    found = {name: ((x - other[name]).norm() / other[name].norm()).item() for name, x in made.items()}
+    return {name: float(f"{x:.2e}") if math.isfinite(x) else None for name, x in found.items()}
 
 
 def measure(run: Run, residues: int, chosen: list[str], exact: bool) -> Iterator[dict[str, Any]]:
     """A case for each way, in turn."""
     inputs = run.program.inputs(residues, run.device)
     true = run.exact(inputs) if exact else None
-    first: dict[str, Tensor] | None = None
+    installed: dict[str, Tensor] | None = None
     for name, way in ways(run.program).items():
         if name not in chosen:
             continue
-        case: dict[str, Any] = {"program": run.program.title, "residues": residues, "steps": run.steps, "way": name}
+        case: dict[str, Any] = {"program": run.program.title, "residues": residues, "way": name}
+        case["steps"] = run.steps if "denoiser" in run.program.stages else None
         try:
             found, made = run.measure(way, inputs)
         except Exception as error:  # memory, most of all: the next way may need less
             yield case | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             continue
-        first = first or made
-        case |= found | {"from_installed": difference(made, first)}
-        yield case | ({"from_float32": difference(made, true)} if true is not None else {})
+        installed = made if name == INSTALLED else installed
+        case |= found
+        for key, other in (("from_installed", installed), ("from_float32", true)):
+            if other is not None:
+                case[key] = difference(made, other)
+        yield case
 
 
 def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[str, Any]:
@@ -189,11 +195,14 @@ def show(case: Mapping[str, Any]) -> str:
     if "failed" in case:
         return f"{words} {case['failed']}"
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in case["stages"].items())
-    away = case.get("from_float32", case["from_installed"])
-    from_ = "float32" if "from_float32" in case else "installed"
-    differs = ", ".join(f"{name} {x:.1e}" for name, x in away.items())
+    words_of = {"from_float32": "float32", "from_installed": "installed"}
+    away = [f"from {words_of[key]}: {_differs(case[key])}" for key in words_of if key in case][:1]
     peak = f"{case['peak_gib']:5.1f} GiB " if "peak_gib" in case else ""
-    return f"{words} {case['seconds']:7.2f} s, {peak}({stages}); from {from_}: {differs}"
+    return "; ".join([f"{words} {case['seconds']:7.2f} s, {peak}({stages})", *away])
+
+
+def _differs(found: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {'nan' if x is None else f'{x:.1e}'}" for name, x in found.items())
 
 
 def main() -> int:

@@ -44,6 +44,16 @@ def test_readme_compares_what_one_types_with_what_is_installed(found: dict[Path,
     assert prediction_page.summary({}) == ""
 
 
+def test_predictions_of_other_steps_are_not_compared(found: dict[Path, dict[str, Any]]) -> None:
+    [record] = found.values()
+    record["cases"].append(a_case(steps=20, seconds=0.1, way="evoattn run"))
+    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in prediction_page.summary(found)
+    text = prediction_page.block(found)
+    assert "Boltz-2, 200 steps:" in text and "Boltz-2, 20 steps:" in text
+    record["cases"] = [a_case(program="ESMFold", steps=None)]
+    assert "\nESMFold:\n" in prediction_page.block(found)
+
+
 def test_the_page_shows_stages_and_failures(found: dict[Path, dict[str, Any]]) -> None:
     text = prediction_page.block(found)
     assert "| residues | way | s | peak GiB | trunk | denoiser | distogram differs by |" in text
@@ -142,3 +152,11 @@ def test_a_record_of_another_commit_is_not_added_to(tmp_path: Path) -> None:
 
 def test_difference_is_relative() -> None:
     assert difference({"x": torch.tensor([3.0, 4.5])}, {"x": torch.tensor([3.0, 4.0])}) == {"x": 0.1}
+    assert difference({"x": torch.tensor([3.0, torch.nan])}, {"x": torch.tensor([3.0, 4.0])}) == {"x": None}
+
+
+def test_nothing_is_called_installed_but_what_is(patched: list[dict[str, bool]]) -> None:
+    toy = program()
+    [case] = measure(Run(toy, toy.build(torch.device("cpu")), torch.device("cpu"), 3), 4, ["evoattn run"], exact=False)
+    assert "from_installed" not in case and case["steps"] is None
+    assert "from" not in show(case)

@@ -280,3 +280,31 @@ def test_what_is_refused(found: list[Any]) -> None:
         "unknown": "no pair block of Linear is known: distribute takes models of openfold3, boltz, tests",
         "a layer": "evoattn.nn has no Linear",
     }
+
+
+def test_a_parameter_whose_gradient_would_not_be_summed() -> None:
+    """It was frozen when the block was distributed, or came later."""
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    block = object.__new__(sys.modules["evoattn.nn.distribute"]._Block)
+    block._summed = {}
+    block.hook(module)
+    block.check_summed(module)
+    module.bias.requires_grad_()
+    with pytest.raises(ValueError, match="bias was exchanged or unfrozen after evoattn.nn.distribute"):
+        block.check_summed(module)
+    module.bias.requires_grad_(False)
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="weight was exchanged"):
+        block.check_summed(module)
+
+
+def test_dropout_of_what_several_processes_hold_is_refused() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    from evoattn.nn import sharded
+
+    mesh = types.SimpleNamespace(size=lambda dimension: (2, 1)[dimension])
+    sharded._check_dropout(types.SimpleNamespace(placements=[Shard(1), Replicate()], device_mesh=mesh))
+    with pytest.raises(ValueError, match="with dropout z must be split over all dimensions of its mesh"):
+        sharded._check_dropout(types.SimpleNamespace(placements=[Replicate(), Shard(0)], device_mesh=mesh))

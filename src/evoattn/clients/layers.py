@@ -19,7 +19,9 @@ from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden
 __all__ = ["FEW", "layer", "sites"]
 
 FEW = 288
-"""Residues from which the GPU sets the pace of a block. A guess above 256, where the host does; nothing between was measured.
+"""Residues below which blocks are left to clients: launching kernels takes longer there than running them.
+
+A guess. At 256 residues ours are slower in some cases, at 1,024 in none, and nothing between was measured.
 
 Blocks of 256 residues on hosts with an H100, in ms, the client's own and ours:
 

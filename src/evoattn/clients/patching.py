@@ -254,8 +254,8 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
             layers that torch.compile compiles. For the last, call `evoattn.nn.replace` before you compile the model. False:
             only functions that compute attention are replaced.
         graphs: also record what repeats as CUDA graphs and replay them, for inference on a GPU: the denoiser's step of Boltz
-            and, up to 512 residues, the blocks of Boltz and ESMFold. The results stay the same to the last bit. Calls that
-            cannot be replayed run as before, and the report says why.
+            and, up to 512 residues, the blocks of Boltz and ESMFold. A replay has the bits of the call that it stands for.
+            Calls that cannot be replayed run as they are, and the report says why.
 
     Returns:
         A `Patch`: a context manager with `undo()`, `sites`, `calls`, `calls_by_site`, `passed_on` and `steps`.
@@ -267,7 +267,7 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
 
     Example:
         >>> import evoattn
-        >>> with evoattn.patch("esmfold") as patched:
+        >>> with evoattn.patch("esmfold", layers=False) as patched:
         ...     len(patched.sites)
         2
     """

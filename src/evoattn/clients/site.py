@@ -72,7 +72,7 @@ _repeated: contextvars.ContextVar[bool] = contextvars.ContextVar("repeated", def
 
 @contextlib.contextmanager
 def repeated() -> Iterator[None]:
-    """Calls inside are recorded, or will be: what they ask of the host is soon asked no more."""
+    """Calls inside are recorded as CUDA graphs, or will be. So layers that are slow to launch are used all the same."""
     token = _repeated.set(True)
     try:
         yield

@@ -45,7 +45,8 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
     masks are those of the first process. Blocks take no hooks that look at z, and no in-place request is followed.
 
     Args:
-        model: the client's model, or a part of it. The same parameters on all processes, as plain tensors.
+        model: the client's model, or a part of it. The same parameters on all processes, as plain tensors. Parameters that are
+            exchanged or unfrozen later are refused when gradients are recorded.
         mesh: a `torch.distributed.device_mesh.DeviceMesh` of one dimension.
 
     Returns:
@@ -75,9 +76,7 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
         setattr(module, _KEPT, block)
         original: Any = type(module)
         module.__class__ = _distributed(original)
-        for x in module.parameters():
-            if x.requires_grad:
-                x.register_hook(block.sum)
+        block.hook(module)
     return [name for name, _, _ in found]
 
 
@@ -112,6 +111,7 @@ class _Block:
     def __init__(self, theirs: Any, kind: _Kind, mesh: Any, *, leaves: bool) -> None:
         self.kind, self.mesh, self.leaves, self.group = kind, mesh, leaves, mesh.get_group()
         self._ours: dict[int, Ours] = {}
+        self._summed: dict[int, Tensor] = {}
         pairs = kind.pairs(theirs)
         attention = () if kind.attention is None else (getattr(theirs, kind.attention),)
         for layer in (*(getattr(pairs, name) for name in (*_LAYERS, kind.transition)), *attention):
@@ -130,6 +130,22 @@ class _Block:
             self._ours[id(theirs)] = kept
         return kept.layer
 
+    def hook(self, theirs: nn.Module) -> None:
+        """Have the gradients of the parameters summed over the processes."""
+        for x in theirs.parameters():
+            if x.requires_grad:
+                x.register_hook(self.sum)
+                self._summed[id(x)] = x
+
+    def check_summed(self, theirs: nn.Module) -> None:
+        """Raise ValueError if a parameter's gradient would be that of the rows of this process alone."""
+        for name, x in theirs.named_parameters():
+            if x.requires_grad and id(x) not in self._summed:
+                raise ValueError(
+                    f"{name} was exchanged or unfrozen after evoattn.nn.distribute, so its gradient would not be summed over "
+                    "the processes: load weights and set requires_grad before"
+                )
+
     def sum(self, dx: Tensor) -> Tensor:
         """The gradient of a parameter from all processes."""
         dx = dx.contiguous().clone()
@@ -137,6 +153,8 @@ class _Block:
         return dx
 
     def __call__(self, theirs: Any, arguments: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            self.check_summed(theirs)
         split = Split(self.group, -3, arguments["z"].shape[-3])
 
         def left(x: Any, axis: int) -> Any:

@@ -39,10 +39,13 @@ def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run, **opti
 
     Raises:
         TypeError: mask or z is a plain tensor, and the other is a DTensor.
-        ValueError: z has other placements, or mask or a parameter is on another mesh.
+        ValueError: z has other placements, mask or a parameter is on another mesh, or the layer has dropout and several
+            processes hold the same part of z.
     """
     check_alike("mask", mask, "z", z)
     split = split_of(z)
+    if layer.training and vars(layer).get("dropout"):
+        _check_dropout(z)
     whole = whole_parameters(layer, z)
     if whole:
         made: Tensor = functional_call(layer, whole, (z, mask), options)
@@ -70,6 +73,14 @@ def run_local(layer: nn.Module, x: Tensor, mask: Tensor | None, run: Callable[[T
         made: Tensor = functional_call(layer, whole, (x, mask))
         return made
     return like(run(local(x), None if mask is None else _mask_of(mask, x)), x)
+
+
+def _check_dropout(z: Any) -> None:
+    """Raise ValueError if several processes hold the same part of z: they would draw masks of their own."""
+    from torch.distributed.tensor import Replicate
+
+    if any(type(x) is Replicate and z.device_mesh.size(dimension) > 1 for dimension, x in enumerate(z.placements)):
+        raise ValueError(f"with dropout z must be split over all dimensions of its mesh, got {z.placements}")
 
 
 def split_of(z: Any) -> Split | None:

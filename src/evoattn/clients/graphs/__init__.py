@@ -252,7 +252,10 @@ class Steps:
         return made
 
     def _compare(self, module: nn.Module, known: _Known, kind: Kind, call: Call) -> Any:
-        """Run a call as it is, and a replay beside it. Its values are not those that were recorded."""
+        """Run a call as it is, and a replay beside it.
+
+        Its arguments have other values than those at the recording, so a recording that kept a value is found out.
+        """
         device, recorder = call.tensors[0].device, self._recorder
         undrawn, start = recorder.random_state(device), recorder.seconds(device)
         made = self._original(module, *call.given, **call.named)

@@ -224,3 +224,25 @@ def test_what_a_result_is_not_written_into(out: torch.Tensor, word: str) -> None
     named: Any = given._asdict()
     with pytest.raises(ValueError, match=word):
         triangle_multiplication(z, mask, out=out, **named)
+
+
+@pytest.mark.parametrize("trained", [(), ("p_out_weight",), ("p_in_weight",)])
+def test_a_split_product_exchanges_gradients_whatever_wants_them(
+    trained: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without rows computes in plain torch. Its backward exchanges as often as that of a process with kernels."""
+    from evoattn.pair.multiplication import call as module
+
+    wants: list[bool] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor, split: object, *, outgoing: bool) -> torch.Tensor:
+        wants.append(a.requires_grad and b.requires_grad)
+        return a + b
+
+    monkeypatch.setattr(module, "product", product)
+    given = Weights(*(None if x is None else x.detach() for x in weights(6, 10, bias=True)))
+    z, mask, _ = inputs((1,), 5, 6)
+    for name in trained:
+        getattr(given, name).requires_grad_()
+    made = module.reference(z.detach(), mask, given, Options(True, 1e-5, False), object())  # type: ignore[arg-type]
+    assert wants == [bool(trained)] and made.requires_grad == bool(trained)

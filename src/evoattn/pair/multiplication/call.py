@@ -173,6 +173,8 @@ def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options
     ab = F.linear(y, w.p_in_weight, w.p_in_bias) * F.linear(y, w.g_in_weight, w.g_in_bias).sigmoid()
     if mask is not None:
         ab = ab * mask.unsqueeze(-1).to(w.dtype)
+    if split is not None and not ab.requires_grad and any(x is not None and x.requires_grad for x in w):
+        ab = ab.detach().requires_grad_()  # the backward of a process with kernels exchanges whatever wants gradients
     a, b = ab.chunk(2, -1)
     t = product(a, b, split, outgoing=options.outgoing)
     n = norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.dtype)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from prediction_programs import PROGRAMS
+
 from evoattn.bench.table import markdown
 
 __all__ = ["block", "records", "summary"]
@@ -55,7 +57,7 @@ def block(found: dict[Path, dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 
-_DISTRIBUTIONS = {"Boltz-2": "boltz", "ESMFold": "transformers"}
+_DISTRIBUTIONS = {program.title: program.distribution for program in PROGRAMS.values()}
 
 
 def _pairs(cases: list[Case]) -> list[tuple[Case, Case]]:

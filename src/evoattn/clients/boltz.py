@@ -15,9 +15,6 @@ from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]
 
-_MOST = 512
-"""Residues up to which Boltz' blocks are recorded: the GPU sets the pace of more. A guess."""
-
 
 def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
     """The gated, pair-biased attention of S samples that share the bias `[B, H, Q, K]`, as its output `[B * S, Q, C]`.
@@ -136,7 +133,6 @@ CLIENTS = {
             *graphs.blocks(
                 "boltz.model.layers.pairformer:PairformerLayer",
                 "boltz.model.layers.pairformer:PairformerNoSeqLayer",
-                most=_MOST,
             ),
         ),
     ),

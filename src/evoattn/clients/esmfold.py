@@ -17,9 +17,6 @@ __all__ = ["CLIENTS"]
 
 _MODULE = "transformers.models.esm.modeling_esmfold"
 
-_MOST = 512
-"""Residues up to which the trunk's blocks are recorded as CUDA graphs: the GPU sets the pace of more. A guess."""
-
 
 def _triangle(original: Any, count: Count) -> Any:
     def forward(
@@ -75,6 +72,6 @@ CLIENTS = {
             f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock",
             least_trained=FEW,
         ),
-        steps=graphs.blocks(f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock", most=_MOST),
+        steps=graphs.blocks(f"{_MODULE}:EsmFoldTriangularSelfAttentionBlock"),
     )
 }

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from evoattn.clients.calls import residues, wide_on_gpu
-from evoattn.clients.site import Count, Site, is_repeated
+from evoattn.clients.site import Count, Site, is_repeated, named
 from evoattn.nn import Transition, TriangleMultiplication
-from evoattn.nn.known import ClientsOwn, UnknownArgument
+from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
 from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden, positions, settings
 
 __all__ = ["FEW", "layer", "sites"]
@@ -47,8 +47,7 @@ The kernels multiply float32 without tensor cores, as torch does by default, and
 
 def sites(*names: str, least: int = 0, least_trained: int | None = None) -> tuple[Site, ...]:
     """The layers "module:Class", whose `forward` is replaced. least, least_trained: as `layer` takes them."""
-    replaced = functools.partial(layer, least=least, least_trained=least_trained)
-    return tuple(Site(module, f"{name}.forward", replaced) for module, _, name in (x.partition(":") for x in names))
+    return named(functools.partial(layer, least=least, least_trained=least_trained), *names)
 
 
 def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trained: int | None = None) -> Callable[..., Any]:

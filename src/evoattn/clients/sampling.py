@@ -58,7 +58,7 @@ def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
             )
         steps, chunks = num_sampling_steps or self.num_sampling_steps, multiplicity % (max_parallel_samples or multiplicity) + 1
         atom_mask = atom_mask.repeat_interleave(multiplicity, 0)
-        levels = self.sample_schedule(steps).cpu()
+        levels = self.sample_schedule(steps)
         gammas = torch.where(levels > self.gamma_min, self.gamma_0, 0.0)
         x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
         for before, after, gamma in zip(levels[:-1].tolist(), levels[1:].tolist(), gammas[1:].tolist(), strict=True):
@@ -173,10 +173,7 @@ def _quadratic(device: torch.device) -> Tensor:
     for i in range(3):
         j, k = (i + 1) % 3, (i + 2) % 3
         made[i, i] = torch.diag(made.new_tensor([1.0, *(1.0 if axis == i else -1.0 for axis in range(3))]))
-        for row, column, sign in ((i, j, -1.0), (j, i, 1.0)):
-            for a, b, value in (
-                (1 + i, 1 + j, 1.0),
-                (0, 1 + k, sign),
-            ):  # R_ij = 2 (q_i q_j - w q_k), R_ji = 2 (q_i q_j + w q_k)
-                made[row, column, a, b] = made[row, column, b, a] = value
+        for row, column, sign in ((i, j, -1.0), (j, i, 1.0)):  # R_ij = 2 (q_i q_j - w q_k), R_ji = 2 (q_i q_j + w q_k)
+            made[row, column, 1 + i, 1 + j] = made[row, column, 1 + j, 1 + i] = 1.0
+            made[row, column, 0, 1 + k] = made[row, column, 1 + k, 0] = sign
     return made.to(device)

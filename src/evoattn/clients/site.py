@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Client", "Count", "Replace", "Site", "is_repeated", "repeated", "taped"]
+__all__ = ["Client", "Count", "Replace", "Site", "is_repeated", "named", "repeated", "taped"]
 
 
 class Count:
@@ -117,6 +117,12 @@ class Site:
         for part in classes:
             owner = getattr(owner, part, None)
         return owner, name, None if owner is None else vars(owner).get(name)
+
+
+def named(replace: Replace, *names: str, method: str = ".forward", counted: bool = True) -> tuple[Site, ...]:
+    """Sites of one replacement, by names "module:Class", with their `method`."""
+    found = (name.partition(":") for name in names)
+    return tuple(Site(module, f"{name}{method}", replace, counted=counted) for module, _, name in found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,6 +179,8 @@ def check_in_place(layer: nn.Module, name: str, x: Tensor, dtype: torch.dtype) -
 
     dtype: of the products. With x's dtype it gives that of the result.
     """
+    if is_distributed(x):
+        raise ValueError("in_place=True takes no DTensors")
     if not layer.residual:
         raise ValueError("in_place=True needs residual=True: the result is written over the input that it is added to")
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):

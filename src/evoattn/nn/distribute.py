@@ -17,19 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evoattn.call.sharded import is_distributed
+from evoattn.nn.known_blocks import END, PAIR_LAYERS, shared_mask
 from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.replace import Ours, by_name, positions
-from evoattn.nn.sharded import like, local
+from evoattn.nn.sharded import like, local, of_parts
 from evoattn.run.split import Split
 
 __all__ = ["distribute"]
 
 _KEPT = "_evoattn_distributed"
 """The attribute of a block that holds its `_Block`."""
-
-_LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
-_END = 3
-"""The place of the attention around the ending node."""
 
 
 def distribute(model: nn.Module, mesh: Any) -> list[str]:
@@ -114,7 +111,7 @@ class _Block:
         self._summed: dict[int, Tensor] = {}
         pairs = kind.pairs(theirs)
         attention = () if kind.attention is None else (getattr(theirs, kind.attention),)
-        for layer in (*(getattr(pairs, name) for name in (*_LAYERS, kind.transition)), *attention):
+        for layer in (*(getattr(pairs, name) for name in (*PAIR_LAYERS, kind.transition)), *attention):
             self.of(layer)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -171,11 +168,9 @@ class _Block:
 
     def _entered(self, x: Tensor, split: Split, axis: int) -> Tensor:
         """The rows of this process of what all processes have."""
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import Shard
 
-        stride, part = torch.empty(x.shape, device="meta").stride(), split.enter(x, axis)
-        lies = [Shard(x.ndim + axis)]
-        return DTensor.from_local(part, self.mesh, lies, run_check=False, shape=x.shape, stride=stride)
+        return of_parts(split.enter(x, axis), self.mesh, [Shard(x.ndim + axis)], x.shape)
 
     def update(
         self, pairs: Any, given: dict[str, Any], draw: Callable[[int], Tensor | None], *, mask: Any = None, **turned: bool
@@ -190,9 +185,9 @@ class _Block:
             turned: options of the attention around the ending node, if the client gives it a transposed z.
         """
         z = given["z"]
-        for which, name in enumerate(_LAYERS):
+        for which, name in enumerate(PAIR_LAYERS):
             layer, options = self.of(getattr(pairs, name)), {}
-            if turned and which == _END:
+            if turned and which == END:
                 layer.starting, options = False, turned
             z = layer.add_to(z, given["pair_mask"], draw(which), in_place=False, **options)
         return self.of(getattr(pairs, self.kind.transition)).add_to(z, mask, in_place=False)
@@ -206,7 +201,7 @@ def _boltz_z(block: _Block, theirs: Any, split: Split, given: dict[str, Any]) ->
 
     def draw(which: int) -> Tensor | None:
         """Theirs draws in inference too, which moves the random numbers of the diffusion."""
-        mask = drop(theirs.dropout, outline, theirs.training, columnwise=which == _END)
+        mask = drop(theirs.dropout, outline, theirs.training, columnwise=which == END)
         return split.same(mask) if theirs.training and theirs.dropout else None
 
     return block.update(theirs, {**given, "z": z}, draw)
@@ -234,10 +229,9 @@ def _openfold3_z(block: _Block, theirs: Any, split: Split, given: dict[str, Any]
     def draw(which: int) -> Tensor | None:
         if not dropout.training:
             return None
-        shared = -2 if which == _END else -3  # theirs transposes z around the ending node
-        sizes = [1 if axis == shared else size for axis, size in enumerate(z.shape, -z.ndim)]
-        dtype = compute_dtype_of(local(z), *block.of(theirs.tri_att_start).mha.inputs)
-        return split.same(dropout.dropout(local(z).new_ones(sizes, dtype=dtype)))
+        outline = local(z).new_empty(1).expand(z.shape)
+        dtype = compute_dtype_of(outline, *block.of(theirs.tri_att_start).mha.inputs)
+        return split.same(shared_mask(outline, which, dtype, dropout.dropout))
 
     mask = given["pair_mask"] if given.get("_mask_trans", True) else None
     return block.update(theirs, given, draw, mask=mask, transpose_bias=True)

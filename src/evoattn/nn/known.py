@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from evoattn.nn import known_calls as calls
 from evoattn.nn.attention import Attention, update
-from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
@@ -19,7 +18,7 @@ from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
-__all__ = ["LAYERS", "ClientsOwn", "UnknownArgument"]
+__all__ = ["LAYERS"]
 
 _OF_MULTIPLICATION = ("layer_norm_in", "layer_norm_out", "linear_z", "linear_g")
 """Modules of a triangle multiplication that OpenFold calls as we do."""
@@ -133,14 +132,9 @@ def _protenix_pair_bias(theirs: Any) -> nn.Module | None:
 
 
 def _multiplication(theirs: Any) -> nn.Module:
-    ours = TriangleMultiplication(theirs.c_z, theirs.c_hidden, theirs._outgoing)
-    _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g")
-    return ours
-
-
-def _esm_multiplication(theirs: Any) -> nn.Module:
-    channels = _normed(theirs.layer_norm_in)
-    ours = TriangleMultiplication(channels, channels, theirs._outgoing)
+    # ESMFold's layer has no sizes
+    channels, hidden = (theirs.c_z, theirs.c_hidden) if hasattr(theirs, "c_z") else (_normed(theirs.layer_norm_in),) * 2
+    ours = TriangleMultiplication(channels, hidden, theirs._outgoing)
     _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g")
     return ours
 
@@ -293,7 +287,7 @@ LAYERS: dict[str, _Layer] = {
     f"{_RF3}.attention.TriangleMultiplication": (_rf3_multiplication, calls.rf3_multiplication),
     f"{_RF3}.layer_utils.Transition": (_SWIGLU_OF_RF3, calls.rf3_transition),
     f"{_ESMFOLD}.EsmFoldTriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
-    f"{_ESMFOLD}.EsmFoldTriangleMultiplicativeUpdate": (_esm_multiplication, calls.multiplication),
+    f"{_ESMFOLD}.EsmFoldTriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
     f"{_ESMFOLD}.EsmFoldResidueMLP": (_residue_mlp, calls.residue_mlp),
 }
 """By the full name of a client's class: what makes ours of it, or None if it is left to the client, and what calls ours with

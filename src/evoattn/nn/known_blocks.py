@@ -21,15 +21,15 @@ from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.submodules import has_hooks
 from evoattn.run import guards
 
-__all__ = ["BLOCKS"]
+__all__ = ["BLOCKS", "END", "PAIR_LAYERS", "shared_mask"]
 
 Of = Callable[[nn.Module], nn.Module]
 """Makes the layer of `evoattn.nn` of a client's layer, or raises ValueError."""
 
-_LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
+PAIR_LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
 """The layers of a pair block before its transition, by the names that all clients give them."""
 
-_END = 3
+END = 3
 """The place of the attention around the ending node."""
 
 
@@ -38,7 +38,7 @@ class _Block(nn.Module):
 
     def __init__(self, theirs: Any, of: Of, transition: str, called: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.layers: Any = nn.ModuleList(of(getattr(theirs, name)) for name in _LAYERS)
+        self.layers: Any = nn.ModuleList(of(getattr(theirs, name)) for name in PAIR_LAYERS)
         self.transition: Any = of(getattr(theirs, transition))
         for name in called:
             setattr(self, name, getattr(theirs, name))
@@ -74,7 +74,7 @@ class _Block(nn.Module):
         free = not torch.is_grad_enabled() and not seen and guards.only_computes()  # then a z of our own may be overwritten
         in_place = in_place and free and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
         for which, layer in enumerate(self.layers):
-            options = turned if turned and which == _END else {}
+            options = turned if turned and which == END else {}
             z = layer.add_to(z, mask, draw(z, which), in_place=in_place, **options)
             in_place = free
         made: Tensor = self.transition.add_to(z, transition_mask, in_place=in_place)
@@ -82,19 +82,24 @@ class _Block(nn.Module):
 
     def compute_dtype(self, z: Tensor) -> torch.dtype:
         """The dtype of the updates."""
-        return compute_dtype_of(z, *self.layers[_END].mha.inputs)
+        return compute_dtype_of(z, *self.layers[END].mha.inputs)
 
     def shared(self, z: Tensor, which: int, drop: Callable[[Tensor], Tensor]) -> Tensor:
-        """A dropout mask for a layer's update, in which all rows drop the same entries. Clients transpose z for the last."""
-        shared = -2 if which == _END else -3
-        sizes = [1 if axis == shared else size for axis, size in enumerate(z.shape, -z.ndim)]
-        return drop(z.new_ones(sizes, dtype=self.compute_dtype(z)))
+        """`shared_mask` in the dtype of the updates."""
+        return shared_mask(z, which, self.compute_dtype(z), drop)
+
+
+def shared_mask(z: Tensor, which: int, dtype: torch.dtype, drop: Callable[[Tensor], Tensor]) -> Tensor:
+    """A dropout mask for the update by a layer, in which all rows drop the same entries. Clients transpose z for the last."""
+    shared = -2 if which == END else -3
+    sizes = [1 if axis == shared else size for axis, size in enumerate(z.shape, -z.ndim)]
+    return drop(z.new_ones(sizes, dtype=dtype))
 
 
 def _turned_block(theirs: Any, of: Of, called: tuple[str, ...] = ()) -> _Block:
     """Ours of a block that passes a transposed z to the attention around the ending node."""
     ours = _Block(theirs, of, "pair_transition", called)
-    ours.layers[_END].starting = False
+    ours.layers[END].starting = False
     return ours
 
 
@@ -152,7 +157,7 @@ def _call_boltz_pairs(
     z = z.to(torch.promote_types(first, torch.float32))  # as theirs becomes by its dropout mask, also in inference
 
     def draw(z: Tensor, which: int) -> Tensor | None:
-        columns = which == _END
+        columns = which == END
         rows = (z[:, :1, :, :1] if columns else z[:, :, :1, :1]).to(z.dtype if which else first)
         if theirs.training and theirs.dropout:
             mask: Tensor = drop(theirs.dropout, rows, True, columnwise=columns)

@@ -105,12 +105,10 @@ class TriangleMultiplication(nn.Module):
         check_input("z", z, 3, self.c_z, distributed=True)
         check_square("z", z)
         check_mask("mask", mask, tuple(z.shape[:-1]))
-        if is_distributed(z) or is_distributed(mask):
-            if in_place:
-                raise ValueError("in_place=True takes no DTensors")
-            return run_split(self, z, mask, functools.partial(self._run_part, residual=self.residual))
         if in_place:
             check_in_place(self, "z", z, compute_dtype_of(z, *self._projections[0]))
+        if is_distributed(z) or is_distributed(mask):
+            return run_split(self, z, mask, functools.partial(self._run_part, residual=self.residual))
         return self._run(z, mask, None, residual=self.residual, in_place=in_place)
 
     def add_to(self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_torch
 
-from evoattn.nn.known import LAYERS, ClientsOwn, UnknownArgument
+from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
+from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
 from evoattn.nn.submodules import has_hooks
 
 __all__ = ["Ours", "Settings", "by_name", "has_settings", "overridden", "positions", "replace", "settings"]

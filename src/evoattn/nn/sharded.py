@@ -20,7 +20,18 @@ from evoattn.run.split import Split
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["check_alike", "like", "local", "part_of", "queries_of", "run_local", "run_split", "split_of", "whole_parameters"]
+__all__ = [
+    "check_alike",
+    "like",
+    "local",
+    "of_parts",
+    "part_of",
+    "queries_of",
+    "run_local",
+    "run_split",
+    "split_of",
+    "whole_parameters",
+]
 
 Run = Callable[[Tensor, "Tensor | None", "Split | None"], Tensor]
 """Takes the part of z that a process holds, its mask, and the split, None if rows and columns are whole. Returns the output."""
@@ -138,11 +149,15 @@ def local(x: Any) -> Tensor:
 
 def like(made: Tensor, x: Any, placements: Any = None) -> Tensor:
     """A DTensor with the shape, mesh and placements of x, of which this process holds `made`."""
+    return of_parts(made, x.device_mesh, x.placements if placements is None else placements, x.shape)
+
+
+def of_parts(held: Tensor, mesh: Any, placements: Any, shape: torch.Size) -> Tensor:
+    """A contiguous DTensor of a shape, of which this process holds `held`."""
     from torch.distributed.tensor import DTensor
 
-    lies = x.placements if placements is None else placements
-    stride = torch.empty(x.shape, device="meta").stride()
-    return DTensor.from_local(made, x.device_mesh, lies, run_check=False, shape=x.shape, stride=stride)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(held, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def part_of(x: Any, lies: list[Placement]) -> Tensor:

@@ -111,12 +111,10 @@ class Transition(nn.Module):
         """
         check_input("x", x, 1, self.c, distributed=True)
         check_mask("mask", mask, tuple(x.shape[:-1]))
-        if is_distributed(x) or is_distributed(mask):
-            if in_place:
-                raise ValueError("in_place=True takes no DTensors")
-            return run_local(self, x, mask, functools.partial(self._run, residual=self.residual, in_place=False))
         if in_place:
             check_in_place(self, "x", x, compute_dtype_of(x, self._first))
+        if is_distributed(x) or is_distributed(mask):
+            return run_local(self, x, mask, functools.partial(self._run, residual=self.residual, in_place=False))
         return self._run(x, mask, residual=self.residual, in_place=in_place)
 
     def add_to(self, x: Tensor, mask: Tensor | None, *, in_place: bool) -> Tensor:

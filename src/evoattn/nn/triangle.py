@@ -109,8 +109,6 @@ class TriangleAttention(nn.Module):
         if in_place:
             check_in_place(self, "z", z, compute_dtype_of(z, *self.mha.inputs))
         if is_distributed(z) or is_distributed(mask):
-            if in_place:
-                raise ValueError("in_place=True takes no DTensors")
             run = functools.partial(self._run_part, transpose_bias=transpose_bias, residual=self.residual)
             return run_split(self, z, mask, run, transpose_bias=transpose_bias)
         made = self._update(z, mask, transpose_bias=transpose_bias)

@@ -26,7 +26,7 @@ from evoattn.clients.graphs.kept import Call, Kind, addresses
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import CudaRecorder, Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
-from evoattn.clients.site import Count, Site, repeated
+from evoattn.clients.site import Count, Site, named, repeated
 from evoattn.run import guards
 
 __all__ = ["ELSEWHERE", "FIRST", "Steps", "blocks", "loop", "loops", "release", "sites", "step"]
@@ -40,19 +40,21 @@ ELSEWHERE = "not on a GPU"
 _RECORDED = 4
 """Recordings kept for one function. Each has a memory pool, with the weights as autocast casts them."""
 
+_MOST = 512
+"""Residues up to which blocks are recorded: the GPU sets the pace of more. A guess."""
+
 _LOOKED_AT = 64
 """Kinds of calls that are remembered for one module."""
 
 
 def sites(*names: str) -> tuple[Site, ...]:
     """The steps "module:Class", whose `forward` is recorded."""
-    return tuple(Site(module, f"{name}.forward", step) for module, _, name in (x.partition(":") for x in names))
+    return named(step, *names)
 
 
-def blocks(*names: str, most: int) -> tuple[Site, ...]:
-    """The blocks "module:Class", whose `forward` is recorded once for all of one structure. most: as `step` takes it."""
-    recorded = functools.partial(step, shared=True, most=most)
-    return tuple(Site(module, f"{name}.forward", recorded) for module, _, name in (x.partition(":") for x in names))
+def blocks(*names: str) -> tuple[Site, ...]:
+    """The blocks "module:Class", whose `forward` is recorded once for all of one structure."""
+    return named(functools.partial(step, shared=True, most=_MOST), *names)
 
 
 def step(
@@ -90,7 +92,7 @@ def step(
 
 def loops(*names: str) -> tuple[Site, ...]:
     """The methods "module:Class.method" in which the modules of the class repeat their steps."""
-    return tuple(Site(module, name, loop, counted=False) for module, _, name in (x.partition(":") for x in names))
+    return named(loop, *names, method="", counted=False)
 
 
 def loop(original: Callable[..., Any], count: Count) -> Callable[..., Any]:

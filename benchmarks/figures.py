@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Everything that pages show of the committed results, made from them alone: `python benchmarks/figures.py`.
 
-Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png and clients-*.png, and the parts of README.md and
-docs/clients/speed.md between `<!-- figures: begin NAME -->` and `<!-- figures: end NAME -->`. With --check it writes nothing,
-and ends with status 1 and a line for each file that is not what the results make it. A picture carries a digest of the results
-and of the code that drew it, so that another release of matplotlib is no drift.
+Writes docs/benchmarks.md, the pictures docs/figures/bench-*.png and clients-*.png, and the parts of README.md,
+docs/clients/speed.md, docs/layer-time.md and docs/sharded.md between `<!-- figures: begin NAME -->` and
+`<!-- figures: end NAME -->`. With --check it writes nothing, and ends with status 1 and a line for each file that is not what
+the results make it. A picture carries a digest of the results and of the code that drew it, so that another release of
+matplotlib is no drift.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import client_page
 import layer_page
 import prediction_page
 
-from evoattn.bench import plots, table
+from evoattn.bench import plots, sharded_table, table
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Problem, Record, read
 
@@ -32,6 +33,7 @@ PAGE = Path("docs/benchmarks.md")
 README = Path("README.md")
 CLIENTS = Path("docs/clients/speed.md")
 LAYERS = Path("docs/layer-time.md")
+SHARDED = Path("docs/sharded.md")
 FIGURES = Path("docs/figures")
 KEY = "evoattn-source"
 _WIDTH = 100
@@ -280,6 +282,14 @@ def layer_blocks(found: list[Part], results: Path) -> dict[str, str]:
     }
 
 
+def sharded_block(results: Path) -> str:
+    """The part of docs/sharded.md: a table for each record of several GPUs."""
+    lines = []
+    for path in sorted((results / "sharded").glob("*.json")):
+        lines += [f"`{path.name}`:", "", sharded_table.as_markdown(sharded_table.read(path)), ""]
+    return "\n".join(lines).rstrip() or "Not measured yet."
+
+
 def wrapped(text: str) -> str:
     """The text with its prose at 100 characters a line; a table's rows, headings and pictures stay as they are."""
     lines = []
@@ -314,6 +324,7 @@ def texts(root: Path, results: Path) -> dict[Path, str]:
     blocks["predictions"] = prediction_page.block(predictions)
     readme = {**readme_blocks(found), "predictions": prediction_page.summary(predictions)}
     marked = {README: readme, CLIENTS: blocks, LAYERS: layer_blocks(found, results)}
+    marked[SHARDED] = {"sharded": sharded_block(results)}
     pages = {path: with_blocks((root / path).read_text(encoding="utf-8"), of) for path, of in marked.items()}
     return {PAGE: page(found), **pages}
 

@@ -39,6 +39,7 @@ def copy(figures: ModuleType, tmp_path: Path) -> Path:
     (tmp_path / "docs" / "clients" / "speed.md").write_text(marks)
     marks = "".join(f"<!-- figures: begin layer-{x} -->\nold\n<!-- figures: end layer-{x} -->\n" for x in ("parts", "times"))
     (tmp_path / "docs" / "layer-time.md").write_text(marks)
+    (tmp_path / "docs" / "sharded.md").write_text("<!-- figures: begin sharded -->\nold\n<!-- figures: end sharded -->\n")
     text = "a\n<!-- figures: begin gpu -->\nold\n<!-- figures: end gpu -->\nb\n"
     (tmp_path / "README.md").write_text(text + "".join(text.replace("gpu", x) for x in ("cpu", "layers", "predictions")))
     gpu, cpu = a_record(evoattn=[1.0], dense=[2.0]), a_record(evoattn=[10.0], dense=[20.0])
@@ -145,6 +146,18 @@ def test_each_card_has_a_table_of_its_layers(figures: ModuleType, copy: Path) ->
     assert text.count("| `layer768` | eager | **1.000** / 3.000 | 2.000 / - |") == 2
     readme = (copy / "README.md").read_text()
     assert "card B, a whole triangle layer" in readme and "card A" not in readme
+
+
+def test_records_of_several_gpus_have_a_table(figures: ModuleType, copy: Path) -> None:
+    page, results = copy / "docs" / "sharded.md", copy / "benchmarks" / "results"
+    assert "Not measured yet." in page.read_text()
+    (results / "sharded").mkdir()
+    shutil.copy(ROOT / "benchmarks" / "results" / "sharded" / "h100-x2.json", results / "sharded" / "card-x2.json")
+    assert "docs/sharded.md is not" in drift(figures, copy)
+    figures.draw(copy, results)
+    assert drift(figures, copy) == ""
+    assert "`card-x2.json`:\n\n- NVIDIA H100" in page.read_text()
+    assert "| 512 | inference | 4.5 | 4.3 | 0.9 | 9.2 | 9.1 | 0.5 | 25% | 1.22 |" in page.read_text()
 
 
 def test_prose_is_wrapped_and_a_table_is_not(figures: ModuleType) -> None:

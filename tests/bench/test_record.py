@@ -71,7 +71,7 @@ def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", 'has no "schema"; expected a file that evoattn bench --json wrote'),
+        ("[]", 'has no "schema"; expected a file that evoattn bench --json wrote without --gpus'),
         ('{"schema": 99}', "has schema 99; this version of evoattn reads 1"),
         ('{"schema": 1}', "is damaged: KeyError: 'machine'"),
         (

@@ -207,7 +207,7 @@ def read(path: Path) -> Record:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(data, dict) or "schema" not in data:
-        raise ValueError('has no "schema"; expected a file that evoattn bench --json wrote')
+        raise ValueError('has no "schema"; expected a file that evoattn bench --json wrote without --gpus')
     if data["schema"] != SCHEMA:
         raise ValueError(f"has schema {data['schema']!r}; this version of evoattn reads {SCHEMA}")
     try:

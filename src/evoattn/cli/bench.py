@@ -27,6 +27,9 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "device", "quick", "rounds", "note")
 _MEASURING = ("budget", "commit")
 _FILES = ("json", "csv", "html", "png")
+_OF_ONE = ("list", "workloads", "dtypes", "passes", "backends", "peers", "budget", "csv", "html", "png", "resume", "from")
+"""Options that say nothing of a block over several GPUs."""
+
 _THRESHOLD = 5.0
 
 _ABOUT = """\
@@ -48,9 +51,11 @@ examples:
   evoattn bench --resume mine.json --budget 600      what Ctrl-C or the budget left out, into the same record
   evoattn bench --from mine.json --html report.html  a page of what was measured before
   evoattn bench --compare before.json after.json     what became faster or slower beyond the noise of both
+  evoattn bench --gpus 2 --lengths 1024 2048         a pair block over two GPUs, beside the same block on one
 
-exit status: 0 all is well; 1 evoattn was wrong, or slower than before by more than the threshold; 2 bad options or
-files, or a missing extra; 130 interrupted, with what was measured until then shown and written
+exit status: 0 all is well; 1 evoattn was wrong, or slower than before by more than the threshold, or a process of
+--gpus died; 2 bad options or files, or a missing extra; 130 interrupted, with what was measured until then shown and
+written
 """
 
 
@@ -74,6 +79,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what.add_argument("--peers", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)} (default: all; none: --peers alone)")
     what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
     what.add_argument("--quick", action="store_true", help="few and small problems, nothing that compiles for long")
+    what.add_argument("--gpus", type=WholeNumber(2), metavar="N", help="a pair block over N GPUs, beside the same block on one")
+    what.add_argument("--parts", action="store_true", help="with --gpus: each layer of the block alone too")
     what.add_argument("--list", action="store_true", help="print the workloads and end")
     how = parser.add_argument_group("how long")
     how.add_argument("--budget", type=WholeNumber(1), metavar="S", help="seconds in all (default: 300; quick: 30)")
@@ -105,6 +112,15 @@ def _percent(text: str) -> float:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
+    if arguments.gpus is not None:
+        _alone(arguments, "--gpus measures a pair block", *_OF_ONE, "compare", "threshold")
+        if not torch.distributed.is_available():
+            raise RefusedError("--gpus: this torch was built without torch.distributed; expected one with it")
+        from evoattn.cli import gpus  # DTensors take a while to import, and other commands need none
+
+        lengths = names_in(arguments.lengths)
+        return gpus.run_command(arguments, None if lengths is None else tuple(_lengths(lengths)))
+    _alone(arguments, "--parts is for --gpus", "parts")
     if arguments.list:
         print("\n".join(f"{w.name:<16} {w.where}" for w in (*WORKLOADS, *LAYERS)))
         return 0

@@ -19,7 +19,7 @@ from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import RandomLayer
 from evoattn.testing.random_problems import RandomProblem
 
-__all__ = ["JUDGE", "LAYERS", "Problem", "Report", "Task", "Workers"]
+__all__ = ["JUDGE", "LAYERS", "Problem", "Report", "Task", "Workers", "without_ctrl_c"]
 
 JUDGE = "evoattn.testing.judging:judge"
 LAYERS = "evoattn.testing.judging_layers:judge_layer"
@@ -109,7 +109,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there, judge, threads), daemon=True)
-        with _without_ctrl_c():
+        with without_ctrl_c():
             self.process.start()
         there.close()  # so that the end of the process is the end of the pipe
         self.task: Task | None = None
@@ -144,7 +144,7 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _without_ctrl_c() -> Iterator[None]:
+def without_ctrl_c() -> Iterator[None]:
     """Keep Ctrl-C from a process that is started meanwhile, even before it runs its first line. This one sees it after."""
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -1,0 +1,97 @@
+"""`evoattn bench --gpus N`: a pair block over several GPUs, beside the same block on one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evoattn.bench import sharded_run, sharded_table
+from evoattn.bench.sharded import Plan
+from evoattn.cli.terminal import RefusedError, check_output, progress
+
+__all__ = ["plan_of", "run_command"]
+
+_LENGTHS = {"cuda": (512, 1024, 2048, 3072), "cpu": (32, 64)}
+_QUICK = {"cuda": (512, 1024), "cpu": (16,)}
+
+
+def plan_of(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> Plan:
+    """What the options ask for.
+
+    Args:
+        arguments: of `evoattn bench`.
+        lengths: what --lengths named.
+
+    Raises:
+        RefusedError: this machine or this torch cannot do it.
+    """
+    device = "cpu" if arguments.device == "cpu" else "cuda"
+    asked = f"--gpus {arguments.gpus}"
+    if device == "cuda":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if there < arguments.gpus:
+            found = "no GPU" if there == 0 else f"{there} GPU{'s' if there > 1 else ''}"
+            raise RefusedError(f"{asked}: torch finds {found} here; expected {arguments.gpus} or more, or --device cpu")
+    backend = "nccl" if device == "cuda" else "gloo"
+    if not dist.is_backend_available(backend):
+        raise RefusedError(f"{asked}: this torch was built without {backend}; expected one with it")
+    defaults = (_QUICK if arguments.quick else _LENGTHS)[device]
+    return Plan(arguments.gpus, device, lengths or defaults, arguments.rounds or (3 if arguments.quick else 5), arguments.parts)
+
+
+def run_command(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> int:
+    """Measure, print the table, and say how it ended."""
+    plan = plan_of(arguments, lengths)
+    path = None if arguments.json is None else check_output(arguments.json, "--json", ".json")
+    settings = {"lengths": plan.lengths, "rounds": plan.rounds, "parts": plan.parts, "note": arguments.note}
+    record: dict[str, Any] = {"processes": plan.processes, "settings": settings, "finished": "interrupted"}
+    record |= {"machine": {"kind": "gpu" if plan.device == "cuda" else "cpu"}, "errors": [], "times": []}
+    problem = _measure(plan, arguments.commit, record, path)
+    status = {"complete": 0, "interrupted": 130}.get(record["finished"], 1)
+    unwritten = None if path is None else _write(record, path)
+    print(sharded_table.as_text(record))
+    for line in filter(None, (problem, unwritten)):
+        print(f"evoattn bench: {line}", file=sys.stderr)
+    return 2 if unwritten else status
+
+
+def _measure(plan: Plan, commit: str | None, record: dict[str, Any], path: Path | None) -> str | None:
+    """Fill the record, and write it after each measurement. What went wrong, if anything did."""
+    steps = iter([f"{job.length} residues, {', '.join(filter(None, (job.layer, job.way)))}" for job in plan.jobs])
+    try:
+        with progress(1 + len(plan.jobs)) as step, contextlib.closing(sharded_run.run(plan, commit)) as found_there:
+            step(f"starts {plan.processes} processes, then compares with float64")
+            for key, found in found_there:
+                if key == "machine":
+                    record["machine"] = found
+                    continue
+                record[key].append(found)
+                if path is not None:
+                    _write(record, path)  # what cannot be written now is tried again at the end
+                if key == "errors" and not sharded_table.is_right(found):
+                    record["finished"] = "wrong"
+                    return "WRONG: the processes together are less exact than one of them, so nothing was timed"
+                if what := next(steps, None):
+                    step(what)
+    except sharded_run.ProcessDiedError as died:
+        record["finished"] = "a process died"
+        return f"error: {died}; what was measured until then is above"
+    except KeyboardInterrupt:
+        return "interrupted: what was measured until then is above"
+    record["finished"] = "complete"
+    return None
+
+
+def _write(record: dict[str, Any], path: Path) -> str | None:
+    """Why the record cannot be written, if it cannot."""
+    try:
+        sharded_table.write(record, path)
+    except OSError as error:
+        return f"error: --json {str(path)!r}: cannot be written: {error.strerror or error}"
+    return None

@@ -1,12 +1,14 @@
 """Whole models of full depth with random weights, and their inputs: what `predictions.py` runs.
 
-The features of Boltz-2 in `features/boltz2` are batches that `boltz predict` 2.2.1 made of chains of ubiquitin on a CPU;
+The features of Boltz-2 in `features/boltz2` are batches that `boltz predict` 2.2.1 made of chains of ubiquitin on a CPU, those
+of Protenix in `features/protenix` are what its data loader 2.0.0 made of the same chains, without an MSA or templates.
 `arguments.json` holds the arguments of the published model. ESMFold reads a sequence. So nothing here needs a network, trained
 weights or a chemistry toolkit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.abc
 import importlib.machinery
@@ -15,12 +17,14 @@ import io
 import json
 import lzma
 import math
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +33,10 @@ __all__ = ["PROGRAMS", "Program"]
 FEATURES = Path(__file__).with_name("features")
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 LETTERS = "ARNDCQEGHILKMFPSTWYV"
-PREPARING = ("rdkit", "omegaconf", "mashumaro", "chembl_structure_pipeline", "gemmi", "hydra", "modelcif", "ihm", "numba")
+PREPARING = (
+    *("rdkit", "omegaconf", "mashumaro", "chembl_structure_pipeline", "gemmi", "hydra", "modelcif", "ihm", "numba"),
+    *("biotite", "Bio", "ml_collections", "pandas", "pdbeccdutils", "esm", "sklearn", "icecream", "tqdm"),
+)
 """Packages that only prepare inputs or write structures. Where they are missing, an empty stand-in is imported."""
 
 
@@ -85,6 +92,15 @@ class _Settings(dict[str, Any]):
             return self[name]
         raise AttributeError(name)
 
+    def to_dict(self) -> _Settings:
+        """The settings, as ml_collections' have it."""
+        return self
+
+
+def _nested(value: Any) -> Any:
+    """Settings in settings, all read as attributes."""
+    return _Settings({name: _nested(x) for name, x in value.items()}) if isinstance(value, dict) else value
+
 
 def _settings(value: Any) -> Any:
     if not isinstance(value, dict):
@@ -104,9 +120,24 @@ def fill(model: nn.Module) -> nn.Module:
     return model
 
 
-def _boltz2(device: torch.device) -> nn.Module:
+def _without_preparing() -> None:
+    """Let programs be imported without the packages that prepare their inputs."""
     if not any(isinstance(x, _StandIn) for x in sys.meta_path):
         sys.meta_path.append(_StandIn())  # the last one: it is asked only for what nobody else finds
+
+
+def _unpacked(program: str, residues: int, device: torch.device) -> dict[str, Any]:
+    """The features of a program's folder on a device."""
+    packed = (FEATURES / program / f"{residues}.pt.xz").read_bytes()
+    return _moved(torch.load(io.BytesIO(lzma.decompress(packed))), device)
+
+
+def _moved(features: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: _moved(x, device) if isinstance(x, dict) else x.to(device) for name, x in features.items()}
+
+
+def _boltz2(device: torch.device) -> nn.Module:
+    _without_preparing()
     from boltz.model.models.boltz2 import Boltz2
 
     arguments = json.loads((FEATURES / "boltz2" / "arguments.json").read_text(encoding="utf-8"))
@@ -116,8 +147,7 @@ def _boltz2(device: torch.device) -> nn.Module:
 
 
 def _boltz2_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
-    packed = (FEATURES / "boltz2" / f"{residues}.pt.xz").read_bytes()
-    return {name: x.to(device) for name, x in torch.load(io.BytesIO(lzma.decompress(packed))).items()}
+    return _unpacked("boltz2", residues, device)
 
 
 def _boltz2_predict(model: nn.Module, inputs: Any, steps: int) -> dict[str, Tensor]:
@@ -179,6 +209,52 @@ def _esmfold_predict(model: nn.Module, inputs: Any, steps: int) -> dict[str, Ten
     return {"distogram": made["distogram_logits"], "coordinates": made["positions"][-1]}
 
 
+def _protenix(device: torch.device) -> nn.Module:
+    os.environ.setdefault("LAYERNORM_TYPE", "torch")  # its own is compiled at import
+    _without_preparing()
+    from protenix.model.protenix import Protenix
+
+    arguments = json.loads((FEATURES / "protenix" / "arguments.json").read_text(encoding="utf-8"))
+    with device, _tf32(), patch("protenix.model.modules.primitives.trunc_normal_init_"):  # slow, for weights that `fill` writes
+        model = Protenix(_nested(arguments))
+    return fill(model).eval()
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    """Products as Protenix asks for them, for the whole process; the programs after it shall have their own."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _protenix_inputs(residues: int, device: torch.device) -> dict[str, Any]:
+    return _unpacked("protenix", residues, device)
+
+
+def _protenix_predict(model: Any, inputs: Any, steps: int) -> dict[str, Tensor]:
+    """As `protenix pred` runs it, with one sample, 3 recycles and no dropout."""
+    model.configs.sample_diffusion.update(N_step=steps, N_sample=1)
+    model.N_cycle = 4
+    numpy.random.seed(1)  # Protenix draws rotations with it
+    kept: list[Tensor] = []
+    hook = model.distogram_head.register_forward_hook(lambda *called: kept.append(called[-1]))
+    try:
+        with _tf32():  # copies: the model writes into the mapping
+            made, *_ = model(dict(inputs), label_full_dict=None, label_dict=None, mode="inference", mc_dropout_apply_rate=0.0)
+    finally:
+        hook.remove()
+    return {"distogram": kept[-1], "coordinates": made["coordinate"]}
+
+
+def _protenix_kernels(model: Any, on: bool) -> None:
+    chosen = "cuequivariance" if on else "torch"
+    model.configs.update(triangle_attention=chosen, triangle_multiplicative=chosen)
+
+
 PROGRAMS = {
     "boltz2": Program(
         "Boltz-2",
@@ -207,5 +283,22 @@ PROGRAMS = {
         _esmfold_inputs,
         _esmfold_predict,
         {"language model": ("esm", "forward"), "trunk": ("trunk", "forward")},
+    ),
+    "protenix": Program(
+        "Protenix",
+        "protenix",
+        "protenix",
+        (152, 304, 684, 988),
+        True,
+        _protenix,
+        _protenix_inputs,
+        _protenix_predict,
+        {
+            "MSA": ("msa_module", "forward"),
+            "trunk": ("pairformer_stack", "forward"),
+            "denoiser": ("", "sample_diffusion"),
+            "confidence": ("", "run_confidence_head"),
+        },
+        _protenix_kernels,
     ),
 }

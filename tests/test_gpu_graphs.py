@@ -298,3 +298,38 @@ def test_rotations_without_a_decomposition() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found.cpu(), sampling._align(x.cpu(), y.cpu(), weights.cpu()), rtol=0, atol=1e-5)
+
+
+def test_atoms_are_added_in_one_order_and_in_a_graph() -> None:
+    """Tokens of eight atoms, which `scatter_add` would add in another order at each call."""
+    from evoattn.clients import aggregation
+
+    def never(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("the original was called")
+
+    tokens, counts = 48, torch.full((1, 48), 8, device="cuda")
+    group = torch.arange(8 * tokens).div(8, rounding_mode="floor")[None].cuda()
+    batch = {"token_mask": torch.ones(1, tokens).cuda(), "atom_mask": torch.ones(1, 8 * tokens).cuda()}
+    mean = aggregation.means_by_token(never, Count())
+    masked = aggregation.means_by_mask(never, Count())
+    spread = aggregation.from_tokens(never, Count())
+
+    def atoms(self: Any, batch: dict[str, Tensor], x: Tensor) -> Tensor:
+        return spread(batch["token_mask"], counts, x, token_dim=-2)
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        made = aggregation.counting_atoms(atoms, Count())(self, batch, x.expand(5, -1, -1))
+        made = made * torch.arange(made.shape[-2], device=x.device)[:, None].sin()
+        return mean(made, group, tokens) + masked(batch["token_mask"], group, batch["atom_mask"], made, -2)
+
+    watched = Watched(body)
+    watched.agrees(10, length=tokens)
+    assert (watched.count.ours, watched.count.passed_on) == (7, {FIRST: 3})
+
+
+def test_pairs_without_a_batch_have_a_limit() -> None:
+    """A block of Protenix has no batch axis."""
+    from evoattn.clients.calls import residues
+
+    s, z = torch.empty(9, 4, device="cuda"), torch.empty(9, 9, 4, device="cuda")
+    assert residues([s, z], 3) == 9 and residues([s, z]) is None and residues([s, z[None]]) == 9

@@ -1145,7 +1145,7 @@ def test_short_inputs_are_left_to_the_client(
 
 
 def test_large_blocks_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "residues", lambda _: 7)
+    monkeypatch.setattr(graphs, "residues", lambda *_: 7)
     count, recorder = Count(), Traced()
     forward = graphs.step(Block.original, count, recorder, shared=True, most=6)
     block = type("Block", (Block,), {"forward": forward})()
@@ -1153,3 +1153,113 @@ def test_large_blocks_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(5):
             block(draw(1), torch.ones(3, 1))
     assert count.passed_on == {"more than 6 residues, which keep a GPU busy": 5} and not recorder.recorded
+
+
+class Writer(Block):
+    """A block that writes into its input, as blocks of trunks do in inference, unless it is told not to."""
+
+    def original(self, x: Tensor, mask: Tensor, inplace_safe: bool = False) -> Tensor:
+        update = mask * self.product(x)
+        return x.add_(update) if inplace_safe else x + update
+
+    forward = original
+
+
+@pytest.mark.parametrize(
+    ("instead", "training", "reasons"),
+    [
+        ({"inplace_safe": False}, False, {FIRST: 3}),
+        (None, False, {FIRST: 1, "it changes its arguments": 7}),
+        ({"inplace_safe": False}, True, {"the module is in training mode": 8}),
+    ],
+)
+def test_what_is_recorded_does_not_write_into_its_input(
+    instead: dict[str, bool] | None, training: bool, reasons: dict[str, int]
+) -> None:
+    count = Count()
+    kind = type("Writer", (Writer,), {"forward": graphs.step(Writer.original, count, Traced(), shared=True, instead=instead)})
+    blocks = [kind().train(training) for _ in range(8)]
+    writes, mask = instead is None or training, torch.ones(3, 1)
+    with torch.no_grad():
+        for block in blocks:
+            x = draw(1)
+            expected = block.original(x, mask)
+            assert torch.equal(block(x, mask, inplace_safe=True), expected)
+            assert torch.equal(x, expected if writes else draw(1))
+    assert count.passed_on == reasons and count.ours == 8 - sum(reasons.values())
+
+
+def test_an_argument_that_is_not_passed_is_not_replaced() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def original(self: nn.Module, x: Tensor, **named: Any) -> Tensor:
+        seen.append(named)
+        return x + 1
+
+    kind = type("Block", (Block,), {"forward": graphs.step(original, Count(), Traced(), instead={"inplace_safe": False})})
+    with torch.no_grad():
+        kind()(draw(1), chunk_size=4)
+        kind()(draw(1), chunk_size=4, inplace_safe=True)
+    assert seen == [{"chunk_size": 4}, {"chunk_size": 4, "inplace_safe": False}]
+
+
+def test_a_limit_for_pairs_without_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protenix, OpenDDE and OpenFold have no batch axis."""
+    asked: list[int] = []
+    monkeypatch.setattr(graphs, "residues", lambda _, axes: asked.append(axes))
+    forward = graphs.step(Block.original, Count(), Traced(), shared=True, most=6)
+    with torch.no_grad():
+        type("Block", (Block,), {"forward": forward})()(draw(1), torch.ones(3, 1))
+    assert asked == [3]
+
+
+def test_a_loop_of_a_module_that_it_is_given(watched: Watched) -> None:
+    """RosettaFold-3's sampler is no module. It is given the one whose parts are recorded."""
+
+    def sample(self: object, *, diffusion_module: nn.Module) -> None:
+        watched.agrees(10)
+        assert recordings(watched) == 1
+
+    parent = nn.ModuleList([watched.module])
+    graphs.loop(sample, Count(), of="diffusion_module")(object(), diffusion_module=parent)
+    assert recordings(watched) == 0 and watched.replayed == 7
+
+
+def test_only_the_transformer_of_tokens_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RosettaFold-3's transformers of atoms are of the same class, and have a pair representation of all atoms."""
+    from evoattn.clients import rf3
+
+    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    count, original = Count(), Denoiser.original
+    forward = rf3._tokens(lambda self, a, s, z, beta: original(self, a, s), count)
+    kind = type("Denoiser", (Denoiser,), {"forward": forward})
+    module, z = kind(), draw(1)
+    assert kind.forward._evoattn_steps is forward._evoattn_steps
+    with torch.no_grad():
+        for beta in (None, True):
+            for seed in range(6):
+                assert torch.equal(module(draw(seed), z, z, beta), original(module, draw(seed), z))
+    assert count.ours == 3
+    assert count.passed_on == {FIRST: 3, "a transformer of atoms, whose pairs take too much memory": 6}
+
+
+def test_blocks_that_are_offloaded_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoattn.clients import openfold
+
+    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    count, seen = Count(), list[Any]()
+
+    def original(self: nn.Module, m: Any, z: Any, **options: Any) -> Any:
+        seen.append(options["inplace_safe"])
+        return None if z is None else m + z
+
+    module = type("Block", (Block,), {"forward": openfold._block(original, count)})()
+    with torch.no_grad():
+        for _ in range(5):
+            assert module(None, None, inplace_safe=True, _offload_inference=True, _offloadable_inputs=[draw(1)]) is None
+    assert seen == [True] * 5 and count.passed_on == {"MSA and pairs take turns on the GPU": 5}
+    with torch.no_grad():
+        z = draw(2)
+        for _ in range(5):
+            module(draw(1), z, inplace_safe=True)
+    assert not any(seen[5:]) and count.ours == 2

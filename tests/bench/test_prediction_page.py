@@ -8,7 +8,7 @@ from typing import Any
 import prediction_page
 import pytest
 import torch
-from prediction_programs import Program
+from prediction_programs import FEATURES, LETTERS, PROGRAMS, UBIQUITIN, Program, _nested, _tf32
 from predictions import WAYS, Clock, Run, begun, difference, measure, show
 from torch import Tensor, nn
 
@@ -160,3 +160,32 @@ def test_nothing_is_called_installed_but_what_is(patched: list[dict[str, bool]])
     [case] = measure(Run(toy, toy.build(torch.device("cpu")), torch.device("cpu"), 3), 4, ["evoattn run"], exact=False)
     assert "from_installed" not in case and case["steps"] is None
     assert "from" not in show(case)
+
+
+def test_every_length_has_features() -> None:
+    for name in ("boltz2", "protenix"):
+        for residues in PROGRAMS[name].lengths:
+            assert (FEATURES / name / f"{residues}.pt.xz").is_file()
+
+
+def test_protenix_reads_chains_of_ubiquitin() -> None:
+    features = PROGRAMS["protenix"].inputs(152, torch.device("cpu"))
+    assert "".join(LETTERS[i] for i in features["restype"].argmax(-1)) == 2 * UBIQUITIN
+    assert features["asym_id"].unique().tolist() == [0, 1]
+    assert {x.device.type for x in features["constraint_feature"].values()} == {"cpu"}, "features in features are moved too"
+
+
+def test_settings_are_read_as_protenix_reads_them() -> None:
+    settings = _nested({"model": {"c_z": 8}, "sample_diffusion": {"N_step": 200}})
+    settings.sample_diffusion.update(N_step=3)
+    assert settings.model.c_z == settings["model"]["c_z"] == 8
+    assert settings.sample_diffusion.to_dict().get("guidance") is None and settings.get("esm", {}) == {}
+    assert settings.sample_diffusion["N_step"] == 3 and not hasattr(settings, "c_z")
+
+
+def test_a_program_leaves_the_precision_of_products_as_it_was() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    with _tf32():
+        assert torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False  # so does a model when it is built
+    assert torch.backends.cuda.matmul.allow_tf32 == before

@@ -149,5 +149,13 @@ CLIENTS = {
             "boltzgen.model.layers.pairformer:PairformerNoSeqLayer",
             least=FEW,
         ),
+        steps=(
+            *graphs.sites("boltzgen.model.modules.diffusion:DiffusionModule"),
+            *graphs.loops("boltzgen.model.modules.diffusion:AtomDiffusion.sample"),
+            *graphs.blocks(
+                "boltzgen.model.layers.pairformer:PairformerLayer",
+                "boltzgen.model.layers.pairformer:PairformerNoSeqLayer",
+            ),
+        ),
     ),
 }

@@ -105,9 +105,9 @@ def multiplication(original: Function, count: Count) -> Function:
     return update
 
 
-def residues(arguments: Iterable[Any]) -> int | None:
-    """The residues of the first pair representation `[*, L, L, C]` on a GPU, or None if there is none."""
-    pairs = (x for x in arguments if isinstance(x, Tensor) and x.is_cuda and x.ndim > 3 and x.shape[-2] == x.shape[-3])
+def residues(arguments: Iterable[Any], axes: int = 4) -> int | None:
+    """The residues of the first pair representation `[*, L, L, C]` on a GPU, of so many axes or more, or None."""
+    pairs = (x for x in arguments if isinstance(x, Tensor) and x.is_cuda and x.ndim >= axes and x.shape[-2] == x.shape[-3])
     return next((x.shape[-2] for x in pairs), None)
 
 

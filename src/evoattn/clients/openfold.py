@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from evoattn.clients import graphs
 from evoattn.clients.calls import additive, low_memory, projected, queries_first
 from evoattn.clients.layers import sites
-from evoattn.clients.site import Client, Count, Site
+from evoattn.clients.site import Client, Count, Site, named
 from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]
@@ -64,6 +66,20 @@ def _flash(original: Any, count: Count) -> Any:
     return _flash_attn
 
 
+def _block(original: Any, count: Count) -> Any:
+    """A block of the trunk, recorded. In inference blocks write into their input; recorded ones do not."""
+    recorded = graphs.block(original, count, instead={"inplace_safe": False})
+
+    @functools.wraps(recorded)
+    def forward(self: Any, *given: Any, **options: Any) -> Any:
+        if not options.get("_offload_inference"):
+            return recorded(self, *given, **options)
+        count.other("MSA and pairs take turns on the GPU")
+        return original(self, *given, **options)
+
+    return forward
+
+
 CLIENTS = {
     "openfold": Client(
         "openfold",
@@ -92,5 +108,6 @@ CLIENTS = {
             "openfold.model.evoformer:MSATransition",
             "openfold.model.evoformer:PairStack",
         ),
+        steps=named(_block, "openfold.model.evoformer:EvoformerBlock", "openfold.model.evoformer:ExtraMSABlock"),
     )
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from evoattn.clients import aggregation, graphs
 from evoattn.clients.calls import low_memory, queries_first
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
@@ -17,6 +19,8 @@ __all__ = ["CLIENTS"]
 
 _MODULE = "openfold3.core.model.primitives.attention"
 _LAYERS = "openfold3.core.model.layers"
+_ATOMS = "openfold3.core.utils.atomize_utils"
+_DIFFUSION = "openfold3.core.model.structure.diffusion_module"
 _MULTIPLICATION = "openfold3.core.model.layers.triangular_multiplicative_update"
 
 
@@ -33,6 +37,19 @@ def _additive(original: Any, count: Count) -> Any:
 def _never(*_: Any, **__: Any) -> bool:
     """Whether cuEquivariance would leave a call to torch."""
     return False
+
+
+def _rollout(original: Any, count: Count) -> Any:
+    """A rollout after which recordings are dropped, and whose steps do not wait to see that no chain is cyclic."""
+
+    @functools.wraps(original)
+    def forward(self: Any, batch: dict[str, Any], *given: Any, **named: Any) -> Any:
+        cyclic = batch.get("cyclic_mask")
+        if cyclic is not None and not torch.is_grad_enabled() and not cyclic.any():
+            batch = {name: x for name, x in batch.items() if name != "cyclic_mask"}
+        return original(self, batch, *given, **named)
+
+    return graphs.loop(forward, count)
 
 
 CLIENTS = {
@@ -67,6 +84,25 @@ CLIENTS = {
             f"{_LAYERS}.attention_pair_bias:DiffusionAttentionPairBias",
             f"{_LAYERS}.transition:Transition",
             "openfold3.core.model.latent.base_blocks:PairBlock",
+        ),
+        steps=(
+            Site(_ATOMS, "aggregate_atom_feat_to_tokens", aggregation.means_by_mask, counted=False),
+            Site(_ATOMS, "broadcast_token_feat_to_atoms", aggregation.from_tokens, counted=False),
+            Site(
+                f"{_LAYERS}.sequence_local_atom_attention",
+                "NoisyPositionEmbedder.forward",
+                aggregation.counting_atoms,
+                counted=False,
+            ),
+            Site(
+                f"{_LAYERS}.sequence_local_atom_attention",
+                "AtomAttentionDecoder.forward",
+                aggregation.counting_atoms,
+                counted=False,
+            ),
+            *graphs.sites(f"{_DIFFUSION}:DiffusionModule"),
+            Site(_DIFFUSION, "SampleDiffusion.forward", _rollout, counted=False),
+            *graphs.blocks("openfold3.core.model.latent.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
         ),
     )
 }

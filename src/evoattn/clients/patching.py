@@ -253,8 +253,9 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
             with only the attention replaced: layers that `evoattn.nn` does not know, layers called with unknown arguments, and
             layers that torch.compile compiles. For the last, call `evoattn.nn.replace` before you compile the model. False:
             only functions that compute attention are replaced.
-        graphs: also record what repeats as CUDA graphs and replay them, for inference on a GPU: the denoiser's step of Boltz
-            and, up to 512 residues, the blocks of Boltz and ESMFold. A replay has the bits of the call that it stands for.
+        graphs: also record what repeats as CUDA graphs and replay them, for inference on a GPU: the denoiser's step of Boltz,
+            BoltzGen, OpenDDE, OpenFold-3, Protenix and, in part, RosettaFold-3; and, up to 512 residues, the trunk's blocks of
+            all these but RosettaFold-3, and of ESMFold and OpenFold. A replay has the bits of the call that it stands for.
             Calls that cannot be replayed run as they are, and the report says why.
 
     Returns:

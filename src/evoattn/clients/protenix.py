@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from evoattn.clients import aggregation, graphs
 from evoattn.clients.calls import additive, kernel, multiplication, queries_first
 from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Site
@@ -68,17 +69,30 @@ def _layers(package: str) -> tuple[Site, ...]:
 _BLOCK = "model.modules.pairformer"
 _block = functools.partial(layer, least_trained=FEW)
 
+
+def _steps(package: str, model: str, block: str) -> tuple[Site, ...]:
+    """In inference blocks write into their input; recorded ones do not."""
+    return (
+        Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),
+        *graphs.sites(f"{package}.model.modules.diffusion:DiffusionModule"),
+        *graphs.loops(f"{package}.model.{package}:{model}.sample_diffusion"),
+        *graphs.blocks(f"{package}.{_BLOCK}:PairformerBlock", method=block, instead={"inplace_safe": False}),
+    )
+
+
 CLIENTS = {
     "protenix": Client(
         "protenix",
         "protenix",
         _sites("protenix", _KERNELS),
         layers=(*_layers("protenix"), *sites(f"protenix.{_BLOCK}:PairformerBlock", least_trained=FEW)),
+        steps=_steps("protenix", "Protenix", ".forward"),
     ),
     "opendde": Client(
         "opendde",
         "opendde",
         _sites("opendde"),
         layers=(*_layers("opendde"), Site(f"opendde.{_BLOCK}", "PairformerBlock.forward_source", _block)),
+        steps=_steps("opendde", "OpenDDE", ".forward_source"),
     ),
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from evoattn.clients import graphs
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
@@ -94,6 +96,20 @@ def _atoms(original: Any, count: Count) -> Any:
     return atom_attention
 
 
+def _tokens(original: Any, count: Count) -> Any:
+    """The transformer of tokens, recorded. For those of atoms, a recording would keep a copy of all pairs of atoms."""
+    recorded = graphs.step(original, count)
+
+    @functools.wraps(recorded)
+    def forward(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor, Beta_II: Any) -> Any:  # noqa: N803
+        if Beta_II is None:
+            return recorded(self, A_I, S_I, Z_II, Beta_II)
+        count.other("a transformer of atoms, whose pairs take too much memory")
+        return original(self, A_I, S_I, Z_II, Beta_II)
+
+    return forward
+
+
 def _attend(self: Any, a: Tensor, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Gated attention `[..., I, H * D]`; bias `[..., I, I, H]`, shared by all samples that a holds more of."""
     q, k, v = (x.transpose(-2, -3) for x in (q, k, self.to_v(a)))
@@ -138,6 +154,12 @@ CLIENTS = {
         layers=(
             *sites(f"{_TRIANGLES}:TriangleAttention", f"{_TRIANGLES}:TriangleMultiplication", f"{_UTILS}:Transition"),
             Site(_UTILS, "Transition"),
+        ),
+        steps=(
+            Site(_DIFFUSION, "DiffusionTransformer.forward", _tokens),
+            *graphs.loops(
+                "rf3.diffusion_samplers.inference_sampler:SampleDiffusion.sample_diffusion_like_af3", of="diffusion_module"
+            ),
         ),
     )
 }

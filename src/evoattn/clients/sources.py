@@ -55,6 +55,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "boltzgen.model.layers.transition:Transition.forward": "8339ff25d13a2022",
             "boltzgen.model.layers.pairformer:PairformerLayer.forward": "fcb378d0dfcdd113",
             "boltzgen.model.layers.pairformer:PairformerNoSeqLayer.forward": "353b19c2d737da2a",
+            "boltzgen.model.modules.diffusion:DiffusionModule.forward": "02328783beec8241",
+            "boltzgen.model.modules.diffusion:AtomDiffusion.sample": "33e530b0400efc1b",
         },
     },
     "esmfold": {
@@ -83,6 +85,9 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "opendde.model.modules.transformer:AttentionPairBias.forward": "075a795538012dfc",
             "opendde.model.modules.primitives:Transition.forward": "7ae26dce582f1583",
             "opendde.model.modules.pairformer:PairformerBlock.forward_source": "ed5dea52ce0d876d",
+            "opendde.model.utils:aggregate_atom_to_token": "03d83d7590eb1895",
+            "opendde.model.modules.diffusion:DiffusionModule.forward": "7ebd43f2c40b02aa",
+            "opendde.model.opendde:OpenDDE.sample_diffusion": "7add92a471a5d921",
         },
     },
     "openfold": {
@@ -107,6 +112,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "openfold.model.pair_transition:PairTransition.forward": "c63f5a9e72a2dfd1",
             "openfold.model.evoformer:MSATransition.forward": "12bbbe6c373ca8b5",
             "openfold.model.evoformer:PairStack.forward": "0201292caf2e531c",
+            "openfold.model.evoformer:EvoformerBlock.forward": "1008a6a65fed606f",
+            "openfold.model.evoformer:ExtraMSABlock.forward": "7e1c1a179aea124b",
         },
     },
     "openfold3": {
@@ -129,6 +136,13 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "openfold3.core.model.layers.attention_pair_bias:DiffusionAttentionPairBias.forward": "60f3e2f9e4b90f1e",
             "openfold3.core.model.layers.transition:Transition.forward": "53f42d291249e756",
             "openfold3.core.model.latent.base_blocks:PairBlock.forward": "6441bc7b6b7f9f7c",
+            "openfold3.core.utils.atomize_utils:aggregate_atom_feat_to_tokens": "ad694511b5a16785",
+            "openfold3.core.utils.atomize_utils:broadcast_token_feat_to_atoms": "2f8ddd801916e097",
+            "openfold3.core.model.layers.sequence_local_atom_attention:NoisyPositionEmbedder.forward": "351e951924e5ad43",
+            "openfold3.core.model.layers.sequence_local_atom_attention:AtomAttentionDecoder.forward": "72089e6c1cca3641",
+            "openfold3.core.model.structure.diffusion_module:DiffusionModule.forward": "b87924c12c871942",
+            "openfold3.core.model.structure.diffusion_module:SampleDiffusion.forward": "9fe111e1db2f2008",
+            "openfold3.core.model.latent.pairformer:PairFormerBlock.forward": "790b6e624d3a8eca",
         },
     },
     "protenix": {
@@ -147,6 +161,9 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "protenix.model.modules.transformer:AttentionPairBias.forward": "7e6ebd82e2a2d334",
             "protenix.model.modules.primitives:Transition.forward": "e1af6829a8cf99b2",
             "protenix.model.modules.pairformer:PairformerBlock.forward": "8d2a43923504cb22",
+            "protenix.model.utils:aggregate_atom_to_token": "03d83d7590eb1895",
+            "protenix.model.modules.diffusion:DiffusionModule.forward": "0a16bba38e009a1a",
+            "protenix.model.protenix:Protenix.sample_diffusion": "e12315d23a1f675c",
         },
     },
     "rf3": {
@@ -163,6 +180,8 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "rf3.model.layers.attention:TriangleMultiplication.forward": "5fa763662cf9461d",
             "rf3.model.layers.layer_utils:Transition.forward": "4d3acf37568bae61",
             "rf3.model.layers.layer_utils:Transition": "446dda0801f25b63",
+            "rf3.model.layers.af3_diffusion_transformer:DiffusionTransformer.forward": "c428e5ec31b8c837",
+            "rf3.diffusion_samplers.inference_sampler:SampleDiffusion.sample_diffusion_like_af3": "6a97a6cb188bd225",
         },
     },
 }

@@ -15,7 +15,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
 from evoattn.clients.site import Count, Site, named, repeated
 from evoattn.run import guards
 
-__all__ = ["ELSEWHERE", "FIRST", "Steps", "blocks", "loop", "loops", "release", "sites", "step"]
+__all__ = ["ELSEWHERE", "FIRST", "Steps", "block", "blocks", "loop", "loops", "release", "sites", "step"]
 
 FIRST = "among the first calls of their kind"
 """Why calls ran as they were that may be replayed the next time."""
@@ -52,9 +52,9 @@ def sites(*names: str) -> tuple[Site, ...]:
     return named(step, *names)
 
 
-def blocks(*names: str) -> tuple[Site, ...]:
-    """The blocks "module:Class", whose `forward` is recorded once for all of one structure."""
-    return named(functools.partial(step, shared=True, most=_MOST), *names)
+def blocks(*names: str, method: str = ".forward", instead: Mapping[str, Any] | None = None) -> tuple[Site, ...]:
+    """The blocks "module:Class", whose `method` is recorded once for all of one structure; `instead` as for `step`."""
+    return named(functools.partial(block, instead=instead), *names, method=method)
 
 
 def step(
@@ -64,6 +64,7 @@ def step(
     *,
     shared: bool = False,
     most: int | None = None,
+    instead: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """A module's `forward` that is replayed from a recording where that does the same.
 
@@ -74,14 +75,16 @@ def step(
         shared: whether modules that differ only in their weights share a recording.
         most: on a GPU a pair representation of more residues is not recorded: the GPU sets the pace there, and a recording
             would only take memory.
+        instead: values of keyword arguments in place of those that a call passes, if it may be recorded: a block that writes
+            into its input cannot be.
     """
-    steps = Steps(original, count, recorder or CudaRecorder(), shared)
+    steps = Steps(original, count, recorder or CudaRecorder(), shared, instead)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *given, **named)
-        if most is not None and (residues((*given, *named.values())) or 0) > most:
+        if most is not None and (residues((*given, *named.values()), 3) or 0) > most:
             count.other(f"more than {most} residues, which keep a GPU busy")
             return original(self, *given, **named)
         return steps.call(self, given, named)
@@ -90,21 +93,29 @@ def step(
     return forward
 
 
-def loops(*names: str) -> tuple[Site, ...]:
-    """The methods "module:Class.method" in which the modules of the class repeat their steps."""
-    return named(loop, *names, method="", counted=False)
+def block(original: Callable[..., Any], count: Count, *, instead: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """A block's `forward`, recorded once for all of one structure, up to a number of residues. Arguments as for `step`."""
+    return step(original, count, shared=True, most=_MOST, instead=instead)
 
 
-def loop(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
-    """A method after which recordings of the modules inside are dropped: what comes next needs the memory."""
+def loops(*names: str, of: str | None = None) -> tuple[Site, ...]:
+    """The methods "module:Class.method" in which the modules of the class repeat their steps; `of` as for `loop`."""
+    return named(functools.partial(loop, of=of), *names, method="", counted=False)
+
+
+def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -> Callable[..., Any]:
+    """A method after which recordings of the modules inside are dropped: what comes next needs the memory.
+
+    of: the keyword argument whose modules are meant. None: those of the object itself.
+    """
 
     @functools.wraps(original)
-    def run(self: nn.Module, *given: Any, **named: Any) -> Any:
+    def run(self: Any, *given: Any, **named: Any) -> Any:
         try:
             return original(self, *given, **named)
         finally:
             if not torch.compiler.is_compiling():
-                for module in self.children():
+                for module in (self if of is None else named[of]).children():
                     if (steps := _of(type(module).forward)) is not None:
                         steps.drop(module)
 
@@ -149,10 +160,19 @@ class Steps:
         count: of replayed calls, and of those that ran as they were, with the reason.
         recorder: what records.
         shared: whether modules that differ only in their weights share a recording.
+        instead: as for `step`.
     """
 
-    def __init__(self, original: Callable[..., Any], count: Count, recorder: Recorder, shared: bool = False) -> None:
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        count: Count,
+        recorder: Recorder,
+        shared: bool = False,
+        instead: Mapping[str, Any] | None = None,
+    ) -> None:
         self._original, self._count, self._recorder, self._shared = original, count, recorder, shared
+        self._instead = instead or {}
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -177,6 +197,7 @@ class Steps:
         if why:
             self._count.other(why)
             return self._original(module, *given, **named)
+        named |= {name: value for name, value in self._instead.items() if name in named}
         # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
         with self._lock:
             call = Call(given, named, [])

@@ -1,0 +1,119 @@
+"""Atoms to tokens and back, as denoisers compute them, in a form that a CUDA graph can repeat.
+
+The clients add the atoms of a token with `scatter_add`. On a GPU that adds in another order at each call, so two calls differ
+in their last bits, and no replay can be compared with a call. Some clients also read sizes from the GPU. What stands here
+computes in inference; where gradients are recorded, the originals do.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.clients.site import Count
+
+__all__ = ["counting_atoms", "from_tokens", "means_by_mask", "means_by_token", "sums"]
+
+_atoms: contextvars.ContextVar[int | None] = contextvars.ContextVar("atoms", default=None)
+"""How many atoms there are, inside calls of `counting_atoms`."""
+
+
+def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
+    """The sum of the rows of each group, added in the order of the rows; 0 for a group without rows.
+
+    `index_put_` that accumulates sorts the indices on a GPU, so its sums do not depend on the order of threads.
+
+    Args:
+        x: `[*, N, C]`.
+        group: integers that broadcast to `[*, N]`, the group of each row.
+        groups: how many groups there are.
+
+    Returns:
+        `[*, groups, C]`.
+    """
+    rows = x.reshape(-1, *x.shape[-2:])
+    first = groups * torch.arange(len(rows), device=x.device)[:, None]
+    at = (group.expand(x.shape[:-1]).reshape(len(rows), -1) + first).flatten()
+    made = x.new_zeros(len(rows) * groups, x.shape[-1]).index_put_((at.long(),), rows.flatten(0, 1), accumulate=True)
+    return made.view(*x.shape[:-2], groups, x.shape[-1])
+
+
+def means_by_token(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+    """`aggregate_atom_to_token` of Protenix and OpenDDE."""
+
+    @functools.wraps(original)
+    def aggregate_atom_to_token(
+        x_atom: Tensor, atom_to_token_idx: Tensor, n_token: int | None = None, reduce: str = "mean"
+    ) -> Tensor:
+        if torch.is_grad_enabled() or n_token is None or reduce != "mean" or not x_atom.is_floating_point():
+            return original(x_atom, atom_to_token_idx, n_token, reduce)
+        number = sums(x_atom.new_ones(*atom_to_token_idx.shape, 1), atom_to_token_idx, n_token)
+        return sums(x_atom, atom_to_token_idx, n_token) / number.clamp_min(1)
+
+    return aggregate_atom_to_token
+
+
+def means_by_mask(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+    """OpenFold-3's `aggregate_atom_feat_to_tokens`, which leaves masked atoms out."""
+
+    @functools.wraps(original)
+    def aggregate_atom_feat_to_tokens(
+        token_mask: Tensor,
+        atom_to_token_index: Tensor,
+        atom_mask: Tensor,
+        atom_feat: Tensor,
+        atom_dim: int = -1,
+        aggregate_fn: str = "mean",
+        eps: float = 1e-9,
+    ) -> Tensor:
+        if torch.is_grad_enabled() or atom_dim != -2 or aggregate_fn != "mean":
+            return original(token_mask, atom_to_token_index, atom_mask, atom_feat, atom_dim, aggregate_fn, eps)
+        tokens, mask = token_mask.shape[-1], atom_mask.to(atom_feat.dtype).unsqueeze(-1)
+        group = torch.where(atom_mask.int() == 0, tokens, atom_to_token_index)  # one group more, for masked atoms
+        total, number = (sums(x, group, tokens + 1)[..., :tokens, :] for x in (atom_feat * mask, mask))
+        return total / (number + eps)
+
+    return aggregate_atom_feat_to_tokens
+
+
+def counting_atoms(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """A `forward` of OpenFold-3 inside which `from_tokens` knows how many atoms there are."""
+
+    @functools.wraps(original)
+    def forward(self: Any, batch: dict[str, Tensor], *given: Any, **named: Any) -> Any:
+        token = _atoms.set(batch["atom_mask"].shape[-1])
+        try:
+            return original(self, batch, *given, **named)
+        finally:
+            _atoms.reset(token)
+
+    return forward
+
+
+def from_tokens(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
+    """OpenFold-3's `broadcast_token_feat_to_atoms`, which waits for the number of atoms."""
+
+    @functools.wraps(original)
+    def broadcast_token_feat_to_atoms(
+        token_mask: Tensor,
+        num_atoms_per_token: Tensor,
+        token_feat: Tensor,
+        token_dim: int = -1,
+        max_num_atoms_per_token: int | None = None,
+    ) -> Tensor:
+        """token_feat `[*, T, C]`, token_mask and num_atoms_per_token broadcast to `[*, T]`: `[*, A, C]`."""
+        atoms = _atoms.get()
+        if torch.is_grad_enabled() or atoms is None or token_dim != -2 or max_num_atoms_per_token is not None:
+            return original(token_mask, num_atoms_per_token, token_feat, token_dim, max_num_atoms_per_token)
+        ends = (num_atoms_per_token * token_mask.int()).long().cumsum(-1)
+        each = torch.arange(atoms, device=ends.device).expand(*ends.shape[:-1], atoms)
+        token = torch.searchsorted(ends, each.contiguous(), right=True)  # beyond the last atom: one more, which is 0
+        rows = torch.nn.functional.pad(token_feat * token_mask.unsqueeze(-1), (0, 0, 0, 1))
+        return rows.take_along_dim(token.expand(*rows.shape[:-2], atoms).unsqueeze(-1), -2)
+
+    return broadcast_token_feat_to_atoms

@@ -1,0 +1,277 @@
+"""Denoisers and trunks of clients that are installed, at tiny depth: a run of replays has the bits of a run without them."""
+
+import functools
+import importlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+import evoattn
+from evoattn.clients import graphs
+from evoattn.clients.graphs import FIRST
+from tests.helpers.recorders import Traced
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+STEPS = 8
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(module: nn.Module) -> Any:
+    """A module in eval mode, without a parameter that is 0."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in module.parameters():
+            x.copy_(0.3 * torch.randn(x.shape, generator=generator))
+    return module.eval()
+
+
+def module(name: str) -> Any:
+    """A client's module, or the test is skipped."""
+    pytest.importorskip(name.partition(".")[0], reason="the client is not installed", exc_type=ImportError)
+    return pytest.importorskip(name, exc_type=ImportError)
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, and torch's `one_hot` as it is on a GPU, where it does not look for the largest index."""
+    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    monkeypatch.setattr(
+        nn.functional, "one_hot", lambda x, num_classes: (x[..., None] == torch.arange(num_classes, device=x.device)).long()
+    )
+
+
+def agree(
+    client: str, site: str, calls: list[Any], run: Callable[..., Any], *, layers: bool, eager: list[Any] | None = None
+) -> None:
+    """Runs with graphs have the bits of runs without, and all calls but the first of each kind are replayed.
+
+    eager: the calls without graphs, if they are others.
+    """
+    numpy = importlib.import_module("numpy")
+
+    def every(calls: list[Any]) -> list[Tensor]:
+        made = []
+        for call in calls:
+            torch.manual_seed(3)
+            numpy.random.seed(3)
+            random.seed(3)
+            with torch.no_grad():
+                made.append((run(*call), torch.rand(2)))
+        return [x for x in _pytree.tree_leaves(made) if isinstance(x, Tensor)]
+
+    with evoattn.patch(client, layers=layers) as patched:
+        expected, attended = every(eager or calls), patched.calls
+    with evoattn.patch(client, layers=layers, graphs=True) as patched:
+        found = every(calls)
+        assert patched.calls == attended
+        counts = patched.steps[site]
+    assert all(map(torch.equal, found, expected)) and all(x.isfinite().all() for x in found)
+    assert counts[""] >= counts[FIRST] and set(counts) == {"", FIRST}
+
+
+LENGTHS = [(2, 9), (2, 14), (2, 9), (1, 14)]
+"""Samples and residues of four predictions."""
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("client", ["protenix", "opendde"])
+def test_protenix(client: str, layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERNORM_TYPE", "torch")
+    diffusion, generator = module(f"{client}.model.modules.diffusion"), module(f"{client}.model.generator")
+    blocks = {"n_blocks": 1, "n_heads": 2}
+    denoiser = filled(
+        diffusion.DiffusionModule(
+            c_atom=8, c_atompair=4, c_token=16, c_s=12, c_z=8, c_s_inputs=20,
+            atom_encoder=blocks, transformer={"n_blocks": 2, "n_heads": 4}, atom_decoder=blocks,
+        )
+    )  # fmt: skip
+    schedule = generator.InferenceNoiseScheduler()
+
+    def sample(samples: int, residues: int) -> Any:
+        atoms = 5 * residues
+        group = torch.arange(atoms) // 5
+        features = {
+            "atom_to_token_idx": group,
+            "ref_pos": draw(1, atoms, 3),
+            "ref_charge": draw(2, atoms),
+            "ref_mask": torch.ones(atoms),
+            "ref_element": draw(3, atoms, 128),
+            "ref_atom_name_chars": draw(4, atoms, 4, 64),
+            "relp": draw(5, residues, residues, 139),
+        }
+        rearrange = module(f"{client}.model.modules.primitives").rearrange_qk_to_dense_trunk
+        both = [features["ref_pos"], group]
+        q, k, features["pad_info"] = rearrange(both, list(both), [-2, -1], [-2, -1], 32, 128, True)
+        features["d_lm"] = q[0][..., None, :] - k[0][..., None, :, :]
+        features["v_lm"] = (q[1][..., None] == k[1][..., None, :]).unsqueeze(-1)
+        pair = denoiser.diffusion_conditioning.prepare_cache(features["relp"], draw(8, residues, residues, 8), False)
+        names = ("ref_pos", "ref_charge", "ref_mask", "ref_element", "ref_atom_name_chars", "atom_to_token_idx")
+        atomic = (features[name] for name in (*names, "d_lm", "v_lm", "pad_info"))
+        p_lm, c_l = denoiser.atom_attention_encoder.prepare_cache(*atomic, "", pair, False)
+        return generator.sample_diffusion(
+            denoise_net=denoiser, input_feature_dict=features, s_inputs=draw(7, residues, 20), s_trunk=draw(6, residues, 12),
+            z_trunk=None, pair_z=pair, p_lm=p_lm, c_l=c_l, noise_schedule=schedule(STEPS), N_sample=samples, inplace_safe=True,
+            enable_efficient_fusion=True,
+        )  # fmt: skip
+
+    agree(client, f"{client}.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, layers=layers)
+    stack = filled(module(f"{client}.model.modules.pairformer").PairformerStack(n_blocks=6, n_heads=2, c_z=8, c_s=12))
+
+    def trunk(residues: int, inplace: bool) -> Any:
+        s, z = draw(1, residues, 12), draw(2, residues, residues, 8)
+        for _ in range(3):
+            s, z = stack(s, z, torch.ones(residues, residues), inplace_safe=inplace)
+        return s, z
+
+    method = "forward" if client == "protenix" else "forward_source"
+    agree(
+        client, f"{client}.model.modules.pairformer:PairformerBlock.{method}", [(9, True), (14, True)], trunk,
+        layers=layers, eager=[(9, False), (14, False)],
+    )  # fmt: skip
+
+
+def small(config: Any) -> Any:
+    """OpenFold-3's configuration with few channels, heads and blocks."""
+    widths = {
+        **dict.fromkeys(("c_hidden", "c_hidden_pair_bias", "c_hidden_pair_att", "c_hidden_mul", "c_atom_pair"), 4),
+        **dict.fromkeys(("no_heads", "no_heads_pair_bias", "no_heads_pair", "no_blocks"), 2),
+        "c_s": 12, "c_z": 8, "c_s_input": 20, "c_token": 16, "c_a": 16, "c_atom": 8,
+    }  # fmt: skip
+    for name, value in config.items():
+        if hasattr(value, "items"):
+            small(value)
+        elif name in widths:
+            config[name] = widths[name]
+    return config
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_openfold3(layers: bool) -> None:
+    diffusion = module("openfold3.core.model.structure.diffusion_module")
+    config = module("openfold3.projects.of3_all_atom.config.model_config").model_config.copy_and_resolve_references()
+    config = config.architecture
+    denoiser = filled(diffusion.DiffusionModule(small(config.diffusion_module)))
+    sampler = diffusion.SampleDiffusion(**config.sample_diffusion, diffusion_module=denoiser).eval()
+
+    def sample(samples: int, residues: int) -> Any:
+        counts = torch.tensor([3 + i % 4 for i in range(residues)])
+        group, token = torch.repeat_interleave(torch.arange(residues), counts), torch.arange(residues)
+        atoms = len(group)
+        features = {
+            "token_mask": torch.ones(residues),
+            "atom_mask": (torch.arange(atoms) < atoms - 2).float(),
+            "num_atoms_per_token": counts,
+            "atom_to_token_index": group,
+            "ref_pos": draw(1, atoms, 3),
+            "ref_charge": draw(2, atoms),
+            "ref_mask": torch.ones(atoms),
+            "ref_element": draw(3, atoms, 119),
+            "ref_atom_name_chars": draw(4, atoms, 4, 64),
+            "ref_space_uid": group.clone(),
+            "cyclic_mask": torch.zeros(residues, dtype=torch.bool),
+            "residue_index": token,
+            "token_index": token.clone(),
+            "asym_id": token // 5,
+            "entity_id": token * 0,
+            "sym_id": token // 5,
+        }
+        s, s_input, z = draw(6, 1, 1, residues, 12), draw(7, 1, 1, residues, 20), draw(8, 1, 1, residues, residues, 8)
+        levels = diffusion.create_noise_schedule(STEPS, 16, 160.0, 4e-4, 7, torch.float32, torch.device("cpu"))
+        return sampler(
+            batch={"query_id": ["x"], **{name: x[None, None] for name, x in features.items()}},
+            si_input=s_input, si_trunk=s, zij_trunk=z, noise_schedule=levels, no_rollout_samples=samples,
+        )  # fmt: skip
+
+    agree(
+        "openfold3", "openfold3.core.model.structure.diffusion_module:DiffusionModule.forward", LENGTHS, sample, layers=layers
+    )
+    shape = small(config.pairformer)
+    shape.no_blocks = 6
+    stack = filled(module("openfold3.core.model.latent.pairformer").PairFormerStack(**shape))
+
+    def trunk(residues: int, inplace: bool) -> Any:
+        s, z, mask = draw(1, 1, residues, 12), draw(2, 1, residues, residues, 8), torch.ones(1, residues, residues)
+        for _ in range(3):
+            s, z = stack(s=s, z=z, single_mask=mask[:, 0], pair_mask=mask, inplace_safe=inplace)
+        return s, z
+
+    agree(
+        "openfold3", "openfold3.core.model.latent.pairformer:PairFormerBlock.forward", [(9, True), (14, True)], trunk,
+        layers=layers, eager=[(9, False), (14, False)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_boltzgen(layers: bool) -> None:
+    diffusion, encoders = module("boltzgen.model.modules.diffusion"), module("boltzgen.model.modules.encoders")
+    widths = {"token_s": 8, "atom_s": 16, "dim_fourier": 8}
+    depths = {"atom_encoder_depth": 1, "atom_decoder_depth": 1, "token_transformer_depth": 2, "token_transformer_heads": 4}
+    sampler = filled(diffusion.AtomDiffusion({**widths, **depths, "use_qk_norm": True}))
+
+    def sample(samples: int, residues: int) -> Any:
+        atoms, windows = 64, 2
+        indexing = encoders.get_indexing_matrix(windows, 32, 128, torch.device("cpu"))
+        token = torch.arange(atoms) % residues
+        features = {
+            "ref_pos": draw(1, 1, atoms, 3),
+            "atom_pad_mask": torch.ones(1, atoms),
+            "token_pad_mask": torch.ones(1, residues),
+            "atom_to_token": (token[:, None] == torch.arange(residues))[None].float(),
+            "record": [object()],
+        }
+        given = {
+            "q": draw(2, 1, atoms, 16),
+            "c": draw(3, 1, atoms, 16),
+            "to_keys": functools.partial(encoders.single_to_keys, indexing_matrix=indexing, W=32, H=128),
+            "atom_enc_bias": draw(4, 1, windows, 32, 128, 4),
+            "atom_dec_bias": draw(5, 1, windows, 32, 128, 4),
+            "token_trans_bias": draw(6, 1, residues, residues, 8),
+        }
+        return sampler.sample(
+            atom_mask=features["atom_pad_mask"], num_sampling_steps=STEPS, multiplicity=samples,
+            s_trunk=draw(7, 1, residues, 8), s_inputs=draw(8, 1, residues, 8), feats=features, diffusion_conditioning=given,
+        )  # fmt: skip
+
+    agree("boltzgen", "boltzgen.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, layers=layers)
+    stack = filled(module("boltzgen.model.layers.pairformer").PairformerModule(16, 8, 6, 2, 0.25, 4, 2))
+
+    def trunk(residues: int) -> Any:
+        s, z, mask = draw(1, 1, residues, 16), draw(2, 1, residues, residues, 8), torch.ones(1, residues, residues)
+        for _ in range(3):
+            s, z = stack(s, z, mask[:, 0], mask)
+        return s, z
+
+    agree("boltzgen", "boltzgen.model.layers.pairformer:PairformerLayer.forward", [(9,), (14,)], trunk, layers=layers)
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_openfold(layers: bool) -> None:
+    evoformer = module("openfold.model.evoformer")
+    widths = {"c_m": 12, "c_z": 8, "c_hidden_msa_att": 4, "c_hidden_opm": 4, "c_hidden_mul": 8, "c_hidden_pair_att": 4}
+    more = {
+        "no_heads_msa": 2, "no_heads_pair": 2, "no_blocks": 6, "transition_n": 2, "msa_dropout": 0.1, "pair_dropout": 0.1,
+        "opm_first": False, "fuse_projection_weights": False, "blocks_per_ckpt": None, "inf": 1e9, "eps": 1e-8,
+        "clear_cache_between_blocks": False, "tune_chunk_size": False,
+    }  # fmt: skip
+    stack = filled(evoformer.EvoformerStack(c_s=6, no_column_attention=False, **widths, **more))
+    extra = filled(evoformer.ExtraMSAStack(ckpt=False, **widths, **more))
+
+    def trunk(residues: int, inplace: bool) -> Any:
+        m, z, mask = draw(1, 3, residues, 12), draw(2, residues, residues, 8), torch.ones(residues, residues)
+        for _ in range(2):
+            z = extra(m.clone(), z, mask[:3], mask, 4, inplace_safe=inplace)
+            m, z, s = stack(m, z, mask[:3], mask, 4, inplace_safe=inplace)
+        return m, z, s
+
+    calls, eager = [(9, True), (14, True)], [(9, False), (14, False)]
+    for block in ("EvoformerBlock", "ExtraMSABlock"):
+        agree("openfold", f"openfold.model.evoformer:{block}.forward", calls, trunk, layers=layers, eager=eager)

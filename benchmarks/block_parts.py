@@ -194,9 +194,7 @@ def outcome(example: Example, way: str, kind: str) -> dict[str, Tensor]:
 def measured(call: Callable[[int], Any], clock: Clock, device: torch.device, rounds: int, *, host: bool) -> dict[str, float]:
     """Milliseconds of a call and of its host, and the peak of its memory in GiB beyond what was held before."""
     call(0)
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    peak = peak_bytes(lambda: call(0), device) - held
-    found = {"peak_gib": round(peak / 2**30, 3)} if device.type == "cuda" else {}
+    found = {"peak_gib": round(peak_bytes(lambda: call(0), device) / 2**30, 3)} if device.type == "cuda" else {}
     if host:
         times = []
         for _ in range(HOST_CALLS):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import block_page
 import client_page
 import layer_page
 import prediction_page
@@ -278,6 +279,7 @@ def layer_blocks(found: list[Part], results: Path) -> dict[str, str]:
         lines += [*heading(part, "###"), "", layer_table(part.problems), ""]
     return {
         "layer-parts": layer_page.block(layer_page.records(results).items(), Path("figures")),
+        "block-parts": block_page.block(block_page.records(results)),
         "layer-times": "\n".join(lines).rstrip() or "Not measured yet.",
     }
 

@@ -37,7 +37,8 @@ def copy(figures: ModuleType, tmp_path: Path) -> Path:
     marks = "a\n<!-- figures: begin clients -->\nold\n<!-- figures: end clients -->\n"
     marks += marks.replace("clients", "predictions")
     (tmp_path / "docs" / "clients" / "speed.md").write_text(marks)
-    marks = "".join(f"<!-- figures: begin layer-{x} -->\nold\n<!-- figures: end layer-{x} -->\n" for x in ("parts", "times"))
+    names = ("layer-parts", "block-parts", "layer-times")
+    marks = "".join(f"<!-- figures: begin {x} -->\nold\n<!-- figures: end {x} -->\n" for x in names)
     (tmp_path / "docs" / "layer-time.md").write_text(marks)
     (tmp_path / "docs" / "sharded.md").write_text("<!-- figures: begin sharded -->\nold\n<!-- figures: end sharded -->\n")
     text = "a\n<!-- figures: begin gpu -->\nold\n<!-- figures: end gpu -->\nb\n"
@@ -107,7 +108,7 @@ def a_layer() -> records.Problem:
 def test_layers_have_a_table_and_their_parts_a_picture(figures: ModuleType, copy: Path) -> None:
     results = copy / "benchmarks" / "results"
     page = copy / "docs" / "layer-time.md"
-    assert page.read_text().count("Not measured yet.") == 2
+    assert page.read_text().count("Not measured yet.") == 3
     records.write(dataclasses.replace(a_record(), problems=[a_layer()]), results / "a-layers.json")
     times = {"norm": [0.1, 0.2], "projections": [0.3, 0.4], "attention": [1.0, 2.0], "gate and output": [0.1, 0.1]}
     ways = {"written": {**times, "whole": [1.75, 3.0]}, "evoattn": {**times, "whole": [1.5, 2.5]}}

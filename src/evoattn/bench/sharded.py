@@ -49,7 +49,7 @@ class Job(NamedTuple):
     Args:
         length: residues.
         layer: a layer of the pair block, or "" for the whole block.
-        way: "inference" or "training".
+        way: "inference", "graph" (inference replayed as a CUDA graph) or "training".
     """
 
     length: int
@@ -78,7 +78,8 @@ class Plan(NamedTuple):
     def jobs(self) -> list[Job]:
         """The measurements in their order."""
         layers = ("", *(LAYERS if self.parts else ()))
-        return [Job(length, layer, way) for length in self.lengths for layer in layers for way in ("inference", "training")]
+        ways = ("inference", "graph", "training") if self.device == "cuda" else ("inference", "training")
+        return [Job(length, layer, way) for length in self.lengths for layer in layers for way in ways]
 
 
 def block_of(device: torch.device) -> PairformerBlock:
@@ -168,7 +169,24 @@ def _clear(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _time(call: Callable[[], object], device: torch.device, rounds: int, meet: Callable[[], object]) -> Numbers:
+def _recorded(call: Callable[[], object], meet: Callable[[], object]) -> Callable[[], object]:
+    """A call as a CUDA graph. Another thread looks after NCCL and may ask it things meanwhile."""
+    meet()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        kept = call()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def _time(
+    call: Callable[[], object], device: torch.device, rounds: int, meet: Callable[[], object], *, graph: bool = False
+) -> Numbers:
     """Milliseconds of a call, those of its host, and the peak memory in GiB with inputs and parameters.
 
     The time is the median of the rounds. The host's is the least: until a call into an empty queue returns, without a wait for
@@ -179,6 +197,7 @@ def _time(call: Callable[[], object], device: torch.device, rounds: int, meet: C
         device: where it runs.
         rounds: calls that count.
         meet: waits for the other processes.
+        graph: whether the call is recorded as a CUDA graph first.
     """
     _clear(device)
     for _ in range(WARM_UP):
@@ -186,6 +205,8 @@ def _time(call: Callable[[], object], device: torch.device, rounds: int, meet: C
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    if graph:
+        call = _recorded(call, meet)
     times, hosts = [], []
     for _ in range(rounds):
         synchronize(device)
@@ -206,12 +227,12 @@ def _largest(found: Numbers, device: torch.device) -> Numbers:
     return {name: round(x, 3) for name, x in zip(found, numbers.tolist(), strict=True)}
 
 
-def _alone(call: Callable[[], object], device: torch.device, rounds: int) -> Numbers | None:
+def _alone(call: Callable[[], object], device: torch.device, rounds: int, *, graph: bool) -> Numbers | None:
     """What the first process measures while the others wait; None if its memory does not suffice."""
     found = {"ms": 0.0, "host_ms": 0.0, "gib": 0.0}
     if dist.get_rank() == 0:
         with contextlib.suppress(torch.OutOfMemoryError):
-            found = _time(call, device, rounds, lambda: None)
+            found = _time(call, device, rounds, lambda: None, graph=graph)
     found = _largest(found, device)
     return found if found["ms"] else None
 
@@ -229,9 +250,10 @@ def measure(plan: Plan, block: PairformerBlock, mesh: DeviceMesh, device: torch.
             call = functools.partial(train if way == "training" else infer, block)
         _clear(device)
         given = example(length, device)
-        one = _alone(functools.partial(call, given), device, plan.rounds)
+        graph = way == "graph"
+        one = _alone(functools.partial(call, given), device, plan.rounds, graph=graph)
         given = split(given, mesh)
-        together = _largest(_time(functools.partial(call, given), device, plan.rounds, dist.barrier), device)
+        together = _largest(_time(functools.partial(call, given), device, plan.rounds, dist.barrier, graph=graph), device)
         found: dict[str, Any] = {"length": length, "way": way, "one": one, "all": together}
         if layer:
             found["layer"] = layer

@@ -17,7 +17,7 @@ Data = dict[str, Any]
 """A record: "machine", "processes", "settings", "finished", and lists: "errors" of one entry, and "times" of one for each job.
 Records from before the command have no settings and do not say whether they are finished."""
 
-_WAYS = {"inference": "inference", "training": "training step"}
+_WAYS = {"inference": "inference", "graph": "inference, CUDA graph", "training": "training step"}
 
 
 def is_right(errors: Data) -> bool:

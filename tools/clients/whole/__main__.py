@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -25,11 +26,12 @@ def main(names: list[str]) -> int:
     faults = []
     print(COLUMNS.format("model", "atoms", "size, Å", "difference, Å", "calls"), flush=True)
     for name in names:
-        program = importlib.import_module(f"clients.whole.{name}")
         folder = BUILD / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        program.prepare(folder, ALIGNMENT.read_text().splitlines()[1], ALIGNMENT)
+        with contextlib.redirect_stdout(sys.stderr):  # the table has no lines of the client's
+            program = importlib.import_module(f"clients.whole.{name}")
+            program.prepare(folder, ALIGNMENT.read_text().splitlines()[1], ALIGNMENT)
         for model, command in program.COMMANDS.items():
             faults += [f"{model}: {fault}" for fault in _compare(folder, model, command, program.ENVIRONMENT)]
     for fault in faults:

@@ -10,6 +10,7 @@
     python3 dev.py figures the pictures and tables of the pages, from the committed results
     python3 dev.py goals   the ratios that the project holds itself to on a CPU
     python3 dev.py clients the blocks of the clients, or of those that are named, with and without `evoattn.patch`
+    python3 dev.py clients --whole  their whole programs, or those that are named, with and without `evoattn run`
     python3 dev.py setup   only make the environment
 
 The first call makes .venv and installs the package and its tools there; EVOATTN_TORCH names another torch to install than
@@ -93,16 +94,22 @@ def has_pip(python: str) -> bool:
     return subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
 
 
-def compare_clients(names: list[str]) -> None:
-    """Compare the blocks of clients, each in an environment of its own; end with status 1 if one of them differs."""
-    known = sorted(file.stem for file in CLIENTS.glob("*.txt"))
+def compare_clients(names: list[str], whole: bool = False) -> None:
+    """Compare clients with and without ours, each in an environment of its own; end with status 1 if one of them differs.
+
+    Args:
+        names: the clients; none: all.
+        whole: compare the structures that their programs write, rather than their blocks.
+    """
+    pins, module, suffix = (CLIENTS / "whole", "clients.whole", "-whole") if whole else (CLIENTS, "clients", "")
+    known = sorted(file.stem for file in pins.glob("*.txt"))
     if unknown := sorted(set(names) - set(known)):
-        sys.exit(f"unknown: {', '.join(unknown)}; the clients are {', '.join(known)}")
+        sys.exit(f"unknown: {', '.join(unknown)}; the {'whole programs' if whole else 'clients'} are {', '.join(known)}")
     failed = []
     for name in names or known:
-        programs = set_up(ROOT / "build" / "clients" / name, CLIENTS / f"{name}.txt")
+        programs = set_up(ROOT / "build" / "clients" / f"{name}{suffix}", pins / f"{name}.txt")
         try:
-            run([str(programs / "python"), "-m", "clients", name], CLIENTS.parent)
+            run([str(programs / "python"), "-m", module, name], CLIENTS.parent)
         except SystemExit as ended:
             if ended.code == 130:
                 raise
@@ -128,7 +135,7 @@ def run(command: list[str], folder: pathlib.Path = ROOT) -> None:
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["clients"]:
-        return compare_clients(arguments[1:])
+        return compare_clients([x for x in arguments[1:] if x != "--whole"], "--whole" in arguments)
     if not arguments or arguments[0] not in COMMANDS:
         print(__doc__.strip())
         sys.exit(0 if arguments in (["-h"], ["--help"]) else 2)

@@ -340,11 +340,12 @@ def test_dev_gives_a_half_made_environment_its_pip(dev: ModuleType, monkeypatch:
 
 def test_dev_compares_every_client_in_an_environment_of_its_own(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that differs does not keep the others from running."""
-    made, compared = [], []
+    made, compared, modules = [], [], []
 
     def run(command: list[str], folder: Path) -> None:
         assert folder == dev.CLIENTS.parent
         compared.append(command[-1])
+        modules.append(command[-2])
         if command[-1] == "boltz":
             sys.exit(1)
 
@@ -360,6 +361,12 @@ def test_dev_compares_every_client_in_an_environment_of_its_own(dev: ModuleType,
     assert compared[-1] == "esmfold"
     with pytest.raises(SystemExit, match="unknown: bolz; the clients are .*boltz, "):
         dev.main(["clients", "bolz"])
+    with pytest.raises(SystemExit, match="not the same with and without the patch: boltz"):
+        dev.main(["clients", "--whole", "boltz"])
+    assert made[-1] == (dev.ROOT / "build" / "clients" / "boltz-whole", dev.CLIENTS / "whole" / "boltz.txt")
+    assert set(modules[:-1]) == {"clients"} and modules[-1] == "clients.whole"
+    with pytest.raises(SystemExit, match="unknown: esmfold; the whole programs are boltz"):
+        dev.main(["clients", "esmfold", "--whole"])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs signals of POSIX")

@@ -204,6 +204,13 @@ def test_sweep_stops_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "s a pass" in growth.stopped["evoattn"]
 
 
+def test_the_curve_begins_where_the_library_is_meant_for() -> None:
+    cpu, gpu = (demo._size(torch.device(kind), False, None).lengths for kind in ("cpu", "cuda"))
+    assert (cpu[0], cpu[-1]) == (128, 384) and (gpu[0], gpu[-1]) == (64, 1024)
+    assert demo._size(torch.device("cpu"), False, 200).lengths == (128, 192, 200)
+    assert demo._size(torch.device("cpu"), False, 40).lengths == (40,)
+
+
 def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "a.png"
     picture.write_text("the one from before")

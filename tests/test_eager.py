@@ -535,7 +535,7 @@ def test_only_the_newest_looks_are_kept(planner: Planner, operators: list[str]) 
     assert planner.planned_forwards == planner.planned_backwards == 2 * guards._MOST
     kept = alike(q, k, v, mask_bias, bias)
     assert len(kept) == guards._MOST and all(map(is_straight, kept))
-    of_last = (kept[0], False, True, (True, True, True, False, True, True, False), plans.settings(q.dtype), None)
+    of_last = (kept[0], False, False, True, (True, True, True, False, True, True, False), plans.settings(q.dtype), None)
     assert 1 <= len(guards._kept(*of_last)) <= guards._MOST
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from evoattn import testing, threads
+from evoattn.backends.tiled import whole
 from evoattn.tuning import Config, tiled, tiled_plan
 
 pytestmark = pytest.mark.skipif(
@@ -35,6 +36,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Iterator[list[
         return share(pieces, worker, count)
 
     monkeypatch.setattr(tiled, "_LEAST_SHARED", 1)
+    monkeypatch.setattr(whole, "fits", lambda problem: False)
     monkeypatch.setattr(threads, "share", noted)
     yield found
     assert max(found) > 1

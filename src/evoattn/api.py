@@ -133,8 +133,8 @@ def _attend(inputs: Inputs, wishes: Wishes) -> tuple[Tensor, ...]:
         if sharded.is_sharded(inputs):
             return sharded.attend(lambda local: _attend(local, wishes), inputs, wishes.layout)
         call = calls.work_out(inputs, wishes)
-    o, lse, reference = call(inputs)
-    return (o, _user_lse(inputs, lse, reference)) if wishes.return_lse else (o,)
+    made = call(inputs)
+    return (made[0], _user_lse(inputs, made[1], made[2])) if wishes.return_lse else (made[0],)
 
 
 def _user_lse(inputs: Inputs, lse: Tensor, reference: Tensor) -> Tensor:

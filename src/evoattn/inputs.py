@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Cotangents", "Inputs", "Options", "Outputs"]
+__all__ = ["Cotangents", "Inputs", "Kept", "Options", "Outputs"]
 
 
 class Inputs(NamedTuple):
@@ -46,6 +46,22 @@ class Outputs(NamedTuple):
     o: Tensor
     lse: Tensor
     reference: Tensor
+
+
+class Kept(NamedTuple):
+    """What a forward keeps in place of `Outputs`, if its plan can keep the probabilities (`evoattn.backends.Plan.keep`).
+
+    Args:
+        o: O, gated if there is a gate.
+        p: the probabilities, which only the plan's backend knows how to read.
+        q, k, v: copies of these that the forward made and the backward can read too, None where it made none.
+    """
+
+    o: Tensor
+    p: Tensor
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
 
 
 class Cotangents(NamedTuple):

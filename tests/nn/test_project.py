@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn import explain
+from evoattn.backends.tiled import whole
 from evoattn.nn import (
     AttentionPairBias,
     MSAColumnAttention,
@@ -182,8 +183,14 @@ LAYERS = (
 
 
 @pytest.mark.parametrize(("layer", "shapes", "mask", "most"), LAYERS, ids=lambda x: type(x).__name__)
-def test_what_is_kept_for_the_backward(layer: nn.Module, shapes: list[Any], mask: tuple[int, ...], most: int) -> None:
-    """The inputs, one tensor of all projections, O, and a few numbers a row: nothing else of that size."""
+def test_what_is_kept_for_the_backward(
+    layer: nn.Module, shapes: list[Any], mask: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inputs, one tensor of all projections, O, and a few numbers a row: nothing else of that size.
+
+    Small calls on the CPU keep the probabilities too, so this one is not small.
+    """
+    monkeypatch.setattr(whole, "fits", lambda problem: False)
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     own = {x.untyped_storage().data_ptr() for x in (*inputs, *layer.parameters())}
     kept: dict[int, Tensor] = {}

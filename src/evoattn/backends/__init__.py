@@ -76,6 +76,9 @@ class Plan:
         describe: what `run` runs; asked seldom, and never by a call.
         backend: who made it.
         refused: the other backends that were asked before, with all their reasons.
+        keep: of a forward whose backend can start a backward from kept probabilities: a function of (inputs, o) that writes O
+            and returns `Kept`. It returns None, having written nothing, if these inputs need `run`. The backward's planner and
+            its `run` then take `Kept` for outputs. None for all other forwards.
         writes_into: whether dq, dk and dv lie in memory as its planner was told, and not contiguous in the user's layout.
         kernels: what `run` launches, of a backend that can compile the kernels of several plans together.
     """
@@ -84,6 +87,7 @@ class Plan:
     describe: Callable[[], Description]
     backend: str = ""
     refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    keep: Callable[..., Any] | None = None
     writes_into: bool = False
     kernels: tuple[Any, ...] = ()
 

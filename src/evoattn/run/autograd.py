@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evoattn.call.canonical import Axes, canonicalise
 from evoattn.call.validation import check_no_tangent
-from evoattn.inputs import Cotangents, Inputs, Options, Outputs
+from evoattn.inputs import Cotangents, Inputs, Kept, Options, Outputs
 from evoattn.layouts import empty_gradients
 from evoattn.problem import GRADIENTS
 from evoattn.run import guards, operators, plans
@@ -34,8 +34,9 @@ class Call(Protocol):
     """A call that goes straight to a plan (`evoattn.run.calls.Straight`)."""
 
     options: Options
+    backend: str
 
-    def compute(self, inputs: Inputs) -> Outputs:
+    def compute(self, inputs: Inputs) -> Outputs | Kept:
         """The outputs, in the user's axes."""
 
 
@@ -66,11 +67,12 @@ class _Backward:
         )
 
 
-def _save(ctx: Any, inputs: Inputs, outputs: Outputs, way: Call | Options) -> None:
+def _save(ctx: Any, inputs: Inputs, outputs: Outputs | Kept, way: Call | Options) -> None:
     """Keep what the backward needs. `way` is a call whose tensors have the user's axes, or the options of an operator."""
     ctx.way = way
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(outputs.reference)
+    if isinstance(outputs, Outputs):  # the others are no outputs of the function
+        ctx.mark_non_differentiable(outputs.reference)
     ctx.save_for_backward(*inputs, *outputs)
 
 
@@ -90,7 +92,8 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
     saved = ctx.saved_tensors
-    cotangents, inputs, outputs = Cotangents(do, dlse), Inputs._make(saved[:-3]), Outputs._make(saved[-3:])
+    count = len(Inputs._fields)
+    cotangents, inputs, outputs = Cotangents(do, dlse), Inputs._make(saved[:count]), _outputs_of(saved[count:])
     found = None if seen or torch.is_grad_enabled() else _find(ctx, cotangents, inputs, outputs, asked)
     if found is None:
         return _by_operator(ctx, cotangents, inputs, outputs, _needs(asked))
@@ -101,6 +104,10 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
     if dpair_bias is not None:
         dpair_bias = _like(dpair_bias, inputs.pair_bias)
     return *written[:3], dmask_bias, dpair_bias, written[3]
+
+
+def _outputs_of(saved: tuple[Any, ...]) -> Outputs | Kept:
+    return Kept._make(saved) if len(saved) == len(Kept._fields) else Outputs._make(saved)
 
 
 def _joined(inputs: Inputs, gate: bool) -> list[Tensor]:
@@ -118,7 +125,9 @@ def _needs(asked: tuple[bool, ...]) -> tuple[bool, ...]:
     return asked[:3] + asked[4:]
 
 
-def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, asked: tuple[bool, ...]) -> _Backward | None:
+def _find(
+    ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs | Kept, asked: tuple[bool, ...]
+) -> _Backward | None:
     """The backward of these tensors, or None where the operator has to run it."""
     way: Any = ctx.way
     if way.__class__ is Options:
@@ -128,7 +137,7 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, as
     do, dlse = cotangents
     joins = all(asked[:3]) and _options(ctx).layout == "bnlhd"
     columns = columns_of(_joined(inputs, asked[-1])) if joins else None
-    key = (way, do is None, dlse is None, asked, plans.settings(inputs.q.dtype), columns)
+    key = (way, isinstance(outputs, Kept), do is None, dlse is None, asked, plans.settings(inputs.q.dtype), columns)
     given = [x for x in (do, dlse, *inputs, *outputs) if x is not None]
     found: _Backward | None = guards.recall(key, given)
     if found is not None:
@@ -141,6 +150,8 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, as
     if not all(same_memory(x, y) for x, y in pairs):
         return None
     options = _options(ctx)
+    if isinstance(outputs, Kept):  # only their own backend reads them
+        options = options._replace(backend=ctx.way.backend)
     into = None if columns is None else _folded(_four(columns.make(_joined(inputs, asked[-1]), "meta")), axes)
     plan = plans.backward(of_cotangents, folded, of_outputs, needs, options, into)
     written = _restored(empty_gradients(folded, options.layout, needs, "meta"), axes)
@@ -151,9 +162,17 @@ def _find(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, as
     return found
 
 
-def _by_operator(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...]) -> Gradients:
-    """By the operator, which torch can trace and transform, and which refuses a second derivative."""
+def _by_operator(
+    ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs | Kept, needs: tuple[bool, ...]
+) -> Gradients:
+    """By the operator, which torch can trace and transform, and which refuses a second derivative.
+
+    It starts from the statistic. A forward that kept the probabilities instead is done again.
+    """
     of_cotangents, folded, of_outputs, axes = _canonical(ctx, cotangents, inputs, outputs, needs)
+    if isinstance(of_outputs, Kept):
+        with torch.no_grad():
+            of_outputs = Outputs(*operators.forward(*operators.arguments_of(folded, _options(ctx))))
     made = operators.differentiate(of_cotangents, folded, of_outputs, needs, _options(ctx))
     dq, dk, dv, dmask_bias, dpair_bias, dgate = (x if need else None for x, need in zip(made, needs, strict=True))
     dq, dk, dv, dgate = _restored((dq, dk, dv, dgate), axes)
@@ -162,14 +181,19 @@ def _by_operator(ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outp
 
 
 def _canonical(
-    ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: tuple[bool, ...]
-) -> tuple[Cotangents, Inputs, Outputs, Axes | None]:
+    ctx: Any, cotangents: Cotangents, inputs: Inputs, outputs: Outputs | Kept, needs: tuple[bool, ...]
+) -> tuple[Cotangents, Inputs, Outputs | Kept, Axes | None]:
     """All of them in the canonical axes that the forward gave them, and the way back; None where they have them."""
     if isinstance(ctx.way, Options):
         return cotangents, inputs, outputs, None
     folded, axes = canonicalise(inputs, ctx.way.options.layout, narrow=not needs[4])
-    (do, dlse), (o, lse, reference) = cotangents, outputs
-    of_outputs = Outputs(axes.fold_queries(o), axes.fold_statistic(lse), axes.fold_statistic(reference))
+    do, dlse = cotangents
+    o = axes.fold_queries(outputs.o)
+    of_outputs: Outputs | Kept
+    if isinstance(outputs, Outputs):
+        of_outputs = Outputs(o, axes.fold_statistic(outputs.lse), axes.fold_statistic(outputs.reference))
+    else:
+        of_outputs = outputs._replace(o=o)
     do = None if do is None else axes.fold_queries(do)
     return Cotangents(do, None if dlse is None else axes.fold_statistic(dlse)), folded, of_outputs, axes
 
@@ -226,12 +250,12 @@ class EvoformerAttention(torch.autograd.Function):
     """A call that goes straight to a plan, as autograd sees it; profilers show it by this name."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Outputs:
-        """o, lse and reference in the user's axes."""
+    def forward(ctx: Any, call: Call, *tensors: Any) -> tuple[Tensor | None, ...]:
+        """o, lse and reference in the user's axes; o alone if the probabilities are kept."""
         inputs = Inputs._make(tensors)
         outputs = call.compute(inputs)
         _save(ctx, inputs, outputs, call)
-        return outputs
+        return (outputs.o, None, None) if isinstance(outputs, Kept) else outputs
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evoattn.backends import Plan
 from evoattn.call.canonical import canonicalise
 from evoattn.call.validation import Wishes, compute_dtype
-from evoattn.inputs import Cotangents, Inputs, Options, Outputs
+from evoattn.inputs import Cotangents, Inputs, Kept, Options, Outputs
 from evoattn.layouts import empty_outputs
 from evoattn.run import guards, operators, plans
 from evoattn.run.autograd import Look, look_of, make, record, same_memory
@@ -28,7 +29,7 @@ _SCALES = (type(None), float, int)
 """Classes of scales whose calls are kept; any other number takes the way of a new call each time."""
 
 Call = Callable[[Inputs], Any]
-"""What makes o, lse and reference, in the user's axes, of tensors in the user's axes."""
+"""What makes o, lse and reference, in the user's axes, of tensors in the user's axes; o alone if the LSE is not wished for."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,24 +40,33 @@ class Straight:
         options: as the operators take them.
         casts: whether autocast was on, which then would cast nothing.
         records: whether autograd has to know of the call.
-        run: of the forward's plan.
+        backend: of the forward's plan.
+        run: of that plan.
+        keep: of that plan, if the LSE is not wished for.
         o, lse: how they are made, perhaps like q; the reference is like lse.
     """
 
     options: Options
     casts: bool
     records: bool
+    backend: str
     run: Callable[[Inputs, Outputs], None]
+    keep: Callable[[Inputs, Tensor], Kept | None] | None
     o: Look | tuple[()]
     lse: Look | tuple[()]
 
     def __call__(self, inputs: Inputs) -> Any:
         return record(self, *inputs) if self.records else self.compute(inputs)
 
-    def compute(self, inputs: Inputs) -> Outputs:
+    def compute(self, inputs: Inputs) -> Outputs | Kept:
         """The outputs, of which autograd knows nothing."""
+        o = make(self.o, inputs.q)
+        if self.keep is not None:
+            kept = self.keep(inputs, o)
+            if kept is not None:
+                return kept
         lse = make(self.lse, inputs.q)
-        outputs = Outputs(make(self.o, inputs.q), lse, torch.empty_like(lse))
+        outputs = Outputs(o, lse, torch.empty_like(lse))
         self.run(inputs, outputs)
         return outputs
 
@@ -103,7 +113,7 @@ def work_out(inputs: Inputs, wishes: Wishes) -> Call:
     casts = guards.autocasts()
     if casts is None or (casts and _would_cast(inputs)) or not guards.ordinary(given):
         return ByOperator(options)
-    call = _straight(inputs, options, casts) or ByOperator(options, casts)
+    call = _straight(inputs, options, casts, wishes.return_lse) or ByOperator(options, casts)
     if wishes.scale.__class__ in _SCALES:
         guards.remember(_key(inputs, wishes), given, call)
     return call
@@ -121,7 +131,7 @@ def _would_cast(inputs: Inputs) -> bool:
     return any(x is not None and compute_dtype(x) != x.dtype for x in (*inputs.qkv, inputs.gate))
 
 
-def _straight(inputs: Inputs, options: Options, casts: bool) -> Straight | None:
+def _straight(inputs: Inputs, options: Options, casts: bool, return_lse: bool) -> Straight | None:
     """The call that goes straight to a plan; None if its canonical tensors do not lie as its own do."""
     folded, axes = canonicalise(inputs, options.layout)
     if not axes.in_order or not all(same_memory(x, y) for x, y in zip(inputs, folded, strict=True)):
@@ -133,7 +143,10 @@ def _straight(inputs: Inputs, options: Options, casts: bool) -> Straight | None:
     plan = plans.forward(folded, options)
     if records:
         _compile_both(inputs, folded, options, plan)
-    return Straight(options, casts, records, plan.run, *looks)
+    keep = None if return_lse else plan.keep
+    if keep is not None and records and not _both(inputs, folded, options, plan):
+        keep = None  # another backend runs the backward, which starts from the statistic
+    return Straight(options, casts, records, plan.backend, plan.run, keep, *looks)
 
 
 def _compile_both(inputs: Inputs, folded: Inputs, options: Options, forward: Plan) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evoattn.backends import Plan
 from evoattn.devices import planned
-from evoattn.inputs import Cotangents, Inputs, Options, Outputs
+from evoattn.inputs import Cotangents, Inputs, Kept, Options, Outputs
 from evoattn.numerics import float32_products
 from evoattn.problem import Problem, describe
 from evoattn.run.dispatch import select
@@ -89,7 +89,7 @@ def forward(inputs: Inputs, options: Options, *, runs: bool = True) -> Plan:
 def backward(
     cotangents: Cotangents,
     inputs: Inputs,
-    outputs: Outputs,
+    outputs: Outputs | Kept,
     needs: tuple[bool, ...],
     options: Options,
     into: Sequence[Tensor | None] | None = None,

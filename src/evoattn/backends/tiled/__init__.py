@@ -10,6 +10,8 @@ and output are rescaled as the running maximum m grows:
 
 The backward walks the same blocks, recomputes P = exp(S - LSE) from the saved statistic and sums the bias gradients in place.
 
+If all scores of a call on the CPU are few, the call is dense (`whole`), and its backward can start from kept probabilities.
+
 On a CPU threads share the blocks, and each does all operations of a block alone (`evoattn.threads`).
 
 Scores, statistics and sums are float32 (float64 for float64) whatever the dtype of the inputs. Scores are kept in units of
@@ -27,11 +29,12 @@ from torch import Tensor
 
 from evoattn import threads
 from evoattn.backends import Description, Plan
+from evoattn.backends.tiled import whole
 from evoattn.backends.tiled.backward import Work, shares
 from evoattn.backends.tiled.forward import forward_pieces
 from evoattn.backends.tiled.scores import Rows, Scores, spans, statistic, subtrahends
 from evoattn.devices import without_autocast
-from evoattn.inputs import Cotangents, Inputs, Outputs
+from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
 from evoattn.layouts import as_planned, empty_gradients, empty_outputs
 from evoattn.numerics import LOG2E, accumulate_dtype, row_bias
 from evoattn.problem import Problem, describe
@@ -65,18 +68,26 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """See `evoattn.backends`."""
     blocks = _Blocks(describe(inputs), config)
-    view_inputs, view_outputs = as_planned(inputs), as_planned(empty_outputs(inputs, layout, "meta"))
+    empty = empty_outputs(inputs, layout, "meta")
+    view_inputs, view_outputs, view_o = as_planned(inputs), as_planned(empty), as_planned((empty.o,))
 
     def run(inputs: Inputs, outputs: Outputs) -> None:
-        _forward(Inputs(*view_inputs(inputs)), Outputs(*view_outputs(outputs)), scale, blocks)
+        inputs, outputs = Inputs(*view_inputs(inputs)), Outputs(*view_outputs(outputs))
+        if not (blocks.whole and whole.write(inputs, outputs, scale)):
+            _forward(inputs, outputs, scale, blocks)
 
-    return Plan(without_autocast(inputs.q, run), blocks.describe)
+    def keep(inputs: Inputs, o: Tensor) -> Kept | None:
+        kept = whole.keep(Inputs(*view_inputs(inputs)), view_o((o,))[0], scale)
+        return None if kept is None else kept._replace(o=o)
+
+    keeps = without_autocast(inputs.q, keep) if blocks.whole else None
+    return Plan(without_autocast(inputs.q, run), blocks.describe, keep=keeps)
 
 
 def plan_backward(
     cotangents: Cotangents,
     inputs: Inputs,
-    outputs: Outputs,
+    outputs: Outputs | Kept,
     *,
     scale: float,
     layout: str,
@@ -90,10 +101,15 @@ def plan_backward(
     wanted = empty_gradients(inputs, layout, needs, "meta") if into is None else into
     views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
 
+    keeps = isinstance(outputs, Kept)
+
     def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         cotangents, inputs, outputs, gradients = [view(each) for view, each in zip(views, given, strict=True)]
-        tensors = Cotangents(*cotangents), Inputs(*inputs), Outputs(*outputs)
-        return _backward(*tensors, gradients, scale, needs, blocks)
+        tensors = Cotangents(*cotangents), Inputs(*inputs)
+        kept = Kept(*outputs) if keeps else whole.keep_again(tensors[1], outputs[0], scale) if blocks.whole else None
+        if kept is not None:
+            return whole.backward(*tensors, kept, gradients, scale, needs)
+        return _backward(*tensors, Outputs(*outputs), gradients, scale, needs, blocks)
 
     return Plan(without_autocast(inputs.q, run), blocks.describe)
 
@@ -104,6 +120,7 @@ class _Blocks:
     def __init__(self, problem: Problem, config: Config) -> None:
         self.problem, self.config = problem, config
         self.tuned = user.is_tuned(NAME, "both", problem, config)
+        self.whole = not config.given() and not self.tuned and whole.fits(problem)
         self._plans: dict[int, TiledPlan] = {}
 
     def plan(self) -> TiledPlan:

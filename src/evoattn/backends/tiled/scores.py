@@ -10,7 +10,7 @@ from torch import Tensor
 from evoattn.numerics import LN2, LOG2E, NEAR, largest_bias, query_shift, shifted_biases
 from evoattn.tuning import TiledPlan
 
-__all__ = ["Part", "Rows", "Scores", "cut", "spans", "stack", "statistic", "subtrahends", "unflatten", "view"]
+__all__ = ["Part", "Rows", "Scores", "cut", "is_plain", "spans", "stack", "statistic", "subtrahends", "unflatten", "view"]
 
 Rows = tuple[slice, slice, slice]
 """b, n and h of a piece. Where matrices are multiplied these are one axis, g."""
@@ -42,7 +42,7 @@ class Scores:
     @staticmethod
     def of(plan: TiledPlan, scale: float, bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Scores:
         """The scores of a problem."""
-        return Scores(plan, scale, bias, pair_bias, dtype, pair_bias is None or _is_plain(pair_bias, bias, dtype))
+        return Scores(plan, scale, bias, pair_bias, dtype, pair_bias is None or is_plain(pair_bias, bias, dtype))
 
     def new_buffer(self, like: Tensor) -> Tensor:
         """Room for the scores of the largest block."""
@@ -102,7 +102,7 @@ def _in_log2(reference: Tensor, shift: Tensor | None) -> Tensor:
     return (reference if shift is None else reference - shift[..., 0]) * LOG2E
 
 
-def _is_plain(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
+def is_plain(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether a pair bias can be added as it is: it is large for no query, and log2 e times it is infinite nowhere.
 
     A GPU is not asked, since the answer would have to be waited for.

@@ -1,0 +1,183 @@
+"""Small calls, of which all scores are held at once: dense attention, whose backward may start from kept probabilities.
+
+    P = softmax(scale q k^T + bias)     o = sigmoid(gate) * P v     dS = softmax's backward of (P, do' v^T)
+
+The biases are written where the scores will be, and the product is added to them. Each step is one operation of torch on all
+rows, since operations of this size take as long to start as to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evoattn.backends.tiled.scores import is_plain, statistic
+from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.numerics import LOG2E, accumulate_dtype, row_bias
+from evoattn.problem import Problem
+
+__all__ = ["backward", "fits", "keep", "keep_again", "write"]
+
+_MOST_SCORES = 1 << 22
+"""16 MiB in float32. With more scores threads share the blocks, which is faster from 128 residues on."""
+
+_MOST_CHANNELS = 1 << 18
+"""Elements of q, k or v, of which copies are made, in a call that has few scores: 1 MiB in float32."""
+
+
+_LONG = 128
+"""Residues from which copies of q, k and v are not kept: they take less of the time there, and dense has less to spare."""
+
+
+class _Made(NamedTuple):
+    """What a forward makes on its way: P `[g,q,k]`, and the factors q, k and v `[g,l,d]`, g = b*n*h."""
+
+    p: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def kept(self, inputs: Inputs, o: Tensor) -> Kept:
+        """What a backward starts from."""
+        if max(self.p.shape[1:]) >= _LONG:
+            return Kept(o, self.p)
+        pairs = zip(self[1:], inputs.qkv, strict=True)
+        return Kept(o, self.p, *(None if x.data_ptr() == given.data_ptr() else x for x, given in pairs))
+
+
+def fits(problem: Problem) -> bool:
+    """Whether a call is small. Narrow dtypes are not: dense attention holds their scores in half as many bytes."""
+    p = problem
+    channels = p.b * p.n * p.h * max(p.lq, p.lk) * max(p.d, p.c)
+    few = 0 < p.scores <= _MOST_SCORES and channels <= max(_MOST_CHANNELS, 2 * p.scores)
+    return few and p.device == "cpu" and p.dtype == accumulate_dtype(p.dtype)
+
+
+def write(inputs: Inputs, outputs: Outputs, scale: float) -> bool:
+    """Write the outputs; False, and nothing is written, if the pair bias cannot be added as it is."""
+    made = _scored(inputs, scale, outputs)
+    if made is not None:
+        _write_o(made, inputs, outputs.o)
+    return made is not None
+
+
+def keep(inputs: Inputs, o: Tensor, scale: float) -> Kept | None:
+    """Write O; None, and nothing is written, if the pair bias cannot be added as it is."""
+    made = _scored(inputs, scale)
+    if made is None:
+        return None
+    _write_o(made, inputs, o)
+    return made.kept(inputs, o)
+
+
+def keep_again(inputs: Inputs, o: Tensor, scale: float) -> Kept | None:
+    """What `keep` returned, bit for bit, for a backward that is given the statistic."""
+    made = _scored(inputs, scale)
+    return None if made is None else made.kept(inputs, o)
+
+
+def _write_o(made: _Made, inputs: Inputs, o: Tensor) -> None:
+    values = torch.bmm(made.p, made.v).view(o.shape)
+    if inputs.gate is None:
+        o.copy_(values)
+    else:
+        torch.mul(values, torch.sigmoid(inputs.gate), out=o)
+
+
+def _scored(inputs: Inputs, scale: float, outputs: Outputs | None = None) -> _Made | None:
+    """P and its factors, and the statistic of `outputs` if it is given; None if the pair bias cannot be added as it is."""
+    q, _, _, mask, mask_bias, pair_bias, _ = inputs
+    if mask is not None and mask.all():
+        mask = None
+    row = row_bias(mask, mask_bias, q.dtype)
+    if pair_bias is not None and not is_plain(pair_bias, row, q.dtype):
+        return None
+    q_, k_, v_ = (x.flatten(0, 2) for x in inputs.qkv)
+    s = q.new_empty((q_.shape[0], q_.shape[1], k_.shape[1]))
+    s5 = s.view(*q.shape[:-1], -1)  # [b,n,h,q,k]
+    biased = _write_biases(s5, row, pair_bias)
+    torch.baddbmm(s, q_, k_.transpose(1, 2), beta=int(biased), alpha=scale, out=s)
+    m = None if outputs is None else s5.amax(-1)
+    torch.softmax(s, -1, out=s)
+    if row is not None:
+        empty = row.amax(-1) == -torch.inf  # [b|1,n|1]
+        if empty.any():
+            s5.masked_fill_(empty[:, :, None, None, None], 0)
+    if outputs is not None and m is not None:
+        l = s5.amax(-1).reciprocal_()  # the largest probability is 1 / l, or 0 if there is no key
+        l.masked_fill_(l == torch.inf, 0)
+        for saved, found in zip(outputs[1:], statistic(m.mul_(LOG2E), l, None), strict=True):
+            saved.copy_(found)
+    return _Made(s, q_, k_, v_)
+
+
+def backward(
+    cotangents: Cotangents,
+    inputs: Inputs,
+    kept: Kept,
+    gradients: Sequence[Tensor | None],
+    scale: float,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Write dq, dk, dv and dgate where they are given; return dmask_bias and dpair_bias, if they are wanted.
+
+    Softmax's backward subtracts the sum over keys of P dP, which is the sum over channels of O do.
+    """
+    (o, p, *_), (do, dlse), gate = kept, cotangents, inputs.gate
+    of_q, of_k, of_v, of_gate = gradients
+    do = torch.zeros((), dtype=o.dtype, device=o.device).expand(o.shape) if do is None else do
+    if gate is not None:
+        if of_gate is not None:
+            torch.mul(torch.sigmoid(-gate).mul_(o), do, out=of_gate)  # 1 - sigmoid(gate), exact where it is small
+        do = torch.sigmoid(gate).mul_(do)
+    do = do.flatten(0, 2)
+    if of_v is not None:
+        of_v.copy_(torch.bmm(p.transpose(1, 2), do).view(of_v.shape))
+    if of_q is None and of_k is None and not any(needs[3:5]):
+        return None, None
+    ds = torch.bmm(do, _matrices(kept.v, inputs.v).transpose(1, 2))  # dP [g,q,k]
+    del do
+    torch.ops.aten._softmax_backward_data.out(ds, p, -1, p.dtype, grad_input=ds)
+    if dlse is not None:  # of the logarithm to base 2
+        ds.addcmul_(p, dlse.reshape(*ds.shape[:2], 1), value=LOG2E)
+    if of_q is not None:
+        of_q.copy_(_times(ds, _matrices(kept.k, inputs.k), scale).view(of_q.shape))
+    if of_k is not None:
+        of_k.copy_(_times(ds.transpose(1, 2), _matrices(kept.q, inputs.q), scale).view(of_k.shape))
+    return _of_biases(ds.view(*inputs.q.shape[:-1], -1), inputs, needs)
+
+
+def _matrices(kept: Tensor | None, given: Tensor) -> Tensor:
+    """q, k or v as `[g,l,d]`."""
+    return given.flatten(0, 2) if kept is None else kept
+
+
+def _times(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return torch.baddbmm(x.new_empty(1), x, y, beta=0, alpha=scale)
+
+
+def _write_biases(s: Tensor, row: Tensor | None, pair_bias: Tensor | None) -> bool:
+    """Fill s `[b,n,h,q,k]` with the sum of the biases; whether there is one."""
+    if row is not None:
+        row = row[:, :, None, None, :]
+    if pair_bias is not None and row is not None:
+        torch.add(pair_bias.unsqueeze(1).expand_as(s), row, out=s)
+    elif pair_bias is not None:
+        s.copy_(pair_bias.unsqueeze(1))
+    elif row is not None:
+        s.copy_(row)
+    return pair_bias is not None or row is not None
+
+
+def _of_biases(ds: Tensor, inputs: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """dmask_bias and dpair_bias of dS `[b,n,h,q,k]`, which is not read afterwards."""
+    of_mask = of_pair = None
+    if inputs.mask_bias is not None and needs[3]:
+        of_mask = ds.sum((2, 3)).sum_to_size(inputs.mask_bias.shape).to(inputs.mask_bias.dtype)
+    if inputs.pair_bias is not None and needs[4]:
+        of_rows = ds.squeeze(1) if ds.shape[1] == 1 else ds.sum(1)  # [b,h,q,k]
+        of_pair = of_rows.sum_to_size(inputs.pair_bias.shape).to(inputs.pair_bias.dtype)
+    return of_mask, of_pair

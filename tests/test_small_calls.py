@@ -1,0 +1,124 @@
+"""Small calls on the CPU: dense, with the probabilities kept, and never more memory or products than dense torch takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import evoattn
+from evoattn.bench.memory import peak_bytes
+from evoattn.cli.measure import dense
+from evoattn.testing import Case, Inputs
+
+CPU = torch.device("cpu")
+GRADIENTS = ("q", "k", "v", "pair_bias")
+
+
+def make(**sizes: Any) -> tuple[Inputs, list[Tensor]]:
+    inputs = Case("small", **{"n": 3, "h": 2, "lq": 12, "lk": 12, "d": 8, "pair_bias": "b1hqk", **sizes}).make()
+    return inputs, [x.requires_grad_() for name, x in inputs.differentiable.items() if name in GRADIENTS]
+
+
+def attend(inputs: Inputs, **options: Any) -> Any:
+    return evoattn.evoformer_attention(
+        inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, backend="tiled", **options
+    )
+
+
+def shapes_kept(o: Tensor) -> set[tuple[int, ...]]:
+    return {tuple(x.shape) for x in o.grad_fn.saved_tensors if x is not None}  # type: ignore[union-attr]
+
+
+def test_the_probabilities_are_kept() -> None:
+    """In place of the statistic, which only the LSE needs."""
+    inputs, _ = make()
+    o = attend(inputs)
+    (p,) = (x for x in o.grad_fn.saved_tensors if x is not None and x.shape == (6, 12, 12))
+    torch.testing.assert_close(p.sum(-1), torch.ones(6, 12))
+    assert not any(len(shape) == 4 for shape in shapes_kept(o) if shape != tuple(inputs.pair_bias.shape))  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"n": 128, "h": 2, "lq": 129, "lk": 129}, {}),
+        ({"n": 2048, "h": 8, "lq": 1, "lk": 16, "pair_bias": None}, {}),
+        ({"dtype": torch.bfloat16}, {}),
+        ({}, {"config": evoattn.Config(block_q=12)}),
+        ({}, {"return_lse": True}),
+        ({}, {"huge": True}),
+    ],
+    ids=["scores", "keys", "narrow", "config", "lse", "huge_bias"],
+)
+def test_other_calls_keep_none(sizes: dict[str, Any], options: dict[str, Any]) -> None:
+    inputs, _ = make(**sizes)
+    if options.pop("huge", False):
+        with torch.no_grad():
+            inputs.pair_bias[..., 0, :] = -1e9  # type: ignore[index]
+    made = attend(inputs, **options)
+    o = made[0] if isinstance(made, tuple) else made
+    n, h, lq, lk = (getattr(inputs.case, name) for name in ("n", "h", "lq", "lk"))
+    assert (n * h, lq, lk) not in shapes_kept(o)
+
+
+@pytest.mark.parametrize("layout", ["bnlhd", "bnhld"])
+def test_both_ways_give_the_same_bits(layout: Any) -> None:
+    """What recomputes the probabilities, by the operator, takes the same steps as what keeps them."""
+    inputs, leaves = make(layout=layout, mask="random")
+    found = torch.autograd.grad(attend(inputs, layout=layout), leaves, inputs.do)
+    recorded = torch.autograd.grad(attend(inputs, layout=layout), leaves, inputs.do, create_graph=True)
+    many = torch.autograd.grad(
+        attend(inputs, layout=layout), leaves, inputs.do.expand(2, *inputs.do.shape), is_grads_batched=True
+    )
+    for x, y, z in zip(found, recorded, many, strict=True):
+        assert torch.equal(x, y)
+        torch.testing.assert_close(z, x.expand_as(z))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        recorded[0].sum().backward()
+
+
+def test_rows_without_keys() -> None:
+    inputs, leaves = make(mask="random")
+    inputs.mask[:, 1] = False  # type: ignore[index]
+    o = attend(inputs)
+    gradients = torch.autograd.grad(o, leaves, inputs.do)
+    assert not o[:, 1].any() and not any(x[:, 1].any() for x in gradients[:3])
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def products(call: Any) -> int:
+    """How many products of matrices a call takes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        call()
+    return sum(event.count for event in profiler.key_averages() if event.key in ("aten::bmm", "aten::baddbmm"))
+
+
+def test_no_more_products_than_dense() -> None:
+    inputs, leaves = make()
+    ours, theirs = (products(lambda way=way: torch.autograd.grad(way(inputs).sum(), leaves)) for way in (attend, dense_of))
+    assert ours == theirs == 6
+
+
+def dense_of(inputs: Inputs) -> Tensor:
+    """Without the leading axis, which the demo's inputs do not have."""
+    q, k, v, pair_bias = (x if x is None else x.squeeze(0) for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias))
+    return dense(dataclasses.replace(inputs, q=q, k=k, v=v, pair_bias=None if pair_bias is None else pair_bias.squeeze(0)))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"n": 16, "h": 8, "d": 32}, {"n": 1, "h": 16, "d": 24}, {"n": 64, "h": 4, "d": 32}, {"n": 65, "h": 4, "d": 32}],
+    ids=str,
+)
+def test_peak_memory_is_below_that_of_dense(sizes: dict[str, Any]) -> None:
+    """From 128 residues on; the last has too many scores to be small."""
+    inputs, leaves = make(lq=128, lk=128, **sizes)
+    ours, theirs = (
+        peak_bytes(lambda way=way: torch.autograd.grad(way(inputs).sum(), leaves), CPU)  # type: ignore[misc]
+        for way in (attend, dense_of)
+    )
+    assert ours < theirs

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import evoattn
 import evoattn.nn
 from clients.blocks import Problem
-from evoattn.clients import patching, releases
+from evoattn.clients import boltz, patching, releases
+from evoattn.clients import calls as shared
 from evoattn.clients.calls import additive, kernel, residues, wide_on_gpu
 from evoattn.clients.layers import layer, sites
 from evoattn.clients.releases import digest, digests_in_file
-from evoattn.clients.site import Client, Count, Site
+from evoattn.clients.site import Client, Count, Site, repeated
 from evoattn.clients.sources import SOURCES
 from evoattn.nn.known import LAYERS
 
@@ -499,3 +500,44 @@ def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
         assert not wide_on_gpu([z.bfloat16(), z]) and not wide_on_gpu([on_cpu, z]) and not wide_on_gpu([])
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
         assert not wide_on_gpu([z]) and wide_on_gpu([z.double()])
+
+
+@pytest.mark.parametrize("wrap", [boltz._second, boltz._pair_biased])
+def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that are replayed as a CUDA graph, that record gradients, or that have many scores."""
+    monkeypatch.setattr(boltz, "wide_on_gpu", lambda given: True)
+    monkeypatch.setattr(boltz, "layer", lambda original, count: lambda self, s, z, *rest: "ours")
+    monkeypatch.setattr(boltz, "_projected", lambda *given: (1, 2, 3))
+    monkeypatch.setattr(boltz, "_attend", lambda *given: "ours")
+    monkeypatch.setattr(boltz, "_FEW_SCORES", 2 * 5 * 5 + 1)
+    theirs, count = types.SimpleNamespace(proj_z=lambda z: z), Count()
+    forward = wrap(lambda *given: "theirs", count)
+
+    def found(length: int) -> Any:
+        s, z = torch.zeros(2, length, 3), torch.zeros(1, length, length, 4)
+        return forward(theirs, s, z, torch.ones(2, length), s)
+
+    assert found(5) == "ours", "gradients may be wanted"
+    with torch.no_grad():
+        assert found(5) == "theirs"
+        assert found(6) == "ours"
+        with repeated():
+            assert found(5) == "ours"
+        monkeypatch.setattr(boltz, "wide_on_gpu", lambda given: False)
+        assert found(5) == "ours"
+
+
+def test_few_scores_on_a_gpu_are_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that are replayed as a CUDA graph."""
+    monkeypatch.setattr(shared, "attention", lambda *given: "ours")
+    monkeypatch.setattr(shared, "_FEW_SCORES", 3 * 2 * 7 * 5 + 1)
+    count = Count()
+    forward = additive(lambda *given: "theirs", count)
+
+    def found(length: int, *, on_gpu: bool = True) -> Any:
+        q = types.SimpleNamespace(is_cuda=on_gpu, shape=torch.Size((3, 2, length, 4)))
+        return forward(q, torch.zeros(3, 2, 5, 4), None, [])
+
+    assert [found(7), found(8), found(7, on_gpu=False)] == ["theirs", "ours", "ours"]
+    with repeated():
+        assert found(7) == "ours"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evoattn.call.canonical import narrow_expanded
-from evoattn.clients.site import Count
+from evoattn.clients.site import Count, is_repeated
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 
@@ -17,11 +17,23 @@ __all__ = ["additive", "kernel", "low_memory", "multiplication", "projected", "q
 
 Function = Callable[..., Any]
 
+_FEW_SCORES = 100_000_000
+"""Scores below which an attention is left to the client, unless it is replayed as a CUDA graph: those of a triangle attention
+of four heads and 292 residues.
+
+A block of Boltz-2 of 256 residues took, on an H200, 4.9 ms as installed and 7.2 ms with ours as the attention of Boltz' layers,
+and a training step 14.7 and 21.7 ms. Nothing between 256 and 1,024 residues was measured.
+"""
+
 
 def additive(original: Function, count: Count) -> Function:
     """`_attention(query, key, value, biases)`, as OpenFold has it: q is scaled, heads come before queries."""
 
     def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
+        if query.is_cuda and not is_repeated() and query.shape[:-1].numel() * key.shape[-2] < _FEW_SCORES:
+            count.other("few scores, for which the client's own attention takes less of the host")
+            theirs: Tensor = original(query, key, value, biases)
+            return theirs
         count.one()
         return attention(query, key, value, biases)
 

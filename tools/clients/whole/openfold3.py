@@ -1,4 +1,4 @@
-"""OpenFold-3, of the published widths with two blocks in each stack."""
+"""OpenFold-3, of the published widths, with two blocks of MSA, pairformer and diffusion transformer each."""
 
 from __future__ import annotations
 

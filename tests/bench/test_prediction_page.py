@@ -183,9 +183,14 @@ def test_settings_are_read_as_protenix_reads_them() -> None:
     assert settings.sample_diffusion["N_step"] == 3 and not hasattr(settings, "c_z")
 
 
-def test_a_program_leaves_the_precision_of_products_as_it_was() -> None:
-    before = torch.backends.cuda.matmul.allow_tf32
-    with _tf32():
-        assert torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False  # so does a model when it is built
-    assert torch.backends.cuda.matmul.allow_tf32 == before
+@pytest.mark.parametrize("before", [False, True])
+def test_a_program_leaves_the_precision_of_products_as_it_was(before: bool) -> None:
+    matmul = torch.backends.cuda.matmul
+    original, matmul.allow_tf32 = matmul.allow_tf32, before
+    try:
+        with _tf32():
+            assert matmul.allow_tf32
+            matmul.allow_tf32 = not before  # so does a model when it is built
+        assert matmul.allow_tf32 == before
+    finally:
+        matmul.allow_tf32 = original

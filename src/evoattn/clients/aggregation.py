@@ -26,7 +26,8 @@ _atoms: contextvars.ContextVar[int | None] = contextvars.ContextVar("atoms", def
 def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
     """The sum of the rows of each group, added in the order of the rows; 0 for a group without rows.
 
-    `index_put_` that accumulates sorts the indices on a GPU, so its sums do not depend on the order of threads.
+    `index_put_` that accumulates sorts the indices on a GPU, so its sums do not depend on the order of threads. Sums of numbers
+    of 16 bits are float32 until the end.
 
     Args:
         x: `[*, N, C]`.
@@ -36,11 +37,11 @@ def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
     Returns:
         `[*, groups, C]`.
     """
-    rows = x.reshape(-1, *x.shape[-2:])
+    rows = x.reshape(-1, *x.shape[-2:]).to(torch.promote_types(x.dtype, torch.float32))
     first = groups * torch.arange(len(rows), device=x.device)[:, None]
     at = (group.expand(x.shape[:-1]).reshape(len(rows), -1) + first).flatten()
-    made = x.new_zeros(len(rows) * groups, x.shape[-1]).index_put_((at.long(),), rows.flatten(0, 1), accumulate=True)
-    return made.view(*x.shape[:-2], groups, x.shape[-1])
+    made = rows.new_zeros(len(rows) * groups, x.shape[-1]).index_put_((at.long(),), rows.flatten(0, 1), accumulate=True)
+    return made.to(x.dtype).view(*x.shape[:-2], groups, x.shape[-1])
 
 
 def means_by_token(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:

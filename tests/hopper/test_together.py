@@ -225,7 +225,8 @@ def test_a_call_that_wants_gradients_begins_both_passes(
     made: dict[str, Any] = {"dtype": torch.bfloat16, "requires_grad": records}
     q, pair = torch.empty(1, 40, 96, 4, 32, **made), torch.empty(1, 1, 4, 96, 96, **made)
     with planned_for(cards_of("sm_90a")[0]):
-        calls._straight(Inputs(q, q, q, torch.ones(1, 40, 96, dtype=torch.bool), None, pair), Wishes().options(), False)
+        mask = torch.ones(1, 40, 96, dtype=torch.bool)
+        calls._straight(Inputs(q, q, q, mask, None, pair), Wishes().options(), False, return_lse=False)
     kinds = [type(kernel).__name__ for kernel in begun]
     assert kinds == (["Pairs", "Rows", "Forward", "Rows", "Pairs", "QueryGradients", "KeyGradients"] if records else [])
     assert [pickle.loads(pickle.dumps(kernel)) for kernel in begun] == begun
@@ -242,7 +243,7 @@ def test_a_backward_that_cannot_be_planned_does_not_stop_a_forward(
     monkeypatch.setattr(launch, "begin", lambda kernels: pytest.fail("begun"))
     q = torch.empty(1, 40, 96, 4, 32, dtype=torch.bfloat16, requires_grad=True)
     with planned_for(cards_of("sm_90a")[0]):
-        assert calls._straight(Inputs(q, q, q), Wishes().options(), False) is not None
+        assert calls._straight(Inputs(q, q, q), Wishes().options(), False, return_lse=False) is not None
 
 
 @pytest.mark.parametrize(("asked", "workers"), [(None, 4), ("", 4), ("0", 0), ("2", 2), ("9", 4), ("off", 0)])

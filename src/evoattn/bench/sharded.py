@@ -97,7 +97,7 @@ def example(length: int, device: torch.device) -> Example:
     rng = torch.Generator(device).manual_seed(length)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng, device=device)
+        return torch.randn(shape, generator=rng, dtype=torch.float32, device=device)
 
     mask = (torch.arange(length, device=device) < length - length // 20).float()[None]
     pairs = mask[:, :, None] * mask[:, None, :]

@@ -67,15 +67,15 @@ def _steps(length: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def block(found: dict[Path, dict[str, Any]]) -> str:
-    """A table for each record and length: every layer in bfloat16, then the whole block as others compute it."""
+    """A table for each record and length that plain torch was measured at: every layer in bfloat16. Then the whole block."""
     lines: list[str] = []
     for path, record in found.items():
         lines += [f"{headline(Record(record['machine'], {}))}. `{path.name}`.", ""]
         times = {tuple(x[key] for key in ("length", "dtype", "way", "part", "pass")): x for x in record["cases"]}
-        for length in sorted({length for length, *_ in times}):
+        for length in sorted({length for length, dtype, way, *_ in times if dtype == "bfloat16" and way == PLAIN}):
             lines += [f"{length:,} residues, bfloat16:", "", markdown(_rows(times, length)), ""]
         if others := _others(times):
-            lines += ["The whole block, computed otherwise:", "", markdown(others), ""]
+            lines += ["The whole block:", "", markdown(others), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 

@@ -215,9 +215,9 @@ def _protenix(device: torch.device) -> nn.Module:
     from protenix.model.protenix import Protenix
 
     arguments = json.loads((FEATURES / "protenix" / "arguments.json").read_text(encoding="utf-8"))
-    with device, _tf32(), patch("protenix.model.modules.primitives.trunc_normal_init_"):  # slow, for weights that `fill` writes
-        model = Protenix(_nested(arguments))
-    return fill(model).eval()
+    with _tf32(), patch("protenix.model.modules.primitives.trunc_normal_init_"):  # slow, for weights that `fill` writes
+        model = Protenix(_nested(arguments))  # some of its weights come from a generator of the CPU
+    return fill(model.to(device)).eval()
 
 
 @contextlib.contextmanager

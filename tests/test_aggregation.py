@@ -84,6 +84,8 @@ def test_means_by_mask() -> None:
     mask[0, 0, 3:5] = mask[1, 0, -1] = 0
     x[0, 0, 3] = torch.nan  # nobody reads a masked atom
     assert torch.equal(ours(token_mask, group, mask, x, -2, "mean"), by_mask(token_mask, group, mask, x))
+    low, high = x.bfloat16(), by_mask(token_mask, group, mask, x.bfloat16().float())
+    assert torch.equal(ours(token_mask, group, mask, low, -2, "mean"), high), "the mask's dtype is the wider one"
     other = aggregation.means_by_mask(original, Count())
     for more in ((), (-2, "sum")):
         assert other(token_mask, group, mask, x, *more) == -1

@@ -531,13 +531,15 @@ def test_few_scores_on_a_gpu_are_left_to_the_client(monkeypatch: pytest.MonkeyPa
     """Not those that are replayed as a CUDA graph."""
     monkeypatch.setattr(shared, "attention", lambda *given: "ours")
     monkeypatch.setattr(shared, "_FEW_SCORES", 3 * 2 * 7 * 5 + 1)
+    monkeypatch.setattr(shared, "_SHORT", 9)
     count = Count()
     forward = additive(lambda *given: "theirs", count)
 
-    def found(length: int, *, on_gpu: bool = True) -> Any:
-        q = types.SimpleNamespace(is_cuda=on_gpu, shape=torch.Size((3, 2, length, 4)))
-        return forward(q, torch.zeros(3, 2, 5, 4), None, [])
+    def found(length: int, *, rows: int = 3, on_gpu: bool = True) -> Any:
+        q = types.SimpleNamespace(is_cuda=on_gpu, shape=torch.Size((rows, 2, length, 4)))
+        return forward(q, torch.zeros(rows, 2, 5, 4), None, [])
 
     assert [found(7), found(8), found(7, on_gpu=False)] == ["theirs", "ours", "ours"]
+    assert found(9, rows=1) == "ours", "a chunk of a long attention"
     with repeated():
         assert found(7) == "ours"

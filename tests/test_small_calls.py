@@ -47,12 +47,13 @@ def test_the_probabilities_are_kept() -> None:
     [
         ({"n": 128, "h": 2, "lq": 129, "lk": 129}, {}),
         ({"n": 2048, "h": 8, "lq": 1, "lk": 16, "pair_bias": None}, {}),
+        ({"n": 512, "h": 8, "lq": 16, "lk": 16, "d": 32, "pair_bias": None}, {}),
         ({"dtype": torch.bfloat16}, {}),
         ({}, {"config": evoattn.Config(block_q=12)}),
         ({}, {"return_lse": True}),
         ({}, {"huge": True}),
     ],
-    ids=["scores", "keys", "narrow", "config", "lse", "huge_bias"],
+    ids=["scores", "keys", "channels", "narrow", "config", "lse", "huge_bias"],
 )
 def test_other_calls_keep_none(sizes: dict[str, Any], options: dict[str, Any]) -> None:
     inputs, _ = make(**sizes)
@@ -122,3 +123,25 @@ def test_peak_memory_is_below_that_of_dense(sizes: dict[str, Any]) -> None:
         for way in (attend, dense_of)
     )
     assert ours < theirs
+
+
+@pytest.mark.parametrize(("n", "h", "length"), [(92, 4, 92), (64, 4, 64), (32, 4, 32), (16, 8, 127)])
+def test_layers_one_after_the_other_take_hardly_more_memory_than_dense(n: int, h: int, length: int) -> None:
+    """Their projections lie in memory as models have them, until the backward."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(16 * h, 48 * h) for _ in range(4)])
+    x = torch.randn(1, n, length, 16 * h, dtype=torch.float32)
+
+    def peak(attention: Any) -> int:
+        def run() -> None:
+            z = x
+            for layer in layers:
+                z = z + attention(*(y.unflatten(-1, (h, 16)) for y in layer(z).chunk(3, -1))).flatten(-2)
+            torch.autograd.grad(z.sum(), list(layers.parameters()))
+
+        return peak_bytes(run, CPU)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (y.transpose(-2, -3) for y in (q, k, v))
+        return (torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v).transpose(-2, -3)
+
+    assert peak(evoattn.evoformer_attention) < 1.15 * peak(plain), "gradients are copied to where the caller's layout has them"

@@ -52,16 +52,12 @@ class Kept(NamedTuple):
     """What a forward keeps in place of `Outputs`, if its plan can keep the probabilities (`evoattn.backends.Plan.keep`).
 
     Args:
-        o: O, gated if there is a gate.
+        o: O, gated. None in a backward without a gate.
         p: the probabilities, which only the plan's backend knows how to read.
-        q, k, v: copies of these that the forward made and the backward can read too, None where it made none.
     """
 
-    o: Tensor
+    o: Tensor | None
     p: Tensor
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
 
 
 class Cotangents(NamedTuple):

@@ -38,9 +38,9 @@ def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
         `[*, groups, C]`.
     """
     rows = x.reshape(-1, *x.shape[-2:]).to(torch.promote_types(x.dtype, torch.float32))
-    first = groups * torch.arange(len(rows), device=x.device)[:, None]
-    at = (group.expand(x.shape[:-1]).reshape(len(rows), -1) + first).flatten()
-    made = rows.new_zeros(len(rows) * groups, x.shape[-1]).index_put_((at.long(),), rows.flatten(0, 1), accumulate=True)
+    batch = torch.arange(len(rows), device=x.device)[:, None]
+    at = (batch, group.expand(x.shape[:-1]).reshape(len(rows), -1).long())
+    made = rows.new_zeros(len(rows), groups, x.shape[-1]).index_put_(at, rows, accumulate=True)
     return made.to(x.dtype).view(*x.shape[:-2], groups, x.shape[-1])
 
 
@@ -74,9 +74,10 @@ def means_by_mask(original: Callable[..., Tensor], count: Count) -> Callable[...
     ) -> Tensor:
         if torch.is_grad_enabled() or atom_dim != -2 or aggregate_fn != "mean":
             return original(token_mask, atom_to_token_index, atom_mask, atom_feat, atom_dim, aggregate_fn, eps)
-        tokens, mask = token_mask.shape[-1], atom_mask.to(atom_feat.dtype).unsqueeze(-1)
+        tokens, mask = token_mask.shape[-1], atom_mask.unsqueeze(-1)
         group = torch.where(atom_mask.int() == 0, tokens, atom_to_token_index)  # one group more, for masked atoms
-        total, number = (sums(x, group, tokens + 1)[..., :tokens, :] for x in (atom_feat * mask, mask))
+        masked = atom_feat * mask
+        total, number = (sums(x, group, tokens + 1)[..., :tokens, :] for x in (masked, mask.to(masked.dtype)))
         return total / (number + eps)
 
     return aggregate_atom_feat_to_tokens

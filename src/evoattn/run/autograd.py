@@ -73,6 +73,8 @@ def _save(ctx: Any, inputs: Inputs, outputs: Outputs | Kept, way: Call | Options
     ctx.set_materialize_grads(False)
     if isinstance(outputs, Outputs):  # the others are no outputs of the function
         ctx.mark_non_differentiable(outputs.reference)
+    elif inputs.gate is None:
+        outputs = outputs._replace(o=None)
     ctx.save_for_backward(*inputs, *outputs)
 
 
@@ -188,12 +190,12 @@ def _canonical(
         return cotangents, inputs, outputs, None
     folded, axes = canonicalise(inputs, ctx.way.options.layout, narrow=not needs[4])
     do, dlse = cotangents
-    o = axes.fold_queries(outputs.o)
     of_outputs: Outputs | Kept
     if isinstance(outputs, Outputs):
-        of_outputs = Outputs(o, axes.fold_statistic(outputs.lse), axes.fold_statistic(outputs.reference))
+        o, lse, reference = outputs
+        of_outputs = Outputs(axes.fold_queries(o), axes.fold_statistic(lse), axes.fold_statistic(reference))
     else:
-        of_outputs = outputs._replace(o=o)
+        of_outputs = outputs._replace(o=None if outputs.o is None else axes.fold_queries(outputs.o))
     do = None if do is None else axes.fold_queries(do)
     return Cotangents(do, None if dlse is None else axes.fold_statistic(dlse)), folded, of_outputs, axes
 
@@ -282,7 +284,7 @@ def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _:
 
 def _no_second_derivative(ctx: Any, *cotangents: Tensor) -> Gradients:
     raise RuntimeError(
-        "evoformer_attention has no second derivative: its backward recomputes scores in tiles and keeps none. "
+        "evoformer_attention has no second derivative: its backward is a formula that autograd does not see. "
         "For double backward write the attention densely in torch."
     )
 

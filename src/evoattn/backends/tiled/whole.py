@@ -9,7 +9,6 @@ rows, since operations of this size take as long to start as to compute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,81 +20,61 @@ from evoattn.problem import Problem
 
 __all__ = ["backward", "fits", "keep", "keep_again", "write"]
 
-_MOST_SCORES = 1 << 22
-"""16 MiB in float32. With more scores threads share the blocks, which is faster from 128 residues on."""
-
 _MOST_CHANNELS = 1 << 18
-"""Elements of q, k or v, of which copies are made, in a call that has few scores: 1 MiB in float32."""
+"""Elements of q, k or v in a call that has more of them than scores: 1 MiB in float32."""
 
-
-_LONG = 128
-"""Residues from which copies of q, k and v are not kept: they take less of the time there, and dense has less to spare."""
-
-
-class _Made(NamedTuple):
-    """What a forward makes on its way: P `[g,q,k]`, and the factors q, k and v `[g,l,d]`, g = b*n*h."""
-
-    p: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    def kept(self, inputs: Inputs, o: Tensor) -> Kept:
-        """What a backward starts from."""
-        if max(self.p.shape[1:]) >= _LONG:
-            return Kept(o, self.p)
-        pairs = zip(self[1:], inputs.qkv, strict=True)
-        return Kept(o, self.p, *(None if x.data_ptr() == given.data_ptr() else x for x, given in pairs))
+_MOST_SCORES = 1 << 21
+"""8 MiB in float32. With more scores threads share the blocks, which is as fast."""
 
 
 def fits(problem: Problem) -> bool:
     """Whether a call is small. Narrow dtypes are not: dense attention holds their scores in half as many bytes."""
     p = problem
-    channels = p.b * p.n * p.h * max(p.lq, p.lk) * max(p.d, p.c)
-    few = 0 < p.scores <= _MOST_SCORES and channels <= max(_MOST_CHANNELS, 2 * p.scores)
+    channels = p.b * p.n * p.h * max(p.lq, p.lk) * max(p.d, p.c)  # of q, k or v, of which dense attention makes copies
+    few = 0 < p.scores <= _MOST_SCORES and channels <= max(_MOST_CHANNELS, p.scores)
     return few and p.device == "cpu" and p.dtype == accumulate_dtype(p.dtype)
 
 
 def write(inputs: Inputs, outputs: Outputs, scale: float) -> bool:
     """Write the outputs; False, and nothing is written, if the pair bias cannot be added as it is."""
-    made = _scored(inputs, scale, outputs)
-    if made is not None:
-        _write_o(made, inputs, outputs.o)
-    return made is not None
+    p = _probabilities(inputs, scale, outputs)
+    if p is not None:
+        _write_o(p, inputs, outputs.o)
+    return p is not None
 
 
 def keep(inputs: Inputs, o: Tensor, scale: float) -> Kept | None:
     """Write O; None, and nothing is written, if the pair bias cannot be added as it is."""
-    made = _scored(inputs, scale)
-    if made is None:
+    p = _probabilities(inputs, scale)
+    if p is None:
         return None
-    _write_o(made, inputs, o)
-    return made.kept(inputs, o)
+    _write_o(p, inputs, o)
+    return Kept(o, p)
 
 
 def keep_again(inputs: Inputs, o: Tensor, scale: float) -> Kept | None:
     """What `keep` returned, bit for bit, for a backward that is given the statistic."""
-    made = _scored(inputs, scale)
-    return None if made is None else made.kept(inputs, o)
+    p = _probabilities(inputs, scale)
+    return None if p is None else Kept(o, p)
 
 
-def _write_o(made: _Made, inputs: Inputs, o: Tensor) -> None:
-    values = torch.bmm(made.p, made.v).view(o.shape)
+def _write_o(p: Tensor, inputs: Inputs, o: Tensor) -> None:
+    values = torch.bmm(p, inputs.v.flatten(0, 2)).view(o.shape)
     if inputs.gate is None:
         o.copy_(values)
     else:
         torch.mul(values, torch.sigmoid(inputs.gate), out=o)
 
 
-def _scored(inputs: Inputs, scale: float, outputs: Outputs | None = None) -> _Made | None:
-    """P and its factors, and the statistic of `outputs` if it is given; None if the pair bias cannot be added as it is."""
+def _probabilities(inputs: Inputs, scale: float, outputs: Outputs | None = None) -> Tensor | None:
+    """P `[g,q,k]`, and the statistic of `outputs` if it is given; None if the pair bias cannot be added as it is."""
     q, _, _, mask, mask_bias, pair_bias, _ = inputs
     if mask is not None and mask.all():
         mask = None
     row = row_bias(mask, mask_bias, q.dtype)
     if pair_bias is not None and not is_plain(pair_bias, row, q.dtype):
         return None
-    q_, k_, v_ = (x.flatten(0, 2) for x in inputs.qkv)
+    q_, k_ = q.flatten(0, 2), inputs.k.flatten(0, 2)  # [g,l,d], g = b*n*h
     s = q.new_empty((q_.shape[0], q_.shape[1], k_.shape[1]))
     s5 = s.view(*q.shape[:-1], -1)  # [b,n,h,q,k]
     biased = _write_biases(s5, row, pair_bias)
@@ -111,7 +90,7 @@ def _scored(inputs: Inputs, scale: float, outputs: Outputs | None = None) -> _Ma
         l.masked_fill_(l == torch.inf, 0)
         for saved, found in zip(outputs[1:], statistic(m.mul_(LOG2E), l, None), strict=True):
             saved.copy_(found)
-    return _Made(s, q_, k_, v_)
+    return s
 
 
 def backward(
@@ -126,11 +105,12 @@ def backward(
 
     Softmax's backward subtracts the sum over keys of P dP, which is the sum over channels of O do.
     """
-    (o, p, *_), (do, dlse), gate = kept, cotangents, inputs.gate
+    (o, p), (do, dlse), gate, q = kept, cotangents, inputs.gate, inputs.q
     of_q, of_k, of_v, of_gate = gradients
-    do = torch.zeros((), dtype=o.dtype, device=o.device).expand(o.shape) if do is None else do
+    if do is None:
+        do = torch.zeros((), dtype=q.dtype, device=q.device).expand(*q.shape[:-1], inputs.v.shape[-1])
     if gate is not None:
-        if of_gate is not None:
+        if of_gate is not None and o is not None:
             torch.mul(torch.sigmoid(-gate).mul_(o), do, out=of_gate)  # 1 - sigmoid(gate), exact where it is small
         do = torch.sigmoid(gate).mul_(do)
     do = do.flatten(0, 2)
@@ -138,21 +118,16 @@ def backward(
         of_v.copy_(torch.bmm(p.transpose(1, 2), do).view(of_v.shape))
     if of_q is None and of_k is None and not any(needs[3:5]):
         return None, None
-    ds = torch.bmm(do, _matrices(kept.v, inputs.v).transpose(1, 2))  # dP [g,q,k]
+    ds = torch.bmm(do, inputs.v.flatten(0, 2).transpose(1, 2))  # dP [g,q,k]
     del do
     torch.ops.aten._softmax_backward_data.out(ds, p, -1, p.dtype, grad_input=ds)
     if dlse is not None:  # of the logarithm to base 2
         ds.addcmul_(p, dlse.reshape(*ds.shape[:2], 1), value=LOG2E)
     if of_q is not None:
-        of_q.copy_(_times(ds, _matrices(kept.k, inputs.k), scale).view(of_q.shape))
+        of_q.copy_(_times(ds, inputs.k.flatten(0, 2), scale).view(of_q.shape))
     if of_k is not None:
-        of_k.copy_(_times(ds.transpose(1, 2), _matrices(kept.q, inputs.q), scale).view(of_k.shape))
+        of_k.copy_(_times(ds.transpose(1, 2), inputs.q.flatten(0, 2), scale).view(of_k.shape))
     return _of_biases(ds.view(*inputs.q.shape[:-1], -1), inputs, needs)
-
-
-def _matrices(kept: Tensor | None, given: Tensor) -> Tensor:
-    """q, k or v as `[g,l,d]`."""
-    return given.flatten(0, 2) if kept is None else kept
 
 
 def _times(x: Tensor, y: Tensor, scale: float) -> Tensor:

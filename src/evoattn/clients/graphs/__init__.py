@@ -115,7 +115,8 @@ def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -
             return original(self, *given, **named)
         finally:
             if not torch.compiler.is_compiling():
-                for module in (self if of is None else named[of]).children():
+                owner = self if of is None else named.get(of)
+                for module in () if owner is None else owner.children():
                     if (steps := _of(type(module).forward)) is not None:
                         steps.drop(module)
 
@@ -197,10 +198,10 @@ class Steps:
         if why:
             self._count.other(why)
             return self._original(module, *given, **named)
-        named |= {name: value for name, value in self._instead.items() if name in named}
+        recorded = named | {name: value for name, value in self._instead.items() if name in named}
         # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
         with self._lock:
-            call = Call(given, named, [])
+            call = Call(given, recorded, [])
             why, known, kind = self._look(module, call)
             stands = kind is not None and not why and kind.stands_for(call.tensors)
             if known is not None and kind is not None and stands and kind.checked:

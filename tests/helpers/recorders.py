@@ -86,8 +86,13 @@ class Traced:
 
 
 def _weakly(traced: Any) -> dict[str, weakref.ref[torch.Tensor]]:
-    """Have a trace hold the tensors that it reads as a CUDA graph does: not at all."""
-    names = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}
+    """Have a trace hold the tensors that it reads as a CUDA graph does: not at all.
+
+    Constants of the traced code are no tensors that are read: a GPU gets them as numbers.
+    """
+    lifted = torch.ops.aten.lift_fresh_copy.default
+    read_from = [node for node in traced.graph.nodes if node.op == "get_attr"]
+    names = {str(node.target) for node in read_from if not all(user.target is lifted for user in node.users)}
     read = {name: weakref.ref(getattr(traced, name)) for name in names}
     for name in names:
         setattr(traced, name, None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+import case_records
+from block_parts import OURS, PLAIN, WHOLE
 
 from evoattn.bench.record import Record
 from evoattn.bench.table import headline, markdown
@@ -18,13 +20,12 @@ C, HEADS, WIDTH, SINGLE_HEADS, SINGLE_WIDTH = 128, 4, 128, 16, 384
 WIDE, NARROW = 4 * C, 2 * C
 """Bytes of an edge in float32 and in bfloat16."""
 
-OURS, PLAIN, COMPILED, WHOLE = "evoattn.nn", "plain torch", "torch.compile", "whole block"
 _NAMES = {"float32": "float32", "tf32": "float32 with TF32 products"}
 
 
 def records(results: Path) -> dict[Path, dict[str, Any]]:
     """Every record of blocks, by its file."""
-    return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted((results / "blocks").glob("*.json"))}
+    return case_records.read_all(results / "blocks")
 
 
 def floor(part: str, length: int) -> float:

@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import functools
 import gc
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import case_records
 import torch
 import torch.nn.functional as F
+from layer_parts import milliseconds
 from torch import Tensor, nn
 
 from evoattn import testing
 from evoattn.bench import machine
 from evoattn.bench.clock import Clock, clock_for
-from evoattn.bench.layer_run import captured
 from evoattn.bench.memory import peak_bytes
-from evoattn.bench.record import write_text
 from evoattn.nn import PairformerBlock
 
 SCHEMA = 1
@@ -172,13 +169,9 @@ def computing(kind: str, device: torch.device) -> Iterator[None]:
 
 def errors(kind: str, device: torch.device) -> dict[str, dict[str, float]]:
     """By way and tensor, relative to plain torch in float64: the outputs, and the gradients of s and z."""
-    length = VERIFIED[device.type]
-    example, found = Example(length, device), {}
-    exact = copy.copy(example)
-    exact.block = copy.deepcopy(example.block).double()
-    for name in ("s", "z", "ds", "dz", "mask", "pair_mask"):
-        setattr(exact, name, getattr(example, name).double())
-    true = outcome(exact, PLAIN, "float64")
+    length, found = VERIFIED[device.type], {}
+    example = Example(length, device)
+    true = outcome(Example(length, device, torch.float64), PLAIN, "float64")
     for way in (OURS, PLAIN):
         made = outcome(example, way, kind)
         found[way] = {name: float(f"{testing.relative_error(made[name], true[name]):.2e}") for name in true}
@@ -203,13 +196,7 @@ def measured(call: Callable[[int], Any], clock: Clock, device: torch.device, rou
             call(0)
             times.append(time.perf_counter() - start)
         found["host_ms"] = round(1e3 * min(times), 3)
-    kept: object = None
-    if device.type == "cuda":
-        call, kept = captured(call)
-    count = max(1, round(0.5 * clock.target_s / max(clock.calls(call, 2) / 2, 1e-6)))
-    found["ms"] = round(statistics.median(1e3 * clock.calls(call, count) / count for _ in range(rounds)), 4)
-    del kept
-    return found
+    return found | {"ms": round(milliseconds(call, clock, device, rounds), 4)}
 
 
 def measure(length: int, kind: str, ways: list[str], device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
@@ -236,12 +223,7 @@ def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[s
         ValueError: the file holds the record of another machine or commit.
     """
     facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
-    if path is None or not path.exists():
-        return {"schema": SCHEMA, "machine": facts, "errors": {}, "cases": []}
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if any(record["machine"].get(key) != facts[key] for key in facts.keys() - {"date"}):
-        raise ValueError(f"{path} is of another machine or commit; name another file")
-    return record
+    return case_records.begun(path, {"schema": SCHEMA, "machine": facts, "errors": {}, "cases": []})
 
 
 def main() -> int:
@@ -269,10 +251,8 @@ def main() -> int:
         for length in options.lengths:
             for case in measure(length, kind, options.ways, device, options.rounds):
                 names = ("length", "dtype", "way", "part", "pass")
-                record["cases"] = [x for x in record["cases"] if any(x[key] != case[key] for key in names)] + [case]
                 print(*(case[key] for key in names), {key: x for key, x in case.items() if key not in names}, flush=True)
-                if options.json:
-                    write_text(json.dumps(record, indent=1) + "\n", options.json)
+                case_records.add(case, record, names, options.json)
     return 0
 
 

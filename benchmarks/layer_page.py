@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import case_records
 
 from evoattn.bench.record import Record
 from evoattn.bench.table import headline, markdown
@@ -31,7 +32,7 @@ _INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
 
 def records(results: Path) -> dict[Path, dict[str, Any]]:
     """Every record of parts, by its file."""
-    return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted((results / "layers").glob("*.json"))}
+    return case_records.read_all(results / "layers")
 
 
 def digest(source: Path) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import case_records
 from prediction_programs import PROGRAMS
 
 from evoattn.bench.table import markdown
@@ -25,7 +25,7 @@ A whole prediction with full depth, random weights, 3 recycles, 200 steps and on
 
 def records(results: Path) -> dict[Path, dict[str, Any]]:
     """Every record of predictions, by its file."""
-    return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted((results / "predictions").glob("*.json"))}
+    return case_records.read_all(results / "predictions")
 
 
 def summary(found: dict[Path, dict[str, Any]]) -> str:

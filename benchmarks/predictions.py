@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import gc
 import importlib.util
-import json
 import math
 import sys
 import time
@@ -24,13 +23,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import case_records
 import torch
 from prediction_programs import PROGRAMS, Program
 from torch import Tensor, nn
 
 import evoattn
 from evoattn.bench import machine
-from evoattn.bench.record import write_text
 
 SCHEMA = 1
 SHORT = 8
@@ -180,13 +179,7 @@ def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[s
     """
     facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
     versions = {x.distribution: found for x in PROGRAMS.values() if (found := machine.version_of(x.distribution))}
-    made: dict[str, Any] = {"schema": SCHEMA, "machine": facts, "programs": versions, "cases": []}
-    if path is None or not path.exists():
-        return made
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if any(record["machine"].get(key) != facts[key] for key in facts.keys() - {"date"}):
-        raise ValueError(f"{path} is of another machine or commit; name another file")
-    return record
+    return case_records.begun(path, {"schema": SCHEMA, "machine": facts, "programs": versions, "cases": []})
 
 
 def show(case: Mapping[str, Any]) -> str:
@@ -230,13 +223,8 @@ def main() -> int:
         for residues in options.lengths or program.lengths:
             for case in measure(run, residues, options.ways, residues <= options.exact):
                 failed |= "failed" in case
-                same = [
-                    x for x in record["cases"] if all(x[key] == case[key] for key in ("program", "residues", "steps", "way"))
-                ]
-                record["cases"] = [x for x in record["cases"] if x not in same] + [case]
                 print(show(case), flush=True)
-                if options.json:
-                    write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", options.json)
+                case_records.add(case, record, ("program", "residues", "steps", "way"), options.json)
         del run
         gc.collect()
     return 1 if failed else 0

@@ -502,15 +502,19 @@ def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
         assert not wide_on_gpu([z]) and wide_on_gpu([z.double()])
 
 
-@pytest.mark.parametrize("wrap", [boltz._second, boltz._pair_biased])
-def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that are replayed as a CUDA graph, that record gradients, or that have many scores."""
     monkeypatch.setattr(boltz, "wide_on_gpu", lambda given: True)
-    monkeypatch.setattr(boltz, "layer", lambda original, count: lambda self, s, z, *rest: "ours")
     monkeypatch.setattr(boltz, "_projected", lambda *given: (1, 2, 3))
     monkeypatch.setattr(boltz, "_attend", lambda *given: "ours")
     monkeypatch.setattr(boltz, "_FEW_SCORES", 2 * 5 * 5 + 1)
     theirs, count = types.SimpleNamespace(proj_z=lambda z: z), Count()
+
+    def layer_of(original: Any, count: Count) -> Any:
+        return lambda *given: "ours"
+
+    wrap = boltz._unless_host_bound(layer_of if whole else boltz._second, counted=not whole)
     forward = wrap(lambda *given: "theirs", count)
 
     def found(length: int) -> Any:
@@ -525,6 +529,7 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(wrap: Any, monk
             assert found(5) == "ours"
         monkeypatch.setattr(boltz, "wide_on_gpu", lambda given: False)
         assert found(5) == "ours"
+    assert sum(count.passed_on.values()) == (0 if whole else 1), "what is inside counts"
 
 
 def test_few_scores_on_a_gpu_are_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from evoattn.clients import graphs, sampling
 from evoattn.clients.calls import additive, kernel, multiplication, wide_on_gpu
 from evoattn.clients.layers import FEW, layer, sites
-from evoattn.clients.site import Client, Count, Site, is_repeated, named
+from evoattn.clients.site import Client, Count, Replace, Site, is_repeated, named
 from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]
@@ -34,17 +34,23 @@ def _is_host_bound(s: Tensor, z: Tensor) -> bool:
     return s.shape[0] * z.shape[-3] * z.shape[-2] < _FEW_SCORES
 
 
-def _pair_biased(original: Any, count: Count) -> Any:
-    """The whole layer by `evoattn.nn`, unless the host sets the pace."""
-    ours = layer(original, count)
+def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
+    """What `replace` makes, but where the host sets the pace, which is counted if nothing inside does."""
 
-    @functools.wraps(original)
-    def forward(self: Any, s: Tensor, z: Tensor, *rest: Any, **named: Any) -> Any:
-        if _is_host_bound(s, z):
+    def made(original: Any, count: Count) -> Any:
+        ours = replace(original, count)
+
+        @functools.wraps(original)
+        def forward(self: Any, s: Tensor, z: Tensor, *rest: Any, **named: Any) -> Any:
+            if not _is_host_bound(s, z):
+                return ours(self, s, z, *rest, **named)
+            if counted:
+                count.other(_HOST_BOUND)
             return original(self, s, z, *rest, **named)
-        return ours(self, s, z, *rest, **named)
 
-    return forward
+        return forward
+
+    return made
 
 
 def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
@@ -68,10 +74,6 @@ def _second(original: Any, count: Count) -> Any:
     """Boltz-2's and BoltzGen's."""
 
     def forward(self: Any, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
-        if _is_host_bound(s, z):
-            count.other(_HOST_BOUND)
-            theirs: Tensor = original(self, s, z, mask, k_in, multiplicity)
-            return theirs
         count.one()
         q, k, v = _projected(self, s, k_in)
         if getattr(self, "use_qk_norm", False):
@@ -93,10 +95,6 @@ def _first(original: Any, count: Count) -> Any:
         to_keys: Any = None,
         model_cache: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        if _is_host_bound(s, z):
-            count.other(_HOST_BOUND)
-            theirs: Tensor = original(self, s, z, mask, multiplicity, to_keys, model_cache)
-            return theirs
         count.one()
         if self.initial_norm:
             s = self.norm_s(s)
@@ -143,13 +141,13 @@ CLIENTS = {
             "boltz",
             "triangular_mult",
             (
-                Site("boltz.model.layers.attentionv2", "AttentionPairBias.forward", _second),
-                Site("boltz.model.layers.attention", "AttentionPairBias.forward", _first),
+                Site("boltz.model.layers.attentionv2", "AttentionPairBias.forward", _unless_host_bound(_second)),
+                Site("boltz.model.layers.attention", "AttentionPairBias.forward", _unless_host_bound(_first)),
             ),
         ),
         layers=(
             *named(
-                _pair_biased,
+                _unless_host_bound(layer, counted=False),
                 "boltz.model.layers.attention:AttentionPairBias",
                 "boltz.model.layers.attentionv2:AttentionPairBias",
             ),
@@ -182,7 +180,11 @@ CLIENTS = {
     "boltzgen": Client(
         "boltzgen",
         "boltzgen",
-        _sites("boltzgen", "triangular", (Site("boltzgen.model.layers.attention", "AttentionPairBias.forward", _second),)),
+        _sites(
+            "boltzgen",
+            "triangular",
+            (Site("boltzgen.model.layers.attention", "AttentionPairBias.forward", _unless_host_bound(_second)),),
+        ),
         layers=sites(
             "boltzgen.model.layers.triangular_attention.attention:TriangleAttention",
             "boltzgen.model.layers.triangular:TriangleMultiplicationOutgoing",

@@ -77,8 +77,8 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
             _forward(inputs, outputs, scale, blocks)
 
     def keep(inputs: Inputs, o: Tensor) -> Kept | None:
-        kept = whole.keep(Inputs(*view_inputs(inputs)), view_o((o,))[0], scale)
-        return None if kept is None else kept._replace(o=o)
+        p = whole.keep(Inputs(*view_inputs(inputs)), view_o((o,))[0], scale)
+        return None if p is None else Kept(o, p)
 
     keeps = without_autocast(inputs.q, keep) if blocks.whole else None
     return Plan(without_autocast(inputs.q, run), blocks.describe, keep=keeps)
@@ -101,14 +101,18 @@ def plan_backward(
     wanted = empty_gradients(inputs, layout, needs, "meta") if into is None else into
     views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
 
-    keeps = isinstance(outputs, Kept)
+    kept = isinstance(outputs, Kept)
 
     def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         cotangents, inputs, outputs, gradients = [view(each) for view, each in zip(views, given, strict=True)]
         tensors = Cotangents(*cotangents), Inputs(*inputs)
-        kept = Kept(*outputs) if keeps else whole.keep_again(tensors[1], outputs[0], scale) if blocks.whole else None
-        if kept is not None:
-            return whole.backward(*tensors, kept, gradients, scale, needs)
+        p = None
+        if kept:
+            p = outputs[1]
+        elif blocks.whole:
+            p = whole.probabilities(tensors[1], scale)
+        if p is not None:
+            return whole.backward(*tensors, Kept(outputs[0], p), gradients, scale, needs)
         return _backward(*tensors, Outputs(*outputs), gradients, scale, needs, blocks)
 
     return Plan(without_autocast(inputs.q, run), blocks.describe)

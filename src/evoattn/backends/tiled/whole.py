@@ -18,7 +18,7 @@ from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
 from evoattn.numerics import LOG2E, accumulate_dtype, row_bias
 from evoattn.problem import Problem
 
-__all__ = ["backward", "fits", "keep", "keep_again", "write"]
+__all__ = ["backward", "fits", "keep", "probabilities", "write"]
 
 _MOST_CHANNELS = 1 << 18
 """Elements of q, k or v in a call that has more of them than scores: 1 MiB in float32."""
@@ -37,25 +37,18 @@ def fits(problem: Problem) -> bool:
 
 def write(inputs: Inputs, outputs: Outputs, scale: float) -> bool:
     """Write the outputs; False, and nothing is written, if the pair bias cannot be added as it is."""
-    p = _probabilities(inputs, scale, outputs)
+    p = probabilities(inputs, scale, outputs)
     if p is not None:
         _write_o(p, inputs, outputs.o)
     return p is not None
 
 
-def keep(inputs: Inputs, o: Tensor, scale: float) -> Kept | None:
-    """Write O; None, and nothing is written, if the pair bias cannot be added as it is."""
-    p = _probabilities(inputs, scale)
-    if p is None:
-        return None
-    _write_o(p, inputs, o)
-    return Kept(o, p)
-
-
-def keep_again(inputs: Inputs, o: Tensor, scale: float) -> Kept | None:
-    """What `keep` returned, bit for bit, for a backward that is given the statistic."""
-    p = _probabilities(inputs, scale)
-    return None if p is None else Kept(o, p)
+def keep(inputs: Inputs, o: Tensor, scale: float) -> Tensor | None:
+    """Write O and return the probabilities; None, and nothing is written, if the pair bias cannot be added as it is."""
+    p = probabilities(inputs, scale)
+    if p is not None:
+        _write_o(p, inputs, o)
+    return p
 
 
 def _write_o(p: Tensor, inputs: Inputs, o: Tensor) -> None:
@@ -66,7 +59,7 @@ def _write_o(p: Tensor, inputs: Inputs, o: Tensor) -> None:
         torch.mul(values, torch.sigmoid(inputs.gate), out=o)
 
 
-def _probabilities(inputs: Inputs, scale: float, outputs: Outputs | None = None) -> Tensor | None:
+def probabilities(inputs: Inputs, scale: float, outputs: Outputs | None = None) -> Tensor | None:
     """P `[g,q,k]`, and the statistic of `outputs` if it is given; None if the pair bias cannot be added as it is."""
     q, _, _, mask, mask_bias, pair_bias, _ = inputs
     if mask is not None and mask.all():

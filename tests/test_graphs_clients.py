@@ -3,7 +3,7 @@
 import functools
 import importlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ STEPS = 8
 
 
 def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    """The same numbers on each device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(torch.get_default_device())
 
 
 def filled(module: nn.Module) -> Any:
@@ -30,7 +31,7 @@ def filled(module: nn.Module) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for x in module.parameters():
-            x.copy_(0.3 * torch.randn(x.shape, generator=generator))
+            x.copy_(0.3 * torch.randn(x.shape, generator=generator, device="cpu"))
     return module.eval()
 
 
@@ -40,13 +41,18 @@ def module(name: str) -> Any:
     return pytest.importorskip(name, exc_type=ImportError)
 
 
-@pytest.fixture(autouse=True)
-def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, and torch's `one_hot` as it is on a GPU, where it does not look for the largest index."""
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CUDA graphs, or a stand-in on a CPU, with torch's `one_hot` as it is on a GPU: it does not look for the largest index."""
+    if request.param == "cuda":
+        with torch.device("cuda"):
+            yield
+        return
     monkeypatch.setattr(graphs, "CudaRecorder", Traced)
     monkeypatch.setattr(
         nn.functional, "one_hot", lambda x, num_classes: (x[..., None] == torch.arange(num_classes, device=x.device)).long()
     )
+    yield
 
 
 def agree(
@@ -185,7 +191,7 @@ def test_openfold3(layers: bool) -> None:
             "sym_id": token // 5,
         }
         s, s_input, z = draw(6, 1, 1, residues, 12), draw(7, 1, 1, residues, 20), draw(8, 1, 1, residues, residues, 8)
-        levels = diffusion.create_noise_schedule(STEPS, 16, 160.0, 4e-4, 7, torch.float32, torch.device("cpu"))
+        levels = diffusion.create_noise_schedule(STEPS, 16, 160.0, 4e-4, 7, torch.float32, torch.get_default_device())
         return sampler(
             batch={"query_id": ["x"], **{name: x[None, None] for name, x in features.items()}},
             si_input=s_input, si_trunk=s, zij_trunk=z, noise_schedule=levels, no_rollout_samples=samples,
@@ -219,7 +225,7 @@ def test_boltzgen(layers: bool) -> None:
 
     def sample(samples: int, residues: int) -> Any:
         atoms, windows = 64, 2
-        indexing = encoders.get_indexing_matrix(windows, 32, 128, torch.device("cpu"))
+        indexing = encoders.get_indexing_matrix(windows, 32, 128, torch.get_default_device())
         token = torch.arange(atoms) % residues
         features = {
             "ref_pos": draw(1, 1, atoms, 3),

@@ -15,7 +15,7 @@ from evoattn.workloads import Workload
 __all__ = ["AWKWARD", "Case", "Inputs", "from_workload"]
 
 Strides = Literal["contiguous", "transposed", "sliced"]
-Low = Literal["minus_1e9", "minus_1e9_rows", "minus_inf", "minus_inf_rows", "lowest", "lowest_rows"]
+Low = Literal["minus_1e9", "minus_1e9_rows", "minus_1e10_first", "minus_inf", "minus_inf_rows", "lowest", "lowest_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,14 @@ class Case:
             mask.
         mask_axes: axes that the mask varies along, a 1 where it is broadcast; leading ones may be left out.
         mask_bias: random finite values; -1e9, -inf or the dtype's lowest number at random keys; the same, and at all keys of
-            every third row; or none.
+            every third row; -1e10 at the first half of the keys; or none.
         mask_bias_axes: as mask_axes; "bn11k" has the two unit axes of DeepSpeed's call.
         pair_bias: axes that the bias varies along, a 1 where it is broadcast, such as "b1hqk"; or none. The letters x, y and z
             are the first, second and third batch axis alone.
         pair_fill: put -1e9, -inf or the dtype's lowest number into the pair bias at random; "..._rows" also into all of its
-            last query. True is "minus_inf_rows". "last_key_1e4" puts 1e4 at the last key alone, which padding switches off.
-        bias_dtype: of both biases; None is dtype. float16 has -6e4 in the place of -1e9.
+            last query; "minus_1e10_first" puts -1e10 at the first half of the keys. True is "minus_inf_rows". "last_key_1e4"
+            puts 1e4 at the last key alone, which padding switches off.
+        bias_dtype: of both biases; None is dtype. float16 has -6e4 in the place of -1e9 and -1e10.
         pair_bias_dtype: of the pair bias; None is bias_dtype.
         strides: of q, k and v, one for all or one each: contiguous, heads and lengths swapped in memory, every second element
             of a wider tensor. For all tensors: a pair bias whose heads lie innermost as a permuted linear gives it, or every
@@ -207,6 +208,19 @@ AWKWARD: tuple[Case, ...] = (
         mask_bias="lowest",
         pair_bias="11hqk",
         pair_fill="minus_1e9",
+    ),
+    # Whole tiles of keys that are switched off come before the others: windows of atoms begin so.
+    Case("mask_bias_minus_1e10_first", n=2, h=2, lq=40, lk=300, mask_bias="minus_1e10_first", lse_gradient=True),
+    Case(
+        "pair_bias_minus_1e10_first",
+        n=1,
+        h=2,
+        lq=32,
+        lk=300,
+        d=32,
+        pair_bias="b1hqk",
+        pair_fill="minus_1e10_first",
+        lse_gradient=True,
     ),
     Case("pair_bias_lowest_rows", mask="random", pair_bias="b1hqk", pair_fill="lowest_rows", lse_gradient=True),
     Case("lse_far_from_zero", spread=60.0, **_BOTH, lse_gradient=True),  # type: ignore[arg-type]

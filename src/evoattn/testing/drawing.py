@@ -161,7 +161,9 @@ class _Drawing:
         shape = self.sizes(axes)
         bias = self.single(*shape).to(self.mask_bias_dtype)
         low = _low(case.mask_bias, self.mask_bias_dtype)
-        if case.mask_bias != "finite":
+        if case.mask_bias.endswith("first"):
+            bias[..., : case.lk // 2] = low
+        elif case.mask_bias != "finite":
             bias = bias * 0
             bias[~self.keys(shape)] = low
         if case.mask_bias.endswith("rows") and bias.ndim > 1:
@@ -180,7 +182,10 @@ class _Drawing:
         elif case.pair_fill:
             kind = case.pair_fill if isinstance(case.pair_fill, str) else "minus_inf_rows"
             low = _low(kind, self.pair_bias_dtype)
-            bias[torch.rand(shape, generator=self.rng, dtype=torch.float32) < 0.2] = low
+            if kind.endswith("first"):
+                bias[..., : case.lk // 2] = low
+            else:
+                bias[torch.rand(shape, generator=self.rng, dtype=torch.float32) < 0.2] = low
             if kind.endswith("rows"):
                 bias[..., -1:, :] = low
         bias = bias.to(self.device)
@@ -219,12 +224,14 @@ def _of_ones(axes: str, lead: int, of_keys: bool) -> list[str]:
 
 
 def _low(kind: str, dtype: torch.dtype) -> float:
-    """What switches a key off: -inf, the lowest finite number, or -1e9, which float16 does not have."""
+    """What switches a key off: -inf, the lowest finite number, or -1e9 or -1e10, which float16 does not have."""
     if "inf" in kind:
         return -torch.inf
     if "lowest" in kind:
         return torch.finfo(dtype).min
-    return -6e4 if dtype == torch.float16 else -1e9
+    if dtype == torch.float16:
+        return -6e4
+    return -1e10 if "1e10" in kind else -1e9
 
 
 def _offset(x: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ def _masks(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
         found["mask_axes"] = _broadcast(draw, "b" * bool(words["lead"]) + "nk", 0.12)
     found["bias_dtype"] = None if draw.chance(0.75) else draw.one(DTYPES)
     if draw.chance(0.45):
-        kinds = {"finite": 6, "minus_1e9": 4, "minus_1e9_rows": 3, "minus_inf": 3, "minus_inf_rows": 2}
+        kinds = {"finite": 6, "minus_1e9": 4, "minus_1e9_rows": 3, "minus_1e10_first": 2, "minus_inf": 3, "minus_inf_rows": 2}
         if (found["bias_dtype"] or dtype) != torch.float64:  # whose lowest number no other dtype holds
             kinds |= {"lowest": 1, "lowest_rows": 1}
         found["mask_bias"] = draw.weighted(kinds)
@@ -218,7 +218,7 @@ def _pair_bias(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"pair_bias": axes}
     found["pair_bias_dtype"] = None if draw.chance(0.85) else draw.one(DTYPES)
     if draw.chance(0.35):
-        kinds = {"minus_1e9": 3, "minus_1e9_rows": 4, "minus_inf": 3, "minus_inf_rows": 3}
+        kinds = {"minus_1e9": 3, "minus_1e9_rows": 4, "minus_1e10_first": 3, "minus_inf": 3, "minus_inf_rows": 3}
         given = found["pair_bias_dtype"] or words["bias_dtype"] or words["dtype"]
         if given != torch.float64 and not str(words.get("mask_bias")).startswith("lowest"):  # their sum is no float32
             kinds |= {"lowest": 1, "lowest_rows": 1}

@@ -31,6 +31,8 @@ NEAR = tl.constexpr(64.0)
 """Biases up to this size cost a float32 score no digit that counts: float32 numbers are 4e-6 apart there."""
 FLOOR = tl.constexpr(-1e38)
 """Where a running max starts: below every finite score, yet finite (see online_softmax)."""
+ULP = tl.constexpr(2.0**-23)
+"""From 1.0 to the next float32 number."""
 
 
 @triton.jit
@@ -176,8 +178,12 @@ def online_softmax(b_s, b_acc, b_max, b_sum, factor):
 
     Returns the tile's unnormalised probabilities [q,k] and the new accumulator, max and sum. b_max starts from a finite floor,
     so a row that has seen only -inf gives exp2(-inf - floor) = 0 and never -inf minus -inf.
+
+    The compiler makes one FMA of `b_s * factor - b_new`. It does not round the product, and b_new is rounded: if a tile holds
+    nothing but -1e10, their difference may be 512 and its exp2 infinite. So b_new is one step above the largest product.
     """
-    b_new = tl.maximum(b_max, tl.max(b_s, 1) * factor)  # [q]
+    b_top = tl.maximum(tl.max(b_s, 1) * factor, FLOOR)  # [q]
+    b_new = tl.maximum(b_max, b_top + tl.abs(b_top) * ULP)  # [q]
     b_p = tl.math.exp2(b_s * factor - b_new[:, None])  # [q,k]
     b_fade = tl.math.exp2(b_max - b_new)  # [q]
     return b_p, b_acc * b_fade[:, None], b_new, b_sum * b_fade + tl.sum(b_p, 1)

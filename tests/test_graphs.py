@@ -208,6 +208,16 @@ def test_training_is_not_replayed(watched: Watched) -> None:
     assert watched.count.passed_on == {"the module is in training mode": 10}
 
 
+def test_a_number_that_code_writes_into_a_tensor_is_recorded() -> None:
+    """On a GPU `x[0] = 1` fills a slice with a tensor on the CPU. Here meta stands in for the GPU."""
+    x, elsewhere = torch.empty(3, device="meta"), torch.tensor(1.0)
+    recorder.scout(lambda: x[:2].fill_(torch.tensor(1.0)), x.device)
+    with pytest.raises(trees.NotCaptured, match="another device"):
+        recorder.scout(lambda: x[:2].fill_(elsewhere), x.device)
+    with pytest.raises(trees.NotCaptured, match="another device"):
+        recorder.scout(lambda: torch.tensor(1.0) + 1, x.device)
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

@@ -5,6 +5,7 @@ import importlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.utils import _pytree
 import evoattn
 from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST
+from evoattn.clients.graphs.recorder import CudaRecorder
+from evoattn.clients.graphs.trees import NotCaptured
 from tests.helpers.recorders import Traced
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -26,13 +29,14 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(torch.get_default_device())
 
 
-def filled(module: nn.Module) -> Any:
-    """A module in eval mode, without a parameter that is 0."""
+def filled(kind: Callable[..., nn.Module], *arguments: Any, **named: Any) -> Any:
+    """A module in eval mode, without a parameter that is 0. It is made on the CPU, whose generators some modules use."""
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with torch.device("cpu"), torch.no_grad():
+        module = kind(*arguments, **named)
         for x in module.parameters():
-            x.copy_(0.3 * torch.randn(x.shape, generator=generator, device="cpu"))
-    return module.eval()
+            x.copy_(0.3 * torch.randn(x.shape, generator=generator))
+    return module.to(torch.get_default_device()).eval()
 
 
 def module(name: str) -> Any:
@@ -60,6 +64,8 @@ def agree(
 ) -> None:
     """Runs with graphs have the bits of runs without, and all calls but the first of each kind are replayed.
 
+    On a GPU the clients add atoms in no fixed order, unless graphs are on. So they are on there, and nothing is recorded.
+
     eager: the calls without graphs, if they are others.
     """
     numpy = importlib.import_module("numpy")
@@ -74,7 +80,9 @@ def agree(
                 made.append((run(*call), torch.rand(2)))
         return [x for x in _pytree.tree_leaves(made) if isinstance(x, Tensor)]
 
-    with evoattn.patch(client, layers=layers) as patched:
+    on_gpu = torch.get_default_device().type == "cuda"
+    nothing = mock.patch.object(CudaRecorder, "record", side_effect=NotCaptured("the test compares with this"))
+    with nothing, evoattn.patch(client, layers=layers, graphs=on_gpu) as patched:
         expected, attended = every(eager or calls), patched.calls
     with evoattn.patch(client, layers=layers, graphs=True) as patched:
         found = every(calls)
@@ -95,10 +103,8 @@ def test_protenix(client: str, layers: bool, monkeypatch: pytest.MonkeyPatch) ->
     diffusion, generator = module(f"{client}.model.modules.diffusion"), module(f"{client}.model.generator")
     blocks = {"n_blocks": 1, "n_heads": 2}
     denoiser = filled(
-        diffusion.DiffusionModule(
-            c_atom=8, c_atompair=4, c_token=16, c_s=12, c_z=8, c_s_inputs=20,
-            atom_encoder=blocks, transformer={"n_blocks": 2, "n_heads": 4}, atom_decoder=blocks,
-        )
+        diffusion.DiffusionModule, c_atom=8, c_atompair=4, c_token=16, c_s=12, c_z=8, c_s_inputs=20,
+        atom_encoder=blocks, transformer={"n_blocks": 2, "n_heads": 4}, atom_decoder=blocks,
     )  # fmt: skip
     schedule = generator.InferenceNoiseScheduler()
 
@@ -125,12 +131,12 @@ def test_protenix(client: str, layers: bool, monkeypatch: pytest.MonkeyPatch) ->
         p_lm, c_l = denoiser.atom_attention_encoder.prepare_cache(*atomic, "", pair, False)
         return generator.sample_diffusion(
             denoise_net=denoiser, input_feature_dict=features, s_inputs=draw(7, residues, 20), s_trunk=draw(6, residues, 12),
-            z_trunk=None, pair_z=pair, p_lm=p_lm, c_l=c_l, noise_schedule=schedule(STEPS), N_sample=samples, inplace_safe=True,
-            enable_efficient_fusion=True,
+            z_trunk=None, pair_z=pair, p_lm=p_lm, c_l=c_l, N_sample=samples, inplace_safe=True,
+            noise_schedule=schedule(STEPS, torch.get_default_device()), enable_efficient_fusion=True,
         )  # fmt: skip
 
     agree(client, f"{client}.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, layers=layers)
-    stack = filled(module(f"{client}.model.modules.pairformer").PairformerStack(n_blocks=6, n_heads=2, c_z=8, c_s=12))
+    stack = filled(module(f"{client}.model.modules.pairformer").PairformerStack, n_blocks=6, n_heads=2, c_z=8, c_s=12)
 
     def trunk(residues: int, inplace: bool) -> Any:
         s, z = draw(1, residues, 12), draw(2, residues, residues, 8)
@@ -165,7 +171,7 @@ def test_openfold3(layers: bool) -> None:
     diffusion = module("openfold3.core.model.structure.diffusion_module")
     config = module("openfold3.projects.of3_all_atom.config.model_config").model_config.copy_and_resolve_references()
     config = config.architecture
-    denoiser = filled(diffusion.DiffusionModule(small(config.diffusion_module)))
+    denoiser = filled(diffusion.DiffusionModule, small(config.diffusion_module))
     sampler = diffusion.SampleDiffusion(**config.sample_diffusion, diffusion_module=denoiser).eval()
 
     def sample(samples: int, residues: int) -> Any:
@@ -202,7 +208,7 @@ def test_openfold3(layers: bool) -> None:
     )
     shape = small(config.pairformer)
     shape.no_blocks = 6
-    stack = filled(module("openfold3.core.model.latent.pairformer").PairFormerStack(**shape))
+    stack = filled(module("openfold3.core.model.latent.pairformer").PairFormerStack, **shape)
 
     def trunk(residues: int, inplace: bool) -> Any:
         s, z, mask = draw(1, 1, residues, 12), draw(2, 1, residues, residues, 8), torch.ones(1, residues, residues)
@@ -221,7 +227,7 @@ def test_boltzgen(layers: bool) -> None:
     diffusion, encoders = module("boltzgen.model.modules.diffusion"), module("boltzgen.model.modules.encoders")
     widths = {"token_s": 8, "atom_s": 16, "dim_fourier": 8}
     depths = {"atom_encoder_depth": 1, "atom_decoder_depth": 1, "token_transformer_depth": 2, "token_transformer_heads": 4}
-    sampler = filled(diffusion.AtomDiffusion({**widths, **depths, "use_qk_norm": True}))
+    sampler = filled(diffusion.AtomDiffusion, {**widths, **depths, "use_qk_norm": True})
 
     def sample(samples: int, residues: int) -> Any:
         atoms, windows = 64, 2
@@ -248,7 +254,7 @@ def test_boltzgen(layers: bool) -> None:
         )  # fmt: skip
 
     agree("boltzgen", "boltzgen.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, layers=layers)
-    stack = filled(module("boltzgen.model.layers.pairformer").PairformerModule(16, 8, 6, 2, 0.25, 4, 2))
+    stack = filled(module("boltzgen.model.layers.pairformer").PairformerModule, 16, 8, 6, 2, 0.25, 4, 2)
 
     def trunk(residues: int) -> Any:
         s, z, mask = draw(1, 1, residues, 16), draw(2, 1, residues, residues, 8), torch.ones(1, residues, residues)
@@ -268,8 +274,8 @@ def test_openfold(layers: bool) -> None:
         "opm_first": False, "fuse_projection_weights": False, "blocks_per_ckpt": None, "inf": 1e9, "eps": 1e-8,
         "clear_cache_between_blocks": False, "tune_chunk_size": False,
     }  # fmt: skip
-    stack = filled(evoformer.EvoformerStack(c_s=6, no_column_attention=False, **widths, **more))
-    extra = filled(evoformer.ExtraMSAStack(ckpt=False, **widths, **more))
+    stack = filled(evoformer.EvoformerStack, c_s=6, no_column_attention=False, **widths, **more)
+    extra = filled(evoformer.ExtraMSAStack, ckpt=False, **widths, **more)
 
     def trunk(residues: int, inplace: bool) -> Any:
         m, z, mask = draw(1, 3, residues, 12), draw(2, residues, residues, 8), torch.ones(residues, residues)

@@ -228,11 +228,16 @@ _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class _Scout(TorchDispatchMode):
-    """Raises at the first operation that a graph cannot repeat."""
+    """Raises at the first operation that a graph cannot repeat.
+
+    A number that code writes into a tensor, as `x[0] = 1` does, comes as a tensor on the CPU. The kernel gets it by value, so a
+    graph repeats it.
+    """
 
     def __init__(self, device: torch.device, draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._draws = device, draws
+        self._numbers: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:  # in inference mode nothing has taken apart what consists of operations, such as a dropout that is off
@@ -251,6 +256,11 @@ class _Scout(TorchDispatchMode):
         if by_value:
             raise NotCaptured(f"its operations depend on values ({func})")
         made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default and made.ndim == 0:
+            self._numbers.append(made)
+            return made
+        if func is torch.ops.aten.fill_.Tensor and any(args[1] is x for x in self._numbers):
+            given = given[:1]
         # What an attention returns of its random numbers, which it did not draw, may lie on the CPU.
         results = [] if "dropout_p" in _names(func) else _pytree.tree_leaves(made)
         if any(x.device != self._device for x in (*given, *results) if isinstance(x, Tensor)):

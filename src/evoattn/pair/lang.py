@@ -7,7 +7,7 @@ import triton.language as tl
 
 from evoattn.numerics import LOG2E
 
-__all__ = ["load_columns", "load_rows", "matrix", "scaled", "sigmoid", "standard", "vector"]
+__all__ = ["load_columns", "load_rows", "matrix", "product", "scaled", "sigmoid", "standard", "vector"]
 
 _UNIT = tl.constexpr(-LOG2E)
 
@@ -45,6 +45,21 @@ def sigmoid(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_e], tl.float32, is_pure=True, pack=1)
     return 1 / b_e
+
+
+@triton.jit
+def _nearest(x):
+    """x rounded to TF32, whose numbers have 10 bits after the first; NaN stays NaN."""
+    b_bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, b_bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr, acc=None):
+    """a b + acc. Tensor cores cut off what TF32 has no digits for, twice the error of rounding, so this rounds first."""
+    if PRECISION == "tf32":
+        a, b = _nearest(a), _nearest(b)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
-from evoattn.pair.lang import load_columns, load_rows, matrix, scaled, sigmoid, standard, vector
+from evoattn.pair.lang import load_columns, load_rows, matrix, product, scaled, sigmoid, standard, vector
 
 __all__ = ["gate_in_backward_kernel", "gate_in_kernel", "gate_out_backward_kernel", "gate_out_kernel"]
 
@@ -75,8 +75,8 @@ def gate_in_kernel(
     m_inside = start + o_r < rows
     for first in range(0, N, BLOCK_N):
         o_n = first + tl.arange(0, BLOCK_N)
-        b_p = tl.dot(matrix(p_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)  # [n,r]
-        b_g = tl.dot(matrix(g_w, o_n, o_c, N, C), b_y, input_precision=PRECISION)
+        b_p = product(matrix(p_w, o_n, o_c, N, C), b_y, PRECISION)  # [n,r]
+        b_g = product(matrix(g_w, o_n, o_c, N, C), b_y, PRECISION)
         b_p = b_p + vector(p_b, o_n, N)[:, None]
         b_g = b_g + vector(g_b, o_n, N)[:, None]
         b_ab = (b_p * sigmoid(b_g, FAST) * b_m[None, :]).to(ab.dtype.element_ty)
@@ -99,10 +99,10 @@ def gate_out_kernel(
     m_rc, m_dr = m_r[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & (start + o_r < rows)[None, :]
     b_x, _ = standard(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
     b_n = scaled(b_x, vector(out_w, o_d, D), vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
-    b_u = tl.dot(tl.trans(b_n), tl.trans(matrix(p_w, o_c, o_d, C, D)), input_precision=PRECISION)  # [r,c]
+    b_u = product(tl.trans(b_n), tl.trans(matrix(p_w, o_c, o_d, C, D)), PRECISION)  # [r,c]
     b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
     b_y = scaled(b_x, vector(in_w, o_c, C), vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
-    b_g = tl.dot(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
+    b_g = product(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), PRECISION)
     b_u = (b_u + vector(p_b, o_c, C)[None, :]) * sigmoid(b_g + vector(g_b, o_c, C)[None, :], FAST)
     if RESIDUAL:  # read again: held in registers since the norm, it would halve the programs of a multiprocessor
         b_u += load_rows(z, o_z, m_rc, o_c, C)
@@ -130,16 +130,16 @@ def gate_out_backward_kernel(
     o_rc, o_dr = o_r[:, None] * C + o_c[None, :], o_d[:, None].to(tl.int64) * rows + o_r[None, :]
     b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
     b_y = scaled(b_x, vector(in_w, o_c, C), vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
-    b_g = tl.dot(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), input_precision=PRECISION)
+    b_g = product(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), PRECISION)
     b_s = sigmoid(b_g + vector(g_b, o_c, C)[None, :], FAST)
     b_p, b_w = matrix(p_w, o_c, o_d, C, D), vector(out_w, o_d, D)
     b_x, b_rstd = standard(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
     b_n = scaled(b_x, b_w, vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
-    b_u = tl.dot(tl.trans(b_n), tl.trans(b_p), input_precision=PRECISION) + vector(p_b, o_c, C)[None, :]  # [r,c]
+    b_u = product(tl.trans(b_n), tl.trans(b_p), PRECISION) + vector(p_b, o_c, C)[None, :]  # [r,c]
     b_du = load_rows(do, o_z, m_rc, o_c, C) * b_s
     tl.store(dg + o_rc, (b_du * b_u * (1 - b_s)).to(dg.dtype.element_ty), mask=m_rows)
     b_du = b_du.to(p_w.dtype.element_ty)
-    b_dn = tl.dot(tl.trans(b_p), tl.trans(b_du), input_precision=PRECISION)  # [d,r]
+    b_dn = product(tl.trans(b_p), tl.trans(b_du), PRECISION)  # [d,r]
     if NEEDS_WEIGHTS:
         tl.store(du + o_rc, b_du, mask=m_rows)
         tl.store(n + o_dr, b_n, mask=m_dr)
@@ -178,7 +178,7 @@ def gate_in_backward_kernel(
         tl.store(y + o_rc, b_y, mask=m_rows)
     b_y = tl.trans(b_y)  # [c,r]
     b_dg_out = tl.load(dg_out + o_rc, mask=m_rows, other=0.0)
-    b_dy = tl.dot(b_dg_out, matrix(g_out_w, o_c, o_c, C, C), input_precision=PRECISION)  # [r,c]
+    b_dy = product(b_dg_out, matrix(g_out_w, o_c, o_c, C, C), PRECISION)  # [r,c]
     b_m = m_r.to(tl.float32)
     if HAS_MASK:
         b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
@@ -187,16 +187,16 @@ def gate_in_backward_kernel(
         m_nr = (o_n < N)[:, None] & m_inside[None, :]
         o_nr = o_n[:, None].to(tl.int64) * rows + o_r[None, :]
         b_p_w, b_g_w = matrix(p_w, o_n, o_c, N, C), matrix(g_w, o_n, o_c, N, C)  # [n,c]
-        b_p = tl.dot(b_p_w, b_y, input_precision=PRECISION) + vector(p_b, o_n, N)[:, None]  # [n,r]
-        b_s = sigmoid(tl.dot(b_g_w, b_y, input_precision=PRECISION) + vector(g_b, o_n, N)[:, None], FAST)
+        b_p = product(b_p_w, b_y, PRECISION) + vector(p_b, o_n, N)[:, None]  # [n,r]
+        b_s = sigmoid(product(b_g_w, b_y, PRECISION) + vector(g_b, o_n, N)[:, None], FAST)
         b_dp = tl.load(dab + o_nr, mask=m_nr, other=0.0).to(tl.float32) * b_m[None, :] * b_s  # [n,r]
         b_dg = (b_dp * b_p * (1 - b_s)).to(p_w.dtype.element_ty)
         b_dp = b_dp.to(p_w.dtype.element_ty)
         if NEEDS_WEIGHTS:
             tl.store(dpg + o_nr, b_dp, mask=m_nr)
             tl.store(dpg + o_nr + tl.cast(rows, tl.int64) * N, b_dg, mask=m_nr)
-        b_dy = tl.dot(tl.trans(b_dp), b_p_w, b_dy, input_precision=PRECISION)
-        b_dy = tl.dot(tl.trans(b_dg), b_g_w, b_dy, input_precision=PRECISION)
+        b_dy = product(tl.trans(b_dp), b_p_w, PRECISION, b_dy)
+        b_dy = product(tl.trans(b_dg), b_g_w, PRECISION, b_dy)
     if NEEDS_WEIGHTS:
         p_sums = sums + tl.program_id(0).to(tl.int64) * 2 * C + o_c
         tl.store(p_sums, tl.sum(b_dy * b_x, 0), mask=m_c)

@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
-from evoattn.pair.lang import load_rows, matrix, scaled, sigmoid, standard, vector
+from evoattn.pair.lang import load_rows, matrix, product, scaled, sigmoid, standard, vector
 
 __all__ = ["backward_kernel", "forward_kernel"]
 
 
 @triton.jit
-def _product(b_y, b_w, bias, o_h, H: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr):
+def _projection(b_y, b_w, bias, o_h, H: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr):
     """y W^T + bias `[r, h]` for rows y `[r, c]` and a block of a weight `[h, c]`."""
-    b_a = tl.dot(b_y, tl.trans(b_w), input_precision=PRECISION)
+    b_a = product(b_y, tl.trans(b_w), PRECISION)
     if HAS_BIAS:
         b_a += vector(bias, o_h, H)[None, :]
     return b_a
@@ -54,15 +54,13 @@ def forward_kernel(
     b_o = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for first in range(0, H, BLOCK_H):
         o_h = first + tl.arange(0, BLOCK_H)
-        b_a = _product(b_y, matrix(a_weight, o_h, o_c, H, C), a_bias, o_h, H, HAS_BIAS, PRECISION)  # [r,h]
+        b_a = _projection(b_y, matrix(a_weight, o_h, o_c, H, C), a_bias, o_h, H, HAS_BIAS, PRECISION)  # [r,h]
         if GATED:
-            b_b = _product(b_y, matrix(b_weight, o_h, o_c, H, C), b_bias, o_h, H, HAS_BIAS, PRECISION)
+            b_b = _projection(b_y, matrix(b_weight, o_h, o_c, H, C), b_bias, o_h, H, HAS_BIAS, PRECISION)
             b_a = b_a * sigmoid(b_a, FAST) * b_b
         else:
             b_a = tl.where(b_a <= 0, 0.0, b_a)
-        b_o = tl.dot(
-            b_a.to(o_weight.dtype.element_ty), tl.trans(matrix(o_weight, o_c, o_h, C, H)), b_o, input_precision=PRECISION
-        )
+        b_o = product(b_a.to(o_weight.dtype.element_ty), tl.trans(matrix(o_weight, o_c, o_h, C, H)), PRECISION, b_o)
     b_o += vector(o_bias, o_c, C)[None, :]
     if HAS_MASK:
         b_o *= _row_mask(mask, start, o_r, m_r, HAS_MASK)[:, None]
@@ -106,11 +104,11 @@ def backward_kernel(
         o_h = first + tl.arange(0, BLOCK_H)
         m_rh, o_rh = m_r[:, None] & (o_h < H)[None, :], o_r[:, None] * H + o_h[None, :]
         b_a_w = matrix(a_weight, o_h, o_c, H, C)  # [h,c]
-        b_a = _product(b_y, b_a_w, a_bias, o_h, H, HAS_BIAS, PRECISION)  # [r,h]
-        b_du = tl.dot(b_d, matrix(o_weight, o_c, o_h, C, H), input_precision=PRECISION)
+        b_a = _projection(b_y, b_a_w, a_bias, o_h, H, HAS_BIAS, PRECISION)  # [r,h]
+        b_du = product(b_d, matrix(o_weight, o_c, o_h, C, H), PRECISION)
         if GATED:
             b_b_w = matrix(b_weight, o_h, o_c, H, C)
-            b_b = _product(b_y, b_b_w, b_bias, o_h, H, HAS_BIAS, PRECISION)
+            b_b = _projection(b_y, b_b_w, b_bias, o_h, H, HAS_BIAS, PRECISION)
             b_s = sigmoid(b_a, FAST)
             b_a *= b_s  # silu
             b_u = b_a * b_b
@@ -125,9 +123,9 @@ def backward_kernel(
             tl.store(p_dab, b_da, mask=m_rh)
             if GATED:
                 tl.store(p_dab + H, b_db, mask=m_rh)
-        b_dy = tl.dot(b_da, b_a_w, b_dy, input_precision=PRECISION)
+        b_dy = product(b_da, b_a_w, PRECISION, b_dy)
         if GATED:
-            b_dy = tl.dot(b_db, b_b_w, b_dy, input_precision=PRECISION)
+            b_dy = product(b_db, b_b_w, PRECISION, b_dy)
     # read and normalised again: held in registers since the norm, it would spill
     b_x = tl.load(p_x + o_rc, mask=m_rc, other=0.0, eviction_policy="evict_first").to(tl.float32)
     b_x, b_rstd = standard(b_x, m_rc, eps, C, 1)

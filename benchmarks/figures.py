@@ -23,9 +23,9 @@ import block_page
 import client_page
 import layer_page
 import prediction_page
+from record_tables import layer_table, own_table, passes_of, reasons, short_layer_table, times_table
 
 from evoattn.bench import plots, sharded_table, table
-from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Problem, Record, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +45,8 @@ _SHOWN = {
     "length": "Time and peak memory against length",
 }
 LAYERS_IN_README = ("layer384", "layer768")
+CONTENDERS_IN_README = ("evoattn", "flex", "cuequivariance", "sdpa", "dense")
+"""The columns of the README, at most four of them."""
 IN_README = ("tri384", "tri397", "tri1024", "msa_row", "extra_msa_row", "diffusion768", "single768")
 
 
@@ -104,83 +106,6 @@ def _alt(path: Path) -> str:
     return _SHOWN[path.stem.rpartition("-")[2]]
 
 
-def _passes(problems: list[Problem]) -> tuple[str, ...]:
-    measured = {name for problem in problems for result in problem.results for name in result.times}
-    return ("forward", "backward") if "backward" in measured else ("forward", "both")
-
-
-def _is_bound(name: str) -> bool:
-    """Whether a contender solves an easier problem."""
-    return name in PEERS and not PEERS[name].biased
-
-
-def _cell(problem: Problem, name: str, passes: tuple[str, ...], *, bold: bool = False) -> str:
-    """Times of the passes, or a dash; the fastest of all that solve the problem in bold."""
-    result = problem.result(name)
-    if result is None or not result.times:
-        return "-"
-    words = []
-    for wanted in passes:
-        time = result.times.get(wanted)
-        text = "-" if time is None else f"{time.median_ms:.3f}"
-        fair = [r.times[wanted].median_ms for r in problem.results if wanted in r.times and not _is_bound(r.name)]
-        fastest = bold and time is not None and len(fair) > 1 and time.median_ms == min(fair)
-        words.append(f"**{text}**" if fastest else text)
-    return " / ".join(words)
-
-
-def times_table(problems: list[Problem], *, bold: bool = True) -> str:
-    """A row a workload, a column a contender that has any time."""
-    passes = _passes(problems)
-    names = list(dict.fromkeys(r.name for problem in problems for r in problem.results if r.times))
-    rows = [["workload", *map(table.title, names)]]
-    rows += [[problem.workload.name, *(_cell(problem, name, passes, bold=bold) for name in names)] for problem in problems]
-    return table.markdown(rows)
-
-
-def own_table(part: Part) -> str:
-    """What else is known of evoattn: rates, shares of the ceilings, host time, memory, error."""
-    rows = [
-        ["workload", "backend", "10⁹ scores/s", "share of exp2", "share of copy", "host µs", "first call s", "MiB", "error"]
-    ]
-    for problem in part.problems:
-        result = problem.result("evoattn")
-        if result is None:
-            continue
-        rates = [table.rate(problem, result, name) for name in _passes(part.problems)]
-        exp2 = table.share(problem, result, part.record.ceilings.exp2_per_s, problem.workload.scores)
-        copied = table.share(problem, result, part.record.ceilings.copy_bytes_per_s, problem.bytes)
-        error = table.worst_error(result)
-        rows.append(
-            [
-                problem.workload.name,
-                result.backends(" / ") or "-",
-                " / ".join("-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates),
-                *("-" if value is None else f"{100 * value:.0f}%" for value in (exp2, copied)),
-                " / ".join(f"{result.host_us[name]:.0f}" for name in ("forward", "backward") if name in result.host_us) or "-",
-                "-" if result.first_call_s is None else f"{result.first_call_s:.2f}",
-                "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:,.1f}",
-                "-" if error is None else f"{error:.1e}",
-            ]
-        )
-    kept = [0, *(column for column in range(1, len(rows[0])) if any(row[column] != "-" for row in rows[1:]))]
-    return table.markdown([[row[column] for column in kept] for row in rows])
-
-
-def reasons(problems: list[Problem]) -> list[str]:
-    """One line for each reason why there is no time."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for problem in problems:
-        for result in problem.results:
-            if result.status != "ok":
-                found.setdefault((result.name, result.status, result.reason), []).append(problem.workload.name)
-    every = len(problems)
-    return [
-        f"- {table.title(name)}, {'all' if len(where) == every else ', '.join(where)}: {status}: `{reason.replace('`', '')}`"
-        for (name, status, reason), where in found.items()
-    ]
-
-
 def heading(part: Part, level: str) -> list[str]:
     """Of what, with which versions, and from which file."""
     return [
@@ -192,7 +117,7 @@ def heading(part: Part, level: str) -> list[str]:
 
 def section(part: Part) -> list[str]:
     """One part of the page."""
-    names = " / ".join({"both": "forward + backward"}.get(name, name) for name in _passes(part.problems))
+    names = " / ".join({"both": "forward + backward"}.get(name, name) for name in passes_of(part.problems))
     lines = heading(part, "##")
     if part.record.settings.get("note"):
         lines += [f"*{part.record.settings['note']}*"]
@@ -201,7 +126,7 @@ def section(part: Part) -> list[str]:
     for path in pictures(part):
         lines += ["", f"![{_alt(path)}](figures/{path.name})"]
     lines += ["", f"{names}, ms; the fastest that solves the problem in bold, a dash where there is no time:", ""]
-    lines += [times_table(part.problems), "", "evoattn:", "", own_table(part), ""]
+    lines += [times_table(part.problems), "", "evoattn:", "", own_table(part.record, part.problems), ""]
     why = reasons(part.problems)
     return [*lines, *(["No time, and why:", "", *why, ""] if why else [])]
 
@@ -229,7 +154,7 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         part = next((part for part in kernels if (part.record.machine.get("kind") == "cpu") == of_cpu), None)
         if part is None:
             continue
-        names = " / ".join({"both": "forward + backward"}.get(word, word) for word in _passes(part.problems))
+        names = " / ".join({"both": "forward + backward"}.get(word, word) for word in passes_of(part.problems))
         timed = [problem for problem in part.problems if any(result.times for result in problem.results)]
         shown = [problem for wanted in IN_README for problem in timed if problem.workload.name == wanted] or timed
         lines = [
@@ -238,11 +163,11 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         ]
         shown_there = [path for path in pictures(part) if path.stem.endswith(("speedups", "length"))]
         lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
-        blocks[name] = "\n".join([*lines, times_table(shown)])
+        blocks[name] = "\n".join([*lines, times_table(shown, CONTENDERS_IN_README)])
     blocks["layers"] = ""  # or the last card's, in the order of their names
     for part in with_problems(layer_records(found), lambda problem: problem.workload.name in LAYERS_IN_README)[-1:]:
         about = f"{part.record.machine['device']}, a whole triangle layer from norm to output product, "
-        blocks["layers"] = "\n".join([f"{about}forward / forward + backward in ms:", "", layer_table(part.problems)])
+        blocks["layers"] = "\n".join([f"{about}forward / forward + backward in ms:", "", short_layer_table(part.problems)])
     return blocks
 
 
@@ -256,20 +181,6 @@ def with_problems(found: list[Part], wanted: Callable[[Problem], bool]) -> list[
     """The parts that have such problems, and no others in them."""
     parts = [part._replace(problems=[problem for problem in part.problems if wanted(problem)]) for part in found]
     return [part for part in parts if part.problems]
-
-
-def layer_table(problems: list[Problem]) -> str:
-    """Times of layers, eager and in CUDA graphs, and the peak memory of forward + backward."""
-    names = list(dict.fromkeys(r.name for problem in problems for r in problem.results if r.times))
-    titles = ["evoattn.nn" if name == "evoattn" else table.title(name) for name in names]
-    rows = [["layer", "", *titles]]
-    for problem in problems:
-        for words, passes in (("eager", ("forward", "both")), ("in a graph", ("graph_forward", "graph_both"))):
-            rows.append([f"`{problem.workload.name}`", words, *(_cell(problem, name, passes, bold=True) for name in names)])
-        peaks = [problem.result(name) for name in names]
-        cells = [f"{r.peak_bytes / 2**30:.2f}" if r is not None and r.peak_bytes else "-" for r in peaks]
-        rows.append([f"`{problem.workload.name}`", "peak GiB", *cells])
-    return table.markdown(rows)
 
 
 def layer_blocks(found: list[Part], results: Path) -> dict[str, str]:

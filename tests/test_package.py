@@ -22,7 +22,10 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; pip install 'evoattn[release]'"),
 ]
 
-CHECKOUT = ("src", "tests", "examples", "docs", "benchmarks", "tools", "dev.py", "Makefile", "LICENSE", "pyproject.toml")
+CHECKOUT = (
+    *("src", "tests", "examples", "docs", "notes", "benchmarks", "tools"),
+    *("dev.py", "Makefile", "LICENSE", "pyproject.toml"),
+)
 """What the distributions are made of, besides the pages at the top."""
 
 

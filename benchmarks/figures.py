@@ -125,10 +125,10 @@ def section(part: Part) -> list[str]:
         lines += [f"Ceilings, measured in the same run: {table.ceilings(part.record)}."]
     for path in pictures(part):
         lines += ["", f"![{_alt(path)}](figures/{path.name})"]
-    lines += ["", f"{names}, ms; the fastest that solves the problem in bold, a dash where there is no time:", ""]
+    lines += ["", f"{names}, ms. The fastest contender that solves the whole problem is bold, and a dash means no time:", ""]
     lines += [times_table(part.problems), "", "evoattn:", "", own_table(part.record, part.problems), ""]
     why = reasons(part.problems)
-    return [*lines, *(["No time, and why:", "", *why, ""] if why else [])]
+    return [*lines, *(["Contenders without a time, and the reason:", "", *why, ""] if why else [])]
 
 
 def page(found: Iterable[Part]) -> str:
@@ -136,9 +136,8 @@ def page(found: Iterable[Part]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Made by `python3 dev.py figures` from the files in `benchmarks/results/`, which `evoattn bench --json` wrote;",
-        "a test holds this page to them.",
-        "How it is measured: [the command](cli.md#evoattn-bench). What the numbers taught: [performance](performance.md).",
+        "`python3 dev.py figures` makes this page from the files that `evoattn bench --json` wrote to `benchmarks/results/`.",
+        "[The command](cli.md#evoattn-bench) explains how it measures, and [performance](performance.md) sums up the results.",
         "",
     ]
     for part in found:

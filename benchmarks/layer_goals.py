@@ -2,7 +2,7 @@
 """The least time of whole layers on an H200, from passes over memory and matrix products: `python benchmarks/layer_goals.py`.
 
 A pass costs its bytes at the rate of a copy, or its product at the rate of a large one, whichever takes longer. The attention
-costs what the committed record measured of it alone. Prints the table of docs/notes/layer-goals.md.
+costs what the committed record measured of it alone. Prints the goals in notes/layer-goals.md.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ CASES = (
         length=397,
         spills={"sm_90": 4},
     ),
-    # Never run on these cards: see docs/notes/saved-reference.md
+    # Never run on these cards: see notes/saved-reference.md
     Compiled("d256_float32", **FLOAT, d=256, spills={"sm_80": 732, "sm_100": 1180}),
 )
 

@@ -315,7 +315,7 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 def test_three_hundred_lengths(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mask: bool, lengths: range, counts: dict[str, int]
 ) -> None:
-    """docs/notes/new-length.md gives these numbers."""
+    """notes/new-length.md gives these numbers."""
     counter = Counter(monkeypatch, capability)
     for length in lengths:
         plan_training_step(length, 64, mask)

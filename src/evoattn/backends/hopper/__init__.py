@@ -109,7 +109,7 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 
 
 def faster(problem: Problem) -> tuple[str, str] | None:
-    """The backend that runs a forward, or the backward of some needs, in less time, and why (docs/notes/hopper-or-triton.md).
+    """The backend that runs a forward, or the backward of some needs, in less time, and why (notes/hopper-or-triton.md).
 
     A forward of `triton` must not meet a backward of this backend: in float16 that takes biases below -65,504 for that number,
     and the log-sum-exp with them. So what leaves the forward leaves the backward too.

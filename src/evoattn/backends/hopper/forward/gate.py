@@ -1,6 +1,6 @@
 """The gate in the forward: O is multiplied by sigmoid(gate) in place, after the kernel that made it.
 
-The product in that kernel's last step takes longer (docs/notes/gate.md): its warpgroups wait there for the gate.
+The product in that kernel's last step takes longer (notes/gate.md): its warpgroups wait there for the gate.
 """
 
 from __future__ import annotations

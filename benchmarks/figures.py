@@ -119,10 +119,10 @@ def section(part: Part) -> list[str]:
     """One part of the page."""
     names = " / ".join({"both": "forward + backward"}.get(name, name) for name in passes_of(part.problems))
     lines = heading(part, "##")
-    if part.record.settings.get("note"):
-        lines += [f"*{part.record.settings['note']}*"]
     if table.ceilings(part.record):
         lines += [f"Ceilings, measured in the same run: {table.ceilings(part.record)}."]
+    if note := part.record.settings.get("note"):
+        lines += ["", "About this record:", "", *(f"- {remark}" for remark in note.split("; "))]
     for path in pictures(part):
         lines += ["", f"![{_alt(path)}](figures/{path.name})"]
     lines += ["", f"{names}, ms. The fastest contender that solves the whole problem is bold, and a dash means no time:", ""]

@@ -504,12 +504,13 @@ def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those that are replayed as a CUDA graph, that record gradients, or that have many scores."""
-    monkeypatch.setattr(boltz, "wide_on_gpu", lambda given: True)
+    """Not those that are replayed as a CUDA graph, or that have many scores; fewer are many if a gradient may be wanted."""
+    monkeypatch.setattr(shared, "wide_on_gpu", lambda given: True)
     monkeypatch.setattr(boltz, "_projected", lambda *given: (1, 2, 3))
     monkeypatch.setattr(boltz, "_attend", lambda *given: "ours")
-    monkeypatch.setattr(boltz, "_FEW_SCORES", 2 * 5 * 5 + 1)
-    theirs, count = types.SimpleNamespace(proj_z=lambda z: z), Count()
+    monkeypatch.setattr(shared, "_FEW_IN_INFERENCE", 2 * 4 * 5 * 5 + 1)
+    monkeypatch.setattr(shared, "_FEW_IN_TRAINING", 2 * 4 * 4 * 4 + 1)
+    theirs, count = types.SimpleNamespace(proj_z=lambda z: z, num_heads=4), Count()
 
     def layer_of(original: Any, count: Count) -> Any:
         return lambda *given: "ours"
@@ -521,15 +522,17 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, mo
         s, z = torch.zeros(2, length, 3), torch.zeros(1, length, length, 4)
         return forward(theirs, s, z, torch.ones(2, length), s)
 
-    assert found(5) == "ours", "gradients may be wanted"
+    assert [found(4), found(5)] == ["theirs", "ours"], "gradients may be wanted"
+    monkeypatch.setattr(shared, "_SHORT", 4)
+    assert found(4) == "ours"
     with torch.no_grad():
         assert found(5) == "theirs"
         assert found(6) == "ours"
         with repeated():
             assert found(5) == "ours"
-        monkeypatch.setattr(boltz, "wide_on_gpu", lambda given: False)
+        monkeypatch.setattr(shared, "wide_on_gpu", lambda given: False)
         assert found(5) == "ours"
-    assert sum(count.passed_on.values()) == (0 if whole else 1), "what is inside counts"
+    assert sum(count.passed_on.values()) == (0 if whole else 2), "what is inside counts"
 
 
 def test_few_scores_on_a_gpu_are_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -29,14 +29,14 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(torch.get_default_device())
 
 
-def filled(kind: Callable[..., nn.Module], *arguments: Any, **named: Any) -> Any:
-    """A module in eval mode, without a parameter that is 0. It is made on the CPU, whose generators some modules use."""
+def filled(device: torch.device, kind: Callable[..., nn.Module], *arguments: Any, **named: Any) -> Any:
+    """A module in eval mode, without a parameter that is 0."""
     generator = torch.Generator().manual_seed(0)
-    with torch.device("cpu"), torch.no_grad():
+    with torch.no_grad():
         module = kind(*arguments, **named)
         for x in module.parameters():
             x.copy_(0.3 * torch.randn(x.shape, generator=generator))
-    return module.to(torch.get_default_device()).eval()
+    return module.to(device).eval()
 
 
 def module(name: str) -> Any:
@@ -46,43 +46,55 @@ def module(name: str) -> Any:
 
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CUDA graphs, or a stand-in on a CPU, with torch's `one_hot` as it is on a GPU: it does not look for the largest index."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU; or a CPU with a stand-in for CUDA graphs, and a `one_hot` that looks for no largest index, as on a GPU."""
     if request.param == "cuda":
-        with torch.device("cuda"):
-            yield
-        return
+        return torch.device("cuda")
     monkeypatch.setattr(graphs, "CudaRecorder", Traced)
     monkeypatch.setattr(
         nn.functional, "one_hot", lambda x, num_classes: (x[..., None] == torch.arange(num_classes, device=x.device)).long()
     )
-    yield
+    return torch.device("cpu")
 
 
 def agree(
-    client: str, site: str, calls: list[Any], run: Callable[..., Any], *, layers: bool, eager: list[Any] | None = None
+    client: str,
+    site: str,
+    calls: list[Any],
+    prepare: Callable[..., Callable[[], Any]],
+    device: torch.device,
+    *,
+    layers: bool,
+    eager: list[Any] | None = None,
 ) -> None:
     """Runs with graphs have the bits of runs without, and all calls but the first of each kind are replayed.
 
     On a GPU the clients add atoms in no fixed order, unless graphs are on. So they are on there, and nothing is recorded.
 
-    eager: the calls without graphs, if they are others.
+    Args:
+        client, site: what is patched, and whose calls are counted.
+        calls: arguments of `prepare`.
+        prepare: makes inputs on the default device, and returns what runs them.
+        device: where it runs.
+        layers: whether layers are patched.
+        eager: the calls without graphs, if they are others.
     """
     numpy = importlib.import_module("numpy")
 
     def every(calls: list[Any]) -> list[Tensor]:
         made = []
         for call in calls:
+            with device, torch.no_grad():
+                run = prepare(*call)
             torch.manual_seed(3)
             numpy.random.seed(3)
             random.seed(3)
             with torch.no_grad():
-                made.append((run(*call), torch.rand(2)))
+                made.append((run(), torch.rand(2, device=device)))
         return [x for x in _pytree.tree_leaves(made) if isinstance(x, Tensor)]
 
-    on_gpu = torch.get_default_device().type == "cuda"
     nothing = mock.patch.object(CudaRecorder, "record", side_effect=NotCaptured("the test compares with this"))
-    with nothing, evoattn.patch(client, layers=layers, graphs=on_gpu) as patched:
+    with nothing, evoattn.patch(client, layers=layers, graphs=device.type == "cuda") as patched:
         expected, attended = every(eager or calls), patched.calls
     with evoattn.patch(client, layers=layers, graphs=True) as patched:
         found = every(calls)
@@ -92,18 +104,26 @@ def agree(
     assert counts[""] >= counts[FIRST] and set(counts) == {"", FIRST}
 
 
+def recycled(run: Callable[..., Any], *state: Tensor) -> Any:
+    """Three rounds, each of which reads what the last one returned."""
+    made: tuple[Tensor, ...] = state
+    for _ in range(3):
+        made = run(*made[:2])
+    return made
+
+
 LENGTHS = [(2, 9), (2, 14), (2, 9), (1, 14)]
 """Samples and residues of four predictions."""
 
 
 @pytest.mark.parametrize("layers", [False, True])
 @pytest.mark.parametrize("client", ["protenix", "opendde"])
-def test_protenix(client: str, layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_protenix(client: str, layers: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")
     diffusion, generator = module(f"{client}.model.modules.diffusion"), module(f"{client}.model.generator")
     blocks = {"n_blocks": 1, "n_heads": 2}
     denoiser = filled(
-        diffusion.DiffusionModule, c_atom=8, c_atompair=4, c_token=16, c_s=12, c_z=8, c_s_inputs=20,
+        device, diffusion.DiffusionModule, c_atom=8, c_atompair=4, c_token=16, c_s=12, c_z=8, c_s_inputs=20,
         atom_encoder=blocks, transformer={"n_blocks": 2, "n_heads": 4}, atom_decoder=blocks,
     )  # fmt: skip
     schedule = generator.InferenceNoiseScheduler()
@@ -129,24 +149,22 @@ def test_protenix(client: str, layers: bool, monkeypatch: pytest.MonkeyPatch) ->
         names = ("ref_pos", "ref_charge", "ref_mask", "ref_element", "ref_atom_name_chars", "atom_to_token_idx")
         atomic = (features[name] for name in (*names, "d_lm", "v_lm", "pad_info"))
         p_lm, c_l = denoiser.atom_attention_encoder.prepare_cache(*atomic, "", pair, False)
-        return generator.sample_diffusion(
-            denoise_net=denoiser, input_feature_dict=features, s_inputs=draw(7, residues, 20), s_trunk=draw(6, residues, 12),
-            z_trunk=None, pair_z=pair, p_lm=p_lm, c_l=c_l, N_sample=samples, inplace_safe=True,
-            noise_schedule=schedule(STEPS, torch.get_default_device()), enable_efficient_fusion=True,
+        return functools.partial(
+            generator.sample_diffusion, denoise_net=denoiser, input_feature_dict=features, N_sample=samples,
+            s_inputs=draw(7, residues, 20), s_trunk=draw(6, residues, 12), z_trunk=None, pair_z=pair, p_lm=p_lm, c_l=c_l,
+            noise_schedule=schedule(STEPS, torch.get_default_device()), inplace_safe=True, enable_efficient_fusion=True,
         )  # fmt: skip
 
-    agree(client, f"{client}.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, layers=layers)
-    stack = filled(module(f"{client}.model.modules.pairformer").PairformerStack, n_blocks=6, n_heads=2, c_z=8, c_s=12)
+    agree(client, f"{client}.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, device, layers=layers)
+    stack = filled(device, module(f"{client}.model.modules.pairformer").PairformerStack, n_blocks=6, n_heads=2, c_z=8, c_s=12)
 
     def trunk(residues: int, inplace: bool) -> Any:
-        s, z = draw(1, residues, 12), draw(2, residues, residues, 8)
-        for _ in range(3):
-            s, z = stack(s, z, torch.ones(residues, residues), inplace_safe=inplace)
-        return s, z
+        s, z, mask = draw(1, residues, 12), draw(2, residues, residues, 8), torch.ones(residues, residues)
+        return functools.partial(recycled, lambda s, z: stack(s, z, mask, inplace_safe=inplace), s, z)
 
     method = "forward" if client == "protenix" else "forward_source"
     agree(
-        client, f"{client}.model.modules.pairformer:PairformerBlock.{method}", [(9, True), (14, True)], trunk,
+        client, f"{client}.model.modules.pairformer:PairformerBlock.{method}", [(9, True), (14, True)], trunk, device,
         layers=layers, eager=[(9, False), (14, False)],
     )  # fmt: skip
 
@@ -167,11 +185,11 @@ def small(config: Any) -> Any:
 
 
 @pytest.mark.parametrize("layers", [False, True])
-def test_openfold3(layers: bool) -> None:
+def test_openfold3(layers: bool, device: torch.device) -> None:
     diffusion = module("openfold3.core.model.structure.diffusion_module")
     config = module("openfold3.projects.of3_all_atom.config.model_config").model_config.copy_and_resolve_references()
     config = config.architecture
-    denoiser = filled(diffusion.DiffusionModule, small(config.diffusion_module))
+    denoiser = filled(device, diffusion.DiffusionModule, small(config.diffusion_module))
     sampler = diffusion.SampleDiffusion(**config.sample_diffusion, diffusion_module=denoiser).eval()
 
     def sample(samples: int, residues: int) -> Any:
@@ -198,36 +216,40 @@ def test_openfold3(layers: bool) -> None:
         }
         s, s_input, z = draw(6, 1, 1, residues, 12), draw(7, 1, 1, residues, 20), draw(8, 1, 1, residues, residues, 8)
         levels = diffusion.create_noise_schedule(STEPS, 16, 160.0, 4e-4, 7, torch.float32, torch.get_default_device())
-        return sampler(
-            batch={"query_id": ["x"], **{name: x[None, None] for name, x in features.items()}},
+        return functools.partial(
+            sampler, batch={"query_id": ["x"], **{name: x[None, None] for name, x in features.items()}},
             si_input=s_input, si_trunk=s, zij_trunk=z, noise_schedule=levels, no_rollout_samples=samples,
         )  # fmt: skip
 
     agree(
-        "openfold3", "openfold3.core.model.structure.diffusion_module:DiffusionModule.forward", LENGTHS, sample, layers=layers
+        "openfold3",
+        "openfold3.core.model.structure.diffusion_module:DiffusionModule.forward",
+        LENGTHS,
+        sample,
+        device,
+        layers=layers,
     )
     shape = small(config.pairformer)
     shape.no_blocks = 6
-    stack = filled(module("openfold3.core.model.latent.pairformer").PairFormerStack, **shape)
+    stack = filled(device, module("openfold3.core.model.latent.pairformer").PairFormerStack, **shape)
 
     def trunk(residues: int, inplace: bool) -> Any:
         s, z, mask = draw(1, 1, residues, 12), draw(2, 1, residues, residues, 8), torch.ones(1, residues, residues)
-        for _ in range(3):
-            s, z = stack(s=s, z=z, single_mask=mask[:, 0], pair_mask=mask, inplace_safe=inplace)
-        return s, z
+        masks = {"single_mask": mask[:, 0], "pair_mask": mask}
+        return functools.partial(recycled, lambda s, z: stack(s=s, z=z, **masks, inplace_safe=inplace), s, z)
 
     agree(
-        "openfold3", "openfold3.core.model.latent.pairformer:PairFormerBlock.forward", [(9, True), (14, True)], trunk,
+        "openfold3", "openfold3.core.model.latent.pairformer:PairFormerBlock.forward", [(9, True), (14, True)], trunk, device,
         layers=layers, eager=[(9, False), (14, False)],
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("layers", [False, True])
-def test_boltzgen(layers: bool) -> None:
+def test_boltzgen(layers: bool, device: torch.device) -> None:
     diffusion, encoders = module("boltzgen.model.modules.diffusion"), module("boltzgen.model.modules.encoders")
     widths = {"token_s": 8, "atom_s": 16, "dim_fourier": 8}
     depths = {"atom_encoder_depth": 1, "atom_decoder_depth": 1, "token_transformer_depth": 2, "token_transformer_heads": 4}
-    sampler = filled(diffusion.AtomDiffusion, {**widths, **depths, "use_qk_norm": True})
+    sampler = filled(device, diffusion.AtomDiffusion, {**widths, **depths, "use_qk_norm": True})
 
     def sample(samples: int, residues: int) -> Any:
         atoms, windows = 64, 2
@@ -248,25 +270,23 @@ def test_boltzgen(layers: bool) -> None:
             "atom_dec_bias": draw(5, 1, windows, 32, 128, 4),
             "token_trans_bias": draw(6, 1, residues, residues, 8),
         }
-        return sampler.sample(
-            atom_mask=features["atom_pad_mask"], num_sampling_steps=STEPS, multiplicity=samples,
+        return functools.partial(
+            sampler.sample, atom_mask=features["atom_pad_mask"], num_sampling_steps=STEPS, multiplicity=samples,
             s_trunk=draw(7, 1, residues, 8), s_inputs=draw(8, 1, residues, 8), feats=features, diffusion_conditioning=given,
         )  # fmt: skip
 
-    agree("boltzgen", "boltzgen.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, layers=layers)
-    stack = filled(module("boltzgen.model.layers.pairformer").PairformerModule, 16, 8, 6, 2, 0.25, 4, 2)
+    agree("boltzgen", "boltzgen.model.modules.diffusion:DiffusionModule.forward", LENGTHS, sample, device, layers=layers)
+    stack = filled(device, module("boltzgen.model.layers.pairformer").PairformerModule, 16, 8, 6, 2, 0.25, 4, 2)
 
     def trunk(residues: int) -> Any:
         s, z, mask = draw(1, 1, residues, 16), draw(2, 1, residues, residues, 8), torch.ones(1, residues, residues)
-        for _ in range(3):
-            s, z = stack(s, z, mask[:, 0], mask)
-        return s, z
+        return functools.partial(recycled, lambda s, z: stack(s, z, mask[:, 0], mask), s, z)
 
-    agree("boltzgen", "boltzgen.model.layers.pairformer:PairformerLayer.forward", [(9,), (14,)], trunk, layers=layers)
+    agree("boltzgen", "boltzgen.model.layers.pairformer:PairformerLayer.forward", [(9,), (14,)], trunk, device, layers=layers)
 
 
 @pytest.mark.parametrize("layers", [False, True])
-def test_openfold(layers: bool) -> None:
+def test_openfold(layers: bool, device: torch.device) -> None:
     evoformer = module("openfold.model.evoformer")
     widths = {"c_m": 12, "c_z": 8, "c_hidden_msa_att": 4, "c_hidden_opm": 4, "c_hidden_mul": 8, "c_hidden_pair_att": 4}
     more = {
@@ -274,16 +294,18 @@ def test_openfold(layers: bool) -> None:
         "opm_first": False, "fuse_projection_weights": False, "blocks_per_ckpt": None, "inf": 1e9, "eps": 1e-8,
         "clear_cache_between_blocks": False, "tune_chunk_size": False,
     }  # fmt: skip
-    stack = filled(evoformer.EvoformerStack, c_s=6, no_column_attention=False, **widths, **more)
-    extra = filled(evoformer.ExtraMSAStack, ckpt=False, **widths, **more)
+    stack = filled(device, evoformer.EvoformerStack, c_s=6, no_column_attention=False, **widths, **more)
+    extra = filled(device, evoformer.ExtraMSAStack, ckpt=False, **widths, **more)
 
     def trunk(residues: int, inplace: bool) -> Any:
         m, z, mask = draw(1, 3, residues, 12), draw(2, residues, residues, 8), torch.ones(residues, residues)
-        for _ in range(2):
+
+        def both(m: Tensor, z: Tensor) -> Any:
             z = extra(m.clone(), z, mask[:3], mask, 4, inplace_safe=inplace)
-            m, z, s = stack(m, z, mask[:3], mask, 4, inplace_safe=inplace)
-        return m, z, s
+            return stack(m, z, mask[:3], mask, 4, inplace_safe=inplace)
+
+        return functools.partial(recycled, both, m, z)
 
     calls, eager = [(9, True), (14, True)], [(9, False), (14, False)]
     for block in ("EvoformerBlock", "ExtraMSABlock"):
-        agree("openfold", f"openfold.model.evoformer:{block}.forward", calls, trunk, layers=layers, eager=eager)
+        agree("openfold", f"openfold.model.evoformer:{block}.forward", calls, trunk, device, layers=layers, eager=eager)

@@ -9,29 +9,12 @@ import torch
 from torch import Tensor
 
 from evoattn.clients import graphs, sampling
-from evoattn.clients.calls import additive, kernel, multiplication, wide_on_gpu
+from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication
 from evoattn.clients.layers import FEW, layer, sites
-from evoattn.clients.site import Client, Count, Replace, Site, is_repeated, named
+from evoattn.clients.site import Client, Count, Replace, Site, named
 from evoattn.compat.openfold import attention
 
 __all__ = ["CLIENTS"]
-
-
-_FEW_SCORES = 1 << 20
-"""Scores of a head below which an attention with pair bias is left to Boltz.
-
-The 200 steps of a denoiser that is not replayed as a CUDA graph took, on an H200, 7.6 s as installed and 13.0 s with ours at
-152 residues, and 11.6 and 13.6 s at 988, which have 976,144 scores. More were not measured.
-"""
-
-_HOST_BOUND = "float32 with few scores, where the client's own attention takes less of the host"
-
-
-def _is_host_bound(s: Tensor, z: Tensor) -> bool:
-    """Whether Boltz computes an attention of s `[B * S, Q, C]` with pair features z `[B, Q, K, *]` in less time."""
-    if is_repeated() or torch.is_grad_enabled() or not wide_on_gpu([s]):
-        return False
-    return s.shape[0] * z.shape[-3] * z.shape[-2] < _FEW_SCORES
 
 
 def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
@@ -42,10 +25,11 @@ def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
 
         @functools.wraps(original)
         def forward(self: Any, s: Tensor, z: Tensor, *rest: Any, **named: Any) -> Any:
-            if not _is_host_bound(s, z):
+            queries, keys = z.shape[-3:-1]
+            if not host_sets_pace(s, queries, keys, s.shape[0] * self.num_heads * queries * keys):
                 return ours(self, s, z, *rest, **named)
             if counted:
-                count.other(_HOST_BOUND)
+                count.other(HOST_BOUND)
             return original(self, s, z, *rest, **named)
 
         return forward

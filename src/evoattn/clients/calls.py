@@ -13,7 +13,18 @@ from evoattn.clients.site import Count, is_repeated
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 
-__all__ = ["additive", "kernel", "low_memory", "multiplication", "projected", "queries_first", "residues", "wide_on_gpu"]
+__all__ = [
+    "HOST_BOUND",
+    "additive",
+    "host_sets_pace",
+    "kernel",
+    "low_memory",
+    "multiplication",
+    "projected",
+    "queries_first",
+    "residues",
+    "wide_on_gpu",
+]
 
 Function = Callable[..., Any]
 
@@ -23,6 +34,29 @@ _SHORT, _FEW_SCORES = 288, 100_000_000
 A block of Boltz-2 of 256 residues took, on an H200, 4.9 ms as installed and 7.2 ms with ours as the attention of Boltz' layers.
 A training step took 14.7 and 21.7 ms, and 1,712 and 1,462 MiB. Nothing between 256 and 1,024 residues was measured.
 """
+
+_FEW_IN_INFERENCE, _FEW_IN_TRAINING = 1 << 24, 1 << 22
+"""A float32 attention with pair bias that has fewer scores is left to the client too; in training if it is also short.
+
+The 200 steps of a denoiser that is not replayed as a CUDA graph took, as installed and with ours, seconds: Boltz-2's on an H200
+7.6 and 13.0 at 152 residues, 11.6 and 13.6 at 988, which have 15.6 million scores; Protenix' on an H100 6.3 and 8.6 at 152
+residues, 7.8 and 9.1 at 304. A training step of four Boltz-2 blocks took, on an H100, 12.5 and 16.9 ms at 128 residues, 17.1
+and 18.5 ms at 256.
+"""
+
+HOST_BOUND = "float32 with few scores, where the client's own attention takes less of the host"
+
+
+def host_sets_pace(x: Tensor, queries: int, keys: int, scores: int) -> bool:
+    """Whether a client computes an attention with pair bias of x in less time, since no kernel of it is long.
+
+    scores: of all samples and heads.
+    """
+    if is_repeated() or not wide_on_gpu([x]):
+        return False
+    if torch.is_grad_enabled():
+        return max(queries, keys) < _SHORT and scores < _FEW_IN_TRAINING
+    return scores < _FEW_IN_INFERENCE
 
 
 def additive(original: Function, count: Count) -> Function:

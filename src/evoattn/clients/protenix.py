@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from evoattn.clients import aggregation, graphs
-from evoattn.clients.calls import additive, kernel, multiplication, queries_first
+from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
 from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
@@ -30,6 +30,10 @@ def _single(original: Any, count: Count) -> Any:
             count.other("an attention without heads")
             passed: Tensor = original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)
             return passed
+        if attn_bias is not None and host_sets_pace(q, q.shape[-2], k.shape[-2], q.shape[:-1].numel() * k.shape[-2]):
+            count.other(HOST_BOUND)
+            left: Tensor = original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)
+            return left
         count.one()
         return attention(q, k.to(q.dtype), v.to(q.dtype), [attn_bias])
 

@@ -8,8 +8,11 @@ import hypothesis
 import pytest
 import torch
 
+from evoattn import testing
+from evoattn.backends import reference
 from evoattn.bench import machine
-from evoattn.run import calls
+from tests.helpers.operators import Operators
+from tests.helpers.planner import Planner
 
 MUCH = 1 << 30
 """More than this many bytes of a GPU are given back after a test: processes share it."""
@@ -57,9 +60,27 @@ def poisoned() -> Iterator[None]:
 def nothing_kept() -> Iterator[None]:
     """A test that changes what calls are planned from leaves no plan behind, and none keeps memory that others need."""
     yield
-    calls.forget()
+    testing.forget()
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MUCH:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def operators() -> Iterator[Operators]:
+    """Record the operators that a test's calls go through."""
+    recorded = Operators()
+    yield recorded
+    recorded.stop()
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
+    """Count what the reference backend plans and runs."""
+    planner = Planner()
+    monkeypatch.setattr(reference, "plan_forward", planner.plan_forward)
+    monkeypatch.setattr(reference, "plan_backward", planner.plan_backward)
+    testing.forget()
+    return planner
 
 
 @pytest.fixture

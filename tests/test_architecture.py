@@ -34,7 +34,9 @@ ARROWS: dict[str, set[str]] = {
     "pair": {"backends", "call", "devices", "numerics", "run"},
     "nn": {"api", "backends", "call", "compat", "devices", "numerics", "pair", "run"},
     "clients": {"call", "compat", "nn", "numerics", "run"},
-    "testing": {"api", "layouts", "nn", "numerics", "problem", "run", "tuning", "workloads"},
+    "testing": {
+        *("api", "backends", "call", "inputs", "layouts", "nn", "numerics", "problem", "run", "tuning", "workloads"),
+    },
     "__init__": {"_version", "api", "clients", "tuning"},
     "bench": {"__init__", "_version", "api", "backends", "nn", "problem", "run", "testing", "tuning", "workloads"},
     "warming": {"backends", "call", "devices", "inputs", "layouts", "run"},

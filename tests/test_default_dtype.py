@@ -14,6 +14,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
+from evoattn.backends import Cotangents, Inputs
 from evoattn.bench.correctness import inputs_of
 from evoattn.bench.layers import layer_of
 from evoattn.cli import evoformer, measure
@@ -23,7 +24,6 @@ from evoattn.clients.site import Count
 from evoattn.compat import empty_rows, openfold
 from evoattn.compat.cuequivariance import triangle_attention
 from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
-from evoattn.inputs import Cotangents, Inputs
 from evoattn.layouts import empty_outputs
 from evoattn.workloads import Workload
 
@@ -34,8 +34,6 @@ CASE = testing.Case(
 FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "scalar_tensor", "rand", "randn"}
 FACTORIES |= {"linspace", "logspace", "eye"}
 SOURCES = pathlib.Path(evoattn.__file__).parent
-LOOKS_ALONE = {"guards.py"}
-"""Its tensors ask torch for its state, and none of their numbers is used."""
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -272,7 +270,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def test_every_tensor_is_made_with_a_dtype() -> None:
-    files = [path for path in sorted(SOURCES.rglob("*.py")) if path.name not in LOOKS_ALONE]
+    files = sorted(SOURCES.rglob("*.py"))
     assert len(files) > 150
     found = {str(path.relative_to(SOURCES)): undecided(path.read_text()) for path in files}
     assert {name: lines for name, lines in found.items() if lines} == {}

@@ -24,8 +24,11 @@ __all__ = [
     "GATED_BACKWARD",
     "GATED_FORWARD",
     "Backend",
+    "Cotangents",
     "Description",
+    "Inputs",
     "Needed",
+    "Outputs",
     "Plan",
 ]
 

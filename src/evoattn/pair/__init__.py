@@ -2,5 +2,6 @@
 
 from evoattn.pair.multiplication import product, triangle_multiplication
 from evoattn.pair.transitions import transition
+from evoattn.run.split import Split
 
-__all__ = ["product", "transition", "triangle_multiplication"]
+__all__ = ["Split", "product", "transition", "triangle_multiplication"]

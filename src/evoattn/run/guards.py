@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["autocasts", "forget", "is_plain", "is_seen", "only_computes", "ordinary", "recall", "remember"]
+__all__ = [
+    "autocasts",
+    "forget",
+    "forget_torch",
+    "is_plain",
+    "is_seen",
+    "only_computes",
+    "ordinary",
+    "recall",
+    "remember",
+]
 
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
@@ -164,7 +174,7 @@ def _states_in_backward() -> dict[tuple[int, int], bool]:
     states: dict[tuple[int, int], bool] = {}
 
     def look() -> None:
-        _LookInBackward.apply(torch.zeros((), requires_grad=True), states).backward()  # type: ignore[no-untyped-call]
+        _LookInBackward.apply(torch.zeros((), dtype=torch.float32, requires_grad=True), states).backward()  # type: ignore[no-untyped-call]
 
     _in_a_new_thread(look)
     return states
@@ -208,7 +218,7 @@ def _keys_of_new(device: torch.device) -> list[int]:
     keys = []
     for inference in (False, True):
         with torch.inference_mode(inference):
-            keys.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+            keys.append(torch._C._dispatch_keys(torch.empty(0, dtype=torch.float32, device=device)).raw_repr())
     return keys
 
 
@@ -220,3 +230,9 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
 def only_computes() -> bool:
     """Whether torch neither compiles nor traces nor transforms, so that nobody has to see what is done."""
     return not is_seen() and autocasts() is not None
+
+
+def forget_torch() -> None:
+    """Look at torch's internals anew, and at the states of a thread that has told the dispatcher nothing."""
+    for kept in (_states, _states_in_backward, _keys_of_new):
+        kept.cache_clear()

@@ -11,6 +11,7 @@ from evoattn.testing.dense import Results
 from evoattn.testing.judging import Outcome, judge
 from evoattn.testing.oracle import budgets, check, errors, oracle, relative_error, run
 from evoattn.testing.random_problems import RandomProblem, random_problem
+from evoattn.testing.seams import canonical, chosen, forget, taken, way
 
 __all__ = [
     "AWKWARD",
@@ -20,12 +21,17 @@ __all__ = [
     "RandomProblem",
     "Results",
     "budgets",
+    "canonical",
     "check",
+    "chosen",
     "errors",
+    "forget",
     "from_workload",
     "judge",
     "oracle",
     "random_problem",
     "relative_error",
     "run",
+    "taken",
+    "way",
 ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +14,9 @@ from torch import Tensor
 import evoattn
 from evoattn import testing
 from evoattn.api import Layout
-from evoattn.backends import Description, Plan, reference, tiled
-from evoattn.call.canonical import canonicalise
+from evoattn.backends import Description, Inputs, Plan, reference, tiled, triton
 from evoattn.cli.measure import peak_bytes
-from evoattn.inputs import Inputs
 from evoattn.problem import GRADIENTS, Problem
-from evoattn.run import calls, dispatch, plans
 from evoattn.tuning import Config
 
 
@@ -90,7 +88,7 @@ def test_canonical_tensors_are_views(pattern: str) -> None:
     """No argument is copied on its way to a backend, whatever the pair bias varies along."""
     inputs = make(lead=(2,), pair_bias=pattern, layout="bnhld")
     assert inputs.mask_bias is not None and inputs.pair_bias is not None
-    c, _ = canonicalise(Inputs(inputs.q, inputs.k, inputs.v, None, inputs.mask_bias, inputs.pair_bias))
+    c = testing.canonical(inputs)
     for name in ("q", "k", "v", "pair_bias"):
         assert getattr(c, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr(), name
 
@@ -103,7 +101,7 @@ def test_canonical_tensors_are_views(pattern: str) -> None:
 def test_rows_that_share_a_pair_bias_are_rows(lead: tuple[int, ...], expected: tuple[int, int]) -> None:
     """Whatever the leading axes: a backend that shares the pair bias over rows must see them as n."""
     inputs = make(lead=lead[:-1], n=lead[-1], mask="random", pair_bias="1" * len(lead) + "hqk", layout="bnhld")
-    c, _ = canonicalise(Inputs(inputs.q, inputs.k, inputs.v, pair_bias=inputs.pair_bias))
+    c = testing.canonical(inputs)
     assert c.pair_bias is not None and (tuple(c.q.shape[:2]), c.pair_bias.shape[0]) == (expected, 1)
     assert c.q.untyped_storage().data_ptr() == inputs.q.untyped_storage().data_ptr()
     testing.check(testing.run(inputs, "tiled"), inputs)
@@ -159,7 +157,7 @@ def test_an_expanded_pair_bias_is_not_materialised() -> None:
     expanded = inputs.pair_bias.expand(2, 5, *inputs.pair_bias.shape[2:])
     wide = dataclasses.replace(inputs, pair_bias=expanded)
     torch.testing.assert_close(call(wide), call(inputs))
-    c, _ = canonicalise(Inputs(inputs.q, inputs.k, inputs.v, pair_bias=expanded), "bnlhd")
+    c = testing.canonical(wide)
     assert c.pair_bias is not None and c.pair_bias.numel() == inputs.pair_bias.numel()
     leaf = inputs.pair_bias.clone().requires_grad_()
     (through_expand,) = torch.autograd.grad(
@@ -177,14 +175,14 @@ def test_an_expanded_pair_bias_is_not_materialised() -> None:
 @pytest.mark.parametrize("asked", [("q",), ("k", "v"), ("pair_bias",), ("mask_bias",), ("q", "pair_bias")])
 def test_only_the_gradients_asked_for_are_computed(asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, ...]] = []
-    real = plans.backward
+    real = tiled.plan_backward
 
-    def spy(*arguments: Any, runs: bool = True) -> Plan:
-        if runs:
-            seen.append(arguments[3])
-        return real(*arguments, runs=runs)
+    def spy(*arguments: Any, needs: tuple[bool, ...], **options: Any) -> Plan:
+        plan = real(*arguments, needs=needs, **options)
+        return dataclasses.replace(plan, run=lambda *given: seen.append(needs) or plan.run(*given))
 
-    monkeypatch.setattr(plans, "backward", spy)
+    monkeypatch.setattr(tiled, "plan_backward", spy)
+    testing.forget()
     inputs = make()
     leaves = {name: x.requires_grad_(name in asked) for name, x in inputs.differentiable.items()}
     call(inputs).backward(inputs.do)
@@ -402,21 +400,26 @@ def test_keys_that_heads_share_are_not_copied() -> None:
     assert peak < 7 * k.nbytes, "of every head they would take 8 times as much"
 
 
+def takes_the_cpu(monkeypatch: pytest.MonkeyPatch, **names: Callable[..., Any]) -> None:
+    """Let `triton`, which `auto` asks before `tiled`, take calls on the CPU, with other functions for some of its own."""
+    ours: dict[str, Callable[..., Any]] = {"availability": lambda: None, "unsupported": lambda problem, config: [], **names}
+    for name, function in ours.items():
+        monkeypatch.setattr(triton, name, function, raising=False)
+    testing.forget()
+
+
 def test_explain_names_the_backend_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes are chosen one by one, so a backend without a gradient may still run the forward."""
 
-    def refusals(name: str, problem: Problem, config: Config) -> list[str]:
-        if name == "tiled":
-            return ["has no gradient of q"] if problem.needs[0] else []
-        return [] if name == "reference" else ["not here"]
+    def unsupported(problem: Problem, config: Config) -> list[str]:
+        return ["has no gradient of q"] if problem.needs[0] else []
 
-    monkeypatch.setattr(dispatch, "refusals", refusals)
-    monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
+    takes_the_cpu(monkeypatch, unsupported=unsupported, plan_forward=reference.plan_forward)
     q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
     explanation = evoattn.explain(q, q, q)
-    assert (explanation.backend, explanation.backward_backend) == ("tiled", "reference")
-    assert explanation.refused == {"tiled": ["has no gradient of q"]}
-    assert "backward by reference" in str(explanation)
+    assert (explanation.backend, explanation.backward_backend) == ("triton", "tiled")
+    assert explanation.refused["triton"] == ["has no gradient of q"]
+    assert "backward by tiled" in str(explanation)
     with torch.no_grad():
         assert evoattn.explain(q, q, q).backward_backend is None
 
@@ -425,36 +428,34 @@ def test_explain_tells_what_leaves_a_pass_to_a_faster_backend(monkeypatch: pytes
     """Here the forward alone, so the passes have different backends, and the reason stands with those of refusals."""
 
     def faster(problem: Problem) -> tuple[str, str] | None:
-        return None if any(problem.needs) else ("reference", "it has no tiles")
+        return None if any(problem.needs) else ("tiled", "it has no launches")
 
     def told(name: str, pass_: str, *tensors: object, **options: object) -> Plan:
         copies = (f"{name}: q", *[f"{name}: k once a backward"] * (pass_ == "backward"))
         return Plan(lambda *given: None, lambda: Description(copies=copies, tuned=pass_))
 
-    for backend in (tiled, reference):
+    takes_the_cpu(monkeypatch, faster=faster)
+    for backend in (triton, tiled):
         for pass_ in ("forward", "backward"):
             monkeypatch.setattr(backend, f"plan_{pass_}", functools.partial(told, backend.NAME, pass_))
-    monkeypatch.setattr(tiled, "faster", faster, raising=False)
-    monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
     q = torch.randn(1, 2, 8, 2, 8, requires_grad=True)
     explanation = evoattn.explain(q, q, q)
-    assert (explanation.backend, explanation.backward_backend) == ("reference", "tiled")
-    assert explanation.copies == ["reference: q", "tiled: q", "tiled: k once a backward"], "of each pass by who runs it"
+    assert (explanation.backend, explanation.backward_backend) == ("tiled", "triton")
+    assert explanation.copies == ["tiled: q", "triton: q", "triton: k once a backward"], "of each pass by who runs it"
     assert explanation.tuned == ("forward", "backward")
-    assert explanation.refused == {"tiled": ["leaves it to reference: it has no tiles"]}
-    assert evoattn.explain(q, q, q, backend="tiled").backend == "tiled"
+    assert explanation.refused["triton"] == ["leaves it to tiled: it has no launches"]
+    assert evoattn.explain(q, q, q, backend="triton").backend == "triton"
 
 
-def test_listeners_hear_of_plans_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_run_are_told() -> None:
     """Once for each plan, and never of a call that is only explained."""
-    heard: list[str] = []
-    monkeypatch.setattr(plans, "listeners", [heard.append])
-    calls.forget()
+    testing.forget()
     q = torch.randn(1, 3, 5, 2, 8, requires_grad=True)
-    evoattn.explain(q, q, q)
-    assert heard == []
-    for _ in range(2):
-        evoattn.evoformer_attention(q, q, q).sum().backward()
-    assert heard == ["tiled", "tiled"]  # forward and backward
-    evoattn.explain(q, q, q)
-    assert heard == ["tiled", "tiled"]
+    with testing.taken() as backends:
+        evoattn.explain(q, q, q)
+        assert backends == []
+        for _ in range(2):
+            evoattn.evoformer_attention(q, q, q).sum().backward()
+        assert backends == ["tiled", "tiled"]  # forward and backward
+        evoattn.explain(q, q, q)
+    assert backends == ["tiled", "tiled"]

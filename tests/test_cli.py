@@ -16,16 +16,14 @@ import pytest
 import torch
 
 import evoattn
-from evoattn import cli
-from evoattn.backends import Plan, tiled
+from evoattn import cli, testing
+from evoattn.backends import Inputs, Outputs, Plan, tiled, triton
 from evoattn.bench import record as records
 from evoattn.bench.record import Timing
 from evoattn.cli import demo, doctor, evoformer, measure, plot, sweep, terminal
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import attentions, embed, first_rows
-from evoattn.inputs import Inputs, Outputs
 from evoattn.problem import Problem
-from evoattn.run import calls, dispatch
 from evoattn.tuning import Config
 from evoattn.workloads import workload
 from tests.helpers.scripts import load
@@ -487,12 +485,15 @@ def test_errors_over_a_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_demo_names_both_backends(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
+    for name in ("plan_forward", "plan_backward"):
+        monkeypatch.setattr(triton, name, getattr(tiled, name))
+    for name, function in (("availability", lambda: None), ("unsupported", lambda problem, config: [])):
+        monkeypatch.setattr(triton, name, function)
     inputs = attentions(embed(read_alignment(family).rows, 0, torch.device("cpu")), torch.float32)[0]
-    assert demo._backends(inputs) == "tiled"
-    monkeypatch.setattr(tiled, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else [])
-    calls.forget()
-    assert demo._backends(inputs) == "tiled, backward reference"
+    assert demo._backends(inputs) == "triton"
+    monkeypatch.setattr(triton, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else [])
+    testing.forget()
+    assert demo._backends(inputs) == "triton, backward tiled"
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

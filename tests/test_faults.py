@@ -20,11 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import evoattn
 from evoattn import testing
 from evoattn.backends import Description, Plan, reference
-from evoattn.inputs import Inputs, Options
-from evoattn.run import operators as ops
-from evoattn.run import plans as kept_plans
-from evoattn.run.calls import forget
-from tests.test_eager import Planner
+from evoattn.testing import forget
+from tests.helpers.planner import Planner
 
 SMALL = testing.Case("small", n=2, h=2, lq=7, lk=9, d=8, mask="random", mask_bias="finite", pair_bias="b1hqk")
 LARGE = testing.Case("large", n=3, h=2, lq=40, lk=50, d=16, mask_bias="finite", pair_bias="b1hqk", lse_gradient=True)
@@ -32,14 +29,13 @@ SEVERAL_BLOCKS = evoattn.Config(block_q=16, block_k=16)
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plans(planner: Planner) -> Iterator[None]:
     """The reference backend plans its calls, so that what runs is counted."""
-    planner = Planner()
-    monkeypatch.setattr(reference, "plan_forward", planner.plan_forward)
-    monkeypatch.setattr(reference, "plan_backward", planner.plan_backward)
-    forget()
     yield
     assert planner.forwards and planner.backwards
+
+
+ON_THE_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class NoMemory(TorchDispatchMode):
@@ -56,7 +52,7 @@ class NoMemory(TorchDispatchMode):
                 raise torch.OutOfMemoryError("no memory")
         if function.namespace == "evoattn":  # what it does itself is counted as well
             with self:
-                return getattr(ops, f"_{function._schema.name.split('::')[1]}")(*args, **kwargs or {})
+                return function.redispatch(ON_THE_CPU, *args, **kwargs or {})
         return function(*args, **kwargs or {})
 
 
@@ -279,16 +275,16 @@ def test_workers_of_a_data_loader() -> None:
 
 FIRST_CALL = """
 import os, torch, evoattn
-from evoattn.run import guards
 
-def fail(*_):
+def fail(*_, **__):
     os.write(2, b"a forward has run a backward")
     os._exit(1)  # an exception would end its thread alone
 
 q = torch.randn(1, 2, 5, 2, 8, requires_grad=True)
-apply, guards._LookInBackward.apply = guards._LookInBackward.apply, fail
+entries = torch.autograd.backward, torch.autograd.grad
+torch.autograd.backward = torch.autograd.grad = fail
 o = evoattn.evoformer_attention(q, q, q)
-guards._LookInBackward.apply = apply
+torch.autograd.backward, torch.autograd.grad = entries
 o.sum().backward()
 assert not torch.cuda.is_initialized()
 """
@@ -370,7 +366,7 @@ def test_eight_threads_call_at_once(backend: str, busy_switching: None, one_thre
 
 
 def test_eight_threads_call_at_once_on_the_short_way(plans: None, busy_switching: None, one_thread: None) -> None:
-    """`run.calls` keeps a call when it is worked out: no other thread sees one that is not.
+    """A call is kept when it is worked out: no other thread sees one that is not.
 
     Two threads may keep the same call twice: the older is forgotten with time. A list may lose its last elements while
     another thread walks through it: the walk then ends earlier.
@@ -398,25 +394,26 @@ def test_eight_threads_whose_calls_differ_only_in_strides(plans: None, busy_swit
 
 
 def test_a_plan_is_whole_before_another_thread_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that asks for a plan while another one makes it makes one too."""
-    forget()
+    """A thread that asks for a plan while another one makes it makes one too. The plan that is made first is kept for all."""
     planning, others_are_there = threading.Event(), threading.Event()
+    numbers, ran = itertools.count(1), []
 
     def plan(*_: Any, **__: Any) -> Plan:
-        first = not planning.is_set()
+        number = next(numbers)
         planning.set()
-        if first:
+        if number == 1:
             others_are_there.wait(10)
-        return Plan(lambda *tensors: None, Description)
+        return Plan(lambda *tensors: ran.append(number), Description)
 
     monkeypatch.setattr(reference, "plan_forward", plan)
+    forget()
     q = torch.randn(1, 2, 2, 5, 8)
-    arguments = Inputs(q, q, q), Options(layout="bnhld", backend="reference")
+    attend = functools.partial(evoattn.evoformer_attention, q, q, q, layout="bnhld", backend="reference")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(kept_plans.forward, *arguments)
+        first = pool.submit(attend)
         assert planning.wait(10)
-        second = kept_plans.forward(*arguments)
-        assert second.backend == "reference"
+        attend()
         others_are_there.set()
-        assert first.result(10).backend == "reference"
-    assert kept_plans.forward(*arguments) is second
+        first.result(10)
+    attend()
+    assert ran == [2, 2, 2]

@@ -13,10 +13,9 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
-from evoattn.run import calls
-from evoattn.run import operators as ops
 from evoattn.workloads import WORKLOADS
 from tests.helpers.gpu_checks import check_in_turn, check_offsets, check_same_bits
+from tests.helpers.operators import Operators
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -98,14 +97,8 @@ def example(**changes: object) -> testing.Inputs:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_plain_step_takes_the_short_way(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_a_plain_step_takes_the_short_way(operators: Operators, dtype: torch.dtype) -> None:
     """Forward and backward go straight to the plan, also on the threads that run a backward, and repeat their launches."""
-
-    def unexpected(*arguments: object) -> None:
-        raise AssertionError("an operator was called")
-
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(ops, name, unexpected)
     inputs = example(dtype=dtype)
     leaves = [x.requires_grad_() for x in inputs.differentiable.values()]
     results = []
@@ -119,6 +112,7 @@ def test_a_plain_step_takes_the_short_way(monkeypatch: pytest.MonkeyPatch, dtype
                 inputs.q, inputs.k, inputs.v, mask=inputs.mask, pair_bias=inputs.pair_bias, deterministic=True
             )
         assert torch.equal(o, again)
+    assert operators.called() == []
     for later in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], later, strict=True))
 
@@ -187,9 +181,9 @@ def nine_rows_a_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from evoattn.backends.triton import bwd_pair
 
     monkeypatch.setattr(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 9))
-    calls.forget()
+    testing.forget()
     yield
-    calls.forget()
+    testing.forget()
 
 
 def test_deterministic_sums_of_rows_in_turns(nine_rows_a_turn: None) -> None:

@@ -14,7 +14,6 @@ import torch
 
 import evoattn
 from evoattn import testing
-from evoattn.run import calls
 
 STATUS = {status.name: status for status in evoattn.backends()}
 
@@ -68,7 +67,7 @@ def test_out_of_memory_in_the_middle_of_a_call(backend: str, planned: bool, limi
     failed = 0
     for step in range(200):
         if not planned:
-            calls.forget()
+            testing.forget()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + step * STEP) / total)
         try:
@@ -117,7 +116,7 @@ def test_eight_threads_call_at_once(backend: str) -> None:
             torch.cuda.current_stream().synchronize()
         return made
 
-    calls.forget()
+    testing.forget()
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)
     try:
@@ -194,5 +193,5 @@ def test_a_default_dtype_changes_nothing(default: torch.dtype, length: int, back
     expected = values(inputs, backend)
     for dtype in (default, torch.float32):
         torch.set_default_dtype(dtype)
-        calls.forget()
+        testing.forget()
         same(inputs, backend, expected)

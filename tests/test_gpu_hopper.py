@@ -870,15 +870,12 @@ def test_auto_takes_both_passes() -> None:
     assert explanation.backend == "hopper" and explanation.backward_backend is None
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("length", [70, 256])
-def test_gradients_of_columns_are_columns(
-    length: int, bias: torch.dtype | None, across: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_columns_are_columns(length: int, bias: torch.dtype | None, across: bool) -> None:
     """Bit for bit what q, k and v of their own get, in one tensor whose other columns nobody touches."""
-    from evoattn.run import joined
-
     h, d = 4, 32
     width = 3 * h * d + 8
     x = torch.randn(1, length, length, width, device="cuda", dtype=torch.bfloat16)
@@ -897,23 +894,14 @@ def test_gradients_of_columns_are_columns(
         o = evoattn.evoformer_attention(*leaves, **wishes)  # type: ignore[call-overload]
         return torch.autograd.grad(o, [*leaves, *([] if pair_bias is None else [pair_bias])], do)
 
-    make = joined.Columns.make
-
-    def marked(self: joined.Columns, likes: list[Tensor], device: str | None = None) -> list[Tensor]:
-        made = make(self, likes, device)
-        if device is None:
-            made[0].as_strided((self.rows, self.width), (self.width, 1), 0).fill_(7.0)
-        return made
-
-    monkeypatch.setattr(joined.Columns, "make", marked)
     found, wanted = gradients(parts), gradients([y.contiguous() for y in parts])
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one, other)
     assert found[0].untyped_storage().nbytes() == length * length * width * 2
     gap = found[0].as_strided((length * length, 8), (width, 1), 3 * h * d)
-    assert bool((gap == 7.0).all())
+    assert bool(gap.isnan().all())
 
 
-@pytest.mark.usefixtures("rows_left_out")
-def test_columns_where_rows_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    test_gradients_of_columns_are_columns(256, torch.bfloat16, False, monkeypatch)
+@pytest.mark.usefixtures("poisoned", "rows_left_out")
+def test_columns_where_rows_are_left_out() -> None:
+    test_gradients_of_columns_are_columns(256, torch.bfloat16, False)

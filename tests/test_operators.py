@@ -12,11 +12,27 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
-from evoattn.call.canonical import canonicalise
-from evoattn.inputs import Cotangents, Inputs, Options, Outputs
-from evoattn.run import operators as ops
+from evoattn.backends import Cotangents, Inputs, Outputs
 
-OPTIONS = Options(backend="tiled")
+FORWARD, BACKWARD = torch.ops.evoattn.forward.default, torch.ops.evoattn.backward.default
+
+Options = tuple[float | None, str, bool, str, str]
+"""Of an operator: scale, layout, deterministic, backend, config."""
+
+OPTIONS: Options = (None, "bnlhd", False, "tiled", "")
+
+
+def forward(inputs: Inputs, options: Options = OPTIONS) -> Outputs:
+    """The operator of values."""
+    return Outputs(*FORWARD(*inputs[:6], *options, inputs.gate))
+
+
+def differentiate(
+    cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: list[bool], options: Options = OPTIONS
+) -> tuple[Tensor, ...]:
+    """The operator of values."""
+    gradients: tuple[Tensor, ...] = BACKWARD(*cotangents, *inputs[:6], *outputs, needs, *options, inputs.gate)
+    return gradients
 
 
 def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
@@ -31,10 +47,7 @@ def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
         "d": 4,
         **changes,
     }
-    inputs = testing.Case("op", **settings).make(seed=5)  # type: ignore[arg-type]
-    mask_bias = None if inputs.mask_bias is None else inputs.mask_bias.squeeze(-2).squeeze(-2)
-    given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, mask_bias, inputs.pair_bias, inputs.gate)
-    folded, _ = canonicalise(given)
+    folded = testing.canonical(testing.Case("op", **settings).make(seed=5))  # type: ignore[arg-type]
     leaves = (x if x is None or x.dtype == torch.bool else x.detach().clone().requires_grad_(requires_grad) for x in folded)
     return Inputs._make(leaves)
 
@@ -44,15 +57,16 @@ def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
     "biases", [{}, {"mask": None, "mask_bias": None}, {"pair_bias": None, "dtype": torch.bfloat16}, {"gate": None}]
 )
 def test_opcheck_forward(biases: dict, layout: str) -> None:
-    torch.library.opcheck(ops.forward, ops.arguments_of(canonical(**biases), OPTIONS._replace(layout=layout)))
+    inputs = canonical(**biases)
+    torch.library.opcheck(FORWARD, (*inputs[:6], None, layout, False, "tiled", "", inputs.gate))
 
 
 def test_opcheck_backward() -> None:
     inputs = canonical(requires_grad=False)
-    outputs = Outputs(*ops.forward(*ops.arguments_of(inputs, OPTIONS)))
+    outputs = forward(inputs)
     for needs in ([True] * 6, [False, True, False, False, True, False], [False] * 5 + [True]):
         cotangents = (torch.randn_like(outputs.o), torch.randn_like(outputs.lse))
-        torch.library.opcheck(ops.backward, (*cotangents, *inputs[:6], *outputs, needs, *OPTIONS, inputs.gate))
+        torch.library.opcheck(BACKWARD, (*cotangents, *inputs[:6], *outputs, needs, *OPTIONS, inputs.gate))
 
 
 def test_fake_strides_are_real_strides() -> None:
@@ -60,7 +74,7 @@ def test_fake_strides_are_real_strides() -> None:
     for layout in ("bnlhd", "bnhld"):
         for backend in ("tiled", "reference"):
             inputs = canonical(requires_grad=False)
-            options = Options(layout=layout, backend=backend)
+            options: Options = (None, layout, False, backend, "")
             meta = Inputs._make(None if x is None else x.to("meta") for x in inputs)
             real, fake = (both_passes(given, options, torch.ones_like) for given in (inputs, meta))
             for a, b in zip(real, fake, strict=True):
@@ -69,9 +83,9 @@ def test_fake_strides_are_real_strides() -> None:
 
 def both_passes(inputs: Inputs, options: Options, of_o: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
     """The outputs and all gradients, of the cotangent that a function makes of o."""
-    outputs = Outputs(*ops.forward(*ops.arguments_of(inputs, options)))
+    outputs = forward(inputs, options)
     needs = [x is not None for x in inputs.differentiable]
-    return *outputs, *ops.differentiate(Cotangents(of_o(outputs.o), torch.sin(outputs.lse)), inputs, outputs, needs, options)
+    return *outputs, *differentiate(Cotangents(of_o(outputs.o), torch.sin(outputs.lse)), inputs, outputs, needs, options)
 
 
 @pytest.mark.parametrize("gate", [None, "random"])
@@ -79,12 +93,12 @@ def test_arguments_of_older_graphs(gate: str | None) -> None:
     """Graphs that were stored before there was a gate give neither it nor a sixth of `needs`, and read five gradients."""
     inputs = canonical(requires_grad=False, gate=gate)
     older = inputs._replace(gate=None)
-    outputs = ops.forward(*older[:6], *OPTIONS)
-    for found, expected in zip(outputs, ops.forward(*ops.arguments_of(older, OPTIONS)), strict=True):
+    outputs = FORWARD(*older[:6], *OPTIONS)
+    for found, expected in zip(outputs, forward(older), strict=True):
         assert torch.equal(found, expected)
     cotangents = Cotangents(torch.cos(outputs[0]), torch.sin(outputs[1]))
-    found = ops.backward(*cotangents, *older[:6], *outputs, [True] * 5, *OPTIONS)
-    expected = ops.differentiate(cotangents, older, Outputs(*outputs), [True] * 5 + [False], OPTIONS)
+    found = BACKWARD(*cotangents, *older[:6], *outputs, [True] * 5, *OPTIONS)
+    expected = differentiate(cotangents, older, Outputs(*outputs), [True] * 5 + [False])
     assert found[5].numel() == 0
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -165,7 +179,7 @@ def test_export_keeps_the_operator(gate: bool) -> None:
 
     arguments = tuple(x.detach() for x in leaves(12, gate=gate))
     exported = torch.export.export(Module(), arguments)
-    assert any(node.target is ops.forward for node in exported.graph.nodes)
+    assert any(node.target is FORWARD for node in exported.graph.nodes)
     torch.testing.assert_close(exported.module()(*arguments), attend(*arguments))
 
 

@@ -230,7 +230,7 @@ def test_a_fork_after_shared_work(shared: list[int]) -> None:
 def test_small_problems_are_not_shared() -> None:
     problem = testing.Case("small", n=48, h=4, lq=48, lk=48, d=32)
     inputs = problem.make()
-    from evoattn.inputs import Inputs
+    from evoattn.backends import Inputs
     from evoattn.problem import describe
 
     described = describe(Inputs(*(x.transpose(2, 3) for x in (inputs.q, inputs.k, inputs.v))))

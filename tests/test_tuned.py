@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import evoattn
+from evoattn import testing
 from evoattn.backends import AUTO_ORDER
 from evoattn.problem import Problem
 from evoattn.tuning import Config, tiled_plan, user
@@ -289,8 +290,7 @@ def test_a_home_that_cannot_be_entered_or_is_not_known_costs_nothing(monkeypatch
             patch.delenv("EVOATTN_CACHE_DIR")
             patch.delenv("XDG_CACHE_HOME", raising=False)
             patch.setattr(Path, attribute, value)
-            user.forget()
-            evoattn.run.calls.forget()
+            testing.forget()
             assert evoattn.evoformer_attention(q, q, q, backend="tiled").isfinite().all()
             assert user.clear(on_cpu=True) is None
 

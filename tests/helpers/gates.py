@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evoattn import layouts
-from evoattn.inputs import Cotangents, Inputs, Outputs
+from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.problem import GRADIENTS
 from evoattn.tuning import Config
 

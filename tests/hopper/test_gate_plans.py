@@ -10,9 +10,8 @@ import torch
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
-from evoattn.backends import GATED_AFTER, GATED_BACKWARD, hopper
+from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Cotangents, hopper
 from evoattn.backends.hopper.host import head_groups
-from evoattn.inputs import Cotangents
 from evoattn.layouts import empty_gradients, empty_outputs
 from evoattn.tuning import Config
 from tests.helpers.gates import ALL, ONLY_GATE, Gated

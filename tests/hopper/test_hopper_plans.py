@@ -18,15 +18,13 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
 from evoattn import testing
-from evoattn.backends import hopper
+from evoattn.backends import Cotangents, Inputs, hopper
 from evoattn.backends.hopper.backward import facts, pair_gradient, stages, variants
 from evoattn.backends.hopper.backward import plan as backward
 from evoattn.backends.hopper.forward import plan as forward
 from evoattn.backends.hopper.host import head_groups, launch
 from evoattn.backends.hopper.host.memory import loads_wide
 from evoattn.backends.hopper.kernels import key_bias
-from evoattn.call.canonical import canonicalise
-from evoattn.inputs import Cotangents, Inputs
 from evoattn.layouts import empty_gradients, empty_outputs, to_canonical
 from evoattn.problem import describe
 from evoattn.tuning import Config
@@ -64,11 +62,6 @@ def kernels(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def canonical(inputs: testing.Inputs) -> Inputs:
-    given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias)
-    return canonicalise(given, inputs.case.layout).inputs
-
-
 def tensors_of(c: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     problem = dataclasses.replace(describe(c, needs=needs), device="cuda", capability=(9, 0))  # type: ignore[arg-type]
     if reasons := hopper.unsupported(problem, Config()):
@@ -86,7 +79,7 @@ def launch_backward(c: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
-    c = canonical(case.make(seed=1))
+    c = testing.canonical(case.make(seed=1))
     tensors = tensors_of(c, (False,) * 6)
     o, lse = torch.empty(c.q.shape), torch.empty(c.q.shape[:-1])
     forward.plan_forward(*tensors, scale=0.2, layout=case.layout)(*tensors, o, lse, torch.zeros_like(lse))
@@ -100,7 +93,7 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launched: list[Any]) -> None:
-    c = canonical(case.make(seed=1))
+    c = testing.canonical(case.make(seed=1))
     needs = (True, True, True, c.mask_bias is not None, c.pair_bias is not None, False)
     inputs = tensors_of(c, needs)
     do, o, lse = torch.randn_like(c.q), torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
@@ -121,7 +114,7 @@ def test_a_backward_is_launched(case: testing.Case, deterministic: bool, launche
 def test_the_backend_plans_both_passes(pair_bias: str | None, launched: list[Any], kernels: list[Any]) -> None:
     """What its plans run and describe; nothing is compiled before the first run."""
     case = testing.Case("plans", n=3, h=2, lq=70, lk=65, d=32, dtype=torch.bfloat16, mask="random", pair_bias=pair_bias)
-    inputs = canonical(case.make(seed=1))
+    inputs = testing.canonical(case.make(seed=1))
     outputs = empty_outputs(inputs, "bnlhd")
     needs = (True, True, True, False, pair_bias is not None, False)
     options: dict[str, Any] = {"scale": 0.2, "layout": "bnlhd", "config": Config()}
@@ -150,7 +143,7 @@ def test_the_backend_plans_both_passes(pair_bias: str | None, launched: list[Any
 def test_a_plan_tells_that_a_scale_copies_q(dtype: torch.dtype, scale: float, backward: bool, launched: list[Any]) -> None:
     """If and only if the pass copies it: the kernels then get another address."""
     case = testing.Case("scaled", n=3, h=2, lq=70, lk=65, d=32, dtype=dtype, pair_bias="b1hqk")
-    inputs = canonical(case.make(seed=1))
+    inputs = testing.canonical(case.make(seed=1))
     outputs, needs = empty_outputs(inputs, "bnlhd"), (True, True, True, False, True, False)
     options: dict[str, Any] = {"scale": scale, "layout": "bnlhd", "config": Config()}
     values: Any = (inputs, outputs)
@@ -195,7 +188,7 @@ def test_the_copy_engine_gets_addresses_that_it_takes(layout: str, heads: int, d
 def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bool, launched: list[Any]) -> None:
     """One kernel finds all gradients; what nobody wants has a place too."""
     case = testing.Case("whole", n=66, h=2, lq=100, lk=70, d=16, dtype=torch.bfloat16, mask_bias="finite" if masked else None)
-    c = canonical(case.make(seed=1))
+    c = testing.canonical(case.make(seed=1))
     needs = (True, False, True, masked, False, False)
     o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -221,7 +214,7 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     case = testing.Case(
         "turns", lead=(2,), n=32, h=4, lq=640, lk=640, d=64, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk"
     )
-    c = canonical(case.make(seed=1))
+    c = testing.canonical(case.make(seed=1))
     c = c._replace(pair_bias=c.pair_bias[:of_b])  # type: ignore[index]
     pair = tensors_of(c, (True, True, True, False, True, False))[5]
     q, k, v = (x.contiguous() for x in (c.q, c.k, c.v))
@@ -288,7 +281,7 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
 def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], rounds: bool, launched: list[Any]) -> None:
     """One piece of memory is cleared, added to and rounded; a launch less where the kernel of the keys has time for it."""
     settings = {"n": 32, "h": 2, "lq": 72, "lk": 72, "d": 32, "mask": "random", "pair_bias": "b1hqk", **changes}
-    c = canonical(testing.Case("rounds", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
+    c = testing.canonical(testing.Case("rounds", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
     _, dpair_bias = launch_backward(c, (True, True, True, False, True, False))
     arguments = dict(launched)
     added = arguments["QueryGradients"][13]  # after sizes, stream and eleven other tensors
@@ -305,7 +298,7 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
 def test_a_kernel_and_its_sum_count_changes_alike(n: int, h: int, length: int, timed: bool, kernels: list[Any]) -> None:
     """What the blocks of `dq` leave, `PanelSum` looks for in the same places."""
     case = testing.Case("shares", n=n, h=h, lq=length, lk=length, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
-    c = canonical(case.make(seed=1))
+    c = testing.canonical(case.make(seed=1))
     needs = (True, True, True, False, True, False)
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -333,7 +326,7 @@ def test_who_leaves_rows_out(
 ) -> None:
     """All kernels or none, where a mask may switch rows off and there is much to do; that of the keys clears dq then."""
     settings = {"n": 140, "h": 4, "lq": 260, "lk": 260, "d": 16, "mask": "padding", "pair_bias": "b1hqk", **changes}
-    c = canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
+    c = testing.canonical(testing.Case("left_out", dtype=torch.bfloat16, **settings).make(seed=1))  # type: ignore[arg-type]
     o, lse = torch.empty_like(c.q), torch.empty(c.q.shape[:-1])
     tensors = (torch.empty_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty_like(x) if need else None for x, need in zip((c.q, c.k, c.v), needs, strict=False)]
@@ -382,7 +375,7 @@ def test_torch_clears_more_than_32_bits_count(most: int, launched: list[Any], mo
     for module in (backward, pair_gradient):
         monkeypatch.setattr(module, "MOST_IN_32_BITS", most)
     case = testing.Case("many", n=32, h=2, lq=72, lk=72, d=32, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk")
-    c = canonical(case.make(seed=1))
+    c = testing.canonical(case.make(seed=1))
     _, dpair_bias = launch_backward(c, (True, True, True, False, True, False))
     arguments = dict(launched)
     added = arguments["QueryGradients"][13]
@@ -399,7 +392,9 @@ def test_no_memory_for_what_no_kernel_makes(
     sizes: list[int] = []
     make = backward.Workspace.make
     monkeypatch.setattr(backward.Workspace, "make", lambda self: sizes.append(self.bytes) or make(self))
-    c = canonical(testing.Case("few", n=64, h=4, lq=64, lk=64, d=64, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1))
+    c = testing.canonical(
+        testing.Case("few", n=64, h=4, lq=64, lk=64, d=64, dtype=torch.bfloat16, pair_bias="b1hqk").make(seed=1)
+    )
     launch_backward(c, needs)
     assert sizes[0] < c.q.nbytes
 
@@ -426,7 +421,7 @@ def test_the_gradient_of_a_mask_bias_alone(
     inputs = dataclasses.replace(case, pair_bias="b1hqk", bias_dtype=bias_dtype).make(seed=1)
     pair = inputs.pair_bias.to(torch.bfloat16)  # type: ignore[union-attr]
     bias = inputs.mask_bias[:of_b, :of_n]  # type: ignore[index]
-    c = canonical(dataclasses.replace(inputs, mask_bias=bias, pair_bias=pair))
+    c = testing.canonical(dataclasses.replace(inputs, mask_bias=bias, pair_bias=pair))
     needs = (False, False, False, True, False, False)
     o, lse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -445,7 +440,7 @@ def test_the_gradient_of_a_mask_bias_alone(
 def test_a_float16_backward_divides_by_no_small_scale(
     dtype: torch.dtype, scale: float, unit: float, launched: list[Any]
 ) -> None:
-    c = canonical(testing.Case("far", n=2, h=2, lq=64, lk=64, d=32, dtype=dtype, pair_bias="b1hqk").make(seed=1))
+    c = testing.canonical(testing.Case("far", n=2, h=2, lq=64, lk=64, d=32, dtype=dtype, pair_bias="b1hqk").make(seed=1))
     needs = (True, True, True, False, True, False)
     o, lse = torch.randn(c.q.shape, dtype=dtype), torch.randn(c.q.shape[:-1])
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
@@ -457,7 +452,7 @@ def test_a_float16_backward_divides_by_no_small_scale(
 
 def test_a_gradient_of_the_lse_alone_is_launched(launched: list[Any]) -> None:
     case = testing.Case("lse", n=2, h=2, lq=70, lk=65, d=32, dtype=torch.bfloat16, pair_bias="b1hqk")
-    c = canonical(case.make(seed=1))
+    c = testing.canonical(case.make(seed=1))
     needs = (True, True, True, False, True, False)
     o, lse, dlse = torch.randn(c.q.shape, dtype=c.q.dtype), torch.randn(c.q.shape[:-1]), torch.randn(*c.q.shape[:-1], 2)[..., 0]
     tensors = (None, dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))

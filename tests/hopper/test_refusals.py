@@ -1,19 +1,16 @@
 """What the Hopper backend refuses, said without a GPU; and how a scale is taken apart."""
 
 import dataclasses
-import importlib
 import math
 
 import pytest
 import torch
 
-from evoattn.inputs import Inputs
+from evoattn import testing
+from evoattn.backends import Inputs, hopper, tiled, triton
 from evoattn.problem import Problem
-from evoattn.run import dispatch
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics_few import few_tiles
-
-hopper = importlib.import_module("evoattn.backends.hopper")
 
 PLAIN = Problem(
     device="cuda",
@@ -37,8 +34,8 @@ def test_a_call_on_the_cpu_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     """Asking a GPU for its capability would, and a worker that was forked from a process with one would fail."""
     monkeypatch.setattr(hopper, "availability", lambda: pytest.fail("asked for a GPU"))
     on_cpu = dataclasses.replace(PLAIN, device="cpu", capability=None)
-    assert dispatch.refusals("hopper", on_cpu, Config()) == ["needs tensors on a GPU, got device cpu"]
-    assert dispatch.select(on_cpu, "auto", Config())[0].NAME != "hopper"
+    name, refused = testing.chosen(on_cpu)
+    assert name == "tiled" and refused["hopper"] == ["needs tensors on a GPU, got device cpu"]
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -196,24 +193,25 @@ FEW = {"lq": 32, "lk": 64}
 )
 def test_auto_takes_the_faster_of_two(changes: dict, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what both measured; a named backend runs what it can, and auto stays where the other refuses."""
-    for name in ("hopper", "triton"):
-        monkeypatch.setattr(dispatch.backend_module(name), "availability", lambda: None)
+    for module in (hopper, triton):
+        monkeypatch.setattr(module, "availability", lambda: None)
     problem = dataclasses.replace(PLAIN, **changes)
-    assert dispatch.select(problem, "auto", Config())[0] is dispatch.backend_module(backend)
-    assert dispatch.select(problem, "hopper", Config())[0] is hopper
-    objection = dispatch.objections(dispatch.AUTO_ORDER, problem, Config())["hopper"]
-    assert [text.split(":")[0] for text in objection] == ["leaves it to triton"] * (backend == "triton")
-    monkeypatch.setattr(dispatch.backend_module("triton"), "availability", lambda: "Triton is not installed")
-    assert dispatch.select(problem, "auto", Config())[0] is hopper
+    name, refused = testing.chosen(problem)
+    assert name == backend
+    assert [text.split(":")[0] for text in refused.get("hopper", [])] == ["leaves it to triton"] * (backend == "triton")
+    assert testing.chosen(problem, "hopper") == ("hopper", {})
+    monkeypatch.setattr(triton, "availability", lambda: "Triton is not installed")
+    assert testing.chosen(problem)[0] == "hopper"
 
 
 def test_whoever_is_named_as_faster_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though others that could run it come before it."""
-    monkeypatch.setattr(dispatch, "refusals", lambda name, problem, config: [])
+    for module in (hopper, triton, tiled):
+        monkeypatch.setattr(module, "availability", lambda: None)
+        monkeypatch.setattr(module, "unsupported", lambda problem, config: [])
     monkeypatch.setattr(hopper, "faster", lambda problem: ("tiled", "so it is"))
-    assert dispatch.select(PLAIN, "auto", Config())[0].NAME == "tiled"
     left = ["leaves it to tiled: so it is"]
-    assert dispatch.objections(dispatch.AUTO_ORDER, PLAIN, Config()) == {"hopper": left, "triton": left, "tiled": []}
+    assert testing.chosen(PLAIN) == ("tiled", {"hopper": left, "triton": left})
 
 
 @pytest.mark.parametrize("d", [8, 16, 24, 32, 48, 64])

@@ -1,6 +1,7 @@
 """Kernels of a call that wants gradients are compiled in other processes too, each once, and whatever happens there."""
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -19,14 +20,12 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 
 import cutlass
 
+import evoattn
 from evoattn.backends import hopper
 from evoattn.backends.hopper.backward.statistics import Statistics
 from evoattn.backends.hopper.host import launch, together
-from evoattn.call.validation import Wishes
 from evoattn.devices import planned_for
-from evoattn.inputs import Inputs
 from evoattn.processes import Report, Task, Worker
-from evoattn.run import calls
 from evoattn.testing import workers
 from evoattn.warming.cards import cards_of
 from tests.helpers.scripts import load
@@ -216,6 +215,23 @@ def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: typ
     hand.go.set()
 
 
+class RunsError(Exception):
+    """A forward has been planned, and runs."""
+
+
+@contextlib.contextmanager
+def never_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls of tensors on the CPU are planned for an H200, and end when the forward would run."""
+
+    def run(*_: Any) -> None:
+        raise RunsError
+
+    real = hopper.plan_forward
+    monkeypatch.setattr(hopper, "plan_forward", lambda *given, **wishes: dataclasses.replace(real(*given, **wishes), run=run))
+    with planned_for(cards_of("sm_90a")[0]), pytest.raises(RunsError):
+        yield
+
+
 @pytest.mark.parametrize("records", [True, False])
 def test_a_call_that_wants_gradients_begins_both_passes(
     records: bool, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -224,9 +240,8 @@ def test_a_call_that_wants_gradients_begins_both_passes(
     monkeypatch.setattr(launch, "begin", begun.extend)
     made: dict[str, Any] = {"dtype": torch.bfloat16, "requires_grad": records}
     q, pair = torch.empty(1, 40, 96, 4, 32, **made), torch.empty(1, 1, 4, 96, 96, **made)
-    with planned_for(cards_of("sm_90a")[0]):
-        mask = torch.ones(1, 40, 96, dtype=torch.bool)
-        calls._straight(Inputs(q, q, q, mask, None, pair), Wishes().options(), False, return_lse=False)
+    with never_run(monkeypatch):
+        evoattn.evoformer_attention(q, q, q, mask=torch.ones(1, 40, 96, dtype=torch.bool), pair_bias=pair)
     kinds = [type(kernel).__name__ for kernel in begun]
     assert kinds == (["Pairs", "Rows", "Forward", "Rows", "Pairs", "QueryGradients", "KeyGradients"] if records else [])
     assert [pickle.loads(pickle.dumps(kernel)) for kernel in begun] == begun
@@ -242,8 +257,8 @@ def test_a_backward_that_cannot_be_planned_does_not_stop_a_forward(
     monkeypatch.setattr(hopper, "plan_backward", refuse)
     monkeypatch.setattr(launch, "begin", lambda kernels: pytest.fail("begun"))
     q = torch.empty(1, 40, 96, 4, 32, dtype=torch.bfloat16, requires_grad=True)
-    with planned_for(cards_of("sm_90a")[0]):
-        assert calls._straight(Inputs(q, q, q), Wishes().options(), False, return_lse=False) is not None
+    with never_run(monkeypatch):
+        evoattn.evoformer_attention(q, q, q)
 
 
 @pytest.mark.parametrize(("asked", "workers"), [(None, 4), ("", 4), ("0", 0), ("2", 2), ("9", 4), ("off", 0)])

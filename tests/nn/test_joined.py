@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from evoattn import evoformer_attention
 from evoattn.nn import AttentionPairBias, MSARowAttentionWithPairBias, TriangleAttention
-from evoattn.run.joined import Columns, columns_of, join
+from evoattn.nn.project import project
 
 H, C = 4, 8
 WIDTH = 3 * H * C + 16
@@ -26,17 +27,6 @@ def parts(x: Tensor, across: bool = False) -> list[Tensor]:
     return [y.transpose(1, 2) for y in found] if across else found
 
 
-@pytest.mark.parametrize("across", [False, True])
-def test_columns_are_found(across: bool) -> None:
-    assert columns_of(parts(joined(2, 5, 7), across)) == Columns(70, WIDTH, (0, 32, 64))
-
-
-def test_heads_may_differ() -> None:
-    x = joined(2, 5)
-    q, k = x[..., 32:64].unflatten(-1, (H, C)), x[..., :8].unflatten(-1, (1, C))
-    assert columns_of([q, k]) == Columns(10, WIDTH, (32, 0))
-
-
 X = joined(2, 5, 7)
 OTHERS = {
     "contiguous": [x.contiguous() for x in parts(X)],
@@ -44,34 +34,63 @@ OTHERS = {
     "the same columns": [parts(X)[0]] * 3,
     "over one another": [x.unflatten(-1, (H, C)) for x in (X[..., :32], X[..., 16:48], X[..., 64:96])],
     "rows with gaps": parts(X[:, :, ::2]),
-    "rows of others": [parts(X)[0], parts(X[:, :3])[1], parts(X)[2]],
+    "rows of others": [parts(X)[0], *parts(X[:, :, :3])[1:]],
     "not on 16 bytes": [x.unflatten(-1, (H, C)) for x in (X[..., 1:33], X[..., 33:65], X[..., 65:97])],
     "expanded": [x[:1].expand(2, 5, 7, H, C) for x in parts(X)],
     "one row": parts(joined(1, 1, 1)),
-    "across the end of a row": [x.unflatten(-1, (H, C)) for x in X.view(-1).as_strided((3, 10, 32), (32, WIDTH, 1), 96)],
+    "across the end of a row": [
+        x.unflatten(-1, (H, C)) for x in X.view(-1).as_strided((3, 2, 5, 32), (32, 5 * WIDTH, WIDTH, 1), 96)
+    ],
 }
+
+
+def gradients(given: list[Tensor], *biases: Tensor, **options: Any) -> list[Tensor]:
+    """Those of q, k and v, and of a pair bias."""
+    inputs = [x.detach().requires_grad_() for x in given]
+    o = evoformer_attention(*inputs, pair_bias=(*biases, None)[0], **options)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(0))
+    return list(torch.autograd.grad(o, [*inputs, *biases], do))
+
+
+def contiguous(given: list[Tensor]) -> list[Tensor]:
+    return [x.contiguous() for x in given]
+
+
+def memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_what_is_no_columns(other: list[Tensor]) -> None:
-    assert columns_of(other) is None
+    """Each gradient has memory of its own."""
+    found = gradients(other)
+    assert len({memory(x) for x in found}) == 3
+    for x, y in zip(found, gradients(contiguous(other)), strict=True):
+        assert torch.equal(x, y)
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_gradients_are_columns_of_one_tensor(backend: str, across: bool) -> None:
-    q, k, v = (x.detach().requires_grad_() for x in parts(joined(2, 6, 6), across))
-    pair_bias, do = torch.randn(2, 1, H, 6, 6, requires_grad=True), torch.randn(2, 6, 6, H, C)
-
-    def gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-        o = evoformer_attention(*inputs, pair_bias=pair_bias, backend=backend)
-        return torch.autograd.grad(o, [*inputs, pair_bias], do)
-
-    found = gradients(q, k, v)
-    for x, y in zip(found, gradients(*(x.detach().contiguous().requires_grad_() for x in (q, k, v))), strict=True):
+    """They lie as q, k and v do, and nobody touches the other columns."""
+    given, length = parts(joined(2, 5, 7), across), 5 if across else 7
+    pair_bias = torch.randn(2, 1, H, length, length, requires_grad=True)
+    found = gradients(given, pair_bias, backend=backend)
+    for x, y in zip(found, gradients(contiguous(given), pair_bias, backend=backend), strict=True):
         assert torch.equal(x, y)
-    assert columns_of(found[:3]) == columns_of((q, k, v))
-    assert found[0].untyped_storage().nbytes() == 72 * WIDTH * 4
+    assert [(x.storage_offset(), x.stride()) for x in found[:3]] == [(x.storage_offset(), x.stride()) for x in given]
+    assert len({memory(x) for x in found[:3]}) == 1
+    assert found[0].untyped_storage().nbytes() == 70 * WIDTH * 4
+    assert bool(found[0].as_strided((70, 16), (WIDTH, 1), 3 * H * C).isnan().all())
+
+
+def test_channels_may_differ() -> None:
+    x = joined(2, 5, 7)
+    q, k, v = (x[..., at : at + H * c].unflatten(-1, (H, c)) for at, c in ((32, C), (64, C), (0, C // 2)))
+    found = gradients([q, k, v])
+    assert [(x.storage_offset(), x.stride()) for x in found] == [(x.storage_offset(), x.stride()) for x in (q, k, v)]
+    assert len({memory(x) for x in found}) == 1
 
 
 def test_a_gradient_that_is_not_wanted_has_no_columns() -> None:
@@ -81,48 +100,69 @@ def test_a_gradient_that_is_not_wanted_has_no_columns() -> None:
     assert dq.untyped_storage().data_ptr() != dk.untyped_storage().data_ptr()
 
 
-SIZES = (32, 0, 32, 0, 32, 0, 4, 12)
+@dataclasses.dataclass
+class Projected:
+    """q, k, v `[2, 6, 6, H * C]` and three features of a pair bias by one product, whose last column is a gap."""
+
+    outputs: list[Tensor]
+    gradient: Tensor | None = None
+    """That of the product, once a backward has made it, `[72, WIDTH_OF_PRODUCT]`."""
+
+    @classmethod
+    def make(cls) -> Projected:
+        linears = [torch.nn.Linear(16, size, bias=False) for size in (32, 32, 32, 3)]
+        made = cls(project(torch.randn(2, 6, 6, 16), None, linears))
+        node: Any = made.outputs[0].grad_fn
+        node.next_functions[0][0].register_prehook(made._keep)
+        return made
+
+    def _keep(self, gradients: tuple[Tensor, ...]) -> None:
+        self.gradient = gradients[0].view(72, WIDTH_OF_PRODUCT)
+
+    def attend(self) -> Tensor:
+        q, k, v = (x.unflatten(-1, (H, C)) for x in self.outputs[:3])
+        return evoformer_attention(q, k, v).sin().sum() + self.outputs[3].sum()
 
 
-def made(given: list[Tensor]) -> list[Tensor | None]:
-    """As `join` takes them: q, k and v, a pair bias, and gaps."""
-    return [given[0], None, given[1], None, given[2], None, given[3], None]
+WIDTH_OF_PRODUCT = 100
 
 
-def test_join_copies_nothing_of_columns() -> None:
-    columns = Columns(10, WIDTH, (0, 32, 64))
-    dq, dk, dv = (x.fill_(i).flatten(-2) for i, x in enumerate(columns.make(parts(joined(10)))))
-    matrix = join(made([dq, dk, dv, torch.full((10, 4), 3.0)]), SIZES)
-    assert matrix.data_ptr() == dq.data_ptr()
-    wanted = torch.tensor([0.0] * 32 + [1] * 32 + [2] * 32 + [3] * 4 + [0] * 12).expand(10, -1)
-    assert torch.equal(matrix, wanted)
-
-
-def test_join_fills_in_what_lies_elsewhere() -> None:
-    columns = Columns(10, WIDTH, (0, 32, 64))
-    dq, _, dv = (x.fill_(i).flatten(-2) for i, x in enumerate(columns.make(parts(joined(10)))))
-    matrix = join(made([dq, torch.full((10, 32), 7.0), dv, torch.ones(10, 4)]), SIZES)
-    assert matrix.data_ptr() == dq.data_ptr()
-    assert torch.equal(matrix[:, 32:64], torch.full((10, 32), 7.0))
+@pytest.mark.parametrize("hook", [False, True])
+def test_gradients_in_columns_are_not_copied(hook: bool) -> None:
+    """They are the gradient of the product, and what a hook has put elsewhere is copied there."""
+    made, seen = Projected.make(), {}
+    for name, x in zip("qkv", made.outputs, strict=False):
+        x.register_hook(lambda dx, name=name: seen.update({name: dx}))
+    if hook:
+        made.outputs[1].register_hook(lambda dx: seen.update(k=2 * dx) or seen["k"])
+    made.attend().backward()
+    assert made.gradient is not None and made.gradient.data_ptr() == seen["q"].data_ptr()
+    wanted = torch.cat([seen[name].view(72, 32) for name in "qkv"], 1)
+    assert torch.equal(made.gradient[:, :96], wanted)
+    assert torch.equal(made.gradient[:, 96:], torch.tensor([1.0, 1, 1, 0]).expand(72, -1))
 
 
 @pytest.mark.parametrize("missing", range(4))
-def test_join_of_tensors_of_their_own(missing: int) -> None:
-    given = [torch.randn(10, size) for size in (32, 32, 32, 4)]
-    some: list[Any] = made([x if i != missing else None for i, x in enumerate(given)])  # type: ignore[misc]
-    zeros = [torch.zeros(10, size) for size in SIZES]
-    wanted = torch.cat([z if x is None else x for x, z in zip(some, zeros, strict=True)], 1)
-    assert torch.equal(join(some, SIZES), wanted)
+def test_gradients_of_their_own_are_joined(missing: int) -> None:
+    """Zeros stand for one that there is not."""
+    made = Projected.make()
+    given = [torch.randn_like(x) if i != missing else torch.zeros_like(x) for i, x in enumerate(made.outputs)]
+    some = [i for i in range(4) if i != missing]
+    torch.autograd.backward([made.outputs[i] for i in some], [given[i] for i in some])
+    wanted = torch.cat([*given, torch.zeros(2, 6, 6, 1)], -1).view(72, -1)
+    assert made.gradient is not None and torch.equal(made.gradient, wanted)
 
 
-def test_join_writes_to_nobody_elses_memory() -> None:
-    x = joined(10)
-    before = x.clone()
-    dq, dk, dv = (y.flatten(-2) for y in parts(x))
-    matrix = join(made([dq, dk, dv, torch.ones(10, 4)]), SIZES)
-    assert matrix.data_ptr() != x.data_ptr()
-    assert torch.equal(x, before)
-    assert torch.equal(matrix[:, :96], x[:, :96])
+def test_nobody_elses_memory_is_written() -> None:
+    """Cotangents are columns of a tensor that is like the gradient of the product, but somebody's own."""
+    made, own = Projected.make(), torch.randn(2, 6, 6, WIDTH_OF_PRODUCT)
+    before = own.clone()
+    torch.autograd.backward(
+        made.outputs, [own[..., at : at + x.shape[-1]] for at, x in zip((0, 32, 64, 96), made.outputs, strict=True)]
+    )
+    assert made.gradient is not None and made.gradient.data_ptr() != own.data_ptr()
+    assert torch.equal(own, before)
+    assert torch.equal(made.gradient[:, :99], own.view(72, -1)[:, :99]) and not made.gradient[:, 99].any()
 
 
 def test_the_gradient_of_a_slice_stays_as_it_is() -> None:

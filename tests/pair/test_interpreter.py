@@ -21,11 +21,10 @@ else:
 
     interpreter.patch()
 
-    from evoattn.pair import triangle_multiplication
+    from evoattn.pair import Split, triangle_multiplication
     from evoattn.pair.multiplication import call as multiplication
     from evoattn.pair.multiplication import steps
     from evoattn.pair.multiplication.values import Options, Weights
-    from evoattn.run.split import Split
     from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
 
     pytestmark = pytest.mark.usefixtures("poisoned")

@@ -29,7 +29,6 @@ else:
     import evoattn
     from evoattn import testing
     from evoattn.backends.triton import bwd, bwd_pair, bwd_total, few, launch
-    from evoattn.run import calls
     from evoattn.tuning import Config
     from evoattn.tuning.heuristics_backward import BackwardTiles, Tiles
 
@@ -56,7 +55,7 @@ else:
 
     def use(monkeypatch: pytest.MonkeyPatch, tiles: BackwardTiles) -> None:
         monkeypatch.setattr(bwd, "backward_tiles", lambda *_: tiles)
-        calls.forget()
+        testing.forget()
 
     def check(inputs: testing.Inputs, *, deterministic: bool = False, config: Config | None = None) -> None:
         testing.check(testing.run(inputs, "triton", deterministic=deterministic, config=config), inputs)
@@ -91,7 +90,7 @@ else:
         monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
         case = next(case for case in testing.AWKWARD if case.name == name)
         for dtype in (torch.float32, torch.bfloat16):
-            calls.forget()
+            testing.forget()
             check(dataclasses.replace(case, dtype=dtype).make(seed=5))
 
     @pytest.mark.parametrize(("axis", "step"), [(-2, 1 << 30), (-2, 1 << 31), (-1, (1 << 30) + 16)], ids=str)

@@ -8,11 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from evoattn.backends import Description
+from evoattn.backends import Cotangents, Description, Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import few, launch
 from evoattn.backends.triton.launch import Kernel, Launch
-from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics_few import FewTiles, few_tiles

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.tuning import Config
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, counted, report, target
 

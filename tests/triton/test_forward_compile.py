@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 import triton
 
+from evoattn.backends import Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import launch
-from evoattn.inputs import Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.tuning.heuristics import forward_shared_bytes, forward_tiles

@@ -6,6 +6,7 @@ this file starts itself once more with the variable set.
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -27,16 +28,11 @@ else:
 
     interpreter.patch()
 
-    from evoattn import explain, numerics, testing
-    from evoattn.backends import triton as backend
+    from evoattn import evoformer_attention, explain, testing
     from evoattn.backends.triton import launch, release
     from evoattn.backends.triton import overlap as overlap_module
     from evoattn.backends.triton.overlap import overlap
     from evoattn.backends.triton.prepare import plan_rows
-    from evoattn.call.canonical import Canonical, canonicalise
-    from evoattn.inputs import Inputs
-    from evoattn.problem import describe
-    from evoattn.run import operators as ops
     from evoattn.tuning import Config
 
     pytestmark = [
@@ -44,21 +40,13 @@ else:
         pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
     ]
 
-    def canonical(inputs: testing.Inputs) -> Canonical:
-        given = Inputs(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias, inputs.gate)
-        return canonicalise(given, inputs.case.layout)
-
     def forward(inputs: testing.Inputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
-        """o and lse with the user's shapes, straight from the backend."""
-        c, axes = canonical(inputs)
-        config = config or Config()
-        assert backend.unsupported(describe(c), config) == []
-        scale = inputs.case.scale if inputs.case.scale is not None else inputs.case.d**-0.5
-        o, lse, reference = ops.forward(*c[:6], scale, inputs.case.layout, False, "triton", config.to_text(), c.gate)
-        lse = numerics.natural_lse(lse, reference)
-        if c.mask_bias is not None:
-            lse = lse + numerics.row_shift(c.mask, c.mask_bias, torch.float32)[:, :, None, None]
-        return axes.restore_queries(o), axes.restore_statistic(lse)
+        """O and the LSE."""
+        names = ("mask", "mask_bias", "pair_bias", "gate")
+        options: Any = {name: getattr(inputs, name) for name in names}
+        case = inputs.case
+        options |= {"scale": case.scale, "layout": case.layout, "backend": "triton", "config": config}
+        return evoformer_attention(inputs.q, inputs.k, inputs.v, return_lse=True, **options)
 
     def check(inputs: testing.Inputs, config: Config | None = None) -> None:
         """Hold o and lse to the suite's budget."""

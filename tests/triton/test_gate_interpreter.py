@@ -24,10 +24,9 @@ else:
     interpreter.patch()
 
     import evoattn
-    from evoattn.backends import GATED_BACKWARD, GATED_FORWARD
+    from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, Cotangents
     from evoattn.backends import triton as backend
     from evoattn.backends.triton import few, launch
-    from evoattn.inputs import Cotangents
     from evoattn.layouts import empty_outputs
     from evoattn.tuning import Config
     from tests.helpers.gates import ALL, ONLY_GATE, Gated

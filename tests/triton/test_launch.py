@@ -16,11 +16,11 @@ import triton
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import bwd, bwd_pair, launch
 from evoattn.backends.triton.bwd_pair import rows_of_a_turn, shares
 from evoattn.backends.triton.launch import Kernel, Launch, strided
-from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import describe
 from evoattn.tuning import Config
 

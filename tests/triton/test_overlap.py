@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import bwd, bwd_pair, fwd_plan, launch
 from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
 from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.release import OVERLAPS
-from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.tuning import Config
 from tests.helpers.ahead_of_time import target
 

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from triton.backends.nvidia.compiler import get_ptxas
 
+from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config, heuristics, heuristics_backward, user, validity
 from evoattn.tuning.heuristics import ForwardTiles, forward_tiles

@@ -9,14 +9,15 @@
     python3 dev.py bench   speed, memory and error next to every peer that is installed
     python3 dev.py figures the pictures and tables of the pages, from the committed results
     python3 dev.py goals   the ratios that the project holds itself to on a CPU
+    python3 dev.py proofs OUT  all machine code and launches as text, and compare BEFORE AFTER
     python3 dev.py clients the blocks of the clients, or of those that are named, with and without `evoattn.patch`
     python3 dev.py clients --whole  their whole programs, or those that are named, with and without `evoattn run`
     python3 dev.py setup   only make the environment
 
 The first call makes .venv and installs the package and its tools there; EVOATTN_TORCH names another torch to install than
 the one in tools/constraints.txt. What follows the command goes to the tool: `python3 dev.py test -k vmap`,
-`python3 dev.py demo my.a3m`. `demo`, `doctor` and `bench` run in the folder that they are called from, and read and write
-files there; the others run in the checkout. `clients` makes an environment for each client under build/clients.
+`python3 dev.py demo my.a3m`. `demo`, `doctor`, `bench` and `proofs` run in the folder that they are called from, and read
+and write files there; the others run in the checkout. `clients` makes an environment for each client under build/clients.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ COMMANDS: dict[str, list[list[str]]] = {
     "bench": [["evoattn", "bench"]],
     "figures": [["python", "benchmarks/figures.py"]],
     "goals": [["python", "benchmarks/goals.py"]],
+    "proofs": [["python", str(ROOT / "tools" / "proofs")]],
 }
 
-WHERE_CALLED = ("demo", "doctor", "bench")
+WHERE_CALLED = ("demo", "doctor", "bench", "proofs")
 """Commands whose arguments name files of the caller."""
 
 

@@ -1,0 +1,1 @@
+"""Proofs that a change of structure changes nothing: see `__main__`."""

@@ -22,6 +22,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="dev.py proofs", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", nargs="+", metavar="OUT | compare BEFORE AFTER | host BEFORE AFTER")
     parser.add_argument("--quick", action="store_true", help="one card and fewer calls")
+    parser.add_argument("--only", default="", metavar="REGEX", help="calls whose names have it, such as 'workload tri384'")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many work at once")
     given = parser.parse_args(arguments)
     match given.what:
@@ -36,7 +37,7 @@ def main(arguments: list[str]) -> int:
         case [out]:
             from proofs.record import write
 
-            write(pathlib.Path(out), quick=given.quick, processes=given.processes)
+            write(pathlib.Path(out), quick=given.quick, only=given.only, processes=given.processes)
             return 0
     parser.error("expected OUT, or compare BEFORE AFTER, or host BEFORE AFTER")
 

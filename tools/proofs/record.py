@@ -47,6 +47,7 @@ class Task:
         cards: how many of them.
         dtypes: of the awkward cases.
         problems, layers: how many random ones there are.
+        only: a pattern that is found in the names of all calls.
         start, stop: which of all these calls.
     """
 
@@ -55,22 +56,23 @@ class Task:
     dtypes: tuple[torch.dtype, ...]
     problems: int
     layers: int
+    only: str = ""
     start: int = 0
     stop: int = 0
 
     def calls(self) -> list[Attention | Layer]:
-        return _calls(self.problems, self.dtypes, self.layers)[self.start : self.stop]
+        return _calls(self.problems, self.dtypes, self.layers, self.only)[self.start : self.stop]
 
     def parts(self) -> Iterator[Task]:
         """The same in parts."""
-        number = len(_calls(self.problems, self.dtypes, self.layers))
+        number = len(_calls(self.problems, self.dtypes, self.layers, self.only))
         for start in range(0, number, _CHUNK):
             yield dataclasses.replace(self, start=start, stop=min(start + _CHUNK, number))
 
 
 @functools.cache
-def _calls(problems: int, dtypes: tuple[torch.dtype, ...], layers: int) -> list[Attention | Layer]:
-    return [*attentions(problems, dtypes), *layer_calls(layers)]
+def _calls(problems: int, dtypes: tuple[torch.dtype, ...], layers: int, only: str) -> list[Attention | Layer]:
+    return [call for call in (*attentions(problems, dtypes), *layer_calls(layers)) if re.search(only, call.name)]
 
 
 QUICK = (Task("sm_90", 1, (torch.bfloat16,), 200, 24),)
@@ -155,16 +157,18 @@ def trace(kernel: Any) -> tuple[str, str, str]:
     return kernel.name, source.key, source.host
 
 
-def write(folder: pathlib.Path, *, quick: bool, processes: int) -> None:
+def write(folder: pathlib.Path, *, quick: bool, only: str, processes: int) -> None:
     """Write the record of this checkout.
 
     Args:
         folder: for the files, which are replaced.
         quick: record one card and fewer calls.
+        only: a pattern that is found in the names of all calls.
         processes: how many work at once.
     """
     began = time.monotonic()
-    parts = [part for task in (QUICK if quick else WHOLE) for part in task.parts()]
+    tasks = [dataclasses.replace(task, only=only) for task in (QUICK if quick else WHOLE)]
+    parts = [part for task in tasks for part in task.parts()]
     files: dict[str, dict[str, list[str]]] = {}
     kernels: set[tuple[str, str, str, str]] = set()
     hopper: dict[str, Any] = {}

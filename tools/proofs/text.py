@@ -8,6 +8,9 @@ from typing import Any
 
 __all__ = ["digest", "unnamed"]
 
+_QUOTED = re.compile(r"'@[^']*'")
+"""A symbol in a string, as in an error message of the compiler's own."""
+
 _SYMBOL = re.compile(r'@"[^"]*"|@[A-Za-z_$][\w$.]*|"(?:[^"\\]|\\.)*"')
 """A symbol of MLIR, or a string, in which "@p" is no symbol but assembler."""
 
@@ -22,6 +25,8 @@ def unnamed(text: str) -> str:
     names: dict[str, str] = {}
 
     def number(found: re.Match[str]) -> str:
-        return found[0] if found[0][0] == '"' else names.setdefault(found[0], f"@f{len(names)}")
+        if found[0][0] == '"':
+            return _QUOTED.sub("'@'", found[0])
+        return names.setdefault(found[0], f"@f{len(names)}")
 
     return _SYMBOL.sub(number, text)

@@ -72,7 +72,8 @@ class Task:
 
 @functools.cache
 def _calls(problems: int, dtypes: tuple[torch.dtype, ...], layers: int, only: str) -> list[Attention | Layer]:
-    return [call for call in (*attentions(problems, dtypes), *layer_calls(layers)) if re.search(only, call.name)]
+    calls: list[Attention | Layer] = [*attentions(problems, dtypes), *layer_calls(layers)]
+    return [call for call in calls if re.search(only, call.name)]
 
 
 QUICK = (Task("sm_90", 1, (torch.bfloat16,), 200, 24),)

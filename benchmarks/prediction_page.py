@@ -1,31 +1,36 @@
-"""What the pages show of the records that `predictions.py` wrote: seconds of whole predictions, and of their stages."""
+"""What the pages show of the records of `predictions.py` and `training_steps.py`: whole models, and their stages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import case_records
-from prediction_programs import PROGRAMS
+from prediction_programs import PROGRAMS, RECYCLES
+from prediction_ways import INSTALLED, Case
 
 from evoattn.bench.table import markdown
 
-__all__ = ["block", "records", "summary"]
+__all__ = ["block", "blocks", "records", "summary", "training_block"]
 
 STEPS = 200
-INSTALLED, TYPED = "as installed", "evoattn run"
-"""The ways that README compares: the program as it is, and what one types to have it faster."""
-
-Case = dict[str, Any]
+TYPED = "evoattn run"
+"""With `INSTALLED`, the ways that README compares: the program as it is, and what one types to have it faster."""
 
 _INTRODUCTION = """\
 A whole prediction with full depth, random weights, 3 recycles, 200 steps and one sample, as installed without cuEquivariance
 ([stage by stage](docs/clients/speed.md#whole-predictions)):"""
 
 
-def records(results: Path) -> dict[Path, dict[str, Any]]:
-    """Every record of predictions, by its file."""
-    return case_records.read_all(results / "predictions")
+def records(results: Path, kind: str = "predictions") -> dict[Path, dict[str, Any]]:
+    """Every record of a kind, by its file."""
+    return case_records.read_all(results / kind)
+
+
+def blocks(results: Path) -> dict[str, str]:
+    """The parts of docs/clients/speed.md, by name."""
+    return {"predictions": block(records(results)), "training": training_block(records(results, "training"))}
 
 
 def summary(found: dict[Path, dict[str, Any]]) -> str:
@@ -45,16 +50,52 @@ def summary(found: dict[Path, dict[str, Any]]) -> str:
 
 def block(found: dict[Path, dict[str, Any]]) -> str:
     """All ways of all programs, with the seconds of each stage."""
+    return _tables(found, _prediction, ["residues", "way", "s", "peak GiB"], _row)
+
+
+def training_block(found: dict[Path, dict[str, Any]]) -> str:
+    """All ways of training, with the milliseconds of each stage and how many times as fast as installed they are."""
+    return _tables(found, _training, ["tokens", "way", "ms", "times as fast", "peak GiB"], _training_row)
+
+
+def _tables(
+    found: dict[Path, dict[str, Any]],
+    title: Callable[[Case], str],
+    columns: list[str],
+    row: Callable[[Case, list[str], list[Case]], list[str]],
+) -> str:
+    """For each record a heading, and a table for each title of its cases, shortest first."""
     lines: list[str] = []
     for path, record in found.items():
         lines += [f"{_machine(record)}, commit {record['machine'].get('commit', '?')}. `{path.name}`.", ""]
-        for program, steps in dict.fromkeys((case["program"], case["steps"]) for case in record["cases"]):
-            cases = [case for case in record["cases"] if (case["program"], case["steps"]) == (program, steps)]
-            stages = list(dict.fromkeys(name for case in cases for name in case.get("stages", {})))
-            rows = [["residues", "way", "s", "peak GiB", *stages, "distogram differs by"]]
-            rows += [_row(case, stages) for case in sorted(cases, key=lambda case: case["residues"])]
-            lines += [program + (f", {steps} steps" if steps else "") + ":", "", markdown(rows), ""]
+        for name in dict.fromkeys(map(title, record["cases"])):
+            cases = sorted((x for x in record["cases"] if title(x) == name), key=lambda case: case[columns[0]])
+            stages = list(dict.fromkeys(stage for case in cases for stage in case.get("stages", {})))
+            compared = list(dict.fromkeys(x for case in cases for x in _compared(case)))
+            rows = [[*columns, *stages, *(f"{x} differs by" for x in compared)]]
+            for case in cases:
+                cells = row(case, stages, cases)
+                away = [_compared(case).get(x) for x in compared]
+                rows.append([*cells, *("-" if x is None else f"{x:.1e}" for x in away)])
+            lines += [f"{name}:", "", markdown(rows), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
+
+
+def _compared(case: Case) -> dict[str, float | None]:
+    """How far a case is from the program as installed. Random coordinates of a prediction say nothing."""
+    found = {} if "failed" in case else case.get("from_installed", {})
+    return {name: x for name, x in found.items() if name != "coordinates"}
+
+
+def _prediction(case: Case) -> str:
+    recycles = case.get("recycles", RECYCLES)
+    steps = f", {case['steps']} steps" if case["steps"] else ""
+    again = f", {recycles} recycles" if recycles != RECYCLES else ""
+    return f"{case['program']}{steps}{again}"
+
+
+def _training(case: Case) -> str:
+    return f"{case['program']}, {case['blocks']} blocks, {case['rows']:,} sequences"
 
 
 _DISTRIBUTIONS = {program.title: program.distribution for program in PROGRAMS.values()}
@@ -62,7 +103,7 @@ _DISTRIBUTIONS = {program.title: program.distribution for program in PROGRAMS.va
 
 def _pairs(cases: list[Case]) -> list[tuple[Case, Case]]:
     """The predictions that ran both as installed and under `evoattn run`."""
-    full = [case for case in cases if "seconds" in case and case["steps"] in (None, STEPS)]
+    full = [x for x in cases if "seconds" in x and x["steps"] in (None, STEPS) and x.get("recycles", RECYCLES) == RECYCLES]
     done = {(case["program"], case["residues"], case["way"]): case for case in full}
     return [
         (case, done[program, residues, TYPED])
@@ -71,14 +112,25 @@ def _pairs(cases: list[Case]) -> list[tuple[Case, Case]]:
     ]
 
 
-def _row(case: Case, stages: list[str]) -> list[str]:
+def _row(case: Case, stages: list[str], _: list[Case]) -> list[str]:
     start = [str(case["residues"]), case["way"]]
     if "failed" in case:
-        return [*start, case["failed"], *["-"] * (len(stages) + 2)]
+        return [*start, case["failed"], *["-"] * (len(stages) + 1)]
     times = [f"{case['stages'][name]:.2f}" if name in case["stages"] else "-" for name in stages]
-    peak = f"{case['peak_gib']:.1f}" if "peak_gib" in case else "-"
-    away = case.get("from_installed", {}).get("distogram")
-    return [*start, f"{case['seconds']:.2f}", peak, *times, "-" if away is None else f"{away:.1e}"]
+    return [*start, f"{case['seconds']:.2f}", _peak(case), *times]
+
+
+def _training_row(case: Case, stages: list[str], cases: list[Case]) -> list[str]:
+    start = [str(case["tokens"]), case["way"]]
+    if "failed" in case:
+        return [*start, case["failed"], *["-"] * (len(stages) + 2)]
+    [base] = [x.get("ms") for x in cases if (x["tokens"], x["way"]) == (case["tokens"], INSTALLED)] or [None]
+    faster = f"{base / case['ms']:.2f}" if base else "-"
+    return [*start, f"{case['ms']:.0f}", faster, _peak(case), *(f"{case['stages'][name]:.0f}" for name in stages)]
+
+
+def _peak(case: Case) -> str:
+    return f"{case['peak_gib']:.1f}" if "peak_gib" in case else "-"
 
 
 def _cell(case: Case) -> str:

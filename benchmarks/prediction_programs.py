@@ -1,9 +1,7 @@
-"""Whole models of full depth with random weights, and their inputs: what `predictions.py` runs.
+"""Whole models of full depth with random weights: what `predictions.py` and `training_steps.py` run.
 
-The features of Boltz-2 in `features/boltz2` are batches that `boltz predict` 2.2.1 made of chains of ubiquitin on a CPU, those
-of Protenix in `features/protenix` are what its data loader 2.0.0 made of the same chains, without an MSA or templates.
-`arguments.json` holds the arguments of the published model. ESMFold reads a sequence. So nothing here needs a network, trained
-weights or a chemistry toolkit.
+Their inputs are features that a client's own pipeline made (see `prediction_features.py`); ESMFold reads a sequence. So
+nothing here needs a network, trained weights or a chemistry toolkit.
 """
 
 from __future__ import annotations
@@ -13,24 +11,25 @@ import dataclasses
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import io
 import json
-import lzma
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import numpy
 import torch
+from prediction_features import FEATURES, unpacked
 from torch import Tensor, nn
 
-__all__ = ["PROGRAMS", "Program"]
+__all__ = ["PROGRAMS", "RECYCLES", "Program", "boltz2", "tf32"]
 
-FEATURES = Path(__file__).with_name("features")
+RECYCLES = 3
+"""How often every published model runs its trunk again."""
+
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 LETTERS = "ARNDCQEGHILKMFPSTWYV"
 PREPARING = (
@@ -52,8 +51,9 @@ class Program:
         autocast: whether it runs under autocast to bfloat16.
         build: the model on a device.
         inputs: of so many residues, on a device.
-        predict: runs the model: `predict(model, inputs, steps)` returns what is compared.
+        predict: runs the model: `predict(model, inputs, steps, recycles)` returns what is compared.
         stages: by name, the part of the model and its method that are timed.
+        tf32: whether its float32 products are TF32.
         kernels: switches the model's use of cuEquivariance on or off, if it has one.
     """
 
@@ -64,9 +64,10 @@ class Program:
     autocast: bool
     build: Callable[[torch.device], nn.Module]
     inputs: Callable[[int, torch.device], Any]
-    predict: Callable[[nn.Module, Any, int], Mapping[str, Tensor]]
+    predict: Callable[[nn.Module, Any, int, int], Mapping[str, Tensor]]
     stages: Mapping[str, tuple[str, str]]
     kernels: Callable[[nn.Module, bool], None] | None = None
+    tf32: bool = False
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -77,7 +78,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         module = MagicMock(name=spec.name)
-        module.__path__, module.__spec__, module.__name__ = [], spec, spec.name
+        module.__path__, module.__spec__, module.__name__, module.__version__ = [], spec, spec.name, "0.0"
         return module
 
     def exec_module(self, module: Any) -> None:
@@ -120,41 +121,44 @@ def fill(model: nn.Module) -> nn.Module:
     return model
 
 
+@contextlib.contextmanager
+def tf32(on: bool) -> Iterator[None]:
+    """Compute float32 products on a GPU in TF32, or not. A model may change it for the process; afterwards it is as before."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def _without_preparing() -> None:
     """Let programs be imported without the packages that prepare their inputs."""
     if not any(isinstance(x, _StandIn) for x in sys.meta_path):
         sys.meta_path.append(_StandIn())  # the last one: it is asked only for what nobody else finds
 
 
-def _unpacked(program: str, residues: int, device: torch.device) -> dict[str, Any]:
-    """The features of a program's folder on a device."""
-    packed = (FEATURES / program / f"{residues}.pt.xz").read_bytes()
-    return _moved(torch.load(io.BytesIO(lzma.decompress(packed))), device)
-
-
-def _moved(features: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: _moved(x, device) if isinstance(x, dict) else x.to(device) for name, x in features.items()}
-
-
-def _boltz2(device: torch.device) -> nn.Module:
+def boltz2(device: torch.device, changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> Any:
+    """Boltz-2 of the published depth, but for changes of its arguments."""
     _without_preparing()
     from boltz.model.models.boltz2 import Boltz2
 
     arguments = json.loads((FEATURES / "boltz2" / "arguments.json").read_text(encoding="utf-8"))
+    arguments |= {name: arguments[name] | dict(x) for name, x in changes.items()}
     with device, patch("boltz.model.layers.initialize.trunc_normal_init_"):  # it takes a minute, for weights that `fill` writes
         model = Boltz2(**{name: _settings(x) for name, x in arguments.items()})
     return fill(model).eval()
 
 
 def _boltz2_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
-    return _unpacked("boltz2", residues, device)
+    return unpacked("boltz2", residues, device)
 
 
-def _boltz2_predict(model: nn.Module, inputs: Any, steps: int) -> dict[str, Tensor]:
+def _boltz2_predict(model: nn.Module, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
     # A copy: the model writes into the mapping.
     made = model(
         dict(inputs),
-        recycling_steps=3,
+        recycling_steps=recycles,
         num_sampling_steps=steps,
         diffusion_samples=1,
         max_parallel_samples=None,
@@ -204,9 +208,38 @@ def _esmfold_inputs(residues: int, device: torch.device) -> Tensor:
     return torch.tensor([[LETTERS.index(x) for x in sequence]], device=device)
 
 
-def _esmfold_predict(model: nn.Module, inputs: Any, steps: int) -> dict[str, Tensor]:
-    made = model(inputs, num_recycles=3)
+def _esmfold_predict(model: nn.Module, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
+    made = model(inputs, num_recycles=recycles)
     return {"distogram": made["distogram_logits"], "coordinates": made["positions"][-1]}
+
+
+def _openfold3(device: torch.device) -> nn.Module:
+    _without_preparing()
+    from openfold3.projects.of3_all_atom.model import OpenFold3
+
+    arguments = json.loads((FEATURES / "openfold3" / "arguments.json").read_text(encoding="utf-8"))
+    with patch("openfold3.core.model.primitives.initialization.trunc_normal_init_"):  # slow, for weights that `fill` writes
+        model = OpenFold3(_nested(arguments))  # on the CPU: some of its constants come from a generator of the CPU
+    model = fill(model.to(device)).eval()
+    _openfold3_kernels(model, False)
+    return model
+
+
+def _openfold3_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
+    return unpacked("openfold3", residues, device)
+
+
+def _openfold3_predict(model: Any, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
+    """As `run_openfold predict` runs it, with one sample."""
+    model.shared.update(num_recycles=recycles)
+    model.shared.diffusion.update(no_full_rollout_steps=steps, no_full_rollout_samples=1)
+    _, made = model(dict(inputs))  # a copy: the model takes features out of the mapping
+    return {"distogram": made["distogram_logits"], "coordinates": made["atom_positions_predicted"]}
+
+
+def _openfold3_kernels(model: Any, on: bool) -> None:
+    own = not on and model.version_tensor.is_cuda  # its own Triton kernels, which are what it takes as installed
+    model.settings.memory.eval.update(use_cueq_triangle_kernels=on, use_triton_triangle_kernels=own)
 
 
 def _protenix(device: torch.device) -> nn.Module:
@@ -215,36 +248,25 @@ def _protenix(device: torch.device) -> nn.Module:
     from protenix.model.protenix import Protenix
 
     arguments = json.loads((FEATURES / "protenix" / "arguments.json").read_text(encoding="utf-8"))
-    with _tf32(), patch("protenix.model.modules.primitives.trunc_normal_init_"):  # slow, for weights that `fill` writes
+    with tf32(True), patch("protenix.model.modules.primitives.trunc_normal_init_"):  # slow, for weights that `fill` writes
         model = Protenix(_nested(arguments))  # some of its weights come from a generator of the CPU
     return fill(model.to(device)).eval()
 
 
-@contextlib.contextmanager
-def _tf32() -> Iterator[None]:
-    """Products as Protenix asks for them, for the whole process; the programs after it shall have their own."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
 def _protenix_inputs(residues: int, device: torch.device) -> dict[str, Any]:
-    return _unpacked("protenix", residues, device)
+    return unpacked("protenix", residues, device)
 
 
-def _protenix_predict(model: Any, inputs: Any, steps: int) -> dict[str, Tensor]:
-    """As `protenix pred` runs it, with one sample, 3 recycles and no dropout."""
+def _protenix_predict(model: Any, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
+    """As `protenix pred` runs it, with one sample and no dropout."""
     model.configs.sample_diffusion.update(N_step=steps, N_sample=1)
-    model.N_cycle = 4
+    model.N_cycle = recycles + 1
     numpy.random.seed(1)  # Protenix draws rotations with it
     kept: list[Tensor] = []
     hook = model.distogram_head.register_forward_hook(lambda *called: kept.append(called[-1]))
     try:
-        with _tf32():  # copies: the model writes into the mapping
-            made, *_ = model(dict(inputs), label_full_dict=None, label_dict=None, mode="inference", mc_dropout_apply_rate=0.0)
+        # A copy: the model writes into the mapping.
+        made, *_ = model(dict(inputs), label_full_dict=None, label_dict=None, mode="inference", mc_dropout_apply_rate=0.0)
     finally:
         hook.remove()
     return {"distogram": kept[-1], "coordinates": made["coordinate"]}
@@ -262,7 +284,7 @@ PROGRAMS = {
         "boltz",
         (152, 304, 684, 988),
         True,
-        _boltz2,
+        boltz2,
         _boltz2_inputs,
         _boltz2_predict,
         {
@@ -284,6 +306,24 @@ PROGRAMS = {
         _esmfold_predict,
         {"language model": ("esm", "forward"), "trunk": ("trunk", "forward")},
     ),
+    "openfold3": Program(
+        "OpenFold-3",
+        "openfold3",
+        "openfold3",
+        (152, 304, 684, 988),
+        False,
+        _openfold3,
+        _openfold3_inputs,
+        _openfold3_predict,
+        {
+            "MSA": ("msa_module", "forward"),
+            "trunk": ("pairformer_stack", "forward"),
+            "denoiser": ("sample_diffusion", "forward"),
+            "confidence": ("aux_heads", "forward"),
+        },
+        _openfold3_kernels,
+        True,
+    ),
     "protenix": Program(
         "Protenix",
         "protenix",
@@ -300,5 +340,6 @@ PROGRAMS = {
             "confidence": ("", "run_confidence_head"),
         },
         _protenix_kernels,
+        True,
     ),
 }

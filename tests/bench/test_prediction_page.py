@@ -8,8 +8,10 @@ from typing import Any
 import prediction_page
 import pytest
 import torch
-from prediction_programs import FEATURES, LETTERS, PROGRAMS, UBIQUITIN, Program, _nested, _tf32
-from predictions import WAYS, Clock, Run, begun, difference, measure, show
+from prediction_features import FEATURES
+from prediction_programs import LETTERS, PROGRAMS, UBIQUITIN, Program, _nested, tf32
+from prediction_ways import WAYS, begun, difference, keep
+from predictions import Clock, Run, measure, show
 from torch import Tensor, nn
 
 from evoattn.clients import patching
@@ -77,9 +79,11 @@ class Model(nn.Module):
 def program(fails: tuple[str, ...] = ()) -> Program:
     """A program of one stage, whose answer depends on its precision and on its switch."""
 
-    def predict(model: Any, inputs: Tensor, steps: int) -> dict[str, Tensor]:
+    def predict(model: Any, inputs: Tensor, steps: int, recycles: int) -> dict[str, Tensor]:
         if "kernels" in fails and model.kernels:
-            raise RuntimeError("no memory\nand more")
+            raise RuntimeError("no kernel\nand more")
+        if "memory" in fails and not model.kernels:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
         x = torch.nn.functional.linear(inputs, inputs) if torch.is_autocast_enabled("cpu") else inputs @ inputs.mT
         return {"distogram": model.part(x) + model.kernels}
 
@@ -130,8 +134,35 @@ def test_a_way_that_fails_is_recorded_and_the_next_is_measured(
     toy = program(fails=("kernels",))
     run = Run(toy, toy.build(torch.device("cpu")), torch.device("cpu"), 3)
     cases = list(measure(run, 4, ["as installed", "cuEquivariance", "evoattn run"], exact=False))
-    assert [case.get("failed") for case in cases] == [None, "RuntimeError: no memory", None]
-    assert show(cases[1]).endswith("RuntimeError: no memory")
+    assert [case.get("failed") for case in cases] == [None, "RuntimeError: no kernel", None]
+    assert show(cases[1]).endswith("RuntimeError: no kernel")
+
+
+def test_a_way_without_memory_is_recorded_and_is_no_failure(
+    patched: list[dict[str, bool]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    record: dict[str, Any] = {"cases": []}
+    names, path = ("program", "residues", "steps", "recycles", "way"), tmp_path / "record.json"
+
+    def kept(*fails: str) -> bool:
+        toy = program(fails)
+        run = Run(toy, toy.build(torch.device("cpu")), torch.device("cpu"), 3, recycles=0)
+        return keep(measure(run, 4, ["as installed", "cuEquivariance"], exact=False), record, names, path, show)
+
+    assert not kept("memory")
+    first, second = json.loads(path.read_text())["cases"]
+    assert first["failed"] == "out of memory" and "seconds" not in first
+    assert second["way"] == "cuEquivariance" and second["seconds"] > 0 and second["recycles"] == 0
+    assert "as installed    out of memory" in capsys.readouterr().out
+    assert kept("kernels") and len(record["cases"]) == 2, "any other failure is one"
+
+
+def test_few_recycles_have_a_table_of_their_own(found: dict[Path, dict[str, Any]]) -> None:
+    [record] = found.values()
+    record["cases"].append(a_case(recycles=0, seconds=0.1, way="evoattn run"))
+    assert "| 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in prediction_page.summary(found)
+    assert "Boltz-2, 200 steps, 0 recycles:" in prediction_page.block(found)
 
 
 def test_the_clock_follows_what_a_patch_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +194,10 @@ def test_nothing_is_called_installed_but_what_is(patched: list[dict[str, bool]])
 
 
 def test_every_length_has_features() -> None:
-    for name in ("boltz2", "protenix"):
+    for name in ("boltz2", "openfold3", "protenix"):
         for residues in PROGRAMS[name].lengths:
             assert (FEATURES / name / f"{residues}.pt.xz").is_file()
+    assert (FEATURES / "boltz2" / "2500.pt.xz").is_file()
 
 
 def test_protenix_reads_chains_of_ubiquitin() -> None:
@@ -173,6 +205,14 @@ def test_protenix_reads_chains_of_ubiquitin() -> None:
     assert "".join(LETTERS[i] for i in features["restype"].argmax(-1)) == 2 * UBIQUITIN
     assert features["asym_id"].unique().tolist() == [0, 1]
     assert {x.device.type for x in features["constraint_feature"].values()} == {"cpu"}, "features in features are moved too"
+
+
+def test_openfold3_reads_chains_of_ubiquitin() -> None:
+    features = PROGRAMS["openfold3"].inputs(152, torch.device("cpu"))
+    assert features["asym_id"].tolist() == [[1] * 76 + [2] * 76] and features["entity_id"].unique().tolist() == [1]
+    assert features["template_distogram"].shape == (1, 4, 152, 152, 39) and features["template_distogram"].is_contiguous()
+    kinds = features["restype"][0].argmax(-1)
+    assert torch.equal(kinds[:76], kinds[76:]) and len(kinds.unique()) == len(set(UBIQUITIN))
 
 
 def test_settings_are_read_as_protenix_reads_them() -> None:
@@ -188,9 +228,10 @@ def test_a_program_leaves_the_precision_of_products_as_it_was(before: bool) -> N
     matmul = torch.backends.cuda.matmul
     original, matmul.allow_tf32 = matmul.allow_tf32, before
     try:
-        with _tf32():
-            assert matmul.allow_tf32
-            matmul.allow_tf32 = not before  # so does a model when it is built
-        assert matmul.allow_tf32 == before
+        for on in (True, False):
+            with tf32(on):
+                assert matmul.allow_tf32 == on
+                matmul.allow_tf32 = not before  # so does a model when it is built
+            assert matmul.allow_tf32 == before
     finally:
         matmul.allow_tf32 = original

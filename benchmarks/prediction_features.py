@@ -1,0 +1,57 @@
+"""Inputs of whole models, kept small in `features/`.
+
+- `boltz2`: batches that `boltz predict` 2.2.1 made of ubiquitin on a CPU, without an MSA. Up to 988 residues they are one chain
+  of repeats. 2,500 residues are 33 chains, the last one with 68 residues.
+- `openfold3`: what the dataset of `run_openfold predict` 0.5.0 made of 2, 4, 9 and 13 chains, without an MSA or templates.
+- `protenix`: what its data loader 2.0.0 made of the same chains, without an MSA or templates.
+
+`arguments.json` holds the arguments of the published model. To add features, write `packed(batch)` of a client's own batch.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["FEATURES", "packed", "unpacked"]
+
+FEATURES = Path(__file__).with_name("features")
+_SPARSE = 1_000_000
+"""A tensor with more elements, fewer than one in 32 of them not 0, is kept as its other elements."""
+
+
+def packed(features: Mapping[str, Tensor]) -> bytes:
+    """Features as the bytes of a file. A tensor that repeats along an axis is kept once, a sparse one as its elements."""
+    file = io.BytesIO()
+    torch.save({name: _small(x) for name, x in features.items()}, file)
+    return lzma.compress(file.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+
+
+def unpacked(program: str, residues: int, device: torch.device) -> dict[str, Any]:
+    """The features of a program's folder on a device."""
+    found = lzma.decompress((FEATURES / program / f"{residues}.pt.xz").read_bytes())
+    return _moved(torch.load(io.BytesIO(found)), device)
+
+
+def _small(x: Tensor) -> Tensor:
+    once = x
+    for axis in range(x.ndim):
+        if once.shape[axis] > 1 and torch.equal(once, once.narrow(axis, 0, 1).expand_as(once)):
+            once = once.narrow(axis, 0, 1)
+    if once.numel() > _SPARSE and 32 * int(once.count_nonzero()) < once.numel():
+        return x.to_sparse()
+    return once.clone().expand(x.shape)
+
+
+def _moved(features: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: _moved(x, device) if isinstance(x, dict) else _dense(x.to(device)) for name, x in features.items()}
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.to_dense() if x.is_sparse else x.contiguous()

@@ -233,7 +233,7 @@ def texts(root: Path, results: Path) -> dict[Path, str]:
     found = parts(results)
     predictions = prediction_page.records(results)
     blocks = {"clients": client_page.block(client_page.parts(results), "../figures")}
-    blocks["predictions"] = prediction_page.block(predictions)
+    blocks |= prediction_page.blocks(results)
     readme = {**readme_blocks(found), "predictions": prediction_page.summary(predictions)}
     marked = {README: readme, CLIENTS: blocks, LAYERS: layer_blocks(found, results)}
     marked[SHARDED] = {"sharded": sharded_block(results)}

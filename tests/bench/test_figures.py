@@ -35,7 +35,7 @@ def copy(figures: ModuleType, tmp_path: Path) -> Path:
     (tmp_path / "docs" / "figures").mkdir(parents=True)
     (tmp_path / "docs" / "clients").mkdir()
     marks = "a\n<!-- figures: begin clients -->\nold\n<!-- figures: end clients -->\n"
-    marks += marks.replace("clients", "predictions")
+    marks += marks.replace("clients", "predictions") + marks.replace("clients", "training")
     (tmp_path / "docs" / "clients" / "speed.md").write_text(marks)
     names = ("layer-parts", "block-parts", "layer-times")
     marks = "".join(f"<!-- figures: begin {x} -->\nold\n<!-- figures: end {x} -->\n" for x in names)

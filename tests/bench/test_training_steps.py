@@ -1,0 +1,172 @@
+"""The benchmark of training steps, its inputs and its table, without a client and without a GPU."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import prediction_features
+import prediction_page
+import prediction_ways
+import pytest
+import torch
+import training_steps
+from prediction_features import packed, unpacked
+from prediction_programs import PROGRAMS
+from prediction_ways import WAYS, failure
+from torch import Tensor, nn
+from training_steps import Training, cropped, drawn, measure, show
+
+
+@pytest.fixture(scope="module")
+def features() -> dict[str, Tensor]:
+    """A batch of Boltz-2: 152 tokens."""
+    return unpacked("boltz2", 152, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tokens", [24, 76, 152])
+def test_a_crop_has_the_atoms_of_its_tokens_in_whole_windows(features: dict[str, Tensor], tokens: int) -> None:
+    crop = cropped(features, tokens)
+    owners = features["atom_to_token"][0].argmax(-1)
+    real = int(((owners < tokens) & features["atom_pad_mask"][0].bool()).sum())
+    atoms = crop["atom_pad_mask"].shape[1]
+    assert crop["atom_pad_mask"][0, :real].all() and crop["atom_pad_mask"].sum() == real, "atoms of other tokens are masked"
+    assert crop["atom_resolved_mask"].sum() == real and crop["atom_resolved_mask"].dtype == torch.bool
+    assert atoms % 32 == 0 and 0 <= atoms - real < 32
+    assert crop["atom_to_token"].shape == (1, atoms, tokens) and crop["token_to_rep_atom"].shape == (1, tokens, atoms)
+    assert crop["contact_conditioning"].shape == (1, tokens, tokens, 5) and crop["coords"].shape == (1, 1, atoms, 3)
+
+
+def test_a_crop_is_no_longer_than_its_features(features: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match="a crop of 153 tokens: the features have 152"):
+        cropped(features, 153)
+
+
+def test_the_drawn_alignment_and_atoms_are_the_same_each_time(features: dict[str, Tensor]) -> None:
+    first, second = (drawn(cropped(features, 24), 5) for _ in range(2))
+    for name in ("msa", "msa_mask", "msa_paired", "deletion_value", "has_deletion"):
+        assert first[name].shape == (1, 5, 24) and torch.equal(first[name], second[name])
+    assert first["msa"].min() >= 2 and first["msa"].max() <= 21 and first["msa"].dtype == features["msa"].dtype
+    assert first["coords"].std() > 5 and torch.equal(first["coords"], second["coords"])
+    assert first["template_restype"].shape == (1, 1, 24, 33)
+
+
+def test_features_are_packed_without_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.zeros(1, 1024, 1024, dtype=torch.int64)
+    large[0, range(1024), range(1024)] = torch.arange(1024)
+    given = {
+        "sparse": large,
+        "same": torch.tensor([0.0, 1.0, 0.0]).expand(1, 40, 40, 3).contiguous(),
+        "empty": torch.zeros(1, 4, 0, dtype=torch.int64),
+        "dense": torch.rand(3, 5),
+        "nan": torch.full((4,), torch.nan),
+    }
+    found = packed(given)
+    kept = torch.load(io.BytesIO(lzma.decompress(found)))
+    assert kept["sparse"].is_sparse and kept["same"].untyped_storage().nbytes() == 3 * 4 and not kept["dense"].is_sparse
+    monkeypatch.setattr(prediction_features, "FEATURES", tmp_path)
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "7.pt.xz").write_bytes(found)
+    made = unpacked("toy", 7, torch.device("cpu"))
+    assert made.keys() == given.keys() and all(x.is_contiguous() for x in made.values())
+    torch.testing.assert_close(made, given, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory"),
+        (RuntimeError("CUDA error: out of memory\nCompile with ..."), "out of memory"),
+        (RuntimeError("cuBLAS error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "out of memory"),
+        (ValueError("no such\nthing"), "ValueError: no such"),
+        (AssertionError(), "AssertionError: "),
+    ],
+)
+def test_each_kind_of_missing_memory_is_called_the_same(error: Exception, words: str) -> None:
+    assert failure(error) == words
+
+
+class Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+
+class Toy(nn.Module):
+    """A model with the parts that a step touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairformer_module, self.scale = Trunk(), 1.0
+
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+        return [torch.optim.AdamW(self.parameters(), lr=0.0)], []
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Training:
+    """A training whose patched way is off by a tenth, and whose cuEquivariance finds no memory."""
+    model = Toy()
+
+    def kernels(model: Any, on: bool) -> None:
+        model.scale = float("nan") if on else 1.0
+
+    def loss_of(model: Any, features: dict[str, Tensor]) -> Tensor:
+        if model.scale != model.scale:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        loss: Tensor = model.scale * model.pairformer_module.layers[0](features["x"]).square().sum()
+        return loss
+
+    @contextlib.contextmanager
+    def patched(name: str, **_: bool) -> Iterator[None]:
+        assert name == "boltz"
+        model.scale = 1.1
+        yield
+        model.scale = 1.0
+
+    monkeypatch.setattr(prediction_ways, "ways", lambda program: WAYS)
+    monkeypatch.setattr("evoattn.patch", patched)
+    monkeypatch.setattr(training_steps, "PROGRAM", dataclasses.replace(PROGRAMS["boltz2"], kernels=kernels))
+    monkeypatch.setattr(training_steps, "loss_of", loss_of)
+    return Training(model, torch.device("cpu"), 2, 64)
+
+
+def test_ways_of_training_are_measured_and_compared(toy: Training) -> None:
+    features = {"x": torch.rand(3, 4), "token_index": torch.zeros(1, 24), "msa": torch.zeros(1, 5, 24)}
+    before = [x.clone() for x in toy.model.parameters()]
+    installed, kernels, patched = measure(toy, features, ["as installed", "cuEquivariance", "evoattn.patch"])
+    assert installed["tokens"] == 24 and installed["rows"] == 5 and installed["blocks"] == 64
+    assert installed["ms"] > 0 and set(installed["stages"]) == {"forward", "backward", "optimizer"}
+    assert installed["from_installed"] == {"loss": 0.0, "first block": 0.0, "gradient norm": 0.0}
+    assert kernels["failed"] == "out of memory" and "cuEquivariance  out of memory" in show(kernels)
+    assert all(x == pytest.approx(0.1, rel=0.05) for x in patched["from_installed"].values())
+    assert "24 tokens, evoattn.patch" in show(patched) and "from installed: loss 1.0e-01" in show(patched)
+    assert all(torch.equal(x, y) for x, y in zip(before, toy.model.parameters(), strict=True)), "the rate is 0"
+    assert all(x.grad is None for x in toy.model.parameters()), "gradients do not stay"
+
+
+def a_case(**changes: Any) -> dict[str, Any]:
+    stages = {"forward": 300.0, "backward": 590.0, "optimizer": 10.0}
+    case = {"program": "Boltz-2", "tokens": 384, "rows": 1024, "blocks": 64, "way": "as installed", "ms": 900.0}
+    return case | {"peak_gib": 20.0, "stages": stages, "from_installed": {"loss": 0.0}} | changes
+
+
+def test_the_page_shows_training_beside_predictions(tmp_path: Path) -> None:
+    assert prediction_page.blocks(tmp_path) == {"predictions": "Not measured yet.", "training": "Not measured yet."}
+    failed = a_case(tokens=640, failed="out of memory")
+    del failed["ms"], failed["stages"], failed["from_installed"], failed["peak_gib"]
+    cases = [failed, a_case(tokens=640, way="evoattn.patch"), a_case(way="evoattn.patch", ms=300.0), a_case()]
+    machine = {"device": "a card", "torch": "2.11", "date": "2026-11-27", "commit": "abc"}
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "card.json").write_text(json.dumps({"machine": machine, "cases": cases}))
+    text = prediction_page.blocks(tmp_path)["training"]
+    assert "a card, torch 2.11, 2026-11-27, commit abc. `card.json`." in text and "Boltz-2, 64 blocks, 1,024 sequences:" in text
+    head = "| tokens | way | ms | times as fast | peak GiB | forward | backward | optimizer | loss differs by |"
+    assert head in text
+    assert "| 384 | evoattn.patch | 300 | 3.00 | 20.0 | 300 | 590 | 10 | 0.0e+00 |" in text
+    assert "| 640 | as installed | out of memory | - | - | - | - | - | - |" in text
+    assert "| 640 | evoattn.patch | 900 | - | 20.0 |" in text, "there is nothing to compare with"

@@ -78,6 +78,7 @@ def build(device: torch.device, blocks: int) -> Any:
     changes = {
         "pairformer_args": saved | {"num_blocks": blocks},
         "msa_args": saved | {"msa_blocks": min(blocks, 4)},
+        "template_args": saved | {"dropout": 0.0},
         "score_model_args": saved | {"token_transformer_depth": min(blocks, 24)},
     }
     model = boltz2(device, changes).train()

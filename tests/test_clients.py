@@ -18,6 +18,7 @@ import evoattn.nn
 from clients.blocks import Problem
 from evoattn.clients import boltz, patching, releases
 from evoattn.clients import calls as shared
+from evoattn.clients import layers as client_layers
 from evoattn.clients.calls import additive, kernel, residues, wide_on_gpu
 from evoattn.clients.layers import layer, sites
 from evoattn.clients.releases import digest, digests_in_file
@@ -315,8 +316,9 @@ class OnGpu(Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def test_few_residues_on_a_gpu_are_left_to_the_client(triangle: Any) -> None:
+def test_few_residues_on_a_gpu_are_left_to_the_client(triangle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     count = Count()
+    monkeypatch.setattr(client_layers, "FEW", 5)  # of float32
     forward = layer(type(triangle).forward, count, least=6)
     assert not forward(triangle, Z.as_subclass(OnGpu)).any() and not forward(triangle, x=Z.as_subclass(OnGpu)).any()
     reason = "fewer than 6 residues, where the client's own layers take less of the host"
@@ -533,6 +535,22 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, mo
         monkeypatch.setattr(shared, "wide_on_gpu", lambda given: False)
         assert found(5) == "ours"
     assert sum(count.passed_on.values()) == (0 if whole else 2), "what is inside counts"
+
+
+def test_float32_attention_layers_of_few_residues_are_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More residues of the single track, unless a gradient may be wanted; none that is replayed as a CUDA graph."""
+    monkeypatch.setattr(client_layers, "wide_on_gpu", lambda given: given[0] is not None)
+    monkeypatch.setattr(client_layers, "residues", lambda given, axes: given[0])
+    single, triangle = (types.SimpleNamespace(layer=x) for x in (evoattn.nn.AttentionPairBias(8, 4, 4, 2), torch.nn.Identity()))
+
+    def left(ours: Any, length: int) -> bool:
+        return client_layers._host_sets_pace(ours, (length,))
+
+    assert [left(single, x) for x in (287, 288)] == [left(triangle, x) for x in (287, 288)] == [True, False]
+    with torch.no_grad():
+        assert [left(single, x) for x in (1023, 1024)] == [left(triangle, x) for x in (287, 288)] == [True, False]
+        with repeated():
+            assert not left(single, 5)
 
 
 def test_few_scores_on_a_gpu_are_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

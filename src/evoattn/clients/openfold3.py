@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evoattn.clients import aggregation, graphs
-from evoattn.clients.calls import low_memory, queries_first
+from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, queries_first
 from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
@@ -27,6 +27,10 @@ _MULTIPLICATION = "openfold3.core.model.layers.triangular_multiplicative_update"
 def _additive(original: Any, count: Count) -> Any:
     def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor], use_high_precision: bool = False) -> Tensor:
         """In the dtype of the query, which the original sets as that of autocast. Sums are float32 with either precision."""
+        if host_sets_pace(query, query.shape[-2], key.shape[-2], query.shape[:-1].numel() * key.shape[-2]):
+            count.other(HOST_BOUND)
+            theirs: Tensor = original(query, key, value, biases, use_high_precision)
+            return theirs
         count.one()
         with torch.autocast(query.device.type, enabled=False):
             return attention(query, key.to(query.dtype), value.to(query.dtype), biases)

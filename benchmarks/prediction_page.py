@@ -19,8 +19,8 @@ TYPED = "evoattn run"
 """With `INSTALLED`, the ways that README compares: the program as it is, and what one types to have it faster."""
 
 _INTRODUCTION = """\
-A whole prediction with full depth, random weights, 3 recycles, 200 steps and one sample, as installed without cuEquivariance
-([stage by stage](docs/clients/speed.md#whole-predictions)):"""
+A whole prediction with full depth, random weights, 3 recycles, 200 steps and one sample, s / peak GiB, as
+installed without cuEquivariance ([stage by stage](docs/clients/speed.md#whole-predictions)):"""
 
 
 def records(results: Path, kind: str = "predictions") -> dict[Path, dict[str, Any]]:
@@ -35,17 +35,18 @@ def blocks(results: Path) -> dict[str, str]:
 
 def summary(found: dict[Path, dict[str, Any]]) -> str:
     """README's table: for each program and length what `evoattn run` changes. Empty without records."""
-    lines: list[str] = []
+    rows = []
     for record in found.values():
-        rows = [["program", "residues", INSTALLED, TYPED, "times as fast"]]
+        card = record["machine"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
         for installed, typed in _pairs(record["cases"]):
             name = f"{installed['program']} {record['programs'].get(_DISTRIBUTIONS.get(installed['program'], ''), '')}".strip()
             faster = f"{installed['seconds'] / typed['seconds']:.2f}"
-            rows.append([name, str(installed["residues"]), _cell(installed), _cell(typed), faster])
-        lines += [f"{_machine(record)}, s / peak GiB:", "", markdown(rows), ""]
-    if lines:
-        lines = [_INTRODUCTION, "", *lines]
-    return "\n".join(lines).rstrip()
+            rows.append([f"{name}, {card}", str(installed["residues"]), _cell(installed), _cell(typed), faster])
+    if not rows:
+        return ""
+    order = [x.title for x in PROGRAMS.values()]
+    rows.sort(key=lambda row: next((i for i, title in enumerate(order) if row[0].startswith(title)), len(order)))
+    return "\n".join([_INTRODUCTION, "", markdown([["program", "residues", INSTALLED, TYPED, "times as fast"], *rows])])
 
 
 def block(found: dict[Path, dict[str, Any]]) -> str:

@@ -41,7 +41,7 @@ def found(tmp_path: Path) -> dict[Path, dict[str, Any]]:
 
 def test_readme_compares_what_one_types_with_what_is_installed(found: dict[Path, dict[str, Any]]) -> None:
     text = prediction_page.summary(found)
-    assert "| Boltz-2 2.2.1 | 152 | 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in text
+    assert "| Boltz-2 2.2.1, a | 152 | 9.0 / 2.2 | 3.0 / 2.2 | 3.00 |" in text
     assert "988" not in text and "304" not in text, "there is nothing to compare with"
     assert prediction_page.summary({}) == ""
 

@@ -118,8 +118,8 @@ class Watch:
 
     def begin(self) -> None:
         """Look on from now on. The compiler is not imported before a call imports it."""
-        together: Any = importlib.import_module("evoattn.backends.hopper.host.together")
-        claim, run, self._patience_s = together.claim, together.Worker.run, together.PATIENCE_S
+        helpers: Any = importlib.import_module("evoattn.compile.helpers")
+        claim, run, self._patience_s = helpers.claim, helpers.Worker.run, helpers.PATIENCE_S
 
         def watched_claim(name: str) -> None:
             self._watch_compiler()
@@ -129,7 +129,7 @@ class Watch:
             name = task.arguments[0].name if task.arguments else "start"
             return self.timed(name, "by_workers", lambda: run(worker, task))
 
-        together.claim, together.Worker.run = watched_claim, watched_run
+        helpers.claim, helpers.Worker.run = watched_claim, watched_run
 
     def _watch_compiler(self) -> None:
         launch: Any = sys.modules["evoattn.backends.hopper.host.launch"]
@@ -211,7 +211,7 @@ def main() -> None:
 
     from evoattn.bench import machine
     from evoattn.bench.record import write_text
-    from evoattn.processes import cores
+    from evoattn.compile.workers import cores
 
     facts = {**machine.facts(torch.device(options.device), options.commit), "cores": cores()}
     record: dict[str, Any] = {"schema": SCHEMA, "machine": facts, "length": options.length, "cases": []}

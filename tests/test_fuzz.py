@@ -107,7 +107,8 @@ def test_a_problem_that_takes_too_long_fails() -> None:
     with Workers(2, f"{JUDGES}:hangs", limit_s=30.0) as workers:
         first = next(workers.run(some_tasks(1)))
         assert first.outcome.status == "held"
-        workers.limit_s = 1.0 if workers.free else 30.0
+        for worker in workers.pool.workers:
+            worker.limit_s = 1.0
         reports = {report.task.problem.seed: report.outcome for report in workers.run(some_tasks(2)[1:])}
     assert reports[1] == testing.Outcome("failed", "took longer than 1 s", ("took longer",))
 
@@ -238,15 +239,15 @@ def test_ctrl_c_prints_what_was_found(tmp_path: Path) -> None:
     assert running_in(process.pid) == []
 
 
-def running_in(group: int) -> list[str]:
-    """The processes of a group that have not ended."""
+def running_in(session: int) -> list[str]:
+    """The processes of a session that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = path.read_text().rpartition(") ")
         except OSError:  # it ended meanwhile
             continue
-        state, _, of_group = rest.split()[:3]
-        if int(of_group) == group and state != "Z":
+        state, _, _, of_session = rest.split()[:4]
+        if int(of_session) == session and state != "Z":
             found.append(name)
     return found

@@ -62,6 +62,7 @@ def planned(call: Call, backend: Any) -> tuple[Any, tuple[Any, ...]]:
 def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
     from evoattn.backends import hopper
+    from evoattn.backends.hopper import ahead
     from evoattn.backends.hopper.host import launch
 
     call = Call(TRIANGLE, 96, torch.bfloat16, training)
@@ -69,7 +70,7 @@ def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.
     assert {one.backend for one in kept} == {"hopper"}
     assert all(one.kernel.kept and one.kernel.bytes > 10_000 for one in kept)
     assert {one.kernel.path for one in kept} == set((cache / "evoattn" / "hopper").iterdir())
-    monkeypatch.setattr(launch, "_functions", {})
+    monkeypatch.setattr(ahead, "_functions", {})
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled"))
     loaded: list[str] = []
 

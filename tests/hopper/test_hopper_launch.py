@@ -12,6 +12,7 @@ import torch
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
+from evoattn.backends.hopper import ahead  # noqa: E402
 from evoattn.backends.hopper.host import clusters, launch  # noqa: E402
 from evoattn.backends.hopper.host.workspace import Workspace  # noqa: E402
 
@@ -115,15 +116,15 @@ def test_one_thread_at_a_time_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return Made(kernel.name)
 
     monkeypatch.setattr(launch, "build", build)
-    monkeypatch.setattr(launch.kept, "load_module", lambda path, enable_tvm_ffi: Module())
-    monkeypatch.setattr(launch.kept, "_modules", [])
-    monkeypatch.setattr(launch, "_functions", {})
-    monkeypatch.setattr(launch.kept.cache, "folder", lambda: None)
+    monkeypatch.setattr(ahead, "load_module", lambda path, enable_tvm_ffi: Module())
+    monkeypatch.setattr(ahead, "_modules", [])
+    monkeypatch.setattr(ahead, "_functions", {})
+    monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
     kernels = [Copy() for _ in range(3)]
     for number, kernel in enumerate(kernels):
         kernel.name = f"thread {number}"
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(launch.compiled, 2 * kernels)) == 2 * [kernel.name for kernel in kernels]
+        assert list(pool.map(ahead.compiled, 2 * kernels)) == 2 * [kernel.name for kernel in kernels]
     assert at_once == [True] * 3, "one at a time, and each kernel once"
 
 

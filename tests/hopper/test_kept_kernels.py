@@ -16,10 +16,10 @@ import pytest
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
-from evoattn import cache  # noqa: E402
+from evoattn.backends.hopper import ahead  # noqa: E402
 from evoattn.backends.hopper.backward.statistics import Statistics  # noqa: E402
-from evoattn.backends.hopper.host import kept as files  # noqa: E402
 from evoattn.backends.hopper.host import launch  # noqa: E402 (where the compiler is)
+from evoattn.compile import cache  # noqa: E402
 
 
 def kernel(channels: int = 32) -> launch.Kernel:
@@ -29,13 +29,13 @@ def kernel(channels: int = 32) -> launch.Kernel:
 
 def compile_all(*channels: int) -> None:
     """Kernels that can be called, one after another."""
-    assert all(callable(launch.compiled(kernel(c))) for c in channels)
+    assert all(callable(ahead.compiled(kernel(c))) for c in channels)
 
 
 def new_process() -> None:
     """Forget what this process has loaded."""
-    launch._functions.clear()
-    files.cannot_keep.cache_clear()
+    ahead._functions.clear()
+    cache._cannot_keep.cache_clear()
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ def read_again(monkeypatch: pytest.MonkeyPatch, channels: int = 32) -> None:
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         patch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
-        assert callable(launch.compiled(kernel(channels)))
+        assert callable(ahead.compiled(kernel(channels)))
 
 
 def test_a_kept_kernel_is_read_again(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = launch.compiled(kernel())
-    assert launch.compiled(kernel()) is function
+    function = ahead.compiled(kernel())
+    assert ahead.compiled(kernel()) is function
     (file,) = kept(folder)
     assert file.name.startswith(kernel().name)
     assert file.stat().st_mode & 0o777 == 0o644, "whoever shares the folder may read it"
@@ -88,7 +88,7 @@ def turn_a_bit(file: pathlib.Path) -> None:
 
 def of_another_version(file: pathlib.Path) -> None:
     """A whole file that does not have the kernel."""
-    launch.compiled(kernel(64))
+    ahead.compiled(kernel(64))
     (other,) = set(kept(file.parent.parent)) - {file}
     os.replace(other, file)
 
@@ -113,7 +113,7 @@ DAMAGE = {
 def test_a_damaged_kernel_is_ignored_with_one_warning_and_made_anew(
     damage: Callable[[pathlib.Path], None], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch.compiled(kernel())
+    ahead.compiled(kernel())
     (file,) = kept(folder)
     whole = file.stat().st_size
     damage(file)
@@ -126,7 +126,7 @@ def test_a_damaged_kernel_is_ignored_with_one_warning_and_made_anew(
 
 
 def test_a_kernel_that_cannot_be_read_is_made_anew(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch.compiled(kernel())
+    ahead.compiled(kernel())
     new_process()
 
     def refuse(path: pathlib.Path) -> bytes:
@@ -141,7 +141,7 @@ def test_a_kernel_that_cannot_be_read_is_made_anew(folder: pathlib.Path, monkeyp
 
 
 def test_a_folder_in_the_place_of_a_kernel_does_not_stop_a_call(folder: pathlib.Path) -> None:
-    launch.compiled(kernel())
+    ahead.compiled(kernel())
     make_a_folder(kept(folder)[0])
     new_process()
     with pytest.warns(UserWarning, match="does not load|cannot be written"):
@@ -167,23 +167,23 @@ def test_a_full_disk_costs_one_warning(folder: pathlib.Path, monkeypatch: pytest
     assert len(seen) == 1
     assert kept(folder) == []
     new_process()
-    launch.compiled(kernel())
+    ahead.compiled(kernel())
     read_again(monkeypatch)
 
 
 def test_a_folder_that_is_deleted_while_it_is_used_is_made_again(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two kernels, and during a write."""
-    launch.compiled(kernel())
+    ahead.compiled(kernel())
     shutil.rmtree(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        launch.compiled(kernel(64))
+        ahead.compiled(kernel(64))
         assert len(kept(folder)) == 1
     with monkeypatch.context() as patch:
         patch.setattr(cache.os, "fsync", lambda handle: shutil.rmtree(folder))
         with pytest.warns(UserWarning, match="cannot be written"):
             compile_all(16)
-    launch.compiled(kernel(8))
+    ahead.compiled(kernel(8))
     assert len(kept(folder)) == 1
     read_again(monkeypatch, channels=8)
 
@@ -196,19 +196,19 @@ def test_a_kernel_that_is_not_kept_needs_no_file(folder: pathlib.Path, monkeypat
     monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one, other = launch.compiled(kernel()), launch.compiled(kernel(64))
+        one, other = ahead.compiled(kernel()), ahead.compiled(kernel(64))
     assert callable(one) and callable(other) and one is not other
     assert not folder.exists()
 
 
 def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object file holds code of the host's too: a home folder may be an x86 machine's and a GH200's."""
-    here = files.source()
-    monkeypatch.setattr(files.platform, "machine", lambda: "another")
-    files.source.cache_clear()
-    assert files.source() != here
+    here = ahead.source()
+    monkeypatch.setattr(ahead.platform, "machine", lambda: "another")
+    ahead.source.cache_clear()
+    assert ahead.source() != here
     monkeypatch.undo()
-    files.source.cache_clear()
+    ahead.source.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeyp
         ("backward/dq/mma.py", True),
         ("host/launch.py", True),
         ("forward/plan.py", False),
-        ("host/kept.py", False),
+        ("ahead.py", False),
         ("host/workspace.py", False),
         ("__init__.py", False),
     ],
@@ -229,12 +229,12 @@ def test_kernels_are_stale_when_their_text_changes(
 ) -> None:
     """In whatever folder; a plan only says what is launched."""
     copy = tmp_path / "hopper"
-    shutil.copytree(files._HOPPER, copy)
-    monkeypatch.setattr(files, "_HOPPER", copy)
-    before = files.source.__wrapped__()
+    shutil.copytree(ahead._HOPPER, copy)
+    monkeypatch.setattr(ahead, "_HOPPER", copy)
+    before = ahead.source.__wrapped__()
     with (copy / file).open("a") as text:
         text.write("# changed\n")
-    assert (files.source.__wrapped__() != before) is matters
+    assert (ahead.source.__wrapped__() != before) is matters
 
 
 def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: py
         for i, c in enumerate(channels):
             signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.03 * i)
             try:
-                launch.compiled(kernel(c))
+                ahead.compiled(kernel(c))
             except KeyboardInterrupt:
                 interrupted += 1
             finally:
@@ -254,7 +254,7 @@ def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: py
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted
-    assert all(callable(launch.compiled(kernel(c))) for c in channels)
+    assert all(callable(ahead.compiled(kernel(c))) for c in channels)
     assert [file.suffix for file in kept(folder)] == [".o"] * len(channels)
     for c in channels:
         read_again(monkeypatch, c)
@@ -263,7 +263,8 @@ def test_ctrl_c_while_a_kernel_is_compiled(folder: pathlib.Path, monkeypatch: py
 COMPILE = """
 import os, signal, sys, threading
 import cutlass
-from evoattn import cache
+from evoattn.compile import cache
+from evoattn.backends.hopper import ahead
 from evoattn.backends.hopper.host import launch
 from evoattn.backends.hopper.backward.statistics import Statistics
 
@@ -282,7 +283,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 compile, built = launch.build, []
 launch.build = build
-assert callable(launch.compiled(Statistics(cutlass.BFloat16, 32, dlse=False)))
+assert callable(ahead.compiled(Statistics(cutlass.BFloat16, 32, dlse=False)))
 print(len(built))
 """
 
@@ -309,7 +310,7 @@ def test_a_killed_process_leaves_nothing_that_a_later_one_believes(
         os.utime(file, (time.time() - 2 * cache._OLD,) * 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        launch.compiled(kernel())
+        ahead.compiled(kernel())
     (file,) = kept(folder)
     assert file.suffix == ".o", "what the killed process left is removed"
     read_again(monkeypatch)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from evoattn.cache import VARIABLE, folder
 from evoattn.cli.bench import among, names_in
 from evoattn.cli.terminal import RefusedError, WholeNumber, count_progress, try_to_write_in
+from evoattn.compile.cache import VARIABLE, folder
+from evoattn.compile.workers import Pool, Report, Task, cores
 from evoattn.devices import Card, planned_for
-from evoattn.processes import Pool, Report, Task, cores
 from evoattn.warming.calls import COMPILERS, Call, Found, calls_of, why_not
 from evoattn.warming.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.warming.families import COARSE, FAMILIES, LENGTHS

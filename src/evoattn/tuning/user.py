@@ -19,7 +19,7 @@ from typing import Any
 
 from evoattn import devices
 from evoattn._version import __version__
-from evoattn.cache import VARIABLE, folder, write
+from evoattn.compile.cache import VARIABLE, folder, write
 from evoattn.problem import Problem
 from evoattn.tuning.config import Config
 from evoattn.tuning.sizes import power_of_two

@@ -1,24 +1,152 @@
-"""The kernels that a plan launches: found without a GPU, and compiled for later processes (see `evoattn.backends.Backend`)."""
+"""Compile kernels once, and keep what was compiled in memory and in the cache folder.
+
+The compiler takes 1 to 5 s a kernel. What it makes is an object file of about 150 KB, which later processes load in 25 ms.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import contextvars
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
-from evoattn import cache
+from cutlass.cute.runtime import load_module
+
+from evoattn import numerics
 from evoattn.backends import Needed, Plan
-from evoattn.backends.hopper.host import kept
-from evoattn.backends.hopper.host.launch import keep_compiled
+from evoattn.compile import cache, helpers
+from evoattn.compile.workers import Task
 
-__all__ = ["keep", "needed"]
+if TYPE_CHECKING:
+    from evoattn.backends.hopper.host.launch import Kernel
+
+__all__ = ["begin", "compiled", "keep", "needed", "source"]
 
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
+_HOPPER, _KERNELS = pathlib.Path(__file__).parent, ("kernels", "forward", "backward")
+"""The folders of the kernels' text, in which plans only say what is launched."""
+
+_functions: dict[str, Any] = {}
+"""Compiled kernels by name."""
+
+_modules: list[Any] = []
+"""What functions were loaded from: a function that outlives its module hangs when it is called."""
+
+_compiler = threading.Lock()
+"""The compiler is one thread's at a time: two at once bring the process down."""
+
+
+@functools.cache
+def source() -> bytes:
+    """Digest what a kept kernel depends on besides its name: the kernels' text, the compiler's version, the kind of host.
+
+    The compilers for CUDA 12 and 13 have the same version.
+    """
+    parts = [importlib.metadata.version("nvidia-cutlass-dsl"), platform.machine()]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        parts.append("cu13 " + importlib.metadata.version("nvidia-cutlass-dsl-libs-cu13"))
+    digest = hashlib.sha256(" ".join(parts).encode())
+    for path in sorted(path for folder in _KERNELS for path in (_HOPPER / folder).rglob("*.py")):
+        if path.name != "plan.py":
+            digest.update(path.read_bytes())
+    digest.update((_HOPPER / "host/launch.py").read_bytes() + repr(numerics.NEAR).encode())
+    return digest.digest()
+
+
+def _symbol(name: str) -> str:
+    """The name of the function of a kernel of this name: no two in one process may share a symbol."""
+    return "evoattn_" + hashlib.sha256(source() + name.encode()).hexdigest()[:24]
+
+
+def _file(name: str) -> pathlib.Path | None:
+    """The file of a compiled kernel; None if nothing is to be kept."""
+    folder = cache.folder()
+    return None if folder is None else folder / "hopper" / f"{name}-{_symbol(name).removeprefix('evoattn_')}.o"
+
+
+def compiled(kernel: Kernel) -> Any:
+    """Return a kernel as a function; from its file if an earlier process made it.
+
+    It is made in a thread of its own. Ctrl-C, or a signal handler that raises, reaches the caller: inside the compiler it would
+    abort the process. What was begun goes on meanwhile, and the next call finds it. Threads that want one kernel share it.
+    """
+    function = _functions.get(kernel.name)
+    if function is None:
+        helpers.claim(kernel.name)
+        made: Future[Any] = Future()
+        threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, made)).start()
+        function = made.result()
+    return function
+
+
+def _make(kernel: Kernel, made: Future[Any]) -> None:
+    """Load or compile a kernel unless another thread has done so meanwhile."""
+    name = kernel.name
+    with _compiler:
+        try:
+            if name not in _functions:
+                load = functools.partial(_loaded, symbol=_symbol(name))
+                _functions[name] = cache.code(_file(name), load, lambda: _object_file(kernel))
+            made.set_result(_functions[name])
+        except BaseException as error:  # raised to the caller, whatever it is
+            made.set_exception(error)
+
+
+def _object_file(kernel: Kernel) -> bytes:
+    """Compile a kernel."""
+    symbol = _symbol(kernel.name)
+    handle = os.memfd_create(symbol)  # needs no disk
+    with open(handle, "rb") as file:
+        kernel.build().export_to_c(f"/proc/self/fd/{handle}", function_name=symbol)
+        return file.read()
+
+
+def _loaded(made: bytes, symbol: str) -> Any:
+    """The function of an object file."""
+    handle = os.memfd_create(symbol)
+    with open(handle, "wb") as file:
+        file.write(made)
+        file.flush()
+        module = load_module(f"/proc/self/fd/{handle}", enable_tvm_ffi=True)
+    function = getattr(module, symbol)
+    _modules.append(module)
+    return function
+
+
+def begin(kernels: Iterable[Kernel]) -> None:
+    """Have kernels that are not kept compiled in other processes, while this one comes to them in this order."""
+    tasks = {}
+    for kernel in kernels:
+        path = _file(kernel.name)
+        if path is not None and kernel.name not in _functions and not os.path.exists(path):
+            tasks[kernel.name] = Task(f"{__name__}:keep_file", (kernel, path))
+    helpers.begin("hopper", tasks)
+
+
+def keep_file(kernel: Kernel, path: pathlib.Path) -> None:
+    """Compile a kernel and write its file, for other processes, unless one of them has; this one does not load it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with _compiler:
+        if not cache.holds_code(path):
+            cache.keep_code(path, _object_file(kernel))
+
 
 def needed(make: Make) -> list[Needed]:
-    """The kernels of a plan, each once, in the order in which it plans their launches."""
+    """List the kernels of a plan, each once, in the order in which it plans their launches (see `evoattn.backends.Backend`)."""
     names = dict.fromkeys(kernel.name for kernel in make()[0].kernels)
-    return [Needed(name, name, kept.file_of(name), kept.is_kept(name)) for name in names]
+    return [Needed(name, name, _file(name), cache.holds_code(_file(name))) for name in names]
 
 
 def keep(make: Make, key: str) -> None:
@@ -29,8 +157,7 @@ def keep(make: Make, key: str) -> None:
         OSError: the file cannot be written.
         ValueError: there is no place for a file.
     """
-    kernel = {kernel.name: kernel for kernel in make()[0].kernels}[key]
-    path = kept.file_of(key)
+    kernel, path = {kernel.name: kernel for kernel in make()[0].kernels}[key], _file(key)
     if path is None:
         raise ValueError(f"{cache.VARIABLE} is empty, which means that nothing is kept; expected a folder")
-    keep_compiled(kernel, path)
+    keep_file(kernel, path)

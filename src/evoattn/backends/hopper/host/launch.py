@@ -1,6 +1,5 @@
-"""Compiled kernels: made once, kept in memory and on disk, planned once for tensors that lie in memory alike.
+"""Kernels as the compiler takes them, and launches that are planned once for tensors that lie in memory alike.
 
-The compiler takes 1 to 5 s a kernel. What it makes is an object file of about 150 KB, which later processes load in 25 ms.
 A launch takes addresses: sizes and strides are packed when it is planned, so that a call makes no views of its tensors.
 """
 
@@ -9,12 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import os
-import pathlib
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -24,22 +18,18 @@ import tvm_ffi
 from cutlass import Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from evoattn.backends.hopper.host import kept, together
-from evoattn.processes import Task
+from evoattn.backends.hopper.ahead import compiled
 
 __all__ = [
     "Kernel",
     "Stand",
-    "begin",
     "build",
     "channels",
-    "compiled",
     "deep",
     "ends",
     "even",
     "free",
     "given_pair",
-    "keep_compiled",
     "live_rows",
     "noting",
     "plan",
@@ -57,13 +47,7 @@ types = {
 
 _OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 
-_functions: dict[str, Any] = {}
-"""Compiled kernels by name."""
-
 _noted: contextvars.ContextVar[list[Kernel] | None] = contextvars.ContextVar("noted", default=None)
-
-_compiler = threading.Lock()
-"""The compiler is one thread's at a time: two at once bring the process down."""
 
 
 def size() -> Any:
@@ -162,6 +146,10 @@ class Kernel:
     def __call__(self, *arguments: Any) -> None:
         """Start the kernel, in its host function's own language."""
         raise NotImplementedError
+
+    def build(self) -> Any:
+        """Compile it."""
+        return build(self)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kernel) and self.name == other.name
@@ -275,80 +263,3 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
         function(known, stream(index), *[addresses[i] for i in taken], *numbers)
 
     return launch
-
-
-def compiled(kernel: Kernel) -> Any:
-    """A kernel as `Launch` takes its arguments; from disk if an earlier process made it.
-
-    It is made in a thread of its own. Ctrl-C, or a signal handler that raises, reaches the caller: inside the compiler it would
-    abort the process. What was begun goes on meanwhile, and the next call finds it. Threads that want one kernel share it.
-    """
-    function = _functions.get(kernel.name)
-    if function is None:
-        together.claim(kernel.name)
-        made: Future[Any] = Future()
-        threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, made)).start()
-        function = made.result()
-    return function
-
-
-def _make(kernel: Kernel, made: Future[Any]) -> None:
-    """Load or compile a kernel unless another thread has done so meanwhile."""
-    with _compiler:
-        try:
-            function = _functions.get(kernel.name)
-            if function is None:
-                function = _functions[kernel.name] = _found_or_made(kernel)
-            made.set_result(function)
-        except BaseException as error:  # raised to the caller, whatever it is
-            made.set_exception(error)
-
-
-def begin(kernels: Iterable[Kernel]) -> None:
-    """Have those that are not kept compiled in other processes, while this one comes to them in this order."""
-    tasks = {}
-    for kernel in kernels:
-        path = kept.file_of(kernel.name)
-        if path is not None and kernel.name not in _functions and not os.path.exists(path):
-            tasks[kernel.name] = Task("evoattn.backends.hopper.host.launch:keep_compiled", (kernel, path))
-    together.begin(tasks)
-
-
-def keep_compiled(kernel: Kernel, path: pathlib.Path) -> None:
-    """Compile a kernel and write its file, for other processes; this one does not load it. It compiles one at a time.
-
-    Another process may have written it meanwhile. Then nothing is compiled.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    with _compiler:
-        if not kept.is_kept(kernel.name):
-            kept.write(path, _made(kernel))
-
-
-def _found_or_made(kernel: Kernel) -> Any:
-    """The function of a kernel, of its file if that is whole. Otherwise it is compiled, and written if there is a folder."""
-    path, symbol = kept.file_of(kernel.name), kept.symbol_of(kernel.name)
-    if path is not None and os.path.exists(path):  # Path.exists raises where a folder may not be entered
-        try:
-            return kept.loaded(kept.checked(path.read_bytes()), symbol)
-        except Exception as error:  # of many kinds: not whole, of another version, a folder, or not ours to read
-            why = error if isinstance(error, OSError | ValueError) else type(error).__name__
-            warnings.warn(f"{path} does not load ({why}): compiled anew", stacklevel=2)
-    made = _made(kernel)
-    if path is not None:
-        try:
-            kept.write(path, made)
-        except OSError as error:  # this process has the kernel all the same
-            kept.cannot_keep(str(path.parent), error.strerror or str(error))
-    return kept.loaded(made, symbol)
-
-
-def _made(kernel: Kernel) -> bytes:
-    """The object file of a kernel, which is compiled."""
-    symbol = kept.symbol_of(kernel.name)
-    handle = os.memfd_create(symbol)  # needs no disk
-    with open(handle, "rb") as file:
-        build(kernel).export_to_c(f"/proc/self/fd/{handle}", function_name=symbol)
-        return file.read()

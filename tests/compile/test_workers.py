@@ -4,13 +4,14 @@ import importlib.util
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from evoattn.processes import Pool, Report, Task, Worker
+from evoattn.compile.workers import Pool, Report, Task, Worker
 
 
 def reports(*tasks: Task, jobs: int = 2) -> list[Report]:
@@ -69,7 +70,7 @@ def test_a_worker_finds_compiled_modules_where_its_caller_does(monkeypatch: pyte
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (found,) = reports(Task("importlib.util:cache_from_source", (__file__,)), jobs=1)
     assert found.result == importlib.util.cache_from_source(__file__)
-    assert found.result.startswith(str(tmp_path)) and any(tmp_path.rglob("processes.*.pyc"))
+    assert found.result.startswith(str(tmp_path)) and any(tmp_path.rglob("workers.*.pyc"))
 
 
 def test_a_worker_is_out_of_reach_of_ctrl_c_but_shares_cores_with_its_caller() -> None:
@@ -79,18 +80,47 @@ def test_a_worker_is_out_of_reach_of_ctrl_c_but_shares_cores_with_its_caller() -
 
 
 def test_a_worker_lets_others_go_first_and_holds_what_it_is_given() -> None:
-    there, here = os.pipe()
+    there, here = socket.socketpair()
     worker = Worker(behind=5, held=(here,))
     try:
         assert worker.run(Task("os:nice", (0,))).result == min(os.nice(0) + 5, 19)
-        os.close(here)
-        os.set_blocking(there, False)
+        here.close()
+        there.setblocking(False)
         with pytest.raises(BlockingIOError):  # nothing comes, but something may
-            os.read(there, 1)
+            there.recv(1)
     finally:
         worker.end()
-    assert os.read(there, 1) == b""
-    os.close(there)
+    assert there.recv(1) == b""
+    there.close()
+
+
+def test_a_task_that_takes_too_long_is_ended() -> None:
+    worker = Worker(limit_s=1.0)
+    try:
+        found = worker.run(Task("time:sleep", (60,)))
+        assert found.result is None and found.error == "took longer than 1 s" and found.seconds < 30
+        worker.limit_s = 30.0
+        assert worker.run(Task("operator:add", (1, 2))).result == 3
+    finally:
+        worker.end()
+
+
+def test_a_task_that_no_worker_has_begun_can_be_cancelled() -> None:
+    with Pool(1) as pool:
+        running = pool.submit(Task("time:sleep", (0.5,)))
+        waits, last = pool.submit(Task("os:getpid")), pool.submit(Task("operator:add", (1, 2)))
+        assert waits.cancel()
+        assert last.result(60).result == 3 and running.done() and not running.cancel()
+
+
+def test_a_worker_that_has_nothing_to_do_ends_and_another_starts() -> None:
+    with Pool(1, idle_s=0.1) as pool:
+        first = pool.submit(Task("os:getpid")).result(60).result
+        end = time.monotonic() + 60
+        while pool.workers:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert pool.submit(Task("os:getpid")).result(60).result != first
 
 
 def test_a_caller_that_stops_early_kills_what_runs() -> None:
@@ -106,7 +136,7 @@ def test_a_script_without_a_guard_starts_workers(tmp_path: pathlib.Path) -> None
     """Its main module is not imported again in them, as multiprocessing would do."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from evoattn.processes import Pool, Task\n"
+        "from evoattn.compile.workers import Pool, Task\n"
         "print('once')\n"
         "with Pool(1) as pool:\n"
         "    print([report.result for report in pool.run([Task('operator:add', (1, 2))])])\n"

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from evoattn import cache
+from evoattn.compile import cache
 
 
 def names(folder: pathlib.Path) -> list[str]:
@@ -60,7 +60,7 @@ def test_a_folder_that_is_deleted_during_a_write_is_an_error_of_the_system(
 
 WRITE = """
 import os, signal, sys
-from evoattn import cache
+from evoattn.compile import cache
 path, kill = sys.argv[1:]
 if kill:
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

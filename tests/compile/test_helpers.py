@@ -1,11 +1,12 @@
 """Kernels of a call that wants gradients are compiled in other processes too, each once, and whatever happens there."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import pathlib
 import pickle
+import socket
 import threading
 import time
 import warnings
@@ -22,10 +23,12 @@ import cutlass
 
 import evoattn
 from evoattn.backends import hopper
+from evoattn.backends.hopper import ahead
 from evoattn.backends.hopper.backward.statistics import Statistics
-from evoattn.backends.hopper.host import launch, together
+from evoattn.backends.hopper.host import launch
+from evoattn.compile import helpers
+from evoattn.compile.workers import Report, Task, Worker
 from evoattn.devices import planned_for
-from evoattn.processes import Report, Task, Worker
 from evoattn.testing import workers
 from evoattn.warming.cards import cards_of
 from tests.helpers.scripts import load
@@ -42,17 +45,17 @@ def kernels() -> list[launch.Kernel]:
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """A cache folder that does not exist yet, no kernel in memory, eight cores, and places that nobody else takes."""
-    monkeypatch.delenv(together.VARIABLE, raising=False)
+    monkeypatch.delenv(helpers.VARIABLE, raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(together, "_PLACE", f"evoattn-test-{os.getpid()}-")
-    monkeypatch.setattr(together, "_workers", together._Workers())
-    monkeypatch.setattr(together, "_IDLE_S", 0.5)
+    monkeypatch.setattr(helpers, "_PLACE", f"evoattn-test-{os.getpid()}-")
+    monkeypatch.setattr(helpers, "_IDLE_S", 0.5)
+    monkeypatch.setattr(helpers, "_helpers", helpers._Helpers())
     new_process()
     yield tmp_path / "cache"
     new_process()
-    until(lambda: not together._workers.places)
+    until(lambda: not helpers._helpers.workers)
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -65,15 +68,16 @@ def until(true: Callable[[], Any]) -> None:
 class Hand:
     """Stands for a worker: takes a task, and does it when it is let go."""
 
-    def __init__(self, behind: int, held: tuple[int, ...]) -> None:
+    def __init__(self, behind: int, held: tuple[socket.socket, ...]) -> None:
         assert behind > 0 and len(held) == 1
+        self.held = held
 
     taken: ClassVar[list[str]] = []
     go: ClassVar[threading.Event] = threading.Event()
     do: Callable[[Task], Any] = staticmethod(lambda task: None)
 
     def run(self, task: Task) -> Report:
-        if task.function.endswith("keep_compiled"):
+        if task.function.endswith("keep_file"):
             Hand.taken.append(task.arguments[0].name)
             Hand.go.wait(60)
             Hand.do(task)
@@ -82,11 +86,27 @@ class Hand:
     def end(self) -> None: ...
 
 
+def place() -> socket.socket | None:
+    """A place of the machine, taken; None if all are."""
+    worker = helpers._helper()
+    return None if worker is None else worker.held[0]
+
+
+def held_by_workers() -> list[str]:
+    """The kernels that workers compile."""
+    return [name for name, future in helpers._helpers.begun.items() if future.running()]
+
+
+def waiting() -> list[str]:
+    """The kernels that no worker has begun, and that one may begin."""
+    return [name for name, future in helpers._helpers.begun.items() if not future.running() and not future.done()]
+
+
 @contextlib.contextmanager
 def all_places() -> Iterator[int]:
     """Hold all places that are free, of which there are so many."""
     with contextlib.ExitStack() as held:
-        yield sum(1 for place in iter(together._place, None) if held.enter_context(place))
+        yield sum(1 for taken in iter(place, None) if held.enter_context(taken))
 
 
 def free_places() -> int:
@@ -102,7 +122,7 @@ def no_place_left(folder: pathlib.Path) -> Iterator[None]:
 
 @pytest.fixture
 def hand(monkeypatch: pytest.MonkeyPatch) -> type[Hand]:
-    monkeypatch.setattr(together, "Worker", Hand)
+    monkeypatch.setattr(helpers, "Worker", Hand)
     monkeypatch.setattr(Hand, "taken", [])
     monkeypatch.setattr(Hand, "go", threading.Event())
     return Hand
@@ -110,47 +130,47 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> type[Hand]:
 
 @pytest.mark.slow
 def test_workers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch.begin(kernels())
+    ahead.begin(kernels())
     until(lambda: folder.exists() and len(list((folder / "hopper").glob("*.o"))) == len(CHANNELS))
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail(f"{kernel.name} is compiled here"))
-    assert all(callable(launch.compiled(kernel)) for kernel in kernels())
+    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
 
 
 def test_each_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand]) -> None:
     """The worker takes the last one first. This process takes the others, and waits for that one."""
-    monkeypatch.setattr(together, "_MOST", 1)
+    monkeypatch.setattr(helpers, "_MOST", 1)
     here: list[str] = []
     build = launch.build
     monkeypatch.setattr(launch, "build", lambda kernel: here.append(kernel.name) or build(kernel))
-    monkeypatch.setattr(hand, "do", staticmethod(lambda task: launch.keep_compiled(*task.arguments)))
-    launch.begin(kernels())
+    monkeypatch.setattr(hand, "do", staticmethod(lambda task: ahead.keep_file(*task.arguments)))
+    ahead.begin(kernels())
     until(lambda: hand.taken)
     *first, last = kernels()
-    assert all(callable(launch.compiled(kernel)) for kernel in first)
+    assert all(callable(ahead.compiled(kernel)) for kernel in first)
     assert here == [kernel.name for kernel in first]
-    waits = threading.Thread(target=launch.compiled, args=(last,))
+    waits = threading.Thread(target=ahead.compiled, args=(last,))
     waits.start()
     waits.join(0.1)
     assert waits.is_alive()
     hand.go.set()
     waits.join(60)
-    until(lambda: not together._workers.running)
+    until(lambda: not held_by_workers())
     assert hand.taken == [last.name] and here == [kernel.name for kernel in (*first, last)]
     assert len(kept(folder)) == len(CHANNELS)
 
 
 def test_what_a_worker_cannot_compile_is_compiled_here(folder: pathlib.Path, hand: type[Hand]) -> None:
     hand.go.set()
-    launch.begin(kernels())
+    ahead.begin(kernels())
     until(lambda: len(hand.taken) == len(CHANNELS))
-    assert all(callable(launch.compiled(kernel)) for kernel in kernels())
+    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
     assert len(kept(folder)) == len(CHANNELS)
 
 
 def test_a_python_that_cannot_be_started_is_done_without(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", None)
-    launch.begin(kernels())
-    assert all(callable(launch.compiled(kernel)) for kernel in kernels())
+    ahead.begin(kernels())
+    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
 
 
 @pytest.mark.parametrize(
@@ -184,33 +204,33 @@ def test_nobody_is_started_where_that_is_of_no_use(
         folder.write_text("")
     elif reason.startswith("all"):
         for kernel in kernels():
-            launch.compiled(kernel)
+            ahead.compiled(kernel)
         if reason == "all are kept":
             new_process()
         else:
             for file in kept(folder):
                 file.unlink()
-    launch.begin(kernels()[:1] if reason == "one kernel" else kernels())
-    assert not together._workers.places and not together._workers.waiting
+    ahead.begin(kernels()[:1] if reason == "one kernel" else kernels())
+    assert not helpers._helpers.workers and not waiting()
 
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_workers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Path, hand: type[Hand]) -> None:
     if not empty:
-        launch.compiled(kernels()[0])
-    together.expect()
-    assert len(together._workers.places) == (together._MOST if empty else 0)
+        ahead.compiled(kernels()[0])
+    helpers.expect("hopper")
+    assert len(helpers._helpers.workers) == (helpers._MOST if empty else 0)
 
 
 def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: type[Hand]) -> None:
     """Those of its parent would never finish: a thread does not survive a fork."""
-    launch.begin(kernels())
-    until(lambda: together._workers.running)
+    ahead.begin(kernels())
+    until(held_by_workers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads, which is the point
         child = os.fork()
     if not child:
-        os._exit(len(together._workers.places) + len(together._workers.running))
+        os._exit(len(helpers._helpers.workers) + len(held_by_workers()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     hand.go.set()
 
@@ -237,7 +257,7 @@ def test_a_call_that_wants_gradients_begins_both_passes(
     records: bool, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[launch.Kernel] = []
-    monkeypatch.setattr(launch, "begin", begun.extend)
+    monkeypatch.setattr(ahead, "begin", begun.extend)
     made: dict[str, Any] = {"dtype": torch.bfloat16, "requires_grad": records}
     q, pair = torch.empty(1, 40, 96, 4, 32, **made), torch.empty(1, 1, 4, 96, 96, **made)
     with never_run(monkeypatch):
@@ -255,7 +275,7 @@ def test_a_backward_that_cannot_be_planned_does_not_stop_a_forward(
         raise RuntimeError("this device has no room for 2 blocks that work together")
 
     monkeypatch.setattr(hopper, "plan_backward", refuse)
-    monkeypatch.setattr(launch, "begin", lambda kernels: pytest.fail("begun"))
+    monkeypatch.setattr(ahead, "begin", lambda kernels: pytest.fail("begun"))
     q = torch.empty(1, 40, 96, 4, 32, dtype=torch.bfloat16, requires_grad=True)
     with never_run(monkeypatch):
         evoattn.evoformer_attention(q, q, q)
@@ -266,9 +286,9 @@ def test_the_environment_says_how_many_at_most(
     asked: str | None, workers: int, folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if asked is not None:
-        monkeypatch.setenv(together.VARIABLE, asked)
-    together.expect()
-    assert len(together._workers.places) == workers
+        monkeypatch.setenv(helpers.VARIABLE, asked)
+    helpers.expect("hopper")
+    assert len(helpers._helpers.workers) == workers
 
 
 def test_who_asks_has_workers_for_few_cores_too(
@@ -276,22 +296,23 @@ def test_who_asks_has_workers_for_few_cores_too(
 ) -> None:
     """But no more than there are cores for, of which four processes have two each here."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    together.expect()
-    assert not together._workers.places
-    monkeypatch.setenv(together.VARIABLE, "4")
-    together.expect()
-    assert len(together._workers.places) == 1
+    helpers.expect("hopper")
+    assert not helpers._helpers.workers
+    monkeypatch.setenv(helpers.VARIABLE, "4")
+    helpers.expect("hopper")
+    assert len(helpers._helpers.workers) == 1
 
 
 def test_all_processes_of_a_machine_share_its_places(
     folder: pathlib.Path, hand: type[Hand], request: pytest.FixtureRequest
 ) -> None:
     """Whoever has a place, this process or another, nobody else gets it."""
-    for place in (together._place() for _ in range(3)):
-        assert place is not None
-        request.addfinalizer(place.close)
-    together.expect()
-    assert len(together._workers.places) == 1
+    for _ in range(3):
+        taken = place()
+        assert taken is not None
+        request.addfinalizer(taken.close)
+    helpers.expect("hopper")
+    assert len(helpers._helpers.workers) == 1
 
 
 def test_processes_on_other_cores_have_other_places(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,11 +324,10 @@ def test_processes_on_other_cores_have_other_places(folder: pathlib.Path, monkey
 
 def test_a_worker_has_its_place_until_it_ends(folder: pathlib.Path) -> None:
     """Not its caller, which may be killed while the worker compiles."""
-    place = together._place()
-    assert place is not None
-    worker = Worker(5, (place.fileno(),))
-    assert worker.run(Task("os:getpid", ())).error is None
-    place.close()
+    worker = helpers._helper()
+    assert worker is not None
+    assert worker.run(Task("os:getpid")).error is None
+    worker.held[0].close()
     assert free_places() == 3
     worker.end()
     assert free_places() == 4
@@ -315,7 +335,7 @@ def test_a_worker_has_its_place_until_it_ends(folder: pathlib.Path) -> None:
 
 def test_a_forked_process_holds_no_place(folder: pathlib.Path, hand: type[Hand]) -> None:
     hand.go.set()
-    launch.begin(kernels())
+    ahead.begin(kernels())
     until(lambda: len(hand.taken) == len(CHANNELS))
     over, end = os.pipe()
     with warnings.catch_warnings():
@@ -325,7 +345,7 @@ def test_a_forked_process_holds_no_place(folder: pathlib.Path, hand: type[Hand])
         os.close(end)
         os.read(over, 1)  # it lives longer than the workers
         os._exit(0)
-    until(lambda: not together._workers.places)
+    until(lambda: not helpers._helpers.workers)
     try:
         until(lambda: free_places() == 4)
     finally:
@@ -335,22 +355,21 @@ def test_a_forked_process_holds_no_place(folder: pathlib.Path, hand: type[Hand])
 
 def test_a_slow_worker_is_waited_for_once(folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels are with workers that never finish. This process compiles them itself, and begins no others."""
-    monkeypatch.setattr(together, "PATIENCE_S", 0.3)
-    launch.begin(kernels())
+    monkeypatch.setattr(helpers, "PATIENCE_S", 0.3)
+    ahead.begin(kernels())
     until(lambda: len(hand.taken) == len(CHANNELS))
     waits: list[float] = []
-    wait_for = together._workers.changed.wait_for
+    wait = concurrent.futures.wait
 
-    def watched(true: Callable[[], Any], limit: float) -> Any:
-        if threading.current_thread() is threading.main_thread():
-            waits.append(limit)
-        return wait_for(true, limit)
+    def watched(futures: Any, limit: float) -> Any:
+        waits.append(limit)
+        return wait(futures, limit)
 
-    monkeypatch.setattr(together._workers.changed, "wait_for", watched)
-    assert all(callable(launch.compiled(kernel)) for kernel in kernels())
+    monkeypatch.setattr(concurrent.futures, "wait", watched)
+    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
     assert waits == [0.3]
-    together.begin({name: Task("nowhere:nothing", ()) for name in "ab"})
-    assert not together._workers.waiting
+    helpers.begin("hopper", {name: Task("nowhere:nothing") for name in "ab"})
+    assert not waiting()
     hand.go.set()
 
 
@@ -359,11 +378,11 @@ def test_nobody_waits_for_a_worker_that_is_still_starting(
 ) -> None:
     started = threading.Event()
     run = hand.run
-    monkeypatch.setattr(hand, "run", lambda self, task: started.wait(60) if task is together._READY else run(self, task))
-    monkeypatch.setattr(together, "PATIENCE_S", 0.0)
-    launch.begin(kernels())
-    assert all(callable(launch.compiled(kernel)) for kernel in kernels())
-    assert together._workers.useful and not hand.taken
+    monkeypatch.setattr(hand, "run", lambda self, task: run(self, task) if task.arguments else started.wait(60))
+    monkeypatch.setattr(helpers, "PATIENCE_S", 0.0)
+    ahead.begin(kernels())
+    assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
+    assert helpers._helpers.useful and not hand.taken
     started.set()
 
 
@@ -371,38 +390,38 @@ def test_a_worker_compiles_no_kernel_that_another_process_has_kept(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = kernels()[0]
-    launch.compiled(kernel)
+    ahead.compiled(kernel)
     (file,) = kept(folder)
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
-    launch.keep_compiled(kernel, file)
+    ahead.keep_file(kernel, file)
 
 
 def test_the_script_of_first_calls_sees_what_compiles_where(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(together.VARIABLE, "1")
-    for of, name in ((together, "claim"), (together.Worker, "run"), (launch, "build")):
+    monkeypatch.setenv(helpers.VARIABLE, "1")
+    for of, name in ((helpers, "claim"), (helpers.Worker, "run"), (launch, "build")):
         monkeypatch.setattr(of, name, getattr(of, name))  # so that what the script puts there is undone
     watch = load("benchmarks/first_calls.py").Watch(0.0)
     watch.begin()
     first, *_, last = kernels()
-    launch.begin([first, last])
-    launch.compiled(first)
+    ahead.begin([first, last])
+    ahead.compiled(first)
     assert [name for name, _, _ in watch.lists["compiled"]] == [first.name]
     until(lambda: watch.lists["by_workers"])
     assert watch.lists["by_workers"][0][0] == "start"
 
 
 def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are as many of them as cores."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.delenv(together.VARIABLE, raising=False)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    assert together.wanted()
-    monkeypatch.setenv(together.VARIABLE, "4")  # so that what it sets is undone
-    here, there = multiprocessing.Pipe()
-    here.close()
-    workers._serve(there, "os:getpid", 1)
-    assert not together.wanted()
+    """There are as many of them as cores, which they share. They see the GPU."""
+    monkeypatch.setenv(helpers.VARIABLE, "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    worker = workers.Workers(4)._worker()
+    try:
+        assert worker.run(Task("os:getenv", (helpers.VARIABLE,))).result == "0"
+        assert worker.run(Task("os:getenv", ("CUDA_VISIBLE_DEVICES",))).result == "3"
+        assert worker.run(Task("torch:get_num_threads")).result == 1
+    finally:
+        worker.end()
 
 
 def test_a_worker_never_asks_the_driver_for_the_gpu_that_is_hidden_from_it(monkeypatch: pytest.MonkeyPatch) -> None:

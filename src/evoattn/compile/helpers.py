@@ -1,0 +1,143 @@
+"""Workers that compile kernels of a first call while the process itself compiles the others: its compiler has one thread.
+
+The process compiles in the order of its launches, and workers begin with the last. So whoever comes to a kernel first compiles
+it, and the other one reads the file. Workers may help, and never hold anything up:
+- A machine has one for every second core at most, of all processes together.
+- They yield to other work, and hold a kernel only while they compile it.
+- A process that has waited in vain once waits for none again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import socket
+from concurrent.futures import Future
+from pathlib import Path
+
+from evoattn.compile import cache
+from evoattn.compile.workers import Pool, Report, Task, Worker, cores
+
+__all__ = ["PATIENCE_S", "VARIABLE", "begin", "claim", "expect", "wanted"]
+
+VARIABLE = "EVOATTN_COMPILERS"
+"""The environment variable for the number of workers at most; 0 for none."""
+
+_MOST = 4
+"""Workers at most: of the seven kernels of `tri384` and its backward, three small ones take 15% of the time."""
+
+_ENOUGH = 3
+"""With so many cores to spare there are workers though nobody asks: each takes seconds of a core to start."""
+
+_BEHIND = 10
+"""How much nicer a worker is than its caller: it gets a tenth of the time of a core that it shares."""
+
+_IDLE_S = 60.0
+"""Seconds without a kernel after which a worker ends. It holds 400 MB of memory."""
+
+PATIENCE_S = 10.0
+"""Seconds after which a kernel is no longer waited for; the slowest takes 5 s."""
+
+_PLACE = "evoattn-compiler-"
+"""A worker's name among the sockets of the machine, with the number of a core behind it."""
+
+
+class _Helpers(Pool):
+    """The workers of this process, and the kernels that they have been given, by name."""
+
+    def __init__(self) -> None:
+        super().__init__(0, _helper, idle_s=_IDLE_S)
+        self.begun: dict[str, Future[Report]] = {}
+        self.useful = True
+
+    def drop(self) -> None:
+        """Leave all kernels to this process that no worker has begun."""
+        for future in self.begun.values():
+            future.cancel()
+
+
+def _helper() -> Worker | None:
+    """A worker that holds a place of the machine; None if all places are taken.
+
+    A place is a name that the system gives to one socket at a time. There is one for every second core. The worker has the
+    socket too, so the place is taken until the worker ends, even if its caller was killed before.
+    """
+    with contextlib.suppress(OSError):  # too many files are open
+        place = socket.socket(socket.AF_UNIX)
+        for core in sorted(os.sched_getaffinity(0))[::2]:
+            with contextlib.suppress(OSError):  # it is taken
+                place.bind(f"\0{_PLACE}{core}")  # the zero: a name that is no file
+                return Worker(behind=_BEHIND, held=(place,))
+        place.close()
+    return None
+
+
+_helpers = _Helpers()
+
+
+def _forget() -> None:
+    """Start anew in a forked process: it has no threads of its parent, and the places are its parent's."""
+    global _helpers
+    for worker in _helpers.workers:
+        for place in worker.held:
+            place.close()
+    _helpers = _Helpers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def begin(backend: str, tasks: dict[str, Task]) -> None:
+    """Have workers compile kernels of a backend that are not kept, by name, in the order in which they are needed."""
+    if len(tasks) < 2 or _shared(backend) is None:
+        return
+    for name, task in reversed(tasks.items()):
+        if name not in _helpers.begun or _helpers.begun[name].done():
+            _helpers.begun[name] = _helpers.submit(task)
+    if not _helpers.workers:
+        _helpers.drop()
+
+
+def expect(backend: str) -> None:
+    """Start workers if no kernel of a backend is kept, before it is known what is needed: they import its compiler."""
+    if (folder := _shared(backend)) is not None and not any(folder.glob("[!.]*")):
+        _helpers.grow(_MOST)
+
+
+def claim(name: str) -> None:
+    """Leave a kernel to this process: wait for a worker that has begun it, and let none begin it."""
+    future = _helpers.begun.get(name)
+    if future is None or future.cancel() or not _helpers.useful:
+        return
+    if concurrent.futures.wait([future], PATIENCE_S).not_done:
+        _helpers.useful = False
+        _helpers.drop()
+
+
+def wanted() -> bool:
+    """Return whether a call that needs several kernels may have workers."""
+    return _most() > 0
+
+
+def _shared(backend: str) -> Path | None:
+    """The folder through which processes hand on a backend's kernels; None if no workers are wanted, or of use."""
+    folder = cache.folder()
+    if not _helpers.useful or not wanted() or folder is None or not cache.takes_files(folder / backend):
+        return None
+    _helpers.jobs, _helpers.first = _most(), Task(f"evoattn.backends.{backend}.ahead")
+    return folder / backend
+
+
+def _most() -> int:
+    """How many workers this process may have: as many as the user says, up to as many as help and as there are cores for."""
+    spare = _spare()
+    asked = os.environ.get(VARIABLE) or str(_MOST if spare >= _ENOUGH else 0)
+    return min(_MOST, spare, int(asked)) if asked.isdecimal() else 0
+
+
+def _spare() -> int:
+    """Cores beside the one of this process; torchrun says how many processes share them."""
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return cores() // (int(processes) if processes.isdecimal() and int(processes) else 1) - 1

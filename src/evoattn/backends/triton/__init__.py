@@ -127,7 +127,7 @@ def plan_backward(
 
 def _compiled_ahead(plan: Plan, tensor: Tensor) -> Plan:
     """The same plan on the tensor's device, whose kernels are compiled together before the first run."""
-    from evoattn.backends.triton.compile_ahead import compile_ahead
+    from evoattn.backends.triton.ahead import compile_ahead
 
     return dataclasses.replace(plan, run=on_device_of(tensor, plan.run, first=compile_ahead))
 

@@ -1,7 +1,12 @@
-"""The kernels that a plan launches: found without a GPU, and compiled for later processes (see `evoattn.backends.Backend`).
+"""Compile the kernels of a plan before it launches any: those of a call on several threads, or one for later processes.
 
-A plan's first run is walked through with tensors on "meta", as `compile_ahead` does it with those of a call. Triton then asks
-for kernels just as at a launch, by the keys under which it keeps them. The driver that stands for the GPU only names it.
+Triton compiles a kernel when it is first launched, and up to 3.6 it makes a launcher for it with the C compiler. At `tri384`
+these are two kernels forward and five backward, one after another. So the first call of a plan runs twice. In the first run
+launches only ask Triton for their kernels, which are then compiled together. If all of them are compiled already, this run
+costs the host as much as a call.
+
+`evoattn warm` runs plans in the same way, with tensors on "meta" and a driver that only names the GPU. So Triton names kernels
+by the keys under which a launch looks for them.
 """
 
 from __future__ import annotations
@@ -10,28 +15,131 @@ import base64
 import contextlib
 import contextvars
 import hashlib
+import json
 import pathlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from triton import knobs
+import torch
+import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime import _async_compile, driver
+from triton.runtime import driver
 
 from evoattn import devices
 from evoattn.backends import Needed, Plan
-from evoattn.backends.triton.launch import ahead
+from evoattn.backends.triton import launch
+from evoattn.backends.triton.release import COMPILES_AHEAD
 
-__all__ = ["keep", "needed"]
+__all__ = ["compile_ahead", "keep", "needed"]
 
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
+_LAUNCHERS_ARE_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+"""Whether Triton makes a launcher for each signature with the C compiler, as it does up to 3.6."""
+
 _WARP = 32
+
+_loading = threading.Lock()
+
+
+def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Compile and load all kernels that `run(*arguments)` would launch. Launch none of them.
+
+    This calls `run`, so torch operations in it do run: they allocate, clear and copy memory, which is then freed. A CUDA graph
+    would record them, so during a capture this function returns at once, and each kernel is compiled at its launch.
+
+    No other thread may run the same plan meanwhile: a launch that it made would start its kernel here instead of collecting it.
+    """
+    if not COMPILES_AHEAD or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    try:
+        _try_again(run, arguments)
+    except json.JSONDecodeError as error:  # what Triton keeps beside a kernel is not whole: it would fail in every process
+        warnings.warn(f"a kernel in Triton's cache is damaged ({error}): compiled anew", stacklevel=2)
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
+            _try_again(run, arguments)
+
+
+def _try_again(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Prepare a run, once more if threads were in each other's way: Python up to 3.11 counts for all of them together how deep
+    they are in a syntax tree, and raises SystemError if the number is not what it was."""
+    for last in (False, False, True):
+        try:
+            with ThreadPoolExecutor() as threads:  # starts none if there is nothing to compile
+                # In a context of its own: Triton allows one mode, which the caller may have on.
+                _load(contextvars.Context().run(_compiled, run, arguments, threads), threads)
+        except Exception as error:
+            if last or not any(isinstance(cause, SystemError) for cause in _causes(error)):
+                raise
+        else:
+            return
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _compiled(run: Callable[..., Any], arguments: tuple[Any, ...], threads: ThreadPoolExecutor) -> list[Any]:
+    """The kernels of a run that are not on the device yet, also those that another thread has compiled and not loaded."""
+    asked: list[tuple[Any, Any]] = []
+    try:
+        _collect(asked, triton.AsyncCompileMode(threads), run, arguments)
+        kernels = [kernel.result() if hasattr(kernel, "result") else kernel for _, kernel in asked]
+        return [kernel for kernel in dict.fromkeys(kernels) if kernel.module is None]
+    except BaseException:
+        for jitted, _ in asked:
+            _forget(jitted)
+        raise
+
+
+def _collect(asked: list[tuple[Any, Any]], mode: Any, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Add the `triton.jit` function of each launch of a run, and what Triton gives for its kernel in a mode; start none."""
+    launch.ahead.set(asked)
+    with mode:
+        run(*arguments)
+
+
+def _forget(jitted: Any) -> None:
+    """Have Triton compile anew what it took for compiled: from 3.7 on it keeps kernels that failed, and fails again."""
+    for kept, *_ in list(getattr(jitted, "device_caches", {}).values()):
+        for key, kernel in list(kept.items()):  # a copy: other threads may add kernels and forget them
+            if hasattr(kernel, "result"):
+                kept.pop(key, None)
+
+
+def _load(kernels: list[Any], threads: ThreadPoolExecutor) -> None:
+    """Make the launchers of kernels, and bring their code to the current device.
+
+    A launcher that the C compiler made is a Python module. All launchers have the same module name, and Python keeps one module
+    object for a name: of two threads that load launchers at once, one can get the other's. So other threads only fill Triton's
+    cache of compiled launchers, and kernels are loaded one at a time in the whole process.
+    """
+    with _loading:
+        if _LAUNCHERS_ARE_COMPILED:
+            for _ in threads.map(_compile_launcher, kernels):
+                pass  # what a thread raised is raised here
+        for kernel in kernels:
+            kernel.run  # noqa: B018 (what it is looked up for is that it is made)
+
+
+def _compile_launcher(kernel: Any) -> None:
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def needed(make: Make) -> list[Needed]:
-    """The kernels of a plan, each once, in the order in which it launches them."""
-    return [_needed(key, name) for key, name in _walk(make, None).items()]
+    """List the kernels of a plan, each once, in the order in which it launches them (see `evoattn.backends.Backend`)."""
+    found = []
+    for key, name in _named(make, None).items():
+        folder = pathlib.Path(triton.knobs.cache.dir) / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
+        found.append(Needed(name, key, folder, any(folder.glob("__grp__*"))))
+    return found
 
 
 def keep(make: Make, key: str) -> None:
@@ -40,70 +148,39 @@ def keep(make: Make, key: str) -> None:
     Raises:
         KeyError: the plan has no such kernel.
     """
-    if key not in _walk(make, key):
+    if key not in _named(make, key):
         raise KeyError(key)
 
 
-def _needed(key: str, name: str) -> Needed:
-    folder = pathlib.Path(knobs.cache.dir) / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
-    return Needed(name, key, folder, any(folder.glob("__grp__*")))
-
-
-class _Named(NamedTuple):
-    """What stands for a kernel that Triton asked for."""
-
-    key: str
-
-
-class _Asked:
-    """What Triton hands its compilations to, in place of threads: names them all, and compiles the one of a key, if any.
-
-    Args:
-        wanted: that key.
-    """
-
-    def __init__(self, wanted: str | None) -> None:
-        self.wanted = wanted
-
-    def submit(self, text: str, compile_one: Callable[[], Any], *after: Any) -> _Named:
-        """What stands for the kernel, which is not loaded.
-
-        Args:
-            text: from which the kernel's key follows.
-            compile_one: compiles it.
-            after: what Triton would do with it, and from 3.9 on what it would do after an error.
-        """
-        key = hashlib.sha256(text.encode()).hexdigest()
-        if key == self.wanted:
-            compile_one()
-        return _Named(key)
-
-
-def _walk(make: Make, wanted: str | None) -> dict[str, str]:
-    """The keys of all kernels and their names. A context of its own, as for `compile_ahead`."""
+def _named(make: Make, wanted: str | None) -> dict[str, str]:
+    """The keys of all kernels and their names. The kernel of the wanted key is compiled, and none is loaded."""
     card = devices.planned()
     if card is None:
         raise RuntimeError("kernels are found for a card that plans are made for; none is")
-    stand_in = _Driver(card.capability)
+    asked: list[tuple[Any, str]] = []
+    mode, stand_in = triton.AsyncCompileMode(None), _Driver(card.capability)
+
+    def submit(text: str, compile_one: Callable[[], Any], *after: Any) -> str:
+        """Stand for a kernel by its key, which follows from a text. From 3.9 on Triton also says what to do after an error."""
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key == wanted:
+            compile_one()
+        return key
+
+    def walk() -> None:
+        plan, arguments = make()
+        _collect(asked, mode, plan.run, arguments)
+
+    mode.submit = submit
     driver.set_active(stand_in)
     try:
-        launches = contextvars.copy_context().run(_walked, make, wanted)
+        contextvars.copy_context().run(walk)
     finally:
         with contextlib.suppress(RuntimeError):  # without a GPU there is no driver to go back to
             driver.reset_active()
-    for jitted, _ in launches:
-        jitted.device_caches.pop(stand_in, None)
-    return {named.key: jitted.__name__ for jitted, named in launches}
-
-
-def _walked(make: Make, wanted: str | None) -> list[tuple[Any, _Named]]:
-    """Each launch, by its `triton.jit` function and what stands for the kernel."""
-    launches: list[tuple[Any, _Named]] = []
-    plan, arguments = make()
-    ahead.set(launches)
-    _async_compile.active_mode.set(_Asked(wanted))
-    plan.run(*arguments)
-    return launches
+        for jitted, _ in asked:
+            jitted.device_caches.pop(stand_in, None)
+    return {key: jitted.__name__ for jitted, key in asked}
 
 
 class _Driver:
@@ -113,14 +190,14 @@ class _Driver:
         self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        """What Triton compiles for."""
+        """The GPU that Triton compiles for."""
         major, minor = self.capability
         return GPUTarget("cuda", 10 * major + minor, _WARP)
 
     def get_current_device(self) -> Any:
-        """What Triton keeps kernels in memory by."""
+        """The key by which Triton keeps kernels in memory."""
         return self
 
-    def get_current_stream(self, device: Any) -> int:
+    def get_current_stream(self, device: int) -> int:
         """The default one."""
         return 0

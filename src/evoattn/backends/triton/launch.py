@@ -60,7 +60,7 @@ _OPTIONS = {"enable_fp_fusion": True}
 """What every kernel is compiled with. Triton 3.9 warns that products and sums will not be fused by default from 3.10 on."""
 
 ahead: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.ContextVar("ahead", default=None)
-"""Where a first launch puts its `triton.jit` function and what that compiles, in place of starting it (`compile_ahead`)."""
+"""Where a first launch puts its `triton.jit` function and what that compiles, in place of starting it (`triton.ahead`)."""
 
 
 class Strided(NamedTuple):

@@ -23,9 +23,9 @@ from triton.runtime.jit import JITFunction
 
 from evoattn import devices
 from evoattn.backends import triton as backend
+from evoattn.backends.triton import ahead as ahead_module
 from evoattn.backends.triton import bwd_bias, bwd_dkdv, bwd_dq, bwd_pair, bwd_preprocess, bwd_total, fwd, prepare
-from evoattn.backends.triton import compile_ahead as compile_ahead_module
-from evoattn.backends.triton.compile_ahead import compile_ahead
+from evoattn.backends.triton.ahead import compile_ahead
 from evoattn.backends.triton.launch import Kernel
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.tuning import Config
@@ -196,12 +196,12 @@ def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert not loading[0]
         compiled.add(kernel)
 
-    monkeypatch.setattr(compile_ahead_module, "_LAUNCHERS_ARE_COMPILED", True)
-    monkeypatch.setattr(compile_ahead_module, "_compile_launcher", compile_launcher)
+    monkeypatch.setattr(ahead_module, "_LAUNCHERS_ARE_COMPILED", True)
+    monkeypatch.setattr(ahead_module, "_compile_launcher", compile_launcher)
 
     def prepare(kernels: list[Fake]) -> None:
         with ThreadPoolExecutor(2) as threads:
-            compile_ahead_module._load(kernels, threads)
+            ahead_module._load(kernels, threads)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(prepare, [[Fake() for _ in range(5)] for _ in range(4)]))
@@ -265,7 +265,7 @@ def test_threads_forget_what_failed_at_the_same_time() -> None:
             kept["third"] = object()
 
     kept.update(first=Failed(), second=Failed())
-    compile_ahead_module._forget(types.SimpleNamespace(device_caches={0: (kept,)}))
+    ahead_module._forget(types.SimpleNamespace(device_caches={0: (kept,)}))
     assert list(kept) == ["third"]
 
 

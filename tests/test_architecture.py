@@ -38,10 +38,9 @@ ARROWS: dict[str, set[str]] = {
     },
     "__init__": {"_version", "api", "clients", "tuning"},
     "bench": {"__init__", "_version", "api", "backends", "nn", "problem", "run", "testing", "tuning", "workloads"},
-    "warming": {"backends", "call", "devices", "inputs", "layouts", "run"},
     "cli": {
-        *("__init__", "_version", "api", "backends", "bench", "clients", "compile", "devices", "run", "testing"),
-        *("tuning", "warming", "workloads"),
+        *("__init__", "_version", "api", "backends", "bench", "call", "clients", "compile", "devices", "inputs", "layouts"),
+        *("run", "testing", "tuning", "workloads"),
     },
     "__main__": {"cli"},
 }

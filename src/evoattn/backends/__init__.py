@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from evoattn.compile.workers import Task
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
@@ -95,37 +96,30 @@ class Plan:
     kernels: tuple[Any, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Needed:
+class Needed(NamedTuple):
     """A kernel that a plan launches, compiled or not.
 
     Args:
         name: of its function, or of its variant.
         key: tells it from all other kernels of its backend.
-        path: the file or folder in which it is kept once it is compiled; None where nothing is kept.
-        kept: whether it is there, so that a launch compiles nothing.
+        path: the file or folder in which it is kept once it is compiled; None if nothing is kept.
+        bytes: its size on disk; 0 if it is not there, so that a launch compiles it.
+        task: compiles it for later processes, and returns its size on disk after that.
     """
 
     name: str
     key: str
     path: pathlib.Path | None
-    kept: bool
-
-    @property
-    def bytes(self) -> int:
-        """What it takes on disk; 0 where it is not there."""
-        if self.path is None or not self.path.exists():
-            return 0
-        files = [x for x in self.path.iterdir() if x.is_file()] if self.path.is_dir() else [self.path]
-        return sum(file.stat().st_size for file in files)
+    bytes: int
+    task: Task
 
 
 class Backend(Protocol):
     """What every backend module has.
 
-    One that compiles kernels also has a module `ahead`, of two functions that plan and launch nothing: `needed(make)` finds the
-    kernels, and `keep(make, key)` compiles one of them for later processes. `make` makes a plan, for the card of
-    `devices.planned_for`, and what it would be run with on the device "meta".
+    One that compiles kernels also has a module `ahead`, which imports its compiler. `ahead.needed(make)` finds the kernels of a
+    plan as `Needed`, and launches nothing. `make` makes the plan, for the card of `devices.planned_for`, and what it would be
+    run with on the device "meta".
 
     One may also have `faster(problem) -> tuple[str, str] | None`: the backend that runs a problem in less time, and why; `auto`
     then goes to that one, if it takes the problem. One may have `WRITES_ANYWHERE = True`: its `plan_backward` takes `into` too,

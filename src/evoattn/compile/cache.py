@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VARIABLE", "code", "folder", "holds_code", "keep_code", "takes_files", "write"]
+__all__ = ["VARIABLE", "code", "code_bytes", "folder", "keep_code", "takes_files", "write"]
 
 VARIABLE = "EVOATTN_CACHE_DIR"
 """Names the folder; empty, nothing is kept."""
@@ -87,12 +87,12 @@ def keep_code(path: Path, code: bytes) -> None:
     write(path, code + hashlib.sha256(code).digest())
 
 
-def holds_code(path: Path | None) -> bool:
-    """Return whether a file holds whole compiled code."""
+def code_bytes(path: Path | None) -> int:
+    """Return the size of a file of compiled code; 0 if it is not there, or not whole."""
     try:
-        return path is not None and os.path.exists(path) and bool(_checked(path))
+        return 0 if path is None else len(_checked(path)) + _DIGEST
     except (OSError, ValueError):
-        return False
+        return 0
 
 
 def code(path: Path | None, load: Callable[[bytes], Any], make: Callable[[], bytes]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Description, Plan
-from evoattn.compile import helpers
+from evoattn.compile import first_calls
 from evoattn.devices import installed, on_device_of, planned, processors
 from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.problem import Needs, Problem, describe
@@ -204,7 +204,7 @@ def copies(problem: Problem, inputs: Inputs, factor: float = 1.0) -> list[str]:
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
-        helpers.expect(NAME)  # a backward will follow
+        first_calls.expect(NAME)  # a backward will follow
     from evoattn.backends.hopper.forward.gate import plan_product
     from evoattn.backends.hopper.forward.plan import plan_forward
     from evoattn.backends.hopper.host.launch import noting
@@ -263,8 +263,8 @@ def plan_backward(
 
 
 def compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
-    """Have the kernels of several plans that are not kept compiled in other processes; see `compile.helpers`."""
-    found = plans() if helpers.wanted() else ()
+    """Have the kernels of several plans that are not kept compiled in other processes; see `compile.first_calls`."""
+    found = plans() if first_calls.wanted() else ()
     if found:
         from evoattn.backends.hopper.ahead import begin
 

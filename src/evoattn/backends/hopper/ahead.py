@@ -22,7 +22,7 @@ from cutlass.cute.runtime import load_module
 
 from evoattn import numerics
 from evoattn.backends import Needed, Plan
-from evoattn.compile import cache, helpers
+from evoattn.compile import cache, first_calls
 from evoattn.compile.workers import Task
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def compiled(kernel: Kernel) -> Any:
     """
     function = _functions.get(kernel.name)
     if function is None:
-        helpers.claim(kernel.name)
+        first_calls.claim(kernel.name)
         made: Future[Any] = Future()
         threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, made)).start()
         function = made.result()
@@ -124,40 +124,33 @@ def _loaded(made: bytes, symbol: str) -> Any:
 
 def begin(kernels: Iterable[Kernel]) -> None:
     """Have kernels that are not kept compiled in other processes, while this one comes to them in this order."""
-    tasks = {}
-    for kernel in kernels:
-        path = _file(kernel.name)
-        if path is not None and kernel.name not in _functions and not os.path.exists(path):
-            tasks[kernel.name] = Task(f"{__name__}:keep_file", (kernel, path))
-    helpers.begin("hopper", tasks)
-
-
-def keep_file(kernel: Kernel, path: pathlib.Path) -> None:
-    """Compile a kernel and write its file, for other processes, unless one of them has; this one does not load it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    with _compiler:
-        if not cache.holds_code(path):
-            cache.keep_code(path, _object_file(kernel))
+    missing = [_needed(kernel) for kernel in kernels if kernel.name not in _functions]
+    first_calls.begin("hopper", {one.name: one.task for one in missing if one.path is not None and not one.bytes})
 
 
 def needed(make: Make) -> list[Needed]:
     """List the kernels of a plan, each once, in the order in which it plans their launches (see `evoattn.backends.Backend`)."""
-    names = dict.fromkeys(kernel.name for kernel in make()[0].kernels)
-    return [Needed(name, name, _file(name), cache.holds_code(_file(name))) for name in names]
+    return [_needed(kernel) for kernel in dict.fromkeys(make()[0].kernels)]
 
 
-def keep(make: Make, key: str) -> None:
-    """Compile one of the kernels of a plan and write its file.
+def _needed(kernel: Kernel) -> Needed:
+    path = _file(kernel.name)
+    return Needed(kernel.name, kernel.name, path, cache.code_bytes(path), Task(f"{__name__}:keep", (kernel, path)))
+
+
+def keep(kernel: Kernel, path: pathlib.Path | None) -> int:
+    """Compile a kernel and write its file, for other processes, unless one of them has. This one does not load it.
+
+    Returns:
+        The size of the file in bytes.
 
     Raises:
-        KeyError: the plan has no such kernel.
         OSError: the file cannot be written.
         ValueError: there is no place for a file.
     """
-    kernel, path = {kernel.name: kernel for kernel in make()[0].kernels}[key], _file(key)
     if path is None:
         raise ValueError(f"{cache.VARIABLE} is empty, which means that nothing is kept; expected a folder")
-    keep_file(kernel, path)
+    with _compiler:
+        if not cache.code_bytes(path):
+            cache.keep_code(path, _object_file(kernel))
+    return cache.code_bytes(path)

@@ -32,6 +32,7 @@ from evoattn import devices
 from evoattn.backends import Needed, Plan
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.release import COMPILES_AHEAD
+from evoattn.compile.workers import Task
 
 __all__ = ["compile_ahead", "keep", "needed"]
 
@@ -135,21 +136,36 @@ def _compile_launcher(kernel: Any) -> None:
 
 def needed(make: Make) -> list[Needed]:
     """List the kernels of a plan, each once, in the order in which it launches them (see `evoattn.backends.Backend`)."""
-    found = []
-    for key, name in _named(make, None).items():
-        folder = pathlib.Path(triton.knobs.cache.dir) / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
-        found.append(Needed(name, key, folder, any(folder.glob("__grp__*"))))
-    return found
+    card = devices.planned()
+    return [
+        Needed(name, key, _folder(key), _bytes(_folder(key)), Task(f"{__name__}:keep", (make, card, key)))
+        for key, name in _named(make, None).items()
+    ]
 
 
-def keep(make: Make, key: str) -> None:
-    """Compile one of the kernels of a plan, into Triton's cache.
+def _folder(key: str) -> pathlib.Path:
+    """The folder in which Triton keeps a kernel."""
+    return pathlib.Path(triton.knobs.cache.dir) / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
+
+
+def _bytes(folder: pathlib.Path) -> int:
+    """The size of a folder; 0 if Triton would not find the kernel there."""
+    return sum(file.stat().st_size for file in folder.iterdir()) if any(folder.glob("__grp__*")) else 0
+
+
+def keep(make: Make, card: devices.Card, key: str) -> int:
+    """Compile one of the kernels of a plan for a card, into Triton's cache.
+
+    Returns:
+        The size of its folder in bytes.
 
     Raises:
         KeyError: the plan has no such kernel.
     """
-    if key not in _named(make, key):
-        raise KeyError(key)
+    with devices.planned_for(card):
+        if key not in _named(make, key):
+            raise KeyError(key)
+    return _bytes(_folder(key))
 
 
 def _named(make: Make, wanted: str | None) -> dict[str, str]:

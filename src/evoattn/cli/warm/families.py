@@ -7,12 +7,15 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["COARSE", "FAMILIES", "LENGTHS", "Attention", "Family"]
+__all__ = ["COARSE", "DTYPES", "FAMILIES", "LENGTHS", "Attention"]
+
+DTYPES = (torch.bfloat16, torch.float32)
+"""The dtypes of q in which families run unless they are told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One attention of a model. Sizes that are None are the number of residues or tokens, dtypes that are None that of q.
+    """One attention of a model. Sizes that are None are the number of residues or tokens.
 
     Args:
         name: what reports call it.
@@ -26,7 +29,7 @@ class Attention:
         shared: whether all heads share their keys, as in global attention.
         turned: whether the pair bias lies in memory as one of keys and queries, as around OpenFold-3's ending node. No kernel
             depends on how a mask lies, nor on whether k and v are parts of one projection.
-        mask_dtype, pair_dtype: of the biases.
+        exact: whether both biases are in float32, whatever q is.
     """
 
     name: str
@@ -41,23 +44,7 @@ class Attention:
     windows: int | None = None
     shared: bool = False
     turned: bool = False
-    mask_dtype: torch.dtype | None = None
-    pair_dtype: torch.dtype | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """The attentions of a model family, and the dtypes in which it runs unless it is told otherwise."""
-
-    name: str
-    attentions: tuple[Attention, ...]
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
-
-
-def _masks(attention: Attention) -> Iterator[Attention]:
-    """A mask in q's dtype, and one in float32, as autocast and masks of whole numbers leave it."""
-    yield attention
-    yield dataclasses.replace(attention, mask_dtype=torch.float32)
+    exact: bool = False
 
 
 def _triangles(
@@ -70,43 +57,40 @@ def _triangles(
     turned: whether a pair bias lies transposed around the ending node.
     """
     for plain in (Attention(name, 4, d), Attention(f"{name}, ending node", 4, d, turned=True))[: 1 + turned]:
-        yield from _masks(plain)
+        yield plain
         if switch:
             unscaled = dataclasses.replace(plain, name=f"{plain.name} with a kernel switch", scaled=False)
-            yield from _masks(unscaled)
+            yield unscaled
             if exact:
-                yield dataclasses.replace(unscaled, mask_dtype=torch.float32, pair_dtype=torch.float32)
+                yield dataclasses.replace(unscaled, exact=True)
 
 
 def _tokens(*, mask: bool = True, scaled: bool = True) -> Iterator[Attention]:
     """Single track, diffusion transformer and atom windows of AlphaFold 3, for one sample and for five."""
-    yield from _masks(Attention("single", 16, 24, n=1, mask=mask, scaled=scaled))
+    yield Attention("single", 16, 24, n=1, mask=mask, scaled=scaled)
     for n in (1, 5):
-        yield from _masks(Attention(f"diffusion, {n} samples", 16, 48, n=n, mask=mask, scaled=scaled))
-        yield from _masks(Attention(f"atoms, {n} samples", 4, 32, n=n, q=32, k=128, windows=64, scaled=scaled))
+        yield Attention(f"diffusion, {n} samples", 16, 48, n=n, mask=mask, scaled=scaled)
+        yield Attention(f"atoms, {n} samples", 4, 32, n=n, q=32, k=128, windows=64, scaled=scaled)
 
 
 _EVOFORMER = (
     *_triangles(),
-    *_masks(Attention("MSA rows", 8, 32, n=512)),
-    *_masks(Attention("MSA columns", 8, 32, q=512, k=512, pair=False)),
-    *_masks(Attention("extra MSA rows", 8, 8, n=1024)),
-    *_masks(Attention("extra MSA columns", 8, 8, q=1, k=1024, pair=False, shared=True, scaled=False)),
+    Attention("MSA rows", 8, 32, n=512),
+    Attention("MSA columns", 8, 32, q=512, k=512, pair=False),
+    Attention("extra MSA rows", 8, 8, n=1024),
+    Attention("extra MSA columns", 8, 8, q=1, k=1024, pair=False, shared=True, scaled=False),
     *_triangles("template", 16),
-    *_masks(Attention("template points", 4, 16, n=4096, q=1, k=4, pair=False)),
+    Attention("template points", 4, 16, n=4096, q=1, k=4, pair=False),
 )
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family("esmfold", (*_triangles(switch=False), *_masks(Attention("sequence", 32, 32, n=1)))),
-        Family("openfold", _EVOFORMER),
-        Family("openfold3", (*_triangles(turned=True), *_triangles("template", 16, turned=True), *_tokens())),
-        Family("boltz", (*_triangles(), *_tokens(scaled=False))),
-        Family("boltzgen", (*_triangles(), *_tokens(scaled=False))),
-        Family("protenix", (*_triangles(exact=True), *_tokens(mask=False))),
-        Family("opendde", (*_triangles(exact=True), *_tokens(mask=False))),
-    )
+FAMILIES: dict[str, tuple[Attention, ...]] = {
+    "esmfold": (*_triangles(switch=False), Attention("sequence", 32, 32, n=1)),
+    "openfold": _EVOFORMER,
+    "openfold3": (*_triangles(turned=True), *_triangles("template", 16, turned=True), *_tokens()),
+    "boltz": (*_triangles(), *_tokens(scaled=False)),
+    "boltzgen": (*_triangles(), *_tokens(scaled=False)),
+    "protenix": (*_triangles(exact=True), *_tokens(mask=False)),
+    "opendde": (*_triangles(exact=True), *_tokens(mask=False)),
 }
 """By the name that `evoattn.patch` takes."""
 

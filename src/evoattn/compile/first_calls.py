@@ -131,13 +131,11 @@ def _shared(backend: str) -> Path | None:
 
 
 def _most() -> int:
-    """How many workers this process may have: as many as the user says, up to as many as help and as there are cores for."""
-    spare = _spare()
+    """How many workers this process may have: as many as the user says, up to as many as help and as there are cores for.
+
+    torchrun says how many processes share the cores. One of their cores is this process's own.
+    """
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    spare = cores() // (int(processes) if processes.isdecimal() and int(processes) else 1) - 1
     asked = os.environ.get(VARIABLE) or str(_MOST if spare >= _ENOUGH else 0)
     return min(_MOST, spare, int(asked)) if asked.isdecimal() else 0
-
-
-def _spare() -> int:
-    """Cores beside the one of this process; torchrun says how many processes share them."""
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return cores() // (int(processes) if processes.isdecimal() and int(processes) else 1) - 1

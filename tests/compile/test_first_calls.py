@@ -26,11 +26,11 @@ from evoattn.backends import hopper
 from evoattn.backends.hopper import ahead
 from evoattn.backends.hopper.backward.statistics import Statistics
 from evoattn.backends.hopper.host import launch
-from evoattn.compile import helpers
+from evoattn.cli.warm.cards import cards_of
+from evoattn.compile import first_calls
 from evoattn.compile.workers import Report, Task, Worker
 from evoattn.devices import planned_for
 from evoattn.testing import workers
-from evoattn.warming.cards import cards_of
 from tests.helpers.scripts import load
 from tests.hopper.test_kept_kernels import kept, new_process
 
@@ -45,17 +45,17 @@ def kernels() -> list[launch.Kernel]:
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """A cache folder that does not exist yet, no kernel in memory, eight cores, and places that nobody else takes."""
-    monkeypatch.delenv(helpers.VARIABLE, raising=False)
+    monkeypatch.delenv(first_calls.VARIABLE, raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(helpers, "_PLACE", f"evoattn-test-{os.getpid()}-")
-    monkeypatch.setattr(helpers, "_IDLE_S", 0.5)
-    monkeypatch.setattr(helpers, "_helpers", helpers._Helpers())
+    monkeypatch.setattr(first_calls, "_PLACE", f"evoattn-test-{os.getpid()}-")
+    monkeypatch.setattr(first_calls, "_IDLE_S", 0.5)
+    monkeypatch.setattr(first_calls, "_helpers", first_calls._Helpers())
     new_process()
     yield tmp_path / "cache"
     new_process()
-    until(lambda: not helpers._helpers.workers)
+    until(lambda: not first_calls._helpers.workers)
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -77,7 +77,7 @@ class Hand:
     do: Callable[[Task], Any] = staticmethod(lambda task: None)
 
     def run(self, task: Task) -> Report:
-        if task.function.endswith("keep_file"):
+        if task.function.endswith(":keep"):
             Hand.taken.append(task.arguments[0].name)
             Hand.go.wait(60)
             Hand.do(task)
@@ -88,18 +88,18 @@ class Hand:
 
 def place() -> socket.socket | None:
     """A place of the machine, taken; None if all are."""
-    worker = helpers._helper()
+    worker = first_calls._helper()
     return None if worker is None else worker.held[0]
 
 
 def held_by_workers() -> list[str]:
     """The kernels that workers compile."""
-    return [name for name, future in helpers._helpers.begun.items() if future.running()]
+    return [name for name, future in first_calls._helpers.begun.items() if future.running()]
 
 
 def waiting() -> list[str]:
     """The kernels that no worker has begun, and that one may begin."""
-    return [name for name, future in helpers._helpers.begun.items() if not future.running() and not future.done()]
+    return [name for name, future in first_calls._helpers.begun.items() if not future.running() and not future.done()]
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def no_place_left(folder: pathlib.Path) -> Iterator[None]:
 
 @pytest.fixture
 def hand(monkeypatch: pytest.MonkeyPatch) -> type[Hand]:
-    monkeypatch.setattr(helpers, "Worker", Hand)
+    monkeypatch.setattr(first_calls, "Worker", Hand)
     monkeypatch.setattr(Hand, "taken", [])
     monkeypatch.setattr(Hand, "go", threading.Event())
     return Hand
@@ -138,11 +138,11 @@ def test_workers_write_what_this_process_reads(folder: pathlib.Path, monkeypatch
 
 def test_each_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, hand: type[Hand]) -> None:
     """The worker takes the last one first. This process takes the others, and waits for that one."""
-    monkeypatch.setattr(helpers, "_MOST", 1)
+    monkeypatch.setattr(first_calls, "_MOST", 1)
     here: list[str] = []
     build = launch.build
     monkeypatch.setattr(launch, "build", lambda kernel: here.append(kernel.name) or build(kernel))
-    monkeypatch.setattr(hand, "do", staticmethod(lambda task: ahead.keep_file(*task.arguments)))
+    monkeypatch.setattr(hand, "do", staticmethod(lambda task: ahead.keep(*task.arguments)))
     ahead.begin(kernels())
     until(lambda: hand.taken)
     *first, last = kernels()
@@ -211,15 +211,15 @@ def test_nobody_is_started_where_that_is_of_no_use(
             for file in kept(folder):
                 file.unlink()
     ahead.begin(kernels()[:1] if reason == "one kernel" else kernels())
-    assert not helpers._helpers.workers and not waiting()
+    assert not first_calls._helpers.workers and not waiting()
 
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_workers_start_early_if_nothing_is_kept(empty: bool, folder: pathlib.Path, hand: type[Hand]) -> None:
     if not empty:
         ahead.compiled(kernels()[0])
-    helpers.expect("hopper")
-    assert len(helpers._helpers.workers) == (helpers._MOST if empty else 0)
+    first_calls.expect("hopper")
+    assert len(first_calls._helpers.workers) == (first_calls._MOST if empty else 0)
 
 
 def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: type[Hand]) -> None:
@@ -230,7 +230,7 @@ def test_a_forked_process_has_workers_of_its_own(folder: pathlib.Path, hand: typ
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads, which is the point
         child = os.fork()
     if not child:
-        os._exit(len(helpers._helpers.workers) + len(held_by_workers()))
+        os._exit(len(first_calls._helpers.workers) + len(held_by_workers()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     hand.go.set()
 
@@ -286,9 +286,9 @@ def test_the_environment_says_how_many_at_most(
     asked: str | None, workers: int, folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if asked is not None:
-        monkeypatch.setenv(helpers.VARIABLE, asked)
-    helpers.expect("hopper")
-    assert len(helpers._helpers.workers) == workers
+        monkeypatch.setenv(first_calls.VARIABLE, asked)
+    first_calls.expect("hopper")
+    assert len(first_calls._helpers.workers) == workers
 
 
 def test_who_asks_has_workers_for_few_cores_too(
@@ -296,11 +296,11 @@ def test_who_asks_has_workers_for_few_cores_too(
 ) -> None:
     """But no more than there are cores for, of which four processes have two each here."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    helpers.expect("hopper")
-    assert not helpers._helpers.workers
-    monkeypatch.setenv(helpers.VARIABLE, "4")
-    helpers.expect("hopper")
-    assert len(helpers._helpers.workers) == 1
+    first_calls.expect("hopper")
+    assert not first_calls._helpers.workers
+    monkeypatch.setenv(first_calls.VARIABLE, "4")
+    first_calls.expect("hopper")
+    assert len(first_calls._helpers.workers) == 1
 
 
 def test_all_processes_of_a_machine_share_its_places(
@@ -311,8 +311,8 @@ def test_all_processes_of_a_machine_share_its_places(
         taken = place()
         assert taken is not None
         request.addfinalizer(taken.close)
-    helpers.expect("hopper")
-    assert len(helpers._helpers.workers) == 1
+    first_calls.expect("hopper")
+    assert len(first_calls._helpers.workers) == 1
 
 
 def test_processes_on_other_cores_have_other_places(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_processes_on_other_cores_have_other_places(folder: pathlib.Path, monkey
 
 def test_a_worker_has_its_place_until_it_ends(folder: pathlib.Path) -> None:
     """Not its caller, which may be killed while the worker compiles."""
-    worker = helpers._helper()
+    worker = first_calls._helper()
     assert worker is not None
     assert worker.run(Task("os:getpid")).error is None
     worker.held[0].close()
@@ -345,7 +345,7 @@ def test_a_forked_process_holds_no_place(folder: pathlib.Path, hand: type[Hand])
         os.close(end)
         os.read(over, 1)  # it lives longer than the workers
         os._exit(0)
-    until(lambda: not helpers._helpers.workers)
+    until(lambda: not first_calls._helpers.workers)
     try:
         until(lambda: free_places() == 4)
     finally:
@@ -355,7 +355,7 @@ def test_a_forked_process_holds_no_place(folder: pathlib.Path, hand: type[Hand])
 
 def test_a_slow_worker_is_waited_for_once(folder: pathlib.Path, hand: type[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels are with workers that never finish. This process compiles them itself, and begins no others."""
-    monkeypatch.setattr(helpers, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(first_calls, "PATIENCE_S", 0.3)
     ahead.begin(kernels())
     until(lambda: len(hand.taken) == len(CHANNELS))
     waits: list[float] = []
@@ -368,7 +368,7 @@ def test_a_slow_worker_is_waited_for_once(folder: pathlib.Path, hand: type[Hand]
     monkeypatch.setattr(concurrent.futures, "wait", watched)
     assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
     assert waits == [0.3]
-    helpers.begin("hopper", {name: Task("nowhere:nothing") for name in "ab"})
+    first_calls.begin("hopper", {name: Task("nowhere:nothing") for name in "ab"})
     assert not waiting()
     hand.go.set()
 
@@ -379,10 +379,10 @@ def test_nobody_waits_for_a_worker_that_is_still_starting(
     started = threading.Event()
     run = hand.run
     monkeypatch.setattr(hand, "run", lambda self, task: run(self, task) if task.arguments else started.wait(60))
-    monkeypatch.setattr(helpers, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(first_calls, "PATIENCE_S", 0.0)
     ahead.begin(kernels())
     assert all(callable(ahead.compiled(kernel)) for kernel in kernels())
-    assert helpers._helpers.useful and not hand.taken
+    assert first_calls._helpers.useful and not hand.taken
     started.set()
 
 
@@ -393,12 +393,12 @@ def test_a_worker_compiles_no_kernel_that_another_process_has_kept(
     ahead.compiled(kernel)
     (file,) = kept(folder)
     monkeypatch.setattr(launch, "build", lambda kernel: pytest.fail("compiled again"))
-    ahead.keep_file(kernel, file)
+    ahead.keep(kernel, file)
 
 
 def test_the_script_of_first_calls_sees_what_compiles_where(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(helpers.VARIABLE, "1")
-    for of, name in ((helpers, "claim"), (helpers.Worker, "run"), (launch, "build")):
+    monkeypatch.setenv(first_calls.VARIABLE, "1")
+    for of, name in ((first_calls, "claim"), (first_calls.Worker, "run"), (launch, "build")):
         monkeypatch.setattr(of, name, getattr(of, name))  # so that what the script puts there is undone
     watch = load("benchmarks/first_calls.py").Watch(0.0)
     watch.begin()
@@ -412,12 +412,12 @@ def test_the_script_of_first_calls_sees_what_compiles_where(folder: pathlib.Path
 
 def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are as many of them as cores, which they share. They see the GPU."""
-    monkeypatch.setenv(helpers.VARIABLE, "4")
+    monkeypatch.setenv(first_calls.VARIABLE, "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     worker = workers.Workers(4)._worker()
     try:
-        assert worker.run(Task("os:getenv", (helpers.VARIABLE,))).result == "0"
+        assert worker.run(Task("os:getenv", (first_calls.VARIABLE,))).result == "0"
         assert worker.run(Task("os:getenv", ("CUDA_VISIBLE_DEVICES",))).result == "3"
         assert worker.run(Task("torch:get_num_threads")).result == 1
     finally:

@@ -15,12 +15,12 @@ import torch
 
 from evoattn.cli.bench import among, names_in
 from evoattn.cli.terminal import RefusedError, WholeNumber, count_progress, try_to_write_in
+from evoattn.cli.warm.calls import COMPILERS, Call, Found, calls_of, why_not
+from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
+from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
 from evoattn.compile.cache import VARIABLE, folder
-from evoattn.compile.workers import Pool, Report, Task, cores
+from evoattn.compile.workers import Pool, Task, cores
 from evoattn.devices import Card, planned_for
-from evoattn.warming.calls import COMPILERS, Call, Found, calls_of, why_not
-from evoattn.warming.cards import ARCHITECTURES, cards_here, cards_of
-from evoattn.warming.families import COARSE, FAMILIES, LENGTHS
 
 __all__ = ["Outcome", "Wish", "add_parser", "warm"]
 
@@ -58,7 +58,7 @@ class Wish:
     Args:
         models: names of families.
         lengths: residues or tokens.
-        dtypes: names, or None for those of each family.
+        dtypes: of q, k and v.
         training: whether backwards are compiled too.
         cards: what GPUs for.
         jobs: worker processes.
@@ -66,7 +66,7 @@ class Wish:
 
     models: tuple[str, ...]
     lengths: tuple[int, ...]
-    dtypes: tuple[str, ...] | None
+    dtypes: tuple[torch.dtype, ...]
     training: bool
     cards: tuple[Card, ...]
     jobs: int
@@ -90,12 +90,6 @@ class Outcome:
     bytes: int = 0
     folders: set[Path] = dataclasses.field(default_factory=set)
 
-    def add(self, found: Found) -> None:
-        """A kernel that is kept."""
-        self.bytes += found.kernel.bytes
-        if found.kernel.path is not None:
-            self.folders.add(found.kernel.path.parent)
-
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `warm` to the command line."""
@@ -114,7 +108,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="L",
         help="residues or tokens (default: what stands for 1 to 2,048)",
     )
-    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: the family's)")
+    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: bfloat16 float32)")
     parser.add_argument("--training", action="store_true", help="also the backward")
     parser.add_argument("--arch", metavar="ARCH", help="the GPU's architecture, such as sm_90a (default: this machine's GPUs)")
     parser.add_argument("--jobs", type=WholeNumber(1), metavar="J", help="worker processes (default: one for each core)")
@@ -123,11 +117,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    every = tuple(_DTYPES)
+    named = among("--dtypes", names_in(arguments.dtypes), tuple(_DTYPES), ())
     wish = Wish(
         models=among("--model", names_in(arguments.model), tuple(FAMILIES), tuple(FAMILIES)),
         lengths=tuple(dict.fromkeys(arguments.lengths or LENGTHS)),
-        dtypes=among("--dtypes", names_in(arguments.dtypes), every, every) if arguments.dtypes else None,
+        dtypes=tuple(_DTYPES[name] for name in named) or DTYPES,
         training=arguments.training,
         cards=_cards(arguments.arch),
         jobs=arguments.jobs or cores(),
@@ -165,10 +159,9 @@ def _check_folders(cards: tuple[Card, ...]) -> None:
 
 def _triton_folder() -> Path:
     """Where Triton keeps its kernels."""
-    named = os.environ.get(_TRITON)
-    if named:
-        return Path(named)
-    return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~/")) / ".triton" / "cache"
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
 
 
 def _cards(arch: str | None) -> tuple[Card, ...]:
@@ -194,11 +187,15 @@ def warm(wish: Wish) -> int:
             _keep_all(_find_all(wish, pool, unknown), pool, outcomes)
         except KeyboardInterrupt:
             interrupted = True
-    _print(outcomes, time.monotonic() - begun)
+    print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
+    for name, x in sorted(outcomes.items()):
+        folders = ", ".join(map(str, sorted(x.folders))) or "-"
+        print(f"{name:<8} {x.compiled:>8} {x.there:>6} {x.failed:>7} {x.seconds:>7.1f} {x.bytes / 1e6:>7.1f}  {folders}")
+    print(f"{_sum(outcomes, 'compiled')} kernels compiled in {time.monotonic() - begun:.1f} s")
     if interrupted:
         print("evoattn warm: interrupted: the kernels above are kept", file=sys.stderr)
         return 130
-    return 1 if unknown or any(outcome.failed for outcome in outcomes.values()) else 0
+    return 1 if unknown or _sum(outcomes, "failed") else 0
 
 
 def _tell_missing(card: Card) -> None:
@@ -216,7 +213,7 @@ def _tell_missing(card: Card) -> None:
 
 def _find_all(wish: Wish, pool: Pool, unknown: list[str]) -> list[Found]:
     """All kernels, each once, those of backwards first. Calls whose kernels cannot be found are told and added to `unknown`."""
-    tasks = [Task("evoattn.warming.calls:find_all", chunk) for chunk in _chunks(wish)]
+    tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in _chunks(wish)]
     found: dict[tuple[str, str], Found] = {}
     with count_progress(len(tasks)) as count:
         for done, report in enumerate(pool.run(tasks), 1):
@@ -225,7 +222,7 @@ def _find_all(wish: Wish, pool: Pool, unknown: list[str]) -> list[Found]:
                 unknown.append(f"{calls[0]} to {calls[-1]}")
                 print(f"FAILED  the kernels of calls from {unknown[-1]} are unknown: {report.error}", flush=True)
                 continue
-            found.update({one.key: one for one in report.result})
+            found.update({(one.backend, one.kernel.key): one for one in report.result})
             count(done, f"{len(found)} kernels found")
     return sorted(found.values(), key=lambda one: (one.backend, not one.call.training))
 
@@ -238,52 +235,44 @@ def _chunks(wish: Wish) -> Iterator[tuple[list[Call], Card]]:
         seen.add(card.capability)
         calls: dict[Call, None] = {}
         for name in wish.models:
-            family = FAMILIES[name]
-            dtypes = family.dtypes if wish.dtypes is None else tuple(_DTYPES[dtype] for dtype in wish.dtypes)
-            calls.update(dict.fromkeys(calls_of(family, lengths, dtypes, wish.training)))
+            calls.update(dict.fromkeys(calls_of(FAMILIES[name], lengths, wish.dtypes, wish.training)))
         waiting = iter(calls)
         while chunk := list(itertools.islice(waiting, _CHUNK)):
             yield chunk, card
 
 
 def _keep_all(found: list[Found], pool: Pool, outcomes: dict[str, Outcome]) -> None:
-    missing = []
+    """Compile the kernels that are not kept, and count all of them."""
+    missing: dict[Task, Found] = {}
     for one in found:
         outcome = outcomes.setdefault(one.backend, Outcome())
-        if one.kernel.kept:
+        if one.kernel.bytes:
             outcome.there += 1
-            outcome.add(one)
+            _add(outcome, one, one.kernel.bytes)
         else:
-            missing.append(Task("evoattn.warming.calls:keep", (one,)))
+            missing[one.kernel.task] = one
     with count_progress(len(missing)) as count:
         for done, report in enumerate(pool.run(missing), 1):
-            _add(report, outcomes)
-            count(done, _counts(outcomes, report))
+            one = missing[report.task]
+            outcome = outcomes[one.backend]
+            outcome.seconds += report.seconds
+            if report.result:
+                outcome.compiled += 1
+                _add(outcome, one, report.result)
+            else:
+                outcome.failed += 1
+                why = report.error or "it is not where a call would look for it"
+                print(f"FAILED  {one.backend} {one.kernel.name} ({one.call}): {why}", flush=True)
+            counts = f"{_sum(outcomes, 'compiled')} compiled, {_sum(outcomes, 'failed')} failed"
+            count(done, f"{counts}; {one.kernel.name}")
 
 
-def _add(report: Report, outcomes: dict[str, Outcome]) -> None:
-    asked: Found = report.task.arguments[0]
-    outcome = outcomes[asked.backend]
-    outcome.seconds += report.seconds
-    kept: Found | None = report.result
-    if kept is None or not kept.kernel.kept:
-        outcome.failed += 1
-        why = report.error or "it is not where a call would look for it"
-        print(f"FAILED  {asked.backend} {asked.kernel.name} ({asked.call}): {why}", flush=True)
-        return
-    outcome.compiled += 1
-    outcome.add(kept)
+def _add(outcome: Outcome, found: Found, size: int) -> None:
+    """Count a kernel that is kept, and its bytes."""
+    outcome.bytes += size
+    if found.kernel.path is not None:
+        outcome.folders.add(found.kernel.path.parent)
 
 
-def _counts(outcomes: dict[str, Outcome], report: Report) -> str:
-    compiled, failed = (sum(getattr(x, name) for x in outcomes.values()) for name in ("compiled", "failed"))
-    return f"{compiled} compiled, {failed} failed; {report.task.arguments[0].kernel.name}"
-
-
-def _print(outcomes: dict[str, Outcome], seconds: float) -> None:
-    print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
-    for backend, x in sorted(outcomes.items()):
-        folders = ", ".join(map(str, sorted(x.folders))) or "-"
-        row = f"{backend:<8} {x.compiled:>8} {x.there:>6} {x.failed:>7} {x.seconds:>7.1f} {x.bytes / 1e6:>7.1f}  {folders}"
-        print(row)
-    print(f"{sum(x.compiled for x in outcomes.values())} kernels compiled in {seconds:.1f} s")
+def _sum(outcomes: dict[str, Outcome], name: str) -> int:
+    return sum(getattr(outcome, name) for outcome in outcomes.values())

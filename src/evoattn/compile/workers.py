@@ -71,12 +71,11 @@ class Worker:
     """A process that starts with its first task, and starts again with the next one if it has died.
 
     Args:
-        environment: variables of its own beside the caller's. None: it compiles, and sees no GPU. Compilers need none, and a
-            CUDA context takes memory and time.
+        environment: variables of its own beside the caller's. None: it compiles. Then it sees no GPU, since a CUDA context
+            takes memory and time, and drops what compilers write to stderr.
         behind: how much nicer than its caller it is.
         held: sockets that it has too. They stay open as long as it lives.
         limit_s: seconds that a task may take. Then the process is killed.
-        quiet: whether its stderr is dropped.
     """
 
     def __init__(
@@ -86,10 +85,8 @@ class Worker:
         behind: int = 0,
         held: tuple[socket.socket, ...] = (),
         limit_s: float | None = None,
-        quiet: bool = True,
     ) -> None:
-        self.environment, self.behind, self.held = environment, behind, held
-        self.limit_s, self.quiet = limit_s, quiet
+        self.environment, self.behind, self.held, self.limit_s = environment, behind, held, limit_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, task: Task) -> Report:
@@ -132,7 +129,7 @@ class Worker:
             [sys.executable, "-I", "-c", _BOOT, json.dumps([sys.path, sys.pycache_prefix, sys.dont_write_bytecode])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if self.quiet else None,
+            stderr=subprocess.DEVNULL if self.environment is None else None,
             env={**os.environ, "EVOATTN_COMPILERS": "0", **own},  # a worker has no workers of its own
             pass_fds=[held.fileno() for held in self.held],
         )

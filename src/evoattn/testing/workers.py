@@ -57,7 +57,7 @@ class Workers:
 
     def _worker(self) -> workers.Worker:
         threads = str(max(1, (os.cpu_count() or 1) // self.jobs))
-        return _Worker({"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}, limit_s=self.limit_s, quiet=False)
+        return _Worker({"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}, limit_s=self.limit_s)
 
     def __enter__(self) -> Workers:
         return self

@@ -12,6 +12,7 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 
 from evoattn import devices
 from evoattn.call.canonical import canonicalise
+from evoattn.cli.terminal import RefusedError
 from evoattn.cli.warm import calls
 from evoattn.cli.warm.calls import Call
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
@@ -189,5 +190,5 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("arch", ["sm_70", "hopper", ""])
 def test_an_unknown_architecture_is_refused(arch: str) -> None:
-    with pytest.raises(ValueError, match=r"unknown architecture .*; expected one of sm_80, .*, or sm_90a"):
+    with pytest.raises(RefusedError, match=r"unknown architecture .*; expected one of sm_80, .*, or sm_90a"):
         cards_of(arch)

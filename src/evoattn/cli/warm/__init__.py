@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         lengths=tuple(dict.fromkeys(arguments.lengths or LENGTHS)),
         dtypes=tuple(_DTYPES[name] for name in named) or DTYPES,
         training=arguments.training,
-        cards=_cards(arguments.arch),
+        cards=cards_here() if arguments.arch is None else cards_of(arguments.arch),
         jobs=arguments.jobs or cores(),
     )
     _check_folders(wish.cards)
@@ -162,18 +162,6 @@ def _triton_folder() -> Path:
     from triton import knobs
 
     return Path(knobs.cache.dir)
-
-
-def _cards(arch: str | None) -> tuple[Card, ...]:
-    if arch is None:
-        found = cards_here()
-        if not found:
-            raise RefusedError("there is no NVIDIA GPU here: name the one that kernels are for, such as --arch sm_90a")
-        return found
-    try:
-        return cards_of(arch)
-    except ValueError as error:
-        raise RefusedError(f"--arch: {error}") from None
 
 
 def warm(wish: Wish) -> int:

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,8 +95,7 @@ def calls_of(
             yield Call(of, length, dtype, backward, mask)
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A kernel that a call launches, and the backend that makes it."""
 
     call: Call

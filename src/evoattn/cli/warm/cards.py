@@ -10,6 +10,7 @@ import dataclasses
 
 import torch
 
+from evoattn.cli.terminal import RefusedError
 from evoattn.devices import Card, card, installed
 
 __all__ = ["ARCHITECTURES", "cards_here", "cards_of"]
@@ -55,22 +56,28 @@ def cards_of(arch: str) -> tuple[Card, ...]:
     """The cards of an architecture, by its name with or without the letter that NVIDIA's compilers add, as in sm_90a.
 
     Raises:
-        ValueError: it is not known; the message lists those that are.
+        RefusedError: it is not known; the message lists those that are.
     """
     found = ARCHITECTURES.get(arch.removesuffix("a"))
     if found is None:
-        raise ValueError(f"unknown architecture {arch!r}; expected one of {', '.join(ARCHITECTURES)}, or sm_90a")
+        raise RefusedError(f"--arch: unknown architecture {arch!r}; expected one of {', '.join(ARCHITECTURES)}, or sm_90a")
     return found
 
 
 def cards_here() -> tuple[Card, ...]:
-    """The NVIDIA GPUs of this machine, each kind once. It starts CUDA."""
+    """The NVIDIA GPUs of this machine, each kind once. It starts CUDA.
+
+    Raises:
+        RefusedError: there is none.
+    """
     found: dict[Card, None] = {}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         known = card(device)
         if known is not None:
             found[_complete(known, device)] = None
+    if not found:
+        raise RefusedError("there is no NVIDIA GPU here: name the one that kernels are for, such as --arch sm_90a")
     return tuple(found)
 
 

@@ -17,7 +17,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from evoattn.warming.cards import ARCHITECTURES  # noqa: E402
+from evoattn.cli.warm.cards import ARCHITECTURES  # noqa: E402
 from proofs import compare, recording, store, triton_code  # noqa: E402
 
 RECORDER = recording.Recorder()

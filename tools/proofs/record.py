@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import evoattn
+from evoattn.cli.warm.cards import ARCHITECTURES
 from evoattn.devices import planned_for
 from evoattn.run.dispatch import RefusalError
-from evoattn.warming.cards import ARCHITECTURES
 from proofs import hopper_code
 from proofs.calls import Attention, Layer, attentions, layer_calls
 from proofs.recording import Recorder, on_card

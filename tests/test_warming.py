@@ -17,7 +17,7 @@ from evoattn.cli.warm import calls
 from evoattn.cli.warm.calls import Call
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.cli.warm.families import DTYPES, FAMILIES, LENGTHS, Attention
-from evoattn.compile.workers import Pool
+from evoattn.compile import workers
 from evoattn.inputs import Cotangents, Inputs
 from evoattn.layouts import empty_gradients, empty_outputs
 from evoattn.tuning import Config
@@ -36,11 +36,10 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
 
 
 def warmed(call: Call) -> list[calls.Found]:
-    """All kernels of a call, compiled and kept by a worker."""
+    """All kernels of a call, compiled and kept as a worker does it."""
     found = calls.find(call, H200)
     assert found and not any(one.kernel.bytes for one in found)
-    with Pool(1) as pool:
-        sizes = [(report.result, report.error) for report in pool.run(one.kernel.task for one in found)]
+    sizes = [workers._done(one.kernel.task) for one in found]
     kept = calls.find(call, H200)
     assert sizes == [(one.kernel.bytes, None) for one in kept]
     return kept

@@ -74,7 +74,7 @@ def _is_alignment(name: str) -> bool:
 
 def build(device: torch.device, blocks: int) -> Any:
     """Boltz-2 as it trains its structure: with activation checkpoints; its confidence head is left alone."""
-    saved = {"activation_checkpointing": True}
+    saved: dict[str, Any] = {"activation_checkpointing": True}
     changes = {
         "pairformer_args": saved | {"num_blocks": blocks},
         "msa_args": saved | {"msa_blocks": min(blocks, 4)},

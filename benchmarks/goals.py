@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from evoattn.bench import machine, table
+from evoattn.bench.attentions import inputs_of
 from evoattn.bench.clock import WallClock
-from evoattn.bench.correctness import inputs_of
+from evoattn.bench.contender import Runner
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS, backend_peer
 from evoattn.bench.plan import Plan, plan_settings
 from evoattn.bench.record import Record
 from evoattn.bench.run import run
-from evoattn.bench.runner import Runner
 from evoattn.workloads import workload
 
 GOALS = (("forward", "sdpa", 1.3), ("forward", "dense", 3.0), ("both", "sdpa", 1.6), ("both", "dense", 1.8))

@@ -24,10 +24,10 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
-from evoattn.bench import machine
+from evoattn.bench import machine, timing
 from evoattn.bench.clock import Clock, clock_for
-from evoattn.bench.layer_run import captured
-from evoattn.bench.layers import WAYS, Layer, layer_of
+from evoattn.bench.contender import Runner
+from evoattn.bench.layers import WAYS, Layer, inputs_of
 from evoattn.bench.record import write_text
 from evoattn.nn.project import layer_norm, linear, project
 from evoattn.workloads import workload
@@ -147,9 +147,8 @@ def milliseconds(call: Callable[[int], object], clock: Clock, device: torch.devi
     """The median of rounds; on a GPU of a CUDA graph's replays."""
     kept: object = None
     if device.type == "cuda":
-        call, kept = captured(call)
-    count = max(1, round(clock.target_s / max(clock.calls(call, 2) / 2, 1e-6)))
-    found = statistics.median(1e3 * clock.calls(call, count) / count for _ in range(rounds))
+        call, kept = timing.captured(call)
+    found = statistics.median(timing.milliseconds(call, clock, rounds))
     del kept
     return found
 
@@ -163,21 +162,15 @@ def measure(name: str, dtype_name: str, device: torch.device, rounds: int) -> di
     w, dtype, clock = workload(name), getattr(torch, dtype_name), clock_for(device)
     if w.layer != "triangle":
         raise ValueError(f"{name} is no triangle layer; expected one such as layer384")
-    layer = layer_of(w, device)
+    layer = inputs_of(w, dtype, device)
     found: dict[str, Any] = {"workload": name, "dtype": dtype_name, "ways": {}}
     for way, steps in (("written", as_written(layer)), ("evoattn", as_ours(layer, dtype))):
-        run = next(one for one in WAYS if one.name == way).of(layer, dtype)
+        whole = Runner(next(one for one in WAYS if one.name == way), layer)
         parts = parts_of(layer, steps, dtype)
-        error = testing.relative_error(parts[PARTS[-1]].made[0], run().detach().double())
+        error = testing.relative_error(parts[PARTS[-1]].made[0], whole.forward().detach().double())
         if not error <= SAME[dtype_name]:
             raise ValueError(f"{name}, {way}: the parts differ from the layer by {error:.1e}")
-        calls = {part: (one.forward, one.both) for part, one in parts.items()}
-        do = layer.do.to(dtype)
-
-        def both(number: int, run: Callable[[], Tensor] = run, do: Tensor = do) -> object:
-            return torch.autograd.grad(run(), layer.leaves, do)
-
-        calls["whole"] = (lambda number, run=run: run(), both)  # type: ignore[assignment, misc]
+        calls = {part: (one.forward, one.both) for part, one in parts.items()} | {"whole": (whole.forward, whole.both)}
         times = {}
         for part, of in calls.items():
             forward, all_of_it = (milliseconds(call, clock, device, rounds) for call in of)

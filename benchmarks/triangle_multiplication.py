@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from evoattn import testing
-from evoattn.bench import machine, memory
+from evoattn.bench import machine, memory, timing
 from evoattn.bench.clock import Clock, clock_for
-from evoattn.bench.layer_run import captured
 from evoattn.bench.record import write_text
 from evoattn.pair import triangle_multiplication
 from evoattn.pair.multiplication import reference
@@ -128,8 +127,7 @@ def worst_error(call: Call, device: torch.device) -> float:
 
 def milliseconds(call: Callable[[int], object], clock: Clock, rounds: int) -> float:
     """The median of rounds."""
-    count = max(1, round(clock.target_s / max(clock.calls(call, 2) / 2, 1e-6)))
-    return round(statistics.median(1e3 * clock.calls(call, count) / count for _ in range(rounds)), 5)
+    return round(statistics.median(timing.milliseconds(call, clock, rounds)), 5)
 
 
 def measure(name: str, call: Call, length: int, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -141,7 +139,7 @@ def measure(name: str, call: Call, length: int, device: torch.device, rounds: in
         found[f"{kind}_gib"] = round(memory.peak_bytes(run, device) / 2**30, 3)
         if device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # it cannot be captured
-                replay, kept = captured(run)
+                replay, kept = timing.captured(run)
                 found[f"{kind}_graph"] = milliseconds(replay, clock, rounds)
                 del replay, kept
     return found

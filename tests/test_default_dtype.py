@@ -15,8 +15,8 @@ from torch import Tensor
 import evoattn
 from evoattn import testing
 from evoattn.backends import Cotangents, Inputs
-from evoattn.bench.correctness import inputs_of
-from evoattn.bench.layers import layer_of
+from evoattn.bench.attentions import inputs_of
+from evoattn.bench.layers import inputs_of as layer_of
 from evoattn.cli import evoformer, measure
 from evoattn.clients import calls, rf3
 from evoattn.clients import openfold as openfold_client
@@ -116,7 +116,7 @@ def test_benchmarks_measure_the_same_problem(other: Any) -> None:
 
     def made() -> list[Tensor]:
         inputs = inputs_of(attention, torch.bfloat16, cpu)
-        layer = layer_of(triangle, cpu)
+        layer = layer_of(triangle, torch.float32, cpu)
         embedding = evoformer.embed(("ACDX", "A-DE"), 3, cpu)
         start = evoformer.triangle_start(embedding, torch.float16)
         found = [inputs.q, inputs.mask, inputs.do, *layer.inputs.values(), layer.mask, *layer.module.parameters()]

@@ -9,7 +9,8 @@ import torch
 
 from evoattn.bench import peers
 from evoattn.bench.clock import TookTooLong
-from evoattn.bench.peers import PEERS, Peer, Prepared
+from evoattn.bench.contender import Contender, Prepared
+from evoattn.bench.peers import PEERS
 from evoattn.bench.plan import Plan
 from evoattn.bench.reasons import RefusesError
 from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
@@ -31,8 +32,8 @@ class FakeClock:
         for number in range(self.lead + count):
             call(number)
         owner = getattr(call, "__self__", None)
-        self.order.append(f"{owner.peer.name}.{call.__name__}" if owner else "?")
-        seconds = 100.0 if owner and owner.peer.name == self.slow else 1.0
+        self.order.append(f"{owner.contender.name}.{call.__name__}" if owner else "?")
+        seconds = 100.0 if owner and owner.contender.name == self.slow else 1.0
         self.time += count * seconds
         return count * seconds
 
@@ -63,7 +64,7 @@ def dense_with(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inpu
 
     def prepare(inputs: Inputs) -> Prepared:
         right = peers._dense(inputs, compiled=False)
-        return right._replace(attend=lambda *tensors: change(right.attend(*tensors)))
+        return right._replace(compute=lambda *tensors: change(right.compute(*tensors)))
 
     return prepare
 
@@ -93,21 +94,21 @@ class OnlyForward(torch.autograd.Function):
 
 
 FAKES = (
-    Peer("right", "right", dense_with(lambda o: o * 1)),
-    Peer("wrong", "wrong", dense_with(lambda o: o * 1.01)),
-    Peer("nan", "nan", dense_with(lambda o: o * float("nan"))),
-    Peer("wrong_backward", "wrong backward", dense_with(lambda o: o * 1.01 + o.detach() * -0.01)),
-    Peer("refuses", "refuses", refuse),
-    Peer("absent", "absent", absent),
-    Peer("explodes", "explodes", dense_with(explode)),
-    Peer("forward_only", "forward only", dense_with(OnlyForward.apply)),  # type: ignore[arg-type]
-    Peer("huge", "huge", dense_with(lambda o: o), score_copies=1e12),
-    Peer("compiles", "compiles", dense_with(lambda o: o * 1), compiles=True),
+    Contender("right", "right", dense_with(lambda o: o * 1)),
+    Contender("wrong", "wrong", dense_with(lambda o: o * 1.01)),
+    Contender("nan", "nan", dense_with(lambda o: o * float("nan"))),
+    Contender("wrong_backward", "wrong backward", dense_with(lambda o: o * 1.01 + o.detach() * -0.01)),
+    Contender("refuses", "refuses", refuse),
+    Contender("absent", "absent", absent),
+    Contender("explodes", "explodes", dense_with(explode)),
+    Contender("forward_only", "forward only", dense_with(OnlyForward.apply)),  # type: ignore[arg-type]
+    Contender("huge", "huge", dense_with(lambda o: o), score_copies=1e12),
+    Contender("compiles", "compiles", dense_with(lambda o: o * 1), compiles=True),
 )
 
 
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Peer]]:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Contender]]:
     """The fake peers, in place of the real ones."""
     before = dict(PEERS)
     PEERS.clear()

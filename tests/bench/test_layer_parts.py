@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from evoattn.bench.layers import layer_of
+from evoattn.bench.layers import inputs_of
 from evoattn.workloads import workload
 from tests.helpers.scripts import load
 
@@ -31,7 +31,7 @@ def test_every_part_has_its_times(layer_parts: ModuleType, dtype: str) -> None:
 @pytest.mark.parametrize("of", ["as_written", "as_ours"])
 def test_the_parts_have_the_gradients_of_the_layer(layer_parts: ModuleType, of: str) -> None:
     """Backwards through the parts, each given the gradient that the part after it made."""
-    layer = layer_of(workload("layer12"), CPU)
+    layer = inputs_of(workload("layer12"), torch.float32, CPU)
     make = getattr(layer_parts, of)
     steps = make(layer) if of == "as_written" else make(layer, torch.float32)
     parts = layer_parts.parts_of(layer, steps, torch.float32)

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn.bench import compare, layer_run, layers, table
-from evoattn.bench.budget import Budget
+from evoattn.bench import compare, layers, run, table
 from evoattn.bench.clock import WallClock
-from evoattn.bench.layers import WAYS, Layer, Way, layer_of, layer_truth
+from evoattn.bench.contender import Contender, Prepared, Runner
+from evoattn.bench.layers import WAYS, Layer, inputs_of, truth
 from evoattn.bench.plan import Plan
 from evoattn.bench.reasons import RefusesError
-from evoattn.bench.record import Problem, Timing
+from evoattn.bench.record import Problem, Record, Timing
 from evoattn.workloads import LAYERS, workload
 
 from .conftest import a_record
@@ -29,14 +29,16 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_way_computes_the_same_layer(name: str) -> None:
-    check(layer_of(workload(name), CPU), *EAGER)
+    check(inputs_of(workload(name), torch.float32, CPU), *EAGER)
 
 
-def check(layer: Layer, *ways: Way) -> None:
+def check(layer: Layer, *ways: Contender) -> None:
     """Output and gradients of inputs and parameters."""
-    expected = layer_truth(layer)
+    expected = truth(layer)
     for way in ways:
-        errors = layer_run._Runner(way, layer, torch.float32).errors(expected, with_gradients=True)
+        runner = Runner(way, layer)
+        errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
+        assert set(errors) == {"o", *(f"d{name}" for name in layer.inputs), "dparameters"}
         assert max(errors.values()) < 1e-5, (way.name, errors)
 
 
@@ -70,11 +72,11 @@ def test_openfold3_computes_with_our_parameters(monkeypatch: pytest.MonkeyPatch)
     room = types.ModuleType("openfold3.core.model.layers.triangular_attention")
     room.TriangleAttention = _Triangle  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, room.__name__, room)
-    check(layer_of(workload("layer20"), CPU), PEERS["openfold3"])
+    check(inputs_of(workload("layer20"), torch.float32, CPU), PEERS["openfold3"])
 
 
 def test_cuequivariance_gets_a_single_track_and_refuses_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = layer_of(workload("layer_single20"), CPU)
+    layer = inputs_of(workload("layer_single20"), torch.float32, CPU)
 
     def attention_pair_bias(a: Tensor, z: Tensor, mask: Tensor, *, num_heads: int, inf: float, **w: Any) -> tuple[Tensor, None]:
         x, z = (F.layer_norm(y, y.shape[-1:], w[f"w_ln_{n}"], w[f"b_ln_{n}"]) for y, n in ((a, "a"), (z, "z")))
@@ -88,7 +90,7 @@ def test_cuequivariance_gets_a_single_track_and_refuses_the_rest(monkeypatch: py
     monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
     check(layer, PEERS["cuequivariance"])
     with pytest.raises(RefusesError, match="without a condition"):
-        PEERS["cuequivariance"].of(layer_of(workload("layer_diffusion16n3"), CPU), torch.float32)
+        PEERS["cuequivariance"].prepare(inputs_of(workload("layer_diffusion16n3"), torch.float32, CPU))
 
 
 def test_a_library_that_is_absent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,7 @@ def test_a_library_that_is_absent_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_joined_product_is_read_as_it_lies() -> None:
     """Else the peer under torch.compile would pay for copies that nobody needs."""
-    layer = layer_of(workload("layer16"), CPU)
+    layer = inputs_of(workload("layer16"), torch.float32, CPU)
     mha = layer.module.mha
     parts = layers._one_product(layer.inputs["z"], [*mha.inputs, layer.module.linear])
     assert [part.shape[-1] for part in parts] == [128, 128, 128, 128, 4]
@@ -120,12 +122,10 @@ def test_layers_have_names_that_read_back() -> None:
     assert workload("layer500").n == 500
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, ways: tuple[Way, ...]) -> Problem:
-    monkeypatch.setattr(layer_run, "WAYS", ways)
-    problem = Problem(workload("layer16"), "float32", None)
-    plan = Plan((problem.workload,), ("float32",), ("forward", "both"), ("auto",), (), rounds=2)
-    clock = WallClock()
-    layer_run.measure_layer(problem, plan, CPU, clock, Budget(None, 1, clock), lambda what: None)
+def measured(monkeypatch: pytest.MonkeyPatch, ways: tuple[Contender, ...]) -> Problem:
+    monkeypatch.setattr(layers, "WAYS", ways)
+    plan = Plan((workload("layer16"),), ("float32",), ("forward", "both"), ("auto",), (), rounds=2)
+    (problem,) = run.run(plan, Record({}, {}), CPU, WallClock(), lambda *_: None).problems
     return problem
 
 
@@ -139,7 +139,11 @@ def test_a_layer_is_verified_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_layer_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = dataclasses.replace(EAGER[0], prepare=lambda layer: lambda layer: 1.1 * EAGER[0].prepare(layer)(layer))
+    def prepare(layer: Layer) -> Prepared:
+        right = EAGER[0].prepare(layer)
+        return right._replace(compute=lambda: 1.1 * right.compute())
+
+    wrong = dataclasses.replace(EAGER[0], prepare=prepare)
     (result,) = measured(monkeypatch, (wrong,)).results
     assert result.status == "wrong"
     assert not result.times

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from evoattn.bench import correctness, peers
+from evoattn.bench import attentions, peers
+from evoattn.bench.contender import Runner, worst
 from evoattn.bench.peers import PEERS
 from evoattn.bench.reasons import RefusesError, one_line, status
-from evoattn.bench.runner import Runner
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload, workload
 
@@ -195,7 +195,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def inputs_of(case: Workload, dtype: torch.dtype) -> Inputs:
-    return correctness.inputs_of(case, dtype, CPU)
+    return attentions.inputs_of(case, dtype, CPU)
 
 
 @pytest.mark.parametrize("case", [TRIANGLE, COLUMN, UNMASKED, SHARED_KEYS], ids=["triangle", "column", "unmasked", "shared"])
@@ -217,10 +217,10 @@ def test_turbopairformer_gets_its_layouts(case: Workload, fakes: Fakes) -> None:
 def check(name: str, dtype: torch.dtype, case: Workload) -> None:
     """Output and gradients of an adapter against float64."""
     inputs = inputs_of(case, dtype)
-    runner, expected = Runner(PEERS[name], inputs), correctness.truth(inputs)
+    runner, expected = Runner(PEERS[name], inputs), attentions.truth(inputs)
     errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
     assert set(errors) == set(expected)
-    assert correctness.worst(errors, dtype) is None, errors
+    assert worst(errors, dtype) is None, errors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -228,12 +228,12 @@ def test_cudnn_solves_the_problem_without_a_mask(dtype: torch.dtype, cudnn: Any,
     monkeypatch.setattr(peers, "_refuse", lambda reasons: None)  # of the CPU
     peer = PEERS["cudnn_unmasked"]
     assert peer.leaves_out == "mask" and not peer.biased
-    inputs = correctness.without_mask(inputs_of(TRIANGLE, dtype))
+    inputs = attentions.without(inputs_of(TRIANGLE, dtype), "mask")
     assert inputs.mask is None and inputs.pair_bias is not None
-    runner, expected = Runner(peer, inputs), correctness.truth(inputs)
+    runner, expected = Runner(peer, inputs), attentions.truth(inputs)
     assert set(expected) == {"o", "dq", "dk", "dv", "dpair_bias"}
     errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
-    assert correctness.worst(errors, dtype) is None, errors
+    assert worst(errors, dtype) is None, errors
 
 
 @pytest.mark.parametrize(

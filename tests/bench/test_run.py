@@ -13,13 +13,13 @@ import torch
 
 from evoattn import testing
 from evoattn.backends import tiled
-from evoattn.bench import budget, choice, correctness, run
+from evoattn.bench import attentions, budget, run
 from evoattn.bench.clock import Clock, TookTooLong, WallClock
+from evoattn.bench.contender import Contender, Prepared, Runner, copies_for
 from evoattn.bench.memory import peak_bytes
-from evoattn.bench.peers import PEERS, Peer, Prepared
-from evoattn.bench.plan import Plan, left
+from evoattn.bench.peers import PEERS
+from evoattn.bench.plan import Plan, chosen, default_plan, left
 from evoattn.bench.record import PASSES, Record, Result
-from evoattn.bench.runner import Runner, copies_for
 from evoattn.run import dispatch
 from evoattn.testing import Inputs
 from evoattn.workloads import WORKLOADS, workload
@@ -42,7 +42,7 @@ def results(record: Record) -> dict[str, Result]:
     return {result.name: result for result in problem.results}
 
 
-def test_what_is_wrong_gets_no_time_and_what_fails_says_why(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_what_is_wrong_gets_no_time_and_what_fails_says_why(fakes: dict[str, Contender], clock: FakeClock) -> None:
     found = results(measured(a_plan(peers=tuple(fakes)), clock))
     assert {name for name, result in found.items() if result.times} == {
         "evoattn",
@@ -70,18 +70,18 @@ def test_what_is_wrong_gets_no_time_and_what_fails_says_why(fakes: dict[str, Pee
     assert found["huge"].status == "left out" and "GiB are free" in found["huge"].reason
 
 
-def test_without_a_forward_wished_a_wrong_backward_has_no_time(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_without_a_forward_wished_a_wrong_backward_has_no_time(fakes: dict[str, Contender], clock: FakeClock) -> None:
     found = results(measured(a_plan(peers=("wrong_backward",), passes=("both",)), clock))
     assert found["wrong_backward"].status == "wrong" and not found["wrong_backward"].times
 
 
-def test_forward_alone_asks_for_no_gradient(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_forward_alone_asks_for_no_gradient(fakes: dict[str, Contender], clock: FakeClock) -> None:
     found = results(measured(a_plan(peers=("forward_only",), passes=("forward",)), clock))
     assert found["forward_only"].status == "ok"
     assert set(found["forward_only"].errors) == {"o"}
 
 
-def test_rounds_are_interleaved(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_rounds_are_interleaved(fakes: dict[str, Contender], clock: FakeClock) -> None:
     record = measured(a_plan(peers=("right",), passes=("forward",), rounds=3), clock)
     assert clock.order[-6:] == ["evoattn.forward", "right.forward"] * 3
     times = results(record)["right"].times["forward"]
@@ -89,18 +89,18 @@ def test_rounds_are_interleaved(fakes: dict[str, Peer], clock: FakeClock) -> Non
     assert times.median_ms == 1000.0
 
 
-def test_host_time_where_the_clock_has_one(fakes: dict[str, Peer]) -> None:
+def test_host_time_where_the_clock_has_one(fakes: dict[str, Contender]) -> None:
     found = results(measured(a_plan(peers=("compiles",)), FakeClock(host=25e-6)))
     assert found["compiles"].host_us == {"forward": 25.0, "backward": 25.0, "both": 25.0}
 
 
-def test_calls_that_lead_have_graphs_of_their_own(fakes: dict[str, Peer]) -> None:
+def test_calls_that_lead_have_graphs_of_their_own(fakes: dict[str, Contender]) -> None:
     """A compiled backward runs once on each; without them it would fail."""
     found = results(measured(a_plan(peers=("compiles",)), FakeClock(lead=2)))
     assert set(found["compiles"].times) == {"forward", "backward", "both"}
 
 
-def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Contender], clock: FakeClock) -> None:
     plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("right",))
 
     def stop(problem: int, problems: int, what: str) -> None:
@@ -119,7 +119,7 @@ def test_ctrl_c_keeps_what_is_done(fakes: dict[str, Peer], clock: FakeClock) -> 
     assert (first.cut, second.cut) == (False, True)
 
 
-def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "_LONGEST_SHARE", 1.0)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17"), workload("tri18")), peers=("right",), budget_s=30.0)
     record = measured(plan, FakeClock(tick=1.0))
@@ -130,7 +130,7 @@ def test_the_budget_ends_the_run_and_says_so(fakes: dict[str, Peer], monkeypatch
     assert {result.reason for result in last.results} == {"the budget of 30 s was over"}
 
 
-def test_what_would_not_fit_into_memory_is_not_made(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_what_would_not_fit_into_memory_is_not_made(fakes: dict[str, Contender], clock: FakeClock) -> None:
     """Inputs of 100,000 x 100,000 rows are not even begun, and the next problem is measured."""
     plan = a_plan(workloads=(workload("tri100000"), workload("tri16")), peers=("right",), budget_s=1000.0)
     huge, small = measured(plan, clock).problems
@@ -144,7 +144,7 @@ def test_what_would_not_fit_into_memory_is_not_made(fakes: dict[str, Peer], cloc
 
 @pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError()])
 def test_memory_that_ends_on_a_cpu_is_a_reason(
-    error: Exception, fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    error: Exception, fakes: dict[str, Contender], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch raises a plain RuntimeError there; another one is a bug, and no reason."""
 
@@ -154,9 +154,9 @@ def test_memory_that_ends_on_a_cpu_is_a_reason(
     def exhausts(inputs: Inputs) -> Prepared:
         raise error
 
-    PEERS["exhausts"] = Peer("exhausts", "exhausts", exhausts)
+    PEERS["exhausts"] = Contender("exhausts", "exhausts", exhausts)
     assert results(measured(a_plan(peers=("exhausts",)), clock))["exhausts"].reason == "out of memory"
-    monkeypatch.setattr(correctness, "inputs_of", fails)
+    monkeypatch.setattr(attentions, "inputs_of", fails)
     found = results(measured(a_plan(peers=("right",)), clock))
     assert {result.reason for result in found.values()} == {"the inputs and their float64 truth do not fit into memory"}
     error = RuntimeError("expected a tensor")
@@ -167,20 +167,20 @@ def test_memory_that_ends_on_a_cpu_is_a_reason(
 @pytest.mark.parametrize("name", ["tri48", "msa_row32", "msa_global32", "single64"])
 def test_what_is_foreseen_to_be_held_is_what_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = workload(name).with_rows(48)
-    monkeypatch.setitem(correctness._SCORES, "cpu", 1 << 16)
+    monkeypatch.setitem(attentions._SCORES, "cpu", 1 << 16)
     held: list[object] = []
 
     def make() -> None:
-        inputs = correctness.inputs_of(wanted, torch.float32, CPU)
-        held.append(correctness.truth(inputs))
+        inputs = attentions.inputs_of(wanted, torch.float32, CPU)
+        held.append(attentions.truth(inputs))
 
-    foreseen = correctness.held_bytes(wanted, torch.float32, CPU)
+    foreseen = attentions.held_bytes(wanted, torch.float32, CPU)
     assert 0.4 * foreseen < peak_bytes(make, CPU) <= foreseen
 
 
-def test_the_budget_bounds_the_float64_truth(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_bounds_the_float64_truth(fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen parts of ten seconds: after the first it is known to take more than half of the budget."""
-    monkeypatch.setitem(correctness._SCORES, "cpu", 4 * 16 * 16)
+    monkeypatch.setitem(attentions._SCORES, "cpu", 4 * 16 * 16)
     oracle, parts, clock = testing.oracle, [], FakeClock()
 
     def slow(inputs: Inputs) -> testing.Results:
@@ -201,7 +201,7 @@ def test_the_budget_bounds_the_float64_truth(fakes: dict[str, Peer], monkeypatch
         assert results(measured(a_plan(peers=("right",), budget_s=seconds), clock))["right"].times
 
 
-def test_a_record_that_was_cut_short_is_gone_on_with(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_a_record_that_was_cut_short_is_gone_on_with(fakes: dict[str, Contender], clock: FakeClock) -> None:
     """Only what was cut is measured, with all its contenders, and stands where it would have stood."""
     plan = a_plan(workloads=(workload("tri16"), workload("tri17"), workload("tri18")), peers=("right",))
     whole = measured(plan, clock)
@@ -216,7 +216,7 @@ def test_a_record_that_was_cut_short_is_gone_on_with(fakes: dict[str, Peer], clo
     assert record.seconds is not None and record.seconds > 100.0
 
 
-def test_what_is_cut_short_again_takes_no_times_away(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_what_is_cut_short_again_takes_no_times_away(fakes: dict[str, Contender], clock: FakeClock) -> None:
     plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("right",))
     record = measured(plan, clock)
     for problem in record.problems:
@@ -235,15 +235,17 @@ def test_what_is_cut_short_again_takes_no_times_away(fakes: dict[str, Peer], clo
     assert all(result.times for problem in record.problems for result in problem.results)
 
 
-def test_a_workload_is_known_by_its_name(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_a_workload_is_known_by_its_name(fakes: dict[str, Contender], clock: FakeClock) -> None:
     """Another length of a workload is told in other words than the one of that length."""
-    plan = a_plan(workloads=choice.chosen(None, [100], ()))
+    plan = a_plan(workloads=chosen(None, [100], ()))
     record = Record({}, {}, problems=[dataclasses.replace(a_record(evoattn=[1.0]).problems[0], workload=workload("tri100"))])
     assert record.problems[0].workload != plan.workloads[0]
     assert left(plan, record) == []
 
 
-def test_a_call_too_long_for_any_budget_is_not_tried_again(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_too_long_for_any_budget_is_not_tried_again(
+    fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = a_plan(peers=("right",), budget_s=1e6)
     record = measured(plan, FakeClock(slow="right"))
     assert results(record)["right"].status == "left out" and record.finished == "complete"
@@ -251,7 +253,7 @@ def test_a_call_too_long_for_any_budget_is_not_tried_again(fakes: dict[str, Peer
     assert results(record)["right"].status == "left out" and record.finished == "out of time"
 
 
-def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(budget._COMPILES_S, "cpu", 500.0)
     found = results(measured(a_plan(peers=("compiles", "right"), budget_s=900.0), FakeClock(tick=0.01)))
     assert found["compiles"].times, "the first one may take what the budget has"
@@ -261,14 +263,14 @@ def test_the_budget_leaves_out_what_compiles_for_too_long(fakes: dict[str, Peer]
     assert found["right"].times
 
 
-def test_compiling_takes_no_rounds_away(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_compiling_takes_no_rounds_away(fakes: dict[str, Contender], clock: FakeClock) -> None:
     """A peer that tunes for longer than its problem's share costs later problems time, not this one its rounds."""
 
     def tuned(inputs: Inputs) -> Prepared:
         clock.time += 1500.0
         return fakes["right"].prepare(inputs)
 
-    PEERS["tunes"] = Peer("tunes", "tunes", tuned)
+    PEERS["tunes"] = Contender("tunes", "tunes", tuned)
     plan = a_plan(workloads=(workload("tri16"), workload("tri17")), peers=("tunes",), budget_s=3500.0, rounds=7)
     first = measured(plan, clock).problems[0]
     for result in first.results:
@@ -276,7 +278,7 @@ def test_compiling_takes_no_rounds_away(fakes: dict[str, Peer], clock: FakeClock
     assert first.seconds is not None and first.seconds > 1500
 
 
-def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that tunes itself for minutes: the others have their times, and the next problem loses none to it."""
     begun: list[int] = []
 
@@ -288,7 +290,7 @@ def test_a_peer_whose_first_call_does_not_end_is_ended(fakes: dict[str, Peer], m
         return fakes["right"].prepare(inputs)
 
     measured(a_plan(peers=("right",), rounds=2), WallClock())  # what is imported once takes its time here
-    PEERS["tunes"] = Peer("tunes", "tunes", tunes)
+    PEERS["tunes"] = Contender("tunes", "tunes", tunes)
     monkeypatch.setattr(budget, "_LIMIT_SHARE", 0.05)
     before = signal.getsignal(signal.SIGALRM)
     workloads = (workload("tri16"), workload("tri17"))
@@ -318,7 +320,7 @@ def compiles_first(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("compiles_first")
-def test_what_evoattn_compiles_is_not_ended(fakes: dict[str, Peer], clock: FakeClock) -> None:
+def test_what_evoattn_compiles_is_not_ended(fakes: dict[str, Contender], clock: FakeClock) -> None:
     found = results(measured(a_plan(peers=("right",), budget_s=2000.0), clock))
     assert found["evoattn"].times and found["evoattn"].first_call_s > 1500  # type: ignore[operator]
 
@@ -346,7 +348,7 @@ def test_a_limit_leaves_nothing_behind(swallows: bool) -> None:
 
 @pytest.mark.usefixtures("compiles_first")
 def test_what_evoattn_compiles_is_not_its_peers_loss(
-    fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    fakes: dict[str, Contender], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "_FIRST_SHARE", 0.0)
     monkeypatch.setitem(budget._COMPILES_S, "cpu", 500.0)
@@ -355,7 +357,7 @@ def test_what_evoattn_compiles_is_not_its_peers_loss(
     assert found is not None and found.status == "ok", found
 
 
-def test_what_takes_too_long_is_left_out(fakes: dict[str, Peer]) -> None:
+def test_what_takes_too_long_is_left_out(fakes: dict[str, Contender]) -> None:
     found = results(measured(a_plan(peers=("right", "compiles")), FakeClock(slow="right")))
     assert (found["right"].status, found["right"].reason) == (
         "left out",
@@ -397,13 +399,13 @@ def test_a_bound_is_checked_against_its_own_truth(clock: FakeClock) -> None:
 
 
 def test_a_bound_without_a_mask_keeps_the_pair_bias(
-    fakes: dict[str, Peer], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    fakes: dict[str, Contender], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its truth has every key, and every row too, since all of them share the gradient of the pair bias."""
     right = fakes["right"].prepare
-    every_key = Peer("every_key", "every key", lambda inputs: right(correctness.without_mask(inputs)))
+    every_key = Contender("every_key", "every key", lambda inputs: right(attentions.without(inputs, "mask")))
     fakes["every_key"], fakes["bound"] = every_key, dataclasses.replace(every_key, name="bound", leaves_out="mask")
-    monkeypatch.setitem(correctness._SCORES, "cpu", 4 * 16 * 16 * 4)  # four parts
+    monkeypatch.setitem(attentions._SCORES, "cpu", 4 * 16 * 16 * 4)  # four parts
     found = results(measured(a_plan(peers=("every_key", "bound")), clock))
     assert found["every_key"].status == "wrong", "of the problem with a mask"
     assert found["bound"].status == "ok", found["bound"].reason
@@ -414,26 +416,26 @@ def test_a_bound_without_a_mask_keeps_the_pair_bias(
 @pytest.mark.parametrize("case", WORKLOADS, ids=lambda case: case.name)
 def test_every_peer_of_plain_torch_takes_every_workload(name: str, case: object) -> None:
     small = case.shrunk()  # type: ignore[attr-defined]
-    inputs = correctness.inputs_of(small, torch.float32, CPU)
+    inputs = attentions.inputs_of(small, torch.float32, CPU)
     if not PEERS[name].biased:
-        inputs = correctness.without_biases(inputs)
-    runner, expected = Runner(PEERS[name], inputs), correctness.truth(inputs)
+        inputs = attentions.without(inputs, "biases")
+    runner, expected = Runner(PEERS[name], inputs), attentions.truth(inputs)
     errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
     assert max(errors.values()) < 2e-6, errors
 
 
 def test_the_truth_in_parts_is_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = correctness.inputs_of(workload("template8"), torch.float32, CPU)
+    inputs = attentions.inputs_of(workload("template8"), torch.float32, CPU)
     expected = testing.oracle(inputs).values
-    monkeypatch.setitem(correctness._SCORES, "cpu", 3 * 4 * 4 * 8 * 8)
-    found = correctness.truth(inputs)
+    monkeypatch.setitem(attentions._SCORES, "cpu", 3 * 4 * 4 * 8 * 8)
+    found = attentions.truth(inputs)
     assert set(found) == {"o", "dq", "dk", "dv", "dpair_bias"}
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
 
-def test_a_graph_that_gives_its_memory_away_is_used_once(fakes: dict[str, Peer]) -> None:
-    inputs = correctness.inputs_of(workload("tri16"), torch.float32, CPU)
+def test_a_graph_that_gives_its_memory_away_is_used_once(fakes: dict[str, Contender]) -> None:
+    inputs = attentions.inputs_of(workload("tri16"), torch.float32, CPU)
     runner = Runner(fakes["compiles"], inputs)
     runner.prepare("backward", 2)
     runner.backward(0)
@@ -445,11 +447,12 @@ def test_a_graph_that_gives_its_memory_away_is_used_once(fakes: dict[str, Peer])
 
 
 def test_copies_of_the_inputs_do_not_fit_the_cache() -> None:
-    small = correctness.inputs_of(workload("tri64"), torch.float32, CPU)
-    copies = copies_for(small)
+    small = attentions.inputs_of(workload("tri64"), torch.float32, CPU)
+    copies = copies_for((small.q, small.k, small.v, small.pair_bias), CPU)
     one = sum(x.nbytes for x in (small.q, small.k, small.v, small.pair_bias) if x is not None)
     assert copies * one >= 64 << 20 > (copies - 1) * one
-    assert copies_for(correctness.inputs_of(workload("tri8"), torch.float32, CPU)) == 24
+    tiny = attentions.inputs_of(workload("tri8"), torch.float32, CPU)
+    assert copies_for((tiny.q, tiny.k, tiny.v, tiny.pair_bias), CPU) == 24
     runner = Runner(PEERS["dense"], small)
     runner.rotate(3)
     assert len({tensors[0].data_ptr() for tensors in runner.sets if tensors[0] is not None}) == 3
@@ -465,16 +468,16 @@ def test_problems_come_with_the_most_telling_first() -> None:
 
 
 def test_choosing_workloads() -> None:
-    default = choice.defaults("cpu", quick=False)
-    assert choice.chosen(None, None, default.workloads) == default.workloads
-    assert [w.name for w in choice.chosen(None, [100, 397], default.workloads)] == ["tri100", "tri397"]
-    picked = choice.chosen(["msa_row", "tri384", "tri500"], [64], default.workloads)
+    default = default_plan("cpu", quick=False)
+    assert chosen(None, None, default.workloads) == default.workloads
+    assert [w.name for w in chosen(None, [100, 397], default.workloads)] == ["tri100", "tri397"]
+    picked = chosen(["msa_row", "tri384", "tri500"], [64], default.workloads)
     assert [(w.name, w.n, w.lq) for w in picked] == [("msa_row64", 512, 64), ("tri64", 64, 64)]
     with pytest.raises(ValueError, match="no workload 'nonsense'; expected one of tri384, "):
-        choice.chosen(["nonsense"], None, default.workloads)
+        chosen(["nonsense"], None, default.workloads)
     for device in ("cpu", "cuda"):
         for quick in (False, True):
-            found = choice.defaults(device, quick)
+            found = default_plan(device, quick)
             assert len({w.name for w in found.workloads}) == len(found.workloads)
             assert not quick or not any(PEERS[name].compiles for name in found.peers)
 

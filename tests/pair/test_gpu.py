@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evoattn.bench.layer_run import captured
+from evoattn.bench.timing import captured
 from evoattn.pair.multiplication import call as multiplication
 from evoattn.pair.multiplication.values import Options
 from evoattn.testing import relative_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evoattn.bench.layer_run import captured
+from evoattn.bench.timing import captured
 from evoattn.pair.transitions import autograd
 from evoattn.pair.transitions import call as transition
 from evoattn.pair.transitions.call import reference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evoattn.bench.clock import Clock
-from evoattn.bench.peers import Peer
+from evoattn.bench.contender import Contender
 
 __all__ = ["LONGEST_CALL_S", "Budget"]
 
@@ -79,7 +79,7 @@ class Budget:
         """Remember after how many seconds a peer's first calls were ended."""
         self._ended_s[peer] = seconds
 
-    def not_begun(self, peer: Peer, device: str) -> str | None:
+    def not_begun(self, peer: Contender, device: str) -> str | None:
         """Why there is no time to begin with a peer on a type of device; None where there is."""
         if self._end is None or self._until is None or self.seconds is None:
             return None

@@ -1,7 +1,7 @@
-"""Whole layers in the benchmark: their inputs, the ways to compute them, and the float64 truth.
+"""Whole layers in the benchmark: their inputs, the float64 truth, and who computes them, by the same names as `attentions`.
 
-Every way takes the same parameters, those of a layer of `evoattn.nn`, and computes in 16 bits under autocast while its tensors
-are float32, as models train.
+Every contender takes the same parameters, those of a layer of `evoattn.nn`. It computes in 16 bits under autocast while its
+tensors are float32, as models train.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,28 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import evoattn
+from evoattn.bench.contender import Contender, Prepared
 from evoattn.bench.layer_peers import Compute, cuequivariance, openfold3
+from evoattn.bench.plan import Plan
+from evoattn.bench.record import Result
 from evoattn.nn import AttentionPairBias, MSARowAttentionWithPairBias, TriangleAttention
 from evoattn.nn.msa import MSAAttention
 from evoattn.nn.pair_bias import AdaLN
 from evoattn.workloads import Workload
 
-__all__ = ["WAYS", "Layer", "Way", "layer_of", "layer_truth"]
+__all__ = [
+    *("GRAPHS", "PASSES", "ROUNDINGS", "WAYS", "Layer", "contenders", "inputs_of", "io_bytes", "names"),
+    *("scores_of", "too_large", "truth"),
+]
+
+PASSES = ("forward", "both")
+ROUNDINGS = 2
+"""A layer rounds to 16 bits before and after its attention: so many times an attention's error is still rounding."""
+
+GRAPHS = True
+
+_DENSE_COPIES = 12
+"""Bytes per score of a dense layer over those of its dtype: float32 softmax under autocast, scores, and their gradients."""
 
 _PAIR_CHANNELS = 128
 _CONDITION_CHANNELS = 384
@@ -55,6 +70,7 @@ class Layer:
         inputs: float32 tensors by name, which carry gradients.
         mask: bool; no row is masked at every key.
         do: the cotangent, float32, of the output's shape.
+        dtype: what autocast computes in; float32 is without autocast.
     """
 
     kind: str
@@ -62,47 +78,45 @@ class Layer:
     inputs: dict[str, Tensor]
     mask: Tensor
     do: Tensor
+    dtype: torch.dtype = torch.float32
 
     @property
     def leaves(self) -> list[Tensor]:
         """Inputs and parameters: everything that gets a gradient."""
         return [*self.inputs.values(), *self.module.parameters()]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of inputs, parameters, mask and output, each once."""
-        return sum(x.nbytes for x in (*self.leaves, self.mask, self.do))
 
-
-def _module(workload: Workload) -> Module:
-    w, c = workload, workload.channels or workload.h * workload.d
+def _module(w: Workload, c: int) -> Module:
     if w.layer == "triangle":
         return TriangleAttention(c, w.d, w.h, empty_rows="native")
     if w.layer == "msa_row":
         return MSARowAttentionWithPairBias(c, _PAIR_CHANNELS, w.d, w.h, empty_rows="native")
     if w.layer == "msa_column":
         return MSAAttention(c, w.d, w.h, empty_rows="native")  # what MSAColumnAttention calls
-    if w.layer == "pair_bias":
-        return AttentionPairBias(c, _PAIR_CHANNELS, w.d, w.h, _CONDITION_CHANNELS, empty_rows="native")
-    if w.layer == "single":
-        return AttentionPairBias(c, _PAIR_CHANNELS, w.d, w.h, empty_rows="native")
-    raise ValueError(f"no layer {w.layer!r}; expected triangle, msa_row, msa_column, single or pair_bias")
+    if w.layer not in ("single", "pair_bias"):
+        raise ValueError(f"no layer {w.layer!r}; expected triangle, msa_row, msa_column, single or pair_bias")
+    condition = [_CONDITION_CHANNELS] if w.layer == "pair_bias" else []
+    return AttentionPairBias(c, _PAIR_CHANNELS, w.d, w.h, *condition, empty_rows="native")
 
 
-def _shapes(workload: Workload) -> dict[str, tuple[int, ...]]:
-    w, c = workload, workload.channels or workload.h * workload.d
+def _shapes(w: Workload, c: int) -> dict[str, tuple[int, ...]]:
+    pairs, rows = (1, w.lq, w.lq, _PAIR_CHANNELS), (1, w.n, w.lq)
     if w.layer == "triangle":
-        return {"z": (1, w.n, w.lq, c)}
+        return {"z": (*rows, c)}
     if w.layer == "msa_row":
-        return {"m": (1, w.n, w.lq, c), "z": (1, w.lq, w.lq, _PAIR_CHANNELS)}
+        return {"m": (*rows, c), "z": pairs}
     if w.layer == "msa_column":
         return {"m": (1, w.lq, w.n, c)}
-    if w.layer == "single":
-        return {"a": (1, w.n, w.lq, c), "z": (1, 1, w.lq, w.lq, _PAIR_CHANNELS)}
-    return {"a": (1, w.n, w.lq, c), "z": (1, 1, w.lq, w.lq, _PAIR_CHANNELS), "s": (1, w.n, w.lq, _CONDITION_CHANNELS)}
+    condition = {"s": (*rows, _CONDITION_CHANNELS)} if w.layer == "pair_bias" else {}
+    return {"a": (*rows, c), "z": (1, *pairs), **condition}
 
 
-def layer_of(workload: Workload, device: torch.device, seed: int = 0) -> Layer:
+def too_large(workload: Workload, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Nothing is foreseen of a layer; its truth is computed in parts."""
+    return None
+
+
+def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Layer:
     """A layer with random parameters and inputs.
 
     Raises:
@@ -113,24 +127,28 @@ def layer_of(workload: Workload, device: torch.device, seed: int = 0) -> Layer:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=rng, dtype=torch.float32, device=device)
 
-    module = _module(workload).to(device, torch.float32)
+    channels = workload.channels or workload.h * workload.d
+    module = _module(workload, channels).to(device, torch.float32)
     with torch.no_grad():  # layers start with an output of 0 and an open gate, which would hide errors
         for name, x in module.named_parameters():
             spread = x.shape[-1] ** -0.5 if x.ndim == 2 else 0.1
             x.copy_(spread * normal(*x.shape) + (1.0 if x.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0))
-    inputs = {name: normal(*shape).requires_grad_() for name, shape in _shapes(workload).items()}
+    inputs = {name: normal(*shape).requires_grad_() for name, shape in _shapes(workload, channels).items()}
     first = next(iter(inputs.values()))
     mask = torch.rand(first.shape[:-1], generator=rng, dtype=torch.float32, device=device) < _KEPT
-    if workload.layer == "msa_column":
-        mask[:, 0] = True
-    else:
-        mask[..., 0] = True
-    return Layer(workload.layer, module, inputs, mask, normal(*first.shape))
+    mask[(slice(None), 0) if workload.layer == "msa_column" else (..., 0)] = True
+    return Layer(workload.layer, module, inputs, mask, normal(*first.shape), dtype)
 
 
-def _norm(x: Tensor, norm: nn.Module) -> Tensor:
-    made: Tensor = norm(x)
-    return made
+def io_bytes(layer: Layer) -> int:
+    """Bytes of inputs, parameters, mask and output, each once."""
+    return sum(x.nbytes for x in (*layer.leaves, layer.mask, layer.do))
+
+
+def scores_of(layer: Layer) -> int:
+    """How many exponentials the softmax takes."""
+    keys: int = layer.mask.shape[-2 if layer.kind == "msa_column" else -1]
+    return layer.mask.numel() * keys * layer.module.no_heads
 
 
 def _adaptive(a: Tensor, s: Tensor, norm: AdaLN) -> Tensor:
@@ -139,20 +157,19 @@ def _adaptive(a: Tensor, s: Tensor, norm: AdaLN) -> Tensor:
     return made
 
 
-def _normed(module: Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, nn.Linear | None]:
+def _normed(module: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, nn.Linear | None]:
     """What the projections read, what the pair bias is made from, and by which product."""
     if isinstance(module, TriangleAttention):
-        z = _norm(inputs["z"], module.layer_norm)
+        z = module.layer_norm(inputs["z"])
         return z, z, module.linear
     if isinstance(module, AttentionPairBias):
         norm = module.layer_norm_a
         if isinstance(norm, AdaLN):
             return _adaptive(inputs["a"], inputs["s"], norm), inputs["z"], module.linear_z
-        return _norm(inputs["a"], norm), _norm(inputs["z"], module.layer_norm_z), module.linear_z  # type: ignore[arg-type]
+        return norm(inputs["a"]), module.layer_norm_z(inputs["z"]), module.linear_z  # type: ignore[misc]
     if isinstance(module, MSARowAttentionWithPairBias):
-        m, z = _norm(inputs["m"], module.layer_norm_m), _norm(inputs["z"], module.layer_norm_z)  # type: ignore[arg-type]
-        return m, z, module.linear_z
-    return _norm(inputs["m"].transpose(-2, -3), module.layer_norm_m), None, None  # type: ignore[arg-type]
+        return module.layer_norm_m(inputs["m"]), module.layer_norm_z(inputs["z"]), module.linear_z  # type: ignore[misc]
+    return module.layer_norm_m(inputs["m"].transpose(-2, -3)), None, None
 
 
 def _written(layer: Layer, attend: Attend, *, joined: bool = False) -> Tensor:
@@ -235,75 +252,83 @@ def _native(layer: Layer) -> Tensor:
     return made
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
+def _way(
+    name: str,
+    title: str,
+    prepare: Callable[[Layer], Compute],
+    *,
+    compiles: bool = False,
+    dense: bool = False,
+    empty_rows: Literal["native", "mean"] = "native",
+) -> Contender:
     """A way to compute a layer.
 
     Args:
-        name: in records.
-        title: in tables.
-        prepare: the layer -> what computes the output of a layer of its kind. It raises ImportError where a library is absent,
-            RefusesError where it has no such layer.
-        compiles: whether torch.compile compiles it.
+        name, title, compiles: of the contender.
+        prepare: the layer -> what computes the output of a layer of its kind.
         dense: whether it holds all scores.
         empty_rows: of the layer of `evoattn.nn`.
     """
 
-    name: str
-    title: str
-    prepare: Callable[[Layer], Compute]
-    compiles: bool = False
-    dense: bool = False
-    empty_rows: Literal["native", "mean"] = "native"
-
-    def of(self, layer: Layer, dtype: torch.dtype) -> Callable[[], Tensor]:
-        """The output under autocast to a dtype; float32 computes in that."""
-        if self.empty_rows != "native":
+    def prepared(layer: Layer) -> Prepared:
+        if empty_rows != "native":
             layer = dataclasses.replace(layer, module=copy.copy(layer.module))
-            layer.module.empty_rows = self.empty_rows
-        compute = self.prepare(layer)
-        call = torch.compile(compute, dynamic=False) if self.compiles else compute
-        device = layer.do.device.type
+            layer.module.empty_rows = empty_rows
+        compute = prepare(layer)
+        call = torch.compile(compute, dynamic=False) if compiles else compute
 
         def run() -> Tensor:
-            cast = contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
-            with cast:
+            with (
+                torch.autocast(layer.do.device.type, layer.dtype) if layer.dtype != torch.float32 else contextlib.nullcontext()
+            ):
                 made: Tensor = call(layer)
             return made
 
-        return run
+        grouped = (*layer.inputs, *["parameters" for _ in layer.module.parameters()])
+        return Prepared(run, (), lambda x: x.to(layer.dtype), lambda x: x, tuple(layer.leaves), grouped)
+
+    return Contender(name, title, prepared, _DENSE_COPIES if dense else 0, compiles)
 
 
 def _with(attend: Attend, *, joined: bool = False) -> Callable[[Layer], Compute]:
     return lambda layer: functools.partial(_written, attend=attend, joined=joined)
 
 
-WAYS: tuple[Way, ...] = (
-    Way("evoattn", "evoattn.nn", lambda layer: _native),
-    Way("evoattn/mean", "evoattn.nn, empty rows as OpenFold", lambda layer: _native, empty_rows="mean"),
-    Way("evoattn/compiled", "evoattn.nn, torch.compile", lambda layer: _native, compiles=True),
-    Way("joined_compiled", "one product, torch.compile", _with(_ours, joined=True), compiles=True),
-    Way("openfold3", "OpenFold-3's layer, its Triton kernels", openfold3),
-    Way("cuequivariance", "cuEquivariance's layer", cuequivariance),
-    Way("cuequivariance/compiled", "cuEquivariance's layer, torch.compile", cuequivariance, compiles=True),
-    Way("written", "as models write it, evoattn inside", _with(_ours)),
-    Way("written_sdpa", "as models write it, SDPA", _with(_sdpa), dense=True),
-    Way("written_dense", "as models write it, dense torch", _with(_dense), dense=True),
+def _nn(layer: Layer) -> Compute:
+    return _native
+
+
+WAYS: tuple[Contender, ...] = (
+    _way("evoattn", "evoattn.nn", _nn),
+    _way("evoattn/mean", "evoattn.nn, empty rows as OpenFold", _nn, empty_rows="mean"),
+    _way("evoattn/compiled", "evoattn.nn, torch.compile", _nn, compiles=True),
+    _way("joined_compiled", "one product, torch.compile", _with(_ours, joined=True), compiles=True),
+    _way("openfold3", "OpenFold-3's layer, its Triton kernels", openfold3),
+    _way("cuequivariance", "cuEquivariance's layer", cuequivariance),
+    _way("cuequivariance/compiled", "cuEquivariance's layer, torch.compile", cuequivariance, compiles=True),
+    _way("written", "as models write it, evoattn inside", _with(_ours)),
+    _way("written_sdpa", "as models write it, SDPA", _with(_sdpa), dense=True),
+    _way("written_dense", "as models write it, dense torch", _with(_dense), dense=True),
 )
 """In the order in which they run."""
 
 
-def layer_truth(layer: Layer) -> dict[str, Tensor]:
-    """Output and gradients in float64: "o", "dNAME" of each input, and "dparameters.NAME" of each parameter."""
+def names(plan: Plan) -> list[str]:
+    """Of all, whatever a plan asks for."""
+    return [way.name for way in WAYS]
+
+
+def contenders(plan: Plan, layer: Layer) -> list[tuple[Contender, Result]]:
+    """What runs on a layer, each with an empty result."""
+    return [(way, Result(way.name)) for way in WAYS]
+
+
+def truth(layer: Layer, between: Callable[[float], None] = lambda done: None) -> dict[str, Tensor]:
+    """Output and gradients in float64: "o", "dNAME" of each input, and "dparameters" of all parameters as one vector."""
     exact = copy.deepcopy(layer.module).double()
     inputs = {name: x.detach().double().requires_grad_() for name, x in layer.inputs.items()}
     same = Layer(layer.kind, exact, inputs, layer.mask, layer.do.double())
     o = _written(same, _in_parts)
-    return named(same, o.detach(), torch.autograd.grad(o, same.leaves, same.do))
-
-
-def named(layer: Layer, o: Tensor, gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Output and gradients by name."""
-    names = [f"d{name}" for name in layer.inputs]
-    names += [f"dparameters.{name}" for name, _ in layer.module.named_parameters()]
-    return {"o": o, **dict(zip(names, gradients, strict=True))}
+    found = torch.autograd.grad(o, same.leaves, same.do)
+    gradients = {f"d{name}": x for name, x in zip(inputs, found, strict=False)}
+    return {"o": o.detach(), **gradients, "dparameters": torch.cat([x.flatten() for x in found[len(inputs) :]])}

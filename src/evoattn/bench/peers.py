@@ -1,92 +1,55 @@
 """What people use today, one small adapter each: the same problem in the layout and the dtypes that each likes best.
 
-An adapter takes the inputs of a case and returns a function of (q, k, v, pair_bias), which carry gradients, and those four
-tensors, in its own layout and already laid out so: only what a model would have to do at each call is timed. It raises
-ImportError where the library is absent, RefusesError where it does not take the problem; the table shows the reason.
+An adapter takes the inputs of a case and returns a function of (q, k, v, pair_bias) and those four tensors, in its own layout
+and already laid out so: only what a model would have to do at each call is timed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import evoattn
-from evoattn.bench.reasons import RefusesError
+from evoattn.bench.contender import Contender, Prepared, RefusesError
 from evoattn.testing import Inputs
+from evoattn.tuning import Config
 
-__all__ = ["PEERS", "Peer", "Prepared", "backend_peer"]
-
-
-class Prepared(NamedTuple):
-    """An attention ready to run.
-
-    Args:
-        attend: (q, k, v, pair_bias) -> o, in the library's layout.
-        tensors: q, k, v and pair_bias (or None) in that layout.
-        to_library: how a tensor of the case's layout `[b,n,l,h,d]` becomes one of the library's.
-        from_library: the inverse.
-    """
-
-    attend: Callable[..., Tensor]
-    tensors: tuple[Tensor | None, ...]
-    to_library: Callable[[Tensor], Tensor]
-    from_library: Callable[[Tensor], Tensor]
+__all__ = ["PEERS", "backend_peer"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """A contender.
-
-    Args:
-        name: what command lines and records call it.
-        title: what tables and pictures call it.
-        prepare: its adapter.
-        score_copies: how many tensors of all scores forward and backward hold, in q's dtype; 0 where it holds none.
-        compiles: whether the first call of every problem compiles for seconds.
-        leaves_out: what a bound solves an easier problem without: "biases", which are the mask and the pair bias, or "mask".
-    """
-
-    name: str
-    title: str
-    prepare: Callable[[Inputs], Prepared]
-    score_copies: float = 0
-    compiles: bool = False
-    leaves_out: Literal["", "biases", "mask"] = ""
-
-    @property
-    def biased(self) -> bool:
-        """Whether it takes every bias of a problem; if not, it is a bound, and no speed-up over it is claimed."""
-        return not self.leaves_out
+Layout = Callable[[Tensor], Tensor]
+"""How a tensor is laid out anew."""
 
 
 def _same(x: Tensor) -> Tensor:
     return x
 
 
-def backend_peer(backend: str, name: str) -> Peer:
+def backend_peer(backend: str, name: str, config: Config | None = None) -> Contender:
     """evoattn itself, by the name of a backend or "auto"."""
     title = "evoattn" if backend == "auto" else f"evoattn, {backend}"
-    return Peer(name, title, functools.partial(_evoattn, backend=backend), score_copies=10 if backend == "reference" else 0)
+    prepare = functools.partial(_evoattn, backend=backend, config=config)
+    return Contender(name, title, prepare, score_copies=10 if backend == "reference" else 0)
 
 
-def _evoattn(inputs: Inputs, backend: str) -> Prepared:
+def _evoattn(inputs: Inputs, backend: str, config: Config | None) -> Prepared:
     q, k, v, mask, pair_bias = inputs.q, inputs.k, inputs.v, inputs.mask, inputs.pair_bias
-    refused = evoattn.explain(q, k, v, mask=mask, pair_bias=pair_bias, backend=backend)
-    if refused.backend is None:
-        raise RefusesError("; ".join(reason for reasons in refused.refused.values() for reason in reasons))
+    if config is None:
+        refused = evoattn.explain(q, k, v, mask=mask, pair_bias=pair_bias, backend=backend)
+        if refused.backend is None:
+            raise RefusesError("; ".join(reason for reasons in refused.refused.values() for reason in reasons))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
-        return evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias, backend=backend)
+        return evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias, backend=backend, config=config)
 
     return Prepared(attend, (q, k, v, pair_bias), _same, _same)
 
 
-def _rows_first(inputs: Inputs) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _rows_first(inputs: Inputs) -> tuple[Layout, Layout]:
     """`[b,n,l,h,d]` <-> contiguous `[b*n,h,l,d]`."""
     b, n = inputs.q.shape[:2]
     return (
@@ -95,7 +58,7 @@ def _rows_first(inputs: Inputs) -> tuple[Callable[[Tensor], Tensor], Callable[[T
     )
 
 
-def _rows_viewed(inputs: Inputs) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _rows_viewed(inputs: Inputs) -> tuple[Layout, Layout]:
     """`[b,n,l,h,d]` <-> `[b*n,h,l,d]`, both as views."""
     b, n = inputs.q.shape[:2]
     return (
@@ -338,22 +301,22 @@ def _turbopairformer(inputs: Inputs) -> Prepared:
     return Prepared(attend, (q, k, v, inputs.pair_bias), _heads_outside, _heads_outside)
 
 
-PEERS: dict[str, Peer] = {
+PEERS: dict[str, Contender] = {
     peer.name: peer
     for peer in (
-        Peer("flex", "FlexAttention, compiled", _flex, compiles=True),
-        Peer("cuequivariance", "cuEquivariance", _cuequivariance),
-        Peer("trifast", "TriFast", _trifast),
-        Peer("deepspeed", "DeepSpeed", _deepspeed),
-        Peer("turbopairformer", "TurboPairFormer", _turbopairformer),  # after DeepSpeed: it sets TORCH_CUDA_ARCH_LIST to 9.0a
-        Peer("openfold3", "OpenFold-3, Triton", _openfold3),
-        Peer("sdpa", "SDPA, bias expanded", _sdpa, score_copies=3),
-        Peer("dense", "dense torch", functools.partial(_dense, compiled=False), score_copies=4),
-        Peer(
+        Contender("flex", "FlexAttention, compiled", _flex, compiles=True),
+        Contender("cuequivariance", "cuEquivariance", _cuequivariance),
+        Contender("trifast", "TriFast", _trifast),
+        Contender("deepspeed", "DeepSpeed", _deepspeed),
+        Contender("turbopairformer", "TurboPairFormer", _turbopairformer),  # after DeepSpeed: it sets TORCH_CUDA_ARCH_LIST
+        Contender("openfold3", "OpenFold-3, Triton", _openfold3),
+        Contender("sdpa", "SDPA, bias expanded", _sdpa, score_copies=3),
+        Contender("dense", "dense torch", functools.partial(_dense, compiled=False), score_copies=4),
+        Contender(
             "dense_compiled", "dense torch, compiled", functools.partial(_dense, compiled=True), score_copies=4, compiles=True
         ),
-        Peer("cudnn_unmasked", "cuDNN, no mask", _cudnn, leaves_out="mask"),
-        Peer("flash_unbiased", "torch flash kernel, no bias", _flash, leaves_out="biases"),
+        Contender("cudnn_unmasked", "cuDNN, no mask", _cudnn, leaves_out="mask"),
+        Contender("flash_unbiased", "torch flash kernel, no bias", _flash, leaves_out="biases"),
     )
 }
 """In the order in which they run: the closest first, so that a short budget has seen them."""

@@ -1,4 +1,4 @@
-"""What a run of the benchmark measures, in a record's words too, and what of it a record has."""
+"""What a run of the benchmark measures: what is asked for, what is sensible if nothing is, and what of it a record has."""
 
 from __future__ import annotations
 
@@ -6,10 +6,25 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from evoattn.bench.record import Problem, Record
-from evoattn.workloads import Workload, workload
+from evoattn.backends import BACKENDS
+from evoattn.bench.peers import PEERS
+from evoattn.bench.record import PASSES, Problem, Record
+from evoattn.workloads import WORKLOADS, Workload, workload
 
-__all__ = ["Plan", "left", "plan_of", "plan_settings", "put"]
+__all__ = ["Plan", "chosen", "default_plan", "left", "plan_of", "plan_settings", "put"]
+
+_CPU = (
+    *(workload("tri128"), workload("msa_row128").with_rows(128), workload("tri97"), workload("msa_column32")),
+    *(workload("tri64"), workload("diffusion128").with_rows(8), workload("single256")),
+    *(workload("extra_msa_row128").with_rows(128), workload("template64"), workload("msa_global128")),
+    *(workload("tri192"), workload("tri256")),
+)
+"""What a couple of CPU cores do in minutes."""
+
+_QUICK = {
+    "cuda": tuple(workload(name) for name in ("tri256", "tri397", "msa_row", "single768")),
+    "cpu": (workload("tri64"), workload("tri97"), workload("msa_row64").with_rows(32), workload("single128")),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +59,31 @@ class Plan:
         return [(workload, dtype) for _, _, workload, dtype in sorted(turns, key=lambda turn: turn[:2])]
 
 
+def default_plan(device_type: str, quick: bool) -> Plan:
+    """What is measured on a device of "cpu" or "cuda"; quick leaves out what compiles for seconds, and larger problems."""
+    dtypes = ("float32",) if device_type == "cpu" else ("bfloat16",)
+    workloads = _QUICK[device_type] if quick else _CPU if device_type == "cpu" else WORKLOADS
+    peers = tuple(name for name, peer in PEERS.items() if not (quick and peer.compiles))
+    rounds, budget_s = (3, 30.0) if quick else (7, 300.0)
+    return Plan(workloads, dtypes, PASSES, ("auto", *BACKENDS), peers, rounds, budget_s)
+
+
+def chosen(names: list[str] | None, lengths: list[int] | None, default: tuple[Workload, ...]) -> tuple[Workload, ...]:
+    """The workloads of these names, or the default ones, each at these lengths, if any are given, and none twice.
+
+    Raises:
+        ValueError: there is no workload of a name.
+    """
+    picked = default if names is None else tuple(workload(name) for name in names)
+    if lengths is not None:
+        families = {candidate.family: candidate for candidate in reversed(picked)} if names else {"tri": workload("tri384")}
+        picked = tuple(candidate.at(length) for candidate in reversed(families.values()) for length in lengths)
+    return tuple(dict.fromkeys(picked))
+
+
 def plan_settings(plan: Plan) -> dict[str, object]:
     """A plan in words that JSON has."""
-    return {
-        "workloads": [workload.name for workload in plan.workloads],
-        "dtypes": list(plan.dtypes),
-        "passes": list(plan.passes),
-        "backends": list(plan.backends),
-        "peers": list(plan.peers),
-        "rounds": plan.rounds,
-        "budget_s": plan.budget_s,
-    }
+    return {**dataclasses.asdict(plan), "workloads": [workload.name for workload in plan.workloads]}
 
 
 def plan_of(settings: Mapping[str, Any], budget_s: float | None) -> Plan:

@@ -91,6 +91,16 @@ class Result:
     host_us: dict[str, float] = dataclasses.field(default_factory=dict)
     times: dict[str, Timing] = dataclasses.field(default_factory=dict)
 
+    @property
+    def ours(self) -> bool:
+        """Whether evoattn is the contender."""
+        return self.name.split("/")[0] == "evoattn"
+
+    def without_time(self, status: str, reason: str) -> None:
+        """Note why there is no time, or not all."""
+        self.status = status
+        self.reason = f"{self.reason}; {reason}" if self.reason else reason
+
     def backends(self, between: str) -> str:
         """The backend, or that of the forward and that of the backward with `between` between them; empty for a peer."""
         return between.join(filter(None, (self.backend, self.backward_backend)))

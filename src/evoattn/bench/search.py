@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,11 +11,12 @@ from torch import Tensor
 
 import evoattn
 from evoattn.backends import AUTO_ORDER
-from evoattn.bench import correctness
+from evoattn.bench import attentions
 from evoattn.bench.clock import Clock
-from evoattn.bench.peers import Peer, Prepared
+from evoattn.bench.contender import Runner, worst
+from evoattn.bench.peers import backend_peer
 from evoattn.bench.record import Timing
-from evoattn.bench.runner import Runner, copies_for
+from evoattn.bench.timing import calls_in_a_round
 from evoattn.problem import Problem
 from evoattn.run.dispatch import refusals
 from evoattn.testing import Inputs
@@ -103,8 +103,8 @@ def tune(
         say: told what is being tried.
     """
     with user.ignored():
-        inputs = correctness.inputs_of(workload, getattr(torch, dtype), device)
-        expected = correctness.truth(inputs)
+        inputs = attentions.inputs_of(workload, getattr(torch, dtype), device)
+        expected = attentions.truth(inputs)
         q, k, v, pair_bias = (
             None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
         )
@@ -142,7 +142,6 @@ class _Climb:
     ) -> None:
         self.inputs, self.expected, self.backend, self.direction = inputs, expected, backend, direction
         self.clock, self.end, self.say = clock, end, say
-        self.copies = copies_for(inputs)
         self.tried = self.failed = 0
         self.cut = False
 
@@ -192,8 +191,8 @@ class _Climb:
         )
 
     def _runner(self, config: Config | None) -> Runner:
-        runner = Runner(Peer("evoattn", "evoattn", functools.partial(_prepare, self.backend, config)), self.inputs)
-        runner.rotate(self.copies)
+        runner = Runner(backend_peer(self.backend, "evoattn", config), self.inputs)
+        runner.rotate()
         return runner
 
     def _try(self, config: Config) -> float | None:
@@ -208,7 +207,7 @@ class _Climb:
             errors = runner.forward_error(self.expected)
             if self.direction != "forward":
                 errors |= runner.gradient_errors(self.expected)
-            if correctness.worst(errors, self.inputs.q.dtype):
+            if worst(errors, self.inputs.q.dtype):
                 raise ArithmeticError("wrong")
             return self._ms(runner, _ROUNDS)
         except Exception:  # too much shared memory, a refusal, a wrong result: this config is none
@@ -217,11 +216,10 @@ class _Climb:
 
     def _samples(self, runner: Runner, count: int) -> float:
         runner.prepare(self.direction, self.clock.lead + count)
-        return 1e3 * self.clock.calls(runner.passes()[self.direction], count) / count
+        return 1e3 * self.clock.calls(runner.call(self.direction), count) / count
 
     def _count(self, runner: Runner) -> int:
-        once = max(self._samples(runner, 1), 1e-4)
-        return max(1, min(200, round(1e3 * self.clock.target_s / once)))
+        return calls_in_a_round(self.clock, self._samples(runner, 1) / 1e3)
 
     def _ms(self, runner: Runner, rounds: int) -> float:
         self._samples(runner, 1)
@@ -233,10 +231,3 @@ class _Climb:
         rounds = [(self._samples(one, count), self._samples(other, count)) for _ in range(_LAST_ROUNDS)]
         before, after = zip(*rounds, strict=True)
         return Timing.of(list(before)), Timing.of(list(after))
-
-
-def _prepare(backend: str, config: Config | None, inputs: Inputs) -> Prepared:
-    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
-        return evoattn.evoformer_attention(q, k, v, mask=inputs.mask, pair_bias=pair_bias, backend=backend, config=config)
-
-    return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), lambda x: x, lambda x: x)

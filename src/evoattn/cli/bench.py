@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from evoattn.backends import BACKENDS
-from evoattn.bench import ceilings, choice, compare, machine, plots, report, table
+from evoattn.bench import ceilings, compare, machine, plots, report, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
-from evoattn.bench.plan import Plan, left, plan_of, plan_settings
+from evoattn.bench.plan import Plan, chosen, default_plan, left, plan_of, plan_settings
 from evoattn.bench.record import PASSES, Record, read, write, write_text
 from evoattn.bench.run import run
 from evoattn.cli.machine import pick
@@ -229,7 +229,7 @@ def _compare(before: Record, after: Record, threshold: float) -> int:
 
 def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], None]) -> Record:
     device = pick(arguments.device)
-    plan = _plan(arguments, choice.defaults(device.type, arguments.quick))
+    plan = _plan(arguments, default_plan(device.type, arguments.quick))
     clock = clock_for(device)
     settings = {**plan_settings(plan), "quick": arguments.quick, "note": arguments.note}
     record = Record(machine.facts(device, arguments.commit), settings)
@@ -287,7 +287,7 @@ def _the_same_device(arguments: argparse.Namespace, begun: Record) -> torch.devi
     return device
 
 
-def _plan(arguments: argparse.Namespace, default: choice.Defaults) -> Plan:
+def _plan(arguments: argparse.Namespace, default: Plan) -> Plan:
     explicit = arguments.workloads is not None and not arguments.quick
     return Plan(
         workloads=workloads_of(arguments, default.workloads),
@@ -308,7 +308,7 @@ def workloads_of(arguments: argparse.Namespace, default: tuple[Workload, ...]) -
     """
     lengths = names_in(arguments.lengths)
     try:
-        return choice.chosen(names_in(arguments.workloads), None if lengths is None else _lengths(lengths), default)
+        return chosen(names_in(arguments.workloads), None if lengths is None else _lengths(lengths), default)
     except ValueError as error:
         raise RefusedError(f"--workloads: {error}") from None
 

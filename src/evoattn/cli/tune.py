@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from evoattn.bench import choice, correctness, machine, search, table
+from evoattn.bench import attentions, machine, search, table
 from evoattn.bench.clock import clock_for
+from evoattn.bench.plan import default_plan
 from evoattn.bench.search import Found
 from evoattn.cli.bench import among, names_in, workloads_of
 from evoattn.cli.machine import pick
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show:
         _show(on_cpu)
         return 0
-    default = choice.defaults("cpu", quick=False).workloads[:4] if on_cpu else tuple(workload(name) for name in _GPU)
+    default = default_plan("cpu", quick=False).workloads[:4] if on_cpu else tuple(workload(name) for name in _GPU)
     workloads = workloads_of(arguments, default)
     dtypes = among("--dtypes", names_in(arguments.dtypes), _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
     try:  # before minutes of search: it could not be kept after them
@@ -118,7 +119,7 @@ def _search(
                 def say(config: str, number: int = number, what: str = what) -> None:
                     progress(number, len(problems), f"{what}: {config}")
 
-                reason = correctness.too_large(wanted, getattr(torch, dtype), device)
+                reason = attentions.too_large(wanted, getattr(torch, dtype), device)
                 if reason:
                     print(f"{what}: left out: {reason}", file=sys.stderr)
                     continue

@@ -1,4 +1,7 @@
-"""Correctness first: the inputs of a workload, the float64 truth about them, and what counts as wrong."""
+"""Attentions in the benchmark: the inputs of a workload, the float64 truth about them, and who computes them.
+
+`layers` has the same names for whole layers: both are a `Kind` of problem.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,38 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+import evoattn
 from evoattn import testing
+from evoattn.bench.contender import Contender
 from evoattn.bench.memory import too_much
+from evoattn.bench.peers import PEERS, backend_peer
+from evoattn.bench.plan import Plan
+from evoattn.bench.record import PASSES, Result
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
 __all__ = [
-    "WRONG",
+    "GRAPHS",
+    "PASSES",
+    "ROUNDINGS",
+    "contenders",
     "first_part",
     "first_rows",
     "held_bytes",
     "inputs_of",
     "io_bytes",
+    "names",
+    "scores_of",
     "too_large",
     "truth",
-    "without_biases",
-    "without_mask",
-    "worst",
+    "without",
 ]
 
-WRONG = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
-"""Relative errors above these are wrong results, not rounding. That of float32 lets TF32 pass: its error is in the table."""
+ROUNDINGS = 1
+"""How many times a problem rounds to its dtype, as a factor on the error that is still rounding."""
+
+GRAPHS = False
+"""Whether each pass is timed as a CUDA graph too."""
 
 _SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
 """Scores of the truth at a time: it holds about eight float64 tensors of them."""
@@ -86,14 +100,14 @@ def io_bytes(inputs: Inputs) -> int:
     return sum(x.nbytes for x in given if x is not None) + inputs.do.nbytes
 
 
-def without_biases(inputs: Inputs) -> Inputs:
-    """The problem that plain attention solves, as a bound."""
-    return dataclasses.replace(inputs, mask=None, pair_bias=None)
+def scores_of(inputs: Inputs) -> int:
+    """How many exponentials the softmax takes."""
+    return inputs.case.h * inputs.k.shape[2] * inputs.do[..., 0, 0].numel()
 
 
-def without_mask(inputs: Inputs) -> Inputs:
-    """The problem with all keys and the pair bias alone, as a bound."""
-    return dataclasses.replace(inputs, mask=None)
+def without(inputs: Inputs, what: str) -> Inputs:
+    """The easier problem of a bound: without the mask, or without all "biases"."""
+    return dataclasses.replace(inputs, mask=None, pair_bias=None if what == "biases" else inputs.pair_bias)
 
 
 def first_rows(inputs: Inputs, rows: slice) -> Inputs:
@@ -126,25 +140,38 @@ def truth(inputs: Inputs, between: Callable[[float], None] = lambda done: None) 
         inputs: of what.
         between: told after each part but the last which share of the rows is done; what it raises ends the computation.
     """
-    of_rows: dict[str, list[Tensor]] = {name: [] for name in ("o", "dq", "dk", "dv")}
+    by_rows: dict[str, list[Tensor]] = {name: [] for name in ("o", "dq", "dk", "dv")}
     of_pair: Tensor | None = None
     for rows in _parts(inputs):
         if rows.start:
             between(rows.start / inputs.q.shape[1])
         found = testing.oracle(first_rows(inputs, rows)).values
-        for name, parts in of_rows.items():
+        for name, parts in by_rows.items():
             parts.append(found[name])
         if "dpair_bias" in found:
             of_pair = found["dpair_bias"] if of_pair is None else of_pair + found["dpair_bias"]
-    values = {name: torch.cat(parts, 1) for name, parts in of_rows.items()}
+    values = {name: torch.cat(parts, 1) for name, parts in by_rows.items()}
     return values if of_pair is None else {**values, "dpair_bias": of_pair}
 
 
-def worst(errors: dict[str, float], dtype: torch.dtype) -> str | None:
-    """What is wrong, or None: the value with the largest error, if that is above what the dtype explains."""
-    if not errors:
-        return "nothing of it was verified"
-    name = max(errors, key=lambda key: errors[key])
-    if errors[name] <= WRONG[dtype]:
-        return None
-    return f"{name} is wrong: relative error {errors[name]:.1e} against float64, at most {WRONG[dtype]:.0e} is rounding"
+def names(plan: Plan) -> list[str]:
+    """Of all that a plan asks for."""
+    return [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in plan.backends), *plan.peers]
+
+
+def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Contender, Result]]:
+    """What runs on a problem, each with an empty result; a backend that `auto` takes is not measured twice."""
+    q, k, v, pair_bias = (
+        None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
+    )
+    taken = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)  # type: ignore[arg-type]
+    backward = taken.backward_backend if set(plan.passes) != {"forward"} else None
+    found: list[tuple[Contender, Result]] = []
+    for backend in plan.backends:
+        if backend == "auto":
+            result = Result("evoattn", backend=taken.backend or "none", backward_backend=backward or "")
+            found.insert(0, (backend_peer("auto", "evoattn"), result))
+        elif "auto" not in plan.backends or backend != taken.backend or backward is not None:
+            name = f"evoattn/{backend}"
+            found.append((backend_peer(backend, name), Result(name, backend=backend)))
+    return [*found, *((PEERS[name], Result(name)) for name in plan.peers)]

@@ -1,0 +1,199 @@
+"""One idea of what is measured: a contender prepares the inputs of a problem, and a runner calls its passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from evoattn import testing
+from evoattn.bench.reasons import RefusesError
+
+__all__ = ["Contender", "Prepared", "RefusesError", "Runner", "copies_for", "worst"]
+
+_MOST_COPIES = 24
+_MOST_GRAPHS = 4 << 30
+"""Bytes that the scores of kept graphs may take together."""
+
+_MOST_CALLS = 200
+"""Of a pass in a round."""
+
+WRONG = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
+"""Relative errors above these are wrong results, not rounding. That of float32 lets TF32 pass: its error is in the table."""
+
+_CACHES = {"cpu": 32 << 20, "cuda": 64 << 20}
+"""Second-level cache of the device (third-level of a CPU core's share), where torch does not tell."""
+
+
+class Given(Protocol):
+    """What every problem has, whether an attention or a layer."""
+
+    @property
+    def do(self) -> Tensor:
+        """The cotangent of the output."""
+
+
+class Prepared(NamedTuple):
+    """A problem as a contender computes it, ready to run.
+
+    Args:
+        compute: `tensors` -> the output, in the contender's layout.
+        tensors: what a call reads and gets a gradient, such as q, k, v and pair_bias (or None), in that layout.
+        to_library: how a tensor of the output's layout becomes one of the contender's.
+        from_library: the inverse.
+        parameters: what every call reads and gets a gradient.
+        names: of `tensors`, then of `parameters`; those of one name are compared with the truth together.
+    """
+
+    compute: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+    to_library: Callable[[Tensor], Tensor]
+    from_library: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...] = ()
+    names: tuple[str, ...] = ("q", "k", "v", "pair_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A way to compute a problem: a backend of evoattn, a layer, a library, or plain torch.
+
+    Args:
+        name: what command lines and records call it.
+        title: what tables and pictures call it.
+        prepare: makes it ready for the inputs of a problem. It raises ImportError if a library is absent, RefusesError if it
+            does not take the problem.
+        score_copies: how many tensors of all scores forward and backward hold, in the problem's dtype; 0 if it holds none.
+        compiles: whether the first call of every problem compiles for seconds.
+        leaves_out: what a bound solves an easier problem without: "biases", which are the mask and the pair bias, or "mask".
+    """
+
+    name: str
+    title: str
+    prepare: Callable[[Any], Prepared]
+    score_copies: float = 0
+    compiles: bool = False
+    leaves_out: Literal["", "biases", "mask"] = ""
+
+    @property
+    def biased(self) -> bool:
+        """Whether it takes every bias of a problem; if not, it is a bound, and no speed-up over it is claimed."""
+        return not self.leaves_out
+
+
+def copies_for(tensors: tuple[Tensor | None, ...], device: torch.device) -> int:
+    """Copies of these tensors that together are twice the cache, so that no call finds its own there."""
+    cache = _CACHES[device.type]
+    if device.type == "cuda":
+        cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or cache
+    size = max(1, sum(x.nbytes for x in tensors if x is not None))
+    return max(1, min(_MOST_COPIES, -(-2 * cache // size)))
+
+
+class Runner:
+    """The passes of a contender, each as a function of the number of the call, which picks the copy of the inputs.
+
+    Raises whatever the library raises when it does not take the problem.
+
+    Args:
+        contender: whose.
+        given: the problem's inputs.
+    """
+
+    def __init__(self, contender: Contender, given: Given) -> None:
+        self.contender = contender
+        self.prepared = contender.prepare(given)
+        self.do = self.prepared.to_library(given.do)
+        self.sets: list[tuple[Tensor | None, ...]] = []
+        self.outputs: list[Tensor] = []
+        self.rotate(1)
+
+    def rotate(self, copies: int | None = None) -> None:
+        """Have this many copies of the tensors, or as many as the cache does not hold; one if there are scores in memory."""
+        if copies is None:  # scores alone are larger than the cache
+            tensors = self.prepared.tensors
+            copies = 1 if self.contender.score_copies or not tensors else copies_for(tensors, self.do.device)
+        for number in range(len(self.sets), copies):
+            held = (None if x is None else x.detach() for x in self.prepared.tensors)
+            cloned = (x if x is None or not number else x.clone(memory_format=torch.preserve_format) for x in held)
+            self.sets.append(tuple(None if x is None else x.requires_grad_() for x in cloned))
+
+    def _leaves(self, number: int) -> list[Tensor]:
+        return [x for x in (*self.sets[number % len(self.sets)], *self.prepared.parameters) if x is not None]
+
+    def _gradients(self, o: Tensor, number: int, *, keep: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(o, self._leaves(number), self.do.to(o.dtype), retain_graph=keep)
+
+    def forward(self, number: int = 0) -> Tensor:
+        """As in training: what the backward needs is kept."""
+        return self.prepared.compute(*self.sets[number % len(self.sets)])
+
+    def backward(self, number: int = 0) -> tuple[Tensor, ...]:
+        """Of outputs that `prepare` made: of each once if that is compiled, else again and again."""
+        if not self.contender.compiles:
+            return self._gradients(self.outputs[number % len(self.outputs)], number, keep=True)
+        o, self.outputs[number] = self.outputs[number], self.do
+        return self._gradients(o, number)
+
+    def both(self, number: int = 0) -> tuple[Tensor, ...]:
+        """A training step's share: forward and backward."""
+        return self._gradients(self.forward(number), number)
+
+    def call(self, name: str) -> Callable[[int], object]:
+        """A pass by its name."""
+        call: Callable[[int], object] = getattr(self, name)
+        return call
+
+    def most_calls(self, name: str, scores: int) -> int:
+        """Calls of a pass in a row. A compiled graph gives its memory away in its backward, so each needs one of its own."""
+        if name != "backward" or not self.contender.compiles:
+            return _MOST_CALLS
+        graph = int(self.contender.score_copies * scores * self.do.element_size())
+        return max(2, min(32, _MOST_GRAPHS // max(1, graph)))
+
+    def prepare(self, name: str, calls: int) -> None:
+        """Before `calls` calls of a pass: the graphs that the backward runs on, unless they are there."""
+        if name == "backward" and (self.contender.compiles or not self.outputs):
+            self.outputs.clear()
+            self.outputs += [self.forward(number) for number in range(calls if self.contender.compiles else len(self.sets))]
+
+    def forward_error(self, expected: dict[str, Tensor]) -> dict[str, float]:
+        """The output against the truth."""
+        return _errors({"o": self.prepared.from_library(self.forward())}, expected)
+
+    def gradient_errors(self, expected: dict[str, Tensor]) -> dict[str, float]:
+        """Every gradient against the truth."""
+        parts: dict[str, list[Tensor]] = {}
+        for name, gradient in zip(self.prepared.names, self.both(), strict=False):
+            parts.setdefault(f"d{name}", []).append(gradient)
+        values = {
+            name: self.prepared.from_library(found[0]) if name in ("dq", "dk", "dv") else _like(found, expected[name])
+            for name, found in parts.items()
+        }
+        return _errors(values, expected)
+
+
+def _like(parts: list[Tensor], expected: Tensor) -> Tensor:
+    """Gradients of one name as the truth has them: in its shape, or one after the other."""
+    return parts[0].reshape(expected.shape) if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
+
+
+def _errors(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Over the rows n that the truth has: of a bound it has only the first."""
+    found = {}
+    for name, value in values.items():
+        right = expected[name]
+        found[name] = testing.relative_error(value[:, : right.shape[1]] if value.ndim > 1 else value, right)
+    return found
+
+
+def worst(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> str | None:
+    """What is wrong, or None: the value with the largest error, if that is above what the dtype explains."""
+    if not errors:
+        return "nothing of it was verified"
+    name, limit = max(errors, key=lambda key: errors[key]), roundings * WRONG[dtype]
+    if errors[name] <= limit:
+        return None
+    return f"{name} is wrong: relative error {errors[name]:.1e} against float64, at most {limit:.0e} is rounding"

@@ -4,14 +4,14 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const problems = data.problems;
 const COLOURS = ["#d55e00", "#009e73", "#cc79a7", "#e69f00", "#8c6bb1", "#66a61e", "#a6761d", "#7f8c8d", "#e41a1c", "#1b9e77"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3", "12 4", "4 2", "1 3", "10 2 2 2"];
+const SVG = ["svg", "rect", "line", "path", "text", "circle", "title"];
 const $ = (id) => document.getElementById(id);
 const unique = (values) => [...new Set(values)];
 
 function make(tag, attributes = {}, ...children) {
-  const svg = ["svg", "g", "rect", "line", "path", "text", "circle", "title"].includes(tag);
-  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  const node = SVG.includes(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children.map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
+  node.append(...children.map((child) => (child instanceof Node ? child : String(child))));
   return node;
 }
 
@@ -20,20 +20,14 @@ const title = (name) => data.titles[name] || name;
 const isOurs = (name) => name === "evoattn" || name.startsWith("evoattn/");
 const isBound = (name) => data.bounds.includes(name);
 const others = names.filter((name) => name !== "evoattn");
-const drawn = others.filter(
-  (name) =>
-    !isBound(name) &&
-    problems.some((problem) => problem.results.some((found) => found.name === name && (found.times || found.peak_bytes))),
-);
+const shownOf = (name) => (problem) => problem.results.some((found) => found.name === name && (found.times || found.peak_bytes));
+const drawn = others.filter((name) => !isBound(name) && problems.some(shownOf(name)));
 const place = (name) => Math.max(0, drawn.indexOf(name));
-const colour = (name) =>
-  name === "evoattn" ? "var(--ours)" : isBound(name) ? "var(--even)" : COLOURS[place(name) % COLOURS.length];
-const dash = (name) => (name === "evoattn" ? "" : isBound(name) ? "1 3" : DASHES[place(name) % DASHES.length]);
+const look = (name, ours, bound, of) => (name === "evoattn" ? ours : isBound(name) ? bound : of[place(name) % of.length]);
+const colour = (name) => look(name, "var(--ours)", "var(--even)", COLOURS);
+const dash = (name) => look(name, "", "1 3", DASHES);
 const result = (problem, name) => problem.results.find((found) => found.name === name);
 const time = (found, pass) => (found && found.times && found.times[pass] ? found.times[pass].median_ms : null);
-const passes = ["forward", "backward", "both", "graph_forward", "graph_both"].filter((pass) =>
-  problems.some((problem) => problem.results.some((found) => time(found, pass) !== null)),
-);
 const PASS_TITLES = {
   forward: "forward",
   backward: "backward",
@@ -41,10 +35,13 @@ const PASS_TITLES = {
   graph_forward: "forward in a CUDA graph",
   graph_both: "forward + backward in a CUDA graph",
 };
+const timedIn = (pass) => (problem) => problem.results.some((found) => time(found, pass) !== null);
+const passes = Object.keys(PASS_TITLES).filter((pass) => problems.some(timedIn(pass)));
 const state = { dtype: null, pass: null, workload: null, family: null, against: "best" };
 const shown = () => problems.filter((problem) => problem.dtype === state.dtype);
 const family = (workload) => workload.name.replace(/\d+(n\d+)?$/, "") || workload.name;
 const length = (workload) => workload[(workload.length_axes || ["lq"]).slice(-1)[0]];
+const scores = (workload) => workload.b * workload.n * workload.h * workload.lq * workload.lk;
 
 function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
@@ -53,64 +50,12 @@ function number(value, digits = 3) {
   const size = Math.abs(value);
   if (size >= 1e6) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: digits });
   if (size >= 1000) return Math.round(value).toLocaleString("en");
-  if (size < 1e-3) return value.toExponential(1);
-  return value.toPrecision(digits);
+  return size < 1e-3 ? value.toExponential(1) : value.toPrecision(digits);
 }
 
-// ---- tables: columns are {title, get(row) -> value, show(value, row), words, best(value, row, rows) -> bool}
+// ---- tables: columns are {title, get(row) -> value, show(value, row), words, best(value, row) -> bool}
 
-function table(node, columns, rows, caption) {
-  const sorted = { column: -1, down: false };
-  const body = make("tbody");
-  const heads = columns.map((column, index) => {
-    const button = make("button", { type: "button" }, column.title);
-    const head = make("th", { scope: "col", "aria-sort": "none", class: column.words ? "words" : "" }, button);
-    button.addEventListener("click", () => {
-      sorted.down = sorted.column === index ? !sorted.down : false;
-      sorted.column = index;
-      heads.forEach((other, place) =>
-        other.setAttribute("aria-sort", place !== index ? "none" : sorted.down ? "descending" : "ascending"),
-      );
-      fill();
-    });
-    return head;
-  });
-  function fill() {
-    const order = rows.slice();
-    if (sorted.column >= 0) {
-      const get = columns[sorted.column].get;
-      order.sort((a, b) => compare(get(a), get(b), sorted.down));
-    }
-    body.replaceChildren(
-      ...order.map((row) =>
-        make(
-          "tr",
-          { class: row.ours ? "ours" : "" },
-          ...columns
-            .map((column, index) => {
-              if (row.instead && index)
-                return index > 1 ? "" : make("td", { class: "words", colspan: columns.length - 1 }, row.instead);
-              const value = column.get(row);
-              const text = column.show ? column.show(value, row) : number(value);
-              if (index === 0) return make("th", { scope: "row" }, text);
-              const kind = column.words
-                ? "words"
-                : value === null
-                  ? "none"
-                  : column.best && column.best(value, row)
-                    ? "best"
-                    : "";
-              return make("td", kind ? { class: kind } : {}, text);
-            })
-            .filter((cell) => cell !== ""),
-        ),
-      ),
-    );
-  }
-  fill();
-  node.replaceChildren(make("caption", { class: "skip" }, caption), make("thead", {}, make("tr", {}, ...heads)), body);
-}
-
+const text = (value) => value || "–";
 const least = (values) => Math.min(...values.filter((value) => value !== null));
 
 function compare(a, b, down) {
@@ -119,13 +64,51 @@ function compare(a, b, down) {
   return down ? -order : order;
 }
 
+function cells(columns, row) {
+  // one for each column, or the first and in place of the others one with `row.instead`
+  const [head, ...rest] = columns.map((column) => {
+    const value = column.get(row);
+    const best = value !== null && column.best && column.best(value, row);
+    const kind = column.words ? "words" : value === null ? "none" : best ? "best" : "";
+    return [kind ? { class: kind } : {}, column.show ? column.show(value, row) : number(value)];
+  });
+  const others = row.instead ? [[{ class: "words", colspan: rest.length }, row.instead]] : rest;
+  return [make("th", { scope: "row" }, head[1]), ...others.map(([attributes, words]) => make("td", attributes, words))];
+}
+
+function table(id, columns, rows, caption) {
+  const sorted = { column: -1, down: false };
+  const body = make("tbody");
+  const fill = () => {
+    const order = rows.slice();
+    if (sorted.column >= 0) {
+      const get = columns[sorted.column].get;
+      order.sort((a, b) => compare(get(a), get(b), sorted.down));
+    }
+    body.replaceChildren(...order.map((row) => make("tr", { class: row.ours ? "ours" : "" }, ...cells(columns, row))));
+  };
+  const heads = columns.map((column, index) => {
+    const button = make("button", { type: "button" }, column.title);
+    button.addEventListener("click", () => {
+      sorted.down = sorted.column === index && !sorted.down;
+      sorted.column = index;
+      for (const head of heads) head.setAttribute("aria-sort", "none");
+      heads[index].setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
+      fill();
+    });
+    return make("th", { scope: "col", "aria-sort": "none", class: column.words ? "words" : "" }, button);
+  });
+  fill();
+  $(id).replaceChildren(make("caption", { class: "skip" }, caption), make("thead", {}, make("tr", {}, ...heads)), body);
+}
+
 // ---- charts: drawn for the width they have, and again when that changes
 
 const charts = new Map();
 
-function chart(node, render) {
-  charts.set(node, render);
-  render();
+function chart(id, render, ...given) {
+  charts.set(id, () => $(id).replaceChildren(render(Math.max(300, $(id).clientWidth || 820), ...given)));
+  charts.get(id)();
 }
 
 let drawnFor = window.innerWidth;
@@ -135,103 +118,78 @@ window.addEventListener("resize", () => {
   for (const render of charts.values()) render();
 });
 
-function bars(node, rows, { unit, reference, label }) {
+const label = (x, y, words, anchor = "start", soft = false) =>
+  make("text", { x, y, "text-anchor": anchor, class: soft ? "soft" : "" }, words);
+const line = (x1, x2, y1, y2, kind, more = {}) => make("line", { x1, x2, y1, y2, class: kind, ...more });
+const picture = (width, height, words) =>
+  make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words });
+
+function bars(room, rows, { unit, reference, words }) {
   // rows: {name, value, text, colour, low, high}
-  const width = Math.max(300, Math.min(820, node.clientWidth || 820));
-  const room = (texts) => 16 + 6.6 * Math.max(...texts.map((text) => text.length));
-  const left = room(rows.map((row) => row.name)),
-    right = room(rows.map((row) => row.text)),
-    step = 26,
-    height = rows.length * step + 24;
-  if (!rows.length) return node.replaceChildren(make("p", {}, "Nothing to draw here."));
+  if (!rows.length) return make("p", {}, "Nothing to draw here.");
+  const width = Math.min(820, room);
+  const margin = (texts) => 16 + 6.6 * Math.max(...texts.map((text) => text.length));
+  const [left, right] = [margin(rows.map((row) => row.name)), margin(rows.map((row) => row.text))];
+  const step = 26;
+  const height = rows.length * step + 24;
   const most = Math.max(...rows.map((row) => row.high || row.value), reference || 0);
   const x = (value) => left + (value / most) * (width - left - right);
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  const svg = picture(width, height, words);
   if (reference) {
-    svg.append(
-      make("line", { x1: x(reference), x2: x(reference), y1: 0, y2: height - 18, class: "one", "stroke-dasharray": "4 3" }),
-      make("text", { x: x(reference), y: height - 4, "text-anchor": "middle", class: "soft" }, `${reference}${unit}`),
-    );
+    svg.append(line(x(reference), x(reference), 0, height - 18, "one", { "stroke-dasharray": "4 3" }));
+    svg.append(label(x(reference), height - 4, `${reference}${unit}`, "middle", true));
   }
   rows.forEach((row, index) => {
     const y = index * step + 4;
-    svg.append(
-      make("text", { x: left - 8, y: y + 14, "text-anchor": "end" }, row.name),
-      make(
-        "rect",
-        { x: left, y, width: Math.max(1, x(row.value) - left), height: step - 8, rx: 2, fill: row.colour },
-        make("title", {}, `${row.name}: ${row.text}`),
-      ),
-    );
-    if (row.high) svg.append(make("line", { x1: x(row.low), x2: x(row.high), y1: y + 9, y2: y + 9, class: "one" }));
-    svg.append(make("text", { x: Math.max(x(row.high || row.value), x(row.value)) + 6, y: y + 14 }, row.text));
+    const sizes = { x: left, y, width: Math.max(1, x(row.value) - left), height: step - 8, rx: 2, fill: row.colour };
+    svg.append(label(left - 8, y + 14, row.name, "end"));
+    svg.append(make("rect", sizes, make("title", {}, `${row.name}: ${row.text}`)));
+    if (row.high) svg.append(line(x(row.low), x(row.high), y + 9, y + 9, "one"));
+    svg.append(label(Math.max(x(row.high || row.value), x(row.value)) + 6, y + 14, row.text));
   });
-  node.replaceChildren(svg);
+  return svg;
 }
 
 function ticks(low, high) {
   // plain numbers on a logarithmic axis
-  const found = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1)
-    for (const digit of [1, 3]) if (digit * 10 ** power >= low && digit * 10 ** power <= high) found.push(digit * 10 ** power);
+  const powers = Array.from({ length: 40 }, (_, index) => 10 ** (index - 20));
+  const found = powers.flatMap((power) => [power, 3 * power]).filter((value) => value >= low && value <= high);
   return found.length > 1 ? found : [low, high];
 }
 
-function lines(node, series, label) {
+function lines(room, series, words) {
   // series: {name, points: [[length, value]]}
-  const width = Math.max(300, Math.min(560, node.clientWidth || 560)),
-    height = 320,
-    left = 58,
-    bottom = 40,
-    top = 8,
-    right = 14;
+  const [width, height, left, bottom, top, right] = [Math.min(560, room), 320, 58, 40, 8, 14];
   const points = series.flatMap((one) => one.points);
-  if (unique(points.map((point) => point[0])).length < 2)
-    return node.replaceChildren(make("p", {}, "One length only: evoattn bench --lengths measures more."));
   const lengths = unique(points.map((point) => point[0])).sort((a, b) => a - b);
+  if (lengths.length < 2) return make("p", {}, "One length only: evoattn bench --lengths measures more.");
   const values = points.map((point) => point[1]);
   const [low, high] = [Math.min(...values) / 1.15, Math.max(...values) * 1.15];
   const scale = (value, from, to, start, end) => start + (Math.log(value / from) / Math.log(to / from)) * (end - start);
   const x = (value) => scale(value, lengths[0], lengths[lengths.length - 1], left + 8, width - right - 8);
   const y = (value) => scale(value, low, high, height - bottom, top);
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
-  for (const value of ticks(low, high))
-    svg.append(
-      make("line", { x1: left, x2: width - right, y1: y(value), y2: y(value), class: "grid" }),
-      make(
-        "text",
-        { x: left - 6, y: y(value) + 4, "text-anchor": "end", class: "soft" },
-        value >= 1 ? value.toLocaleString("en") : number(value, 1),
-      ),
-    );
+  const svg = picture(width, height, words);
+  for (const value of ticks(low, high)) {
+    svg.append(line(left, width - right, y(value), y(value), "grid"));
+    svg.append(label(left - 6, y(value) + 4, value >= 1 ? value.toLocaleString("en") : number(value, 1), "end", true));
+  }
   let last = -Infinity;
   for (const value of lengths) {
-    svg.append(make("line", { x1: x(value), x2: x(value), y1: height - bottom, y2: height - bottom + 4, class: "grid" }));
+    svg.append(line(x(value), x(value), height - bottom, height - bottom + 4, "grid"));
     if (x(value) - last < 30) continue;
     last = x(value);
-    svg.append(make("text", { x: last, y: height - bottom + 18, "text-anchor": "middle", class: "soft" }, value));
+    svg.append(label(last, height - bottom + 18, value, "middle", true));
   }
-  svg.append(make("text", { x: (left + width) / 2, y: height - 4, "text-anchor": "middle", class: "soft" }, "length"));
+  svg.append(label((left + width) / 2, height - 4, "length", "middle", true));
   for (const one of series) {
-    const path = one.points.map(([a, b], index) => `${index ? "L" : "M"}${x(a).toFixed(1)},${y(b).toFixed(1)}`).join("");
     const main = one.name === "evoattn";
-    svg.append(
-      make("path", {
-        d: path,
-        fill: "none",
-        stroke: colour(one.name),
-        "stroke-width": main ? 3 : 1.8,
-        "stroke-dasharray": dash(one.name),
-      }),
-    );
-    for (const [a, b] of one.points)
-      svg.append(
-        make(
-          "circle",
-          { cx: x(a), cy: y(b), r: main ? 4 : 3, fill: colour(one.name) },
-          make("title", {}, `${title(one.name)}, length ${a}: ${number(b)}`),
-        ),
-      );
+    const d = one.points.map(([a, b], index) => `${index ? "L" : "M"}${x(a).toFixed(1)},${y(b).toFixed(1)}`).join("");
+    const stroke = { stroke: colour(one.name), "stroke-width": main ? 3 : 1.8, "stroke-dasharray": dash(one.name) };
+    svg.append(make("path", { d, fill: "none", ...stroke }));
+    for (const [a, b] of one.points) {
+      const words = make("title", {}, `${title(one.name)}, length ${a}: ${number(b)}`);
+      svg.append(make("circle", { cx: x(a), cy: y(b), r: main ? 4 : 3, fill: colour(one.name) }, words));
+    }
   }
-  node.replaceChildren(svg);
+  return svg;
 }

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from client_cases import CLIENTS, PASSES, Client
 
-from evoattn.bench.table import markdown
+from evoattn.bench import plots
+from evoattn.bench.record import Record
+from evoattn.bench.table import headline, markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +25,6 @@ Case = dict[str, Any]
 _TITLES = {"inference": "inference", "training": "training step"}
 _PANELS = (("median_ms", "ms", 1.0), ("peak_bytes", "peak memory, GiB", 2.0**30))
 _BEFORE, _AFTER = ("#D55E00", "#E69F00", "#CC79A7", "#8C6BB1"), ("#0072B2", "#56B4E9", "#009E73", "#66A61E")
-_INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
 
 
 class Part(NamedTuple):
@@ -90,33 +91,11 @@ def _switches(client: Client) -> set[str]:
     return {way.switch for way in client.ways}
 
 
-def _headline(record: dict[str, Any]) -> str:
-    m = record["machine"]
-    words = [m["device"], *(f"{word} {m[key]}" for key, word in _VERSIONS if m.get(key)), m["date"]]
-    return ", ".join(map(str, words))
-
-
-_VERSIONS = (
-    ("torch", "torch"),
-    ("triton", "Triton"),
-    ("cute_dsl", "CuTe DSL"),
-    ("driver", "driver"),
-    ("evoattn", "evoattn"),
-    ("commit", "commit"),
-)
-
-
 def draw(part: Part, name: str) -> Figure:
     """Time above and peak memory below, a column a client; a line ends before the first length that ran out of memory."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = part.clients
-    figure = Figure(figsize=(1 + 3.6 * len(columns), 8.4), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    about = f"Clients' blocks before and after the patch, {_TITLES[name]}, {part.dtype}\n"
-    figure.suptitle(about, fontsize=13, fontweight="bold", color=_INK, x=0.01, ha="left")
-    figure.text(0.01, 0.945, _headline(part.record), fontsize=8.5, color=_GREY)
+    about = f"Clients' blocks before and after the patch, {_TITLES[name]}, {part.dtype}"
+    figure = plots.new_figure(1 + 3.6 * len(columns), 8.4, about, _headline(part))
     panels: Any = figure.subplots(2, len(columns), squeeze=False, sharex=True)
     for column, client in enumerate(columns):
         for row, (key, label, unit) in enumerate(_PANELS):
@@ -125,7 +104,7 @@ def draw(part: Part, name: str) -> Figure:
             axes.set_ylabel(label if column == 0 else "")
             if row == 0:
                 blocks = part.record["settings"]["blocks"][client.name]
-                axes.set_title(f"{client.title}, {blocks} block{'' if blocks == 1 else 's'}", fontsize=10.5, color=_INK)
+                axes.set_title(f"{client.title}, {blocks} block{'' if blocks == 1 else 's'}", fontsize=10.5, color=plots.INK)
             else:
                 axes.set_xlabel("residues")
                 axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, fontsize=8.5)
@@ -133,8 +112,6 @@ def draw(part: Part, name: str) -> Figure:
 
 
 def _lines(axes: Axes, cases: list[Case], key: str, unit: float) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
-
     colours = {False: iter(_BEFORE), True: iter(_AFTER)}
     for way in dict.fromkeys((title(case), case["patched"]) for case in cases):
         points = [(case["residues"], case[key] / unit) for case in cases if title(case) == way[0] and key in case]
@@ -142,18 +119,11 @@ def _lines(axes: Axes, cases: list[Case], key: str, unit: float) -> None:
         xs, ys = [x for x, _ in points], [y for _, y in points]
         marker = "o" if way[1] else "D"
         axes.plot(xs, ys, style, color=next(colours[way[1]]), marker=marker, markersize=4.5, linewidth=width, label=way[0])
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(sorted({case["residues"] for case in cases})))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:.0f}"))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(True, color=_FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", color=_FAINT, labelcolor=_INK)
+    plots.logarithmic(axes, {case["residues"] for case in cases})
+
+
+def _headline(part: Part) -> str:
+    return headline(Record(part.record["machine"], {}))
 
 
 def block(found: Iterable[Part], figures: str) -> str:
@@ -168,7 +138,7 @@ def block(found: Iterable[Part], figures: str) -> str:
         versions = ", ".join(f"{client.title} {part.record['clients'].get(client.name, '?')}" for client in part.clients)
         lines += [f"## {part.record['machine']['device']}, {part.dtype}", ""]
         lines += [
-            f"{_headline(part.record)}. {versions} (ESMFold's version is that of transformers). `{part.source.name}`.",
+            f"{_headline(part)}. {versions} (ESMFold's version is that of transformers). `{part.source.name}`.",
             "",
         ]
         lines += ["The default settings, at the longest length that both can do, ms / GiB:", "", summary(part), ""]

@@ -280,13 +280,11 @@ def drift(root: Path, results: Path) -> list[str]:
 
 def draw(root: Path, results: Path) -> list[Path]:
     """Write every page and picture."""
-    import matplotlib
-
     expected = drawings(results)
     for path in present(root):
         if path not in expected:
             (root / path).unlink()
-    with matplotlib.rc_context(plots.STYLE):
+    with plots.style():
         for path, (sum_, make) in expected.items():
             plots.save(make(), root / path, {KEY: sum_, "Software": ""})  # type: ignore[arg-type]
     pages = texts(root, results)

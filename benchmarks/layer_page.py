@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import case_records
 
+from evoattn.bench import plots
 from evoattn.bench.record import Record
 from evoattn.bench.table import headline, markdown
 
@@ -27,7 +28,6 @@ _COLOURS = {
     "rest": "#B0B0B0",
 }
 _PASSES = ("forward", "backward")
-_INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
 
 
 def records(results: Path) -> dict[Path, dict[str, Any]]:
@@ -52,14 +52,8 @@ def rest(times: dict[str, list[float]], which: int) -> float:
 
 def draw(record: dict[str, Any]) -> Figure:
     """A panel for each layer and pass, a bar a way; what the whole takes beyond its parts comes last, in grey."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     layers = record["layers"]
-    figure = Figure(figsize=(11, 1.9 + 1.5 * len(layers)), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle("Where the time of a layer goes\n", fontsize=13, fontweight="bold", color=_INK, x=0.01, ha="left")
-    figure.text(0.01, 1 - 0.5 / (1.9 + 1.5 * len(layers)), _headline(record), fontsize=8.5, color=_GREY)
+    figure = plots.new_figure(11, 1.9 + 1.5 * len(layers), "Where the time of a layer goes", _headline(record))
     panels: Any = figure.subplots(len(layers), 2, squeeze=False)
     for row, layer in zip(panels, layers, strict=True):
         for which, axes in enumerate(row):
@@ -75,9 +69,10 @@ def draw(record: dict[str, Any]) -> Figure:
             axes.set_yticks(range(len(layer["ways"])), [_WAYS[way] for way in layer["ways"]])
             axes.invert_yaxis()
             axes.set_xlim(0, 1.14 * axes.dataLim.x1)
-            axes.set_title(f"{layer['workload']}, {layer['dtype']}, {_PASSES[which]}, ms", fontsize=10, color=_INK, loc="left")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(which="both", color=_FAINT, labelcolor=_INK)
+            axes.set_title(
+                f"{layer['workload']}, {layer['dtype']}, {_PASSES[which]}, ms", fontsize=10, color=plots.INK, loc="left"
+            )
+            plots.plain(axes)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     return figure

@@ -15,7 +15,7 @@ import evoattn
 from evoattn import testing
 from evoattn.api import Layout
 from evoattn.backends import Description, Inputs, Plan, reference, tiled, triton
-from evoattn.cli.measure import peak_bytes
+from evoattn.bench.memory import peak_bytes
 from evoattn.problem import GRADIENTS, Problem
 from evoattn.tuning import Config
 

@@ -18,11 +18,17 @@ import torch
 import evoattn
 from evoattn import cli, testing
 from evoattn.backends import Inputs, Outputs, Plan, tiled, triton
+from evoattn.bench import plots
 from evoattn.bench import record as records
-from evoattn.bench.record import Timing
-from evoattn.cli import demo, doctor, evoformer, measure, plot, sweep, terminal
+from evoattn.bench.attentions import first_rows
+from evoattn.bench.clock import WallClock
+from evoattn.bench.memory import peak_bytes
+from evoattn.bench.peers import PEERS
+from evoattn.bench.record import Problem as Measured
+from evoattn.bench.record import Result, Timing
+from evoattn.cli import demo, doctor, evoformer, sweep, terminal
 from evoattn.cli.alignment import Alignment, read_alignment
-from evoattn.cli.evoformer import attentions, embed, first_rows
+from evoattn.cli.evoformer import attentions, embed
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 from evoattn.workloads import workload
@@ -39,6 +45,7 @@ MLI-VKTLTGK-ITLDVE--
 ----VRTLDGRTQTLEVEPS
 """
 NAMES = ("MSA row + pair bias", "MSA column", "triangle, start node", "triangle, end node")
+BOTH = ("evoattn", "dense")
 FLOAT32_ERROR = 2e-5
 
 
@@ -177,7 +184,7 @@ def test_interrupt(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "_four_attentions", interrupt)
+    monkeypatch.setattr(sweep, "four_attentions", interrupt)
     assert cli.main(["demo", str(family)]) == 130
     assert capsys.readouterr().err.endswith("evoattn demo: interrupted\n")
 
@@ -187,19 +194,34 @@ def test_sweep_stops_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     size = sweep.Size(sequences=1, columns=16, lengths=(16, 24), repeats=1, seconds=0.1, patience=None)
     steps: list[str] = []
     monkeypatch.setattr("evoattn.bench.machine.free_bytes", lambda device: 100 << 20)
-    growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
-    assert list(growth.costs["evoattn"]) == [16, 24]
-    assert list(growth.costs["dense"]) == [16, 24]
-    hurried = sweep.run("MKV", dataclasses.replace(size, patience=1e-9), 0, cpu, torch.float32, steps.append)
-    assert hurried.stopped["dense"] == "at L = 16: the time of the demo is over; --max-length gives it more"
+    found = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert timed(found, "evoattn") == timed(found, "dense") == [16, 24] and sweep.stops(found) == {}
+    hurried = sweep.growth("MKV", dataclasses.replace(size, patience=1e-9), 0, cpu, torch.float32, steps.append)
+    assert sweep.stops(hurried)["dense"] == "at L = 16: the time of the demo is over; --max-length gives it more"
     monkeypatch.setattr("evoattn.bench.machine.free_bytes", lambda device: 6_000_000)
-    growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
-    assert list(growth.costs["dense"]) == [16]
-    assert re.fullmatch(r"at L = 24: it would take about 0\.0 GiB; 0\.0 GiB are free", growth.stopped["dense"])
-    monkeypatch.setitem(sweep._PATIENCE, "evoattn", 0.0)
-    growth = sweep.run("MKV", size, 0, cpu, torch.float32, steps.append)
-    assert list(growth.costs["evoattn"]) == [16]
-    assert "s a pass" in growth.stopped["evoattn"]
+    found = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert timed(found, "dense") == [16]
+    assert re.fullmatch(r"at L = 24: it would take about 0\.0 GiB; 0\.0 GiB are free", sweep.stops(found)["dense"])
+    monkeypatch.setitem(sweep._PATIENCE_S, "evoattn", 0.0)
+    found = sweep.growth("MKV", size, 0, cpu, torch.float32, steps.append)
+    assert timed(found, "evoattn") == [16]
+    assert "s a pass" in sweep.stops(found)["evoattn"]
+
+
+def timed(problems: list[Measured], name: str) -> list[int]:
+    """The lengths at which a contender has a time."""
+    return [p.workload.length for p in problems if (result := p.result(name)) is not None and result.times]
+
+
+def grown(*lengths: int, why: str = "") -> list[Measured]:
+    """Growth over these lengths; with a reason both contenders stop after the last."""
+    times = {"both": Timing(300.0)}
+    found = [
+        Measured(workload(f"tri{length}"), "float32", None, [Result(x, times=times, peak_bytes=1 << 20) for x in BOTH])
+        for length in lengths
+    ]
+    stopped = Measured(workload("tri4096"), "float32", None, [Result(x, "left out", why) for x in BOTH])
+    return [*found, stopped] if why else found
 
 
 def test_the_curve_begins_where_the_library_is_meant_for() -> None:
@@ -216,11 +238,9 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plot.os, "replace", full)
-    cost = measure.Cost(forward=0.1, backward=0.2, peak=1 << 20)
-    growth = sweep.Growth((16, 32), {"evoattn": {16: cost, 32: cost}, "dense": {16: cost}}, {"dense": "at L = 32: why"})
-    with pytest.raises(terminal.RefusedError, match=r"a\.png': cannot be written: No space left on device"):
-        plot.draw(growth, torch.float32, "a machine", picture)
+    monkeypatch.setattr(plots.os, "replace", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        demo._draw(grown(16, 32), torch.device("cpu"), picture)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert picture.read_text() == "the one from before"
 
@@ -238,7 +258,7 @@ def test_the_report_is_printed_though_the_picture_cannot_be_written(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plot.os, "replace", full)
+    monkeypatch.setattr(plots.os, "replace", full)
     arguments = ["demo", str(family), "--quick", "--max-length", "16", "--device", "cpu", "--output", str(tmp_path / "a.png")]
     assert cli.main(arguments) == 2
     printed = capsys.readouterr()
@@ -250,16 +270,14 @@ def test_the_notes_of_the_picture_fit() -> None:
     """Those of both implementations, as long as they get, lie within the picture and below the axes' labels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    cost = measure.Cost(forward=0.1, backward=0.2, peak=1 << 20)
-    why = "at L = 4096: it would take about 1234.5 GiB of the 1000.2 GiB that are free"
-    growth = sweep.Growth(
-        (16, 32), {name: {16: cost, 32: cost} for name in ("evoattn", "dense")}, {"evoattn": why, "dense": why}
-    )
-    figure = plot._figure(growth, torch.float32, "a machine")
+    why = "it would take about 1234.5 GiB of the 1000.2 GiB that are free"
+    found = grown(16, 32, why=why)
+    notes = "\n".join(f"{name} was not run {reason}" for name, reason in sweep.stops(found).items())
+    figure = plots.growth(found, "a title", "a machine", notes, "dense")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    (notes,) = (text for text in figure.texts if why in text.get_text())
-    box = notes.get_window_extent(canvas.get_renderer())
+    assert figure.get_supxlabel() == notes and notes.count(why) == 2
+    box = figure._supxlabel.get_window_extent(canvas.get_renderer())
     labels = [axes.xaxis.label.get_window_extent(canvas.get_renderer()) for axes in figure.axes]
     assert box.x0 > 0 and box.y0 > 0 and box.x1 < figure.bbox.width
     assert box.y1 < min(label.y0 for label in labels)
@@ -267,14 +285,12 @@ def test_the_notes_of_the_picture_fit() -> None:
 
 def a_report(busy: str | None = None) -> None:
     """Print the demo's report of something large."""
-    cost = measure.Cost(forward=12.3456, backward=23.4567, peak=12345 << 20)
-    accuracy = measure.Accuracy(
-        1, dict.fromkeys(measure.IMPLEMENTATIONS, 1e-7), dict.fromkeys(measure.IMPLEMENTATIONS, 1e-6), []
-    )
-    found = demo.Result(NAMES[0], 1, "tiled", dict.fromkeys(measure.IMPLEMENTATIONS, cost), accuracy)
-    growth = sweep.Growth((4096,), {name: {4096: cost} for name in measure.IMPLEMENTATIONS}, {})
-    alignment = Alignment("a.a3m", "query", ("MKV",))
-    demo._print_report(alignment, ("MKV",), [found], growth, torch.device("cpu"), torch.float32, busy, Path("a.png"))
+    times = {"forward": Timing(12345.6), "backward": Timing(23456.7), "both": Timing(34567.8)}
+    results = [Result(x, backend="tiled", errors={"o": 1e-7, "dq": 1e-6}, peak_bytes=12345 << 20, times=times) for x in BOTH]
+    shape = dataclasses.replace(workload("tri3"), name=NAMES[0])
+    growth = [Measured(workload("tri4096"), "float32", None, results)]
+    about = demo._about(Alignment("a.a3m", "query", ("MKV",)), ("MKV",), torch.device("cpu"), busy)
+    demo._print_report(about, [(Measured(shape, "float32", None, results), 1, [])], growth)
 
 
 def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,19 +432,20 @@ def test_peak_memory_is_what_was_held() -> None:
         c = torch.empty(512 << 10, dtype=torch.uint8)
         del b, c
 
-    assert measure.peak_bytes(call, torch.device("cpu")) == 3 << 20
-    assert measure.peak_bytes(lambda: before.zero_(), torch.device("cpu")) == 0
+    assert peak_bytes(call, torch.device("cpu")) == 3 << 20
+    assert peak_bytes(lambda: before.zero_(), torch.device("cpu")) == 0
 
 
 def test_peak_memory_of_dense_is_its_scores() -> None:
     inputs = attentions(embed(("MQIFVKTLTGKTITLEVEPS" * 3,), 0, torch.device("cpu")), torch.float32)[2]
-    peak = measure.cost(measure.dense, inputs, repeats=1, seconds=0.0).peak
+    size = dataclasses.replace(demo._QUICK, repeats=1, seconds=0.0)
+    peak = sweep.measured(PEERS["dense"], inputs, ("forward",), size, WallClock()).peak_bytes
     scores = 4 * 60 * 4 * 60 * 60
-    assert 2 * scores < peak < measure.dense_bytes(inputs) + 8 * inputs.q.nbytes
+    assert peak is not None and 2 * scores < peak < PEERS["dense"].score_copies * scores + 8 * inputs.q.nbytes
 
 
 def test_measuring_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    measure.peak_bytes(lambda: torch.empty(1), torch.device("cpu"))
+    peak_bytes(lambda: torch.empty(1), torch.device("cpu"))
     assert capfd.readouterr().err == ""
 
 
@@ -440,12 +457,12 @@ def test_the_attentions_are_those_of_an_evoformer() -> None:
     row, column, start, end = attentions(embedding, torch.float32)
     gaps = torch.tensor([[letter != "-" for letter in line] for line in rows])
     assert [inputs.case.name for inputs in (row, column, start, end)] == list(NAMES)
-    assert row.q.shape == (3, 5, 8, 32)
-    assert row.pair_bias is not None and row.pair_bias.shape == (8, 5, 5) and row.pair_bias.stride(0) == 1
-    assert row.mask is not None and torch.equal(row.mask, gaps)
-    assert column.q.shape == (5, 3, 8, 32) and column.pair_bias is None
-    assert column.mask is not None and torch.equal(column.mask, gaps.T)
-    assert start.q.shape == end.q.shape == (5, 5, 4, 32)
+    assert row.q.shape == (1, 3, 5, 8, 32)
+    assert row.pair_bias is not None and row.pair_bias.shape == (1, 1, 8, 5, 5) and row.pair_bias.stride(2) == 1
+    assert row.mask is not None and torch.equal(row.mask[0], gaps)
+    assert column.q.shape == (1, 5, 3, 8, 32) and column.pair_bias is None
+    assert column.mask is not None and torch.equal(column.mask[0], gaps.T)
+    assert start.q.shape == end.q.shape == (1, 5, 5, 4, 32)
     assert start.mask is not None and bool(start.mask.all())
     again = attentions(embed(rows, 3, cpu), torch.float32)
     assert all(torch.equal(a.q, b.q) and torch.equal(a.do, b.do) for a, b in zip(again, (row, column, start, end), strict=True))
@@ -465,23 +482,24 @@ def test_the_ending_node_runs_on_the_transposed_pair() -> None:
     embedding = embed(("MKVLA",), 0, torch.device("cpu"))
     start = evoformer._triangle("same", embedding, embedding.z, torch.float32, 7)
     end = evoformer._triangle("same", embedding, embedding.z.transpose(0, 1), torch.float32, 7)
-    torch.testing.assert_close(end.q, start.q.transpose(0, 1))
+    torch.testing.assert_close(end.q, start.q.transpose(1, 2))
     ending = attentions(embedding, torch.float32)[3]
     expected = evoformer._triangle("end", embedding, embedding.z.transpose(0, 1), torch.float32, embedding.seed + 4)
     assert torch.equal(ending.q, expected.q)
     assert end.pair_bias is not None and start.pair_bias is not None
-    torch.testing.assert_close(end.pair_bias, start.pair_bias.transpose(1, 2))
+    torch.testing.assert_close(end.pair_bias, start.pair_bias.transpose(-1, -2))
 
 
 def test_errors_over_a_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where float64 has no room for all rows, both run on the same first rows, and their number is reported."""
     inputs = attentions(embed(("MKVLA", "M-VL-", "MKX--"), 0, torch.device("cpu")), torch.float32)[0]
-    monkeypatch.setattr(measure, "_ORACLE_SCORES", 2 * 8 * 5 * 5)
-    found = measure.accuracy(inputs)
-    assert found.rows == 2
-    assert found.beyond == []
-    assert max(*found.output.values(), *found.gradients.values()) < FLOAT32_ERROR
-    assert first_rows(inputs, 2).q.shape[0] == 2
+    monkeypatch.setattr(sweep, "_ORACLE_SCORES", 2 * 8 * 5 * 5)
+    ((problem, rows, beyond),) = sweep.four_attentions([inputs], demo._QUICK, lambda what: None)
+    assert (rows, beyond) == (2, [])
+    for result in problem.results:
+        assert {"o", "dq", "dk", "dv", "dpair_bias"} <= set(result.errors)
+        assert max(result.errors.values()) < FLOAT32_ERROR
+    assert first_rows(inputs, slice(0, 2)).q.shape[1] == 2
 
 
 def test_the_demo_names_both_backends(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,10 +508,10 @@ def test_the_demo_names_both_backends(family: Path, monkeypatch: pytest.MonkeyPa
     for name, function in (("availability", lambda: None), ("unsupported", lambda problem, config: [])):
         monkeypatch.setattr(triton, name, function)
     inputs = attentions(embed(read_alignment(family).rows, 0, torch.device("cpu")), torch.float32)[0]
-    assert demo._backends(inputs) == "triton"
+    assert sweep._backends(inputs) == ("triton", "")
     monkeypatch.setattr(triton, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else [])
     testing.forget()
-    assert demo._backends(inputs) == "triton, backward tiled"
+    assert sweep._backends(inputs) == ("triton", "tiled")
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

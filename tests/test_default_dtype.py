@@ -16,8 +16,10 @@ import evoattn
 from evoattn import testing
 from evoattn.backends import Cotangents, Inputs
 from evoattn.bench.attentions import inputs_of
+from evoattn.bench.contender import Runner
 from evoattn.bench.layers import inputs_of as layer_of
-from evoattn.cli import evoformer, measure
+from evoattn.bench.peers import PEERS
+from evoattn.cli import evoformer
 from evoattn.clients import calls, rf3
 from evoattn.clients import openfold as openfold_client
 from evoattn.clients.site import Count
@@ -122,7 +124,7 @@ def test_benchmarks_measure_the_same_problem(other: Any) -> None:
         found = [inputs.q, inputs.mask, inputs.do, *layer.inputs.values(), layer.mask, *layer.module.parameters()]
         found += [embedding.m, embedding.z, start.q, start.pair_bias, start.do]
         masked = dataclasses.replace(start, q=start.q.float(), k=start.k.float(), v=start.v.float(), pair_bias=None)
-        return [x for x in [*found, measure.dense(masked)] if x is not None]
+        return [x for x in [*found, Runner(PEERS["dense"], masked).forward()] if x is not None]
 
     expected = made()
     assert all(x.isfinite().all() for x in expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 import evoattn
 from evoattn.bench.memory import peak_bytes
-from evoattn.cli.measure import dense
 from evoattn.testing import Case, Inputs
 
 CPU = torch.device("cpu")
@@ -105,9 +103,14 @@ def test_no_more_products_than_dense() -> None:
 
 
 def dense_of(inputs: Inputs) -> Tensor:
-    """Without the leading axis, which the demo's inputs do not have."""
-    q, k, v, pair_bias = (x if x is None else x.squeeze(0) for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias))
-    return dense(dataclasses.replace(inputs, q=q, k=k, v=v, pair_bias=None if pair_bias is None else pair_bias.squeeze(0)))
+    """Attention as models write it in plain torch, all scores in memory; the additions are in place."""
+    q, k, v = (x.transpose(-2, -3) for x in (inputs.q, inputs.k, inputs.v))  # [b,n,h,l,d]
+    s = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))  # [b,n,h,q,k]
+    if inputs.mask is not None:
+        s += torch.zeros_like(inputs.mask, dtype=s.dtype).masked_fill(~inputs.mask, -1e9)[..., None, None, :]
+    if inputs.pair_bias is not None:
+        s += inputs.pair_bias
+    return torch.matmul(torch.softmax(s, -1), v).transpose(-2, -3)
 
 
 @pytest.mark.parametrize(

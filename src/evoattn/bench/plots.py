@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +18,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STYLE", "against_length", "rates", "roofs", "save", "speedups", "write_png"]
+__all__ = [
+    *("INK", "against_length", "growth", "logarithmic", "new_figure", "plain", "rates", "roofs", "save", "speedups", "style"),
+    "write_png",
+]
 
 _OURS = "#0072B2"
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C6BB1", "#66A61E", "#A6761D")
 _BOUND = "#9AA0A6"
 _MARKERS = "osD^vPX*"
-_INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
+INK, _GREY, _FAINT = "#222222", "#555555", "#D8D8D8"
 _ROOFS = {"exp2": ("#B8860B", "exp2 units"), "products": ("#8C6BB1", "matrix products"), "memory": ("#009E73", "memory")}
 _TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
-STYLE: Any = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
+_FONTS: Any = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
 
 
 def _style(names: list[str]) -> dict[str, tuple[str, str]]:
@@ -51,21 +58,23 @@ def _passes(problems: list[Problem], wished: tuple[str, ...]) -> list[str]:
     return [name for name in wished if any(name in r.times for problem in problems for r in problem.results)]
 
 
-def _figure(width: float, height: float, title: str, about: str) -> Figure:
+def new_figure(width: float, height: float, title: str, about: str) -> Figure:
+    """An empty figure of so many inches, with a title and a line of the machine."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{title}\n", fontsize=13, fontweight="bold", color=_INK, x=0.01, ha="left")
+    figure.suptitle(f"{title}\n", fontsize=13, fontweight="bold", color=INK, x=0.01, ha="left")
     figure.text(0.01, 1 - 0.5 / height, about, fontsize=8.5, color=_GREY)
     return figure
 
 
-def _plain(axes: Axes) -> None:
+def plain(axes: Axes) -> None:
+    """Take away what axes have beyond their data."""
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", color=_FAINT, labelcolor=_INK)
+    axes.tick_params(which="both", color=_FAINT, labelcolor=INK)
 
 
 def rates(record: Record, problems: list[Problem]) -> Figure:
@@ -75,7 +84,7 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
     names = [name for name in _names(problems) if any((r := p.result(name)) and r.times for p in problems)]
     styles = _style(names)
     height = 1.6 + max(len(passes), 1) * 2.7
-    figure = _figure(max(8.0, 1.5 + 0.95 * len(problems)), height, _what("Speed", problems), table.headline(record))
+    figure = new_figure(max(8.0, 1.5 + 0.95 * len(problems)), height, _what("Speed", problems), table.headline(record))
     panels: Any = figure.subplots(max(len(passes), 1), 1, squeeze=False)[:, 0]
     thickness = 0.8 / max(len(names), 1)
     for axes, name in zip(panels, passes, strict=False):
@@ -87,12 +96,12 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
             )
         ceiling = record.ceilings.exp2_per_s
         if ceiling is not None and name != "both" and axes.get_ylim()[1] > 0.2 * ceiling / 1e9:
-            axes.axhline(ceiling / 1e9, color=_INK, linewidth=1, linestyle="--", label="the device's exp2, measured")
+            axes.axhline(ceiling / 1e9, color=INK, linewidth=1, linestyle="--", label="the device's exp2, measured")
         axes.set_ylabel(f"{_TITLES[name]}\n10⁹ scores/s")
         axes.set_xticks(range(len(problems)), [p.workload.name for p in problems], rotation=20, ha="right")
         axes.grid(True, axis="y", color=_FAINT, linewidth=0.7)
         axes.set_xlim(-0.6, len(problems) - 0.4)
-        _plain(axes)
+        plain(axes)
     if passes:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
@@ -104,7 +113,7 @@ def speedups(record: Record, problems: list[Problem]) -> Figure:
     passes = _passes(problems, ("forward", "backward")) or _passes(problems, ("both",))
     rows = [p for p in problems if any(_beside_fastest(p, name) for name in passes)]
     height = 1.35 + 0.34 * len(rows)
-    figure = _figure(1.6 + 4.3 * len(passes), height, _what("Speed-up", rows), table.headline(record))
+    figure = new_figure(1.6 + 4.3 * len(passes), height, _what("Speed-up", rows), table.headline(record))
     panels: Any = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, passes, strict=True):
         for row, problem in enumerate(rows):
@@ -115,11 +124,11 @@ def speedups(record: Record, problems: list[Problem]) -> Figure:
             axes.barh(row, ratio, 0.66, color=_OURS if ratio >= 1 else _COLOURS[0])
             place: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
             axes.annotate(f"{ratio:.2f}x  {peer}", (max(ratio, 1), row), **place)
-        axes.axvline(1, color=_INK, linewidth=1)
+        axes.axvline(1, color=INK, linewidth=1)
         axes.set_xlabel(f"{_TITLES[name]}: time of the fastest peer / evoattn's")
         axes.set_xlim(0, 1.75 * axes.dataLim.x1)
         axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
-        _plain(axes)
+        plain(axes)
     panels[0].set_yticks(range(len(rows)), [p.workload.name for p in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
     return figure
@@ -144,7 +153,7 @@ def roofs(record: Record, problems: list[Problem]) -> Figure:
     problems = [p for p in problems if (ours := p.result("evoattn")) and ours.times]
     passes = _passes(problems, ("forward", "backward"))
     height = 1.65 + 0.3 * len(problems)
-    figure = _figure(4.2 + 4.2 * len(passes), height, _what("Distance from the ceilings", problems), table.headline(record))
+    figure = new_figure(4.2 + 4.2 * len(passes), height, _what("Distance from the ceilings", problems), table.headline(record))
     panels: Any = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, passes, strict=True):
         for row, problem in enumerate(problems):
@@ -153,7 +162,7 @@ def roofs(record: Record, problems: list[Problem]) -> Figure:
         axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
         axes.set_xlim(0, 1.16 * axes.dataLim.x1)
         axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
-        _plain(axes)
+        plain(axes)
     panels[0].set_yticks(range(len(problems)), [p.workload.name for p in problems])
     panels[0].set_ylim(len(problems) - 0.4, -0.6)
     found: dict[str, Any] = {}
@@ -176,7 +185,7 @@ def _roof(axes: Axes, row: int, record: Record, problem: Problem, name: str) -> 
         axes.plot([bounds[lowest]] * 2, [row - 0.31, row + 0.31], color=colour, linewidth=2.5, label=f"lowest ceiling: {title}")
         if rate is not None:
             text = f"{100 * rate / bounds[lowest]:.0f}%"
-            style: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": _INK}
+            style: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": INK}
             axes.annotate(text, (bounds[lowest], row), (5, 0), **style)
     if rate is not None:
         axes.barh(row, rate, 0.32, color=_OURS, label="evoattn, and its share of the ceiling")
@@ -192,61 +201,105 @@ def _what(quantity: str, problems: list[Problem]) -> str:
 
 def against_length(record: Record, problems: list[Problem], family: str = "tri") -> Figure:
     """Time and peak memory of one family's attention against its length, both logarithmic."""
-    of = sorted((p for p in problems if p.workload.family == family), key=lambda p: p.workload.length)
-    passes = _passes(of, ("both",)) or _passes(of, ("forward", "backward"))
-    figure = _figure(5.0 * (len(passes) + 1), 4.9, _what("Time and memory", problems), table.headline(record))
+    alike = sorted((p for p in problems if p.workload.family == family), key=lambda p: p.workload.length)
+    return growth(alike, _what("Time and memory", alike), table.headline(record))
+
+
+def growth(problems: list[Problem], title: str, about: str, notes: str = "", beside: str = "") -> Figure:
+    """Time and peak memory of problems of growing length, both logarithmic.
+
+    Args:
+        problems: the shortest first.
+        title, about: the two lines above.
+        notes: the lines below.
+        beside: a contender; each panel says what evoattn takes of its time or memory at the longest length of both.
+    """
+    passes = _passes(problems, ("both",)) or _passes(problems, ("forward", "backward"))
+    height = 5.0 if beside else 4.9
+    figure = new_figure(5.0 * (len(passes) + 1), height, title + ("\n" if beside else ""), about)
     panels: Any = figure.subplots(1, len(passes) + 1, squeeze=False)[0]
-    styles = _style(_names(of))
+    styles = _style(_names(problems))
     for axes, name in zip(panels, passes, strict=False):
-        _lines(
-            axes, of, styles, f"{_TITLES[name]}, ms", lambda r, name=name: r.times[name].median_ms if name in r.times else None
-        )  # type: ignore[misc]
-    memory = "peak memory beyond the inputs, MiB"
-    _lines(panels[-1], of, styles, memory, lambda r: None if r.peak_bytes is None else r.peak_bytes / 2**20)
+        found = _values(problems, styles, lambda r, name=name: r.times[name].median_ms if name in r.times else None)  # type: ignore[misc]
+        _lines(axes, found, styles, f"{_TITLES[name]}, ms")
+        _say_beside(axes, found, beside, lambda ours, theirs: f"{theirs / ours:.1f}x as fast as")
+    found = _values(problems, styles, lambda r: None if r.peak_bytes is None else r.peak_bytes / 2**20)
+    _lines(panels[-1], found, styles, "peak memory beyond the inputs, MiB")
+    _say_beside(panels[-1], found, beside, lambda ours, theirs: f"{100 * ours / theirs:.0f}% of the memory of")
     handles, labels = panels[-1].get_legend_handles_labels()
-    if labels:
+    if beside:
+        panels[0].legend(loc="upper left", frameon=False)
+    elif labels:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
+    if notes:
+        figure.supxlabel(notes, fontsize=8.5, color=_GREY, x=0.99, ha="right")
     return figure
 
 
-def _lines(axes: Axes, problems: list[Problem], styles: dict[str, tuple[str, str]], label: str, value: Any) -> None:
+def _values(
+    problems: list[Problem], names: Iterable[str], value: Callable[[Result], float | None]
+) -> dict[str, dict[int, float]]:
+    """By contender and length, what was measured."""
+    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    for problem in problems:
+        for result in problem.results:
+            if (y := value(result)) and result.name in found:
+                found[result.name][problem.workload.length] = y
+    return found
+
+
+def _say_beside(axes: Axes, found: dict[str, dict[int, float]], name: str, words: Callable[[float, float], str]) -> None:
+    ours, theirs = found.get("evoattn", {}), found.get(name, {})
+    if longest := max(ours.keys() & theirs.keys(), default=None):
+        what = f"{words(ours[longest], theirs[longest])} {table.title(name)} at L = {longest}"
+        axes.set_title(what, loc="left", fontsize=10.5, color=INK)
+
+
+def _lines(axes: Axes, found: dict[str, dict[int, float]], styles: dict[str, tuple[str, str]], label: str) -> None:
+    for name, points in found.items():
+        colour, marker = styles[name]
+        width, line = (2.5, "-") if name == "evoattn" else (1.5, "--")
+        xs, ys = [*points], [*points.values()]
+        axes.plot(xs, ys, line, color=colour, marker=marker, markersize=5, linewidth=width, label=table.title(name))
+    logarithmic(axes, {length for points in found.values() for length in points})
+    axes.set_xlabel("length")
+    axes.set_ylabel(label)
+
+
+def logarithmic(axes: Axes, lengths: Iterable[int]) -> None:
+    """Make both axes logarithmic, with ticks at the lengths whose labels do not touch, and at plain numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    for name, (colour, marker) in styles.items():
-        found = [(p.workload.length, value(result)) for p in problems if (result := p.result(name)) is not None]
-        points = [(length, y) for length, y in found if y]
-        width = 2.5 if name == "evoattn" else 1.5
-        line = "-" if name == "evoattn" else "--"
-        xs, ys = [x for x, _ in points], [y for _, y in points]
-        axes.plot(xs, ys, line, color=colour, marker=marker, markersize=5, linewidth=width, label=table.title(name))
     axes.set_xscale("log")
     axes.set_yscale("log")
-    lengths = sorted({problem.workload.length for problem in problems})
-    kept = [length for i, length in enumerate(lengths) if i + 1 == len(lengths) or lengths[i + 1] / length > 1.12]
-    axes.xaxis.set_major_locator(FixedLocator(kept))
+    longer = [*sorted(lengths), float("inf")]
+    axes.xaxis.set_major_locator(FixedLocator([a for a, b in itertools.pairwise(longer) if b / a > 1.12]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:.0f}"))
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("length")
-    axes.set_ylabel(label)
     axes.grid(True, color=_FAINT, linewidth=0.7)
-    _plain(axes)
+    plain(axes)
 
 
-def save(figure: Figure, path: Path, metadata: dict[str, str] | None = None) -> None:
+def style() -> AbstractContextManager[None]:
+    """In this block figures have the fonts of this module."""
+    import matplotlib
+
+    return matplotlib.rc_context(_FONTS)  # type: ignore[no-any-return]
+
+
+def save(figure: Figure, path: Path, metadata: dict[str, str] | None = None, dpi: int = 130) -> None:
     """Write a figure as PNG, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
-    import matplotlib
-
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with matplotlib.rc_context(STYLE):
-            figure.savefig(unfinished, format="png", dpi=130, metadata=metadata)
+        with style():
+            figure.savefig(unfinished, format="png", dpi=dpi, metadata=metadata)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -258,15 +311,12 @@ def write_png(record: Record, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    import io
-
-    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.image import imread
 
     problems = [p for p in record.problems if p.dtype == record.problems[0].dtype]
-    with matplotlib.rc_context(STYLE):
+    with style():
         figures = [rates(record, problems)]
         lengths = {p.workload.length for p in problems if p.workload.family == "tri"}
         if len(lengths) > 1:

@@ -9,21 +9,18 @@ import importlib.resources
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import evoattn
-from evoattn import testing
-from evoattn.bench.memory import too_much
-from evoattn.cli import machine, measure, plot, sweep
+from evoattn.bench import plots
+from evoattn.bench.record import Problem, Result
+from evoattn.cli import machine, sweep
 from evoattn.cli.alignment import Alignment, read_alignment
-from evoattn.cli.evoformer import attentions, embed, first_rows
-from evoattn.cli.measure import IMPLEMENTATIONS, Accuracy, Cost
-from evoattn.cli.sweep import Growth, Size
-from evoattn.cli.terminal import RefusedError, Step, WholeNumber, check_output, need_extra, progress
-from evoattn.testing import Inputs
-from evoattn.testing.oracle import excess
+from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, attentions, embed
+from evoattn.cli.sweep import CONTENDERS, Size
+from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, progress
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -142,21 +139,33 @@ def run(arguments: argparse.Namespace) -> int:
     size = _size(device, arguments.quick, arguments.max_length)
     busy = _busy() if device.type == "cpu" else None
     rows = tuple(row[: size.columns] for row in alignment.rows[: size.sequences])
+    rows = tuple(row for row in rows if row.strip("-"))
 
-    steps = len(IMPLEMENTATIONS) * (4 + len(size.lengths)) + 4
-    with progress(steps) as step:
-        results = _four_attentions(rows, size, arguments.seed, device, dtype, step)
-        growth = sweep.run(alignment.rows[0], size, arguments.seed, device, dtype, step)
-    title = f"{machine.name(device)}; evoattn {evoattn.__version__}, PyTorch {torch.__version__}"
+    with progress(len(CONTENDERS) * (4 + len(size.lengths)) + 4) as step:
+        found = sweep.four_attentions(attentions(embed(rows, arguments.seed, device), dtype), size, step)
+        growth = sweep.growth(alignment.rows[0], size, arguments.seed, device, dtype, step)
     unwritten: RefusedError | None = None
     try:
-        plot.draw(growth, dtype, title, output)
-    except RefusedError as refused:  # after the report: that has what was measured too
-        unwritten = refused
-    _print_report(alignment, rows, results, growth, device, dtype, busy, None if unwritten else output)
+        _draw(growth, device, output)
+    except OSError as error:  # the report comes first: that has what was measured too
+        unwritten = RefusedError(f"--output {str(output)!r}: cannot be written: {error.strerror or error}")
+    lines = _about(alignment, rows, device, busy)
+    _print_report(lines, found, growth)
     if unwritten:
         raise unwritten
-    return 1 if any(result.accuracy.beyond for result in results) else 0
+    print(f"\npicture    {os.fspath(output)}")
+    return 1 if any(beyond for _, _, beyond in found) else 0
+
+
+def _draw(growth: list[Problem], device: torch.device, output: Path) -> None:
+    """Draw and write the PNG, whole or not at all."""
+    sizes = f"{TRIANGLE_HEADS} heads x {CHANNELS} channels, {growth[0].dtype}"
+    notes = [f"{name} was not run {why}" for name, why in sweep.stops(growth).items()]
+    title = f"Triangle attention, forward + backward: {sizes}"
+    about = f"{machine.name(device)}; evoattn {evoattn.__version__}, PyTorch {torch.__version__}"
+    with plots.style():
+        figure = plots.growth(growth, title, about, "\n".join(notes), "dense")
+    plots.save(figure, output, dpi=160)
 
 
 def _busy() -> str | None:
@@ -190,61 +199,6 @@ def _default_alignment(given: Path | None) -> Iterator[Path]:
     yield in_source_tree
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One attention measured: its cost by implementation, or why there is none."""
-
-    name: str
-    rows: int
-    backend: str
-    costs: dict[str, Cost | str]
-    accuracy: Accuracy
-
-
-def _four_attentions(
-    rows: tuple[str, ...], size: Size, seed: int, device: torch.device, dtype: torch.dtype, step: Step
-) -> list[Result]:
-    results = []
-    for inputs in attentions(embed(rows, seed, device), dtype):
-        costs: dict[str, Cost | str] = {}
-        for name, attention in IMPLEMENTATIONS.items():
-            step(f"{inputs.case.name}, {name}")
-            needed = measure.dense_bytes(inputs)
-            reason = too_much(needed, device) if name == "dense" else None
-            if reason:
-                costs[name] = f"needs {reason}"
-            else:
-                costs[name] = measure.cost(attention, inputs, repeats=size.repeats, seconds=size.seconds)
-        step(f"{inputs.case.name}, against float64")
-        results.append(Result(inputs.case.name, inputs.q.shape[0], _backends(inputs), costs, _accuracy(inputs)))
-    return results
-
-
-def _accuracy(inputs: Inputs) -> Accuracy:
-    """The errors, judged by what rounding takes if there is one key.
-
-    One key, as of an alignment of one sequence, has the weight 1. The gradients of q and k are then 0, and what is left of
-    them is rounding, which has no relative error.
-    """
-    found = measure.accuracy(inputs)
-    if not found.beyond or inputs.k.shape[-3] > 1:
-        return found
-    part = first_rows(inputs, found.rows)
-    beyond = [
-        f"{inputs.case.name}: {value}: relative error {error:.1e}, allowed {allowed:.1e}"
-        for value, error, allowed in excess(part, testing.run(part), testing.oracle(part))
-    ]
-    return dataclasses.replace(found, beyond=beyond)
-
-
-def _backends(inputs: Inputs) -> str:
-    """What `auto` takes, for the forward and, where that is another one, for the backward."""
-    leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
-    given = dataclasses.replace(inputs, **leaves)
-    taken = evoattn.explain(given.q, given.k, given.v, mask=given.mask, pair_bias=given.pair_bias)
-    return f"{taken.backend}, backward {taken.backward_backend}" if taken.backward_backend else taken.backend or "none"
-
-
 def _console() -> Console:
     from rich import console as rich_console
 
@@ -261,45 +215,40 @@ def _console() -> Console:
     return Reported(highlight=False, markup=False, emoji=False, width=_WIDTH)
 
 
-def _print_report(
-    alignment: Alignment,
-    rows: tuple[str, ...],
-    results: list[Result],
-    growth: Growth,
-    device: torch.device,
-    dtype: torch.dtype,
-    busy: str | None,
-    output: Path | None,
-) -> None:
-    console = _console()
-
-    def say(text: RenderableType) -> None:
-        console.print(text, soft_wrap=isinstance(text, str))
-
+def _about(alignment: Alignment, rows: tuple[str, ...], device: torch.device, busy: str | None) -> list[str]:
+    """What was measured, and where."""
     used = f"{len(rows)} sequences x {len(rows[0])} columns"
     if (len(rows), len(rows[0])) != (len(alignment.rows), alignment.length):
         used += f" (of {len(alignment.rows)} x {alignment.length})"
     if alignment.left_out:
         used += f"; {alignment.left_out} without a residue left out"
-    say(f"alignment  {alignment.name}: {used}; query {alignment.query}")
-    say(f"device     {machine.name(device)}; PyTorch {torch.__version__}; evoattn {evoattn.__version__}")
-    if busy:
-        say(f"busy       {busy}")
-    say(f"backend    {'; '.join(sorted({result.backend for result in results}))}")
-    say(f"\nThe four attentions of an Evoformer block, {str(dtype).removeprefix('torch.')}\n")
-    say(_cost_table(results))
-    parts = [f"{result.name}: the first {result.accuracy.rows} of {result.rows} rows" for result in results]
-    whole = all(result.accuracy.rows == result.rows for result in results)
+    return [
+        f"alignment  {alignment.name}: {used}; query {alignment.query}",
+        f"device     {machine.name(device)}; PyTorch {torch.__version__}; evoattn {evoattn.__version__}",
+        *([f"busy       {busy}"] if busy else []),
+    ]
+
+
+def _print_report(about: list[str], found: list[tuple[Problem, int, list[str]]], growth: list[Problem]) -> None:
+    console = _console()
+
+    def say(text: RenderableType) -> None:
+        console.print(text, soft_wrap=isinstance(text, str))
+
+    for line in about:
+        say(line)
+    say(f"backend    {'; '.join(sorted({problem.results[0].backends(', backward ') for problem, _, _ in found}))}")
+    say(f"\nThe four attentions of an Evoformer block, {found[0][0].dtype}\n")
+    say(_cost_table([problem for problem, _, _ in found]))
+    parts = [f"{problem.workload.name}: the first {rows} of {problem.workload.n} rows" for problem, rows, _ in found]
+    whole = all(rows == problem.workload.n for problem, rows, _ in found)
     say("\nErrors: |value - float64| / |float64| over " + ("all rows." if whole else "; ".join(parts) + "."))
-    for result in results:
-        for failure in result.accuracy.beyond:
-            say(f"BEYOND ITS BUDGET  {failure}")
+    for failure in (failure for _, _, beyond in found for failure in beyond):
+        say(f"BEYOND ITS BUDGET  {failure}")
     say("\nTriangle attention of L x L pairs, forward + backward, against length L\n")
     say(_growth_table(growth))
-    for name, why in growth.stopped.items():
+    for name, why in sweep.stops(growth).items():
         say(f"{name} was not run {why}")
-    if output is not None:
-        say(f"\npicture    {os.fspath(output)}")
 
 
 def _table(*columns: str) -> Table:
@@ -312,32 +261,36 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _cost_table(results: list[Result]) -> Table:
+def _cell(number: float | None, words: str = "{:.1f}") -> str:
+    return "-" if number is None else words.format(number)
+
+
+def _numbers(result: Result | None, *names: str) -> list[float | None]:
+    """Milliseconds of passes, then the peak memory in MiB; None for what was not measured."""
+    if result is None:
+        return [None] * (len(names) + 1)
+    times = [result.times[name].median_ms if name in result.times else None for name in names]
+    return [*times, None if result.peak_bytes is None else result.peak_bytes / 2**20]
+
+
+def _cost_table(problems: list[Problem]) -> Table:
     table = _table("attention", "by", "forward\nms", "backward\nms", "peak\nMiB", "output\nerror", "gradient\nerror")
     table.columns[1].justify = "left"
-    for result in results:
-        for name, cost in result.costs.items():
-            cells = ("-", "-", cost) if isinstance(cost, str) else _cells(cost)
-            errors = (f"{result.accuracy.output[name]:.1e}", f"{result.accuracy.gradients[name]:.1e}")
-            table.add_row(result.name, name, *cells, *errors, style=None if name == "evoattn" else "dim")
+    for problem in problems:
+        for result in problem.results:
+            cells = ["-", "-", result.reason] if result.reason else map(_cell, _numbers(result, "forward", "backward"))
+            errors = [result.errors["o"], max(error for name, error in result.errors.items() if name.startswith("d"))]
+            style = None if result.ours else "dim"
+            table.add_row(problem.workload.name, result.name, *cells, *(f"{x:.1e}" for x in errors), style=style)
     return table
 
 
-def _cells(cost: Cost) -> tuple[str, str, str]:
-    return f"{cost.forward * 1e3:.1f}", f"{cost.backward * 1e3:.1f}", f"{cost.peak / 2**20:.1f}"
-
-
-def _growth_table(growth: Growth) -> Table:
+def _growth_table(growth: list[Problem]) -> Table:
     table = _table("length", "evoattn\nms", "dense\nms", "speed-up", "evoattn\npeak MiB", "dense\npeak MiB", "memory of\ndense")
-    for length in growth.lengths:
-        ours, dense = (growth.costs[name].get(length) for name in ("evoattn", "dense"))
-        table.add_row(
-            str(length),
-            f"{ours.seconds * 1e3:.1f}" if ours else "-",
-            f"{dense.seconds * 1e3:.1f}" if dense else "-",
-            f"{dense.seconds / ours.seconds:.1f} x" if ours and dense else "",
-            f"{ours.peak / 2**20:.1f}" if ours else "-",
-            f"{dense.peak / 2**20:.1f}" if dense else "-",
-            f"{100 * ours.peak / dense.peak:.0f} %" if ours and dense else "",
-        )
+    for problem in growth:
+        (ours, our_peak), (dense, dense_peak) = (_numbers(problem.result(name), "both") for name in ("evoattn", "dense"))
+        faster = f"{dense / ours:.1f} x" if ours and dense else ""
+        share = f"{100 * our_peak / dense_peak:.0f} %" if our_peak and dense_peak else ""
+        peaks = (_cell(our_peak), _cell(dense_peak), share)
+        table.add_row(str(problem.workload.length), _cell(ours), _cell(dense), faster, *peaks)
     return table

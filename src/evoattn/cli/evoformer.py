@@ -18,7 +18,7 @@ from torch import Tensor
 from evoattn.cli.alignment import RESIDUES
 from evoattn.testing import Case, Inputs
 
-__all__ = ["CHANNELS", "MSA_HEADS", "TRIANGLE_HEADS", "Embedding", "attentions", "embed", "first_rows", "triangle_start"]
+__all__ = ["CHANNELS", "MSA_HEADS", "TRIANGLE_HEADS", "Embedding", "attentions", "embed", "triangle_start"]
 
 MSA_HEADS, TRIANGLE_HEADS, CHANNELS = 8, 4, 32
 _MSA_WIDTH, _PAIR_WIDTH = 256, 128
@@ -88,20 +88,13 @@ def triangle_start(embedding: Embedding, dtype: torch.dtype) -> Inputs:
     return _triangle("triangle, start node", embedding, embedding.z, dtype, embedding.seed + 3)
 
 
-def first_rows(inputs: Inputs, rows: int) -> Inputs:
-    """The same attention on its first rows n."""
-    cut = {name: getattr(inputs, name)[:rows] for name in ("q", "k", "v", "do")}
-    mask = None if inputs.mask is None else inputs.mask[:rows]
-    return dataclasses.replace(inputs, mask=mask, **cut)
-
-
 def _triangle(name: str, embedding: Embedding, z: Tensor, dtype: torch.dtype, seed: int) -> Inputs:
     mask = embedding.known.expand(z.shape[:2])
     return _inputs(name, z, z, mask, TRIANGLE_HEADS, dtype, seed)
 
 
 def _inputs(name: str, x: Tensor, z: Tensor | None, mask: Tensor, heads: int, dtype: torch.dtype, seed: int) -> Inputs:
-    """q, k, v `[n,l,h,d]` from x `[n,l,width]` (any strides, never copied), pair bias `[h,q,k]` as a permuted linear of z."""
+    """q, k, v `[1,n,l,h,d]` from x `[n,l,width]` of any strides; pair bias `[1,1,h,q,k]`, a permuted linear of z."""
     rng = torch.Generator().manual_seed(seed)
     n, length = x.shape[:2]
 
@@ -109,20 +102,10 @@ def _inputs(name: str, x: Tensor, z: Tensor | None, mask: Tensor, heads: int, dt
         weight = torch.randn(outputs, source.shape[-1], generator=rng, dtype=torch.float32) * source.shape[-1] ** -0.5
         return F.linear(source, weight.to(source.device)).to(dtype)
 
-    q, k, v = (linear(x, heads * CHANNELS).view(n, length, heads, CHANNELS) for _ in range(3))
-    pair_bias = None if z is None else linear(z, heads).permute(2, 0, 1)
+    q, k, v = (linear(x, heads * CHANNELS).view(1, n, length, heads, CHANNELS) for _ in range(3))
+    pair_bias = None if z is None else linear(z, heads).permute(2, 0, 1)[None, None]
     noise = torch.Generator(x.device).manual_seed(seed)
-    case = Case(
-        name=name, lead=(), n=n, h=heads, lq=length, lk=length, d=CHANNELS, dtype=dtype, gradients=("q", "k", "v", "pair_bias")
-    )
-    return Inputs(
-        case=case,
-        q=q,
-        k=k,
-        v=v,
-        mask=mask,
-        mask_bias=None,
-        pair_bias=pair_bias,
-        do=torch.randn(q.shape, generator=noise, dtype=torch.float32, device=x.device).to(dtype),
-        dlse=None,
-    )
+    do = torch.randn(q.shape, generator=noise, dtype=torch.float32, device=x.device).to(dtype)
+    gradients = ("q", "k", "v", "pair_bias")
+    case = Case(name=name, n=n, h=heads, lq=length, lk=length, d=CHANNELS, dtype=dtype, gradients=gradients)
+    return Inputs(case, q, k, v, mask[None], None, pair_bias, do, None)

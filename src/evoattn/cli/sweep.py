@@ -1,22 +1,33 @@
-"""Triangle attention at growing lengths, until the length, the memory or the patience ends."""
+"""What the demo measures, by the contenders, the clock and the memory of the benchmark."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
+from typing import Any
 
 import torch
 
-from evoattn.bench.memory import too_much
-from evoattn.cli import measure
+import evoattn
+from evoattn import testing
+from evoattn.bench import attentions
+from evoattn.bench.clock import Clock, clock_for
+from evoattn.bench.contender import Contender, Runner
+from evoattn.bench.memory import peak_bytes, too_much
+from evoattn.bench.peers import PEERS, backend_peer
+from evoattn.bench.reasons import one_line, out_of_memory
+from evoattn.bench.record import Problem, Result, Timing
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, embed, triangle_start
-from evoattn.cli.measure import IMPLEMENTATIONS, Cost
 from evoattn.cli.terminal import Step
+from evoattn.testing import Inputs
+from evoattn.testing.oracle import budgets, excess
+from evoattn.workloads import Workload, workload
 
-__all__ = ["Growth", "Size", "run", "tiled"]
+__all__ = ["CONTENDERS", "Size", "four_attentions", "growth", "stops", "tiled"]
 
-_PATIENCE = {"evoattn": 60.0, "dense": 8.0}
+CONTENDERS = (backend_peer("auto", "evoattn"), PEERS["dense"])
+
+_PATIENCE_S = {"evoattn": 60.0, "dense": 8.0}
 """Seconds that one forward + backward may take; more is not begun."""
 
 _LEAST_PASSES = 2
@@ -24,6 +35,9 @@ _LEAST_PASSES = 2
 
 _INPUT_BYTES_A_PAIR = 3 * 4 * 128 + 8 * 4 * TRIANGLE_HEADS * CHANNELS
 """Embedding in float32 with its temporaries; q, k, v, the cotangent, the output and three gradients."""
+
+_ORACLE_SCORES = 12 << 20
+"""Scores of the float64 truth; 12 Mi of them take under a second and half a gigabyte on two CPU cores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +47,7 @@ class Size:
     Args:
         sequences, columns: the part of the alignment that is used, from the first.
         lengths: of the sweep.
-        repeats, seconds: how often the time of a call is measured, and after how long no more.
+        repeats, seconds: how often the time of a pass is measured, and after how long no more.
         patience: seconds for the whole sweep, or None for as long as it takes.
     """
 
@@ -45,19 +59,74 @@ class Size:
     patience: float | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Growth:
-    """Costs by implementation and length.
+def measured(contender: Contender, inputs: Inputs, passes: tuple[str, ...], size: Size, clock: Clock) -> Result:
+    """Time and peak memory; or why there are none. The run that measures memory is the warm-up of those that measure time."""
+    result = Result(contender.name)
+    device, needed = inputs.q.device, contender.score_copies * attentions.scores_of(inputs) * inputs.q.element_size()
+    if reason := too_much(int(needed), device):
+        result.without_time("left out", f"needs {reason}")
+        return result
+    try:
+        runner = Runner(contender, inputs)
+        result.peak_bytes = peak_bytes(runner.both, device)
+        for name in passes:
+            runner.prepare(name, clock.lead + 1)
+            begun = clock.now()
+            samples = [1e3 * clock.calls(runner.call(name), 1)]
+            while len(samples) < size.repeats and clock.now() - begun < size.seconds * (3 if len(samples) < 3 else 1):
+                samples.append(1e3 * clock.calls(runner.call(name), 1))
+            result.times[name] = Timing.of(samples)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        result.without_time("left out", one_line(error))
+    return result
 
-    Args:
-        lengths: all that were asked for.
-        costs: what was measured.
-        stopped: for an implementation that did not go through all lengths, from which length and why.
+
+def four_attentions(found: list[Inputs], size: Size, step: Step) -> list[tuple[Problem, int, list[str]]]:
+    """Each attention measured, the rows n that it was compared with float64 on, and what of evoattn is beyond its budget."""
+    made = []
+    for inputs in found:
+        case = inputs.case
+        sizes = (1, case.n, case.h, case.lq, case.lk, case.d)
+        shape = Workload(case.name, *sizes, True, inputs.pair_bias is not None, "")
+        problem = Problem(shape, str(case.dtype).removeprefix("torch."), attentions.io_bytes(inputs))
+        for contender in CONTENDERS:
+            step(f"{case.name}, {contender.name}")
+            problem.results.append(measured(contender, inputs, ("forward", "backward"), size, clock_for(inputs.q.device)))
+        step(f"{case.name}, against float64")
+        made.append((problem, *_accuracy(inputs, problem)))
+    return made
+
+
+def _accuracy(inputs: Inputs, problem: Problem) -> tuple[int, list[str]]:
+    """Give the results their errors on the first rows, as many as the oracle has room for.
+
+    One key, as of an alignment of one sequence, has the weight 1. The gradients of q and k are then 0, and what is left of
+    them is rounding, which has no relative error: they are judged by what rounding takes.
     """
+    _, n, length, heads, _ = inputs.q.shape
+    rows = max(1, min(n, _ORACLE_SCORES // (heads * length * length)))
+    part = attentions.first_rows(inputs, slice(0, rows))
+    expected, found = testing.oracle(part), testing.run(part)
+    ours, dense = problem.results
+    ours.errors, allowed = testing.errors(found, expected), budgets(part, found, expected)
+    runner = Runner(CONTENDERS[1], part)
+    dense.errors = runner.forward_error(expected.values) | runner.gradient_errors(expected.values)
+    beyond = [(name, error, allowed[name]) for name, error in ours.errors.items() if not error <= allowed[name]]
+    if beyond and length == 1:
+        beyond = excess(part, found, expected)
+    ours.backend, ours.backward_backend = _backends(inputs)
+    words = "{}: {}: relative error {:.1e}, allowed {:.1e}"
+    return rows, [words.format(inputs.case.name, *one) for one in beyond]
 
-    lengths: tuple[int, ...]
-    costs: dict[str, dict[int, Cost]]
-    stopped: dict[str, str]
+
+def _backends(inputs: Inputs) -> tuple[str, str]:
+    """What `auto` takes for the forward and, if that is another one, for the backward."""
+    leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
+    given = dataclasses.replace(inputs, **leaves)
+    taken = evoattn.explain(given.q, given.k, given.v, mask=given.mask, pair_bias=given.pair_bias)
+    return taken.backend or "none", taken.backward_backend or ""
 
 
 def tiled(query: str, length: int) -> str:
@@ -65,46 +134,43 @@ def tiled(query: str, length: int) -> str:
     return (query * -(-length // len(query)))[:length]
 
 
-def run(query: str, size: Size, seed: int, device: torch.device, dtype: torch.dtype, step: Step) -> Growth:
-    """Measure every implementation at every length; one that cannot go on is dropped from there."""
-    growth = Growth(size.lengths, {name: {} for name in IMPLEMENTATIONS}, {})
-    end = math.inf if size.patience is None else time.perf_counter() + size.patience
+def growth(query: str, size: Size, seed: int, device: torch.device, dtype: torch.dtype, step: Step) -> list[Problem]:
+    """Triangle attention at growing lengths; a contender that cannot go on is dropped from there, with the reason."""
+    clock = clock_for(device)
+    end = math.inf if size.patience is None else clock.now() + size.patience
+    problems: list[Problem] = []
     for length in size.lengths:
-        for name, attention in IMPLEMENTATIONS.items():
-            if name in growth.stopped:
+        problem = Problem(workload(f"tri{length}"), str(dtype).removeprefix("torch."), None)
+        for contender in CONTENDERS:
+            if contender.name in stops(problems):
                 continue
-            step(f"triangle, L = {length}, {name}")
-            seconds = _expected_seconds(length, growth.costs[name])
-            why = _too_long(name, seconds, end - time.perf_counter()) or _too_much_memory(name, length, device, dtype)
+            step(f"triangle, L = {length}, {contender.name}")
+            why = _cannot_go_on(contender, problem.workload, problems, end - clock.now(), device, dtype)
             if why is None:
-                try:
-                    inputs = triangle_start(embed((tiled(query, length),), seed, device), dtype)
-                    growth.costs[name][length] = measure.cost(attention, inputs, repeats=size.repeats, seconds=size.seconds)
-                except torch.OutOfMemoryError:
-                    why = "it ran out of GPU memory"
-                    torch.cuda.empty_cache()
-            if why is not None:
-                growth.stopped[name] = f"at L = {length}: {why}"
-    return growth
+                inputs = triangle_start(embed((tiled(query, length),), seed, device), dtype)
+                problem.results.append(measured(contender, inputs, ("both",), size, clock))
+            else:
+                problem.results.append(Result(contender.name, "left out", why))
+        problems.append(problem)
+    return problems
 
 
-def _expected_seconds(length: int, costs: dict[int, Cost]) -> float:
-    """Of one forward + backward: as many more as there are scores than in the longest measured; 0 before the first."""
-    longest = max(costs, default=length)
-    return costs[longest].seconds * (length / longest) ** 3 if costs else 0.0
+def stops(problems: list[Problem]) -> dict[str, str]:
+    """For each contender that did not go through all lengths, from which length on and why."""
+    return {r.name: f"at L = {p.workload.length}: {r.reason}" for p in problems for r in p.results if r.reason}
 
 
-def _too_long(name: str, seconds: float, left: float) -> str | None:
-    if seconds > _PATIENCE[name]:
+def _cannot_go_on(
+    contender: Contender, asked: Workload, before: list[Problem], left_s: float, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why a length is not begun. A pass is expected to take as many times as long as the last as there are scores more."""
+    seconds = 0.0
+    if before and (last := before[-1].result(contender.name)) and "both" in last.times:
+        seconds = last.times["both"].median_ms / 1e3 * asked.scores / before[-1].workload.scores
+    if seconds > _PATIENCE_S[contender.name]:
         return f"it would take about {seconds:.0f} s a pass"
-    if _LEAST_PASSES * seconds > left:
+    if _LEAST_PASSES * seconds > left_s:
         return "the time of the demo is over; --max-length gives it more"
-    return None
-
-
-def _too_much_memory(name: str, length: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    needed = _INPUT_BYTES_A_PAIR * length**2
-    if name == "dense":
-        needed += measure.DENSE_SCORE_COPIES * TRIANGLE_HEADS * length**3 * dtype.itemsize
+    needed = _INPUT_BYTES_A_PAIR * asked.length**2 + int(contender.score_copies) * asked.scores * dtype.itemsize
     reason = too_much(needed, device)
     return f"it would take {reason}" if reason else None

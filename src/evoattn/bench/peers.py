@@ -49,22 +49,23 @@ def _evoattn(inputs: Inputs, backend: str, config: Config | None) -> Prepared:
     return Prepared(attend, (q, k, v, pair_bias), _same, _same)
 
 
-def _rows_first(inputs: Inputs) -> tuple[Layout, Layout]:
-    """`[b,n,l,h,d]` <-> contiguous `[b*n,h,l,d]`."""
-    b, n = inputs.q.shape[:2]
-    return (
-        lambda x: x.flatten(0, 1).transpose(1, 2).contiguous(),
-        lambda x: x.transpose(1, 2).unflatten(0, (b, n)),
-    )
-
-
 def _rows_viewed(inputs: Inputs) -> tuple[Layout, Layout]:
     """`[b,n,l,h,d]` <-> `[b*n,h,l,d]`, both as views."""
     b, n = inputs.q.shape[:2]
-    return (
-        lambda x: x.flatten(0, 1).transpose(1, 2),
-        lambda x: x.transpose(1, 2).unflatten(0, (b, n)),
-    )
+    return lambda x: x.flatten(0, 1).transpose(1, 2), lambda x: x.transpose(1, 2).unflatten(0, (b, n))
+
+
+def _rows_first(inputs: Inputs) -> tuple[Layout, Layout]:
+    """`[b,n,l,h,d]` <-> contiguous `[b*n,h,l,d]`."""
+    view, back = _rows_viewed(inputs)
+    return lambda x: view(x).contiguous(), back
+
+
+def _prepared(
+    inputs: Inputs, compute: Callable[..., Tensor], layouts: tuple[Layout, Layout], pair_bias: Tensor | None
+) -> Prepared:
+    """A computation of q, k and v in a library's layout, and of this pair bias."""
+    return Prepared(compute, (*map(layouts[0], (inputs.q, inputs.k, inputs.v)), pair_bias), *layouts)
 
 
 def _heads_inside(x: Tensor) -> Tensor:
@@ -83,14 +84,13 @@ def _all_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _key_bias(inputs: Inputs, masked: float = -torch.inf) -> Tensor | None:
-    """The mask as an additive bias `[b,n,k]` in q's dtype."""
-    return None if inputs.mask is None else torch.where(inputs.mask, 0.0, masked).to(inputs.q.dtype)
+    """The mask as an additive bias `[b,n,1,1,k]` in q's dtype."""
+    return None if inputs.mask is None else torch.where(inputs.mask, 0.0, masked).to(inputs.q.dtype)[:, :, None, None]
 
 
 def _finite_key_bias(inputs: Inputs) -> Tensor | None:
-    """The mask as models add it, `[b,n,1,1,k]`: a large finite number, since kernels subtract the maximum of a tile."""
-    bias = _key_bias(inputs, -6e4 if inputs.q.dtype == torch.float16 else -1e9)
-    return None if bias is None else bias[:, :, None, None, :]
+    """The mask as models add it: a large finite number, since kernels subtract the maximum of a tile."""
+    return _key_bias(inputs, -6e4 if inputs.q.dtype == torch.float16 else -1e9)
 
 
 def _heads_of_query(x: Tensor, q: Tensor) -> Tensor:
@@ -113,14 +113,12 @@ def _dense(inputs: Inputs, compiled: bool) -> Prepared:
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
         s = torch.matmul(q * scale, k.transpose(-1, -2))  # [b,n,h,q,k]
         if key_bias is not None:
-            s += key_bias[:, :, None, None, :]
+            s += key_bias
         if pair_bias is not None:
             s += pair_bias
         return torch.matmul(torch.softmax(s, -1), v)
 
-    run = _compile(attend) if compiled else attend
-    tensors = (*map(_heads_inside, (inputs.q, inputs.k, inputs.v)), inputs.pair_bias)
-    return Prepared(run, tensors, _heads_inside, _heads_outside)
+    return _prepared(inputs, _compile(attend) if compiled else attend, (_heads_inside, _heads_outside), inputs.pair_bias)
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +131,7 @@ def _flex(inputs: Inputs) -> Prepared:
 
     n = inputs.q.shape[1]
     mask_bias = _key_bias(inputs)
-    key_bias = None if mask_bias is None else mask_bias.flatten(0, 1)
+    key_bias = None if mask_bias is None else mask_bias[:, :, 0, 0].flatten(0, 1)
     compiled = _compile(flex_attention)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
@@ -147,14 +145,13 @@ def _flex(inputs: Inputs) -> Prepared:
         out: Tensor = compiled(q, _all_heads(k, q), _all_heads(v, q), score_mod=score_mod)
         return out
 
-    to_library, from_library = _rows_first(inputs)
-    return Prepared(attend, (*map(to_library, (inputs.q, inputs.k, inputs.v)), inputs.pair_bias), to_library, from_library)
+    return _prepared(inputs, attend, _rows_first(inputs), inputs.pair_bias)
 
 
 def _sdpa(inputs: Inputs) -> Prepared:
     """The biases are summed and expanded at each call, since the pair bias is another one in each block of a model."""
     mask_bias = _key_bias(inputs)
-    key_bias = None if mask_bias is None else mask_bias.flatten(0, 1)[:, None, None, :]
+    key_bias = None if mask_bias is None else mask_bias.flatten(0, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
         rows, h, lq, _ = q.shape
@@ -166,21 +163,18 @@ def _sdpa(inputs: Inputs) -> Prepared:
             bias = bias.expand(rows, h, lq, -1)
         return torch.nn.functional.scaled_dot_product_attention(q, _all_heads(k, q), _all_heads(v, q), attn_mask=bias)
 
-    to_library, from_library = _rows_first(inputs)
-    return Prepared(attend, (*map(to_library, (inputs.q, inputs.k, inputs.v)), inputs.pair_bias), to_library, from_library)
+    return _prepared(inputs, attend, _rows_first(inputs), inputs.pair_bias)
 
 
 def _flash(inputs: Inputs) -> Prepared:
     """torch's FlashAttention without any bias: another, easier problem, as a bound."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out: Tensor = torch.nn.functional.scaled_dot_product_attention(q, _all_heads(k, q), _all_heads(v, q))
-        return out
+            return torch.nn.functional.scaled_dot_product_attention(q, _all_heads(k, q), _all_heads(v, q))
 
-    to_library, from_library = _rows_viewed(inputs)
-    return Prepared(attend, (*map(to_library, (inputs.q, inputs.k, inputs.v)), None), to_library, from_library)
+    return _prepared(inputs, attend, _rows_viewed(inputs), None)
 
 
 def _cuequivariance(inputs: Inputs) -> Prepared:
@@ -194,13 +188,11 @@ def _cuequivariance(inputs: Inputs) -> Prepared:
         else inputs.pair_bias.float()
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:
         k, v = (_all_heads(x, q).contiguous() for x in (k, v))
-        out: Tensor = triangle_attention(q, k, v, bias if pair_bias is None else pair_bias, mask)
-        return out
+        return triangle_attention(q, k, v, bias if pair_bias is None else pair_bias, mask)
 
-    pair = None if inputs.pair_bias is None else bias
-    return Prepared(attend, (*map(_heads_inside, (inputs.q, inputs.k, inputs.v)), pair), _heads_inside, _heads_outside)
+    return _prepared(inputs, attend, (_heads_inside, _heads_outside), None if inputs.pair_bias is None else bias)
 
 
 def _trifast(inputs: Inputs) -> Prepared:
@@ -211,18 +203,11 @@ def _trifast(inputs: Inputs) -> Prepared:
         raise RefusesError("takes triangles alone: a pair bias and N = L")
     masked = torch.zeros(b, n, lq, dtype=torch.bool, device=inputs.q.device) if inputs.mask is None else ~inputs.mask
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
-        out: Tensor = triangle_attention(q, k, v, pair_bias, masked)
-        return out
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:
+        return triangle_attention(q, k, v, pair_bias, masked)
 
-    def to_library(x: Tensor) -> Tensor:
-        return x.permute(0, 3, 1, 2, 4).contiguous()
-
-    def from_library(x: Tensor) -> Tensor:
-        return x.permute(0, 2, 3, 1, 4)
-
-    tensors = (*map(to_library, (inputs.q, inputs.k, inputs.v)), inputs.pair_bias[:, 0].contiguous())
-    return Prepared(attend, tensors, to_library, from_library)
+    layouts = (lambda x: x.permute(0, 3, 1, 2, 4).contiguous(), lambda x: x.permute(0, 2, 3, 1, 4))
+    return _prepared(inputs, attend, layouts, inputs.pair_bias[:, 0].contiguous())
 
 
 def _deepspeed(inputs: Inputs) -> Prepared:
@@ -238,10 +223,9 @@ def _deepspeed(inputs: Inputs) -> Prepared:
     _refuse(reasons)
     key_bias = _finite_key_bias(inputs)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:
         k, v = (_heads_of_query(x, q) for x in (k, v))
-        out: Tensor = DS4Sci_EvoformerAttention(q, k, v, [key_bias, pair_bias])
-        return out
+        return DS4Sci_EvoformerAttention(q, k, v, [key_bias, pair_bias])
 
     return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), _same, _same)
 
@@ -258,10 +242,9 @@ def _openfold3(inputs: Inputs) -> Prepared:
     key_bias = inputs.q.new_zeros(b, n, 1, 1, lq) if given is None else given
     zeros = inputs.q.new_zeros(b, 1, h, lq, lq) if inputs.pair_bias is None else None
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:
         k, v = (_heads_of_query(x, q) for x in (k, v))
-        out: Tensor = TritonEvoformer(q, k, v, key_bias, zeros if pair_bias is None else pair_bias, pair_bias is not None)
-        return out
+        return TritonEvoformer(q, k, v, key_bias, zeros if pair_bias is None else pair_bias, pair_bias is not None)
 
     return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), _same, _same)
 
@@ -289,14 +272,13 @@ def _turbopairformer(inputs: Inputs) -> Prepared:
     from turbopairformer import is_triangle_attention_supported, turbo_attention
 
     mask_bias = _key_bias(inputs)
-    key_bias = None if mask_bias is None else mask_bias[:, :, None, None, :].float()
+    key_bias = None if mask_bias is None else mask_bias.float()
     q, k, v = map(_heads_inside, (inputs.q, inputs.k, inputs.v))
     supported, reason = is_triangle_attention_supported(q, k, v, key_bias, inputs.pair_bias)
     _refuse([(not supported, reason)])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
-        out: Tensor = turbo_attention(q, k, v, res_mask=key_bias, pair_bias=pair_bias)
-        return out.transpose(2, 3)
+        return turbo_attention(q, k, v, res_mask=key_bias, pair_bias=pair_bias).transpose(2, 3)  # type: ignore[no-any-return]
 
     return Prepared(attend, (q, k, v, inputs.pair_bias), _heads_outside, _heads_outside)
 
@@ -312,9 +294,7 @@ PEERS: dict[str, Contender] = {
         Contender("openfold3", "OpenFold-3, Triton", _openfold3),
         Contender("sdpa", "SDPA, bias expanded", _sdpa, score_copies=3),
         Contender("dense", "dense torch", functools.partial(_dense, compiled=False), score_copies=4),
-        Contender(
-            "dense_compiled", "dense torch, compiled", functools.partial(_dense, compiled=True), score_copies=4, compiles=True
-        ),
+        Contender("dense_compiled", "dense torch, compiled", functools.partial(_dense, compiled=True), 4, compiles=True),
         Contender("cudnn_unmasked", "cuDNN, no mask", _cudnn, leaves_out="mask"),
         Contender("flash_unbiased", "torch flash kernel, no bias", _flash, leaves_out="biases"),
     )

@@ -27,10 +27,8 @@ _SURE_SHARE = 0.25
 """Of the time that the float64 truth may take: after so much of it, what it will take in all is known well enough."""
 
 
-class Progress(Protocol):
-    """Told before each step what is about to be done."""
-
-    def __call__(self, problem: int, problems: int, what: str) -> None: ...
+Progress = Callable[[int, int, str], None]
+"""Told before each step the number of the problem, from 1, how many there are, and what is about to be done."""
 
 
 class Kind(Protocol):

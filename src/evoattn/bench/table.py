@@ -5,24 +5,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-from collections.abc import Iterable
 
 from evoattn.bench.layers import WAYS
 from evoattn.bench.peers import PEERS
-from evoattn.bench.record import PASSES, TIMED, Problem, Record, Result
+from evoattn.bench.record import TIMED, Problem, Record, Result
 
 __all__ = [
-    "aligned",
-    "as_csv",
-    "as_text",
-    "ceilings",
-    "headline",
-    "markdown",
-    "problem_table",
-    "rate",
-    "roofs",
-    "share",
-    "title",
+    *("aligned", "as_csv", "as_text", "ceilings", "headline", "markdown", "problem_table", "rate", "roofs", "share", "title"),
     "worst_error",
 ]
 
@@ -117,38 +106,24 @@ def _time(result: Result, name: str) -> str:
     return f"{time.median_ms:.{digits}f} ±{50 * time.spread_ms / time.median_ms:.0f}%"
 
 
-def problem_table(problem: Problem, passes: Iterable[str] = TIMED) -> list[list[str]]:
+def problem_table(problem: Problem) -> list[list[str]]:
     """Rows of cells, the head first: one row a contender; without a time, the reason fills the last cell."""
-    passes = [name for name in passes if any(name in result.times for result in problem.results)]
-    on_gpu = any(result.host_us for result in problem.results)
-    hosted = [name for name in passes if name in PASSES and on_gpu]
-    host = [f"host {name} µs" for name in hosted]
-    rows = [
-        [
-            "",
-            *(f"{name.replace('_', ' ')} ms" for name in passes),
-            "10⁹ scores/s",
-            *host,
-            "first call s",
-            "peak MiB",
-            "worst error",
-            "",
-        ]
-    ]
+    passes = [name for name in TIMED if any(name in result.times for result in problem.results)]
+    hosted = [name for name in passes if any(name in result.host_us for result in problem.results)]
+    times, hosts = [f"{name.replace('_', ' ')} ms" for name in passes], [f"host {name} µs" for name in hosted]
+    rows = [["", *times, "10⁹ scores/s", *hosts, "first call s", "peak MiB", "worst error", ""]]
     for result in problem.results:
         speed = rate(problem, result, "forward")
+        cells = ["-"] * (len(rows[0]) - 2)
         if result.times or result.errors:
-            peak = None if result.peak_bytes is None else result.peak_bytes / 2**20
             cells = [
                 *(_time(result, name) for name in passes),
                 _number(speed, ",.3g" if speed is not None and speed < 100 else ",.0f"),
                 *(_number(result.host_us.get(name), ",.0f") for name in hosted),
                 _number(result.first_call_s, ".2f"),
-                _number(peak, ",.1f"),
+                _number(None if result.peak_bytes is None else result.peak_bytes / 2**20, ",.1f"),
                 _number(worst_error(result), ".1e"),
             ]
-        else:
-            cells = ["-"] * (len(rows[0]) - 2)
         reason = f"{result.status}: {result.reason}" if result.reason else ""
         note = f"backend {result.backends(', backward ')}" if result.name == "evoattn" and result.backend else ""
         rows.append([title(result.name), *cells, "; ".join(filter(None, (note, reason)))])
@@ -221,38 +196,22 @@ def as_csv(record: Record) -> str:
     """One line a contender, problem and pass; a contender without a time has one line with its reason."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    sizes = ("name", "b", "n", "h", "kv_heads", "lq", "lk", "d", "key_mask", "pair_bias")
-    columns = ("median_ms", "spread_ms", "rounds", "host_us", "first_call_s", "peak_bytes")
-    errors = [f"error_{name}" for name in _ERRORS]
-    writer.writerow(
-        [
-            "workload",
-            *sizes[1:],
-            "dtype",
-            "scores",
-            "by",
-            "backend",
-            "backward_backend",
-            "status",
-            "pass",
-            *columns,
-            *errors,
-            "reason",
-        ]
-    )
+    sizes = ("b", "n", "h", "kv_heads", "lq", "lk", "d", "key_mask", "pair_bias")
+    facts = ("dtype", "scores", "by", "backend", "backward_backend", "status", "pass")
+    numbers = ("median_ms", "spread_ms", "rounds", "host_us", "first_call_s", "peak_bytes")
+    writer.writerow(["workload", *sizes, *facts, *numbers, *(f"error_{name}" for name in _ERRORS), "reason"])
     for problem in record.problems:
-        workload = [getattr(problem.workload, name) for name in sizes]
+        w = problem.workload
         for result in problem.results:
             for name in result.times or [""]:
                 time = result.times.get(name)
-                numbers = [None] * 3 if time is None else [time.median_ms, time.spread_ms, len(time.samples_ms) or None]
+                times = [None] * 3 if time is None else [time.median_ms, time.spread_ms, len(time.samples_ms) or None]
                 writer.writerow(
                     [
-                        *(*workload, problem.dtype, problem.workload.scores),
+                        *(w.name, *(getattr(w, size) for size in sizes), problem.dtype, w.scores),
                         *(result.name, result.backend, result.backward_backend, result.status, name),
-                        *(*numbers, result.host_us.get(name), result.first_call_s, result.peak_bytes),
-                        *(result.errors.get(error) for error in _ERRORS),
-                        result.reason,
+                        *(*times, result.host_us.get(name), result.first_call_s, result.peak_bytes),
+                        *(*(result.errors.get(error) for error in _ERRORS), result.reason),
                     ]
                 )
     return text.getvalue()

@@ -6,27 +6,16 @@ import argparse
 import contextlib
 import errno
 import importlib.util
+import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 __all__ = [
-    "Count",
-    "RefusedError",
-    "Step",
-    "WholeNumber",
-    "check_output",
-    "count_progress",
-    "need_extra",
-    "problem_progress",
-    "progress",
-    "try_to_write_in",
+    *("Count", "RefusedError", "Step", "WholeNumber", "check_output", "count_progress", "need_extra", "problem_progress"),
+    *("progress", "try_to_write_in"),
 ]
 
 
@@ -90,65 +79,60 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
     return output
 
 
-def _counted_bar() -> Progress:
-    """A bar that shows how many steps of all are done, the time and what is going on; it goes away at the end."""
+Bar = Callable[[int, "int | None", str], None]
+"""Told how many steps are done, of how many (None if time decides), and what is going on."""
+
+
+@contextlib.contextmanager
+def _bar(*, elapsed: bool = True) -> Iterator[Bar | None]:
+    """A bar on stderr that goes away at the end; None without a terminal or without rich, if lines are printed instead."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield None
+        return
+
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), *([TimeElapsedColumn()] if elapsed else []))
+    what = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, what, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, what: bar.update(task, total=total, completed=done, description=what)
 
 
-class Step(Protocol):
-    """Called before each step of a long run with what is about to be done."""
+def _print(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
 
-    def __call__(self, what: str) -> None: ...
+
+Step = Callable[[str], None]
+"""Called before each step of a long run with what is about to be done."""
 
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Step]:
-    """A progress bar on stderr where that is a terminal, and one plain line a step where it is not.
+    """A progress bar on stderr; without a terminal, a line a step.
 
     Args:
         total: how many steps there will be at most.
     """
-    if not sys.stderr.isatty():
-        done = 0
+    numbers = itertools.count()
+    with _bar() as bar:
 
-        def line(what: str) -> None:
-            nonlocal done
-            done += 1
-            print(f"[{done}/{total}] {what}", file=sys.stderr, flush=True)
+        def step(what: str) -> None:
+            done = next(numbers)
+            if bar is None:
+                _print(f"[{done + 1}/{total}] {what}")
+            else:
+                bar(done, total, what)
 
-        yield line
-        return
-
-    with _counted_bar() as bar:
-        task = bar.add_task("starting", total=total)
-        begun = False
-
-        def advance(what: str) -> None:
-            nonlocal begun
-            bar.update(task, advance=1 if begun else 0, description=what)
-            begun = True
-
-        yield advance
-
-
-class ProblemStep(Protocol):
-    """Called before each step of a run over problems, numbered from 1."""
-
-    def __call__(self, problem: int, problems: int, what: str) -> None: ...
+        yield step
 
 
 @contextlib.contextmanager
-def problem_progress(budget_s: float | None) -> Iterator[ProblemStep]:
+def problem_progress(budget_s: float | None) -> Iterator[Callable[[int, int, str], None]]:
     """A bar over problems on stderr with what is being measured and the time left; without a terminal, a line a problem.
+
+    The function is called before each step of a run, with the number of the problem, from 1, and of all problems.
 
     Args:
         budget_s: after which the run ends whatever is left, or None.
@@ -165,33 +149,21 @@ def problem_progress(budget_s: float | None) -> Iterator[ProblemStep]:
             rest = min(rest, budget_s - passed)
         return f"{max(0, round(rest)) // 60}:{max(0, round(rest)) % 60:02d} left"
 
-    def line(problem: int, problems: int, what: str) -> None:
-        nonlocal shown
-        if problem != shown:
-            shown = problem
-            print(f"[{problem}/{problems}] {what.partition(':')[0]}  {left(problem, problems)}", file=sys.stderr, flush=True)
+    with _bar(elapsed=False) as bar:
 
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield line
-        return
+        def step(problem: int, problems: int, what: str) -> None:
+            nonlocal shown
+            if bar is not None:
+                bar(problem - 1, problems, f"{left(problem, problems):>10}  {what}")
+            elif problem != shown:
+                shown = problem
+                _print(f"[{problem}/{problems}] {what.partition(':')[0]}  {left(problem, problems)}")
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def advance(problem: int, problems: int, what: str) -> None:
-            bar.update(task, total=problems, completed=problem - 1, description=f"{left(problem, problems):>10}  {what}")
-
-        yield advance
+        yield step
 
 
-class Count(Protocol):
-    """Called with how many steps are done and what there is to say about them."""
-
-    def __call__(self, done: int, what: str) -> None: ...
+Count = Callable[[int, str], None]
+"""Called with how many steps are done and what there is to say about them."""
 
 
 @contextlib.contextmanager
@@ -203,21 +175,14 @@ def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
         every_s: seconds between two lines.
     """
     shown = time.monotonic()
-
-    def line(done: int, what: str) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= every_s:
-            shown = time.monotonic()
-            print(f"[{done}{'' if total is None else f'/{total}'}] {what}", file=sys.stderr, flush=True)
-
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield line
-        return
-
-    with _counted_bar() as bar:
-        task = bar.add_task("starting", total=total)
+    with _bar() as bar:
 
         def count(done: int, what: str) -> None:
-            bar.update(task, completed=done, description=what)
+            nonlocal shown
+            if bar is not None:
+                bar(done, total, what)
+            elif time.monotonic() - shown >= every_s:
+                shown = time.monotonic()
+                _print(f"[{done}{'' if total is None else f'/{total}'}] {what}")
 
         yield count

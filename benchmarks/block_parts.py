@@ -16,7 +16,6 @@ import contextlib
 import functools
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from evoattn import testing
 from evoattn.bench import machine
 from evoattn.bench.clock import Clock, clock_for
+from evoattn.bench.layers import fill
 from evoattn.bench.memory import peak_bytes
 from evoattn.nn import PairformerBlock
 
@@ -101,9 +101,7 @@ class Example:
     def __init__(self, length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
         block = PairformerBlock(C_S, C_Z)
-        with torch.no_grad():  # a new block adds nothing, which would hide errors
-            for x in block.parameters():
-                x.copy_(x.shape[-1] ** -0.5 * torch.randn_like(x) if x.ndim == 2 else 1 + 0.1 * torch.randn_like(x))
+        fill(block, torch.Generator().manual_seed(0))
         self.block = block.eval().to(device, dtype)
         s, z, ds, dz = (torch.randn(1, *shape) for shape in ((length, C_S), (length, length, C_Z)) * 2)
         self.s, self.z, self.ds, self.dz = (x.to(device, dtype) for x in (s, z, ds, dz))
@@ -188,14 +186,8 @@ def measured(call: Callable[[int], Any], clock: Clock, device: torch.device, rou
     """Milliseconds of a call and of its host, and the peak of its memory in GiB beyond what was held before."""
     call(0)
     found = {"peak_gib": round(peak_bytes(lambda: call(0), device) / 2**30, 3)} if device.type == "cuda" else {}
-    if host:
-        times = []
-        for _ in range(HOST_CALLS):
-            machine.synchronize(device)
-            start = time.perf_counter()
-            call(0)
-            times.append(time.perf_counter() - start)
-        found["host_ms"] = round(1e3 * min(times), 3)
+    if host and (seconds := clock.host_s(call, HOST_CALLS)) is not None:
+        found["host_ms"] = round(1e3 * seconds, 3)
     return found | {"ms": round(milliseconds(call, clock, device, rounds), 4)}
 
 
@@ -216,16 +208,6 @@ def measure(length: int, kind: str, ways: list[str], device: torch.device, round
                 yield case
 
 
-def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[str, Any]:
-    """The record in a file, if there is one; else a fresh one.
-
-    Raises:
-        ValueError: the file holds the record of another machine or commit.
-    """
-    facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
-    return case_records.begun(path, {"schema": SCHEMA, "machine": facts, "errors": {}, "cases": []})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 1024], metavar="N")
@@ -238,7 +220,8 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device(options.device)
     try:
-        record = begun(options.json, device, options.commit)
+        facts = {key: value for key, value in machine.facts(device, options.commit).items() if value is not None}
+        record = case_records.begun(options.json, {"schema": SCHEMA, "machine": facts, "errors": {}, "cases": []})
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for kind in options.dtypes:

@@ -22,14 +22,15 @@ def begun(path: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:
     """The record in a file, if there is one; else the fresh one.
 
     Raises:
-        ValueError: the file holds the record of another machine or commit.
+        ValueError: the file holds the record of another machine or commit, or of other clients.
     """
     if path is None or not path.exists():
         return fresh
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    facts = fresh["machine"]
-    if any(record["machine"].get(key) != facts[key] for key in facts.keys() - {"date"}):
-        raise ValueError(f"{path} is of another machine or commit; name another file")
+    differ = [key for key, value in fresh["machine"].items() if key != "date" and record["machine"].get(key) != value]
+    differ += ["client"] if record.get("clients") != fresh.get("clients") else []
+    if differ:
+        raise ValueError(f"{path} is of another machine or commit ({', '.join(differ)}); name another file")
     return record
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import case_records
 import torch
 from client_cases import CLIENTS, GROUPS, Client
 
@@ -173,22 +174,6 @@ def fresh(device: torch.device, commit: str | None) -> dict[str, Any]:
 _DISTRIBUTIONS = {name: "transformers" if name == "esmfold" else name for name in CLIENTS}
 
 
-def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[str, Any]:
-    """The record in a file, if it is of this machine, these versions and this commit; else a fresh one.
-
-    Raises:
-        ValueError: the file holds another machine's record.
-    """
-    made = fresh(device, commit)
-    if path is None or not path.exists():
-        return made
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    differ = [key for key, value in made["machine"].items() if key != "date" and found["machine"].get(key) != value]
-    if differ or found["clients"] != made["clients"]:
-        raise ValueError(f"{path} is of another {', '.join(differ) or 'client'}; name another file")
-    return found
-
-
 def show(case: dict[str, Any]) -> str:
     """A line for the terminal."""
     words = [f"{case['client']:10}{case['residues']:>5} {case['dtype']:9}{case['pass']:10}"]
@@ -221,7 +206,7 @@ def main() -> int:
         options.groups = [*options.groups, "cuequivariance"]
     start = datetime.datetime.now()
     try:
-        run = Run(options, begun(options.json, torch.device(options.device), options.commit))
+        run = Run(options, case_records.begun(options.json, fresh(torch.device(options.device), options.commit)))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if options.warm:

@@ -102,10 +102,11 @@ def _pairs(mask: Tensor) -> Tensor:
 
 
 def _esmfold(blocks: int) -> nn.Module:
-    from transformers import EsmConfig
     from transformers.models.esm.modeling_esmfold import EsmFoldTriangularSelfAttentionBlock
 
-    config = EsmConfig(vocab_size=33, is_folding_model=True, esmfold_config={}, vocab_list=["<cls>"] * 33).esmfold_config.trunk
+    from clients.esmfold import trunk_config  # of tools/, which pages do without
+
+    config = trunk_config()
     return nn.ModuleList([EsmFoldTriangularSelfAttentionBlock(config) for _ in range(blocks)])
 
 

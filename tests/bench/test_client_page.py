@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import case_records
 import client_blocks
 import client_cases
 import client_page
@@ -120,9 +121,9 @@ def test_a_process_that_dies_before_its_first_way_is_not_tried_again(tmp_path: P
 def test_another_machines_record_is_not_added_to(tmp_path: Path) -> None:
     path = tmp_path / "card.json"
     path.write_text(json.dumps(a_record()))
-    assert client_blocks.begun(path, CPU, "abc")["cases"] == []
+    assert case_records.begun(path, client_blocks.fresh(CPU, "abc"))["cases"] == []
     with pytest.raises(ValueError, match="commit"):
-        client_blocks.begun(path, CPU, "abd")
+        case_records.begun(path, client_blocks.fresh(CPU, "abd"))
 
 
 def narrow(blocks: int) -> torch.nn.Module:

@@ -29,8 +29,8 @@ from evoattn.nn.pair_bias import AdaLN
 from evoattn.workloads import Workload
 
 __all__ = [
-    *("GRAPHS", "PASSES", "ROUNDINGS", "WAYS", "Layer", "contenders", "inputs_of", "io_bytes", "names"),
-    *("scores_of", "too_large", "truth"),
+    *("GRAPHS", "PASSES", "ROUNDINGS", "WAYS", "Layer", "contenders", "fill", "inputs_of", "io_bytes"),
+    *("names", "scores_of", "too_large", "truth"),
 ]
 
 PASSES = ("forward", "both")
@@ -111,6 +111,15 @@ def _shapes(w: Workload, c: int) -> dict[str, tuple[int, ...]]:
     return {"a": (*rows, c), "z": (1, *pairs), **condition}
 
 
+def fill(module: nn.Module, rng: torch.Generator) -> None:
+    """Give a layer random parameters: a new one has an output of 0 and an open gate, which would hide errors."""
+    with torch.no_grad():
+        for name, x in module.named_parameters():
+            noise = torch.randn(x.shape, generator=rng, dtype=torch.float32, device=x.device)
+            gain = x.ndim == 1 and "norm" in name and name.endswith("weight")
+            x.copy_((x.shape[-1] ** -0.5 if x.ndim == 2 else 0.1) * noise + gain)
+
+
 def too_large(workload: Workload, dtype: torch.dtype, device: torch.device) -> str | None:
     """Nothing is foreseen of a layer; its truth is computed in parts."""
     return None
@@ -129,10 +138,7 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
 
     channels = workload.channels or workload.h * workload.d
     module = _module(workload, channels).to(device, torch.float32)
-    with torch.no_grad():  # layers start with an output of 0 and an open gate, which would hide errors
-        for name, x in module.named_parameters():
-            spread = x.shape[-1] ** -0.5 if x.ndim == 2 else 0.1
-            x.copy_(spread * normal(*x.shape) + (1.0 if x.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0))
+    fill(module, rng)
     inputs = {name: normal(*shape).requires_grad_() for name, shape in _shapes(workload, channels).items()}
     first = next(iter(inputs.values()))
     mask = torch.rand(first.shape[:-1], generator=rng, dtype=torch.float32, device=device) < _KEPT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -12,11 +11,12 @@ from torch import Tensor
 import evoattn
 from evoattn.backends import AUTO_ORDER
 from evoattn.bench import attentions
+from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Runner, worst
 from evoattn.bench.peers import backend_peer
-from evoattn.bench.record import Timing
-from evoattn.bench.timing import calls_in_a_round
+from evoattn.bench.record import Result, Timing
+from evoattn.bench.timing import time_in_turn
 from evoattn.problem import Problem
 from evoattn.run.dispatch import refusals
 from evoattn.testing import Inputs
@@ -150,7 +150,8 @@ class _Climb:
         if start.score_bytes:
             start = Config(score_bytes=start.score_bytes)
         builtin = self._runner(None)
-        built_in_ms = best_ms = self._ms(builtin, _ROUNDS)
+        before = after = self._times(_ROUNDS, builtin)[0]
+        best_ms = before.median_ms
         best: Config | None = None
         seen = {start}
         # A search of the forward alone needs no gradient, so it may try what the backward refuses.
@@ -171,29 +172,15 @@ class _Climb:
                 break
             best, best_ms = config, ms
             candidates = [config for config in taken(neighbours(best)) if config not in seen]
-        after = before = Timing(built_in_ms)
         if best is not None:
-            before, after = self._in_turn(builtin, self._runner(best))
+            before, after = self._times(_LAST_ROUNDS, builtin, self._runner(best))
             if after.range_ms[1] >= before.range_ms[0] or before.median_ms / after.median_ms < 1 + _WORTH_KEEPING:
                 best = None
-        return Found(
-            workload,
-            dtype,
-            self.backend,
-            self.direction,
-            user.key(self.backend, self.direction, problem),
-            best,
-            before.median_ms,
-            after.median_ms,
-            self.tried,
-            self.failed,
-            self.cut,
-        )
+        key, times = user.key(self.backend, self.direction, problem), (before.median_ms, after.median_ms)
+        return Found(workload, dtype, self.backend, self.direction, key, best, *times, self.tried, self.failed, self.cut)
 
     def _runner(self, config: Config | None) -> Runner:
-        runner = Runner(backend_peer(self.backend, "evoattn", config), self.inputs)
-        runner.rotate()
-        return runner
+        return Runner(backend_peer(self.backend, "evoattn", config), self.inputs)
 
     def _try(self, config: Config) -> float | None:
         """Milliseconds of a config; None where it does not run, is wrong, or there is no time left."""
@@ -209,25 +196,20 @@ class _Climb:
                 errors |= runner.gradient_errors(self.expected)
             if worst(errors, self.inputs.q.dtype):
                 raise ArithmeticError("wrong")
-            return self._ms(runner, _ROUNDS)
+            return self._times(_ROUNDS, runner)[0].median_ms
         except Exception:  # too much shared memory, a refusal, a wrong result: this config is none
             self.failed += 1
             return None
 
-    def _samples(self, runner: Runner, count: int) -> float:
-        runner.prepare(self.direction, self.clock.lead + count)
-        return 1e3 * self.clock.calls(runner.call(self.direction), count) / count
+    def _times(self, rounds: int, *runners: Runner) -> list[Timing]:
+        """Of each runner, in turn.
 
-    def _count(self, runner: Runner) -> int:
-        return calls_in_a_round(self.clock, self._samples(runner, 1) / 1e3)
-
-    def _ms(self, runner: Runner, rounds: int) -> float:
-        self._samples(runner, 1)
-        count = self._count(runner)
-        return statistics.median(self._samples(runner, count) for _ in range(rounds))
-
-    def _in_turn(self, one: Runner, other: Runner) -> tuple[Timing, Timing]:
-        count = min(self._count(one), self._count(other))
-        rounds = [(self._samples(one, count), self._samples(other, count)) for _ in range(_LAST_ROUNDS)]
-        before, after = zip(*rounds, strict=True)
-        return Timing.of(list(before)), Timing.of(list(after))
+        Raises:
+            RuntimeError: one has no time.
+        """
+        found = [(Result(str(number)), runner) for number, runner in enumerate(runners)]
+        budget, scores = Budget(None, 1, self.clock), attentions.scores_of(self.inputs)
+        time_in_turn(found, (self.direction,), rounds, scores, self.clock, budget, lambda what: None)
+        if reason := next((result.reason for result, _ in found if result.reason), None):
+            raise RuntimeError(reason)
+        return [result.times[self.direction] for result, _ in found]

@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from evoattn import testing
+from evoattn.bench.layers import fill
 from evoattn.bench.machine import synchronize
+from evoattn.bench.timing import captured
 from evoattn.nn import PairformerBlock
 
 __all__ = ["ALLOWED", "Job", "Plan", "errors", "measure"]
@@ -84,11 +86,8 @@ class Plan(NamedTuple):
 
 def block_of(device: torch.device) -> PairformerBlock:
     """The same parameters on all processes."""
-    torch.manual_seed(0)
     block = PairformerBlock(C_S, C_Z).to(device)
-    for x in block.parameters():
-        if x.ndim == 2:
-            nn.init.normal_(x, std=x.shape[1] ** -0.5)
+    fill(block, torch.Generator(device).manual_seed(0))
     return block
 
 
@@ -169,23 +168,8 @@ def _clear(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _recorded(call: Callable[[], object], meet: Callable[[], object]) -> Callable[[], object]:
-    """A call as a CUDA graph. Another thread looks after NCCL and may ask it things meanwhile."""
-    meet()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        kept = call()
-
-    def replay() -> object:
-        graph.replay()
-        return kept
-
-    return replay
-
-
 def _time(
-    call: Callable[[], object], device: torch.device, rounds: int, meet: Callable[[], object], *, graph: bool = False
+    call: Callable[[int], object], device: torch.device, rounds: int, meet: Callable[[], object], *, graph: bool = False
 ) -> Numbers:
     """Milliseconds of a call, those of its host, and the peak memory in GiB with inputs and parameters.
 
@@ -200,24 +184,30 @@ def _time(
         graph: whether the call is recorded as a CUDA graph first.
     """
     _clear(device)
-    for _ in range(WARM_UP):
-        call()
+    for number in range(WARM_UP):
+        call(number)
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if graph:
-        call = _recorded(call, meet)
+        meet()
+        synchronize(device)
+        call, _kept = captured(call, warm_up=0, mode="thread_local")  # NCCL's thread may use the device meanwhile
     times, hosts = [], []
-    for _ in range(rounds):
+    for number in range(rounds):
         synchronize(device)
         meet()
         start = time.perf_counter()
-        call()
+        call(number)
         hosts.append(time.perf_counter() - start)
         synchronize(device)
         times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return {"ms": 1e3 * sorted(times)[rounds // 2], "host_ms": 1e3 * min(hosts), "gib": peak}
+
+
+def _of(call: Callable[[Example], object], given: Example) -> Callable[[int], object]:
+    return lambda number: call(given)
 
 
 def _largest(found: Numbers, device: torch.device) -> Numbers:
@@ -227,7 +217,7 @@ def _largest(found: Numbers, device: torch.device) -> Numbers:
     return {name: round(x, 3) for name, x in zip(found, numbers.tolist(), strict=True)}
 
 
-def _alone(call: Callable[[], object], device: torch.device, rounds: int, *, graph: bool) -> Numbers | None:
+def _alone(call: Callable[[int], object], device: torch.device, rounds: int, *, graph: bool) -> Numbers | None:
     """What the first process measures while the others wait; None if its memory does not suffice."""
     found = {"ms": 0.0, "host_ms": 0.0, "gib": 0.0}
     if dist.get_rank() == 0:
@@ -251,9 +241,9 @@ def measure(plan: Plan, block: PairformerBlock, mesh: DeviceMesh, device: torch.
         _clear(device)
         given = example(length, device)
         graph = way == "graph"
-        one = _alone(functools.partial(call, given), device, plan.rounds, graph=graph)
+        one = _alone(_of(call, given), device, plan.rounds, graph=graph)
         given = split(given, mesh)
-        together = _largest(_time(functools.partial(call, given), device, plan.rounds, dist.barrier, graph=graph), device)
+        together = _largest(_time(_of(call, given), device, plan.rounds, dist.barrier, graph=graph), device)
         found: dict[str, Any] = {"length": length, "way": way, "one": one, "all": together}
         if layer:
             found["layer"] = layer

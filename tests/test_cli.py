@@ -238,8 +238,8 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plots.os, "replace", full)
-    with pytest.raises(OSError, match="No space left on device"):
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(terminal.RefusedError, match=r"a\.png': cannot be written: No space left on device"):
         demo._draw(grown(16, 32), torch.device("cpu"), picture)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert picture.read_text() == "the one from before"
@@ -258,7 +258,7 @@ def test_the_report_is_printed_though_the_picture_cannot_be_written(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plots.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     arguments = ["demo", str(family), "--quick", "--max-length", "16", "--device", "cpu", "--output", str(tmp_path / "a.png")]
     assert cli.main(arguments) == 2
     printed = capsys.readouterr()

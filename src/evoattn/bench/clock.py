@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 
@@ -23,38 +23,31 @@ _AGAIN_S = 1.0
 """After this the exception comes again, where something swallowed it."""
 
 
-class Clock(Protocol):
+class Clock(abc.ABC):
     """How calls are timed; tests bring their own."""
 
     target_s: float
     """How long one round of one pass should last: many times the clock's own error."""
 
-    lead: int
+    lead = 0
     """Calls that come first and are not counted."""
 
+    @abc.abstractmethod
     def calls(self, call: Callable[[int], object], count: int) -> float:
         """Seconds that `count` calls take one after the other, from call(lead) on; those before are not counted."""
 
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         """Seconds until a call returns to Python while the device still works, the median of `count`; None where calls return
         when all is done."""
+        return None
 
     def now(self) -> float:
         """Seconds of the wall clock."""
-
-    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
-        """Ends what runs in it when so many seconds of the wall clock are over, by `TookTooLong`."""
-
-
-class _RealTime:
-    """What clocks of real time share."""
-
-    def now(self) -> float:
         return time.perf_counter()
 
     @contextmanager
     def limit(self, seconds: float | None) -> Iterator[None]:
-        """Raise `TookTooLong` in what runs for longer, at the next line of Python that this thread comes to.
+        """End what runs in this block for longer by `TookTooLong`, at the next line of Python that this thread comes to.
 
         None sets no limit; nor is there one outside the main thread and where the system has no timer, as on Windows. What
         autograd runs in a thread of its own, as the backward of a GPU, comes to its end first.
@@ -81,11 +74,10 @@ class _RealTime:
             signal.signal(signal.SIGALRM, before)
 
 
-class WallClock(_RealTime):
+class WallClock(Clock):
     """For the CPU, where a call returns when it is done."""
 
     target_s = 0.05
-    lead = 0
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
         start = time.perf_counter()
@@ -93,11 +85,8 @@ class WallClock(_RealTime):
             call(number)
         return time.perf_counter() - start
 
-    def host_s(self, call: Callable[[int], object], count: int) -> float | None:
-        return None
 
-
-class CudaClock(_RealTime):
+class CudaClock(Clock):
     """Events around calls that are queued one after the other, as a model queues them, behind another call.
 
     Where the device waits for the host, that is part of the time; what an empty queue waits for its first call is not.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
-import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evoattn.bench import table
 from evoattn.bench.peers import PEERS
-from evoattn.bench.record import Problem, Record, Result
+from evoattn.bench.record import Problem, Record, Result, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,30 +108,45 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
     return figure
 
 
+def _by_workload(
+    figure: Figure,
+    problems: list[Problem],
+    passes: list[str],
+    label: str,
+    room: float,
+    draw: Callable[[Axes, int, Problem, str], None],
+) -> list[Axes]:
+    """A panel a pass, with a row a workload that `draw` draws; `room` times what the longest bar takes."""
+    panels: list[Axes] = [*figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]]
+    for axes, name in zip(panels, passes, strict=True):
+        for row, problem in enumerate(problems):
+            draw(axes, row, problem, name)
+        axes.set_xlabel(f"{_TITLES[name]}{label}")
+        axes.set_xlim(0, room * axes.dataLim.x1)
+        axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
+        plain(axes)
+    panels[0].set_yticks(range(len(problems)), [p.workload.name for p in problems])
+    panels[0].set_ylim(len(problems) - 0.4, -0.6)
+    return panels
+
+
 def speedups(record: Record, problems: list[Problem]) -> Figure:
     """How many times as fast evoattn is as the fastest peer: a bar a workload and pass, with the number and the peer's name."""
     passes = _passes(problems, ("forward", "backward")) or _passes(problems, ("both",))
     rows = [p for p in problems if any(_beside_fastest(p, name) for name in passes)]
-    height = 1.35 + 0.34 * len(rows)
-    figure = new_figure(1.6 + 4.3 * len(passes), height, _what("Speed-up", rows), table.headline(record))
-    panels: Any = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
-    for axes, name in zip(panels, passes, strict=True):
-        for row, problem in enumerate(rows):
-            found = _beside_fastest(problem, name)
-            if found is None:
-                continue
-            ratio, peer = found
-            axes.barh(row, ratio, 0.66, color=_OURS if ratio >= 1 else _COLOURS[0])
-            place: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
-            axes.annotate(f"{ratio:.2f}x  {peer}", (max(ratio, 1), row), **place)
+    title = _what("Speed-up", rows)
+    figure = new_figure(1.6 + 4.3 * len(passes), 1.35 + 0.34 * len(rows), title, table.headline(record))
+    for axes in _by_workload(figure, rows, passes, ": time of the fastest peer / evoattn's", 1.75, _speedup):
         axes.axvline(1, color=INK, linewidth=1)
-        axes.set_xlabel(f"{_TITLES[name]}: time of the fastest peer / evoattn's")
-        axes.set_xlim(0, 1.75 * axes.dataLim.x1)
-        axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
-        plain(axes)
-    panels[0].set_yticks(range(len(rows)), [p.workload.name for p in rows])
-    panels[0].set_ylim(len(rows) - 0.4, -0.6)
     return figure
+
+
+def _speedup(axes: Axes, row: int, problem: Problem, name: str) -> None:
+    if found := _beside_fastest(problem, name):
+        ratio, peer = found
+        axes.barh(row, ratio, 0.66, color=_OURS if ratio >= 1 else _COLOURS[0])
+        place: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
+        axes.annotate(f"{ratio:.2f}x  {peer}", (max(ratio, 1), row), **place)
 
 
 def _beside_fastest(problem: Problem, name: str) -> tuple[float, str] | None:
@@ -152,19 +167,11 @@ def roofs(record: Record, problems: list[Problem]) -> Figure:
     """How far evoattn and the best peer come: a bar a workload up to the device's lowest ceiling, whose colour says which."""
     problems = [p for p in problems if (ours := p.result("evoattn")) and ours.times]
     passes = _passes(problems, ("forward", "backward"))
-    height = 1.65 + 0.3 * len(problems)
-    figure = new_figure(4.2 + 4.2 * len(passes), height, _what("Distance from the ceilings", problems), table.headline(record))
-    panels: Any = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
-    for axes, name in zip(panels, passes, strict=True):
-        for row, problem in enumerate(problems):
-            _roof(axes, row, record, problem, name)
-        axes.set_xlabel(f"{_TITLES[name]}, 10⁹ scores/s")
+    title, size = _what("Distance from the ceilings", problems), (4.2 + 4.2 * len(passes), 1.65 + 0.3 * len(problems))
+    figure = new_figure(*size, title, table.headline(record))
+    panels = _by_workload(figure, problems, passes, ", 10⁹ scores/s", 1.16, functools.partial(_roof, record))
+    for axes in panels:
         axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
-        axes.set_xlim(0, 1.16 * axes.dataLim.x1)
-        axes.grid(True, axis="x", color=_FAINT, linewidth=0.7)
-        plain(axes)
-    panels[0].set_yticks(range(len(problems)), [p.workload.name for p in problems])
-    panels[0].set_ylim(len(problems) - 0.4, -0.6)
     found: dict[str, Any] = {}
     for axes in panels:
         found |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
@@ -174,7 +181,7 @@ def roofs(record: Record, problems: list[Problem]) -> Figure:
     return figure
 
 
-def _roof(axes: Axes, row: int, record: Record, problem: Problem, name: str) -> None:
+def _roof(record: Record, axes: Axes, row: int, problem: Problem, name: str) -> None:
     """One workload's bar: the lowest ceiling, evoattn's rate with its share of that, the best peer's as a mark."""
     rate = table.rate(problem, problem.result("evoattn"), name)
     bounds = table.roofs(record, problem, name)
@@ -296,13 +303,8 @@ def save(figure: Figure, path: Path, metadata: dict[str, str] | None = None, dpi
     Raises:
         OSError: it cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with style():
-            figure.savefig(unfinished, format="png", dpi=dpi, metadata=metadata)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with style(), replacing(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=dpi, metadata=metadata)
 
 
 def write_png(record: Record, path: Path) -> None:
@@ -311,31 +313,21 @@ def write_png(record: Record, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.image import imread
+    import numpy
+    from matplotlib.image import imread, imsave
 
     problems = [p for p in record.problems if p.dtype == record.problems[0].dtype]
+    pictures = []
     with style():
         figures = [rates(record, problems)]
-        lengths = {p.workload.length for p in problems if p.workload.family == "tri"}
-        if len(lengths) > 1:
+        if len({p.workload.length for p in problems if p.workload.family == "tri"}) > 1:
             figures.append(against_length(record, problems))
-        pictures = []
         for figure in figures:
             held = io.BytesIO()
             figure.savefig(held, format="png", dpi=130)
             held.seek(0)
             pictures.append(imread(held, format="png"))
-        if len(pictures) == 1:
-            save(figures[0], path)
-            return
-        width = max(picture.shape[1] for picture in pictures)
-        height = sum(picture.shape[0] for picture in pictures)
-        page = Figure(figsize=(width / 130, height / 130), facecolor="white")
-        FigureCanvasAgg(page)
-        top = height
-        for picture in pictures:
-            top -= picture.shape[0]
-            page.figimage(picture, 0, top)
-        save(page, path)
+    width = max(picture.shape[1] for picture in pictures)
+    whole = [numpy.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0)), constant_values=1.0) for x in pictures]
+    with replacing(path) as unfinished:
+        imsave(unfinished, numpy.concatenate(whole), format="png", dpi=130)

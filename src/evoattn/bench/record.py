@@ -8,12 +8,16 @@ import json
 import math
 import os
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from evoattn.workloads import Workload
 
-__all__ = ["PASSES", "SCHEMA", "TIMED", "Ceilings", "Problem", "Record", "Result", "Timing", "read", "write", "write_text"]
+__all__ = [
+    *("PASSES", "SCHEMA", "TIMED", "Ceilings", "Problem", "Record", "Result", "Timing", "read", "replacing", "write"),
+    "write_text",
+]
 
 SCHEMA = 1
 """Raised when a reader of the old form would misread the new one."""
@@ -196,9 +200,16 @@ def write_text(text: str, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside the one of this name, which it replaces at the end of the block."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        yield unfinished
         os.replace(unfinished, path)
     finally:
         with contextlib.suppress(OSError):

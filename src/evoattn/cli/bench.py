@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from evoattn.bench.plan import Plan, chosen, default_plan, left, plan_of, plan_s
 from evoattn.bench.record import PASSES, Record, read, write, write_text
 from evoattn.bench.run import run
 from evoattn.cli.machine import pick
-from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress
+from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress, refusing
 from evoattn.workloads import LAYERS, WORKLOADS, Workload
 
 __all__ = ["add_parser", "among", "names_in", "workloads_of"]
@@ -192,29 +193,23 @@ def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], None
     }
     found: dict[str, Callable[[Record], None]] = {}
     for kind, (writer, suffixes) in writers.items():
-        path = getattr(arguments, kind)
-        if path is not None:
-            found[kind] = _checked(writer, check_output(path, f"--{kind}", *suffixes), kind)
+        if (path := getattr(arguments, kind)) is not None:
+            check_output(path, f"--{kind}", *suffixes)
+            found[kind] = functools.partial(_written, writer, path, kind)
     if "png" in found:
         need_extra("matplotlib")
     return found
 
 
-def _checked(writer: Callable[[Record, Path], None], path: Path, kind: str) -> Callable[[Record], None]:
-    def output(record: Record) -> None:
-        try:
-            writer(record, path)
-        except OSError as error:
-            raise RefusedError(f"--{kind} {str(path)!r}: cannot be written: {error.strerror or error}") from None
-
-    return output
+def _written(writer: Callable[[Record, Path], None], path: Path, kind: str, record: Record) -> None:
+    with refusing(f"--{kind}", path):
+        writer(record, path)
 
 
 def _read(path: Path, option: str) -> Record:
     try:
-        return read(path)
-    except OSError as error:
-        raise RefusedError(f"{option} {str(path)!r}: cannot be read: {error.strerror or error}") from None
+        with refusing(option, path, "read"):
+            return read(path)
     except ValueError as error:
         raise RefusedError(f"{option} {str(path)!r}: {error}") from None
 

@@ -20,7 +20,7 @@ from evoattn.cli import machine, sweep
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, attentions, embed
 from evoattn.cli.sweep import CONTENDERS, Size
-from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, progress
+from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, progress, refusing
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -147,8 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     unwritten: RefusedError | None = None
     try:
         _draw(growth, device, output)
-    except OSError as error:  # the report comes first: that has what was measured too
-        unwritten = RefusedError(f"--output {str(output)!r}: cannot be written: {error.strerror or error}")
+    except RefusedError as refused:  # the report comes first: that has what was measured too
+        unwritten = refused
     lines = _about(alignment, rows, device, busy)
     _print_report(lines, found, growth)
     if unwritten:
@@ -165,7 +165,8 @@ def _draw(growth: list[Problem], device: torch.device, output: Path) -> None:
     about = f"{machine.name(device)}; evoattn {evoattn.__version__}, PyTorch {torch.__version__}"
     with plots.style():
         figure = plots.growth(growth, title, about, "\n".join(notes), "dense")
-    plots.save(figure, output, dpi=160)
+    with refusing("--output", output):
+        plots.save(figure, output, dpi=160)
 
 
 def _busy() -> str | None:

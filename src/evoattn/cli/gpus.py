@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from evoattn.bench import sharded_run, sharded_table
 from evoattn.bench.sharded import Plan
-from evoattn.cli.terminal import RefusedError, check_output, progress
+from evoattn.cli.terminal import RefusedError, check_output, progress, refusing
 
 __all__ = ["plan_of", "run_command"]
 
@@ -91,7 +91,8 @@ def _measure(plan: Plan, commit: str | None, record: dict[str, Any], path: Path 
 def _write(record: dict[str, Any], path: Path) -> str | None:
     """Why the record cannot be written, if it cannot."""
     try:
-        sharded_table.write(record, path)
-    except OSError as error:
-        return f"error: --json {str(path)!r}: cannot be written: {error.strerror or error}"
+        with refusing("--json", path):
+            sharded_table.write(record, path)
+    except RefusedError as refused:
+        return f"error: {refused}"
     return None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = [
     *("Count", "RefusedError", "Step", "WholeNumber", "check_output", "count_progress", "need_extra", "problem_progress"),
-    *("progress", "try_to_write_in"),
+    *("progress", "refusing", "try_to_write_in"),
 ]
 
 
@@ -45,6 +45,15 @@ class WholeNumber:
         if not self.least <= value < 1 << 31:
             raise argparse.ArgumentTypeError(f"expected a whole number from {self.least} up, got {text!r}")
         return value
+
+
+@contextlib.contextmanager
+def refusing(option: str, path: Path, what: str = "written") -> Iterator[None]:
+    """Refuse, naming the option and the file, if what runs in this block cannot read or write it."""
+    try:
+        yield
+    except OSError as error:
+        raise RefusedError(f"{option} {str(path)!r}: cannot be {what}: {error.strerror or error}") from None
 
 
 def try_to_write_in(folder: Path) -> None:

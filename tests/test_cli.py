@@ -18,9 +18,9 @@ import torch
 import evoattn
 from evoattn import cli, testing
 from evoattn.backends import Inputs, Outputs, Plan, tiled, triton
+from evoattn.bench import attentions as attentions_of_bench
 from evoattn.bench import plots
 from evoattn.bench import record as records
-from evoattn.bench.attentions import first_rows
 from evoattn.bench.clock import WallClock
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS
@@ -439,7 +439,9 @@ def test_peak_memory_is_what_was_held() -> None:
 def test_peak_memory_of_dense_is_its_scores() -> None:
     inputs = attentions(embed(("MQIFVKTLTGKTITLEVEPS" * 3,), 0, torch.device("cpu")), torch.float32)[2]
     size = dataclasses.replace(demo._QUICK, repeats=1, seconds=0.0)
-    peak = sweep.measured(PEERS["dense"], inputs, ("forward",), size, WallClock()).peak_bytes
+    result = Result("dense")
+    sweep.measure(PEERS["dense"], result, inputs, ("forward",), size, WallClock())
+    peak = result.peak_bytes
     scores = 4 * 60 * 4 * 60 * 60
     assert peak is not None and 2 * scores < peak < PEERS["dense"].score_copies * scores + 8 * inputs.q.nbytes
 
@@ -499,7 +501,7 @@ def test_errors_over_a_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None
     for result in problem.results:
         assert {"o", "dq", "dk", "dv", "dpair_bias"} <= set(result.errors)
         assert max(result.errors.values()) < FLOAT32_ERROR
-    assert first_rows(inputs, slice(0, 2)).q.shape[1] == 2
+    assert attentions_of_bench.first_rows(inputs, slice(0, 2)).q.shape[1] == 2
 
 
 def test_the_demo_names_both_backends(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,10 +510,14 @@ def test_the_demo_names_both_backends(family: Path, monkeypatch: pytest.MonkeyPa
     for name, function in (("availability", lambda: None), ("unsupported", lambda problem, config: [])):
         monkeypatch.setattr(triton, name, function)
     inputs = attentions(embed(read_alignment(family).rows, 0, torch.device("cpu")), torch.float32)[0]
-    assert sweep._backends(inputs) == ("triton", "")
+
+    def backends() -> str:
+        return attentions_of_bench.contenders(sweep.PLAN, inputs)[0][1].backends(", ")
+
+    assert backends() == "triton"
     monkeypatch.setattr(triton, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else [])
     testing.forget()
-    assert sweep._backends(inputs) == ("triton", "tiled")
+    assert backends() == "triton, tiled"
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
+from evoattn.bench import record
 from evoattn.bench.contender import Contender
 from evoattn.bench.memory import too_much
 from evoattn.bench.peers import PEERS, backend_peer
 from evoattn.bench.plan import Plan
-from evoattn.bench.record import PASSES, Result
+from evoattn.bench.record import Result
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
@@ -38,6 +39,7 @@ __all__ = [
     "without",
 ]
 
+PASSES = record.PASSES
 ROUNDINGS = 1
 """How many times a problem rounds to its dtype, as a factor on the error that is still rounding."""
 

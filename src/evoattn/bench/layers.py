@@ -29,8 +29,19 @@ from evoattn.nn.pair_bias import AdaLN
 from evoattn.workloads import Workload
 
 __all__ = [
-    *("GRAPHS", "PASSES", "ROUNDINGS", "WAYS", "Layer", "contenders", "fill", "inputs_of", "io_bytes"),
-    *("names", "scores_of", "too_large", "truth"),
+    "GRAPHS",
+    "PASSES",
+    "ROUNDINGS",
+    "WAYS",
+    "Layer",
+    "contenders",
+    "fill",
+    "inputs_of",
+    "io_bytes",
+    "names",
+    "scores_of",
+    "too_large",
+    "truth",
 ]
 
 PASSES = ("forward", "both")

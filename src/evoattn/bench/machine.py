@@ -19,13 +19,8 @@ from evoattn.tuning.user import driver_version
 __all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "threads", "version_of"]
 
 _PEERS = (
-    "cuequivariance-ops-torch-cu13",
-    "cuequivariance-ops-torch-cu12",
-    "trifast",
-    "turbopairformer",
-    "openfold3",
-    "deepspeed",
-    "nvidia-cudnn-frontend",
+    *("cuequivariance-ops-torch-cu13", "cuequivariance-ops-torch-cu12", "trifast", "turbopairformer", "openfold3"),
+    *("deepspeed", "nvidia-cudnn-frontend"),
 )
 
 

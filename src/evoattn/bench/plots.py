@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    *("INK", "against_length", "growth", "logarithmic", "new_figure", "plain", "rates", "roofs", "save", "speedups", "style"),
+    "INK",
+    "against_length",
+    "growth",
+    "logarithmic",
+    "new_figure",
+    "plain",
+    "rates",
+    "roofs",
+    "save",
+    "speedups",
+    "style",
     "write_png",
 ]
 

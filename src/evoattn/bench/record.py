@@ -15,7 +15,17 @@ from typing import Any
 from evoattn.workloads import Workload
 
 __all__ = [
-    *("PASSES", "SCHEMA", "TIMED", "Ceilings", "Problem", "Record", "Result", "Timing", "read", "replacing", "write"),
+    "PASSES",
+    "SCHEMA",
+    "TIMED",
+    "Ceilings",
+    "Problem",
+    "Record",
+    "Result",
+    "Timing",
+    "read",
+    "replacing",
+    "write",
     "write_text",
 ]
 

@@ -127,23 +127,20 @@ def tune(
         yield found
 
 
+@dataclasses.dataclass
 class _Climb:
     """A walk from the built-in choice to better ones, for one direction."""
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        expected: dict[str, Tensor],
-        backend: str,
-        direction: str,
-        clock: Clock,
-        end: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self.inputs, self.expected, self.backend, self.direction = inputs, expected, backend, direction
-        self.clock, self.end, self.say = clock, end, say
-        self.tried = self.failed = 0
-        self.cut = False
+    inputs: Inputs
+    expected: dict[str, Tensor]
+    backend: str
+    direction: str
+    clock: Clock
+    end: float
+    say: Callable[[str], None]
+    tried: int = 0
+    failed: int = 0
+    cut: bool = False
 
     def run(self, start: Config, workload: str, dtype: str, problem: Problem) -> Found:
         """Steps while one is better; then the best and the built-in choice in turn, which decides."""

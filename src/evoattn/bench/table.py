@@ -11,7 +11,17 @@ from evoattn.bench.peers import PEERS
 from evoattn.bench.record import TIMED, Problem, Record, Result
 
 __all__ = [
-    *("aligned", "as_csv", "as_text", "ceilings", "headline", "markdown", "problem_table", "rate", "roofs", "share", "title"),
+    "aligned",
+    "as_csv",
+    "as_text",
+    "ceilings",
+    "headline",
+    "markdown",
+    "problem_table",
+    "rate",
+    "roofs",
+    "share",
+    "title",
     "worst_error",
 ]
 
@@ -30,18 +40,11 @@ def headline(record: Record) -> str:
     """Device, versions, commit and date, in one line."""
     m = record.machine
     parts = [str(m.get("device", "unknown device"))]
-    parts += [f"{word} {m[key]}" for key, word in _VERSIONS if m.get(key)]
+    parts += [f"{word} {m[key]}" for key, word in _VERSIONS.items() if m.get(key)]
     return ", ".join([*parts, *([str(m["date"])] if m.get("date") else [])])
 
 
-_VERSIONS = (
-    ("torch", "torch"),
-    ("triton", "Triton"),
-    ("cute_dsl", "CuTe DSL"),
-    ("driver", "driver"),
-    ("evoattn", "evoattn"),
-    ("commit", "commit"),
-)
+_VERSIONS = {"torch": "torch", "triton": "Triton", "cute_dsl": "CuTe DSL"} | {x: x for x in ("driver", "evoattn", "commit")}
 
 
 def worst_error(result: Result) -> float | None:

@@ -18,8 +18,7 @@ from evoattn.bench.peers import PEERS
 from evoattn.bench.plan import Plan, chosen, default_plan, left, plan_of, plan_settings
 from evoattn.bench.record import PASSES, Record, read, write, write_text
 from evoattn.bench.run import run
-from evoattn.cli.machine import pick
-from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, problem_progress, refusing
+from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, pick, problem_progress, refusing
 from evoattn.workloads import LAYERS, WORKLOADS, Workload
 
 __all__ = ["add_parser", "among", "names_in", "workloads_of"]

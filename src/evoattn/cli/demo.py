@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 import evoattn
-from evoattn.bench import plots
+from evoattn.bench import machine, plots
 from evoattn.bench.record import Problem, Result
-from evoattn.cli import machine, sweep
+from evoattn.cli import sweep
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, attentions, embed
-from evoattn.cli.sweep import CONTENDERS, Size
-from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, progress, refusing
+from evoattn.cli.sweep import Size
+from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, pick, progress, refusing
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
     need_extra("rich", "matplotlib")
     output = check_output(arguments.output, "--output", ".png")
-    device = machine.pick(arguments.device)
+    device = pick(arguments.device)
     dtype = DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     with _default_alignment(arguments.alignment) as path:
         alignment = read_alignment(path)
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = tuple(row[: size.columns] for row in alignment.rows[: size.sequences])
     rows = tuple(row for row in rows if row.strip("-"))
 
-    with progress(len(CONTENDERS) * (4 + len(size.lengths)) + 4) as step:
+    with progress(2 * (4 + len(size.lengths)) + 4) as step:
         found = sweep.four_attentions(attentions(embed(rows, arguments.seed, device), dtype), size, step)
         growth = sweep.growth(alignment.rows[0], size, arguments.seed, device, dtype, step)
     unwritten: RefusedError | None = None

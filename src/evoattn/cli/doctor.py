@@ -15,7 +15,7 @@ import torch
 
 import evoattn
 from evoattn import testing
-from evoattn.cli import machine
+from evoattn.bench import machine
 
 __all__ = ["Check", "add_parser", "examine"]
 

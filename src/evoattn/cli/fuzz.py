@@ -19,10 +19,10 @@ import torch
 
 import evoattn
 from evoattn.backends import BACKENDS
+from evoattn.bench import machine
 from evoattn.bench.record import write_text
-from evoattn.cli import machine
 from evoattn.cli.bench import among, names_in
-from evoattn.cli.terminal import Count, RefusedError, WholeNumber, check_output, count_progress
+from evoattn.cli.terminal import Count, RefusedError, WholeNumber, check_output, count_progress, pick
 from evoattn.testing.fuzz import Failure, Findings, shrunk, tasks
 from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import random_layer
@@ -139,7 +139,7 @@ def _minutes(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    device = machine.pick(arguments.device).type
+    device = pick(arguments.device).type
     judge = LAYERS if arguments.layers else JUDGE
     cases = _CASES if arguments.cases is None and arguments.minutes is None else arguments.cases
     wish = Wish(

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 
-import evoattn
 from evoattn import testing
 from evoattn.bench import attentions
 from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.contender import Contender, Runner
 from evoattn.bench.memory import peak_bytes, too_much
 from evoattn.bench.peers import PEERS, backend_peer
+from evoattn.bench.plan import Plan
 from evoattn.bench.reasons import one_line, out_of_memory
-from evoattn.bench.record import Problem, Result, Timing
+from evoattn.bench.record import PASSES, Problem, Result, Timing
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, embed, triangle_start
 from evoattn.cli.terminal import Step
 from evoattn.testing import Inputs
 from evoattn.testing.oracle import budgets, excess
 from evoattn.workloads import Workload, workload
 
-__all__ = ["CONTENDERS", "Size", "four_attentions", "growth", "stops", "tiled"]
+__all__ = ["Size", "four_attentions", "growth", "stops", "tiled"]
 
-CONTENDERS = (backend_peer("auto", "evoattn"), PEERS["dense"])
+PLAN = Plan((), (), PASSES, ("auto",), ("dense",))
+"""What runs: evoattn as it chooses its backend, and dense torch."""
 
 _PATIENCE_S = {"evoattn": 60.0, "dense": 8.0}
 """Seconds that one forward + backward may take; more is not begun."""
@@ -59,13 +59,11 @@ class Size:
     patience: float | None
 
 
-def measured(contender: Contender, inputs: Inputs, passes: tuple[str, ...], size: Size, clock: Clock) -> Result:
-    """Time and peak memory; or why there are none. The run that measures memory is the warm-up of those that measure time."""
-    result = Result(contender.name)
+def measure(contender: Contender, result: Result, inputs: Inputs, passes: tuple[str, ...], size: Size, clock: Clock) -> None:
+    """Note time and peak memory, or why there are none. The run that measures memory warms up those that measure time."""
     device, needed = inputs.q.device, contender.score_copies * attentions.scores_of(inputs) * inputs.q.element_size()
     if reason := too_much(int(needed), device):
-        result.without_time("left out", f"needs {reason}")
-        return result
+        return result.without_time("left out", f"needs {reason}")
     try:
         runner = Runner(contender, inputs)
         result.peak_bytes = peak_bytes(runner.both, device)
@@ -80,7 +78,6 @@ def measured(contender: Contender, inputs: Inputs, passes: tuple[str, ...], size
         if not out_of_memory(error):
             raise
         result.without_time("left out", one_line(error))
-    return result
 
 
 def four_attentions(found: list[Inputs], size: Size, step: Step) -> list[tuple[Problem, int, list[str]]]:
@@ -91,9 +88,10 @@ def four_attentions(found: list[Inputs], size: Size, step: Step) -> list[tuple[P
         sizes = (1, case.n, case.h, case.lq, case.lk, case.d)
         shape = Workload(case.name, *sizes, True, inputs.pair_bias is not None, "")
         problem = Problem(shape, str(case.dtype).removeprefix("torch."), attentions.io_bytes(inputs))
-        for contender in CONTENDERS:
+        for contender, result in attentions.contenders(PLAN, inputs):
             step(f"{case.name}, {contender.name}")
-            problem.results.append(measured(contender, inputs, ("forward", "backward"), size, clock_for(inputs.q.device)))
+            measure(contender, result, inputs, ("forward", "backward"), size, clock_for(inputs.q.device))
+            problem.results.append(result)
         step(f"{case.name}, against float64")
         made.append((problem, *_accuracy(inputs, problem)))
     return made
@@ -111,22 +109,13 @@ def _accuracy(inputs: Inputs, problem: Problem) -> tuple[int, list[str]]:
     expected, found = testing.oracle(part), testing.run(part)
     ours, dense = problem.results
     ours.errors, allowed = testing.errors(found, expected), budgets(part, found, expected)
-    runner = Runner(CONTENDERS[1], part)
+    runner = Runner(PEERS[dense.name], part)
     dense.errors = runner.forward_error(expected.values) | runner.gradient_errors(expected.values)
     beyond = [(name, error, allowed[name]) for name, error in ours.errors.items() if not error <= allowed[name]]
     if beyond and length == 1:
         beyond = excess(part, found, expected)
-    ours.backend, ours.backward_backend = _backends(inputs)
     words = "{}: {}: relative error {:.1e}, allowed {:.1e}"
     return rows, [words.format(inputs.case.name, *one) for one in beyond]
-
-
-def _backends(inputs: Inputs) -> tuple[str, str]:
-    """What `auto` takes for the forward and, if that is another one, for the backward."""
-    leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
-    given = dataclasses.replace(inputs, **leaves)
-    taken = evoattn.explain(given.q, given.k, given.v, mask=given.mask, pair_bias=given.pair_bias)
-    return taken.backend or "none", taken.backward_backend or ""
 
 
 def tiled(query: str, length: int) -> str:
@@ -141,16 +130,16 @@ def growth(query: str, size: Size, seed: int, device: torch.device, dtype: torch
     problems: list[Problem] = []
     for length in size.lengths:
         problem = Problem(workload(f"tri{length}"), str(dtype).removeprefix("torch."), None)
-        for contender in CONTENDERS:
+        for contender in (backend_peer("auto", "evoattn"), PEERS["dense"]):
             if contender.name in stops(problems):
                 continue
             step(f"triangle, L = {length}, {contender.name}")
             why = _cannot_go_on(contender, problem.workload, problems, end - clock.now(), device, dtype)
+            result = Result(contender.name, "left out" if why else "ok", why or "")
             if why is None:
                 inputs = triangle_start(embed((tiled(query, length),), seed, device), dtype)
-                problem.results.append(measured(contender, inputs, ("both",), size, clock))
-            else:
-                problem.results.append(Result(contender.name, "left out", why))
+                measure(contender, result, inputs, ("both",), size, clock)
+            problem.results.append(result)
         problems.append(problem)
     return problems
 

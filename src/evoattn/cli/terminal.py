@@ -13,9 +13,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 __all__ = [
-    *("Count", "RefusedError", "Step", "WholeNumber", "check_output", "count_progress", "need_extra", "problem_progress"),
-    *("progress", "refusing", "try_to_write_in"),
+    "Count",
+    "RefusedError",
+    "Step",
+    "WholeNumber",
+    "check_output",
+    "count_progress",
+    "need_extra",
+    "pick",
+    "problem_progress",
+    "progress",
+    "refusing",
+    "try_to_write_in",
 ]
 
 
@@ -54,6 +66,19 @@ def refusing(option: str, path: Path, what: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         raise RefusedError(f"{option} {str(path)!r}: cannot be {what}: {error.strerror or error}") from None
+
+
+def pick(wish: str) -> torch.device:
+    """The device for "auto", "cpu" or "cuda".
+
+    Raises:
+        RefusedError: there is no GPU that torch can use.
+    """
+    if wish == "auto":
+        wish = "cuda" if torch.cuda.is_available() else "cpu"
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise RefusedError("--device cuda: torch finds no GPU here; expected one, or --device cpu (evoattn doctor tells more)")
+    return torch.device(wish)
 
 
 def try_to_write_in(folder: Path) -> None:

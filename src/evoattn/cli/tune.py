@@ -14,8 +14,7 @@ from evoattn.bench.clock import clock_for
 from evoattn.bench.plan import default_plan
 from evoattn.bench.search import Found
 from evoattn.cli.bench import among, names_in, workloads_of
-from evoattn.cli.machine import pick
-from evoattn.cli.terminal import RefusedError, WholeNumber, problem_progress, try_to_write_in
+from evoattn.cli.terminal import RefusedError, WholeNumber, pick, problem_progress, try_to_write_in
 from evoattn.tuning import user
 from evoattn.workloads import Workload, workload
 

@@ -9,10 +9,9 @@ import torch
 
 from evoattn.bench import peers
 from evoattn.bench.clock import TookTooLong
-from evoattn.bench.contender import Contender, Prepared
+from evoattn.bench.contender import Contender, Prepared, RefusesError
 from evoattn.bench.peers import PEERS
 from evoattn.bench.plan import Plan
-from evoattn.bench.reasons import RefusesError
 from evoattn.bench.record import Ceilings, Problem, Record, Result, Timing
 from evoattn.testing import Inputs
 from evoattn.workloads import workload

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from evoattn.bench import compare, layers, run, table
 from evoattn.bench.clock import WallClock
-from evoattn.bench.contender import Contender, Prepared, Runner
+from evoattn.bench.contender import Contender, Prepared, RefusesError, Runner
 from evoattn.bench.layers import WAYS, Layer, inputs_of, truth
 from evoattn.bench.plan import Plan
-from evoattn.bench.reasons import RefusesError
 from evoattn.bench.record import Problem, Record, Timing
 from evoattn.workloads import LAYERS, workload
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from evoattn.bench import attentions, peers
-from evoattn.bench.contender import Runner, worst
+from evoattn.bench.contender import RefusesError, Runner, one_line, status, worst
 from evoattn.bench.peers import PEERS
-from evoattn.bench.reasons import RefusesError, one_line, status
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload, workload
 

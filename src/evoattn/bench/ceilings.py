@@ -34,21 +34,19 @@ def measure(device: torch.device, clock: Clock, dtypes: tuple[str, ...]) -> Ceil
         clock: what measures.
         dtypes: of the matrix products, by torch's names.
     """
-    copied = _copy(device, clock)
+    on_cpu, side = device.type == "cpu", _SIDE[device.type]
+    copied, exp2 = _copy(device, clock), None
     products = {}
     for dtype in dtypes:
         with contextlib.suppress(torch.OutOfMemoryError):  # a ceiling is a service: the benchmark goes on without
             products[dtype] = _product(device, clock, getattr(torch, dtype))
-    if device.type == "cpu":
-        exp2, how = _cpu_exp2(clock), "torch.exp2 within the second-level cache"
-    else:
-        try:
-            exp2, how = _gpu_exp2(device, clock), "exp2 in registers, in a kernel that does nothing else"
-        except Exception as error:  # likewise
-            return Ceilings(None, copied, f"exp2 not measured: {type(error).__name__}: {error}"[:200], products)
-    side = _SIDE[device.type]
-    tf32 = ", TF32 for float32" if device.type == "cuda" and "float32" in dtypes else ""
-    how = f"{how}; a copy of {_COPIED[device.type] >> 20} MiB; products of {side} x {side} matrices by torch{tf32}"
+    how = "torch.exp2 within the second-level cache" if on_cpu else "exp2 in registers, in a kernel that does nothing else"
+    try:
+        exp2 = _cpu_exp2(clock) if on_cpu else _gpu_exp2(device, clock)
+    except Exception as error:  # likewise
+        how = f"exp2 not measured: {type(error).__name__}: {error}"[:200]
+    tf32 = ", TF32 for float32" if not on_cpu and "float32" in dtypes else ""
+    how += f"; a copy of {_COPIED[device.type] >> 20} MiB; products of {side} x {side} matrices by torch{tf32}"
     return Ceilings(exp2, copied, how, products)
 
 

@@ -1,4 +1,4 @@
-"""One idea of what is measured: a contender prepares the inputs of a problem, and a runner calls its passes."""
+"""Who computes a problem: a contender prepares its inputs, a runner calls its passes; and why one has no time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from evoattn import testing
-from evoattn.bench.reasons import RefusesError
 
-__all__ = ["Contender", "Prepared", "RefusesError", "Runner", "copies_for", "worst"]
+__all__ = ["Contender", "Prepared", "RefusesError", "Runner", "copies_for", "one_line", "out_of_memory", "status", "worst"]
 
 _MOST_COPIES = 24
 _MOST_GRAPHS = 4 << 30
@@ -197,3 +196,33 @@ def worst(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> s
     if errors[name] <= limit:
         return None
     return f"{name} is wrong: relative error {errors[name]:.1e} against float64, at most {limit:.0e} is rounding"
+
+
+class RefusesError(Exception):
+    """A library does not take this problem, by its own contract."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """On a CPU torch raises a plain RuntimeError, with one text on Linux and another elsewhere."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    texts = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def status(error: Exception) -> str:
+    """A record's word for a contender that raised: absent, refused or failed."""
+    if isinstance(error, ImportError):
+        return "absent"
+    return "refused" if isinstance(error, RefusesError) else "failed"
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of a message, short enough for a table."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{(error.name or 'it').split('.')[0]} is not installed"
+    if out_of_memory(error):
+        return "out of memory"
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, RefusesError) else line or repr(error)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from evoattn.bench.reasons import RefusesError
+from evoattn.bench.contender import RefusesError
 from evoattn.nn import from_openfold3
 
 if TYPE_CHECKING:

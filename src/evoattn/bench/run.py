@@ -13,10 +13,9 @@ from torch import Tensor
 from evoattn.bench import attentions, layers
 from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock, TookTooLong
-from evoattn.bench.contender import Contender, Runner, worst
+from evoattn.bench.contender import Contender, Runner, one_line, out_of_memory, status, worst
 from evoattn.bench.memory import peak_bytes, too_much
 from evoattn.bench.plan import Plan, left, put
-from evoattn.bench.reasons import one_line, out_of_memory, status
 from evoattn.bench.record import Problem, Record, Result
 from evoattn.bench.timing import time_graphs, time_in_turn
 from evoattn.workloads import Workload

@@ -9,8 +9,7 @@ import torch
 
 from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock
-from evoattn.bench.contender import Runner
-from evoattn.bench.reasons import one_line, status
+from evoattn.bench.contender import Runner, one_line, status
 from evoattn.bench.record import Result, Timing
 
 __all__ = ["captured", "milliseconds", "time_graphs", "time_in_turn"]

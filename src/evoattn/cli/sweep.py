@@ -10,11 +10,10 @@ import torch
 from evoattn import testing
 from evoattn.bench import attentions
 from evoattn.bench.clock import Clock, clock_for
-from evoattn.bench.contender import Contender, Runner
+from evoattn.bench.contender import Contender, Runner, one_line, out_of_memory
 from evoattn.bench.memory import peak_bytes, too_much
 from evoattn.bench.peers import PEERS, backend_peer
 from evoattn.bench.plan import Plan
-from evoattn.bench.reasons import one_line, out_of_memory
 from evoattn.bench.record import PASSES, Problem, Result, Timing
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, embed, triangle_start
 from evoattn.cli.terminal import Step

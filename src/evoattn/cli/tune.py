@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -83,84 +85,70 @@ def run(arguments: argparse.Namespace) -> int:
     default = default_plan("cpu", quick=False).workloads[:4] if on_cpu else tuple(workload(name) for name in _GPU)
     workloads = workloads_of(arguments, default)
     dtypes = among("--dtypes", names_in(arguments.dtypes), _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
-    try:  # before minutes of search: it could not be kept after them
+    with _writing(place):  # before minutes of search: it could not be kept after them
         place.parent.mkdir(parents=True, exist_ok=True)
         try_to_write_in(place.parent)
-    except OSError as error:
-        raise _unwritable(place, error) from None
-    found, stopped = _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget)
-    _print(found, device, kept=not isinstance(stopped, RefusedError))
-    if isinstance(stopped, RefusedError):
-        raise stopped
-    if stopped is not None:
+    found: list[Found] = []
+    try:
+        _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget, place, found)
+    except KeyboardInterrupt:
         print("evoattn tune: interrupted: what was found until then is kept", file=sys.stderr)
         return 130
+    except RefusedError:
+        place = None
+        raise
+    finally:
+        _print(found, device, place)
     return 0
 
 
-def _unwritable(place: Path | None, error: OSError) -> RefusedError:
-    return RefusedError(f"{place}: cannot be written: {error.strerror or error}; EVOATTN_CACHE_DIR names another folder")
+@contextlib.contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise RefusedError(f"{place}: cannot be written: {why}; EVOATTN_CACHE_DIR names another folder") from None
 
 
-def _search(
-    problems: list[tuple[Workload, str]], device: torch.device, budget_s: int
-) -> tuple[list[Found], KeyboardInterrupt | RefusedError | None]:
-    """Each problem within its share of the time left; what is found is written at once. Also what ended it early."""
+def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, place: Path, found: list[Found]) -> None:
+    """Search each problem within its share of the time left; what is found is written at once."""
     clock = clock_for(device)
     end = clock.now() + budget_s
-    found: list[Found] = []
-    try:
-        with problem_progress(budget_s) as progress:
-            for number, (wanted, dtype) in enumerate(problems, start=1):
-                until = clock.now() + (end - clock.now()) / (len(problems) - number + 1)
-                what = f"{wanted.name}, {dtype}"
+    with problem_progress(budget_s) as progress:
+        for number, (wanted, dtype) in enumerate(problems, start=1):
+            until = clock.now() + (end - clock.now()) / (len(problems) - number + 1)
+            what = f"{wanted.name}, {dtype}"
 
-                def say(config: str, number: int = number, what: str = what) -> None:
-                    progress(number, len(problems), f"{what}: {config}")
+            def say(config: str, number: int = number, what: str = what) -> None:
+                progress(number, len(problems), f"{what}: {config}")
 
-                reason = attentions.too_large(wanted, getattr(torch, dtype), device)
-                if reason:
-                    print(f"{what}: left out: {reason}", file=sys.stderr)
-                    continue
-                say("built-in choice")
-                for one in search.tune(wanted, dtype, device, clock, until, say):
-                    found.append(one)
-                    _keep(one, device)
-    except (KeyboardInterrupt, RefusedError) as stopped:
-        return found, stopped
-    return found, None
+            if reason := attentions.too_large(wanted, getattr(torch, dtype), device):
+                print(f"{what}: left out: {reason}", file=sys.stderr)
+                continue
+            say("built-in choice")
+            for one in search.tune(wanted, dtype, device, clock, until, say):
+                found.append(one)
+                if one.config is not None:
+                    with _writing(place):
+                        user.save({one.key: one.entry()}, device.type == "cpu")
 
 
-def _keep(found: Found, device: torch.device) -> None:
-    if found.config is None:
-        return
-    try:
-        user.save({found.key: found.entry()}, device.type == "cpu")
-    except OSError as error:
-        raise _unwritable(user.path(device.type == "cpu"), error) from None
-
-
-def _print(found: list[Found], device: torch.device, *, kept: bool) -> None:
+def _print(found: list[Found], device: torch.device, kept_in: Path | None) -> None:
     print(f"{machine.name(device)}\n")
+    if not found:
+        print("nothing was searched to its end, or nothing has tiles to choose (few queries and few keys have none)")
+        return
     rows = [["", "backend", "pass", "built-in ms", "tuned ms", "gain", "tried", ""]]
     for one in found:
-        better = "nothing better by 3%" if one.config is None else _words(one.config.given())
-        notes = [better, *(["time was over"] if one.cut else [])]
-        gain = "" if one.config is None else f"{one.gain:.2f}x"
-        after = "" if one.config is None else f"{one.after_ms:.3f}"
-        rows.append(
-            [
-                *(f"{one.workload}, {one.dtype}", one.backend, one.direction),
-                *(f"{one.before_ms:.3f}", after, gain, str(one.tried), "; ".join(notes)),
-            ]
-        )
-    print(
-        table.aligned(rows)
-        if found
-        else "nothing was searched to its end, or nothing has tiles to choose (few queries and few keys have none)"
-    )
-    if kept and any(one.config for one in found):
-        print(f"\nkept in {user.path(device.type == 'cpu')}; evoattn tune --clear removes it")
+        better, after, gain = "nothing better by 3%", "", ""
+        if one.config is not None:
+            better, after, gain = _words(one.config.given()), f"{one.after_ms:.3f}", f"{one.gain:.2f}x"
+        about = (f"{one.workload}, {one.dtype}", one.backend, one.direction, f"{one.before_ms:.3f}", after, gain)
+        rows.append([*about, str(one.tried), better + ("; time was over" if one.cut else "")])
+    print(table.aligned(rows))
+    if kept_in and any(one.config for one in found):
+        print(f"\nkept in {kept_in}; evoattn tune --clear removes it")
 
 
 def _words(given: dict[str, int]) -> str:

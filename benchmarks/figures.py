@@ -39,9 +39,8 @@ FIGURES = Path("docs/figures")
 KEY = "evoattn-source"
 _WIDTH = 100
 _SHOWN = {
-    "speed": "Scores a second by workload",
     "speedups": "How many times as fast evoattn is as the fastest peer, by workload, with the peer's name",
-    "ceilings": "Scores a second of evoattn and of the fastest peer, and the lowest ceiling of the device, by workload",
+    "speed": "Scores a second of all, and the lowest ceiling of the device, by workload",
     "length": "Time and peak memory against length",
 }
 LAYERS_IN_README = ("layer384", "layer768")
@@ -84,7 +83,7 @@ def digest(part: Part) -> str:
 
 
 def pictures(part: Part) -> dict[Path, Callable[[], object]]:
-    """Files and what draws them; with ceilings, how far they are; with three lengths of triangle attention, their growth.
+    """Files and what draws them; with three lengths of triangle attention, their growth.
 
     Layers have no picture here: a rate of scores says little of them.
     """
@@ -94,8 +93,6 @@ def pictures(part: Part) -> dict[Path, Callable[[], object]]:
     if len(timed) > 1:
         found[FIGURES / f"bench-{part.name}-speedups.png"] = lambda: plots.speedups(part.record, timed)
         found[FIGURES / f"bench-{part.name}-speed.png"] = lambda: plots.rates(part.record, timed)
-        if part.record.ceilings.exp2_per_s and any("forward" in result.times for p in timed for result in p.results):
-            found[FIGURES / f"bench-{part.name}-ceilings.png"] = lambda: plots.roofs(part.record, timed)
     if len({problem.workload.length for problem in timed if problem.workload.family == "tri"}) > 2:
         found[FIGURES / f"bench-{part.name}-length.png"] = lambda: plots.against_length(part.record, timed)
     return found

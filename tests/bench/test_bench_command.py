@@ -15,7 +15,7 @@ from evoattn.backends import tiled
 from evoattn.bench import ceilings, plots
 from evoattn.bench import record as records
 from evoattn.bench.plan import Plan
-from evoattn.bench.record import Ceilings
+from evoattn.bench.record import Ceilings, Result, Timing
 from evoattn.cli import bench, terminal
 from evoattn.inputs import Inputs, Outputs
 
@@ -278,18 +278,22 @@ def test_the_list_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert piece in text
 
 
-def test_the_picture_of_the_ceilings() -> None:
-    """A bar for every workload up to its lowest ceiling, and what evoattn has of that; a bound is no peer."""
+def test_the_picture_of_the_rates() -> None:
+    """A bar for every workload up to its lowest ceiling, what evoattn has of that, and a mark for each of the others."""
     record = a_record(evoattn=[1.0], dense=[2.0], flash_unbiased=[0.1])
-    figure = plots.roofs(record, record.problems)
+    figure = plots.rates(record, record.problems)
     (axes,) = figure.axes
     ceiling, ours = sorted(bar.get_width() for bar in axes.patches)[::-1]
     assert (ceiling, ours) == (pytest.approx(4.0), pytest.approx(0.016384))
     assert [text.get_text() for text in axes.texts] == ["0%"]
     (labels,) = ([text.get_text() for text in legend.get_texts()] for legend in figure.legends)
-    assert labels == ["evoattn, and its share of the ceiling", "the fastest peer", "lowest ceiling: exp2 units"]
-    (peer,) = (line for line in axes.lines if line.get_label() == "the fastest peer")
-    assert peer.get_xdata() == pytest.approx([0.008192])
+    others = ["dense torch", "torch flash kernel, no bias"]
+    assert labels == ["evoattn, and its share of the ceiling", *others, "lowest ceiling: exp2 units"]
+    marks = {line.get_label(): line for line in axes.lines}
+    assert [marks[label].get_xdata()[0] for label in others] == pytest.approx([0.008192, 0.16384])
+    for passes in ({}, {"both": Timing.of([1.0])}):
+        record.problems[0].results = [Result("evoattn", times=passes)]
+        assert len(plots.rates(record, record.problems).axes) == len(passes), "without a time there is no panel"
 
 
 def test_ceilings_of_a_cpu() -> None:

@@ -26,7 +26,6 @@ __all__ = [
     "new_figure",
     "plain",
     "rates",
-    "roofs",
     "save",
     "speedups",
     "style",
@@ -87,37 +86,6 @@ def plain(axes: Axes) -> None:
     axes.tick_params(which="both", color=_FAINT, labelcolor=INK)
 
 
-def rates(record: Record, problems: list[Problem]) -> Figure:
-    """Scores a second of every contender by workload, a panel a pass, with the ceiling of the device's exponentials."""
-    problems = [problem for problem in problems if any(result.times for result in problem.results)]
-    passes = _passes(problems, ("forward", "backward")) or _passes(problems, ("both",))
-    names = [name for name in _names(problems) if any((r := p.result(name)) and r.times for p in problems)]
-    styles = _style(names)
-    height = 1.6 + max(len(passes), 1) * 2.7
-    figure = new_figure(max(8.0, 1.5 + 0.95 * len(problems)), height, _what("Speed", problems), table.headline(record))
-    panels: Any = figure.subplots(max(len(passes), 1), 1, squeeze=False)[:, 0]
-    thickness = 0.8 / max(len(names), 1)
-    for axes, name in zip(panels, passes, strict=False):
-        for place, contender in enumerate(names):
-            found = [(at, table.rate(p, p.result(contender), name)) for at, p in enumerate(problems)]
-            bars = [(at - 0.4 + (place + 0.5) * thickness, rate) for at, rate in found if rate is not None]
-            axes.bar(
-                [x for x, _ in bars], [y for _, y in bars], thickness, color=styles[contender][0], label=table.title(contender)
-            )
-        ceiling = record.ceilings.exp2_per_s
-        if ceiling is not None and name != "both" and axes.get_ylim()[1] > 0.2 * ceiling / 1e9:
-            axes.axhline(ceiling / 1e9, color=INK, linewidth=1, linestyle="--", label="the device's exp2, measured")
-        axes.set_ylabel(f"{_TITLES[name]}\n10⁹ scores/s")
-        axes.set_xticks(range(len(problems)), [p.workload.name for p in problems], rotation=20, ha="right")
-        axes.grid(True, axis="y", color=_FAINT, linewidth=0.7)
-        axes.set_xlim(-0.6, len(problems) - 0.4)
-        plain(axes)
-    if passes:
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
-    return figure
-
-
 def _by_workload(
     figure: Figure,
     problems: list[Problem],
@@ -173,26 +141,25 @@ def _fastest_peer(problem: Problem, name: str) -> Result | None:
     return min(fair, key=lambda r: r.times[name].median_ms, default=None)
 
 
-def roofs(record: Record, problems: list[Problem]) -> Figure:
-    """How far evoattn and the best peer come: a bar a workload up to the device's lowest ceiling, whose colour says which."""
-    problems = [p for p in problems if (ours := p.result("evoattn")) and ours.times]
-    passes = _passes(problems, ("forward", "backward"))
-    title, size = _what("Distance from the ceilings", problems), (4.2 + 4.2 * len(passes), 1.65 + 0.3 * len(problems))
+def rates(record: Record, problems: list[Problem]) -> Figure:
+    """Scores a second of all contenders: a bar a workload up to the device's lowest ceiling, whose colour says which."""
+    problems = [problem for problem in problems if any(result.times for result in problem.results)]
+    passes = _passes(problems, ("forward", "backward")) or _passes(problems, ("both",))
+    title, size = _what("Speed", problems), (4.2 + 4.2 * len(passes), 2.0 + 0.34 * len(problems))
     figure = new_figure(*size, title, table.headline(record))
-    panels = _by_workload(figure, problems, passes, ", 10⁹ scores/s", 1.16, functools.partial(_roof, record))
-    for axes in panels:
-        axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
+    draw = functools.partial(_rates, record, _style(_names(problems)))
     found: dict[str, Any] = {}
-    for axes in panels:
+    for axes in _by_workload(figure, problems, passes, ", 10⁹ scores/s", 1.16, draw) if passes else ():
+        axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
         found |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    labels = sorted(found, key=lambda label: (label.startswith("lowest"), label))
+    labels = sorted(found, key=lambda label: (label.startswith("lowest"), not label.startswith("evoattn, and")))
     handles = [found[label] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
-def _roof(record: Record, axes: Axes, row: int, problem: Problem, name: str) -> None:
-    """One workload's bar: the lowest ceiling, evoattn's rate with its share of that, the best peer's as a mark."""
+def _rates(record: Record, styles: dict[str, tuple[str, str]], axes: Axes, row: int, problem: Problem, name: str) -> None:
+    """One workload: the lowest ceiling, evoattn's rate with its share of that, and a mark for each of the others."""
     rate = table.rate(problem, problem.result("evoattn"), name)
     bounds = table.roofs(record, problem, name)
     if bounds:
@@ -206,9 +173,13 @@ def _roof(record: Record, axes: Axes, row: int, problem: Problem, name: str) -> 
             axes.annotate(text, (bounds[lowest], row), (5, 0), **style)
     if rate is not None:
         axes.barh(row, rate, 0.32, color=_OURS, label="evoattn, and its share of the ceiling")
-    best = table.rate(problem, _fastest_peer(problem, name), name)
-    if best is not None:
-        axes.plot(best, row, "D", color=_COLOURS[0], markeredgecolor="white", markersize=6.5, label="the fastest peer")
+    for result in problem.results:
+        other = table.rate(problem, result, name)
+        if result.name != "evoattn" and other is not None:
+            colour, marker = styles[result.name]
+            edge = colour if marker == "x" else "white"
+            style = {"markersize": 6.5, "color": colour, "markeredgecolor": edge, "linestyle": "", "zorder": 3}
+            axes.plot(other, row, marker=marker, label=table.title(result.name), **style)
 
 
 def _what(quantity: str, problems: list[Problem]) -> str:

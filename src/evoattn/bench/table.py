@@ -72,6 +72,8 @@ def roofs(record: Record, problem: Problem, name: str) -> dict[str, float]:
     A score takes one exponential, and four operations a channel in the forward's two products, ten in the backward's five. A
     backward moves the inputs and the output again, and as many gradients.
     """
+    if name == "both":
+        return {}
     w, found = problem.workload, record.ceilings
     product = found.product_flops_per_s.get(problem.dtype)
     bounds = {
@@ -133,17 +135,15 @@ def problem_table(problem: Problem) -> list[list[str]]:
     return rows
 
 
-def aligned(rows: list[list[str]]) -> str:
-    """Columns aligned with spaces: numbers to the right, the first and the last column to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    last = len(widths) - 1
+def aligned(rows: list[list[str]], *, rule: bool = False) -> str:
+    """Columns aligned with spaces: numbers to the right, the first and the last to the left; with a rule below the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column in (0, last) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+    for first, *numbers, last in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False)), last]
         lines.append("  ".join(cells).rstrip())
+    if rule:
+        lines.insert(1, "\u2500" * max(map(len, lines)))
     return "\n".join(lines)
 
 

@@ -9,22 +9,18 @@ import importlib.resources
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 import evoattn
 from evoattn.bench import machine, plots
 from evoattn.bench.record import Problem, Result
+from evoattn.bench.table import aligned
 from evoattn.cli import sweep
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, attentions, embed
 from evoattn.cli.sweep import Size
 from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, pick, progress, refusing
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
 
 __all__ = ["add_parser"]
 
@@ -60,9 +56,6 @@ reading the table:
 exit status: 0 evoattn's errors are within their budget; 1 they are not; 2 bad options, a bad file or a missing extra
 """
 
-
-_WIDTH = 100
-"""Columns that the tables have, at the least in a terminal."""
 
 _LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _LEAST_ON_CPU = 128
@@ -130,7 +123,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
-    need_extra("rich", "matplotlib")
+    need_extra("matplotlib")
     output = check_output(arguments.output, "--output", ".png")
     device = pick(arguments.device)
     dtype = DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
@@ -200,22 +193,6 @@ def _default_alignment(given: Path | None) -> Iterator[Path]:
     yield in_source_tree
 
 
-def _console() -> Console:
-    from rich import console as rich_console
-
-    class Reported(rich_console.Console):
-        """Leaves a reader that has gone, such as `head`, to the command line: rich would end with status 1."""
-
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
-    found = Reported(highlight=False, markup=False, emoji=False)
-    if found.is_terminal and found.width >= _WIDTH:
-        return found
-    # A narrow terminal wraps the lines; rich would cut numbers.
-    return Reported(highlight=False, markup=False, emoji=False, width=_WIDTH)
-
-
 def _about(alignment: Alignment, rows: tuple[str, ...], device: torch.device, busy: str | None) -> list[str]:
     """What was measured, and where."""
     used = f"{len(rows)} sequences x {len(rows[0])} columns"
@@ -231,35 +208,19 @@ def _about(alignment: Alignment, rows: tuple[str, ...], device: torch.device, bu
 
 
 def _print_report(about: list[str], found: list[tuple[Problem, int, list[str]]], growth: list[Problem]) -> None:
-    console = _console()
-
-    def say(text: RenderableType) -> None:
-        console.print(text, soft_wrap=isinstance(text, str))
-
-    for line in about:
-        say(line)
-    say(f"backend    {'; '.join(sorted({problem.results[0].backends(', backward ') for problem, _, _ in found}))}")
-    say(f"\nThe four attentions of an Evoformer block, {found[0][0].dtype}\n")
-    say(_cost_table([problem for problem, _, _ in found]))
+    backends = sorted({problem.results[0].backends(", backward ") for problem, _, _ in found})
+    print("\n".join([*about, f"backend    {'; '.join(backends)}"]))
+    print(f"\nThe four attentions of an Evoformer block, {found[0][0].dtype}\n")
+    print(_cost_table([problem for problem, _, _ in found]))
     parts = [f"{problem.workload.name}: the first {rows} of {problem.workload.n} rows" for problem, rows, _ in found]
     whole = all(rows == problem.workload.n for problem, rows, _ in found)
-    say("\nErrors: |value - float64| / |float64| over " + ("all rows." if whole else "; ".join(parts) + "."))
+    print("\nErrors: |value - float64| / |float64| over " + ("all rows." if whole else "; ".join(parts) + "."))
     for failure in (failure for _, _, beyond in found for failure in beyond):
-        say(f"BEYOND ITS BUDGET  {failure}")
-    say("\nTriangle attention of L x L pairs, forward + backward, against length L\n")
-    say(_growth_table(growth))
+        print(f"BEYOND ITS BUDGET  {failure}")
+    print("\nTriangle attention of L x L pairs, forward + backward, against length L\n")
+    print(_growth_table(growth))
     for name, why in sweep.stops(growth).items():
-        say(f"{name} was not run {why}")
-
-
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    return table
+        print(f"{name} was not run {why}")
 
 
 def _cell(number: float | None, words: str = "{:.1f}") -> str:
@@ -274,24 +235,23 @@ def _numbers(result: Result | None, *names: str) -> list[float | None]:
     return [*times, None if result.peak_bytes is None else result.peak_bytes / 2**20]
 
 
-def _cost_table(problems: list[Problem]) -> Table:
-    table = _table("attention", "by", "forward\nms", "backward\nms", "peak\nMiB", "output\nerror", "gradient\nerror")
-    table.columns[1].justify = "left"
+def _cost_table(problems: list[Problem]) -> str:
+    rows = [["attention", "by     ", "forward ms", "backward ms", "peak MiB", "output error", "gradient error", ""]]
     for problem in problems:
         for result in problem.results:
-            cells = ["-", "-", result.reason] if result.reason else map(_cell, _numbers(result, "forward", "backward"))
+            cells = map(_cell, _numbers(result, "forward", "backward"))
             errors = [result.errors["o"], max(error for name, error in result.errors.items() if name.startswith("d"))]
-            style = None if result.ours else "dim"
-            table.add_row(problem.workload.name, result.name, *cells, *(f"{x:.1e}" for x in errors), style=style)
-    return table
+            rows.append([problem.workload.name, f"{result.name:7}", *cells, *(f"{x:.1e}" for x in errors), result.reason])
+    return aligned(rows, rule=True)
 
 
-def _growth_table(growth: list[Problem]) -> Table:
-    table = _table("length", "evoattn\nms", "dense\nms", "speed-up", "evoattn\npeak MiB", "dense\npeak MiB", "memory of\ndense")
+def _growth_table(growth: list[Problem]) -> str:
+    names = ("evoattn", "dense")
+    rows = [["length", "evoattn ms", "dense ms", "speed-up", "evoattn peak MiB", "dense peak MiB", "memory of dense", ""]]
     for problem in growth:
-        (ours, our_peak), (dense, dense_peak) = (_numbers(problem.result(name), "both") for name in ("evoattn", "dense"))
+        (ours, our_peak), (dense, dense_peak) = (_numbers(problem.result(name), "both") for name in names)
         faster = f"{dense / ours:.1f} x" if ours and dense else ""
         share = f"{100 * our_peak / dense_peak:.0f} %" if our_peak and dense_peak else ""
         peaks = (_cell(our_peak), _cell(dense_peak), share)
-        table.add_row(str(problem.workload.length), _cell(ours), _cell(dense), faster, *peaks)
-    return table
+        rows.append([str(problem.workload.length), _cell(ours), _cell(dense), faster, *peaks, ""])
+    return aligned(rows, rule=True)

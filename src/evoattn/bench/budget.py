@@ -41,10 +41,7 @@ class Budget:
         self._compiled_s: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
 
-    @property
-    def over(self) -> str:
-        """In words, that nothing is left."""
-        return f"the budget of {self.seconds:g} s was over"
+        self.over = f"the budget of {seconds:g} s was over" if seconds else ""
 
     def begin(self) -> bool:
         """Give the next problem its share of what is left; False where nothing is."""

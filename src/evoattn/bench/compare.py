@@ -106,17 +106,13 @@ def _row(change: Change) -> list[str]:
     return [f"{change.problem}, {table.title(change.name)}", change.what, before, after, ratio, change.note]
 
 
-def _differ(before: Record, after: Record, key: str) -> bool:
-    """Whether both say what they ran on or with, and not the same: an older record knows less."""
-    old, new = before.machine.get(key), after.machine.get(key)
-    return None not in (old, new) and old != new
-
-
 def as_text(found: Comparison, before: Record, after: Record) -> str:
     """For a terminal: what changed, ours first, the largest first; then how the peers moved, which is the machine's part."""
     lines = [f"before  {table.headline(before)}", f"after   {table.headline(after)}"]
-    differing = [key for key in ("device", "driver", "torch", "triton", "cute_dsl") if _differ(before, after, key)]
-    if differing:
+    facts = {
+        key: {of.machine.get(key) for of in (before, after)} for key in ("device", "driver", "torch", "triton", "cute_dsl")
+    }
+    if differing := [key for key, said in facts.items() if len(said - {None}) > 1]:  # an older record knows less
         lines.append(f"NOTE    not the same {', '.join(differing)}: that may be all the difference")
     beyond = [change for change in found.changes if change.beyond_noise and abs((change.ratio or 9) - 1) >= 0.01]
     for title, ours in (("evoattn", True), ("peers", False)):

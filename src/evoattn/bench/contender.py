@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,6 @@ WRONG = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch
 
 _CACHES = {"cpu": 32 << 20, "cuda": 64 << 20}
 """Second-level cache of the device (third-level of a CPU core's share), where torch does not tell."""
-
-
-class Given(Protocol):
-    """What every problem has, whether an attention or a layer."""
-
-    @property
-    def do(self) -> Tensor:
-        """The cotangent of the output."""
 
 
 class Prepared(NamedTuple):
@@ -98,10 +90,10 @@ class Runner:
 
     Args:
         contender: whose.
-        given: the problem's inputs.
+        given: the problem's inputs, with a cotangent `do`.
     """
 
-    def __init__(self, contender: Contender, given: Given) -> None:
+    def __init__(self, contender: Contender, given: Any) -> None:
         self.contender = contender
         self.prepared = contender.prepare(given)
         self.do = self.prepared.to_library(given.do)

@@ -168,12 +168,6 @@ def scores_of(layer: Layer) -> int:
     return layer.mask.numel() * keys * layer.module.no_heads
 
 
-def _adaptive(a: Tensor, s: Tensor, norm: AdaLN) -> Tensor:
-    s = norm.layer_norm_s(s)
-    made: Tensor = torch.sigmoid(norm.linear_g(s)) * norm.layer_norm_a(a) + norm.linear_s(s)
-    return made
-
-
 def _normed(module: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, nn.Linear | None]:
     """What the projections read, what the pair bias is made from, and by which product."""
     if isinstance(module, TriangleAttention):
@@ -182,7 +176,9 @@ def _normed(module: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | No
     if isinstance(module, AttentionPairBias):
         norm = module.layer_norm_a
         if isinstance(norm, AdaLN):
-            return _adaptive(inputs["a"], inputs["s"], norm), inputs["z"], module.linear_z
+            s = norm.layer_norm_s(inputs["s"])
+            a = torch.sigmoid(norm.linear_g(s)) * norm.layer_norm_a(inputs["a"]) + norm.linear_s(s)
+            return a, inputs["z"], module.linear_z
         return norm(inputs["a"]), module.layer_norm_z(inputs["z"]), module.linear_z  # type: ignore[misc]
     if isinstance(module, MSARowAttentionWithPairBias):
         return module.layer_norm_m(inputs["m"]), module.layer_norm_z(inputs["z"]), module.linear_z  # type: ignore[misc]
@@ -311,14 +307,10 @@ def _with(attend: Attend, *, joined: bool = False) -> Callable[[Layer], Compute]
     return lambda layer: functools.partial(_written, attend=attend, joined=joined)
 
 
-def _nn(layer: Layer) -> Compute:
-    return _native
-
-
 WAYS: tuple[Contender, ...] = (
-    _way("evoattn", "evoattn.nn", _nn),
-    _way("evoattn/mean", "evoattn.nn, empty rows as OpenFold", _nn, empty_rows="mean"),
-    _way("evoattn/compiled", "evoattn.nn, torch.compile", _nn, compiles=True),
+    _way("evoattn", "evoattn.nn", lambda layer: _native),
+    _way("evoattn/mean", "evoattn.nn, empty rows as OpenFold", lambda layer: _native, empty_rows="mean"),
+    _way("evoattn/compiled", "evoattn.nn, torch.compile", lambda layer: _native, compiles=True),
     _way("joined_compiled", "one product, torch.compile", _with(_ours, joined=True), compiles=True),
     _way("openfold3", "OpenFold-3's layer, its Triton kernels", openfold3),
     _way("cuequivariance", "cuEquivariance's layer", cuequivariance),

@@ -15,10 +15,17 @@ import torch
 
 from evoattn.bench import machine
 
-__all__ = ["peak_bytes", "too_much"]
+__all__ = ["peak_bytes", "release", "too_much"]
 
 _SHARE = 0.6
 """What would hold more of the free memory than this is not begun."""
+
+
+def release(device: torch.device) -> None:
+    """Give back what nobody holds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def too_much(needed: int, device: torch.device, of: str = "") -> str | None:

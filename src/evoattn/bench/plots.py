@@ -128,17 +128,13 @@ def _speedup(axes: Axes, row: int, problem: Problem, name: str) -> None:
 
 
 def _beside_fastest(problem: Problem, name: str) -> tuple[float, str] | None:
-    """The time of the fastest peer that solves the whole problem over ours, and that peer's title."""
-    ours, fastest = problem.result("evoattn"), _fastest_peer(problem, name)
-    if ours is None or name not in ours.times or fastest is None:
-        return None
-    return fastest.times[name].median_ms / ours.times[name].median_ms, table.title(fastest.name).split(",")[0]
-
-
-def _fastest_peer(problem: Problem, name: str) -> Result | None:
-    """The peer that solves the whole problem in the least time; a bound, which leaves the biases out, is none."""
+    """The time of the fastest peer over ours, and that peer's title; a bound, which leaves biases out, is no peer."""
+    ours = problem.result("evoattn")
     fair = [r for r in problem.results if r.name in PEERS and PEERS[r.name].biased and name in r.times]
-    return min(fair, key=lambda r: r.times[name].median_ms, default=None)
+    if ours is None or name not in ours.times or not fair:
+        return None
+    fastest = min(fair, key=lambda r: r.times[name].median_ms)
+    return fastest.times[name].median_ms / ours.times[name].median_ms, table.title(fastest.name).split(",")[0]
 
 
 def rates(record: Record, problems: list[Problem]) -> Figure:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from evoattn.bench import attentions, layers
 from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock, TookTooLong
 from evoattn.bench.contender import Contender, Runner, one_line, out_of_memory, status, worst
-from evoattn.bench.memory import peak_bytes, too_much
+from evoattn.bench.memory import peak_bytes, release, too_much
 from evoattn.bench.plan import Plan, left, put
 from evoattn.bench.record import Problem, Record, Result
 from evoattn.bench.timing import time_graphs, time_in_turn
@@ -113,7 +112,7 @@ class _Course:
             if not out_of_memory(error):
                 raise
             self._leave_out("the inputs and their float64 truth do not fit into memory")
-        self._release()
+        release(self.device)
         self.problem.seconds = round(self.clock.now() - begun, 1)
 
     def _leave_out(self, reason: str) -> None:
@@ -123,11 +122,6 @@ class _Course:
         """Note that a larger budget would have measured more, unless a call of so many seconds is too long for any."""
         if self.budget.would_measure(seconds):
             self.problem.cut = True
-
-    def _release(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _measure(self) -> None:
         self.say("float64 truth")
@@ -151,13 +145,13 @@ class _Course:
             if result.ours:  # evoattn's compiling is not its peers' loss
                 self.budget.add(self.clock.now() - begun)
         del expected
-        self._release()
+        release(self.device)
         if time_in_turn(runners, self.passes, self.plan.rounds, self.scores, self.clock, self.budget, self.say):
             self.problem.cut = True
         for result, runner in runners if self.kind.GRAPHS and self.device.type == "cuda" else ():
             self.say(f"{result.name}, CUDA graphs")  # one after the other: all do not fit into memory together
             time_graphs(result, runner, self.passes, self.plan.rounds, self.clock)
-            self._release()
+            release(self.device)
 
     def _truth_check(self) -> Callable[[float], None]:
         """Ends a float64 truth that takes more than what a peer's first calls may, as soon as that is sure."""
@@ -196,7 +190,7 @@ class _Course:
         except Exception as error:  # whatever a peer raises is its reason, and the run goes on
             result.status, result.reason = status(error), one_line(error)
         if runner is None or self.kind.GRAPHS:
-            self._release()
+            release(self.device)
         return runner
 
     def _first_calls(self, contender: Contender, given: Any, expected: dict[str, Tensor], result: Result) -> Runner | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from evoattn import testing
 from evoattn.bench.layers import fill
 from evoattn.bench.machine import synchronize
+from evoattn.bench.memory import release
 from evoattn.bench.timing import captured
 from evoattn.nn import PairformerBlock
 
@@ -162,12 +162,6 @@ def errors(block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Nu
     return {"residues": VERIFIED[device.type], "one": max(one), "all": max(several), "largest ratio": ratio}
 
 
-def _clear(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _time(
     call: Callable[[int], object], device: torch.device, rounds: int, meet: Callable[[], object], *, graph: bool = False
 ) -> Numbers:
@@ -183,7 +177,7 @@ def _time(
         meet: waits for the other processes.
         graph: whether the call is recorded as a CUDA graph first.
     """
-    _clear(device)
+    release(device)
     for number in range(WARM_UP):
         call(number)
     synchronize(device)
@@ -238,7 +232,7 @@ def measure(plan: Plan, block: PairformerBlock, mesh: DeviceMesh, device: torch.
         else:
             block.train(way == "training")
             call = functools.partial(train if way == "training" else infer, block)
-        _clear(device)
+        release(device)
         given = example(length, device)
         graph = way == "graph"
         one = _alone(_of(call, given), device, plan.rounds, graph=graph)

@@ -70,29 +70,20 @@ def _about(record: Data) -> list[str]:
 
 
 def _rows(record: Data) -> list[list[str]]:
-    """The head, and a row for each job."""
-    sides = (_unit(record, "one"), _unit(record, str(record["processes"])))
-    head = ["residues", "pass", *(cell for side in sides for cell in (f"{side}, ms", "host ms", "GiB")), "of linear", "memory"]
-    rows = [head]
+    """The head, and a row for each job: what both take, of a linear speed-up, and the memory of all over that of one."""
+    processes = record["processes"]
+    sides = (_unit(record, "one"), _unit(record, str(processes)))
+    rows = [["residues", "pass", *(cell for x in sides for cell in (f"{x}, ms", "host ms", "GiB")), "of linear", "memory"]]
     for found in record["times"]:
-        what = ", ".join(filter(None, (found.get("layer"), _WAYS[found["way"]])))
-        row = [f"{found['length']:,}", what]
-        for numbers in (found["one"], found["all"]):
-            row += ["does not fit", "-", "-"] if numbers is None else _numbers(numbers)
-        rows.append([*row, *_shares(found["one"], found["all"], record["processes"])])
+        one, together = found["one"], found["all"]
+        row = [f"{found['length']:,}", ", ".join(filter(None, (found.get("layer"), _WAYS[found["way"]])))]
+        for side in (one, together):
+            peak = f"{side['gib']:.1f}" if side and side["gib"] else "-"
+            row += [f"{side['ms']:.1f}", f"{side['host_ms']:.1f}", peak] if side else ["does not fit", "-", "-"]
+        row.append(f"{100 * one['ms'] / (processes * together['ms']):.0f}%" if one else "-")
+        row.append(f"{processes * together['gib'] / one['gib']:.2f}" if one and one["gib"] else "-")
+        rows.append(row)
     return rows
-
-
-def _shares(one: dict[str, float] | None, together: dict[str, float], processes: int) -> list[str]:
-    """Of a linear speed-up, and the memory of all processes over that of one."""
-    if one is None:
-        return ["-", "-"]
-    linear = f"{100 * one['ms'] / (processes * together['ms']):.0f}%"
-    return [linear, f"{processes * together['gib'] / one['gib']:.2f}" if one["gib"] else "-"]
-
-
-def _numbers(numbers: dict[str, float]) -> list[str]:
-    return [f"{numbers['ms']:.1f}", f"{numbers['host_ms']:.1f}", f"{numbers['gib']:.1f}" if numbers["gib"] else "-"]
 
 
 def as_text(record: Data) -> str:

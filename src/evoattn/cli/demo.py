@@ -58,31 +58,24 @@ exit status: 0 evoattn's errors are within their budget; 1 they are not; 2 bad o
 
 
 _LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-_LEAST_ON_CPU = 128
+_SHORTEST = {"cpu": 128, "cuda": 64}
 """Below, dense PyTorch is as fast on a CPU, and all its scores take some MB."""
 
 _QUICK = Size(sequences=32, columns=64, lengths=(32, 48, 64, 96), repeats=5, seconds=0.4, patience=10.0)
+_USUAL = {"cpu": (128, 256, 384), "cuda": (512, 384, 1024)}
+"""Sequences, columns and the longest length: on the CPU a crop of AlphaFold's initial training at the most, on the GPU one of
+its fine-tuning."""
 
 
 def _size(device: torch.device, quick: bool, max_length: int | None) -> Size:
-    """On the CPU a crop of AlphaFold's initial training at the most, on the GPU one of its fine-tuning."""
-    on_gpu = device.type == "cuda"
-    lengths = tuple(length for length in _LENGTHS if on_gpu or length >= _LEAST_ON_CPU)
-    size = Size(
-        sequences=512 if on_gpu else 128,
-        columns=384 if on_gpu else 256,
-        lengths=tuple(length for length in lengths if length <= (1024 if on_gpu else 384)),
-        repeats=9,
-        seconds=1.0,
-        patience=35.0,
-    )
-    if quick:
-        size = _QUICK
-    if max_length is not None:
-        known = size.lengths if quick else lengths
-        up_to = {length for length in known if length < max_length} | {max_length}
-        size = dataclasses.replace(size, lengths=tuple(sorted(up_to)), columns=min(size.columns, max_length), patience=None)
-    return size
+    sequences, columns, longest = _USUAL[device.type]
+    known = _QUICK.lengths if quick else tuple(length for length in _LENGTHS if length >= _SHORTEST[device.type])
+    usual = Size(sequences, columns, tuple(x for x in known if x <= longest), repeats=9, seconds=1.0, patience=35.0)
+    size = _QUICK if quick else usual
+    if max_length is None:
+        return size
+    lengths = (*(length for length in known if length < max_length), max_length)
+    return dataclasses.replace(size, lengths=lengths, columns=min(size.columns, max_length), patience=None)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -109,10 +109,9 @@ def _row(change: Change) -> list[str]:
 def as_text(found: Comparison, before: Record, after: Record) -> str:
     """For a terminal: what changed, ours first, the largest first; then how the peers moved, which is the machine's part."""
     lines = [f"before  {table.headline(before)}", f"after   {table.headline(after)}"]
-    facts = {
-        key: {of.machine.get(key) for of in (before, after)} for key in ("device", "driver", "torch", "triton", "cute_dsl")
-    }
-    if differing := [key for key, said in facts.items() if len(said - {None}) > 1]:  # an older record knows less
+    facts = ("device", "driver", "torch", "triton", "cute_dsl")
+    said = {fact: {record.machine.get(fact) for record in (before, after)} for fact in facts}
+    if differing := [fact for fact in facts if len(said[fact] - {None}) > 1]:  # an older record knows less
         lines.append(f"NOTE    not the same {', '.join(differing)}: that may be all the difference")
     beyond = [change for change in found.changes if change.beyond_noise and abs((change.ratio or 9) - 1) >= 0.01]
     for title, ours in (("evoattn", True), ("peers", False)):

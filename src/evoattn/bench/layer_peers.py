@@ -51,24 +51,16 @@ def _openfold3_class(layer: Layer) -> nn.Module:
     """A new module of OpenFold-3 of this layer's sizes."""
     width, heads, inf = layer.do.shape[-1], layer.module.no_heads, layer.module.inf
     hidden = layer.module.mha.linear_q.out_features // heads
-    c_z = layer.inputs["z"].shape[-1] if "z" in layer.inputs else 0
-    made: nn.Module
-    if layer.kind == "triangle":
-        made = _openfold3_room("triangular_attention").TriangleAttention(width, hidden, heads, inf=inf)
-    elif layer.kind == "msa_row":
-        made = _openfold3_room("msa").MSARowAttentionWithPairBias(width, c_z, hidden, heads, inf=inf)
-    elif layer.kind == "msa_column":
-        made = _openfold3_room("msa").MSAColumnAttention(width, hidden, heads, inf=inf)
-    else:
-        room, conditioned = _openfold3_room("attention_pair_bias"), "s" in layer.inputs
-        of = room.DiffusionAttentionPairBias if conditioned else room.AttentionPairBias
-        c_s = layer.inputs["s"].shape[-1] if conditioned else width
-        made = of(width, width, width, c_s, c_z, hidden, heads, inf=inf)
+    c_z, c_s = (layer.inputs[x].shape[-1] if x in layer.inputs else width for x in "zs")
+    room, name, sizes = {
+        "triangle": ("triangular_attention", "TriangleAttention", (width, hidden, heads)),
+        "msa_row": ("msa", "MSARowAttentionWithPairBias", (width, c_z, hidden, heads)),
+        "msa_column": ("msa", "MSAColumnAttention", (width, hidden, heads)),
+        "single": ("attention_pair_bias", "AttentionPairBias", (width, width, width, c_s, c_z, hidden, heads)),
+        "pair_bias": ("attention_pair_bias", "DiffusionAttentionPairBias", (width, width, width, c_s, c_z, hidden, heads)),
+    }[layer.kind]
+    made: nn.Module = getattr(importlib.import_module(f"openfold3.core.model.layers.{room}"), name)(*sizes, inf=inf)
     return made
-
-
-def _openfold3_room(name: str) -> Any:
-    return importlib.import_module(f"openfold3.core.model.layers.{name}")
 
 
 def cuequivariance(layer: Layer) -> Compute:

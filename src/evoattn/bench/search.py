@@ -32,7 +32,9 @@ _WORTH_KEEPING = 0.03
 
 _ROUNDS = 3
 _LAST_ROUNDS = 9
-_FACTORS = {"num_warps": (1, 16), "block_q": (16, 256), "block_k": (16, 128), "score_bytes": (1 << 18, 1 << 28)}
+_RANGES = {"num_warps": (1, 16), "num_stages": (1, 5), "block_q": (16, 256), "block_k": (16, 128)}
+_RANGES |= {"score_bytes": (1 << 18, 1 << 28)}
+"""The least and the most of each field."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,22 +75,17 @@ class Found:
 
 
 def neighbours(config: Config) -> Iterator[Config]:
-    """Configs one step away: half or twice one field, or one pipeline stage more or less."""
+    """Configs one step away: half or twice one field, or one pipeline stage more or less.
+
+    Of a plan in plain torch the budget of scores is the only field: its block sizes follow from it.
+    """
     given = config.given()
-    fields = ["score_bytes"] if "score_bytes" in given else [name for name in given if name != "num_stages"]
-    for name in fields:
-        least, most = _FACTORS[name]
-        for value in (given[name] * 2, given[name] // 2):
-            if least <= value <= most:
-                yield Config(**{**_kept(given), name: value})
-    for stages in (given.get("num_stages", 0) + 1, given.get("num_stages", 0) - 1):
-        if "num_stages" in given and 1 <= stages <= 5:
-            yield Config(**{**_kept(given), "num_stages": stages})
-
-
-def _kept(given: dict[str, int]) -> dict[str, int]:
-    """Of a plan in plain torch the budget alone: its block sizes follow from it."""
-    return {} if "score_bytes" in given else given
+    if "score_bytes" in given:
+        given = {"score_bytes": given["score_bytes"]}
+    for name, value in given.items():
+        least, most = _RANGES[name]
+        steps = (value + 1, value - 1) if name == "num_stages" else (value * 2, value // 2)
+        yield from (Config(**{**given, name: step}) for step in steps if least <= step <= most)
 
 
 def tune(

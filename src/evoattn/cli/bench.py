@@ -158,28 +158,23 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 2 if unwritten else status
 
 
+_ENDS = {
+    "interrupted": "interrupted: what was measured until then is above, and in the files; --resume FILE goes on",
+    "out of time": "the budget ended before all was measured, the table says what; "
+    "--budget gives more, and --resume FILE goes on with what --json wrote",
+}
+
+
 def _status(record: Record) -> int:
     wrong = [
-        f"{problem.workload.name}, {problem.dtype}, {table.title(result.name)}: {result.reason}"
+        f"WRONG: {problem.workload.name}, {problem.dtype}, {table.title(result.name)}: {result.reason}"
         for problem in record.problems
         for result in problem.results
-        if result.name.startswith("evoattn") and "is wrong" in result.reason
+        if result.ours and "is wrong" in result.reason
     ]
-    for line in wrong:
-        print(f"evoattn bench: WRONG: {line}", file=sys.stderr)
-    if record.finished == "interrupted":
-        print(
-            "evoattn bench: interrupted: what was measured until then is above, and in the files; --resume FILE goes on",
-            file=sys.stderr,
-        )
-        return 130
-    if record.finished == "out of time":
-        print(
-            "evoattn bench: the budget ended before all was measured, the table says what; "
-            "--budget gives more, and --resume FILE goes on with what --json wrote",
-            file=sys.stderr,
-        )
-    return 1 if wrong else 0
+    for line in [*wrong, *filter(None, [_ENDS.get(record.finished)])]:
+        print(f"evoattn bench: {line}", file=sys.stderr)
+    return 130 if record.finished == "interrupted" else 1 if wrong else 0
 
 
 def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], None]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from evoattn import testing
 from evoattn.bench import machine
 from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.layers import fill
-from evoattn.bench.memory import peak_bytes
+from evoattn.bench.memory import peak_bytes, release
 from evoattn.nn import PairformerBlock
 
 SCHEMA = 1
@@ -202,9 +201,7 @@ def measure(length: int, kind: str, ways: list[str], device: torch.device, round
                     case |= measured(call, clock, device, rounds, host=way == OURS and kind == "bfloat16")
                 except torch.OutOfMemoryError:
                     case["failed"] = "out of memory"
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                release(device)
                 yield case
 
 

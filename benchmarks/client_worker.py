@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import evoattn
 from clients.compare import Watch
 from evoattn.bench.machine import synchronize
-from evoattn.bench.memory import peak_bytes
+from evoattn.bench.memory import peak_bytes, release
 from evoattn.run import plans
 
 Values = dict[str, Tensor]
@@ -125,7 +125,7 @@ def reference(client: Client, module: nn.Module, inputs: Inputs) -> tuple[Values
                 new = {key: x.float().cpu() for key, x in values.items() if key not in found}
                 found |= new
                 how |= dict.fromkeys(new, str(dtype).removeprefix("torch."))
-            release()
+            release(inputs.z.device)
     return found, ", ".join(f"{key} {how.get(key, 'out of memory')}" for key in _COMPARED)
 
 
@@ -137,13 +137,6 @@ def errors(values: Values, expected: Values) -> dict[str, float]:
         error = float((values[key].float() - truth).norm() / truth.norm())
         found[key] = float(f"{error:.3g}") if math.isfinite(error) else math.inf
     return dict(sorted(found.items()))
-
-
-def release() -> None:
-    """Give back what nobody holds."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def timed(call: Callable[[], object], device: torch.device) -> list[float]:
@@ -211,9 +204,9 @@ class Worker:
                     case |= {"client": self._client.name, "residues": residues, "dtype": dtype, "pass": name}
                     case |= {"switch": way.switch, "patched": way.patched, "reference": what}
                     self._write({"case": case})
-                    release()
+                    release(self._device)
             del blocks
-            release()
+            release(self._device)
 
     def warm(self, residues: int, dtypes: list[str]) -> None:
         """Run each patched way once, so that its kernels are compiled and kept. What fails here fails later again."""
@@ -224,7 +217,7 @@ class Worker:
                 for name in PASSES:
                     with contextlib.suppress(Exception), evoattn.patch(self._client.name):
                         getattr(blocks, name)(way)
-                    release()
+                    release(self._device)
 
     def _case(
         self, blocks: Blocks, name: str, way: Way, dtype: str, expected: Values, bounds: dict[str, float]

@@ -44,7 +44,7 @@ class Change:
         return self.name.startswith("evoattn")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Comparison:
     """All differences between two records.
 
@@ -67,22 +67,20 @@ class Comparison:
 
 def compare(before: Record, after: Record, threshold: float) -> Comparison:
     """Every contender on every problem of the same sizes and dtype in both."""
-    changes: list[Change] = []
-    pairs = list(_pairs(before, after))
-    for old, new in pairs:
+    found, by_sizes = Comparison(0, [], threshold), {_sizes(problem): problem for problem in after.problems}
+    for old in before.problems:
+        if (new := by_sizes.get(_sizes(old))) is None:
+            continue
+        found.pairs += 1
         for result in old.results:
             other = new.result(result.name)
             if other is not None and other.status not in ("left out", "absent"):
-                changes += _changes(f"{old.workload.name}, {old.dtype}", result, other)
-    return Comparison(len(pairs), changes, threshold)
+                found.changes += _changes(f"{old.workload.name}, {old.dtype}", result, other)
+    return found
 
 
-def _pairs(before: Record, after: Record) -> Iterator[tuple[Problem, Problem]]:
-    def key(problem: Problem) -> tuple[object, ...]:
-        return (*dataclasses.astuple(dataclasses.replace(problem.workload, name="", where="", most_rows=None)), problem.dtype)
-
-    by_key = {key(problem): problem for problem in after.problems}
-    return ((problem, by_key[key(problem)]) for problem in before.problems if key(problem) in by_key)
+def _sizes(problem: Problem) -> tuple[object, ...]:
+    return (*dataclasses.astuple(dataclasses.replace(problem.workload, name="", where="", most_rows=None)), problem.dtype)
 
 
 def _changes(problem: str, before: Result, after: Result) -> Iterator[Change]:

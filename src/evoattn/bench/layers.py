@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import evoattn
 from evoattn.bench.contender import Contender, Prepared
 from evoattn.bench.layer_peers import Compute, cuequivariance, openfold3
+from evoattn.bench.peers import dense
 from evoattn.bench.plan import Plan
 from evoattn.bench.record import Result
 from evoattn.nn import AttentionPairBias, MSARowAttentionWithPairBias, TriangleAttention
@@ -233,10 +234,7 @@ def _off(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
-    s = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # [1,n,h,q,k]
-    s = s + _off(mask, s.dtype)
-    s = s if pair_bias is None else s + pair_bias
-    return (torch.softmax(s, -1).to(v.dtype) @ v).transpose(-2, -3)
+    return dense(q, k, v, _off(mask, q.dtype), pair_bias).transpose(-2, -3)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from evoattn.bench.contender import Contender, Prepared, RefusesError
 from evoattn.testing import Inputs
 from evoattn.tuning import Config
 
-__all__ = ["PEERS", "backend_peer"]
+__all__ = ["PEERS", "backend_peer", "dense"]
 
 
 Layout = Callable[[Tensor], Tensor]
@@ -105,25 +105,25 @@ def _refuse(reasons: list[tuple[bool, str]]) -> None:
         raise RefusesError("; ".join(holding))
 
 
+_compile = functools.partial(torch.compile, dynamic=False)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None, pair_bias: Tensor | None) -> Tensor:
+    """Attention of `[b,n,h,l,d]` as models write it: all scores in memory, and additions in place."""
+    s = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))  # [b,n,h,q,k]
+    for bias in (key_bias, pair_bias):
+        if bias is not None:
+            s += bias
+    return torch.matmul(torch.softmax(s, -1).to(v.dtype), v)
+
+
 def _dense(inputs: Inputs, compiled: bool) -> Prepared:
-    """As models write it in plain torch: all scores in memory; the additions are in place where eager torch allows it."""
     key_bias = _key_bias(inputs)
-    scale = inputs.q.shape[-1] ** -0.5
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
-        s = torch.matmul(q * scale, k.transpose(-1, -2))  # [b,n,h,q,k]
-        if key_bias is not None:
-            s += key_bias
-        if pair_bias is not None:
-            s += pair_bias
-        return torch.matmul(torch.softmax(s, -1), v)
+        return dense(q, k, v, key_bias, pair_bias)
 
     return _prepared(inputs, _compile(attend) if compiled else attend, (_heads_inside, _heads_outside), inputs.pair_bias)
-
-
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for these very sizes."""
-    return torch.compile(function, dynamic=False)
 
 
 def _flex(inputs: Inputs) -> Prepared:

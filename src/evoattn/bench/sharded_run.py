@@ -44,6 +44,7 @@ def run(plan: sharded.Plan, commit: str | None = None) -> Generator[Found, None,
     Raises:
         ProcessDiedError: a process died. The others are ended.
     """
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # a line for each process that it ends
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # a free port, kept by this process
     receiver, sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
     with without_ctrl_c():
@@ -75,20 +76,7 @@ def _received(context: ProcessContext, receiver: Connection) -> Iterator[Found]:
         with contextlib.suppress(EOFError):
             while receiver.poll():
                 yield receiver.recv()
-        with _quiet():
-            ended = context.join(timeout=0.1)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's lines on each process that it ends after another died."""
-    log = logging.getLogger("torch.multiprocessing.spawn")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
+        ended = context.join(timeout=0.1)
 
 
 def work(rank: int, plan: sharded.Plan, commit: str | None, port: int, sender: Connection) -> None:

@@ -216,8 +216,8 @@ def _print_report(about: list[str], found: list[tuple[Problem, int, list[str]]],
         print(f"{name} was not run {why}")
 
 
-def _cell(number: float | None, words: str = "{:.1f}") -> str:
-    return "-" if number is None else words.format(number)
+def _cell(number: float | None) -> str:
+    return "-" if number is None else f"{number:.1f}"
 
 
 def _numbers(result: Result | None, *names: str) -> list[float | None]:

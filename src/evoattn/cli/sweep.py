@@ -29,9 +29,6 @@ PLAN = Plan((), (), PASSES, ("auto",), ("dense",))
 _PATIENCE_S = {"evoattn": 60.0, "dense": 8.0}
 """Seconds that one forward + backward may take; more is not begun."""
 
-_LEAST_PASSES = 2
-"""One that measures memory and one that measures time."""
-
 _INPUT_BYTES_A_PAIR = 3 * 4 * 128 + 8 * 4 * TRIANGLE_HEADS * CHANNELS
 """Embedding in float32 with its temporaries; q, k, v, the cotangent, the output and three gradients."""
 
@@ -157,7 +154,7 @@ def _cannot_go_on(
         seconds = last.times["both"].median_ms / 1e3 * asked.scores / before[-1].workload.scores
     if seconds > _PATIENCE_S[contender.name]:
         return f"it would take about {seconds:.0f} s a pass"
-    if _LEAST_PASSES * seconds > left_s:
+    if 2 * seconds > left_s:  # one pass measures memory, and one time
         return "the time of the demo is over; --max-length gives it more"
     needed = _INPUT_BYTES_A_PAIR * asked.length**2 + int(contender.score_copies) * asked.scores * dtype.itemsize
     reason = too_much(needed, device)

@@ -44,7 +44,7 @@ const length = (workload) => workload[(workload.length_axes || ["lq"]).slice(-1)
 const scores = (workload) => workload.b * workload.n * workload.h * workload.lq * workload.lk;
 
 function number(value, digits = 3) {
-  if (value === null || value === undefined) return "–";
+  if (value === null || value === undefined || value === "") return "–";
   if (typeof value === "string") return value;
   if (value === 0) return "0";
   const size = Math.abs(value);
@@ -55,7 +55,6 @@ function number(value, digits = 3) {
 
 // ---- tables: columns are {title, get(row) -> value, show(value, row), words, best(value, row) -> bool}
 
-const text = (value) => value || "–";
 const least = (values) => Math.min(...values.filter((value) => value !== null));
 
 function compare(a, b, down) {

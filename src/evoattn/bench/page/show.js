@@ -12,7 +12,7 @@ const backends = (found) => [found.backend, found.backward_backend].filter(Boole
 const isEven = (value) => Math.abs(value - 1) < 0.03;
 const given = (value) => (value === undefined ? null : value);
 const peak = (found) => (found && found.peak_bytes ? found.peak_bytes / 2 ** 20 : null);
-const workloadColumn = { title: "workload", get: (problem) => problem.workload.name, show: text };
+const workloadColumn = { title: "workload", get: (problem) => problem.workload.name };
 
 function speedup(problem) {
   const [ours, theirs] = [time(result(problem, "evoattn"), state.pass), time(rival(problem), state.pass)];
@@ -64,11 +64,9 @@ function overview() {
       best: (value, problem) => !isBound(name) && value === fastest(problem),
     })),
   ];
-  columns.splice(present.includes("evoattn") ? present.indexOf("evoattn") + 3 : columns.length, 0, {
-    title: "its backend",
-    get: (problem) => backends(result(problem, "evoattn") || {}).join(" / ") || null,
-    show: text,
-  });
+  const place = present.includes("evoattn") ? present.indexOf("evoattn") + 3 : columns.length;
+  const backend = (problem) => backends(result(problem, "evoattn") || {}).join(" / ") || null;
+  columns.splice(place, 0, { title: "its backend", get: backend });
   table("times", columns, timed, "Times of all workloads");
 }
 
@@ -115,9 +113,9 @@ function one() {
   const column = (title, get, more = {}) => ({ title, get, ...more });
   const ofPass = (pass) => (row) => time(row, pass);
   const rate = (row) => (time(row, state.pass) ? scores(w) / time(row, state.pass) / 1e6 : null);
-  const error = { show: (value) => (typeof value === "number" ? value.toExponential(1) : text(value)) };
+  const error = { show: (value) => (typeof value === "number" ? value.toExponential(1) : number(value)) };
   const columns = [
-    column("by", (row) => title(row.name), { show: text }),
+    column("by", (row) => title(row.name)),
     ...passes.map((pass) =>
       column(`${PASS_TITLES[pass]}, ms`, ofPass(pass), { show: (_, row) => withSpread(row, pass), best: best(ofPass(pass)) }),
     ),
@@ -130,7 +128,7 @@ function one() {
     ),
   ].filter(({ get }) => rows.some((row) => get(row) !== null));
   if (rows.some((row) => row.instead || reason(row)))
-    columns.push(column("notes", (row) => reason(row) || null, { show: text, words: true }));
+    columns.push(column("notes", (row) => reason(row) || null, { words: true }));
   table("detail", columns, rows, `All that was measured at ${w.name}`);
 }
 
@@ -198,9 +196,9 @@ function reasons() {
     }
   const everywhere = (where) => (where.length === shown().length ? "all" : where.join(", "));
   const columns = [
-    { title: "by", get: (row) => title(row.name), show: text },
-    { title: "state", get: (row) => row.status, show: text },
-    { title: "why", get: (row) => row.reason || "", show: (why) => why, words: true },
+    { title: "by", get: (row) => title(row.name) },
+    { title: "state", get: (row) => row.status },
+    { title: "why", get: (row) => row.reason || "", words: true },
     { title: "workloads", get: (row) => row.where.length, show: (_, row) => everywhere(row.where), words: true },
   ];
   table("reasons", columns, [...groups.values()], "What has no time, and why");
@@ -211,8 +209,8 @@ function facts() {
   const rows = Object.entries({ ...data.machine, ...data.settings, ...ended });
   const shown = ([, value]) => (Array.isArray(value) ? value.join(", ") : String(given(value) === null ? "–" : value));
   const columns = [
-    { title: "what", get: (row) => row[0], show: text },
-    { title: "value", get: shown, show: text, words: true },
+    { title: "what", get: (row) => row[0] },
+    { title: "value", get: shown, words: true },
   ];
   table("facts", columns, rows, "Machine and settings");
 }
@@ -266,19 +264,13 @@ function start() {
   $("state").textContent = [ended, note && `Note: ${note}.`].filter(Boolean).join(" ");
   const same = (values) => unique(values).map((name) => [name, name]);
   radios("dtype", same(problems.map((problem) => problem.dtype)));
-  radios(
-    "pass",
-    passes.map((name) => [name, PASS_TITLES[name]]),
-  );
+  radios("pass", passes.map((name) => [name, PASS_TITLES[name]]));
   select("against", [["best", "the fastest peer"], ...others.map((name) => [name, title(name)])]);
   select("workload", same(problems.map((problem) => problem.workload.name)));
   const alike = (name) => problems.filter((problem) => family(problem.workload) === name);
   const lengths = (name) => unique(alike(name).map((problem) => length(problem.workload))).length;
   const families = unique(problems.map((problem) => family(problem.workload))).sort((a, b) => lengths(b) - lengths(a));
-  select(
-    "family",
-    families.map((name) => [name, `${name} (${lengths(name)} lengths)`]),
-  );
+  select("family", families.map((name) => [name, `${name} (${lengths(name)} lengths)`]));
   draw();
 }
 

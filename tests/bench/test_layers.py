@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn.bench import compare, layers, run, table
+from evoattn.bench import compare, layers, run, table, timing
 from evoattn.bench.clock import WallClock
 from evoattn.bench.contender import Contender, Prepared, RefusesError, Runner
 from evoattn.bench.layers import WAYS, Layer, inputs_of, truth
 from evoattn.bench.plan import Plan
-from evoattn.bench.record import Problem, Record, Timing
+from evoattn.bench.record import Problem, Record, Result, Timing
 from evoattn.workloads import LAYERS, workload
 
-from .conftest import a_record
+from .conftest import FakeClock, a_record
 
 SMALL = ("layer24", "layer_msa_row24n5", "layer_msa_column12", "layer_diffusion16n3", "layer_single20")
 PEERS = {way.name: way for way in WAYS if way.name in ("openfold3", "cuequivariance")}
@@ -147,3 +148,20 @@ def test_a_wrong_layer_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.status == "wrong"
     assert not result.times
     assert "against float64" in result.reason
+
+
+def test_a_pass_that_no_graph_takes_keeps_its_eager_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a graph that only calls again, and one that cannot be captured."""
+
+    def captured(call: Callable[[int], object]) -> tuple[Callable[[int], object], object]:
+        if call.__name__ == "both":
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        return call, None
+
+    monkeypatch.setattr(timing, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    result, runner = Result("written"), Runner(EAGER[0], inputs_of(workload("layer16"), torch.float32, CPU))
+    timing.time_graphs(result, runner, ("forward", "both"), 3, FakeClock())
+    assert (result.status, set(result.times)) == ("ok", {"graph_forward"})
+    assert len(result.times["graph_forward"].samples_ms) == 3
+    assert result.reason == "graph of both: RuntimeError: operation not permitted"

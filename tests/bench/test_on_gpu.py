@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evoattn import cli
-from evoattn.bench import ceilings
+from evoattn.bench import ceilings, layers
 from evoattn.bench import record as records
 from evoattn.bench.clock import CudaClock
 from evoattn.bench.memory import peak_bytes
@@ -68,6 +68,15 @@ def test_the_command(tmp_path: Path) -> None:
         assert ours.peak_bytes
         dense = problem.result("dense")
         assert dense is not None and dense.status == "ok", dense
+
+
+def test_layers_have_times_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "WAYS", tuple(way for way in layers.WAYS if way.name in ("evoattn", "written")))
+    path = tmp_path / "a.json"
+    assert cli.main(["bench", "--workloads", "layer128", "--rounds", "2", "--json", str(path)]) == 0
+    for result in records.read(path).problems[0].results:
+        assert set(result.times) == {"forward", "both", "graph_forward", "graph_both"}, result.reason
+        assert set(result.host_us) == {"forward", "both"} and result.peak_bytes
 
 
 def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

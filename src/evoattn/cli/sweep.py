@@ -43,7 +43,7 @@ class Size:
     Args:
         sequences, columns: the part of the alignment that is used, from the first.
         lengths: of the sweep.
-        repeats, seconds: how often the time of a pass is measured, and after how long no more.
+        repeats, seconds: how often the time of a pass is measured, and after how long in all no more.
         patience: seconds for the whole sweep, or None for as long as it takes.
     """
 
@@ -62,12 +62,12 @@ def measure(contender: Contender, result: Result, inputs: Inputs, passes: tuple[
         return result.without_time("left out", f"needs {reason}")
     try:
         runner = Runner(contender, inputs)
-        result.peak_bytes = peak_bytes(runner.both, device)
+        result.peak_bytes, seconds = peak_bytes(runner.both, device), size.seconds / len(passes)
         for name in passes:
             runner.prepare(name, clock.lead + 1)
             begun = clock.now()
             samples = [1e3 * clock.calls(runner.call(name), 1)]
-            while len(samples) < size.repeats and clock.now() - begun < size.seconds * (3 if len(samples) < 3 else 1):
+            while len(samples) < size.repeats and clock.now() - begun < seconds * (3 if len(samples) < 3 else 1):
                 samples.append(1e3 * clock.calls(runner.call(name), 1))
             result.times[name] = Timing.of(samples)
     except Exception as error:

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("evoattn tune: interrupted: what was found until then is kept", file=sys.stderr)
         return 130
-    except RefusedError:
+    except RefusedError:  # the table could not be written: what was found is shown, and was not kept
         place = None
         raise
     finally:

@@ -103,7 +103,7 @@ def io_bytes(inputs: Inputs) -> int:
 
 
 def scores_of(inputs: Inputs) -> int:
-    """How many exponentials the softmax takes."""
+    """The number of exponentials that the softmax takes."""
     return inputs.case.h * inputs.k.shape[2] * inputs.do[..., 0, 0].numel()
 
 
@@ -157,12 +157,12 @@ def truth(inputs: Inputs, between: Callable[[float], None] = lambda done: None) 
 
 
 def names(plan: Plan) -> list[str]:
-    """Of all that a plan asks for."""
+    """Names of all contenders that a plan asks for."""
     return [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in plan.backends), *plan.peers]
 
 
 def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Contender, Result]]:
-    """What runs on a problem, each with an empty result; a backend that `auto` takes is not measured twice."""
+    """Those that run on a problem, each with an empty result; a backend that `auto` takes is not measured twice."""
     q, k, v, pair_bias = (
         None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
     )

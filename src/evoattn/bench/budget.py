@@ -56,7 +56,7 @@ class Budget:
         return share > 0
 
     def would_measure(self, seconds: float) -> bool:
-        """Whether a larger budget would measure a call of so many seconds, which this one does not."""
+        """True if a larger budget would measure a call of so many seconds, which this one does not."""
         return self._end is not None and seconds <= LONGEST_CALL_S
 
     def add(self, seconds: float) -> None:
@@ -100,5 +100,5 @@ class Budget:
             self._until = max(self._until, self.clock.now() + self._rounds_s)
 
     def enough(self) -> bool:
-        """Whether the problem's time is over."""
+        """True if the problem's time is over."""
         return self._until is not None and self.clock.now() > self._until

@@ -24,7 +24,7 @@ _AGAIN_S = 1.0
 
 
 class Clock(abc.ABC):
-    """How calls are timed; tests bring their own."""
+    """A way to time calls; tests bring their own."""
 
     target_s: float
     """How long one round of one pass should last: many times the clock's own error."""

@@ -40,7 +40,7 @@ class Change:
 
     @property
     def ours(self) -> bool:
-        """Whether it is evoattn that changed."""
+        """True if it is evoattn that changed."""
         return self.name.startswith("evoattn")
 
 
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def regressions(self) -> list[Change]:
-        """What of evoattn is worse: beyond noise, and by more than the threshold; or a time that is lost."""
+        """Changes of evoattn for the worse: beyond noise, and by more than the threshold; or a time that is lost."""
         worse = [change for change in self.changes if change.ours and change.beyond_noise]
         return [change for change in worse if change.after is None or (change.ratio or 0) > 1 + self.threshold]
 

@@ -70,7 +70,7 @@ class Contender:
 
     @property
     def biased(self) -> bool:
-        """Whether it takes every bias of a problem; if not, it is a bound, and no speed-up over it is claimed."""
+        """True if it takes every bias of a problem; if not, it is a bound, and no speed-up over it is claimed."""
         return not self.leaves_out
 
 
@@ -181,7 +181,7 @@ def _errors(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str,
 
 
 def worst(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> str | None:
-    """What is wrong, or None: the value with the largest error, if that is above what the dtype explains."""
+    """Say what is wrong, if anything is: the value with the largest error, if that is above what the dtype explains."""
     if not errors:
         return "nothing of it was verified"
     name, limit = max(errors, key=lambda key: errors[key]), roundings * WRONG[dtype]

@@ -62,7 +62,7 @@ class _Graph:
         self.tensors: dict[str, Any] = {name: self.node.tensor_like(x) for name, x in given.items()}
 
     def built(self, outs: dict[str, Any], outputs: dict[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        """What runs it: named tensors to outputs like these, which each call allocates."""
+        """Build it, and give a function of named tensors to outputs like these, which each call allocates."""
         for name, like in outputs.items():
             tensor = outs[name].set_output(True).set_dim(list(like.shape)).set_stride(list(like.stride()))
             if like.dtype == torch.float32:

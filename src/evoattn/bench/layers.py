@@ -164,13 +164,13 @@ def io_bytes(layer: Layer) -> int:
 
 
 def scores_of(layer: Layer) -> int:
-    """How many exponentials the softmax takes."""
+    """The number of exponentials that the softmax takes."""
     keys: int = layer.mask.shape[-2 if layer.kind == "msa_column" else -1]
     return layer.mask.numel() * keys * layer.module.no_heads
 
 
 def _normed(module: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, nn.Linear | None]:
-    """What the projections read, what the pair bias is made from, and by which product."""
+    """Give the input of the projections, that of the pair bias, and the product that makes the bias."""
     if isinstance(module, TriangleAttention):
         z = module.layer_norm(inputs["z"])
         return z, z, module.linear
@@ -228,7 +228,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | Non
 
 
 def _off(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores, `[*, 1, 1, K]`: -inf for a masked key."""
+    """The mask as a bias of the scores, `[*, 1, 1, K]`: -inf for a masked key."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)[..., None, None, :]
 
 
@@ -321,12 +321,12 @@ WAYS: tuple[Contender, ...] = (
 
 
 def names(plan: Plan) -> list[str]:
-    """Of all, whatever a plan asks for."""
+    """Names of all contenders, whatever a plan asks for."""
     return [way.name for way in WAYS]
 
 
 def contenders(plan: Plan, layer: Layer) -> list[tuple[Contender, Result]]:
-    """What runs on a layer, each with an empty result."""
+    """Those that run on a layer, each with an empty result."""
     return [(way, Result(way.name)) for way in WAYS]
 
 

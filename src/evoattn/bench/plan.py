@@ -29,7 +29,7 @@ _QUICK = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The problems, passes and contenders of a run.
 
     Args:
         workloads, dtypes: every one of the first in every one of the second; dtypes by torch's names.
@@ -60,7 +60,7 @@ class Plan:
 
 
 def default_plan(device_type: str, quick: bool) -> Plan:
-    """What is measured on a device of "cpu" or "cuda"; quick leaves out what compiles for seconds, and larger problems."""
+    """The plan for a device of "cpu" or "cuda"; a quick one leaves out what compiles for seconds, and larger problems."""
     dtypes = ("float32",) if device_type == "cpu" else ("bfloat16",)
     workloads = _QUICK[device_type] if quick else _CPU if device_type == "cpu" else WORKLOADS
     peers = tuple(name for name, peer in PEERS.items() if not (quick and peer.compiles))
@@ -101,7 +101,7 @@ def plan_of(settings: Mapping[str, Any], budget_s: float | None) -> Plan:
 
 
 def left(plan: Plan, record: Record) -> list[tuple[Workload, str]]:
-    """What of a plan a record does not have, or was cut short."""
+    """The problems of a plan that a record does not have, or that were cut short."""
     done = {_name(problem) for problem in record.problems if not problem.cut}
     return [(workload, dtype) for workload, dtype in plan.problems if (workload.name, dtype) not in done]
 

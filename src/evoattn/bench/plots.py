@@ -109,7 +109,7 @@ def _by_workload(
 
 
 def speedups(record: Record, problems: list[Problem]) -> Figure:
-    """How many times as fast evoattn is as the fastest peer: a bar a workload and pass, with the number and the peer's name."""
+    """Speed of evoattn over that of the fastest peer: a bar a workload and pass, with the number and the peer's name."""
     passes = _passes(problems, ("forward", "backward")) or _passes(problems, ("both",))
     rows = [p for p in problems if any(_beside_fastest(p, name) for name in passes)]
     title = _what("Speed-up", rows)

@@ -107,7 +107,7 @@ class Result:
 
     @property
     def ours(self) -> bool:
-        """Whether evoattn is the contender."""
+        """True if evoattn is the contender."""
         return self.name.split("/")[0] == "evoattn"
 
     def without_time(self, status: str, reason: str) -> None:
@@ -147,7 +147,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches at the most, measured in the same run; None with a reason where it was not measured.
+    """The most that the device reaches, measured in the same run; None with a reason if it was not measured.
 
     Args:
         exp2_per_s: exponentials a second, nothing else being done.

@@ -39,7 +39,7 @@ _RANGES |= {"score_bytes": (1 << 18, 1 << 28)}
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found for one direction of one problem.
+    """The find of a search for one direction of one problem.
 
     Args:
         workload, dtype, backend, direction: of what.
@@ -64,7 +64,7 @@ class Found:
 
     @property
     def gain(self) -> float:
-        """How many times as fast."""
+        """The built-in choice's time over that of the best found."""
         return self.before_ms / self.after_ms
 
     def entry(self) -> dict[str, object]:

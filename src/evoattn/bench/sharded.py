@@ -60,7 +60,7 @@ class Job(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is measured.
+    """The measurements of a run.
 
     Args:
         processes: how many share the block.
@@ -212,7 +212,7 @@ def _largest(found: Numbers, device: torch.device) -> Numbers:
 
 
 def _alone(call: Callable[[int], object], device: torch.device, rounds: int, *, graph: bool) -> Numbers | None:
-    """What the first process measures while the others wait; None if its memory does not suffice."""
+    """Measure on the first process while the others wait; None if its memory does not suffice."""
     found = {"ms": 0.0, "host_ms": 0.0, "gib": 0.0}
     if dist.get_rank() == 0:
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -222,7 +222,7 @@ def _alone(call: Callable[[int], object], device: torch.device, rounds: int, *, 
 
 
 def measure(plan: Plan, block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Iterator[dict[str, Any]]:
-    """What each job of a plan finds, by one process and by all. All processes call this."""
+    """Give the numbers of each job of a plan, by one process and by all. All processes call this."""
     for length, layer, way in plan.jobs:
         call: Callable[[Example], object]
         if layer:

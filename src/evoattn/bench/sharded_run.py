@@ -69,7 +69,7 @@ def run(plan: sharded.Plan, commit: str | None = None) -> Generator[Found, None,
 
 
 def _received(context: ProcessContext, receiver: Connection) -> Iterator[Found]:
-    """What arrives until all processes have ended."""
+    """Give what arrives until all processes have ended."""
     ended = False
     while not ended:
         wait([receiver, *context.sentinels])

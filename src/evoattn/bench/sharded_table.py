@@ -21,7 +21,7 @@ _WAYS = {"inference": "inference", "graph": "inference, CUDA graph", "training":
 
 
 def is_right(errors: Data) -> bool:
-    """Whether all processes together lose hardly more than one does."""
+    """True if all processes together lose hardly more than one does."""
     return float(errors["largest ratio"]) <= ALLOWED
 
 

@@ -29,7 +29,7 @@ _ERRORS = ("o", "dq", "dk", "dv", "dpair_bias", "da", "dm", "ds", "dz", "dparame
 
 
 def title(name: str) -> str:
-    """What a contender is called in tables."""
+    """The name of a contender in tables."""
     if name in PEERS:
         return PEERS[name].title
     found = next((way.title for way in WAYS if way.name == name and name != "evoattn"), None)
@@ -59,7 +59,7 @@ def rate(problem: Problem, result: Result | None, name: str) -> float | None:
 
 
 def share(problem: Problem, result: Result, ceiling: float | None, amount: int | None, name: str = "forward") -> float | None:
-    """How much of a ceiling a pass reaches: amount (scores or bytes) a second over the ceiling."""
+    """The share of a ceiling that a pass reaches: amount (scores or bytes) a second over the ceiling."""
     time = result.times.get(name)
     if time is None or ceiling is None or amount is None:
         return None
@@ -67,7 +67,7 @@ def share(problem: Problem, result: Result, ceiling: float | None, amount: int |
 
 
 def roofs(record: Record, problem: Problem, name: str) -> dict[str, float]:
-    """What bounds a pass, in billions of scores a second, by the ceiling that does; those that were measured.
+    """The bounds of a pass, in billions of scores a second, by the ceiling; those that were measured.
 
     A score takes one exponential, and four operations a channel in the forward's two products, ten in the backward's five. A
     backward moves the inputs and the output again, and as many gradients.

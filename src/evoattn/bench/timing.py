@@ -60,7 +60,7 @@ class _Row:
 
 
 def calls_in_a_round(clock: Clock, seconds: float, most: int = 200) -> int:
-    """How many calls of so many seconds a round has."""
+    """The number of calls of so many seconds in a round."""
     return max(1, min(most, round(clock.target_s / max(seconds, 1e-7))))
 
 

@@ -76,7 +76,7 @@ def read_alignment(path: Path) -> Alignment:
 
 
 class _UnfitError(Exception):
-    """What is wrong with the content."""
+    """Raised for content that does not fit."""
 
 
 def _text(path: Path) -> str:

@@ -178,7 +178,7 @@ def _status(record: Record) -> int:
 
 
 def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], None]]:
-    """What to do with a record for every file asked for."""
+    """Functions that write a record, for every file asked for."""
     writers: dict[str, tuple[Callable[[Record, Path], None], tuple[str, ...]]] = {
         "json": (write, (".json",)),
         "csv": (lambda record, path: write_text(table.as_csv(record), path), (".csv",)),
@@ -261,7 +261,7 @@ def _begun(arguments: argparse.Namespace) -> Record:
 
 
 def _the_same_device(arguments: argparse.Namespace, begun: Record) -> torch.device:
-    """Where a record was begun, if that is here and all is as it was."""
+    """The device that a record was begun on, if it is here and all is as it was."""
     device = pick("cuda" if begun.machine.get("kind") == "gpu" else "cpu")
     now = machine.facts(device, arguments.commit)
     for fact in sorted({*now, *begun.machine} - {"date"}):
@@ -290,7 +290,7 @@ def _plan(arguments: argparse.Namespace, default: Plan) -> Plan:
 
 
 def workloads_of(arguments: argparse.Namespace, default: tuple[Workload, ...]) -> tuple[Workload, ...]:
-    """What --workloads and --lengths ask for.
+    """The workloads that --workloads and --lengths ask for.
 
     Raises:
         RefusedError: there is no such workload, or no such length.

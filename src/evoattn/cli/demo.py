@@ -156,7 +156,7 @@ def _draw(growth: list[Problem], device: torch.device, output: Path) -> None:
 
 
 def _busy() -> str | None:
-    """What to say where other processes had more than half of the cores in the minute before."""
+    """A warning, if other processes had more than half of the cores in the minute before."""
     cores = os.cpu_count() or 1
     try:
         load = os.getloadavg()[0]
@@ -187,7 +187,7 @@ def _default_alignment(given: Path | None) -> Iterator[Path]:
 
 
 def _about(alignment: Alignment, rows: tuple[str, ...], device: torch.device, busy: str | None) -> list[str]:
-    """What was measured, and where."""
+    """Lines on the alignment and the device."""
     used = f"{len(rows)} sequences x {len(rows[0])} columns"
     if (len(rows), len(rows[0])) != (len(alignment.rows), alignment.length):
         used += f" (of {len(alignment.rows)} x {alignment.length})"

@@ -22,7 +22,7 @@ _QUICK = {"cuda": (512, 1024), "cpu": (16,)}
 
 
 def plan_of(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> Plan:
-    """What the options ask for.
+    """The plan that the options ask for.
 
     Args:
         arguments: of `evoattn bench`.

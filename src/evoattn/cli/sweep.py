@@ -38,7 +38,7 @@ _ORACLE_SCORES = 12 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How much of an alignment is run, and how long.
+    """The part of an alignment that is run, and the time for it.
 
     Args:
         sequences, columns: the part of the alignment that is used, from the first.

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class RefusedError(Exception):
-    """What the user gave cannot be used; the message is one line that names it and says what was expected."""
+    """Raised for what cannot be used; the message is one line that names it and says what was expected."""
 
 
 def need_extra(*packages: str) -> None:

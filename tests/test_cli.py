@@ -337,7 +337,7 @@ def test_dev_runs_what_takes_files_where_it_is_called(dev: ModuleType, monkeypat
     for command in dev.COMMANDS:
         monkeypatch.setattr(dev, "run", lambda given, folder, command=command: called.update({command: folder}))
         dev.main([command, "my.a3m"])
-    assert {command for command, folder in called.items() if folder == Path.cwd()} == {"demo", "doctor", "bench"}
+    assert {command for command, folder in called.items() if folder == Path.cwd()} == {"demo", "doctor", "bench", "proofs"}
     assert {folder for folder in called.values() if folder != Path.cwd()} == {dev.ROOT}
 
 

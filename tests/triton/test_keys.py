@@ -29,6 +29,7 @@ KERNELS = list(dict.fromkeys(x.jitted for module in MODULES for x in vars(module
 def keys(kernels: list[JITFunction]) -> dict[str, str]:
     """The key of each, computed in this order as in a new process."""
     helpers = [x for module in MODULES for x in vars(module).values() if isinstance(x, JITFunction)]
+    helpers += [body for module in MODULES for x in vars(module).values() if (body := getattr(x, "body", None)) is not None]
     for function in (*helpers, *KERNELS):
         function.hash = None
         function.used_global_vals = {}

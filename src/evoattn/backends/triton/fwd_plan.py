@@ -7,9 +7,10 @@ import functools
 
 from evoattn.backends import GATED_FORWARD, Description, Plan
 from evoattn.backends.triton import launch
+from evoattn.backends.triton.arguments import RowView, pair_view, view
 from evoattn.backends.triton.few import plan_forward_few
-from evoattn.backends.triton.fwd import forward_kernel
-from evoattn.backends.triton.launch import Launch, Layout, Strided, layout_for, strided
+from evoattn.backends.triton.fwd import Results, Sizes, Variant, forward_kernel
+from evoattn.backends.triton.launch import Launch, Strided, strided
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.prepare import COPIED, RowBias, copied, loads_wide, needs_copy, plan_rows
 from evoattn.backends.triton.release import TENSOR_MAPS
@@ -135,31 +136,32 @@ def _launches(
         and pair.stride[-2] > 0
     )
     grain_pair = 1 if maps else launch.grain(pair)  # a map needs none: one variant less for every length
-    of_gate = Layout(1, (0,) * 5, False) if gate is None else layout_for(gate)
-    constants = {
-        "D": d,
-        "C": c,
-        "BLOCK_D": launch.head_block(d),
-        "BLOCK_C": launch.head_block(c),
-        "BLOCK_K": tiles.block_k,
-        "STAGES": tiles.num_stages,
-        "GRAIN": grain,
-        "GRAIN_PAIR": grain_pair,
-        "GRAIN_GATE": of_gate.grain,
-        "HAS_PAIR": pair is not None,
-        "HAS_ROW": rows is not None,
-        "HAS_GATE": gate is not None,
-        "EVEN_K": lk % tiles.block_k == 0,
-        "HEADS_INSIDE": heads_inside,
-        "TENSOR_MAP": maps,
-        "FOLD": fold,
-        "PRECISION": launch.split_precision(problem.dtype, max(d, c)),
-        "WIDE": launch.is_wide(*qkv, pair, gate),
-        "num_stages": tiles.num_stages,
-    }
+    grain_gate = 1 if gate is None else launch.grain(gate)
+    variant = Variant(
+        D=d,
+        C=c,
+        BLOCK_D=launch.head_block(d),
+        BLOCK_C=launch.head_block(c),
+        BLOCK_Q=tiles.block_q,
+        BLOCK_K=tiles.block_k,
+        TAIL_K=tiles.block_k,
+        STAGES=tiles.num_stages,
+        GRAIN=grain,
+        GRAIN_PAIR=grain_pair,
+        GRAIN_GATE=grain_gate,
+        HAS_PAIR=pair is not None,
+        HAS_ROW=rows is not None,
+        HAS_GATE=gate is not None,
+        EVEN_K=lk % tiles.block_k == 0,
+        HEADS_INSIDE=heads_inside,
+        TENSOR_MAP=maps,
+        FOLD=fold,
+        PRECISION=launch.split_precision(problem.dtype, max(d, c)),
+        WIDE=launch.is_wide(*qkv, pair, gate),
+    )
     # A pair bias that no map brings takes more registers, for addresses: with a limit they would spill.
     limit = {"maxnreg": tiles.max_registers} if tiles.max_registers and (pair is None or maps) else {}
-    strides = sum((launch.units(x, 5, grain) for x in qkv), ()) + launch.units(pair, 4, grain_pair)
+    q, k, v = (view(x, grain) for x in qkv)
     row_strides = (0, 0, 0, 0) if rows is None else rows.strides
     launches = []
     for first_q, queries, block_q in launch.split(lq, tiles.block_q):
@@ -169,10 +171,22 @@ def _launches(
             through_map = (_PAIR_ARGUMENT, launch.tensor_map(pair, (1, 1, block_q, tiles.block_k)))
         whole = block_q == tiles.block_q
         start = forward_kernel.plan(
-            blocks * n * h * b, scale, *strides, *row_strides, n, h, lq, lk, first_q, blocks, *of_gate.strides,
-            **constants, **(limit if whole else {}), BLOCK_Q=block_q, TAIL_K=_tail(lk, tiles) if whole else tiles.block_k,
-            num_warps=tiles.warps(block_q, LEFT_OVER_WARPS), through_map=through_map,
-        )  # fmt: skip
+            blocks * n * h * b,
+            q=q,
+            k=k,
+            v=v,
+            row=RowView(None, *row_strides[:2]),
+            runs=RowView(None, *row_strides[2:]),
+            pair=pair_view(pair, grain_pair),
+            out=Results(None, None, None),
+            gate=view(gate, grain_gate),
+            sizes=Sizes(n, h, lq, lk, first_q, blocks, scale),
+            V=variant._replace(BLOCK_Q=block_q, TAIL_K=_tail(lk, tiles) if whole else tiles.block_k),
+            num_warps=tiles.warps(block_q, LEFT_OVER_WARPS),
+            num_stages=tiles.num_stages,
+            through_map=through_map,
+            **(limit if whole else {}),
+        )
         launches.append(start)
     return tuple(launches)
 

@@ -7,6 +7,8 @@ Scores live in log2 units (a score times log2 e), because the hardware's exponen
     wide(o, WIDE)                  offsets as int64 where a stride is so long that int32 would overflow inside a tile
     decode(pid, blocks, n, h)      a program's number -> (block, n, h, b); blocks run fastest, then n: neighbours share K and V,
                                    then the bias panel
+    at(x, b, h), pair_at, row_at   a view that begins there
+    load_rows(...), store_rows     the same of a view
     load_tile(...)                 [row, col] through two strides; rows and columns outside are 0 and are never read
     store_tile(...)                the same way back, cast to the pointer's dtype
     load_pair_bias(...)            [q,k] tile at the bias's own dtype and strides (0 for a size-1 axis); outside is 0
@@ -22,6 +24,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from evoattn.backends.triton.arguments import PairView, RowView, View
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -51,6 +55,36 @@ def decode(pid, blocks, n_rows, heads):
     n = rest % n_rows
     rest = rest // n_rows
     return block, n, rest % heads, rest // heads
+
+
+@triton.jit
+def at(x, b, h, GRAIN: tl.constexpr, n=None, first=None):
+    """The view that begins at (b, h), and at (b, n, h) or row `first` if they are given."""
+    offset = b * x.b
+    if n is not None:
+        offset += n * x.n
+    offset += h * x.h
+    if first is not None:
+        offset += first.to(tl.int64) * x.l
+    return View(x.p + offset * GRAIN, x.b, x.n, x.h, x.l, x.c)
+
+
+@triton.jit
+def pair_at(x, b, h, GRAIN: tl.constexpr, first_q):
+    """The view of the pair bias that begins at (b, h) and query first_q."""
+    return PairView(x.p + (b * x.b + h * x.h + first_q.to(tl.int64) * x.q) * GRAIN, x.b, x.h, x.q, x.k)
+
+
+@triton.jit
+def row_at(x, b, n):
+    """The view of keys that begins at (b, n)."""
+    return RowView(x.p + (b * x.b + n * x.n), x.b, x.n)
+
+
+@triton.jit
+def load_rows(p, x, o_l, o_c, left, COLS: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr):
+    """[l,c] of the view x from p on; 0 from row `left` on, if there is a MASK, and from column COLS on."""
+    return load_tile(p, o_l, o_c, x.l * GRAIN, x.c, left, COLS, MASK_ROWS=MASK, MASK_COLS=o_c.shape[0] != COLS)
 
 
 @triton.jit
@@ -92,6 +126,12 @@ def store_tile(
         tl.store(p_tile, b_tile, mask=o_col[None, :] < COLS)
     else:
         tl.store(p_tile, b_tile)
+
+
+@triton.jit
+def store_rows(x, b_tile, o_l, o_c, left, COLS: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr):
+    """Write [l,c] of the view x, but for rows from `left` on, if there is a MASK, and columns from COLS on."""
+    store_tile(x.p, b_tile, o_l, o_c, x.l * GRAIN, x.c, left, COLS, MASK_ROWS=MASK, MASK_COLS=o_c.shape[0] != COLS)
 
 
 @triton.jit

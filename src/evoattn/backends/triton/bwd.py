@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import GATED_BACKWARD, Description, Plan
-from evoattn.backends.triton import launch
+from evoattn.backends.triton import bwd_dkdv, bwd_dq, launch
+from evoattn.backends.triton.arguments import PairView, RowView, View
 from evoattn.backends.triton.bwd_dkdv import MASK_NONE, dkdv_kernel
 from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, dq_kernel
 from evoattn.backends.triton.bwd_gate import gate_pass, only_gate
 from evoattn.backends.triton.bwd_mask import MaskGradient, plan_mask_gradient
 from evoattn.backends.triton.bwd_pair import Pair, plan_pair
 from evoattn.backends.triton.bwd_plan import Call, round_up
-from evoattn.backends.triton.bwd_preprocess import GatePass, plan_statistics
+from evoattn.backends.triton.bwd_preprocess import GatePass, Saved, plan_statistics
 from evoattn.backends.triton.few import plan_backward_few
 from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, layout_for, strided
 from evoattn.backends.triton.overlap import overlap
@@ -307,36 +308,43 @@ def _plan_dq(call: Call, pair: Pair, need: bool, *, distant_only: bool = False) 
     of_bias, of_sums = layout_for(bias), layout_for(sums)
     dq = dq_kernel.plan(
         blocks * groups * problem.h * problem.b,
-        call.scale,
-        *call.layout.strides,
-        *launch.strides(call.dlse, 4),
-        *of_bias.strides,
-        *of_sums.strides[:3],
-        *call.row_strides(),
-        *((0, 0) if call.rows is None else call.rows.strides[2:]),
-        problem.n,
-        problem.h,
-        problem.lq,
-        problem.lk,
-        *call.stats_sizes(),
-        blocks,
-        groups,
-        _heads_together(problem, bias, sums, call.device),
-        ROWS=tiles.rows,
-        GRAIN_PAIR=of_bias.grain,
-        GRAIN_DPAIR=of_sums.grain,
-        HAS_PAIR=bias is not None,
-        MASK_PAIR=pair.masked(bias, tiles),
-        MAKE_STATS=makes_stats and not distant_only,
-        HAS_DLSE=call.dlse is not None,
-        DO_IS_MADE=call.gate is not None,
-        NEED_DQ=need,
-        PAIR_MODE=pair.mode,
-        FULL_Q=pair.full_q,
-        FULL_K=pair.full_k,
-        HEADS_INSIDE=call.heads_inside,
-        DISTANT_ONLY=distant_only,
-        **call.constants(tiles, of_bias, of_sums),
+        **call.views(),
+        stats=call.stats_view(),
+        o=View(None, *call.layout.strides[20:]),
+        saved=Saved(None, None, None, *launch.strides(call.dlse, 4)),
+        row=call.row_view(),
+        runs=RowView(None, *((0, 0) if call.rows is None else call.rows.strides[2:])),
+        pair=PairView(None, *of_bias.strides),
+        dq=bwd_dq.Gradient(None),
+        dpair=bwd_dq.PairSums(None, *of_sums.strides[:3]),
+        sizes=bwd_dq.Sizes(
+            n=problem.n,
+            h=problem.h,
+            lq=problem.lq,
+            lk=problem.lk,
+            blocks=blocks,
+            groups=groups,
+            together=_heads_together(problem, bias, sums, call.device),
+            scale=call.scale,
+        ),
+        T=call.tile(tiles, of_bias, of_sums),
+        V=bwd_dq.Variant(
+            ROWS=tiles.rows,
+            GRAIN_PAIR=of_bias.grain,
+            GRAIN_DPAIR=of_sums.grain,
+            HAS_PAIR=bias is not None,
+            MASK_PAIR=pair.masked(bias, tiles),
+            MAKE_STATS=makes_stats and not distant_only,
+            HAS_DLSE=call.dlse is not None,
+            DO_IS_MADE=call.gate is not None,
+            NEED_DQ=need,
+            PAIR_MODE=pair.mode,
+            FULL_Q=pair.full_q,
+            FULL_K=pair.full_k,
+            HEADS_INSIDE=call.heads_inside,
+            DISTANT_ONLY=distant_only,
+        ),
+        **call.options(tiles),
     )
     return statistics, dq
 
@@ -365,26 +373,25 @@ def _plan_dkdv(
     blocks = -(-problem.lk // tiles.block_k)
     return dkdv_kernel.plan(
         blocks * problem.n * problem.h * problem.b,
-        call.scale,
-        *call.layout.strides[:20],
-        *of_bias.strides,
-        *launch.strides(None if mask is None else mask.sums, 4)[:3],
-        *call.row_strides(),
-        problem.n,
-        problem.h,
-        problem.lq,
-        problem.lk,
-        *call.stats_sizes(),
-        blocks,
-        GRAIN_PAIR=of_bias.grain,
-        HAS_PAIR=bias is not None,
-        MASK_PAIR=pair.masked(bias, tiles),
-        PAIR_TRANSPOSED=transposed,
-        NEED_DK=need_dk,
-        NEED_DV=need_dv,
-        MASK_MODE=MASK_NONE if mask is None else mask.mode,
-        SEED=tiles.num_warps < _WARPGROUP,
-        HEADS_INSIDE=call.heads_inside,
-        DISTANT_ONLY=distant_only,
-        **call.constants(tiles, of_bias),
+        **call.views(),
+        stats=call.stats_view(),
+        row=call.row_view(),
+        pair=PairView(None, *of_bias.strides),
+        out=bwd_dkdv.Gradients(None, None),
+        dmask=bwd_dkdv.MaskView(None, *launch.strides(None if mask is None else mask.sums, 4)[:3]),
+        sizes=bwd_dkdv.Sizes(problem.n, problem.h, problem.lq, problem.lk, blocks, call.scale),
+        T=call.tile(tiles, of_bias),
+        V=bwd_dkdv.Variant(
+            GRAIN_PAIR=of_bias.grain,
+            HAS_PAIR=bias is not None,
+            MASK_PAIR=pair.masked(bias, tiles),
+            PAIR_TRANSPOSED=transposed,
+            NEED_DK=need_dk,
+            NEED_DV=need_dv,
+            MASK_MODE=MASK_NONE if mask is None else mask.mode,
+            HEADS_INSIDE=call.heads_inside,
+            SEED=tiles.num_warps < _WARPGROUP,
+            DISTANT_ONLY=distant_only,
+        ),
+        **call.options(tiles),
     )

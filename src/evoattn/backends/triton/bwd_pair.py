@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
+from evoattn.backends.triton.arguments import PairView
+from evoattn.backends.triton.bwd_bias import Partial, Sizes, Spans, Variant, pair_gradient_kernel
 from evoattn.backends.triton.bwd_dq import PAIR_ADD, PAIR_NONE, PAIR_STORE
 from evoattn.backends.triton.bwd_plan import Call, round_up
 from evoattn.backends.triton.bwd_preprocess import PAD, plan_pack, plan_row_spans
@@ -285,39 +286,44 @@ def _plan_in_order(call: Call, pair: Pair, given: Strided) -> InOrder:
     rows = rows_of_a_turn(-(-problem.n // splits), row, splits, cache_bytes(call.device))
 
     def plan(q: _Strip, k: _Strip, turn: int, *, distant_only: bool) -> Launch:
-        of_strip = {"BLOCK_Q": q.block, "BLOCK_K": k.block, "EVEN_Q": q.even, "EVEN_K": k.even}
-        of_strip["num_warps"] = _strip_warps(problem, tiles, q, k)
+        tile = call.tile(tiles, of_bias, of_partial)
         return pair_gradient_kernel.plan(
             problem.b * problem.h * q.blocks * k.blocks * splits,
-            call.scale,
-            *call.layout.strides[:20],
-            *of_bias.strides,
-            *call.row_strides(),
-            *((0, 0) if spans is None else spans[0].stride[:2]),
-            problem.n,
-            problem.h,
-            problem.lq,
-            problem.lk,
-            *call.stats_sizes(),
-            q.blocks,
-            k.blocks,
-            splits,
-            size_q // PAD,
-            size_k // PAD,
-            q.before,
-            k.before,
-            turn,
-            rows,
-            TILE_Q=tiles.block_q,
-            TILE_K=tiles.block_k,
-            GOES_ON=turn > 0,
-            DISTANT_ONLY=distant_only,
-            HAS_SPANS=spans is not None,
-            GRAIN_PAIR=of_bias.grain,
-            MASK_PAIR=pair.masked(bias, tiles),
-            FULL_Q=pair.full_q,
-            FULL_K=pair.full_k,
-            **call.constants(tiles, of_bias, of_partial) | of_strip,
+            **call.views(),
+            stats=call.stats_view(),
+            row=call.row_view(),
+            spans=Spans(None, *((0, 0) if spans is None else spans[0].stride[:2])),
+            pair=PairView(None, *of_bias.strides),
+            partial=Partial(None),
+            sizes=Sizes(
+                n=problem.n,
+                h=problem.h,
+                lq=problem.lq,
+                lk=problem.lk,
+                blocks_q=q.blocks,
+                blocks_k=k.blocks,
+                splits=splits,
+                units_q=size_q // PAD,
+                units_k=size_k // PAD,
+                before_q=q.before,
+                before_k=k.before,
+                turn=turn,
+                rows=rows,
+                scale=call.scale,
+            ),
+            T=tile._replace(BLOCK_Q=q.block, BLOCK_K=k.block, EVEN_Q=q.even, EVEN_K=k.even),
+            V=Variant(
+                TILE_Q=tiles.block_q,
+                TILE_K=tiles.block_k,
+                GOES_ON=turn > 0,
+                HAS_SPANS=spans is not None,
+                GRAIN_PAIR=of_bias.grain,
+                MASK_PAIR=pair.masked(bias, tiles),
+                FULL_Q=pair.full_q,
+                FULL_K=pair.full_k,
+                DISTANT_ONLY=distant_only,
+            ),
+            **call.options(tiles) | {"num_warps": _strip_warps(problem, tiles, q, k)},
         )
 
     used = (*partial.shape[:3], problem.lq if pair.full_q else blocks_q, problem.lk if pair.full_k else blocks_k)

@@ -9,14 +9,17 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton import launch
+from evoattn.backends.triton.arguments import Constant, Number, Pointer, View, kernel
 from evoattn.backends.triton.launch import Kernel, Launch, Strided, contiguous, layout_for
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.prepare import RowBias
-from evoattn.backends.triton.primitives import DISTANT, LOG2E, decode, load_tile, sigmoid, store_tile, wide
+from evoattn.backends.triton.primitives import DISTANT, LOG2E, at, decode, load_rows, sigmoid, store_rows, wide
 
 __all__ = [
     "PAD",
     "GatePass",
+    "Saved",
+    "Stats",
     "gate_gradient",
     "plan_pack",
     "plan_row_spans",
@@ -37,16 +40,42 @@ _ROWS_AT_ONCE = 256
 _WARPS_AT_ONCE = 16
 
 
+class Stats(NamedTuple):
+    """What the backward's kernels read of each query (`store_statistics`), and a number that says if one is distant.
+
+    Args:
+        padded_q: queries of a row, in units of PAD.
+        half: what lies between an lse and its delta, in units of PAD.
+    """
+
+    p: Pointer
+    distant: Pointer
+    padded_q: Number
+    half: Number
+
+
+class Saved(NamedTuple):
+    """What the forward saved of each query `[b,n,h,q]`, and the cotangent of lse with its strides."""
+
+    lse: Pointer
+    ref: Pointer
+    dlse: Pointer
+    b: Number
+    n: Number
+    h: Number
+    q: Number
+
+
 @triton.jit
 def store_statistics(
-    p_stats, p_distant, p_lse, p_ref, p_dlse, b_o, b_do, o_in, left, inside, stride_dlse, plane,
-    HAS_DLSE: tl.constexpr, HAS_PAIR: tl.constexpr, MASKED: tl.constexpr,
+    p_stats, p_distant, p_lse, p_ref, p_dlse, b_o, b_do, o_in, left, stride_dlse, plane,
+    HAS_DLSE: tl.constexpr, HAS_PAIR: tl.constexpr, inside=None,
 ):  # fmt: skip
-    """Write what the backward's kernels read of each query: lse, delta = sum_c o do - dlse log2 e and, with a pair bias, more.
+    """Write what the backward's kernels read of each query: lse, delta = sum_c o dO - dlse log2 e and, with a pair bias, more.
 
     All pointers point at the first query. lse is +inf for a query that attends to nothing and past the end, and then delta is
     0: whatever dlse comes in there, nothing may go out. A query with a reference has DISTANT there; its lse and reference
-    come after delta, and the number at p_distant says that there is one.
+    come after delta, and the number at p_distant says that there is one. inside [q]: what is written, if not all.
     """
     b_lse = tl.load(p_lse + o_in, mask=o_in < left, other=float("-inf"))  # [q]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [q]
@@ -57,7 +86,7 @@ def store_statistics(
         b_ref = tl.load(p_ref + o_in, mask=o_in < left, other=0.0)  # [q]
         b_far = tl.where(b_ref == 0.0, float("inf"), b_lse)
         b_lse = tl.where(b_ref == 0.0, b_lse, DISTANT)
-    if not MASKED:
+    if inside is None:
         inside = tl.full(o_in.shape, True, tl.int1)
     tl.store(p_stats + o_in, b_lse, mask=inside)
     tl.store(p_stats + plane + o_in, b_delta, mask=inside)
@@ -74,80 +103,76 @@ def without_empty_rows(b_lse, b_delta):
     return tl.where(b_empty, float("inf"), b_lse), tl.where(b_empty, 0.0, b_delta)
 
 
-@Kernel
-@triton.jit(
-    do_not_specialize=[
-        "stride_ob", "stride_on", "stride_oh", "stride_ol",
-        "stride_dob", "stride_don", "stride_doh", "stride_dol",
-        "stride_dlse_b", "stride_dlse_n", "stride_dlse_h", "stride_dlse_q",
-        "stride_gb", "stride_gn", "stride_gh", "stride_gl",
-        "stride_gated_b", "stride_gated_n", "stride_gated_h", "stride_gated_l",
-        "stride_dgb", "stride_dgn", "stride_dgh", "stride_dgl",
-        "n_rows", "heads", "lq", "padded_q", "half", "blocks",
-    ]
-)  # fmt: skip
+class Sizes(NamedTuple):
+    """Sizes of a launch."""
+
+    n: Number
+    h: Number
+    lq: Number
+    blocks: Number
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for. GATED_DO, DGATE: which of the two it writes."""
+
+    C: Constant
+    BLOCK_C: Constant
+    BLOCK_Q: Constant
+    PAD: Constant
+    GRAIN: Constant
+    HAS_DLSE: Constant
+    HAS_PAIR: Constant
+    GATED_DO: Constant
+    DGATE: Constant
+    WIDE: Constant
+    WAIT: Constant = 0
+
+
+@kernel
 def statistics_kernel(
-    p_o, p_do, p_lse, p_ref, p_dlse, p_stats, p_distant, p_gate, p_gated, p_dgate,
-    stride_ob, stride_on, stride_oh, stride_ol, stride_oc,
-    stride_dob, stride_don, stride_doh, stride_dol, stride_doc,
-    stride_dlse_b, stride_dlse_n, stride_dlse_h, stride_dlse_q,
-    stride_gb, stride_gn, stride_gh, stride_gl, stride_gc,
-    stride_gated_b, stride_gated_n, stride_gated_h, stride_gated_l, stride_gated_c,
-    stride_dgb, stride_dgn, stride_dgh, stride_dgl, stride_dgc,
-    n_rows, heads, lq, padded_q, half, blocks,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    PAD: tl.constexpr,
-    GRAIN: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    HAS_PAIR: tl.constexpr,
-    GATED_DO: tl.constexpr,
-    DGATE: tl.constexpr,
-    WIDE: tl.constexpr,
-    WAIT: tl.constexpr,
-):  # fmt: skip
+    o: View, dO: View, saved: Saved, stats: Stats, gate: View, gated: View, dgate: View, sizes: Sizes, V: Variant
+) -> None:
     """One program owns BLOCK_Q queries of one (b, n, h).
 
-    It reads o, do and the gate once and loops over nothing.
-    It writes what `store_statistics` says, with GATED_DO do * sigmoid(gate), with DGATE the gradient of the gate, each once.
+    It reads o, dO and the gate once and loops over nothing.
+    It writes what `store_statistics` says, with GATED_DO dO * sigmoid(gate), with DGATE the gradient of the gate, each once.
     """
-    wait_to_load(WAIT)
+    wait_to_load(V.WAIT)
     # Heads run fastest: in the layout bnlhd they are neighbours in memory.
-    h, block, n, b = decode(tl.program_id(0), heads, blocks, n_rows)
+    h, block, n, b = decode(tl.program_id(0), sizes.h, sizes.blocks, sizes.n)
     b = b.to(tl.int64)
     n = n.to(tl.int64)
     h = h.to(tl.int64)
-    row = (b * n_rows + n) * heads + h
-    o_in = tl.arange(0, BLOCK_Q)
-    o_q = wide(o_in, WIDE)
-    o_c = wide(tl.arange(0, BLOCK_C), WIDE)
-    start = (block * BLOCK_Q).to(tl.int64)
-    left = lq - block * BLOCK_Q
-    p_o += (b * stride_ob + n * stride_on + h * stride_oh + start * stride_ol) * GRAIN
-    p_do += (b * stride_dob + n * stride_don + h * stride_doh + start * stride_dol) * GRAIN
-    b_o = load_tile(p_o, o_q, o_c, stride_ol * GRAIN, stride_oc, left, C, True, C != BLOCK_C)  # [q,c]
-    b_do = load_tile(p_do, o_q, o_c, stride_dol * GRAIN, stride_doc, left, C, True, C != BLOCK_C)  # [q,c]
-    p_dlse += b * stride_dlse_b + n * stride_dlse_n + h * stride_dlse_h + start * stride_dlse_q
-    p_stats += row * (padded_q * PAD) + start
-    inside = o_in < padded_q * PAD - block * BLOCK_Q
-    first = row * lq + start
-    if GATED_DO or DGATE:
-        p_gate += (b * stride_gb + n * stride_gn + h * stride_gh + start * stride_gl) * GRAIN
-        b_gate = load_tile(p_gate, o_q, o_c, stride_gl * GRAIN, stride_gc, left, C, True, C != BLOCK_C)  # [q,c]
-    wait_to_store(WAIT)
+    line = (b * sizes.n + n) * sizes.h + h
+    o_in = tl.arange(0, V.BLOCK_Q)
+    o_q = wide(o_in, V.WIDE)
+    o_c = wide(tl.arange(0, V.BLOCK_C), V.WIDE)
+    start = (block * V.BLOCK_Q).to(tl.int64)
+    left = sizes.lq - block * V.BLOCK_Q
+    o = at(o, b, h, V.GRAIN, n=n, first=start)
+    dO = at(dO, b, h, V.GRAIN, n=n, first=start)
+    b_o = load_rows(o.p, o, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)  # [q,c]
+    b_do = load_rows(dO.p, dO, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)  # [q,c]
+    p_dlse = saved.dlse + (b * saved.b + n * saved.n + h * saved.h + start * saved.q)
+    p_stats = stats.p + (line * (stats.padded_q * V.PAD) + start)
+    inside = o_in < stats.padded_q * V.PAD - block * V.BLOCK_Q
+    first = line * sizes.lq + start
+    if V.GATED_DO or V.DGATE:
+        gate = at(gate, b, h, V.GRAIN, n=n, first=start)
+        b_gate = load_rows(gate.p, gate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)  # [q,c]
+    wait_to_store(V.WAIT)
     store_statistics(
-        p_stats, p_distant, p_lse + first, p_ref + first, p_dlse, b_o, b_do, o_in, left, inside, stride_dlse_q,
-        wide(half, WIDE) * PAD, HAS_DLSE, HAS_PAIR, True,
+        p_stats, stats.distant, saved.lse + first, saved.ref + first, p_dlse, b_o, b_do, o_in, left, saved.q,
+        wide(stats.half, V.WIDE) * V.PAD, HAS_DLSE=V.HAS_DLSE, HAS_PAIR=V.HAS_PAIR, inside=inside,
     )  # fmt: skip
-    if GATED_DO:
-        p_gated += (b * stride_gated_b + n * stride_gated_n + h * stride_gated_h + start * stride_gated_l) * GRAIN
+    if V.GATED_DO:
+        gated = at(gated, b, h, V.GRAIN, n=n, first=start)
         b_gated = b_do.to(tl.float32) * sigmoid(b_gate)  # [q,c]
-        store_tile(p_gated, b_gated, o_q, o_c, stride_gated_l * GRAIN, stride_gated_c, left, C, True, C != BLOCK_C)
-    if DGATE:
-        p_dgate += (b * stride_dgb + n * stride_dgn + h * stride_dgh + start * stride_dgl) * GRAIN
+        store_rows(gated, b_gated, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)
+    if V.DGATE:
+        dgate = at(dgate, b, h, V.GRAIN, n=n, first=start)
         b_dgate = gate_gradient(b_o, b_do, b_gate)  # [q,c]
-        store_tile(p_dgate, b_dgate, o_q, o_c, stride_dgl * GRAIN, stride_dgc, left, C, True, C != BLOCK_C)
+        store_rows(dgate, b_dgate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)
 
 
 @triton.jit
@@ -185,30 +210,32 @@ def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | Non
     b, n, h, lq, c = o.shape
     padded_q = stats.shape[-1]
     layout = layout_for(o, do) if gate is None else layout_for(o, gate.do, gate.gate, gate.gated_do, gate.dgate)
-    of_do, of_gate = layout.strides[:10], layout.strides[10:] or (0,) * 15
+    views = [View(None, *layout.strides[i : i + 5]) for i in range(0, len(layout.strides), 5)]
+    of_o, of_do, of_gate, gated, dgate = (*views, *[View(None, 0, 0, 0, 0, 0)] * 3)[:5]
     rows = _STATISTICS_ROWS if gate is None else max(PAD, min(_STATISTICS_ROWS, _GATE_ELEMENTS // launch.head_block(c)))
     blocks = -(-padded_q // rows)
     return statistics_kernel.plan(
         blocks * n * h * b,
-        *of_do,
-        *launch.strides(dlse, 4),
-        *of_gate,
-        n,
-        h,
-        lq,
-        padded_q // PAD,
-        b * n * h * padded_q // PAD,
-        blocks,
-        PAD=PAD,
-        C=c,
-        BLOCK_C=launch.head_block(c),
-        BLOCK_Q=rows,
-        GRAIN=layout.grain,
-        HAS_DLSE=dlse is not None,
-        HAS_PAIR=stats.shape[0] == 4,
-        GATED_DO=gate is not None and gate.needs_do,
-        DGATE=gate is not None and gate.needs_dgate,
-        WIDE=layout.wide or launch.far_apart(stats),
+        o=of_o,
+        dO=of_do,
+        saved=Saved(None, None, None, *launch.strides(dlse, 4)),
+        stats=Stats(None, None, padded_q // PAD, b * n * h * padded_q // PAD),
+        gate=of_gate,
+        gated=gated,
+        dgate=dgate,
+        sizes=Sizes(n, h, lq, blocks),
+        V=Variant(
+            C=c,
+            BLOCK_C=launch.head_block(c),
+            BLOCK_Q=rows,
+            PAD=PAD,
+            GRAIN=layout.grain,
+            HAS_DLSE=dlse is not None,
+            HAS_PAIR=stats.shape[0] == 4,
+            GATED_DO=gate is not None and gate.needs_do,
+            DGATE=gate is not None and gate.needs_dgate,
+            WIDE=layout.wide or launch.far_apart(stats),
+        ),
         num_warps=4 if c <= 128 else 8,  # with 4, 256 channels of float32 spill 208 bytes on 8.6
     )
 

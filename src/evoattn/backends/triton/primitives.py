@@ -1,6 +1,7 @@
 """Small jitted pieces that the forward and the backward kernels are made of.
 
 Names: `p_` pointer, `o_` offsets along one axis, `b_` tile in registers; the axes of a tile stand in a comment, `# [q,k]`.
+`V` has the constants of a kernel, `T` those that kernels of a call share. A tensor with its strides is a `View`.
 Scores live in log2 units (a score times log2 e), because the hardware's exponential is exp2.
 
     LOG2E, LN2                     constants (tl.constexpr)

@@ -29,9 +29,10 @@ ARROWS: dict[str, set[str]] = {
     "run": {"backends", "call", "devices", "inputs", "layouts", "numerics", "problem", "tuning"},
     "explanation": {"backends", "call", "inputs", "layouts", "problem", "run", "tuning"},
     "api": {"backends", "call", "explanation", "inputs", "numerics", "run", "tuning"},
-    "compat": {"api", "backends", "call", "devices", "numerics", "pair", "run"},
+    "fully_masked": {"backends", "call", "devices", "numerics", "run"},
+    "compat": {"api", "call", "fully_masked", "numerics", "pair"},
     "pair": {"backends", "call", "devices", "numerics", "run"},
-    "nn": {"api", "backends", "call", "compat", "devices", "numerics", "pair", "run"},
+    "nn": {"api", "backends", "call", "devices", "fully_masked", "numerics", "pair", "run"},
     "clients": {"call", "compat", "nn", "numerics", "run"},
     "testing": {
         *("api", "backends", "call", "compile", "inputs", "layouts", "nn", "numerics", "problem", "run", "tuning", "workloads"),

@@ -19,7 +19,7 @@ from clients.blocks import Problem
 from evoattn.clients import boltz, patching, releases
 from evoattn.clients import calls as shared
 from evoattn.clients import layers as client_layers
-from evoattn.clients.calls import additive, kernel, residues, wide_on_gpu
+from evoattn.clients.calls import additive, is_float32_on_gpu, kernel, residues
 from evoattn.clients.layers import layer, sites
 from evoattn.clients.releases import digest, digests_in_file
 from evoattn.clients.site import Client, Count, Site, repeated
@@ -498,16 +498,16 @@ def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     with FakeTensorMode():
         z, s, oblong = (torch.empty(shape, device="cuda") for shape in ((1, 5, 5, 3), (1, 5, 5), (1, 4, 5, 3)))
         assert residues([None, 3, s, z]) == 5 and residues([on_cpu, oblong]) is None
-        assert wide_on_gpu([whole, None, z]) and wide_on_gpu([z.double()])
-        assert not wide_on_gpu([z.bfloat16(), z]) and not wide_on_gpu([on_cpu, z]) and not wide_on_gpu([])
+        assert is_float32_on_gpu([whole, None, z]) and is_float32_on_gpu([z.double()])
+        assert not is_float32_on_gpu([z.bfloat16(), z]) and not is_float32_on_gpu([on_cpu, z]) and not is_float32_on_gpu([])
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-        assert not wide_on_gpu([z]) and wide_on_gpu([z.double()])
+        assert not is_float32_on_gpu([z]) and is_float32_on_gpu([z.double()])
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that are replayed as a CUDA graph, or that have many scores; fewer are many if a gradient may be wanted."""
-    monkeypatch.setattr(shared, "wide_on_gpu", lambda given: True)
+    monkeypatch.setattr(shared, "is_float32_on_gpu", lambda given: True)
     monkeypatch.setattr(boltz, "_projected", lambda *given: (1, 2, 3))
     monkeypatch.setattr(boltz, "_attend", lambda *given: "ours")
     monkeypatch.setattr(shared, "_FEW_IN_INFERENCE", 2 * 4 * 5 * 5 + 1)
@@ -532,14 +532,14 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, mo
         assert found(6) == "ours"
         with repeated():
             assert found(5) == "ours"
-        monkeypatch.setattr(shared, "wide_on_gpu", lambda given: False)
+        monkeypatch.setattr(shared, "is_float32_on_gpu", lambda given: False)
         assert found(5) == "ours"
     assert sum(count.passed_on.values()) == (0 if whole else 2), "what is inside counts"
 
 
 def test_float32_attention_layers_of_few_residues_are_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """More residues of the single track, unless a gradient may be wanted; none that is replayed as a CUDA graph."""
-    monkeypatch.setattr(client_layers, "wide_on_gpu", lambda given: given[0] is not None)
+    monkeypatch.setattr(client_layers, "is_float32_on_gpu", lambda given: given[0] is not None)
     monkeypatch.setattr(client_layers, "residues", lambda given, axes: given[0])
     single, triangle = (types.SimpleNamespace(layer=x) for x in (evoattn.nn.AttentionPairBias(8, 4, 4, 2), torch.nn.Identity()))
 

@@ -23,9 +23,10 @@ from evoattn.cli import evoformer
 from evoattn.clients import calls, rf3
 from evoattn.clients import openfold as openfold_client
 from evoattn.clients.site import Count
-from evoattn.compat import empty_rows, openfold
+from evoattn.compat import openfold
 from evoattn.compat.cuequivariance import triangle_attention
 from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
+from evoattn.fully_masked import means
 from evoattn.layouts import empty_outputs
 from evoattn.workloads import Workload
 
@@ -183,8 +184,8 @@ def test_the_mask_for_kernels_is_float32(monkeypatch: pytest.MonkeyPatch, other:
         seen.append(arguments[3].dtype)
         return False
 
-    monkeypatch.setattr(empty_rows, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(empty_rows, "_kernels_take", take)
+    monkeypatch.setattr(means, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(means, "_kernels_take", take)
     other()
     of_cuequivariance(*leaves((1, 2, 4, 9, 8), (1, 2, 4, 11, 8), (1, 2, 4, 11, 8), (1, 1, 4, 9, 11)))
     assert set(seen) == {torch.float32}

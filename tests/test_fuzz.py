@@ -18,7 +18,7 @@ import torch
 import evoattn
 from evoattn import cli, testing
 from evoattn.cli import fuzz as command
-from evoattn.testing.shrink import shrink, smaller
+from evoattn.testing.fuzz import shrink, smaller
 from evoattn.testing.workers import Task, Workers
 
 JUDGES = "tests.helpers.fuzz_judges"

@@ -953,19 +953,19 @@ def test_what_a_block_makes_at_its_first_call_is_not_recorded() -> None:
 
 def test_a_block_that_draws_more_when_it_is_replayed_is_not_replayed() -> None:
     trunk = Trunk()
-    replay = kept.Kind.replay
+    replay = kept.CallKind.replay
 
     def more(self: Any, *given: Any) -> Any:
         torch.rand(1)
         return replay(self, *given)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(kept.Kind, "replay", more)
+        monkeypatch.setattr(kept.CallKind, "replay", more)
         trunk.agrees()
     assert trunk.count.ours == 0 and trunk.count.passed_on["it draws other random numbers"] == 5
 
 
-def kinds(trunk: Trunk) -> list[kept.Kind]:
+def kinds(trunk: Trunk) -> list[kept.CallKind]:
     """The kinds of calls of all blocks."""
     return [kind for group in trunk.steps._groups.values() for kind in group.kinds.values()]
 

@@ -10,8 +10,8 @@ import torch
 
 import evoattn
 from evoattn import testing
-from evoattn.testing.conditioning import conditioning
 from evoattn.testing.judging import Run
+from evoattn.testing.oracle import conditioning
 from evoattn.testing.random_problems import DTYPES
 
 SEEDS, CHUNK = 300, 25

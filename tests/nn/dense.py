@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn.testing.dense_layers import Weights
+from evoattn.testing.dense_layers import MaskedSoftmax
 
 __all__ = ["Dense", "leaves_of"]
 
@@ -64,7 +64,7 @@ class Dense:
 
         swallowed: whether rows that are masked at every key weigh alike, as in float32.
         """
-        same, weights = copy.deepcopy(layer).to(dtype), Weights("mean" if swallowed else "scores")
+        same, weights = copy.deepcopy(layer).to(dtype), MaskedSoftmax("mean" if swallowed else "scores")
 
         def run(*inputs: Tensor, mask: Tensor) -> Tensor:
             return self.dense(same, *inputs, mask=mask, weights=weights)

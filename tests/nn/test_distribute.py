@@ -286,7 +286,7 @@ def test_a_parameter_whose_gradient_would_not_be_summed() -> None:
     """It was frozen when the block was distributed, or came later."""
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
-    block = object.__new__(sys.modules["evoattn.nn.distribute"]._Block)
+    block = object.__new__(sys.modules["evoattn.nn.distribute"]._BlockRunner)
     block._summed = {}
     block.hook(module)
     block.check_summed(module)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evoattn import backends
 from evoattn.nn import TriangleAttention
-from evoattn.testing.dense_layers import Weights, triangle
+from evoattn.testing.dense_layers import MaskedSoftmax, triangle
 from tests.nn.dense import Dense, leaves_of
 from tests.nn.test_layers import EACH, step, truth, worst
 
@@ -113,4 +113,4 @@ def test_a_triangle_of_a_models_size(starting: bool) -> None:
         found = torch.autograd.grad(made, [z, *layer.parameters()], cotangent.to(made.dtype))
         return worst([made[:, inside], *found], [exact[:, inside], *gradients])
 
-    assert lost(layer) < 3 * lost(lambda z, mask: triangle(layer, z, mask=mask, weights=Weights()))
+    assert lost(layer) < 3 * lost(lambda z, mask: triangle(layer, z, mask=mask, weights=MaskedSoftmax()))

@@ -19,8 +19,7 @@ from evoattn.nn import (
     TemplatePointwiseAttention,
     TriangleAttention,
 )
-from evoattn.nn.attention import dropout_mask, update
-from evoattn.nn.gate import gated_linear
+from evoattn.nn.attention import add_residual, dropout_mask, gated_linear
 from evoattn.nn.project import layer_norm, project
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -215,12 +214,12 @@ def test_what_is_kept_for_the_backward(
 def test_dropout_is_shared(shared: int, residual: bool) -> None:
     torch.manual_seed(0)
     x, made = torch.randn(2, 9, 9, 8), torch.randn(2, 9, 9, 8)
-    found = update(x, made, dropout_mask(made, 0.25, shared), residual=residual) - (x if residual else 0)
+    found = add_residual(x, made, dropout_mask(made, 0.25, shared), residual=residual) - (x if residual else 0)
     factor = (found / made).mul(30).round()  # 0 or 4 / 3
     assert set(factor.unique().tolist()) == {0, 40}
     assert (factor == factor.narrow(shared, 0, 1)).all() and 0.1 < (factor == 0).float().mean() < 0.4
     assert (factor != factor[:, :1, :1]).any()
-    assert torch.equal(update(x, made, residual=residual), x + made if residual else made)
+    assert torch.equal(add_residual(x, made, residual=residual), x + made if residual else made)
 
 
 @pytest.mark.parametrize(("starting", "axis"), [(True, -3), (False, -2)])

@@ -321,7 +321,7 @@ def test_a_mask_with_other_axes_is_left_to_the_client() -> None:
 
 
 def test_a_block_in_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "wide_on_gpu", lambda _: True)
+    monkeypatch.setattr(layers, "is_float32_on_gpu", lambda _: True)
     theirs, count = blocks()[0].eval(), Count()
     given = arguments(theirs)
     torch.testing.assert_close(patched_block(Pairs.forward, count)(theirs, *given), theirs(*given))

@@ -241,7 +241,7 @@ def test_a_wide_transition_is_no_call_that_was_passed_on() -> None:
 
 
 def test_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "wide_on_gpu", lambda arguments: any(isinstance(x, Tensor) for x in arguments))
+    monkeypatch.setattr(layers, "is_float32_on_gpu", lambda arguments: any(isinstance(x, Tensor) for x in arguments))
     theirs, count = filled(Pair()), Count()
     z = normal(2, 3, C)
     forward = patched_layer(Pair.forward, count)

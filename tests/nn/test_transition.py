@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import evoattn.nn.transition as of_layer
 from evoattn.nn import Transition, from_boltz
 from evoattn.testing.changes import Wrapper
-from evoattn.testing.dense_layers import Weights, transition
+from evoattn.testing.dense_layers import MaskedSoftmax, transition
 
 MODULES = {
     "swiglu": ("layer_norm", "swiglu", "swiglu.linear_a", "swiglu.linear_b", "linear_out"),
@@ -29,7 +29,7 @@ def made(activation: str, *, residual: bool = False) -> Transition:
 
 
 def dense(layer: Transition, x: Tensor, mask: Tensor) -> Tensor:
-    return transition(layer, x, mask=mask, weights=Weights())
+    return transition(layer, x, mask=mask, weights=MaskedSoftmax())
 
 
 def by_calls(layer: Transition, x: Tensor, mask: Tensor) -> Tensor:

@@ -193,7 +193,8 @@ def test_modules_that_cannot_be_joined_are_called(change: str) -> None:
     else:
         layer.linear_a_p.bias = None
     z = torch.randn(1, 6, 6, 8, dtype=torch.float64)
-    assert relative_error(layer(z), dense_layers.multiplication(layer, z, mask=None, weights=dense_layers.Weights())) < 1e-12
+    weights = dense_layers.MaskedSoftmax()
+    assert relative_error(layer(z), dense_layers.multiplication(layer, z, mask=None, weights=weights)) < 1e-12
 
 
 def test_a_z_that_is_not_square() -> None:

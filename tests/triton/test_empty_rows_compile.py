@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from evoattn.compat import empty_rows_kernels as kernels
-from evoattn.compat.empty_rows import MOST_GATED_CHANNELS
+from evoattn.fully_masked import kernels
+from evoattn.fully_masked.means import MOST_GATED_CHANNELS
 from tests.helpers.ahead_of_time import SHARED_LIMITS, report, target
 
 CASES = [

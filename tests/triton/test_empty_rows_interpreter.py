@@ -28,10 +28,10 @@ else:
     interpreter.patch()
 
     from evoattn import api, testing
-    from evoattn.compat import empty_rows, empty_rows_in_place, empty_rows_kernels
     from evoattn.compat.cuequivariance import triangle_attention
     from evoattn.compat.deepspeed import DS4Sci_EvoformerAttention
     from evoattn.compat.openfold import attention
+    from evoattn.fully_masked import in_place, kernels, means
 
     pytestmark = [pytest.mark.usefixtures("poisoned")]
 
@@ -42,14 +42,14 @@ else:
     def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """The number of leading axes of each call that the kernels took; they take tensors of the CPU here."""
         taken: list[int] = []
-        attend = empty_rows_in_place.attend
+        attend = in_place.attend
 
         def counted(function: Call, q: Tensor, *rest: object, **options: object) -> Tensor:
             taken.append(q.ndim - 3)
             return attend(function, q, *rest, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(empty_rows_in_place, "attend", counted)
-        monkeypatch.setattr(empty_rows, "_has_kernels", lambda device: True)
+        monkeypatch.setattr(in_place, "attend", counted)
+        monkeypatch.setattr(means, "_has_kernels", lambda device: True)
         return taken
 
     def mask_of(kind: str, lead: tuple[int, ...], keys: int, rng: torch.Generator) -> Tensor:
@@ -98,7 +98,7 @@ else:
     def in_torch(call: Call, *arguments: object) -> list[Tensor]:
         """The same by torch."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(empty_rows, "_has_kernels", lambda device: False)
+            patch.setattr(means, "_has_kernels", lambda device: False)
             return step(call, *arguments)  # type: ignore[arg-type]
 
     def compare(calls: list[int], call: Call, *arguments: object) -> list[Tensor]:
@@ -147,7 +147,7 @@ else:
 
     @pytest.mark.slow
     def test_more_rows_than_flags_are_read_at_a_time(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(empty_rows_kernels, "_FLAGS", 8)
+        monkeypatch.setattr(kernels, "_FLAGS", 8)
         q, k, v, biases = make("none", (2, 11), 3, 4, pair=(1, 1))
         biases[0].view(-1, 4)[[0, 5, 7, 8, 21]] = -1e9
         compare(calls, attention, q, k, v, biases)
@@ -218,7 +218,7 @@ else:
 
         def call(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | None]) -> Tensor:
             attend = functools.partial(api.evoformer_attention, layout=layout)  # type: ignore[call-overload]
-            return empty_rows.with_means(attend, q, k, v, *biases[:2], None, layout, biases[2])
+            return means.with_means(attend, q, k, v, *biases[:2], None, layout, biases[2])
 
         def keeping(*given: Any) -> Tensor:
             """With copies of what is saved, as when it is moved to another device and back."""

@@ -31,7 +31,7 @@ else:
 
     interpreter.patch()
 
-    from evoattn.nn import TriangleAttention, norm, norm_kernels
+    from evoattn.nn import TriangleAttention, norm_kernels, project
     from evoattn.testing import relative_error
 
     pytestmark = pytest.mark.usefixtures("poisoned")
@@ -50,7 +50,7 @@ else:
         exact = F.layer_norm(leaves[0], shape[1:], leaves[1], leaves[2])
         exact = [exact, *torch.autograd.grad(exact, leaves, dy.double())]
         errors = []
-        for module in (norm_kernels, norm):
+        for module in (norm_kernels, project):
             made, mean, rstd = module.normalise(x, scale, shift, 1e-5, out)
             found = [made, *module.normalise_backward(dy, x, mean, rstd, scale, shift, (True, True, True))]
             assert [t.dtype for t in found] == [out, dtype, torch.float32, torch.float32]
@@ -69,7 +69,7 @@ else:
         scale, shift = torch.randn(2, 64)
         for needs in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
             results = []
-            for module in (norm_kernels, norm):
+            for module in (norm_kernels, project):
                 made, mean, rstd = module.normalise(x, scale, shift, 1e-5, torch.float32)
                 results.append([made, *module.normalise_backward(dy, x, mean, rstd, scale, shift, needs)])
             for one, other in zip(*results, strict=True):
@@ -82,7 +82,7 @@ else:
         torch.manual_seed(0)
         x, dy, scale = torch.randn(9, 24), torch.randn(9, 24), torch.randn(24) if scaled else None
         results = []
-        for module in (norm_kernels, norm):
+        for module in (norm_kernels, project):
             made, mean, rstd = module.normalise(x, scale, None, 1e-5, torch.float32)
             results.append(
                 [made, *module.normalise_backward(dy, x, mean, rstd, scale, None, (True, scaled, False))[: 1 + scaled]]
@@ -102,7 +102,7 @@ else:
         for kernels in (True, False):
             called = []
             monkeypatch.setattr(
-                norm, "_has_kernel", lambda rows, kernels=kernels, called=called: called.append(rows) or kernels
+                project, "_has_kernel", lambda rows, kernels=kernels, called=called: called.append(rows) or kernels
             )
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 made = layer(z) + layer(z.transpose(1, 2)).transpose(1, 2)

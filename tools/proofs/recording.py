@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
-from evoattn.compat import empty_rows
 from evoattn.devices import Card, planned_for
+from evoattn.fully_masked import means
 from evoattn.run import guards
 from proofs import hopper_code, triton_code
 
@@ -177,7 +177,7 @@ def on_card(card: Card, recorder: Recorder) -> Iterator[None]:
         (torch, "is_autocast_enabled", lambda kind="cuda": autocast("cuda" if kind == "meta" else kind)),
         (torch._C, "_len_torch_dispatch_stack", lambda: 0),
         *((guards, name, value) for name, value in _EAGER.items()),
-        (empty_rows, "_has_kernels", lambda device: True),
+        (means, "_has_kernels", lambda device: True),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(planned_for(card))

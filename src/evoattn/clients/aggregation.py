@@ -20,7 +20,7 @@ from evoattn.clients.site import Count
 __all__ = ["counting_atoms", "from_tokens", "means_by_mask", "means_by_token", "sums"]
 
 _atoms: contextvars.ContextVar[int | None] = contextvars.ContextVar("atoms", default=None)
-"""How many atoms there are, inside calls of `counting_atoms`."""
+"""The number of atoms, inside calls of `counting_atoms`."""
 
 
 def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
@@ -40,8 +40,8 @@ def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
     rows = x.reshape(-1, *x.shape[-2:]).to(torch.promote_types(x.dtype, torch.float32))
     batch = torch.arange(len(rows), device=x.device)[:, None]
     at = (batch, group.expand(x.shape[:-1]).reshape(len(rows), -1).long())
-    made = rows.new_zeros(len(rows), groups, x.shape[-1]).index_put_(at, rows, accumulate=True)
-    return made.to(x.dtype).view(*x.shape[:-2], groups, x.shape[-1])
+    sums_by_group = rows.new_zeros(len(rows), groups, x.shape[-1]).index_put_(at, rows, accumulate=True)
+    return sums_by_group.to(x.dtype).view(*x.shape[:-2], groups, x.shape[-1])
 
 
 def means_by_token(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
@@ -87,10 +87,10 @@ def counting_atoms(original: Callable[..., Any], count: Count) -> Callable[..., 
     """A `forward` of OpenFold-3 inside which `from_tokens` knows how many atoms there are."""
 
     @functools.wraps(original)
-    def forward(self: Any, batch: dict[str, Tensor], *given: Any, **named: Any) -> Any:
+    def forward(self: Any, batch: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         token = _atoms.set(batch["atom_mask"].shape[-1])
         try:
-            return original(self, batch, *given, **named)
+            return original(self, batch, *args, **kwargs)
         finally:
             _atoms.reset(token)
 

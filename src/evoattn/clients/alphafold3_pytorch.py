@@ -36,8 +36,7 @@ def _attend(original: Any, count: Count) -> Any:
             if reason:
                 count.other(reason)
             mask, attn_bias = _repeat(mask, q.shape[0], 2), _repeat(attn_bias, q.shape[0], 4)
-            passed: Tensor = original(self, q, k, v, mask, windowed_mask, attn_bias, memory_kv)
-            return passed
+            return original(self, q, k, v, mask, windowed_mask, attn_bias, memory_kv)  # type: ignore[no-any-return]
         count.one()
         groups, bias = q.shape[0], q.new_zeros(1) if attn_bias is None else attn_bias
         if bias.ndim == 4:
@@ -66,8 +65,7 @@ def _windows(original: Any, count: Count) -> Any:
         reason = _not_ours(self, memory_kv, dropout=False)
         if reason:
             count.other(reason)
-            passed: Tensor = original(self, q, k, v, mask, windowed_mask, attn_bias, memory_kv)
-            return passed
+            return original(self, q, k, v, mask, windowed_mask, attn_bias, memory_kv)  # type: ignore[no-any-return]
         count.one()
         length, size = q.shape[-2], self.window_size
         padding = -length % size
@@ -76,7 +74,7 @@ def _windows(original: Any, count: Count) -> Any:
         keys = _with_previous(torch.nn.functional.pad(mask, (0, padding)).unflatten(1, (-1, size)), axis=1)  # [b,n,2w]
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)).transpose(1, 2) for x in (q, k, v))
         k, v = _with_previous(k, axis=1), _with_previous(v, axis=1)  # [b,n,h,2w,d]
-        bias = q.new_zeros(1) if attn_bias is None else _of_windows(attn_bias, size)
+        bias = q.new_zeros(1) if attn_bias is None else _window_bias(attn_bias, size)
         if windowed_mask is not None:
             bias = torch.where(windowed_mask.unsqueeze(2), bias, -torch.inf)
         o = triangle_attention(q, k, v, bias, keys[:, :, None, None], q.shape[-1] ** -0.5)
@@ -94,7 +92,7 @@ def _with_previous(x: Tensor, axis: int) -> Tensor:
     return torch.cat((before, x), 2 if x.ndim == 3 else -2)
 
 
-def _of_windows(bias: Tensor, size: int) -> Tensor:
+def _window_bias(bias: Tensor, size: int) -> Tensor:
     """A bias `[..., n, n]` or `[b, (h,) n, w, 2w]` -> `[b, n, h|1, w, 2w]`."""
     if bias.shape[-1] == bias.shape[-2]:
         bias = importlib.import_module(_MODULE).full_attn_bias_to_windowed(bias, window_size=size)

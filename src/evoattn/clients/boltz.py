@@ -18,9 +18,9 @@ __all__ = ["CLIENTS"]
 
 
 def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
-    """What `replace` makes, but where the host sets the pace, which is counted if nothing inside does."""
+    """`replace`, except for calls in which the host sets the pace. These are counted here if no site inside counts them."""
 
-    def made(original: Any, count: Count) -> Any:
+    def wrap(original: Any, count: Count) -> Any:
         ours = replace(original, count)
 
         @functools.wraps(original)
@@ -34,7 +34,7 @@ def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
 
         return forward
 
-    return made
+    return wrap
 
 
 def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
@@ -50,8 +50,7 @@ def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: T
     with torch.autocast(q.device.type, enabled=False):
         o = attention(q, k, v, [bias.unsqueeze(1), masks], scaled=False, empty_rows="native")
     o = o.flatten(0, 1).transpose(1, 2)
-    out: Tensor = self.proj_o(self.proj_g(s).sigmoid() * o.reshape(s.shape[0], -1, self.c_s))
-    return out
+    return self.proj_o(self.proj_g(s).sigmoid() * o.reshape(s.shape[0], -1, self.c_s))  # type: ignore[no-any-return]
 
 
 def _second(original: Any, count: Count) -> Any:
@@ -99,92 +98,78 @@ def _first(original: Any, count: Count) -> Any:
 
 def _projected(self: Any, s: Tensor, k_in: Tensor) -> tuple[Tensor, ...]:
     """q, k and v `[B, L, H, D]`."""
-    made = (self.proj_q(s), self.proj_k(k_in), self.proj_v(k_in))
-    return tuple(x.view(s.shape[0], -1, self.num_heads, self.head_dim) for x in made)
+    qkv = (self.proj_q(s), self.proj_k(k_in), self.proj_v(k_in))
+    return tuple(x.view(s.shape[0], -1, self.num_heads, self.head_dim) for x in qkv)
 
 
-def _sites(package: str, multiplied: str, pairs: tuple[Site, ...]) -> tuple[Site, ...]:
-    layers = f"{package}.model.layers"
-    triangle = f"{layers}.triangular_attention"
-    return (
-        Site(f"{triangle}.primitives", "_attention", additive),
-        Site(f"{triangle}.primitives", "kernel_triangular_attn", kernel),
-        *pairs,
-        Site(f"{layers}.{multiplied}", ("_" if package == "boltzgen" else "") + "kernel_triangular_mult",
-             multiplication, missing="cuequivariance_torch", counted=False),
-        Site(f"{triangle}.primitives", "Attention.forward"),
-        Site(f"{triangle}.attention", "TriangleAttention.forward"),
+def _client(
+    package: str, multiplied: str, pairs: dict[str, Replace], diffusions: tuple[str, ...], layers: tuple[Site, ...] = ()
+) -> Client:
+    """Boltz or BoltzGen.
+
+    `multiplied` is the module of the triangle multiplication. `pairs` has replacements of `AttentionPairBias.forward` by
+    module, `diffusions` modules of the diffusion, `layers` sites that only one of both has.
+    """
+    there = f"{package}.model.layers"
+    triangle, multiplication_kernel = f"{there}.triangular_attention", "kernel_triangular_mult"
+    blocks = (f"{there}.pairformer:PairformerLayer", f"{there}.pairformer:PairformerNoSeqLayer")
+    diffusions = tuple(f"{package}.model.modules.{name}" for name in diffusions)
+    return Client(
+        package,
+        package,
+        (
+            Site(f"{triangle}.primitives", "_attention", additive),
+            Site(f"{triangle}.primitives", "kernel_triangular_attn", kernel),
+            *(Site(f"{there}.{name}", "AttentionPairBias.forward", _unless_host_bound(x)) for name, x in pairs.items()),
+            Site(f"{there}.{multiplied}", ("_" if package == "boltzgen" else "") + multiplication_kernel,
+                 multiplication, missing="cuequivariance_torch", counted=False),
+            Site(f"{triangle}.primitives", "Attention.forward"),
+            Site(f"{triangle}.attention", "TriangleAttention.forward"),
+        ),
+        layers=(
+            *layers,
+            *sites(
+                f"{triangle}.attention:TriangleAttention",
+                f"{there}.{multiplied}:TriangleMultiplicationOutgoing",
+                f"{there}.{multiplied}:TriangleMultiplicationIncoming",
+                f"{there}.transition:Transition",
+                *blocks,
+                least=FEW,
+            ),
+        ),
+        steps=(
+            *graphs.sites(*(f"{module}:DiffusionModule" for module in diffusions)),
+            *graphs.loops(*(f"{module}:AtomDiffusion.sample" for module in diffusions)),
+            *graphs.blocks(*blocks),
+        ),
     )  # fmt: skip
 
 
+_uncounted = functools.partial(named, method="", counted=False)
+_MODULES, _LOSS = "boltz.model.modules", "boltz.model.loss"
+
 CLIENTS = {
-    "boltz": Client(
+    "boltz": _client(
         "boltz",
-        "boltz",
-        _sites(
-            "boltz",
-            "triangular_mult",
-            (
-                Site("boltz.model.layers.attentionv2", "AttentionPairBias.forward", _unless_host_bound(_second)),
-                Site("boltz.model.layers.attention", "AttentionPairBias.forward", _unless_host_bound(_first)),
-            ),
-        ),
-        layers=(
+        "triangular_mult",
+        {"attentionv2": _second, "attention": _first},
+        ("diffusion", "diffusionv2"),
+        (
             *named(
                 _unless_host_bound(layer, counted=False),
                 "boltz.model.layers.attention:AttentionPairBias",
                 "boltz.model.layers.attentionv2:AttentionPairBias",
             ),
-            *sites(
-                "boltz.model.layers.triangular_attention.attention:TriangleAttention",
-                "boltz.model.layers.triangular_mult:TriangleMultiplicationOutgoing",
-                "boltz.model.layers.triangular_mult:TriangleMultiplicationIncoming",
-                "boltz.model.layers.transition:Transition",
-                "boltz.model.layers.pairformer:PairformerLayer",
-                "boltz.model.layers.pairformer:PairformerNoSeqLayer",
-                least=FEW,
+            *_uncounted(
+                sampling.aligned, f"{_LOSS}.diffusion:weighted_rigid_align", f"{_LOSS}.diffusionv2:weighted_rigid_align"
             ),
-            Site("boltz.model.loss.diffusion", "weighted_rigid_align", sampling.aligned, counted=False),
-            Site("boltz.model.loss.diffusionv2", "weighted_rigid_align", sampling.aligned, counted=False),
-            Site("boltz.model.modules.diffusion", "AtomDiffusion.sample_schedule", sampling.schedule, counted=False),
-            Site("boltz.model.modules.diffusionv2", "AtomDiffusion.sample_schedule", sampling.schedule, counted=False),
-            Site("boltz.model.modules.diffusionv2", "AtomDiffusion.sample", sampling.sampled, counted=False),
-        ),
-        steps=(
-            *graphs.sites("boltz.model.modules.diffusion:DiffusionModule", "boltz.model.modules.diffusionv2:DiffusionModule"),
-            *graphs.loops(
-                "boltz.model.modules.diffusion:AtomDiffusion.sample", "boltz.model.modules.diffusionv2:AtomDiffusion.sample"
+            *_uncounted(
+                sampling.schedule,
+                f"{_MODULES}.diffusion:AtomDiffusion.sample_schedule",
+                f"{_MODULES}.diffusionv2:AtomDiffusion.sample_schedule",
             ),
-            *graphs.blocks(
-                "boltz.model.layers.pairformer:PairformerLayer",
-                "boltz.model.layers.pairformer:PairformerNoSeqLayer",
-            ),
+            *_uncounted(sampling.sampled, f"{_MODULES}.diffusionv2:AtomDiffusion.sample"),
         ),
     ),
-    "boltzgen": Client(
-        "boltzgen",
-        "boltzgen",
-        _sites(
-            "boltzgen",
-            "triangular",
-            (Site("boltzgen.model.layers.attention", "AttentionPairBias.forward", _unless_host_bound(_second)),),
-        ),
-        layers=sites(
-            "boltzgen.model.layers.triangular_attention.attention:TriangleAttention",
-            "boltzgen.model.layers.triangular:TriangleMultiplicationOutgoing",
-            "boltzgen.model.layers.triangular:TriangleMultiplicationIncoming",
-            "boltzgen.model.layers.transition:Transition",
-            "boltzgen.model.layers.pairformer:PairformerLayer",
-            "boltzgen.model.layers.pairformer:PairformerNoSeqLayer",
-            least=FEW,
-        ),
-        steps=(
-            *graphs.sites("boltzgen.model.modules.diffusion:DiffusionModule"),
-            *graphs.loops("boltzgen.model.modules.diffusion:AtomDiffusion.sample"),
-            *graphs.blocks(
-                "boltzgen.model.layers.pairformer:PairformerLayer",
-                "boltzgen.model.layers.pairformer:PairformerNoSeqLayer",
-            ),
-        ),
-    ),
+    "boltzgen": _client("boltzgen", "triangular", {"attention": _second}, ("diffusion",)),
 }

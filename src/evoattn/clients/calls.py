@@ -17,13 +17,13 @@ __all__ = [
     "HOST_BOUND",
     "additive",
     "host_sets_pace",
+    "is_float32_on_gpu",
     "kernel",
     "low_memory",
     "multiplication",
     "projected",
     "queries_first",
     "residues",
-    "wide_on_gpu",
 ]
 
 Function = Callable[..., Any]
@@ -48,11 +48,11 @@ HOST_BOUND = "float32 with few scores, where the client's own attention takes le
 
 
 def host_sets_pace(x: Tensor, queries: int, keys: int, scores: int) -> bool:
-    """Whether a client computes an attention with pair bias of x in less time, since no kernel of it is long.
+    """Return whether a client computes an attention with pair bias of x in less time, since no kernel of it is long.
 
     scores: of all samples and heads.
     """
-    if is_repeated() or not wide_on_gpu([x]):
+    if is_repeated() or not is_float32_on_gpu([x]):
         return False
     if torch.is_grad_enabled():
         return max(queries, keys) < _SHORT and scores < _FEW_IN_TRAINING
@@ -65,8 +65,7 @@ def additive(original: Function, count: Count) -> Function:
     def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
         if query.is_cuda and not is_repeated() and _is_small(query, key):
             count.other(f"fewer than {_SHORT} residues, where the client's own attention takes less of the host")
-            theirs: Tensor = original(query, key, value, biases)
-            return theirs
+            return original(query, key, value, biases)  # type: ignore[no-any-return]
         count.one()
         return attention(query, key, value, biases)
 
@@ -74,15 +73,14 @@ def additive(original: Function, count: Count) -> Function:
 
 
 def _is_small(q: Tensor, k: Tensor) -> bool:
-    """Whether the host sets the pace of an attention of q and k `[*, L, D]`. A chunk of a long one is not small."""
+    """Return whether the host sets the pace of an attention of q and k `[*, L, D]`. A chunk of a long one is not small."""
     return max(q.shape[-2], k.shape[-2]) < _SHORT and q.shape[:-1].numel() * k.shape[-2] < _FEW_SCORES
 
 
 def projected(module: Any, q_x: Tensor, kv_x: Tensor, biases: list[Tensor] | None) -> Tensor:
     """The whole of `Attention.forward`, as OpenFold and ESMFold have it: projections, attention, gate and output."""
     q, k, v = module._prep_qkv(q_x, kv_x)
-    out: Tensor = module._wrap_up(attention(q, k, v, biases or []).transpose(-2, -3), q_x)
-    return out
+    return module._wrap_up(attention(q, k, v, biases or []).transpose(-2, -3), q_x)  # type: ignore[no-any-return]
 
 
 def low_memory(original: Function, count: Count) -> Function:
@@ -97,7 +95,7 @@ def low_memory(original: Function, count: Count) -> Function:
 
 
 def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:
-    """What stands around a kernel there: `(q, k, v, biases) -> [*, Q, H, C]`."""
+    """A client's wrapper of a kernel: `(q, k, v, biases) -> [*, Q, H, C]`."""
 
     def replace(original: Function, count: Count) -> Function:
         def attend(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], scale: float | None = None) -> Tensor:
@@ -161,8 +159,8 @@ def residues(arguments: Iterable[Any], axes: int = 4) -> int | None:
     return next((x.shape[-2] for x in pairs), None)
 
 
-def wide_on_gpu(arguments: Iterable[Any]) -> bool:
-    """Whether the first floating-point tensor lies on a GPU, has more than 16 bits, and is not cast by autocast."""
+def is_float32_on_gpu(arguments: Iterable[Any]) -> bool:
+    """Return whether the first floating-point tensor lies on a GPU, has more than 16 bits, and is not cast by autocast."""
     first = next((x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()), None)
     if first is None or not first.is_cuda or first.element_size() < 4:
         return False

@@ -19,13 +19,10 @@ _MODULE = "transformers.models.esm.modeling_esmfold"
 
 
 def _triangle(original: Any, count: Count) -> Any:
-    def forward(
-        self: Any, q_x: Tensor, kv_x: Tensor, biases: list[Tensor] | None = None, *arguments: Any, **options: Any
-    ) -> Tensor:
-        if arguments or options.get("use_flash"):
+    def forward(self: Any, q_x: Tensor, kv_x: Tensor, biases: list[Tensor] | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs.get("use_flash"):
             count.other("use_flash, or options by position")
-            passed: Tensor = original(self, q_x, kv_x, biases, *arguments, **options)
-            return passed
+            return original(self, q_x, kv_x, biases, *args, **kwargs)  # type: ignore[no-any-return]
         count.one()
         return projected(self, q_x, kv_x, biases)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoattn.clients.calls import HOST_BOUND, residues, wide_on_gpu
+from evoattn.clients.calls import HOST_BOUND, is_float32_on_gpu, residues
 from evoattn.clients.site import Count, Site, is_repeated, named
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
@@ -45,7 +45,7 @@ _kept = weakref.WeakKeyDictionary()
 """For each layer of a client the modules in it when it was looked at, their settings, and ours of it, or why there is none."""
 
 _WIDE = "float32 on a GPU, where the client's own products are faster"
-"""Why blocks, transitions and triangle multiplications are left to the client.
+"""The reason why blocks, transitions and triangle multiplications are left to the client.
 
 The kernels multiply float32 without tensor cores, as torch does by default, and reach less of the card than cuBLAS: ESMFold of
 380 residues took 4.4 s with them and 3.9 s as installed, on an H100.
@@ -64,8 +64,7 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
     parameters, a precision or arguments of its own. It also is what torch.compile compiles.
 
     Args:
-        original: the client's `forward`.
-        count: counts the calls.
+        original, count: as all replacements take them.
         least: on a GPU a pair representation of fewer residues is left to the original: the host sets the pace there, and the
             original asks less of it. Not if the call is recorded as a CUDA graph.
         least_trained: the same while gradients are recorded. None: `least`.
@@ -74,49 +73,49 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
     names = positions(original)
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return original(self, *given, **named)
+            return original(self, *args, **kwargs)
         at_least = least_trained if least_trained is not None and torch.is_grad_enabled() else least
-        if at_least and not is_repeated() and (residues((*given, *named.values())) or at_least) < at_least:
+        if at_least and not is_repeated() and (residues((*args, *kwargs.values())) or at_least) < at_least:
             count.other(f"fewer than {at_least} residues, where the client's own layers take less of the host")
-            return original(self, *given, **named)
+            return original(self, *args, **kwargs)
         ours = _of(self)
         if ours is None:
-            return original(self, *given, **named)
+            return original(self, *args, **kwargs)
         reason = ours if isinstance(ours, str) else ours.observed()
         if reason or isinstance(ours, str):
             count.other(reason)
-            return original(self, *given, **named)
-        if _is_of_products(ours) and wide_on_gpu((*given, *named.values())):
+            return original(self, *args, **kwargs)
+        if _is_product_bound(ours) and is_float32_on_gpu((*args, *kwargs.values())):
             count.other(_WIDE)
-            return original(self, *given, **named)
-        if _host_sets_pace(ours, (*given, *named.values())):
+            return original(self, *args, **kwargs)
+        if _host_sets_pace(ours, (*args, *kwargs.values())):
             count.other(HOST_BOUND)
-            return original(self, *given, **named)
+            return original(self, *args, **kwargs)
         try:
-            made = ours(by_name(names, given, named), self)
+            result = ours(by_name(names, args, kwargs), self)
         except UnknownArgument as error:
             if not isinstance(error, ClientsOwn):
                 count.other(str(error))
-            return original(self, *given, **named)
+            return original(self, *args, **kwargs)
         count.one()
-        return made
+        return result
 
     return forward
 
 
 def _host_sets_pace(ours: Ours, arguments: tuple[Any, ...]) -> bool:
-    """Whether a float32 attention has so few residues that the client's own takes less time."""
-    if is_repeated() or not wide_on_gpu(arguments):
+    """Return whether a float32 attention has so few residues that the client's own takes less time."""
+    if is_repeated() or not is_float32_on_gpu(arguments):
         return False
     single = isinstance(ours.layer, AttentionPairBias) and not torch.is_grad_enabled()
     most = _FEW_IN_SINGLE_TRACK if single else FEW
     return (residues(arguments, 3) or most) < most
 
 
-def _is_of_products(ours: Ours) -> bool:
-    """Whether a layer spends its time in products, not in attention."""
+def _is_product_bound(ours: Ours) -> bool:
+    """Return whether a layer spends its time in products, not in attention."""
     return ours.is_block or isinstance(ours.layer, (Transition, TriangleMultiplication))
 
 
@@ -129,20 +128,20 @@ def _of(theirs: nn.Module) -> Ours | str | None:
     if method:
         return f"a {type(theirs).__name__} overrides {method}"
     modules = tuple(theirs.modules())[1:]  # not the layer itself, which must not keep itself alive
-    kept = _kept.get(theirs)
-    if kept is None or not _holds(theirs, modules, *kept[:2]):
+    entry = _kept.get(theirs)
+    if entry is None or not _holds(theirs, modules, *entry[:2]):
         try:
-            found: Ours | str | None = Ours.of(theirs, entries=False)
+            ours: Ours | str | None = Ours.of(theirs, entries=False)
         except ValueError as error:
-            found = str(error)
-        kept = _kept[theirs] = modules, tuple(map(settings, (theirs, *modules))), found
-    return kept[2]
+            ours = str(error)
+        entry = _kept[theirs] = modules, tuple(map(settings, (theirs, *modules))), ours
+    return entry[2]
 
 
 def _holds(
     theirs: nn.Module, now: tuple[nn.Module, ...], before: tuple[nn.Module, ...], made_with: tuple[Settings, ...]
 ) -> bool:
-    """Whether a layer has the modules and the settings that it had before."""
+    """Return whether a layer has the modules and the settings that it had before."""
     if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
         return False
     return all(map(has_settings, (theirs, *now), made_with))

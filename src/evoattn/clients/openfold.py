@@ -26,14 +26,13 @@ def _kernel(original: Any, count: Count) -> Any:
         kv_x: Tensor,
         biases: list[Tensor] | None = None,
         use_memory_efficient_kernel: bool = False,
-        *arguments: Any,
-        **options: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Only the CUDA kernel is called here. The original calls functions for all else, and those are replaced too."""
-        other_switch = any(x is True for x in (*arguments, *options.values()))  # which with this one is an error
+        other_switch = any(x is True for x in (*args, *kwargs.values()))  # which with this one is an error
         if not use_memory_efficient_kernel or other_switch:
-            passed: Tensor = original(self, q_x, kv_x, biases, use_memory_efficient_kernel, *arguments, **options)
-            return passed
+            return original(self, q_x, kv_x, biases, use_memory_efficient_kernel, *args, **kwargs)  # type: ignore[no-any-return]
         count.one()
         return projected(self, q_x, kv_x, biases)
 
@@ -50,8 +49,7 @@ def _global(original: Any, count: Count) -> Any:
         off = self.inf * (mask - 1)
         o = attention(q, k, v, [off[..., None, None, :]], scaled=False)
         gate = self.linear_g(m).sigmoid().unflatten(-1, (self.no_heads, -1))  # [*,n,l,h,c]
-        out: Tensor = self.linear_o((o.transpose(-2, -3) * gate).flatten(-2))
-        return out
+        return self.linear_o((o.transpose(-2, -3) * gate).flatten(-2))  # type: ignore[no-any-return]
 
     return forward
 
@@ -71,11 +69,11 @@ def _block(original: Any, count: Count) -> Any:
     recorded = graphs.block(original, count, instead={"inplace_safe": False})
 
     @functools.wraps(recorded)
-    def forward(self: Any, *given: Any, **options: Any) -> Any:
-        if not options.get("_offload_inference"):
-            return recorded(self, *given, **options)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("_offload_inference"):
+            return recorded(self, *args, **kwargs)
         count.other("MSA and pairs take turns on the GPU")
-        return original(self, *given, **options)
+        return original(self, *args, **kwargs)
 
     return forward
 

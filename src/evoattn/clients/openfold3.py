@@ -11,7 +11,7 @@ from torch import Tensor
 from evoattn.clients import aggregation, graphs
 from evoattn.clients.calls import HOST_BOUND, host_sets_pace, low_memory, queries_first
 from evoattn.clients.layers import sites
-from evoattn.clients.site import Client, Count, Site
+from evoattn.clients.site import Client, Count, Site, named
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.compat.openfold import attention
 
@@ -19,6 +19,7 @@ __all__ = ["CLIENTS"]
 
 _MODULE = "openfold3.core.model.primitives.attention"
 _LAYERS = "openfold3.core.model.layers"
+_WINDOWS = f"{_LAYERS}.sequence_local_atom_attention"
 _ATOMS = "openfold3.core.utils.atomize_utils"
 _DIFFUSION = "openfold3.core.model.structure.diffusion_module"
 _MULTIPLICATION = "openfold3.core.model.layers.triangular_multiplicative_update"
@@ -39,7 +40,7 @@ def _additive(original: Any, count: Count) -> Any:
 
 
 def _never(*_: Any, **__: Any) -> bool:
-    """Whether cuEquivariance would leave a call to torch."""
+    """Return whether cuEquivariance would leave a call to torch."""
     return False
 
 
@@ -47,11 +48,11 @@ def _rollout(original: Any, count: Count) -> Any:
     """A rollout after which recordings are dropped, and whose steps do not wait to see that no chain is cyclic."""
 
     @functools.wraps(original)
-    def forward(self: Any, batch: dict[str, Any], *given: Any, **named: Any) -> Any:
+    def forward(self: Any, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         cyclic = batch.get("cyclic_mask")
         if cyclic is not None and not torch.is_grad_enabled() and not cyclic.any():
             batch = {name: x for name, x in batch.items() if name != "cyclic_mask"}
-        return original(self, batch, *given, **named)
+        return original(self, batch, *args, **kwargs)
 
     return graphs.loop(forward, count)
 
@@ -92,16 +93,10 @@ CLIENTS = {
         steps=(
             Site(_ATOMS, "aggregate_atom_feat_to_tokens", aggregation.means_by_mask, counted=False),
             Site(_ATOMS, "broadcast_token_feat_to_atoms", aggregation.from_tokens, counted=False),
-            Site(
-                f"{_LAYERS}.sequence_local_atom_attention",
-                "NoisyPositionEmbedder.forward",
+            *named(
                 aggregation.counting_atoms,
-                counted=False,
-            ),
-            Site(
-                f"{_LAYERS}.sequence_local_atom_attention",
-                "AtomAttentionDecoder.forward",
-                aggregation.counting_atoms,
+                f"{_WINDOWS}:NoisyPositionEmbedder",
+                f"{_WINDOWS}:AtomAttentionDecoder",
                 counted=False,
             ),
             *graphs.sites(f"{_DIFFUSION}:DiffusionModule"),

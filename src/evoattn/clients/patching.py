@@ -89,17 +89,17 @@ class Patch:
 
     @property
     def calls(self) -> int:
-        """How often evoattn ran, at all sites together."""
+        """Calls that evoattn computed, at all sites."""
         return sum(self.calls_by_site.values())
 
     @property
     def calls_by_site(self) -> dict[str, int]:
-        """How often evoattn ran at each site."""
+        """Calls that evoattn computed, by site."""
         return {site: count.ours for site, count in self._counts.items()}
 
     @property
     def passed_on(self) -> dict[str, int]:
-        """How often the client's own function ran instead, by reason."""
+        """Calls that the client's own functions computed, by reason."""
         total: collections.Counter[str] = collections.Counter()
         for count in self._counts.values():
             total.update(count.passed_on)
@@ -112,8 +112,8 @@ class Patch:
 
     def undo(self) -> None:
         """Put the originals back, and free the memory of CUDA graphs. Counts are kept."""
-        for made in self._made.values():
-            recorded.release(made)
+        for replacement in self._made.values():
+            recorded.release(replacement)
         lost = [change.name for change in reversed(self._changes) if not change.undo()]
         self._changes.clear()
         self._made.clear()
@@ -141,7 +141,8 @@ class Patch:
         lines += [f"  {calls:6d}  {site}" for site, calls in self.calls_by_site.items()]
         lines += [f"  {calls:6d}  by the original: {reason}" for reason, calls in self.passed_on.items()]
         for site, calls_by_reason in self.steps.items():
-            lines += [f"  {calls:6d}  {_how(reason)}: {site}" for reason, calls in calls_by_reason.items() if calls]
+            words = {reason: f"not replayed, {reason}" if reason else "replayed as a CUDA graph" for reason in calls_by_reason}
+            lines += [f"  {calls:6d}  {words[reason]}: {site}" for reason, calls in calls_by_reason.items() if calls]
         lines += [f"  not by evoattn any more: {site} was reloaded, or replaced by others" for site in self._lost()]
         return "\n".join(lines)
 
@@ -182,7 +183,7 @@ class Patch:
 
     def _lost(self) -> list[Site]:
         """The sites at which another function stands by now, which does not call ours."""
-        return [site for site, made in self._made.items() if not _calls(site.find()[2], made)]
+        return [site for site, replacement in self._made.items() if not _calls(site.find()[2], replacement)]
 
     def _mend(self, of: Client) -> None:
         """Replace what is the client's own again, because its module was reloaded. What others put there stays."""
@@ -201,7 +202,7 @@ class Patch:
 
     def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
         """Check these sites, then replace them."""
-        found = [(site, *_find(of, site)) for site in sites]
+        targets = [(site, *_find(of, site)) for site in sites]
         for before in self._made.values():  # what was recorded did not call what comes now
             recorded.release(before)
         changes: list[_Change] = []
@@ -209,19 +210,19 @@ class Patch:
         steps: dict[str, Count] = {}
         replaced: list[str] = []
         functions: dict[Site, Callable[..., Any]] = {}
-        for site, owner, name, original in found:
+        for site, owner, name, original in targets:
             if site.replace is None or (site.missing is not None and _is_installed(site.missing)):
                 continue
-            kept, counted, kind = (self._steps, steps, "step") if site in of.steps else (self._counts, counts, "call")
-            count = kept.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
+            totals, counted, kind = (self._steps, steps, "step") if site in of.steps else (self._counts, counts, "call")
+            count = totals.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
             if str(site) not in self._sites:
                 replaced.append(str(site))
             if site.counted:
                 counted[str(site)] = count
-            made = functools.wraps(original)(site.replace(original, count))
-            functions[site] = made
+            replacement = functools.wraps(original)(site.replace(original, count))
+            functions[site] = replacement
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
-            changes += [_Change(place, where, original, made) for place, where in places]
+            changes += [_Change(place, where, original, replacement) for place, where in places]
         for module, name, value in values:
             owner = importlib.import_module(module)
             if not getattr(owner, name, None):
@@ -284,23 +285,23 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
         _active[name]._mend(client(name))
         _active[name]._apply(client(name), layers, graphs)
         return _active[name]
-    made = Patch([name], layers=layers, graphs=graphs)
-    _active[name] = made
-    return made
+    patched = Patch([name], layers=layers, graphs=graphs)
+    _active[name] = patched
+    return patched
 
 
 def _patch_all(layers: bool, graphs: bool) -> Patch:
-    made = Patch()
+    patched = Patch()
     for name in NAMES:
         if name in _active or client(name).installed is None:
             continue
         try:
-            made._apply(client(name), layers, graphs)
-            _active[name] = made
+            patched._apply(client(name), layers, graphs)
+            _active[name] = patched
         except (ImportError, UnknownRelease) as error:
             print(f"evoattn does not patch {name}: {error}", file=sys.stderr)
-    print(str(made).splitlines()[0].partition(":")[0], file=sys.stderr)
-    return made
+    print(str(patched).splitlines()[0].partition(":")[0], file=sys.stderr)
+    return patched
 
 
 def patch_as_imported(
@@ -324,9 +325,9 @@ def patch_as_imported(
     of = client(name)
     if name not in _active:
         check_files(of)
-        made = Patch(tell=tell)
-        made.versions[name] = str(of.installed)
-        _active[name] = made
+        patched = Patch(tell=tell)
+        patched.versions[name] = str(of.installed)
+        _active[name] = patched
     sites = [site for site in of.sites if site.module == module]
     _active[name]._replace(of, sites, [value for value in of.values if value[0] == module])
     for _, more, is_wanted in _besides(of, layers, graphs):
@@ -336,19 +337,14 @@ def patch_as_imported(
 
 
 def client(name: str) -> Client:
-    """What is known of a client."""
+    """The description of a client."""
     module = importlib.import_module(f"evoattn.clients.{_MODULES.get(name, name)}")
-    found: Client = module.CLIENTS[name]
-    return found
+    return module.CLIENTS[name]  # type: ignore[no-any-return]
 
 
 def _besides(of: Client, layers: bool = True, graphs: bool = False) -> tuple[tuple[str, tuple[Site, ...], bool], ...]:
     """List what may be replaced beside the attention: for each kind its name, its sites, and whether to replace them."""
     return ("layers", of.layers, layers), ("steps", of.steps, graphs)
-
-
-def _how(reason: str) -> str:
-    return f"not replayed, {reason}" if reason else "replayed as a CUDA graph"
 
 
 def _find(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]]:
@@ -367,7 +363,7 @@ def _names_of(function: Callable[..., Any], of: Client) -> list[tuple[types.Modu
 
 
 def _calls(function: Any, ours: Callable[..., Any]) -> bool:
-    """Whether a function is ours, or wraps it."""
+    """Return whether a function is ours, or wraps it."""
     while function is not None and function is not ours:
         function = getattr(function, "__wrapped__", None)
     return function is ours

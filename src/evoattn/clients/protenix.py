@@ -28,12 +28,10 @@ def _single(original: Any, count: Count) -> Any:
         """`[..., H, L, D]`, or windows `[..., H, blocks, L, D]`, whose blocks take the place of heads."""
         if q.ndim < 3:
             count.other("an attention without heads")
-            passed: Tensor = original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)
-            return passed
+            return original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)  # type: ignore[no-any-return]
         if attn_bias is not None and host_sets_pace(q, q.shape[-2], k.shape[-2], q.shape[:-1].numel() * k.shape[-2]):
             count.other(HOST_BOUND)
-            left: Tensor = original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)
-            return left
+            return original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)  # type: ignore[no-any-return]
         count.one()
         return attention(q, k.to(q.dtype), v.to(q.dtype), [attn_bias])
 

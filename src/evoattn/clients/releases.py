@@ -1,4 +1,4 @@
-"""Whether an installed client is one that its patch was written for: by digests of the source of its functions."""
+"""Checks that an installed client is one that its patch was written for, by digests of the source of its functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UnknownRelease(RuntimeError):  # noqa: N818
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """What tells one source of a function from another; comments count, indentation and spaces at the ends of lines do not."""
+    """A digest of a function's source. Comments count; indentation and spaces at the ends of lines do not."""
     return _digest(inspect.getsource(function))
 
 
@@ -37,9 +37,9 @@ def digests_in_file(site: Site) -> set[str]:
     lines = text.splitlines(keepends=True)
     nodes: list[ast.AST] = [ast.parse(text)]
     for part in site.name.split("."):
-        nodes = [found for node in nodes for found in _defined(node) if getattr(found, "name", None) == part]
-    found = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    firsts = [min([node.lineno, *(x.lineno for x in node.decorator_list)]) for node in found]
+        nodes = [definitions for node in nodes for definitions in _defined(node) if getattr(definitions, "name", None) == part]
+    definitions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    firsts = [min([node.lineno, *(x.lineno for x in node.decorator_list)]) for node in definitions]
     return {_digest("".join(inspect.getblock(lines[first - 1 :]))) for first in firsts}
 
 
@@ -64,9 +64,9 @@ def check_files(of: Client) -> None:
     for site in of.sites:
         if (site.module, site.name.rpartition(".")[0]) in names:
             continue
-        found = digests_in_file(site)
-        if not found & _known(of, site):
-            raise UnknownRelease(_unknown(of, f"has another {site}" if found else f"has no {site}"))
+        digests = digests_in_file(site)
+        if not digests & _known(of, site):
+            raise UnknownRelease(_unknown(of, f"has another {site}" if digests else f"has no {site}"))
 
 
 def _known(of: Client, site: Site) -> set[str]:
@@ -79,7 +79,7 @@ def _digest(source: str) -> str:
 
 
 def _defined(node: ast.AST) -> Iterator[ast.AST]:
-    """What a module or a class defines, under conditions too."""
+    """The definitions of a module or a class, under conditions too."""
     for field in ("body", "orelse", "handlers", "finalbody"):
         for child in getattr(node, field, []):
             yield child

@@ -30,8 +30,7 @@ def _triangle(original: Any, count: Count) -> Any:
         gate = self.to_g(pair).sigmoid()
         q, k, v = (to(pair).unflatten(-1, (self.h, -1)).transpose(-2, -3) for to in (self.to_q, self.to_k, self.to_v))
         o = attention(q, k, v, [bias.movedim(-1, 1).unsqueeze(1)], scaled=False, empty_rows="native")
-        gated: Tensor = gate * o.transpose(-2, -3).flatten(-2)
-        return gated
+        return gate * o.transpose(-2, -3).flatten(-2)  # type: ignore[no-any-return]
 
     return forward
 
@@ -42,8 +41,7 @@ def _pairformer(original: Any, count: Count) -> Any:
         count.one()
         a = _low_precision(self, self.ln_1(A_I))
         bias = self.to_b(self.ln_0(Z_II)) + Beta_II[..., None]
-        out: Tensor = self.to_a(_attend(self, a, bias, self.to_q(a), self.to_k(a)))
-        return out
+        return self.to_a(_attend(self, a, bias, self.to_q(a), self.to_k(a)))  # type: ignore[no-any-return]
 
     return forward
 
@@ -53,14 +51,12 @@ def _diffusion(original: Any, count: Count) -> Any:
         """A_I `[D, I, C]` of D samples that share Z_II `[I, I, C]`. With a Beta_II they are atoms, attended in windows."""
         a = self.ada_ln_1(A_I, S_I)
         if Beta_II is not None:
-            atoms: Tensor = self.atom_attention(a, S_I, Z_II)
-            return atoms
+            return self.atom_attention(a, S_I, Z_II)  # type: ignore[no-any-return]
         count.one()
         a = _low_precision(self, a)
         bias = self.to_b(self.ln_0(Z_II))
         o = self.to_a(_attend(self, a, bias, *_normed(self, self.to_q(a), self.to_k(a))))
-        out: Tensor = self.linear_output_project(S_I) * o
-        return out
+        return self.linear_output_project(S_I) * o  # type: ignore[no-any-return]
 
     return _checkpointed(forward)
 
@@ -90,8 +86,7 @@ def _atoms(original: Any, count: Count) -> Any:
         # Not "mean": every window has keys, and queries beyond the last atom are cut off.
         o = attention(q, k.to(q.dtype), v.to(q.dtype), [off, bias], scaled=False, empty_rows="native")
         o = o.transpose(-2, -3).flatten(1, 2)[:, :length]
-        out: Tensor = self.linear_output_project(S_I) * self.to_a((self.to_g(a) * o).reshape(samples, length, -1))
-        return out
+        return self.linear_output_project(S_I) * self.to_a((self.to_g(a) * o).reshape(samples, length, -1))  # type: ignore[no-any-return]
 
     return atom_attention
 

@@ -1,4 +1,4 @@
-"""What happens inside a program under `evoattn run`: modules of clients are patched as they come, and calls are counted.
+"""Patches inside a program under `evoattn run`: each module of a client at its import. Calls are counted.
 
 The counts lie in a folder of the parent, one file a process, and are there however the process ends.
 """
@@ -86,25 +86,21 @@ class Tally:
 
 def totals(folder: pathlib.Path) -> collections.Counter[tuple[str, ...]]:
     """The counts of all processes, by their names."""
-    found: collections.Counter[tuple[str, ...]] = collections.Counter()
+    counter: collections.Counter[tuple[str, ...]] = collections.Counter()
     for path in folder.glob("*.names"):
         counts = memoryview(path.with_suffix(".counts").read_bytes()).cast("q")
         for name, count in zip(path.read_text().splitlines(), counts, strict=False):
             with contextlib.suppress(json.JSONDecodeError):  # the disk was full in the middle of a name
-                found[tuple(json.loads(name))] += count
-    return found
+                counter[tuple(json.loads(name))] += count
+    return counter
 
 
 def instructions(
     folder: pathlib.Path | None, watched: dict[str, list[str]], *, layers: bool = True, graphs: bool = False
 ) -> str:
-    """What the environment tells the start-up file, as JSON.
+    """The instructions for the start-up file in the environment, as JSON.
 
-    Args:
-        folder: of the counts; None: nothing is counted.
-        watched: modules, each with the clients that it is of.
-        layers: whether whole layers are replaced too.
-        graphs: whether steps are recorded as CUDA graphs.
+    `folder` is that of the counts, None if nothing is counted. `watched` has modules, each with the clients that it is of.
     """
     where = None if folder is None else str(folder)
     return json.dumps({"folder": where, "modules": watched, "layers": layers, "graphs": graphs})
@@ -112,13 +108,13 @@ def instructions(
 
 def modules(names: tuple[str, ...] = NAMES, *, layers: bool = True, graphs: bool = False) -> dict[str, list[str]]:
     """The modules to watch, each with the clients that it is of."""
-    found: dict[str, list[str]] = {}
+    clients_by_module: dict[str, list[str]] = {}
     for name in names:
         of = client(name)
         besides = (of.layers if layers else ()) + (of.steps if graphs else ())
         for module in sorted(of.modules | {site.module for site in besides}):
-            found.setdefault(module, []).append(name)
-    return found
+            clients_by_module.setdefault(module, []).append(name)
+    return clients_by_module
 
 
 _refused: set[str] = set()
@@ -140,7 +136,7 @@ def imported(module: str, names: list[str], folder: str | None, layers: bool = T
         if name in _refused:
             continue
         try:
-            tell = functools.partial(_told, tally, name)
+            tell = functools.partial(_count, tally, name)
             patched = patch_as_imported(name, module, tell, layers=layers, graphs=graphs)
         except UnknownRelease as error:
             _refused.add(name)
@@ -149,6 +145,6 @@ def imported(module: str, names: list[str], folder: str | None, layers: bool = T
             tally.add("patched", name, patched.versions[name])
 
 
-def _told(tally: Tally, name: str, kind: str, reason: str) -> None:
+def _count(tally: Tally, name: str, kind: str, reason: str) -> None:
     """Count a call of a client."""
     tally.add(kind, name, reason)

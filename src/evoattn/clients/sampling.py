@@ -30,8 +30,8 @@ def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Ten
     """A `sample_schedule` whose noise levels lie on the CPU, where the loop reads them one by one."""
 
     @functools.wraps(original)
-    def sample_schedule(self: Any, *given: Any, **named: Any) -> Tensor:
-        return original(self, *given, **named).cpu()
+    def sample_schedule(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return original(self, *args, **kwargs).cpu()
 
     return sample_schedule
 
@@ -101,7 +101,7 @@ def _client(name: str) -> Any:
 
 
 def _steers(steering: dict[str, Any] | None, feats: Any) -> bool:
-    """Whether something may guide the structures. Contacts do if there are some, and so do templates that are forced."""
+    """Return whether something may guide the structures. Contacts do if there are some, and so do templates that are forced."""
     try:
         if steering is None or steering["fk_steering"] or steering["physical_guidance_update"]:
             return True  # the original raises on None
@@ -169,11 +169,11 @@ def rotation(covariance: Tensor) -> Tensor:
 @functools.cache
 def _quadratic(device: torch.device) -> Tensor:
     """The coefficients `[3, 3, 4, 4]` of a rotation as a quadratic form of its quaternion (w, x, y, z)."""
-    made = torch.zeros(3, 3, 4, 4, dtype=torch.float64)
+    form = torch.zeros(3, 3, 4, 4, dtype=torch.float64)
     for i in range(3):
         j, k = (i + 1) % 3, (i + 2) % 3
-        made[i, i] = torch.diag(made.new_tensor([1.0, *(1.0 if axis == i else -1.0 for axis in range(3))]))
+        form[i, i] = torch.diag(form.new_tensor([1.0, *(1.0 if axis == i else -1.0 for axis in range(3))]))
         for row, column, sign in ((i, j, -1.0), (j, i, 1.0)):  # R_ij = 2 (q_i q_j - w q_k), R_ji = 2 (q_i q_j + w q_k)
-            made[row, column, 1 + i, 1 + j] = made[row, column, 1 + j, 1 + i] = 1.0
-            made[row, column, 0, 1 + k] = made[row, column, 1 + k, 0] = sign
-    return made.to(device)
+            form[row, column, 1 + i, 1 + j] = form[row, column, 1 + j, 1 + i] = 1.0
+            form[row, column, 0, 1 + k] = form[row, column, 1 + k, 0] = sign
+    return form.to(device)

@@ -1,4 +1,4 @@
-"""What is known of a client: the functions that compute attention, and what stands in their place."""
+"""Clients: their functions that compute attention, the replacements of these, and counts of calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Client", "Count", "Replace", "Site", "is_repeated", "named", "repeat
 
 
 class Count:
-    """How often a site was called: by ours, or passed on to the original, with the reason.
+    """Counts of a site's calls that ours computed, and of those passed on to the original, by reason.
 
     Calls inside code that torch.compile made are not counted: a number that changes would have it compiled anew.
 
@@ -81,7 +81,7 @@ def repeated() -> Iterator[None]:
 
 
 def is_repeated() -> bool:
-    """Whether the call is one inside `repeated`."""
+    """Return whether the call is one inside `repeated`."""
     return _repeated.get()
 
 
@@ -111,7 +111,7 @@ class Site:
         return f"{self.module}:{self.name}"
 
     def find(self) -> tuple[Any, str, Callable[..., Any] | None]:
-        """What owns the function, a module or a class, its name there, and the function, or None. Imports the module."""
+        """Import the module. Return the owner of the function (module or class), its name there, and it or None."""
         *classes, name = self.name.split(".")
         owner: Any = importlib.import_module(self.module)
         for part in classes:
@@ -121,8 +121,8 @@ class Site:
 
 def named(replace: Replace, *names: str, method: str = ".forward", counted: bool = True) -> tuple[Site, ...]:
     """Sites of one replacement, by names "module:Class", with their `method`."""
-    found = (name.partition(":") for name in names)
-    return tuple(Site(module, f"{name}{method}", replace, counted=counted) for module, _, name in found)
+    pairs = (name.partition(":") for name in names)
+    return tuple(Site(module, f"{name}{method}", replace, counted=counted) for module, _, name in pairs)
 
 
 @dataclasses.dataclass(frozen=True)

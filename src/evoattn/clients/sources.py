@@ -16,7 +16,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "alphafold3_pytorch.attention:Attention.forward": "5f9e7ccbaccb8ffb",
             "alphafold3_pytorch.attention:full_attn_bias_to_windowed": "8f79188f7dd5ec43",
             "alphafold3_pytorch.attention:full_pairwise_repr_to_windowed": "bba00236cbf9dad1",
-        },
+        }
     },
     "boltz": {
         "2.2.1": {
@@ -40,7 +40,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "boltz.model.modules.diffusionv2:DiffusionModule.forward": "1e04f1bc53aefcdd",
             "boltz.model.modules.diffusion:AtomDiffusion.sample": "f14dd48977bba2e1",
             "boltz.model.modules.diffusionv2:AtomDiffusion.sample": "b01913b1c31e69d9",
-        },
+        }
     },
     "boltzgen": {
         "0.3.2": {
@@ -57,7 +57,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "boltzgen.model.layers.pairformer:PairformerNoSeqLayer.forward": "353b19c2d737da2a",
             "boltzgen.model.modules.diffusion:DiffusionModule.forward": "02328783beec8241",
             "boltzgen.model.modules.diffusion:AtomDiffusion.sample": "33e530b0400efc1b",
-        },
+        }
     },
     "esmfold": {
         "5.24.0": {
@@ -69,7 +69,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "transformers.models.esm.modeling_esmfold:EsmFoldTriangularSelfAttentionBlock.forward": "c2dcca846b7db1dc",
             "transformers.models.esm.modeling_esmfold:EsmFoldTriangleMultiplicativeUpdate.forward": "7cea02775b56f1d2",
             "transformers.models.esm.modeling_esmfold:EsmFoldResidueMLP.forward": "e72611df9846f61b",
-        },
+        }
     },
     "opendde": {
         "1.2.0": {
@@ -88,7 +88,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "opendde.model.utils:aggregate_atom_to_token": "03d83d7590eb1895",
             "opendde.model.modules.diffusion:DiffusionModule.forward": "7ebd43f2c40b02aa",
             "opendde.model.opendde:OpenDDE.sample_diffusion": "7add92a471a5d921",
-        },
+        }
     },
     "openfold": {
         "2.2.0": {
@@ -114,7 +114,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "openfold.model.evoformer:PairStack.forward": "0201292caf2e531c",
             "openfold.model.evoformer:EvoformerBlock.forward": "1008a6a65fed606f",
             "openfold.model.evoformer:ExtraMSABlock.forward": "7e1c1a179aea124b",
-        },
+        }
     },
     "openfold3": {
         "0.5.0": {
@@ -143,7 +143,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "openfold3.core.model.structure.diffusion_module:DiffusionModule.forward": "b87924c12c871942",
             "openfold3.core.model.structure.diffusion_module:SampleDiffusion.forward": "9fe111e1db2f2008",
             "openfold3.core.model.latent.pairformer:PairFormerBlock.forward": "790b6e624d3a8eca",
-        },
+        }
     },
     "protenix": {
         "2.0.0": {
@@ -164,7 +164,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "protenix.model.utils:aggregate_atom_to_token": "03d83d7590eb1895",
             "protenix.model.modules.diffusion:DiffusionModule.forward": "0a16bba38e009a1a",
             "protenix.model.protenix:Protenix.sample_diffusion": "e12315d23a1f675c",
-        },
+        }
     },
     "rf3": {
         "0.2.0": {
@@ -182,7 +182,7 @@ SOURCES: dict[str, dict[str, dict[str, str]]] = {
             "rf3.model.layers.layer_utils:Transition": "446dda0801f25b63",
             "rf3.model.layers.af3_diffusion_transformer:DiffusionTransformer.forward": "c428e5ec31b8c837",
             "rf3.diffusion_samplers.inference_sampler:SampleDiffusion.sample_diffusion_like_af3": "6a97a6cb188bd225",
-        },
+        }
     },
 }
 """By client, release and site."""

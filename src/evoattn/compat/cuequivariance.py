@@ -19,8 +19,8 @@ from torch import Tensor
 from evoattn.api import evoformer_attention
 from evoattn.call.canonical import fits, with_axes
 from evoattn.compat.arguments import check_keys, check_tensors
-from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means_of_values
-from evoattn.compat.triangle_multiplication import triangle_multiplicative_update
+from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means_for_replaced_scores
+from evoattn.pair import triangle_multiplication
 
 __all__ = ["triangle_attention", "triangle_multiplicative_update"]
 
@@ -99,7 +99,7 @@ def triangle_attention(
         >>> triangle_attention(q, q, q, torch.randn(1, 1, 4, 6, 6), mask=torch.ones(1, 6, 1, 1, 6, dtype=torch.bool)).shape
         torch.Size([1, 6, 4, 6, 32])
     """
-    check_choice(empty_rows)
+    check_empty_rows(empty_rows)
     if mask is not None and kv_lengths is not None:
         raise ValueError("mask and kv_lengths exclude each other: give one of them")
     _check(q, k, v, bias, mask)
@@ -112,7 +112,7 @@ def triangle_attention(
         attend = functools.partial(evoformer_attention, q, k, mask=mask, pair_bias=bias, scale=scale, layout="bnhld")
         if mask is None or kv_lengths is not None or empty_rows == "native":
             return attend(v)
-        return with_means_of_values(attend, q, k, v, mask)
+        return with_means_for_replaced_scores(attend, q, k, v, mask)
     o, lse = evoformer_attention(q, k, v, mask=mask, pair_bias=bias, scale=scale, layout="bnhld", return_lse=True)
     lse = lse.detach()
     if k.shape[-2] == 0:
@@ -127,6 +127,95 @@ def triangle_attention(
         return o, torch.where(attended, lse, 0).float(), torch.where(attended, largest, 0)
     empty_lse = _MASKED + math.log(max(1, k.shape[-2]))
     return _mean_where_empty(o, v, mask), torch.where(attended, lse, empty_lse).float(), torch.where(attended, largest, _MASKED)
+
+
+def triangle_multiplicative_update(
+    x: Tensor,
+    direction: str = "outgoing",
+    mask: Tensor | None = None,
+    norm_in_weight: Tensor | None = None,
+    norm_in_bias: Tensor | None = None,
+    p_in_weight: Tensor | None = None,
+    p_in_bias: Tensor | None = None,
+    g_in_weight: Tensor | None = None,
+    g_in_bias: Tensor | None = None,
+    norm_out_weight: Tensor | None = None,
+    norm_out_bias: Tensor | None = None,
+    p_out_weight: Tensor | None = None,
+    p_out_bias: Tensor | None = None,
+    g_out_weight: Tensor | None = None,
+    g_out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    precision: str | None = None,
+) -> Tensor:
+    """Triangle multiplication by outgoing or incoming edges: `evoattn.pair.triangle_multiplication` by their names.
+
+        y = norm(x)        a, b = mask * sigmoid(y g_in) * (y p_in), in halves
+        z[i,j] = sum over k of a[i,k] b[j,k]  (outgoing),  a[k,i] b[k,j]  (incoming)
+        result = sigmoid(y g_out) * (norm(z) p_out)
+
+    Args:
+        x: `[*, N, N, C]`, of any dtype and on any device. Three axes, `[N, N, C]`, are taken too.
+        direction: "outgoing" or "incoming".
+        mask: `[*, N, N]`, or anything that broadcasts to it; of any dtype.
+        norm_in_weight, norm_in_bias: `[C]`.
+        p_in_weight, g_in_weight: `[2 D, C]`, with biases `[2 D]`.
+        norm_out_weight, norm_out_bias: `[D]`.
+        p_out_weight: `[C, D]`, with a bias `[C]`.
+        g_out_weight: `[C, C]`, with a bias `[C]`.
+        eps: of both norms.
+        precision: None; torch's own settings say how float32 is multiplied.
+
+    Returns:
+        `[*, N, N, C]`, with gradients for x and every weight.
+
+    Raises:
+        ValueError: for another direction or precision, a weight that is missing, or sizes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> x, w = torch.randn(1, 5, 5, 8), torch.randn(16, 8)
+        >>> triangle_multiplicative_update(
+        ...     x, p_in_weight=w, g_in_weight=w, p_out_weight=w[:8], g_out_weight=w[:8]
+        ... ).shape
+        torch.Size([1, 5, 5, 8])
+
+    Source: Jumper et al. 2021, supplementary algorithms 11 and 12.
+    """
+    if direction not in ("outgoing", "incoming"):
+        raise ValueError(f"direction must be 'outgoing' or 'incoming', got {direction!r}")
+    if precision is not None:
+        raise ValueError(f"precision must be None here (torch.set_float32_matmul_precision sets it), got {precision!r}")
+    if x.ndim < 3 or x.shape[-2] != x.shape[-3]:
+        raise ValueError(f"x must be [*, N, N, C], got shape {list(x.shape)}")
+    weights = {
+        "p_in_weight": p_in_weight,
+        "g_in_weight": g_in_weight,
+        "p_out_weight": p_out_weight,
+        "g_out_weight": g_out_weight,
+    }
+    for name, weight in weights.items():
+        if weight is None:
+            raise ValueError(f"{name} must be given")
+    if mask is not None:
+        if not fits(tuple(mask.shape), tuple(x.shape[:-1])):
+            raise ValueError(f"mask must broadcast to {list(x.shape[:-1])}, got shape {list(mask.shape)}")
+        mask = mask.expand(x.shape[:-1])
+    return triangle_multiplication(
+        x,
+        mask,
+        direction=direction,
+        norm_in_weight=norm_in_weight,
+        norm_in_bias=norm_in_bias,
+        p_in_bias=p_in_bias,
+        g_in_bias=g_in_bias,
+        norm_out_weight=norm_out_weight,
+        norm_out_bias=norm_out_bias,
+        p_out_bias=p_out_bias,
+        g_out_bias=g_out_bias,
+        eps=eps,
+        **weights,  # type: ignore[arg-type]
+    )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:

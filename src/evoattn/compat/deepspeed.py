@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
-from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
+from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
 
 __all__ = ["DS4Sci_EvoformerAttention"]
 
@@ -56,7 +56,7 @@ def DS4Sci_EvoformerAttention(  # noqa: N802
         raise TypeError(f"biases must be a list of at most two tensors, [mask_bias, pair_bias], got {type(biases).__name__}")
     if len(biases) > 2:
         raise ValueError(f"biases must have at most two entries, [mask_bias, pair_bias], got {len(biases)}")
-    check_choice(empty_rows)
+    check_empty_rows(empty_rows)
     mask_bias, pair_bias = (*biases, None, None)[:2]
     if empty_rows == "native":
         return evoformer_attention(Q, K, V, mask_bias=mask_bias, pair_bias=pair_bias)

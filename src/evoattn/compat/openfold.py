@@ -16,20 +16,14 @@ from torch import Tensor
 from evoattn.api import evoformer_attention
 from evoattn.call.canonical import fits, with_axes
 from evoattn.compat.arguments import check_keys, check_tensors
-from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means, with_means_of_queries
+from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means, with_means_per_query
 from evoattn.numerics import accumulate_dtype
 
 __all__ = ["attention"]
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    biases: Sequence[Tensor | None],
-    *,
-    scaled: bool = True,
-    empty_rows: EmptyRows = "mean",
+    q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor | None], *, scaled: bool = True, empty_rows: EmptyRows = "mean"
 ) -> Tensor:
     """Attention with a list of biases that each broadcast to the scores; none of them is expanded.
 
@@ -63,7 +57,7 @@ def attention(
 
     Source: Ahdritz et al. 2024, `openfold.model.primitives._attention`.
     """
-    check_choice(empty_rows)
+    check_empty_rows(empty_rows)
     if not isinstance(biases, (list, tuple)):
         raise TypeError(f"biases must be a list of tensors, got {type(biases).__name__}")
     check_tensors(q=q, k=k, v=v)
@@ -86,13 +80,13 @@ def attention(
     if empty_rows == "native":
         return o
     mask = _sum([*masks, *per_pair], q.dtype)
-    return with_means_of_queries(o, q, k, v, mask, added, scale)  # type: ignore[arg-type]
+    return with_means_per_query(o, q, k, v, mask, added, scale)  # type: ignore[arg-type]
 
 
 def _checked(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:
     """The biases that are there, of a floating-point dtype, with as many axes as q."""
     scores = (*q.shape[:-1], k.shape[-2])
-    found: list[Tensor] = []
+    checked: list[Tensor] = []
     for place, bias in enumerate(biases):
         if bias is None:
             continue
@@ -100,8 +94,8 @@ def _checked(q: Tensor, k: Tensor, biases: Sequence[Tensor | None]) -> list[Tens
             raise TypeError(f"biases[{place}] must be a torch.Tensor or None, got {type(bias).__name__}")
         if not fits(tuple(bias.shape), scores):
             raise ValueError(f"biases[{place}] must broadcast to the scores, {list(scores)}, got shape {list(bias.shape)}")
-        found.append(with_axes(bias if bias.is_floating_point() else bias.to(accumulate_dtype(q.dtype)), q.ndim))
-    return found
+        checked.append(with_axes(bias if bias.is_floating_point() else bias.to(accumulate_dtype(q.dtype)), q.ndim))
+    return checked
 
 
 def _sum(biases: list[Tensor], dtype: torch.dtype) -> Tensor | None:

@@ -1,6 +1,12 @@
-"""What all layers share: the projections of an attention by OpenFold's names, the attention itself, residual and dropout."""
+"""Parts of all layers: projections by OpenFold's names, the attention, output product, residual, dropout and checks.
+
+A layer that transposes O before its output product gates O here, in one pass: y = (o * sigmoid(g)) W^T + b. In all others the
+attention applies the gate. The backward of that pass keeps o and g, and multiplies them again.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +15,17 @@ from torch import Tensor, nn
 from evoattn.api import evoformer_attention
 from evoattn.call.canonical import fits
 from evoattn.call.sharded import is_distributed
-from evoattn.compat.empty_rows import EmptyRows, check_choice, with_means
-from evoattn.nn.gate import gated_linear
+from evoattn.devices import uncast
+from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
 from evoattn.nn.project import linear
+from evoattn.nn.submodules import call, is_linear
 from evoattn.numerics import accumulate_dtype
+from evoattn.run.once import once_differentiable
 from evoattn.run.split import Split
 
 __all__ = [
     "Attention",
+    "add_residual",
     "attend",
     "check_in_place",
     "check_input",
@@ -24,9 +33,9 @@ __all__ = [
     "check_shares",
     "check_square",
     "dropout_mask",
+    "gated_linear",
     "heads",
     "part_of_mask",
-    "update",
 ]
 
 
@@ -80,8 +89,8 @@ class Attention(nn.Module):
     @property
     def inputs(self) -> tuple[nn.Linear, ...]:
         """The projections of self-attention: q, k, v, and the gate if there is one."""
-        made = (self.linear_q, self.linear_k, self.linear_v)
-        return made if self.linear_g is None else (*made, self.linear_g)
+        qkv = (self.linear_q, self.linear_k, self.linear_v)
+        return qkv if self.linear_g is None else (*qkv, self.linear_g)
 
     def end(self, o: Tensor, g: Tensor | None) -> Tensor:
         """The output product of o `[*, H C]`. g is the gate, or None if there is none or if the attention has applied it."""
@@ -134,44 +143,33 @@ def attend(
     return with_means(evoformer_attention, q, k, v, mask_bias, pair_bias, None, layout="bnlhd", gate=gate)
 
 
-def dropout_mask(made: Tensor, dropout: float, shared: int, split: Split | None = None) -> Tensor:
-    """Draw what a layer's update is multiplied by: 0 where an entry is dropped, else 1 / (1 - dropout).
+def dropout_mask(update: Tensor, dropout: float, shared: int, split: Split | None = None) -> Tensor:
+    """Draw a factor of a layer's update: 0 where an entry is dropped, else 1 / (1 - dropout).
 
-    Args:
-        made: the update.
-        dropout: the probability that an entry is dropped.
-        shared: the axis along which all entries are dropped together. It has size 1 in the mask.
-        split: how the update lies on several processes, or None. The first process draws the mask of all.
+    All entries along the axis `shared` are dropped together, so it has size 1. If the update is split over processes, the first
+    one draws the mask of all.
     """
-    sizes = [1 if axis == shared else size for axis, size in enumerate(made.shape, -made.ndim)]
+    sizes = [1 if axis == shared else size for axis, size in enumerate(update.shape, -update.ndim)]
     if split is None:
-        return F.dropout(made.new_ones(sizes), dropout)
+        return F.dropout(update.new_ones(sizes), dropout)
     if split.axis != shared:
         sizes[split.axis] = split.length
-    mask = split.same(F.dropout(made.new_ones(sizes), dropout))
+    mask = split.same(F.dropout(update.new_ones(sizes), dropout))
     return mask if split.axis == shared else split.held(mask, split.axis)
 
 
 def part_of_mask(mask: Tensor | None, split: Split | None) -> Tensor | None:
-    """What a process needs of a mask for the updates of all processes, which has size 1 along axes that share it."""
+    """The part of this process of a mask for the updates of all processes. Axes that share the mask have size 1."""
     return mask if mask is None or split is None or mask.shape[split.axis] == 1 else split.held(mask, split.axis)
 
 
-def update(x: Tensor, made: Tensor, mask: Tensor | None = None, *, residual: bool, in_place: bool = False) -> Tensor:
-    """The result of a layer: its update, times a dropout mask if one was drawn, plus the layer's input if it has a residual.
-
-    Args:
-        x: the layer's input.
-        made: the update, of x's shape.
-        mask: from `dropout_mask`, or None.
-        residual: whether x is added.
-        in_place: whether the sum is written into x.
-    """
+def add_residual(x: Tensor, update: Tensor, mask: Tensor | None = None, *, residual: bool, in_place: bool = False) -> Tensor:
+    """Return the result of a layer: its update, times a dropout mask or None, plus the layer's input x if it has a residual."""
     if not residual:
-        return made if mask is None else made * mask
+        return update if mask is None else update * mask
     if mask is not None:
-        return x.addcmul_(made, mask) if in_place else torch.addcmul(x, made, mask)
-    return x.add_(made) if in_place else x + made
+        return x.addcmul_(update, mask) if in_place else torch.addcmul(x, update, mask)
+    return x.add_(update) if in_place else x + update
 
 
 def check_in_place(layer: nn.Module, name: str, x: Tensor, dtype: torch.dtype) -> None:
@@ -193,7 +191,7 @@ def check_settings(dropout: float, empty_rows: str) -> None:
     """Raise ValueError for settings that no layer takes."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
-    check_choice(empty_rows)
+    check_empty_rows(empty_rows)
 
 
 def check_input(name: str, x: Tensor, axes: int, channels: int, *, distributed: bool = False) -> None:
@@ -222,3 +220,58 @@ def check_shares(name: str, z: Tensor, lead: tuple[int, ...], queries: int, keys
     if z.ndim != len(lead) + 3 or z.shape[-3:-1] != (queries, keys) or not fits(tuple(z.shape[:-3]), lead):
         wanted = f"[*, {queries}, {keys}, {z.shape[-1]}] where * broadcasts to {list(lead)} and has as many axes"
         raise ValueError(f"{name} must be {wanted}, got shape {list(z.shape)}")
+
+
+def gated_linear(o: Tensor, g: Tensor, module: nn.Linear) -> Tensor:
+    """The output product of a gated attention.
+
+    Args:
+        o: `[*, C]`, the attention's output, any strides. An axis of size 1 is broadcast.
+        g: `[*, C]`, the gate before the sigmoid, of o's dtype.
+        module: the output product, of C input features.
+
+    Returns:
+        `[*, out_features]` in o's dtype, in memory in the order of its axes.
+    """
+    if not is_linear(module):
+        return call(module, _gate(o, g)[0], o.dtype)
+    bias = None if module.bias is None else module.bias.to(o.dtype)
+    rows: Tensor = _GatedLinear.apply(o, g, module.weight.to(o.dtype), bias)  # type: ignore[no-untyped-call]
+    return rows.view(*g.shape[:-1], rows.shape[-1])  # a view made inside the function could not be changed in place
+
+
+def _gate(o: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """o * sigmoid(g) and sigmoid(g). The gate is the first factor, so the product has its layout, and its rows are a view."""
+    opened = torch.sigmoid(g)
+    return opened * o, opened
+
+
+def _gate_backward(d_gated: Tensor, o: Tensor, opened: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of o and g. If o was broadcast, autograd sums its gradient afterwards."""
+    return d_gated * opened, torch.ops.aten.sigmoid_backward(d_gated * o, opened)
+
+
+class _GatedLinear(torch.autograd.Function):
+    """(o * sigmoid(g)) W^T + b, `[R, out_features]`."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(o, g, weight)
+        return F.linear(_gate(o, g)[0].reshape(-1, g.shape[-1]), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
+        o, g, weight = ctx.saved_tensors
+        need_o, need_g, need_weight, need_bias = ctx.needs_input_grad
+        do = dg = dweight = dbias = None
+        with uncast(o.device):
+            gated, opened = _gate(o, g)
+            if need_weight:
+                dweight = rows.t() @ gated.reshape(-1, g.shape[-1])
+            del gated
+            if need_bias:
+                dbias = rows.sum(0)
+            if need_o or need_g:
+                do, dg = _gate_backward((rows @ weight).view(g.shape), o, opened)
+        return do, dg, dweight, dbias

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from evoattn.nn import known_calls as calls
-from evoattn.nn.attention import Attention, update
+from evoattn.nn.attention import Attention, add_residual
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication
 from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
@@ -20,13 +20,13 @@ from evoattn.nn.triangle import TriangleAttention
 
 __all__ = ["LAYERS"]
 
-_OF_MULTIPLICATION = ("layer_norm_in", "layer_norm_out", "linear_z", "linear_g")
+_MULTIPLICATION_MODULES = ("layer_norm_in", "layer_norm_out", "linear_z", "linear_g")
 """Modules of a triangle multiplication that OpenFold calls as we do."""
 
 _WIDEST = 256
 """Channels of a transition. Wider ones have no kernel, and are left to the client."""
 
-_OF_TRANSITION = {
+_TRANSITION_MODULES = {
     "swiglu": ("layer_norm", "swiglu.linear_a", "swiglu.linear_b", "linear_out"),
     "relu": ("layer_norm", "linear_1", "linear_2"),
 }
@@ -43,7 +43,7 @@ class _ResidueMlp(Transition):
     def add_to(self, x: Tensor, mask: Tensor | None, *, in_place: bool) -> Tensor:
         drop = self.drop
         if type(drop) is not nn.Dropout or has_hooks(drop) or (drop.training and drop.p > 0):
-            return update(x, drop(self(x, mask)), residual=True, in_place=in_place)
+            return add_residual(x, drop(self(x, mask)), residual=True, in_place=in_place)
         return super().add_to(x, mask, in_place=in_place)
 
 
@@ -135,13 +135,13 @@ def _multiplication(theirs: Any) -> nn.Module:
     # ESMFold's layer has no sizes
     channels, hidden = (theirs.c_z, theirs.c_hidden) if hasattr(theirs, "c_z") else (_normed(theirs.layer_norm_in),) * 2
     ours = TriangleMultiplication(channels, hidden, theirs._outgoing)
-    _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g")
+    _adopt(ours, theirs, *_MULTIPLICATION_MODULES, "linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g")
     return ours
 
 
 def _joined_multiplication(theirs: Any) -> nn.Module:
     ours = JoinedTriangleMultiplication(theirs.c_z, theirs.c_hidden, theirs._outgoing)
-    _adopt(ours, theirs, *_OF_MULTIPLICATION, "linear_ab_p", "linear_ab_g")
+    _adopt(ours, theirs, *_MULTIPLICATION_MODULES, "linear_ab_p", "linear_ab_g")
     return ours
 
 
@@ -172,21 +172,17 @@ def _transition(
 ) -> Any:
     """Make our transition of a client's, or return None if it is too wide or changes the number of channels.
 
-    Args:
-        activation: that of ours.
-        function: the path of the client's module that applies SiLU or ReLU. "": it calls a function.
-        paths: those of the client's norm and projections, in the order of `_OF_TRANSITION`.
-        theirs: the client's layer.
-        kind: the class of ours.
+    `function` is the path of the client's module that applies SiLU or ReLU, or "" if it calls a function. `paths` are those of
+    its norm and projections, in the order of `_TRANSITION_MODULES`.
     """
-    found = [theirs.get_submodule(path) for path in paths]
-    channels, outputs = _features(found[1], "in_features"), _features(found[-1], "out_features")
+    modules = [theirs.get_submodule(path) for path in paths]
+    channels, outputs = _features(modules[1], "in_features"), _features(modules[-1], "out_features")
     if channels > _WIDEST or outputs != channels:
         return None
     if function and type(theirs.get_submodule(function)) is not _ACTIVATIONS[activation]:
         raise TypeError(f"{function} is a {type(theirs.get_submodule(function)).__name__}")
     ours = kind(channels, 1, activation=activation)
-    for path, module in zip(_OF_TRANSITION[activation], found, strict=True):
+    for path, module in zip(_TRANSITION_MODULES[activation], modules, strict=True):
         parent, _, name = path.rpartition(".")
         setattr(ours.get_submodule(parent), name, module)
     return ours
@@ -202,14 +198,14 @@ def _residue_mlp(theirs: Any) -> nn.Module | None:
 
 def _normed(norm: nn.Module) -> int:
     """The channels of a norm, which may have a wrapper."""
-    found: list[tuple[int, ...]] = [x.normalized_shape for x in norm.modules() if isinstance(x, nn.LayerNorm)]
-    return found[0][0]
+    shapes: list[tuple[int, ...]] = [x.normalized_shape for x in norm.modules() if isinstance(x, nn.LayerNorm)]
+    return shapes[0][0]
 
 
 def _features(module: nn.Module, name: str) -> int:
     """The sizes that a projection knows by name, which may have a wrapper."""
-    found: list[int] = [getattr(x, name) for x in module.modules() if hasattr(x, name)]
-    return found[0]
+    sizes: list[int] = [getattr(x, name) for x in module.modules() if hasattr(x, name)]
+    return sizes[0]
 
 
 _OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
@@ -218,74 +214,71 @@ _RF3 = "rf3.model.layers"
 _UPDATE = "triangular_multiplicative_update"
 
 _RELU = functools.partial(_transition, "relu", "relu", ("layer_norm", "linear_1", "linear_2"))
-_RELU_OF_OPENFOLD3 = functools.partial(
-    _transition,
-    "relu",
-    "transition_mlp.layers.0.1",
-    ("layer_norm", "transition_mlp.layers.0.0", "transition_mlp.linear_out"),
+_OPENFOLD3_RELU = functools.partial(
+    _transition, "relu", "transition_mlp.layers.0.1", ("layer_norm", "transition_mlp.layers.0.0", "transition_mlp.linear_out")
 )
-_SWIGLU = functools.partial(_transition, "swiglu", "swiglu.swish", _OF_TRANSITION["swiglu"])
-_SWIGLU_OF_BOLTZ = functools.partial(_transition, "swiglu", "silu", ("norm", "fc1", "fc2", "fc3"))
-_SWIGLU_OF_RF3 = functools.partial(_transition, "swiglu", "", ("layer_norm_1", "linear_1", "linear_2", "linear_3"))
-_SWIGLU_OF_PROTENIX = functools.partial(
+_SWIGLU = functools.partial(_transition, "swiglu", "swiglu.swish", _TRANSITION_MODULES["swiglu"])
+_BOLTZ_SWIGLU = functools.partial(_transition, "swiglu", "silu", ("norm", "fc1", "fc2", "fc3"))
+_RF3_SWIGLU = functools.partial(_transition, "swiglu", "", ("layer_norm_1", "linear_1", "linear_2", "linear_3"))
+_PROTENIX_SWIGLU = functools.partial(
     _transition, "swiglu", "", ("layernorm1", "linear_no_bias_a", "linear_no_bias_b", "linear_no_bias")
 )
 
 _Layer = tuple[Callable[[Any], nn.Module | None], Callable[..., Tensor]]
 
 
-def _of_boltz(package: str, multiplications: str) -> dict[str, _Layer]:
+def _boltz_layers(package: str, multiplications: str) -> dict[str, _Layer]:
     """The layers that Boltz and BoltzGen share, whose triangle multiplications are in a module of another name."""
-    layers, call = f"{package}.model.layers", calls.boltz_multiplication
+    layers, call = f"{package}.model.layers", calls.forwards("x")
     outgoing, incoming = (functools.partial(_boltz_multiplication, which) for which in (True, False))
     return {
         f"{layers}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
         f"{layers}.{multiplications}.TriangleMultiplicationOutgoing": (outgoing, call),
         f"{layers}.{multiplications}.TriangleMultiplicationIncoming": (incoming, call),
-        f"{layers}.transition.Transition": (_SWIGLU_OF_BOLTZ, calls.plain_transition),
+        f"{layers}.transition.Transition": (_BOLTZ_SWIGLU, calls.forwards("x")),
     }
 
 
-def _of_protenix(package: str, triangle: Callable[..., Tensor]) -> dict[str, _Layer]:
+def _protenix_layers(package: str, triangle: Callable[..., Tensor]) -> dict[str, _Layer]:
     """The layers that Protenix and OpenDDE share, and what calls their triangle attention."""
     triangles = f"{package}.model.triangular.triangular"
     return {
         f"{triangles}.TriangleAttention": (functools.partial(_triangle, "linear"), triangle),
         f"{triangles}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
         f"{package}.model.modules.transformer.AttentionPairBias": (_protenix_pair_bias, calls.protenix_pair_bias),
-        f"{package}.model.modules.primitives.Transition": (_SWIGLU_OF_PROTENIX, calls.plain_transition),
+        f"{package}.model.modules.primitives.Transition": (_PROTENIX_SWIGLU, calls.forwards("x")),
     }
 
 
 LAYERS: dict[str, _Layer] = {
     f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
-    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, calls.rows),
-    f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, calls.columns),
-    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, calls.columns),
+    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, calls.forwards("m", "z")),
+    f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, calls.forwards("m")),
+    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, calls.forwards("m")),
     f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, calls.templates),
     f"{_OPENFOLD}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
     f"{_OPENFOLD}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, calls.multiplication),
-    f"{_OPENFOLD}.pair_transition.PairTransition": (_RELU, calls.pair_transition),
-    f"{_OPENFOLD}.evoformer.MSATransition": (_RELU, calls.msa_transition),
+    f"{_OPENFOLD}.pair_transition.PairTransition": (_RELU, calls.forwards("z")),
+    f"{_OPENFOLD}.evoformer.MSATransition": (_RELU, calls.forwards("m")),
     f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), calls.triangle),
-    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, calls.rows),
-    f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, calls.columns),
-    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, calls.columns),
-    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, calls.trunk_pair_bias),
+    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, calls.forwards("m", "z")),
+    f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, calls.forwards("m")),
+    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, calls.forwards("m")),
+    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, calls.pair_bias),
     f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, calls.pair_bias),
     f"{_OPENFOLD3}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
     f"{_OPENFOLD3}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, calls.multiplication),
-    f"{_OPENFOLD3}.transition.SwiGLUTransition": (_SWIGLU, calls.transition),
-    f"{_OPENFOLD3}.transition.ReLUTransition": (_RELU_OF_OPENFOLD3, calls.transition),
+    f"{_OPENFOLD3}.transition.SwiGLUTransition": (_SWIGLU, calls.forwards("x")),
+    f"{_OPENFOLD3}.transition.ReLUTransition": (_OPENFOLD3_RELU, calls.forwards("x")),
     f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, calls.boltz_pair_bias),
     f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, calls.boltz_pair_bias),
-    **_of_boltz("boltz", "triangular_mult"),
-    **_of_boltz("boltzgen", "triangular"),
-    **_of_protenix("protenix", calls.protenix_triangle),
-    **_of_protenix("opendde", calls.triangle),
+    **_boltz_layers("boltz", "triangular_mult"),
+    **_boltz_layers("boltzgen", "triangular"),
+    **_protenix_layers("protenix", calls.protenix_triangle),
+    **_protenix_layers("opendde", calls.triangle),
     f"{_RF3}.attention.TriangleAttention": (_rf3_triangle, calls.rf3_triangle),
     f"{_RF3}.attention.TriangleMultiplication": (_rf3_multiplication, calls.rf3_multiplication),
-    f"{_RF3}.layer_utils.Transition": (_SWIGLU_OF_RF3, calls.rf3_transition),
+    f"{_RF3}.layer_utils.Transition": (_RF3_SWIGLU, calls.forwards("X")),
     f"{_ESMFOLD}.EsmFoldTriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
     f"{_ESMFOLD}.EsmFoldTriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
     f"{_ESMFOLD}.EsmFoldResidueMLP": (_residue_mlp, calls.residue_mlp),

@@ -16,29 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.call.canonical import fits
+from evoattn.call.sharded import is_distributed
 from evoattn.nn.known_calls import UnknownArgument, check_scaled, ignore
 from evoattn.nn.project import compute_dtype_of
+from evoattn.nn.sharded import local, split_of
 from evoattn.nn.submodules import has_hooks
 from evoattn.run import guards
 
-__all__ = ["BLOCKS", "END", "PAIR_LAYERS", "shared_mask"]
+__all__ = ["BLOCKS"]
 
 Of = Callable[[nn.Module], nn.Module]
 """Makes the layer of `evoattn.nn` of a client's layer, or raises ValueError."""
 
-PAIR_LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
+_PAIR_LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
 """The layers of a pair block before its transition, by the names that all clients give them."""
 
-END = 3
+_END = 3
 """The place of the attention around the ending node."""
 
 
-class _Block(nn.Module):
+class _PairLayers(nn.Module):
     """Ours of the layers of a client's block, and modules of the client's that it calls as they are."""
 
     def __init__(self, theirs: Any, of: Of, transition: str, called: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.layers: Any = nn.ModuleList(of(getattr(theirs, name)) for name in PAIR_LAYERS)
+        self.layers: Any = nn.ModuleList(of(getattr(theirs, name)) for name in _PAIR_LAYERS)
         self.transition: Any = of(getattr(theirs, transition))
         for name in called:
             setattr(self, name, getattr(theirs, name))
@@ -52,17 +54,17 @@ class _Block(nn.Module):
         *,
         transition_mask: Tensor | None = None,
         in_place: bool = False,
-        turned: dict[str, bool] | None = None,
+        end_options: dict[str, bool] | None = None,
     ) -> Tensor:
         """The updated z.
 
         Args:
-            z: `[*, L, L, C]`.
+            z: `[*, L, L, C]`, or a DTensor of it.
             mask: `[*, L, L]`, or None.
             draw: returns the dropout mask of the update of z by a layer, the first being 0, or None. Called before the layer.
             transition_mask: multiplies the update of the transition.
             in_place: whether z may be overwritten.
-            turned: options of the attention around the ending node.
+            end_options: options of the attention around the ending node.
 
         Raises:
             UnknownArgument: the mask does not have z's axes. Nothing was computed.
@@ -74,37 +76,39 @@ class _Block(nn.Module):
         free = not torch.is_grad_enabled() and not seen and guards.only_computes()  # then a z of our own may be overwritten
         in_place = in_place and free and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
         for which, layer in enumerate(self.layers):
-            options = turned if turned and which == END else {}
-            z = layer.add_to(z, mask, draw(z, which), in_place=in_place, **options)
+            options = end_options if end_options and which == _END else {}
+            z = layer.add_to(z, mask, self._drawn(z, which, draw), in_place=in_place, **options)
             in_place = free
-        made: Tensor = self.transition.add_to(z, transition_mask, in_place=in_place)
-        return made
+        return self.transition.add_to(z, transition_mask, in_place=in_place)  # type: ignore[no-any-return]
 
     def compute_dtype(self, z: Tensor) -> torch.dtype:
         """The dtype of the updates."""
-        return compute_dtype_of(z, *self.layers[END].mha.inputs)
+        return compute_dtype_of(z, *self.layers[_END].mha.inputs)
+
+    @staticmethod
+    def _drawn(z: Tensor, which: int, draw: Callable[[Tensor, int], Tensor | None]) -> Tensor | None:
+        """The dropout mask of the whole update. If z is a DTensor, it is that of the first process."""
+        if not is_distributed(z):
+            return draw(z, which)
+        mask, split = draw(local(z).new_empty(1).expand(z.shape), which), split_of(z)
+        return mask if mask is None or split is None else split.same(mask)
 
     def shared(self, z: Tensor, which: int, drop: Callable[[Tensor], Tensor]) -> Tensor:
-        """`shared_mask` in the dtype of the updates."""
-        return shared_mask(z, which, self.compute_dtype(z), drop)
+        """A dropout mask by which all rows drop the same entries. Clients transpose z for the last attention."""
+        shared = -2 if which == _END else -3
+        sizes = [1 if axis == shared else size for axis, size in enumerate(z.shape, -z.ndim)]
+        return drop(z.new_ones(sizes, dtype=self.compute_dtype(z)))
 
 
-def shared_mask(z: Tensor, which: int, dtype: torch.dtype, drop: Callable[[Tensor], Tensor]) -> Tensor:
-    """A dropout mask for the update by a layer, in which all rows drop the same entries. Clients transpose z for the last."""
-    shared = -2 if which == END else -3
-    sizes = [1 if axis == shared else size for axis, size in enumerate(z.shape, -z.ndim)]
-    return drop(z.new_ones(sizes, dtype=dtype))
-
-
-def _turned_block(theirs: Any, of: Of, called: tuple[str, ...] = ()) -> _Block:
+def _transposing_block(theirs: Any, of: Of, called: tuple[str, ...] = ()) -> _PairLayers:
     """Ours of a block that passes a transposed z to the attention around the ending node."""
-    ours = _Block(theirs, of, "pair_transition", called)
-    ours.layers[END].starting = False
+    ours = _PairLayers(theirs, of, "pair_transition", called)
+    ours.layers[_END].starting = False
     return ours
 
 
 def _call_openfold_block(
-    ours: _Block,
+    ours: _PairLayers,
     theirs: Any,
     z: Tensor,
     pair_mask: Tensor,
@@ -112,10 +116,10 @@ def _call_openfold_block(
     inplace_safe: bool = False,
     _mask_trans: bool = True,
     _attn_chunk_size: int | None = None,
-    turned: dict[str, bool] | None = None,
+    end_options: dict[str, bool] | None = None,
     **switches: Any,
 ) -> Tensor:
-    """`turned` is no argument of theirs: the options of the attention around the ending node."""
+    """`end_options` is no argument of theirs: the options of the attention around the ending node."""
     ignore(switches)
     dropout = theirs.ps_dropout_row_layer
     if dropout.training and (inplace_safe or list(dropout.batch_dim) != [-3]):
@@ -125,22 +129,18 @@ def _call_openfold_block(
         return ours.shared(z, which, dropout.dropout) if dropout.training else None
 
     mask = pair_mask if _mask_trans else None
-    return ours.run(z, pair_mask, draw, transition_mask=mask, in_place=inplace_safe, turned=turned)
+    return ours.run(z, pair_mask, draw, transition_mask=mask, in_place=inplace_safe, end_options=end_options)
 
 
-_OF_BOLTZ = ("pre_norm_s", "attention", "transition_s", "s_post_norm")
+_BOLTZ_MODULES = ("pre_norm_s", "attention", "transition_s", "s_post_norm")
 
 
-def _boltz_block(theirs: Any, of: Of) -> nn.Module:
-    return _Block(theirs, of, "transition_z", _OF_BOLTZ)
-
-
-def _boltz_pairs(theirs: Any, of: Of) -> nn.Module:
-    return _Block(theirs, of, "transition_z")
+_boltz_block = functools.partial(_PairLayers, transition="transition_z", called=_BOLTZ_MODULES)
+_boltz_pairs = functools.partial(_PairLayers, transition="transition_z")
 
 
 def _call_boltz_pairs(
-    ours: _Block,
+    ours: _PairLayers,
     theirs: Any,
     z: Tensor,
     pair_mask: Tensor,
@@ -157,11 +157,10 @@ def _call_boltz_pairs(
     z = z.to(torch.promote_types(first, torch.float32))  # as theirs becomes by its dropout mask, also in inference
 
     def draw(z: Tensor, which: int) -> Tensor | None:
-        columns = which == END
+        columns = which == _END
         rows = (z[:, :1, :, :1] if columns else z[:, :, :1, :1]).to(z.dtype if which else first)
         if theirs.training and theirs.dropout:
-            mask: Tensor = drop(theirs.dropout, rows, True, columnwise=columns)
-            return mask
+            return drop(theirs.dropout, rows, True, columnwise=columns)  # type: ignore[no-any-return]
         torch.rand(rows.shape, dtype=torch.float32 if package == "boltz" else rows.dtype, device=z.device)
         return None
 
@@ -181,7 +180,7 @@ def _call_boltz_block(
 
 
 def _protenix_block(theirs: Any, of: Of) -> nn.Module:
-    return _turned_block(theirs, of, ("attention_pair_bias", "single_transition") if theirs.c_s > 0 else ())
+    return _transposing_block(theirs, of, ("attention_pair_bias", "single_transition") if theirs.c_s > 0 else ())
 
 
 def _call_protenix_block(
@@ -235,20 +234,14 @@ def _call_opendde_block(
     return _single_of_protenix(ours, theirs, s, z, extra_attn_bias=extra_attn_bias), z
 
 
-_OF_ESMFOLD = ("layernorm_1", "pair_to_sequence", "seq_attention", "drop", "mlp_seq", "sequence_to_pair")
+_ESMFOLD_MODULES = ("layernorm_1", "pair_to_sequence", "seq_attention", "drop", "mlp_seq", "sequence_to_pair")
 
 
-def _esmfold_block(theirs: Any, of: Of) -> nn.Module:
-    return _Block(theirs, of, "mlp_pair", _OF_ESMFOLD)
+_esmfold_block = functools.partial(_PairLayers, transition="mlp_pair", called=_ESMFOLD_MODULES)
 
 
 def _call_esmfold_block(
-    ours: Any,
-    theirs: Any,
-    sequence_state: Tensor,
-    pairwise_state: Tensor,
-    mask: Tensor | None = None,
-    **_: Any,
+    ours: Any, theirs: Any, sequence_state: Tensor, pairwise_state: Tensor, mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """ESMFold ignores arguments that it does not know. Its dropouts are applied in turn along rows and along columns."""
     s, z, lead = sequence_state, pairwise_state, tuple(sequence_state.shape[:2])
@@ -261,11 +254,10 @@ def _call_esmfold_block(
         if not drop.dropout.training or not drop.dropout.p:
             return None
         sizes = [1 if axis in drop.batch_dim else size for axis, size in enumerate(z.shape)]
-        made: Tensor = drop.dropout(z.new_ones(sizes, dtype=ours.compute_dtype(z)))
-        return made
+        return drop.dropout(z.new_ones(sizes, dtype=ours.compute_dtype(z)))  # type: ignore[no-any-return]
 
-    made, _maps = ours.seq_attention(ours.layernorm_1(s), mask=mask, bias=ours.pair_to_sequence(z))
-    s = ours.mlp_seq(s + ours.drop(made))
+    update, _maps = ours.seq_attention(ours.layernorm_1(s), mask=mask, bias=ours.pair_to_sequence(z))
+    s = ours.mlp_seq(s + ours.drop(update))
     z = z + ours.sequence_to_pair(s)
     pairs = None if mask is None else mask.unsqueeze(2) * mask.unsqueeze(1)
     return s, ours.run(z, pairs, draw, in_place=True)
@@ -276,10 +268,10 @@ Make = Callable[[Any, Of], nn.Module]
 _PAIRFORMER = "model.layers.pairformer"
 
 BLOCKS: dict[str, tuple[Make, Callable[..., Any]]] = {
-    "openfold.model.evoformer.PairStack": (_turned_block, _call_openfold_block),
+    "openfold.model.evoformer.PairStack": (_transposing_block, _call_openfold_block),
     "openfold3.core.model.latent.base_blocks.PairBlock": (
-        _turned_block,
-        functools.partial(_call_openfold_block, turned={"transpose_bias": True}),
+        _transposing_block,
+        functools.partial(_call_openfold_block, end_options={"transpose_bias": True}),
     ),
     f"boltz.{_PAIRFORMER}.PairformerLayer": (_boltz_block, _call_boltz_block),
     f"boltz.{_PAIRFORMER}.PairformerNoSeqLayer": (_boltz_pairs, _call_boltz_pairs),

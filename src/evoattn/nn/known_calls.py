@@ -1,7 +1,11 @@
-"""How ours of a client's layer is called with the client's arguments. `known` says which layers these are."""
+"""Call layers of `evoattn.nn` with the arguments of a client. `known` lists the layers.
+
+Masks may lack leading axes along which they do not vary, and so may the pair representation of an attention with pair bias.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -14,27 +18,19 @@ from evoattn.call.canonical import with_axes
 __all__ = [
     "ClientsOwn",
     "UnknownArgument",
-    "boltz_multiplication",
     "boltz_pair_bias",
     "check_scaled",
-    "columns",
+    "forwards",
     "ignore",
-    "msa_transition",
     "multiplication",
     "pair_bias",
-    "pair_transition",
-    "plain_transition",
     "protenix_pair_bias",
     "protenix_triangle",
     "residue_mlp",
     "rf3_multiplication",
-    "rf3_transition",
     "rf3_triangle",
-    "rows",
     "templates",
-    "transition",
     "triangle",
-    "trunk_pair_bias",
 ]
 
 _FEW = 16
@@ -52,6 +48,10 @@ _IGNORED = (
 """Arguments that change no answer, beside those of which only the beginning is known."""
 
 
+Layer = Callable[..., Tensor]
+"""A layer of ours."""
+
+
 class UnknownArgument(TypeError):  # noqa: N818
     """A client's layer was called with an argument that `evoattn.nn` does not know. Nothing was computed."""
 
@@ -67,10 +67,37 @@ def ignore(switches: dict[str, Any]) -> None:
             raise UnknownArgument(f"evoattn.nn.replace does not know the argument {name!r} of this layer")
 
 
-def triangle(ours: Any, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any) -> Tensor:
+def forwards(*inputs: str) -> Callable[..., Tensor]:
+    """A call of our layer with the tensors that the client names `inputs`, in our order, and with its `mask`."""
+    return functools.partial(_forward, inputs)  # which can be pickled
+
+
+def _forward(inputs: tuple[str, ...], ours: Layer, **arguments: Any) -> Tensor:
+    tensors = [arguments.pop(name, None) for name in inputs]
+    mask = arguments.pop("mask", None)
+    ignore(arguments)
+    return ours(*tensors) if mask is None else ours(*tensors, mask=with_axes(mask, tensors[0].ndim - 1))
+
+
+def triangle(ours: Layer, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any) -> Tensor:
     ignore(switches)
-    made: Tensor = ours(x, mask, transpose_bias=transpose_bias)
-    return made
+    return ours(x, None if mask is None else with_axes(mask, x.ndim - 1), transpose_bias=transpose_bias)
+
+
+def protenix_triangle(ours: Layer, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    """Call our layer with Protenix' arguments."""
+    check_scaled(x, switches.get("triangle_attention", "torch"))
+    return triangle(ours, x, mask, **switches)
+
+
+def templates(ours: Layer, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
+    ignore(switches)
+    return ours(t, z, template_mask)
+
+
+def pair_bias(ours: Layer, a: Tensor, z: Tensor, **arguments: Any) -> Tensor:
+    """Call our layer with OpenFold-3's arguments, of the trunk or of the diffusion transformer."""
+    return forwards("a", "z", "s")(ours, a=a, z=with_axes(z, a.ndim + 1), **arguments)
 
 
 def check_scaled(x: Tensor, triangle_attention: str) -> None:
@@ -79,16 +106,8 @@ def check_scaled(x: Tensor, triangle_attention: str) -> None:
         raise ClientsOwn(f"{_FEW} residues or fewer with {triangle_attention}, for which the client does not scale q")
 
 
-def protenix_triangle(
-    ours: Any, x: Tensor, mask: Tensor | None = None, *, triangle_attention: str = "torch", **switches: Any
-) -> Tensor:
-    """Call our layer with Protenix' arguments. The mask may lack leading axes along which it does not vary."""
-    check_scaled(x, triangle_attention)
-    return triangle(ours, x, None if mask is None else with_axes(mask, x.ndim - 1), **switches)
-
-
 def protenix_pair_bias(
-    ours: Any,
+    ours: Layer,
     a: Tensor,
     s: None,
     z: Tensor,
@@ -99,42 +118,11 @@ def protenix_pair_bias(
     extra_attn_bias: Tensor | None = None,
     **switches: Any,
 ) -> Tensor:
-    """Call our layer with Protenix' arguments. z may lack leading axes along which it does not vary."""
+    """Call our layer with Protenix' arguments."""
     ignore(switches)
     if n_queries or n_keys or enable_efficient_fusion or extra_attn_bias is not None:
         raise ClientsOwn("windows, another product of the pair bias or one more bias")
-    made: Tensor = ours(a, with_axes(z, a.ndim + 1))
-    return made
-
-
-def rows(ours: Any, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(m, z, mask)
-    return made
-
-
-def columns(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(m, mask)
-    return made
-
-
-def templates(ours: Any, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(t, z, template_mask)
-    return made
-
-
-def pair_bias(ours: Any, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    """Call our layer with OpenFold-3's arguments. z and mask may lack leading axes along which they do not vary."""
-    ignore(switches)
-    mask = None if mask is None else with_axes(mask, a.ndim - 1)
-    made: Tensor = ours(a, with_axes(z, a.ndim + 1), s, mask)
-    return made
-
-
-def trunk_pair_bias(ours: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    return pair_bias(ours, a, z, None, mask, **switches)
+    return ours(a, with_axes(z, a.ndim + 1))
 
 
 def boltz_pair_bias(
@@ -162,40 +150,24 @@ def boltz_pair_bias(
     samples = (-1, multiplicity)
     keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
     mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
-    made: Tensor = ours(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)
-    return made
+    return ours(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)  # type: ignore[no-any-return]
 
 
 def multiplication(
-    ours: Any,
-    z: Tensor,
-    mask: Tensor | None = None,
-    *,
-    inplace_safe: bool = False,
-    _add_with_inplace: bool = False,
-    **switches: Any,
+    ours: Layer, z: Tensor, *, inplace_safe: bool = False, _add_with_inplace: bool = False, **arguments: Any
 ) -> Tensor:
     """Call our layer with OpenFold's arguments. If z may be overwritten, the update may have to be added to it, in place.
 
-    Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance. The mask may
-    lack leading axes along which it does not vary.
+    Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance.
     """
-    ignore(switches)
-    made: Tensor = ours(z, None if mask is None else with_axes(mask, z.ndim - 1))
-    adds = inplace_safe and _add_with_inplace and not switches.get("use_cueq_triangle_kernels")
-    return z.add_(made) if adds else made
-
-
-def boltz_multiplication(ours: Any, x: Tensor, mask: Tensor, **switches: Any) -> Tensor:
-    ignore(switches)
-    made: Tensor = ours(x, mask)
-    return made
+    update = forwards("z")(ours, z=z, **arguments)
+    adds = inplace_safe and _add_with_inplace and not arguments.get("use_cueq_triangle_kernels")
+    return z.add_(update) if adds else update
 
 
 def rf3_triangle(ours: Any, pair: Tensor) -> Tensor:
     """Call our layer with RosettaFold-3's argument. Its pair bias is that of the pair that was not transposed."""
-    made: Tensor = ours(pair, transpose_bias=not ours.starting)
-    return made
+    return ours(pair, transpose_bias=not ours.starting)  # type: ignore[no-any-return]
 
 
 def rf3_multiplication(ours: Any, pair: Tensor) -> Tensor:
@@ -204,35 +176,10 @@ def rf3_multiplication(ours: Any, pair: Tensor) -> Tensor:
     if not (ours.by_cuequivariance and importlib.import_module("rf3.model.layers.attention").SHOULD_USE_CUEQUIVARIANCE):
         dtype = torch.promote_types(pair.dtype, torch.float32)
         mask = pair.new_full((1,) * (pair.ndim - 1), pair.shape[-2] ** -0.5, dtype=dtype)  # a factor of both halves
-    made: Tensor = ours(pair, mask)
-    return made
-
-
-def rf3_transition(ours: Any, X: Tensor) -> Tensor:  # noqa: N803
-    return transition(ours, X)
-
-
-def transition(ours: Any, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    """Call our layer with OpenFold-3's arguments. The mask may lack leading axes along which it does not vary."""
-    ignore(switches)
-    made: Tensor = ours(x, None if mask is None else with_axes(mask, x.ndim - 1))
-    return made
-
-
-def pair_transition(ours: Any, z: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    return transition(ours, z, mask, **switches)
-
-
-def msa_transition(ours: Any, m: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    return transition(ours, m, mask, **switches)
-
-
-def plain_transition(ours: Any, x: Tensor, **switches: Any) -> Tensor:
-    return transition(ours, x, **switches)
+    return ours(pair, mask)  # type: ignore[no-any-return]
 
 
 def residue_mlp(ours: Any, x: Tensor, **switches: Any) -> Tensor:
     """Call our layer with ESMFold's arguments. It adds its update."""
     ignore(switches)
-    made: Tensor = ours.add_to(x, None, in_place=False)
-    return made
+    return ours.add_to(x, None, in_place=False)  # type: ignore[no-any-return]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.call.validation import check_mask
-from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_shares, dropout_mask, heads, update
+from evoattn.fully_masked.means import EmptyRows
+from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, dropout_mask, heads
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
 from evoattn.nn.submodules import check_container
 
@@ -66,9 +66,9 @@ class MSAAttention(nn.Module):
         q, k, v = (heads(x, self.no_heads) for x in (q, k, v))
         gate = None if columns else heads(g, self.no_heads)
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        made = mha.end(o.transpose(-2, -3), g) if columns else mha.end(o, None)
-        dropped = dropout_mask(made, self.dropout, -3) if self.dropout and self.training else None
-        return update(m, made, dropped, residual=self.residual)
+        update = mha.end(o.transpose(-2, -3), g) if columns else mha.end(o, None)
+        dropout_factor = dropout_mask(update, self.dropout, -3) if self.dropout and self.training else None
+        return add_residual(m, update, dropout_factor, residual=self.residual)
 
     def _pair_bias(self, m: Tensor, z: Tensor | None) -> Tensor | None:
         """The pair bias `[*, 1, H, L, L]`, a view of the projection of z."""
@@ -184,14 +184,7 @@ class MSAColumnAttention(nn.Module):
     ) -> None:
         super().__init__()
         self._msa_att = MSAAttention(
-            c_m,
-            c_hidden,
-            no_heads,
-            inf=inf,
-            residual=residual,
-            gate_bias=gate_bias,
-            out_bias=out_bias,
-            empty_rows=empty_rows,
+            c_m, c_hidden, no_heads, inf=inf, residual=residual, gate_bias=gate_bias, out_bias=out_bias, empty_rows=empty_rows
         )
 
     def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -204,8 +197,7 @@ class MSAColumnAttention(nn.Module):
         Raises:
             TypeError, ValueError: m or mask has a wrong type or shape.
         """
-        made: Tensor = self._msa_att(m, mask=mask, columns=True)
-        return made
+        return self._msa_att(m, mask=mask, columns=True)  # type: ignore[no-any-return]
 
 
 class MSAColumnGlobalAttention(nn.Module):
@@ -272,13 +264,13 @@ class MSAColumnGlobalAttention(nn.Module):
         k, v = (x.transpose(-2, -3).unsqueeze(-2) for x in (k, v))  # [*,l,s,1,d]
         columns = None if mask is None else mask.transpose(-1, -2)
         o = attend(q, k, v, columns, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
-        made = mha.end(o.unsqueeze(-3), g)  # one for all sequences
-        return update(m, made, residual=self.residual)
+        update = mha.end(o.unsqueeze(-3), g)  # one for all sequences
+        return add_residual(m, update, residual=self.residual)
 
     def _mean(self, normed: Tensor, mask: Tensor | None) -> Tensor:
         """The mean of each column's residues, `[*, L, c_in]`, summed in float32 or wider."""
-        wide = torch.promote_types(normed.dtype, torch.float32)
+        sum_dtype = torch.promote_types(normed.dtype, torch.float32)
         if mask is None:
-            return (normed.sum(-3, dtype=wide) / (normed.shape[-3] + self.eps)).to(normed.dtype)
-        weights = mask.to(wide).expand(normed.shape[:-1]).unsqueeze(-1)  # one mask for all sequences counts for each
+            return (normed.sum(-3, dtype=sum_dtype) / (normed.shape[-3] + self.eps)).to(normed.dtype)
+        weights = mask.to(sum_dtype).expand(normed.shape[:-1]).unsqueeze(-1)  # one mask for all sequences counts for each
         return ((normed * weights).sum(-3) / (weights.sum(-3) + self.eps)).to(normed.dtype)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
 from evoattn.nn.attention import (
+    add_residual,
     check_in_place,
     check_input,
     check_settings,
     check_square,
     dropout_mask,
     part_of_mask,
-    update,
 )
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.sharded import run_split
@@ -55,14 +55,7 @@ class TriangleMultiplication(nn.Module):
     """
 
     def __init__(
-        self,
-        c_z: int,
-        c_hidden: int,
-        outgoing: bool = True,
-        *,
-        dropout: float = 0.0,
-        residual: bool = False,
-        bias: bool = True,
+        self, c_z: int, c_hidden: int, outgoing: bool = True, *, dropout: float = 0.0, residual: bool = False, bias: bool = True
     ) -> None:
         super().__init__()
         check_settings(dropout, "native")
@@ -111,28 +104,28 @@ class TriangleMultiplication(nn.Module):
             return run_split(self, z, mask, functools.partial(self._run_part, residual=self.residual))
         return self._run(z, mask, None, residual=self.residual, in_place=in_place)
 
-    def add_to(self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool) -> Tensor:
+    def add_to(self, z: Tensor, mask: Tensor | None, dropout_factor: Tensor | None, *, in_place: bool) -> Tensor:
         """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
 
-        dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None. If z is a DTensor, it is
-            that of the whole update.
+        dropout_factor: multiplies the update, such as a dropout mask that the client has drawn, or None. For all processes if
+            z is a DTensor.
         """
         if is_distributed(z):
-            return run_split(self, z, mask, functools.partial(self._run_part, dropped=dropped, residual=True))
-        return self._run(z, mask, dropped, residual=True, in_place=in_place)
+            return run_split(self, z, mask, functools.partial(self._run_part, dropout_factor=dropout_factor, residual=True))
+        return self._run(z, mask, dropout_factor, residual=True, in_place=in_place)
 
     def _run_part(
-        self, z: Tensor, mask: Tensor | None, split: Split | None, *, dropped: Tensor | None = None, residual: bool
+        self, z: Tensor, mask: Tensor | None, split: Split | None, *, dropout_factor: Tensor | None = None, residual: bool
     ) -> Tensor:
         """The output of a process that holds rows or columns of z."""
-        dropped = part_of_mask(dropped, split)
-        return self._run(z, mask, dropped, residual=residual, in_place=False, split=split)
+        dropout_factor = part_of_mask(dropout_factor, split)
+        return self._run(z, mask, dropout_factor, residual=residual, in_place=False, split=split)
 
     def _run(
         self,
         z: Tensor,
         mask: Tensor | None,
-        dropped: Tensor | None,
+        dropout_factor: Tensor | None,
         *,
         residual: bool,
         in_place: bool,
@@ -140,17 +133,17 @@ class TriangleMultiplication(nn.Module):
     ) -> Tensor:
         drops = self.dropout > 0 and self.training
         if not self._is_plain():
-            made = self._by_calls(z, mask, split)
-        elif residual and not drops and dropped is None:
+            update = self._by_calls(z, mask, split)
+        elif residual and not drops and dropout_factor is None:
             return self._by_operator(z, mask, residual=True, out=z if in_place else None, split=split)
         else:
-            made = self._by_operator(z, mask, residual=False, split=split)
-        if dropped is None and drops:
-            dropped = dropout_mask(made, self.dropout, -3, split)
-        return update(z, made, dropped, residual=residual, in_place=in_place)
+            update = self._by_operator(z, mask, residual=False, split=split)
+        if dropout_factor is None and drops:
+            dropout_factor = dropout_mask(update, self.dropout, -3, split)
+        return add_residual(z, update, dropout_factor, residual=residual, in_place=in_place)
 
     def _is_plain(self) -> bool:
-        """Whether the operator computes what the sub-modules define, and nobody has to see that one is called."""
+        """Return whether the operator computes what the sub-modules define, and nobody has to see that one is called."""
         ps, gs = self._projections
         linears = (*ps, *gs, self.linear_g, self.linear_z)
         plain = [is_linear(module) for module in linears]  # not a generator: Dynamo cannot leave one half-way

@@ -3,76 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from torch import Tensor
 
 __all__ = ["from_boltz", "from_openfold3"]
 
 
-class _Layer(NamedTuple):
-    """Parameters of a layer of Boltz.
+_PROJECTIONS = {f"proj_{x}": f"mha.linear_{x}" for x in "qkvgo"}
+_MULTIPLICATION = {
+    "norm_in": "layer_norm_in",
+    "p_in": "linear_a_p linear_b_p",
+    "g_in": "linear_a_g linear_b_g",
+    "norm_out": "layer_norm_out",
+    "p_out": "linear_z",
+    "g_out": "linear_g",
+}
+_TRANSITION = {"norm": "layer_norm", "fc1": "swiglu.linear_a", "fc2": "swiglu.linear_b", "fc3": "linear_out"}
 
-    Args:
-        names: by the name of a module in Boltz, its names in `evoattn.nn`. If there are two, each has half of the rows.
-        siblings: modules with a weight that together only this layer has.
-    """
+_BOLTZ: tuple[tuple[dict[str, str], dict[str, str]], ...] = (
+    ({"norm_s": "layer_norm_a", "proj_z.0": "layer_norm_z", "proj_z.1": "linear_z", **_PROJECTIONS}, _PROJECTIONS),
+    (_MULTIPLICATION, _MULTIPLICATION),
+    (_TRANSITION, _TRANSITION),
+)
+"""For each layer of Boltz our names by Boltz's, and those of its modules that together no other layer has.
 
-    names: dict[str, tuple[str, ...]]
-    siblings: tuple[str, ...]
+Of two names each gets half of the rows. Triangle attention has OpenFold's names.
+"""
 
-    def rename(self, name: str, x: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of `evoattn.nn` that one of Boltz becomes, by name. Empty if it is not of such a layer."""
-        module, _, kind = name.rpartition(".")
-        there = next((y for y in self.names if f".{module}".endswith(f".{y}")), None)
+
+def _rename_boltz(name: str, x: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of `evoattn.nn` that one of Boltz becomes, by name."""
+    module, _, kind = name.rpartition(".")
+    for names, required in _BOLTZ:
+        there = next((y for y in names if f".{module}".endswith(f".{y}")), None)
         if there is None or kind not in ("weight", "bias"):
-            return {}
-        prefix = module.removesuffix(there)
-        if not all(f"{prefix}{y}.weight" in state for y in self.siblings):
-            return {}
-        here = self.names[there]
-        parts = (x,) if len(here) == 1 else x.chunk(len(here))
-        return {f"{prefix}{y}.{kind}": part for y, part in zip(here, parts, strict=True)}
-
-
-_PAIR_BIAS = _Layer(
-    {
-        "norm_s": ("layer_norm_a",),
-        "proj_z.0": ("layer_norm_z",),
-        "proj_z.1": ("linear_z",),
-        "proj_q": ("mha.linear_q",),
-        "proj_k": ("mha.linear_k",),
-        "proj_v": ("mha.linear_v",),
-        "proj_g": ("mha.linear_g",),
-        "proj_o": ("mha.linear_o",),
-    },
-    siblings=("proj_q", "proj_k", "proj_v", "proj_g", "proj_o"),
-)
-"""`AttentionPairBias`. Other layers have some of its parameters, such as `proj_g` and `proj_o`."""
-
-_MULTIPLICATION = _Layer(
-    {
-        "norm_in": ("layer_norm_in",),
-        "p_in": ("linear_a_p", "linear_b_p"),
-        "g_in": ("linear_a_g", "linear_b_g"),
-        "norm_out": ("layer_norm_out",),
-        "p_out": ("linear_z",),
-        "g_out": ("linear_g",),
-    },
-    siblings=("norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out"),
-)
-"""Triangle multiplication. Triangle attention has OpenFold's names."""
-
-_TRANSITION = _Layer(
-    {
-        "norm": ("layer_norm",),
-        "fc1": ("swiglu.linear_a",),
-        "fc2": ("swiglu.linear_b",),
-        "fc3": ("linear_out",),
-    },
-    siblings=("norm", "fc1", "fc2", "fc3"),
-)
-"""`Transition`."""
+            continue
+        prefix, here = module.removesuffix(there), names[there].split()
+        if all(f"{prefix}{y}.weight" in state for y in required):
+            parts = (x,) if len(here) == 1 else x.chunk(len(here))
+            return {f"{prefix}{y}.{kind}": part for y, part in zip(here, parts, strict=True)}
+    return {name: x}
 
 
 def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -91,12 +61,12 @@ def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> list(from_openfold3(state))
         ['layer_norm.weight', 'linear.weight']
     """
-    return {_of_triangle(name, state): x for name, x in state.items()}
+    return {_rename_triangle(name, state): x for name, x in state.items()}
 
 
-def _of_triangle(name: str, state: Mapping[str, Tensor]) -> str:
-    prefix, found, _ = name.rpartition("linear_z.weight")
-    return f"{prefix}linear.weight" if found and f"{prefix}layer_norm.weight" in state else name
+def _rename_triangle(name: str, state: Mapping[str, Tensor]) -> str:
+    prefix, separator, _ = name.rpartition("linear_z.weight")
+    return f"{prefix}linear.weight" if separator and f"{prefix}layer_norm.weight" in state else name
 
 
 def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,8 +89,4 @@ def from_boltz(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> list(from_boltz({**state, "outer_product_mean.proj_o.weight": torch.ones(8, 8)}))[3:]
         ['attention.mha.linear_g.weight', 'attention.mha.linear_o.weight', 'outer_product_mean.proj_o.weight']
     """
-    made: dict[str, Tensor] = {}
-    for name, x in state.items():
-        found = (layer.rename(name, x, state) for layer in (_PAIR_BIAS, _MULTIPLICATION, _TRANSITION))
-        made |= next((renamed for renamed in found if renamed), {name: x})
-    return made
+    return {here: part for name, x in state.items() for here, part in _rename_boltz(name, x, state).items()}

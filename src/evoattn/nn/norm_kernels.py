@@ -92,7 +92,7 @@ def norm_backward_kernel(
 def normalise(
     rows: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`evoattn.nn.norm.normalise` for rows of 16 or 32 bits that fit in the registers of one program."""
+    """`evoattn.nn.project.normalise` for rows of 16 or 32 bits that fit in the registers of one program."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     count, channels = rows.shape
     out = torch.empty((count, channels), dtype=dtype, device=rows.device)
@@ -100,9 +100,9 @@ def normalise(
     block_c = triton.next_power_of_2(channels)
     block_r = max(1, _TILE // block_c)
     tiles = {"C": channels, "BLOCK_R": block_r, "BLOCK_C": block_c}
-    given = {"HAS_SCALE": scale is not None, "HAS_SHIFT": shift is not None}
+    flags = {"HAS_SCALE": scale is not None, "HAS_SHIFT": shift is not None}
     tensors = (rows, *(rows if x is None else x for x in (scale, shift)), out, mean, rstd)
-    alone.start(norm_kernel, triton.cdiv(count, block_r), tensors, count, rows.stride(0), eps, **tiles, **given)
+    alone.start(norm_kernel, triton.cdiv(count, block_r), tensors, count, rows.stride(0), eps, **tiles, **flags)
     return out, mean, rstd
 
 
@@ -115,7 +115,7 @@ def normalise_backward(
     shift: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`evoattn.nn.norm.normalise_backward` for the rows that `normalise` takes."""
+    """`evoattn.nn.project.normalise_backward` for the rows that `normalise` takes."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     d_normed = d_normed.contiguous()
     count, channels = rows.shape
@@ -126,9 +126,9 @@ def normalise_backward(
     summed = needs[1] or needs[2]
     sums = torch.empty((programs, 2, channels), dtype=torch.float32, device=rows.device) if summed else None
     tiles = {"C": channels, "BLOCK_R": block_r, "BLOCK_C": block_c}
-    wanted = {"HAS_SCALE": scale is not None, "NEEDS_X": needs[0], "NEEDS_SUMS": summed}
+    flags = {"HAS_SCALE": scale is not None, "NEEDS_X": needs[0], "NEEDS_SUMS": summed}
     tensors = (d_normed, rows, rows if scale is None else scale, mean, rstd, *(rows if x is None else x for x in (dx, sums)))
-    alone.start(norm_backward_kernel, programs, tensors, count, rows.stride(0), **tiles, **wanted)
+    alone.start(norm_backward_kernel, programs, tensors, count, rows.stride(0), **tiles, **flags)
     if sums is None:
         return dx, None, None
     dscale, dshift = sums.sum(0).unbind()

@@ -10,10 +10,10 @@ from torch.func import functional_call
 from evoattn.call.canonical import fits
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
-from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_settings, check_shares, heads, update
+from evoattn.fully_masked.means import EmptyRows
+from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, heads
 from evoattn.nn.project import layer_norm, linear, project
-from evoattn.nn.sharded import check_alike, like, local, part_of, queries_of, split_of, whole_parameters
+from evoattn.nn.sharded import check_alike, full_parameters, like, local, part_of, queries_of, split_of
 from evoattn.nn.submodules import check_container, is_norm
 from evoattn.run.split import Split
 
@@ -155,20 +155,19 @@ class AttentionPairBias(nn.Module):
         if z is None:
             raise ValueError("z must be given with DTensors")
         check_alike("z", z, "a", a)
-        split, whole = split_of(z), whole_parameters(self, z)
-        if whole:
-            made: Tensor = functional_call(self, whole, (a, z, s, mask))
-            return made
-        lies = queries_of(z)
-        part, condition = (None if x is None else part_of(x, lies) for x in (a, s))
-        held = None if mask is None else part_of(mask, queries_of(z, split=False))
+        split, full = split_of(z), full_parameters(self, z)
+        if full:
+            return functional_call(self, full, (a, z, s, mask))  # type: ignore[no-any-return]
+        placements = queries_of(z)
+        part, condition = (None if x is None else part_of(x, placements) for x in (a, s))
+        mask_part = None if mask is None else part_of(mask, queries_of(z, split=False))
         bias = self.pair_bias(local(z))
         if split is not None and split.axis == -2:
             bias = split.turned(bias.movedim(-3, -1)).movedim(-1, -3)
         if a.ndim == 2:
-            part, bias, condition, held = (None if x is None else x[None] for x in (part, bias, condition, held))  # type: ignore[assignment]
-        made = self._attend(part, bias, condition, held, split=split)  # type: ignore[arg-type]
-        return like(made[0] if a.ndim == 2 else made, a, lies)
+            part, bias, condition, mask_part = (None if x is None else x[None] for x in (part, bias, condition, mask_part))  # type: ignore[assignment]
+        update = self._attend(part, bias, condition, mask_part, split=split)  # type: ignore[arg-type]
+        return like(update[0] if a.ndim == 2 else update, a, placements)
 
     def _attend(
         self,
@@ -183,10 +182,10 @@ class AttentionPairBias(nn.Module):
         q, k, v, g = self._projections(a, s, keys, split)
         q, k, v, gate = (heads(x, self.no_heads) for x in (q, k, v, g))
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        made = self.mha.end(o, None)
+        update = self.mha.end(o, None)
         if self.linear_ada_out is not None and s is not None:
-            made = torch.sigmoid(linear(s.to(made.dtype), self.linear_ada_out)) * made
-        return update(a, made, residual=self.residual)
+            update = torch.sigmoid(linear(s.to(update.dtype), self.linear_ada_out)) * update
+        return add_residual(a, update, residual=self.residual)
 
     def _projections(self, a: Tensor, s: Tensor | None, keys: Tensor | None, split: Split | None) -> list[Tensor]:
         mha, norm = self.mha, self.layer_norm_a
@@ -209,13 +208,7 @@ class AttentionPairBias(nn.Module):
         return z.movedim(-1, -3)
 
     def _check(
-        self,
-        a: Tensor,
-        z: Tensor | None,
-        s: Tensor | None,
-        mask: Tensor | None,
-        keys: Tensor | None,
-        pair_bias: Tensor | None,
+        self, a: Tensor, z: Tensor | None, s: Tensor | None, mask: Tensor | None, keys: Tensor | None, pair_bias: Tensor | None
     ) -> None:
         check_input("a", a, 2, self.c_a, distributed=True)
         if keys is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.call.sharded import is_distributed
-from evoattn.compat.empty_rows import EmptyRows
+from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.transition import Transition
@@ -164,13 +164,7 @@ class PairformerBlock(nn.Module):
         self.single_transition = Transition(c_s, transition_n, residual=True)
 
     def forward(
-        self,
-        s: Tensor,
-        z: Tensor,
-        mask: Tensor | None = None,
-        pair_mask: Tensor | None = None,
-        *,
-        in_place: bool = False,
+        self, s: Tensor, z: Tensor, mask: Tensor | None = None, pair_mask: Tensor | None = None, *, in_place: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Compute the updated s and z.
 

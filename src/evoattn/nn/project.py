@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.call.validation import compute_dtype
-from evoattn.devices import uncast
-from evoattn.nn.norm import normalise, normalise_backward
+from evoattn.devices import installed, uncast
 from evoattn.nn.submodules import call, is_linear, is_norm, parameter_of
+from evoattn.numerics import accumulate_dtype
 from evoattn.run import guards
 from evoattn.run.constants import constant
 from evoattn.run.joined import join
 from evoattn.run.once import once_differentiable
 
-__all__ = ["compute_dtype_of", "concatenate", "layer_norm", "linear", "project"]
+__all__ = ["compute_dtype_of", "concatenate", "layer_norm", "linear", "normalise", "normalise_backward", "project"]
 
 _BYTES = 16
 """Each projection starts on a multiple of this, and so does each row: GPUs copy tiles only from such addresses."""
@@ -42,8 +42,7 @@ def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
     """Apply a norm to x, with the result in `dtype`. The backward keeps x, and mean and deviation of each row."""
     if not is_norm(norm):
         return call(norm, x, dtype)
-    made: Tensor = _Norm.apply(x, *_settings(norm), dtype)  # type: ignore[no-untyped-call]
-    return made
+    return _Norm.apply(x, *_settings(norm), dtype)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
@@ -205,3 +204,67 @@ class _NormLinear(torch.autograd.Function):
                 needs = (need_x, need_scale, need_shift)
                 dx, dscale, dshift = normalise_backward(dy @ weight, rows, mean, rstd, scale, shift, needs)
         return None if dx is None else dx.view(x.shape), dscale, dshift, None, dweight, dbias, None
+
+
+_MOST_CHANNELS = 4096
+"""The kernels hold a row in the registers of one program."""
+
+
+def normalise(
+    rows: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise rows over their last axis.
+
+    Args:
+        rows: `[R, C]`.
+        scale, shift: `[C]`, or None for 1 and 0.
+        eps: is added to the variance.
+        dtype: of the result. Statistics are float32, or float64 for float64 rows.
+
+    Returns:
+        The normalised rows `[R, C]`, then the mean and 1 / standard deviation of each row, for the backward.
+    """
+    if _has_kernel(rows):
+        from evoattn.nn import norm_kernels
+
+        return norm_kernels.normalise(rows, scale, shift, eps, dtype)
+    sum_dtype = accumulate_dtype(rows.dtype)
+    scale, shift = (None if x is None else x.to(sum_dtype) for x in (scale, shift))
+    normed, mean, rstd = torch.native_layer_norm(rows.to(sum_dtype), rows.shape[-1:], scale, shift, eps)
+    return normed.to(dtype), mean, rstd
+
+
+def normalise_backward(
+    d_normed: Tensor,
+    rows: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradients of rows, scale and shift, each in the dtype of its tensor, or None if `needs` says so.
+
+    `d_normed` is the cotangent of the normalised rows `[R, C]`. Other tensors are those that `normalise` took and returned.
+    """
+    if _has_kernel(rows):
+        from evoattn.nn import norm_kernels
+
+        return norm_kernels.normalise_backward(d_normed, rows, mean, rstd, scale, shift, needs)
+    sum_dtype = accumulate_dtype(rows.dtype)
+    affine = [None if x is None else x.to(sum_dtype) for x in (scale, shift)]
+    gradients = torch.ops.aten.native_layer_norm_backward(
+        d_normed.to(sum_dtype), rows.to(sum_dtype), rows.shape[-1:], mean, rstd, *affine, needs
+    )
+    dtypes = [rows.dtype if x is None else x.dtype for x in (rows, scale, shift)]
+    dx, dscale, dshift = (x.to(dtype) if need else None for x, dtype, need in zip(gradients, dtypes, needs, strict=True))
+    return dx, dscale, dshift
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    """Return whether the Triton kernels take these rows: 16 or 32 bits, on a GPU, in a call that nothing traces or observes."""
+    if not rows.is_cuda or rows.dtype == torch.float64 or not rows.numel() or rows.shape[-1] > _MOST_CHANNELS:
+        return False
+    if torch.compiler.is_compiling() or type(rows) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return False
+    return installed("triton")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as of_torch
+from torch.nn.modules import module as torch_modules
 
 from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
@@ -23,7 +23,7 @@ from evoattn.nn.submodules import has_hooks
 __all__ = ["Ours", "Settings", "by_name", "has_settings", "overridden", "positions", "replace", "settings"]
 
 _ENTRIES = {"forward", "__call__", "_call_impl"}
-"""What runs when a module is called."""
+"""Methods that run when a module is called."""
 
 _KEPT = "_evoattn_ours"
 """The attribute of a replaced layer that holds its `Ours`."""
@@ -76,15 +76,15 @@ def replace(model: nn.Module) -> list[str]:
         ...
         ValueError: no layer of Linear is known: replace takes models of openfold, openfold3, boltz, ...
     """
-    made = [(name, module, _find(module)) for name, module in model.named_modules()]
-    found = [(name, module, ours) for name, module, ours in made if ours is not None]
-    if not found:
+    candidates = [(name, module, _find(module)) for name, module in model.named_modules()]
+    replacements = [(name, module, ours) for name, module, ours in candidates if ours is not None]
+    if not replacements:
         clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in LAYERS))
         raise ValueError(f"no layer of {type(model).__name__} is known: replace takes models of {clients}")
-    for _, module, ours in found:
+    for _, module, ours in replacements:
         module.__class__ = _replaced(_original(type(module)))
         setattr(module, _KEPT, ours)
-    return [name for name, _, _ in found]
+    return [name for name, _, _ in replacements]
 
 
 def _find(theirs: nn.Module) -> Ours | None:
@@ -99,8 +99,7 @@ def _find(theirs: nn.Module) -> Ours | None:
 
 def _original(kind: type) -> type:
     """The class that a layer had before it was replaced."""
-    found: type = vars(kind).get("_evoattn_original", kind)
-    return found
+    return vars(kind).get("_evoattn_original", kind)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -113,25 +112,25 @@ def _replaced(original: Any) -> Any:
     names = positions(original.forward)
 
     @functools.wraps(original.forward)
-    def forward(self: Any, *given: Any, **named: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours: Ours | None = self.__dict__.get(_KEPT)
         if ours is None or not ours.holds(self):
             ours = _renew(self)
         if ours.computes and not (ours.is_block and ours.observed()):
             try:
-                return ours(by_name(names, given, named), self)
+                return ours(by_name(names, args, kwargs), self)
             except UnknownArgument as error:
                 if not (ours.is_block or isinstance(error, ClientsOwn)):
                     raise
-        return original.forward(self, *given, **named)
+        return original.forward(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        made: Any = object.__reduce_ex__(self, 2)
-        return (_new, (original,), *made[2:])
+        reduced: Any = object.__reduce_ex__(self, 2)
+        return (_new, (original,), *reduced[2:])
 
-    named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    kwargs = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     own = {"forward": forward, "__reduce_ex__": reduce, "_evoattn_original": original}
-    return type(original)(original.__name__, (original,), named | own)
+    return type(original)(original.__name__, (original,), kwargs | own)
 
 
 def _renew(theirs: nn.Module) -> Ours:
@@ -144,9 +143,9 @@ def _renew(theirs: nn.Module) -> Ours:
         if not is_block(theirs):
             raise
         ours = None
-    kept: Ours = Ours(nn.Identity(), None, theirs) if ours is None else ours
-    theirs.__dict__[_KEPT] = kept
-    return kept
+    renewed: Ours = Ours(nn.Identity(), None, theirs) if ours is None else ours
+    theirs.__dict__[_KEPT] = renewed
+    return renewed
 
 
 def _new(original: type) -> Any:
@@ -163,14 +162,14 @@ def positions(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name, x in inspect.signature(forward).parameters.items() if x.kind in kinds)[1:]
 
 
-def by_name(names: tuple[str, ...], given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Name the arguments given by position, as a method of the client names them."""
-    if len(given) > len(names):
-        raise TypeError(f"the layer takes {len(names)} arguments by position, got {len(given)}")
-    twice = [name for name in names[: len(given)] if name in named]
+    if len(args) > len(names):
+        raise TypeError(f"the layer takes {len(names)} arguments by position, got {len(args)}")
+    twice = [name for name in names[: len(args)] if name in kwargs]
     if twice:
         raise TypeError(f"the layer got two values for the argument {twice[0]!r}")
-    return {**dict(zip(names, given, strict=False)), **named}
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 class Ours:
@@ -185,21 +184,19 @@ class Ours:
         adopted = {id(x) for x in layer.modules()}
         self._inner = tuple((x, tuple(x._modules.items())) for x in theirs.modules() if x is not theirs)
         self._settings = settings(theirs)
-        self._inner_settings = tuple((x, found) for x, _ in self._inner if (found := settings(x)))
+        self._inner_settings = tuple((x, values) for x, _ in self._inner if (values := settings(x)))
         self._bypassed = tuple((name, x) for name, x in theirs.named_modules() if x is not theirs and id(x) not in adopted)
 
     @property
     def computes(self) -> bool:
-        """Whether there is a layer of ours. Else the client's own forward runs."""
+        """Return whether there is a layer of ours. Else the client's own forward runs."""
         return self._forward is not None
 
     @classmethod
     def of(cls, theirs: nn.Module, *, entries: bool) -> Ours | None:
         """Make it, or return None if the client's layer is not known, or is faster as it is.
 
-        Args:
-            theirs: the client's layer.
-            entries: whether the layer must not override `forward` either.
+        `entries` tells whether the layer must not override `forward` either.
 
         Raises:
             ValueError: a method is overridden, the layer has other parameters than the one of `evoattn.nn`, or it sets the
@@ -222,15 +219,15 @@ class Ours:
         if layer is None:
             return None
         _check(layer, theirs)
-        made = cls(layer, forward, theirs)
-        made.check_classes(kind)
-        return made
+        ours = cls(layer, forward, theirs)
+        ours.check_classes(kind)
+        return ours
 
     def holds(self, theirs: nn.Module) -> bool:
-        """Whether the modules in the client's layer are those that this was made of, with the same settings."""
+        """Return whether the modules in the client's layer are those that this was made of, with the same settings."""
         if not (_same(theirs, self._children) and all(_same(module, children) for module, children in self._inner)):
             return False
-        return has_settings(theirs, self._settings) and all(has_settings(x, found) for x, found in self._inner_settings)
+        return has_settings(theirs, self._settings) and all(has_settings(x, values) for x, values in self._inner_settings)
 
     def check_classes(self, kind: type) -> None:
         """Raise ValueError if a module that ours does not call is of a class that the client does not define."""
@@ -241,13 +238,13 @@ class Ours:
                 raise ValueError(f"{name} is a {type(module).__qualname__}, which evoattn.nn would not call")
 
     def observed(self) -> str:
-        """Why ours would miss something: a module that it does not call has hooks or a forward of its own. Else ""."""
+        """The reason not to use ours: a module that it does not call has hooks or a forward of its own. Else ""."""
         for name, module in self._bypassed:
             if has_hooks(module):
                 return f"{name} has hooks, and evoattn.nn does not call it"
             if "forward" in module.__dict__:
                 return f"{name} has a forward of its own, and evoattn.nn does not call it"
-        return "there are hooks on all modules" if self.is_block and of_torch._has_any_global_hook() else ""
+        return "there are hooks on all modules" if self.is_block and torch_modules._has_any_global_hook() else ""
 
     def __call__(self, arguments: dict[str, Any], theirs: nn.Module) -> Any:
         """Compute the client's layer or block from its arguments by name.
@@ -262,17 +259,17 @@ class Ours:
 
 
 def is_block(theirs: nn.Module) -> bool:
-    """Whether a module is a block of a client, whose layers are known too."""
+    """Return whether a module is a block of a client, whose layers are known too."""
     kind = _known(type(theirs))
     return kind is not None and _name(kind) in BLOCKS
 
 
 def _layer_of(theirs: nn.Module) -> nn.Module:
     """Ours of a layer in a block."""
-    found = Ours.of(theirs, entries=True)
-    if found is None:
+    ours = Ours.of(theirs, entries=True)
+    if ours is None:
         raise ValueError(f"evoattn.nn has no {type(theirs).__name__}")
-    return found.layer
+    return ours.layer
 
 
 def _same(module: nn.Module, children: tuple[tuple[str, nn.Module | None], ...]) -> bool:
@@ -293,7 +290,7 @@ def settings(module: nn.Module) -> Settings:
 
 
 def has_settings(module: nn.Module, expected: Settings) -> bool:
-    """Whether a module still has these settings."""
+    """Return whether a module still has these settings."""
     own = module.__dict__
     return all(name in own and own[name] == x for name, x in expected)
 
@@ -321,7 +318,7 @@ def _methods(kind: Any) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 _METHODS: dict[type, tuple[frozenset[str], tuple[str, ...]]] = {}
-"""What `_methods` returned by class. Not functools.cache, of which Dynamo warns."""
+"""Results of `_methods` by class. Not functools.cache, of which Dynamo warns."""
 
 
 def overridden(theirs: nn.Module, *, entries: bool) -> str:
@@ -330,10 +327,10 @@ def overridden(theirs: nn.Module, *, entries: bool) -> str:
     entries: whether `forward` counts too. It does not if the caller stands in for the known class's own `forward`.
     """
     kind = type(theirs)
-    kept = _METHODS.get(kind)
-    if kept is None:
-        kept = _METHODS[kind] = _methods(kind)
-    methods, names = kept
+    stored = _METHODS.get(kind)
+    if stored is None:
+        stored = _METHODS[kind] = _methods(kind)
+    methods, names = stored
     names = (*names, *(methods & theirs.__dict__.keys()))
     return next((name for name in names if entries or name not in _ENTRIES), "")
 

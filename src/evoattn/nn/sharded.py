@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_alike",
+    "from_parts",
+    "full_parameters",
     "like",
     "local",
-    "of_parts",
     "part_of",
     "queries_of",
     "run_local",
     "run_split",
     "split_of",
-    "whole_parameters",
 ]
 
 Run = Callable[[Tensor, "Tensor | None", "Split | None"], Tensor]
@@ -38,15 +38,10 @@ Run = Callable[[Tensor, "Tensor | None", "Split | None"], Tensor]
 
 
 def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run, **options: Any) -> Tensor:
-    """Run a layer on a pair representation that is a DTensor. The output is a DTensor with the same placements.
+    """Run a layer on a pair representation `[*, I, J, C]` that is a DTensor. The output is a DTensor with the same placements.
 
-    Args:
-        layer: the layer. If its parameters are plain tensors, their gradients come from this process's part alone. If they are
-            DTensors on the mesh of z, their gradients come from all parts.
-        z: `[*, I, J, C]`. One dimension of its mesh may split I or J. The others may split leading axes.
-        mask: `[*, I, J]`, on the mesh of z.
-        run: computes the output of this process.
-        options: further arguments of the layer's call.
+    One dimension of the mesh of z may split I or J. The others may split leading axes. Plain parameters get gradients from this
+    process's part alone, and DTensors on the mesh of z from all parts. `options` are further arguments of the layer's call.
 
     Raises:
         TypeError: mask or z is a plain tensor, and the other is a DTensor.
@@ -57,12 +52,11 @@ def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run, **opti
     split = split_of(z)
     if layer.training and vars(layer).get("dropout"):
         _check_dropout(z)
-    whole = whole_parameters(layer, z)
-    if whole:
-        made: Tensor = functional_call(layer, whole, (z, mask), options)
-        return made
-    held = None if mask is None else _mask_of(mask, z)
-    return like(run(local(z), held, split), z)
+    full = full_parameters(layer, z)
+    if full:
+        return functional_call(layer, full, (z, mask), options)  # type: ignore[no-any-return]
+    part = None if mask is None else _mask_of(mask, z)
+    return like(run(local(z), part, split), z)
 
 
 def run_local(layer: nn.Module, x: Tensor, mask: Tensor | None, run: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
@@ -79,10 +73,9 @@ def run_local(layer: nn.Module, x: Tensor, mask: Tensor | None, run: Callable[[T
     for placement in here.placements:
         if type(placement) is not Replicate and (type(placement) is not Shard or placement.dim % x.ndim == x.ndim - 1):
             raise ValueError(f"x must be split along other axes than the last, got {here.placements}")
-    whole = whole_parameters(layer, x)
-    if whole:
-        made: Tensor = functional_call(layer, whole, (x, mask))
-        return made
+    full = full_parameters(layer, x)
+    if full:
+        return functional_call(layer, full, (x, mask))  # type: ignore[no-any-return]
     return like(run(local(x), None if mask is None else _mask_of(mask, x)), x)
 
 
@@ -98,31 +91,31 @@ def split_of(z: Any) -> Split | None:
     """The split of z along rows or columns, or None if each process has all rows and columns."""
     from torch.distributed.tensor import Replicate, Shard
 
-    found = None
+    split = None
     for dimension, placement in enumerate(z.placements):
         axis = placement.dim % z.ndim - z.ndim if type(placement) is Shard else None
         if type(placement) is Replicate or (axis is not None and axis < -3):
             continue
-        if axis not in (-3, -2) or found is not None:
+        if axis not in (-3, -2) or split is not None:
             raise ValueError(
                 f"z must be split by rows or by columns, over one dimension of its mesh, and besides along leading axes alone; "
                 f"got {z.placements}"
             )
-        found = Split(z.device_mesh.get_group(dimension), axis, z.shape[axis])
-    return found
+        split = Split(z.device_mesh.get_group(dimension), axis, z.shape[axis])
+    return split
 
 
 def queries_of(z: Any, *, split: bool = True) -> list[Placement]:
-    """How a tensor `[*, Q, C]` lies along the rows or columns of z, or how one is whole along them with `split=False`."""
+    """Placements of a tensor `[*, Q, C]` that is split as the rows or columns of z are, or is not split with `split=False`."""
     from torch.distributed.tensor import Replicate, Shard
 
-    found: list[Placement] = []
+    layout: list[Placement] = []
     for placement in z.placements:
         axis = placement.dim % z.ndim if type(placement) is Shard else None
         if axis is not None and axis >= z.ndim - 3:
             axis = z.ndim - 3 if split else None
-        found.append(Replicate() if axis is None else Shard(axis))
-    return found
+        layout.append(Replicate() if axis is None else Shard(axis))
+    return layout
 
 
 def check_alike(name: str, x: Tensor | None, other: str, z: Any) -> None:
@@ -143,33 +136,32 @@ def check_alike(name: str, x: Tensor | None, other: str, z: Any) -> None:
 
 def local(x: Any) -> Tensor:
     """The part of a DTensor that this process holds."""
-    made: Tensor = x.to_local()
-    return made
+    return x.to_local()  # type: ignore[no-any-return]
 
 
-def like(made: Tensor, x: Any, placements: Any = None) -> Tensor:
+def like(part: Tensor, x: Any, placements: Any = None) -> Tensor:
     """A DTensor with the shape, mesh and placements of x, of which this process holds `made`."""
-    return of_parts(made, x.device_mesh, x.placements if placements is None else placements, x.shape)
+    return from_parts(part, x.device_mesh, x.placements if placements is None else placements, x.shape)
 
 
-def of_parts(held: Tensor, mesh: Any, placements: Any, shape: torch.Size) -> Tensor:
+def from_parts(part: Tensor, mesh: Any, placements: Any, shape: torch.Size) -> Tensor:
     """A contiguous DTensor of a shape, of which this process holds `held`."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(held, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def part_of(x: Any, lies: list[Placement]) -> Tensor:
-    """What a process holds of a DTensor once it lies so."""
-    return local(x.redistribute(placements=lies))
+def part_of(x: Any, layout: list[Placement]) -> Tensor:
+    """The part of a DTensor that this process holds after a redistribution."""
+    return local(x.redistribute(placements=layout))
 
 
-def whole_parameters(layer: nn.Module, z: Any) -> dict[str, Tensor]:
+def full_parameters(layer: nn.Module, z: Any) -> dict[str, Tensor]:
     """The whole of each parameter that is a DTensor. Its gradient is summed over the processes that hold other parts of z."""
     if not any(is_distributed(x) for x in _parameters(layer)):
         return {}
-    return {name: _whole(name, x, z) for name, x in layer.named_parameters() if is_distributed(x)}
+    return {name: _full_parameter(name, x, z) for name, x in layer.named_parameters() if is_distributed(x)}
 
 
 def _parameters(module: nn.Module) -> Iterator[Tensor | None]:
@@ -180,13 +172,12 @@ def _parameters(module: nn.Module) -> Iterator[Tensor | None]:
             yield from _parameters(child)
 
 
-def _whole(name: str, x: Any, z: DTensor) -> Tensor:
+def _full_parameter(name: str, x: Any, z: DTensor) -> Tensor:
     from torch.distributed.tensor import Partial, Replicate
 
     check_alike(name, x, "z", z)
-    lies = [Replicate() if type(placement) is Replicate else Partial() for placement in z.placements]
-    made: Tensor = x.redistribute(placements=[Replicate()] * len(lies)).to_local(grad_placements=lies)
-    return made
+    layout = [Replicate() if type(placement) is Replicate else Partial() for placement in z.placements]
+    return x.redistribute(placements=[Replicate()] * len(layout)).to_local(grad_placements=layout)  # type: ignore[no-any-return]
 
 
 def _mask_of(mask: Any, z: Any) -> Tensor:
@@ -194,5 +185,5 @@ def _mask_of(mask: Any, z: Any) -> Tensor:
     from torch.distributed.tensor import Replicate, Shard
 
     axes = [placement.dim % z.ndim if type(placement) is Shard else None for placement in z.placements]
-    lies: list[Placement] = [Replicate() if axis is None or mask.shape[axis] == 1 else Shard(axis) for axis in axes]
-    return part_of(mask, lies).to(z.dtype).expand(local(z).shape[:-1])
+    layout: list[Placement] = [Replicate() if axis is None or mask.shape[axis] == 1 else Shard(axis) for axis in axes]
+    return part_of(mask, layout).to(z.dtype).expand(local(z).shape[:-1])

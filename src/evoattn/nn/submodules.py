@@ -1,4 +1,4 @@
-"""Whether a sub-module is what a joined product assumes, and how to call one that is not.
+"""Tests for plain sub-modules, which a joined product may read, and calls of all others.
 
 A layer reads the parameters of its projections and norms, and computes several of them at once. That is right only while each
 of them is a plain linear module or layer norm. People change modules after they made them: adapters, hooks, pruning, weight
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as of_torch
+from torch.nn.modules import module as torch_modules
 
 __all__ = ["call", "check_container", "has_hooks", "is_linear", "is_norm", "parameter_of"]
 
@@ -30,7 +30,7 @@ _LINEARS = {
     "protenix.model.modules.primitives": "Linear.forward",
     "opendde.model.modules.primitives": "Linear.forward",
 }
-"""Where clients define a linear module with a forward of its own, which computes what torch's does if it sets no precision."""
+"""Modules of clients, each with a linear forward that computes the same as torch's if it sets no precision."""
 
 _NORMS = {
     "openfold.model.primitives": "LayerNorm.forward",
@@ -50,12 +50,12 @@ _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes `x W^T + b` from its `weight` and `bias`, and nobody has to see that it is called."""
+    """Return whether a module computes `x W^T + b` from its `weight` and `bias`, and nobody has to see that it is called."""
     return _is_plain(module, nn.Linear, _LINEARS) and module.__dict__.get("precision") is None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a layer norm over the last axis, of `weight`, `bias` and `eps`, that nobody has to see called."""
+    """Return whether a module is a layer norm over the last axis, and nobody has to see that it is called."""
     return _is_plain(module, nn.LayerNorm, _NORMS) and len(module.__dict__.get("normalized_shape", (0,))) == 1
 
 
@@ -70,8 +70,8 @@ def call(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
     parameter = parameter_of([module])
     if parameter is not None and not torch.is_autocast_enabled(x.device.type):
         x = x.to(parameter.dtype)
-    made: Tensor = module(x)
-    return made.to(dtype)
+    y: Tensor = module(x)
+    return y.to(dtype)
 
 
 def parameter_of(modules: Sequence[nn.Module]) -> Tensor | None:
@@ -104,10 +104,10 @@ def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None
 
 
 def _is_plain(module: nn.Module, kind: Any, known: dict[str, str]) -> bool:
-    """Whether a call of the module runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
+    """Return whether a call runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
     if type(module) is not kind and not _computes(type(module), kind, known):
         return False
-    if "forward" in module.__dict__ or has_hooks(module) or of_torch._has_any_global_hook():
+    if "forward" in module.__dict__ or has_hooks(module) or torch_modules._has_any_global_hook():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
         return False  # torch.func and torch.jit take no autograd function of Python
@@ -116,13 +116,13 @@ def _is_plain(module: nn.Module, kind: Any, known: dict[str, str]) -> bool:
 
 
 def _computes(mine: Any, kind: Any, known: dict[str, str]) -> bool:
-    """Whether modules of a class run the forward of `kind`, or one that is known to compute the same."""
+    """Return whether modules of a class run the forward of `kind`, or one that is known to compute the same."""
     forward = mine.forward
     same = forward is kind.forward or known.get(forward.__module__) == forward.__qualname__
     return same and mine.__call__ is nn.Module.__call__
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run when a module is called."""
+    """Return whether hooks run when a module is called."""
     own = module.__dict__
     return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])

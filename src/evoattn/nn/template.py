@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from evoattn.call.validation import check_mask
-from evoattn.compat.empty_rows import EmptyRows
-from evoattn.nn.attention import Attention, attend, check_input, check_settings, heads, update
+from evoattn.fully_masked.means import EmptyRows
+from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, heads
 from evoattn.nn.project import project
 from evoattn.nn.submodules import check_container
 
@@ -78,4 +78,4 @@ class TemplatePointwiseAttention(nn.Module):
         q, k, v = (heads(x, self.no_heads) for x in (q.unsqueeze(-2), k, v))
         mask = None if mask is None else mask[..., None, None, :]
         o = attend(q, k, v, mask, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
-        return update(z, mha.end(o, None), residual=self.residual)
+        return add_residual(z, mha.end(o, None), residual=self.residual)

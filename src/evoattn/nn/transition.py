@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
-from evoattn.nn.attention import check_in_place, check_input, update
+from evoattn.nn.attention import add_residual, check_in_place, check_input
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear
 from evoattn.nn.sharded import run_local
 from evoattn.nn.submodules import call, has_hooks, is_linear, is_norm
@@ -125,7 +125,7 @@ class Transition(nn.Module):
 
     def _run(self, x: Tensor, mask: Tensor | None, *, residual: bool, in_place: bool) -> Tensor:
         if not self._is_plain():
-            return update(x, self._by_calls(x, mask), residual=residual, in_place=in_place)
+            return add_residual(x, self._by_calls(x, mask), residual=residual, in_place=in_place)
         (a, *others), out = self._inner, self._last
         b = others[0] if others else None
         return transition(
@@ -146,7 +146,7 @@ class Transition(nn.Module):
         )
 
     def _is_plain(self) -> bool:
-        """Whether the operator computes what the sub-modules define, and nobody has to see that one is called."""
+        """Return whether the operator computes what the sub-modules define, and nobody has to see that one is called."""
         if self.activation == "swiglu":
             swiglu = self.swiglu
             if type(swiglu) is not _SwiGLU or "forward" in swiglu.__dict__ or has_hooks(swiglu):
@@ -159,5 +159,5 @@ class Transition(nn.Module):
         dtype = compute_dtype_of(x, self._first)
         y = layer_norm(x, self.layer_norm, dtype)
         hidden = F.relu(linear(y, self.linear_1)) if self.activation == "relu" else call(self.swiglu, y, dtype)
-        made = linear(hidden, self._last)
-        return made if mask is None else made * mask.unsqueeze(-1).to(dtype)
+        update = linear(hidden, self._last)
+        return update if mask is None else update * mask.unsqueeze(-1).to(dtype)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask
-from evoattn.compat.empty_rows import EmptyRows
+from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import (
     Attention,
+    add_residual,
     attend,
     check_in_place,
     check_input,
@@ -21,7 +22,6 @@ from evoattn.nn.attention import (
     dropout_mask,
     heads,
     part_of_mask,
-    update,
 )
 from evoattn.nn.project import compute_dtype_of, layer_norm, project
 from evoattn.nn.sharded import run_split
@@ -111,25 +111,25 @@ class TriangleAttention(nn.Module):
         if is_distributed(z) or is_distributed(mask):
             run = functools.partial(self._run_part, transpose_bias=transpose_bias, residual=self.residual)
             return run_split(self, z, mask, run, transpose_bias=transpose_bias)
-        made = self._update(z, mask, transpose_bias=transpose_bias)
-        dropped = dropout_mask(made, self.dropout, self._rows) if self.dropout and self.training else None
-        return update(z, made, dropped, residual=self.residual, in_place=in_place)
+        update = self._update(z, mask, transpose_bias=transpose_bias)
+        dropout_factor = dropout_mask(update, self.dropout, self._rows) if self.dropout and self.training else None
+        return add_residual(z, update, dropout_factor, residual=self.residual, in_place=in_place)
 
     def add_to(
-        self, z: Tensor, mask: Tensor | None, dropped: Tensor | None, *, in_place: bool, transpose_bias: bool = False
+        self, z: Tensor, mask: Tensor | None, dropout_factor: Tensor | None, *, in_place: bool, transpose_bias: bool = False
     ) -> Tensor:
         """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
 
-        dropped: what multiplies the update, such as a dropout mask that the client has drawn, or None. If z is a DTensor, it is
-            that of the whole update.
+        dropout_factor: multiplies the update, such as a dropout mask that the client has drawn, or None. For all processes if
+            z is a DTensor.
         """
         if is_distributed(z):
-            how: dict[str, Any] = {"transpose_bias": transpose_bias, "dropped": dropped, "residual": True}
-            return run_split(self, z, mask, functools.partial(self._run_part, **how))
-        made = self._update(z, mask, transpose_bias=transpose_bias)
-        if dropped is None and self.dropout and self.training:
-            dropped = dropout_mask(made, self.dropout, self._rows)
-        return update(z, made, dropped, residual=True, in_place=in_place)
+            options: dict[str, Any] = {"transpose_bias": transpose_bias, "dropout_factor": dropout_factor, "residual": True}
+            return run_split(self, z, mask, functools.partial(self._run_part, **options))
+        update = self._update(z, mask, transpose_bias=transpose_bias)
+        if dropout_factor is None and self.dropout and self.training:
+            dropout_factor = dropout_mask(update, self.dropout, self._rows)
+        return add_residual(z, update, dropout_factor, residual=True, in_place=in_place)
 
     @property
     def _rows(self) -> int:
@@ -144,7 +144,7 @@ class TriangleAttention(nn.Module):
         *,
         transpose_bias: bool,
         residual: bool,
-        dropped: Tensor | None = None,
+        dropout_factor: Tensor | None = None,
     ) -> Tensor:
         """The output of a process that holds rows or columns of z.
 
@@ -153,19 +153,19 @@ class TriangleAttention(nn.Module):
         before the attention, and another one after it. It exchanges the normalised z, which is the narrower tensor. Every row
         needs the pair bias of all queries, so both nodes gather it. It has H channels.
         """
-        how: dict[str, Any] = {"transpose_bias": transpose_bias}
+        options: dict[str, Any] = {"transpose_bias": transpose_bias}
         if split is None:
-            made = self._update(z, mask, **how)
+            update = self._update(z, mask, **options)
         elif split.axis == self._rows:
-            made = self._update(z, mask, split.gather, **how)
+            update = self._update(z, mask, split.gather, **options)
         else:
             other = Split(split.group, self._rows, split.length)
             mask = None if mask is None else split.turned(mask.unsqueeze(-1)).squeeze(-1)
-            made = other.turned(self._update(split.turned(self._normed(z)), mask, other.gather, normed=True, **how))
-        dropped = part_of_mask(dropped, split)
-        if dropped is None and self.dropout and self.training:
-            dropped = dropout_mask(made, self.dropout, self._rows, split)
-        return update(z, made, dropped, residual=residual)
+            update = other.turned(self._update(split.turned(self._normed(z)), mask, other.gather, normed=True, **options))
+        dropout_factor = part_of_mask(dropout_factor, split)
+        if dropout_factor is None and self.dropout and self.training:
+            dropout_factor = dropout_mask(update, self.dropout, self._rows, split)
+        return add_residual(z, update, dropout_factor, residual=residual)
 
     def _normed(self, z: Tensor) -> Tensor:
         return layer_norm(z, self.layer_norm, compute_dtype_of(z, *self.mha.inputs, self.linear))
@@ -184,12 +184,12 @@ class TriangleAttention(nn.Module):
         If this process holds only some rows of z, `gather` makes the pair bias `[*, L, K, H]` of all rows from that of its own.
         normed: whether z is normalised already.
         """
-        turned = not z.is_contiguous() and z.transpose(-2, -3).is_contiguous()
-        x = z.transpose(-2, -3) if turned else z  # as it lies in memory
+        transposed = not z.is_contiguous() and z.transpose(-2, -3).is_contiguous()
+        x = z.transpose(-2, -3) if transposed else z  # as it lies in memory
         mha = self.mha
         check_container("mha", mha, Attention)
         q, k, v, g, bias = project(x, None if normed else self.layer_norm, (*mha.inputs, self.linear))
-        across = turned == self.starting  # the attention's rows are columns of x
+        across = transposed == self.starting  # the attention's rows are columns of x
         if across:
             q, k, v, bias = (y.transpose(-2, -3) for y in (q, k, v, bias))
         if mask is not None and not self.starting:
@@ -202,5 +202,5 @@ class TriangleAttention(nn.Module):
         q, k, v = (heads(y, self.no_heads) for y in (q, k, v))
         gate = None if across else heads(g, self.no_heads)
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        made = mha.end(o.transpose(-2, -3), g) if across else mha.end(o, None)
-        return made.transpose(-2, -3) if turned else made
+        update = mha.end(o.transpose(-2, -3), g) if across else mha.end(o, None)
+        return update.transpose(-2, -3) if transposed else update

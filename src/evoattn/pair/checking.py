@@ -1,4 +1,4 @@
-"""What the pair operators share before they compute: checks of their arguments, casts of their weights."""
+"""Checks of the arguments of pair operators, casts of their weights, and the norm of their references."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from evoattn.call.sharded import is_distributed
 from evoattn.call.validation import check_mask, compute_dtype
+from evoattn.numerics import accumulate_dtype
 from evoattn.run import guards
 
-__all__ = ["cast", "check_mask_of", "check_out", "check_shapes", "check_tensors", "direct", "written"]
+__all__ = ["cast", "check_mask_of", "check_out", "check_shapes", "check_tensors", "direct", "norm", "result_dtype", "written"]
 
 Weights = TypeVar("Weights", bound=Any)
 """A named tuple of tensors, of which some may be None."""
 
 
 def check_out(out: Tensor, x: Tensor, dtype: torch.dtype, *, records: bool) -> None:
-    """Raise TypeError or ValueError unless a result can be written into `out`.
+    """Raise TypeError or ValueError unless the result for x, of a dtype, can be written into `out`.
 
-    Args:
-        out: a tensor of the caller's.
-        x: the input, whose shape and device the result has.
-        dtype: of the result.
-        records: whether autograd would record the call.
+    `records` tells whether autograd would record the call.
     """
     if not isinstance(out, Tensor):
         raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
@@ -39,11 +37,7 @@ def check_out(out: Tensor, x: Tensor, dtype: torch.dtype, *, records: bool) -> N
 def check_tensors(name: str, x: Tensor, weights: Mapping[str, Tensor | None], optional: frozenset[str]) -> None:
     """Raise TypeError or ValueError unless x and the weights are floating-point tensors on one device.
 
-    Args:
-        name: that of x.
-        x: the input.
-        weights: by name.
-        optional: names of weights that may be None.
+    `name` is that of x. `optional` has names of weights that may be None.
     """
     for what, tensor in ((name, x), *weights.items()):
         if tensor is None and what in optional:
@@ -61,10 +55,7 @@ def check_tensors(name: str, x: Tensor, weights: Mapping[str, Tensor | None], op
 def check_shapes(weights: Mapping[str, Tensor | None], shapes: Mapping[str, tuple[int, ...]], sizes: str) -> None:
     """Raise ValueError unless weights have the shapes of their modules. A bias has the first size of its weight.
 
-    Args:
-        weights: by name, which is that of the module and "_weight" or "_bias".
-        shapes: of weights, by module.
-        sizes: what the message says of them.
+    Weights are named by their module and "_weight" or "_bias". The message ends with `sizes`.
     """
     for name, tensor in weights.items():
         module, kind = name.rsplit("_", 1)
@@ -73,18 +64,19 @@ def check_shapes(weights: Mapping[str, Tensor | None], shapes: Mapping[str, tupl
             raise ValueError(f"{name} must be {list(wanted)} {sizes}, got shape {list(tensor.shape)}")
 
 
-def cast(x: Tensor, weights: Weights, product: Tensor) -> Weights:
-    """The weights, one row after the other in memory; those of products, and their biases, in the products' dtype.
+def result_dtype(x: Tensor, weights: Any, options: Any) -> torch.dtype:
+    """The dtype of a result: that of the products, or with the residual that to which torch promotes x and the update."""
+    return torch.promote_types(x.dtype, weights.dtype) if options.residual else weights.dtype  # type: ignore[no-any-return]
 
-    Args:
-        x: the input.
-        weights: a named tuple; the names of norms have "norm" in them.
-        product: the weight of a product, which has the dtype of all.
+
+def cast(x: Tensor, weights: Weights, product: Tensor) -> Weights:
+    """Make the weights contiguous, and cast those of products, and their biases, to the dtype of the products.
+
+    The names of norms have "norm" in them. `product` is the weight whose dtype counts.
     """
     dtype = compute_dtype(x, product)
-    made = [y if y is None else (y if "norm" in name else y.to(dtype)).contiguous() for name, y in weights._asdict().items()]
-    same: Weights = type(weights)._make(made)
-    return same
+    values = [y if y is None else (y if "norm" in name else y.to(dtype)).contiguous() for name, y in weights._asdict().items()]
+    return type(weights)._make(values)  # type: ignore[no-any-return]
 
 
 def check_mask_of(name: str, x: Tensor, mask: Tensor | None) -> None:
@@ -109,3 +101,10 @@ def written(out: Tensor) -> Tensor:
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """A layer norm over the last axis, in float32 or wider."""
+    sum_dtype = accumulate_dtype(x.dtype)
+    weight, bias = (None if y is None else y.to(sum_dtype) for y in (weight, bias))
+    return F.layer_norm(x.to(sum_dtype), x.shape[-1:], weight, bias, eps)

@@ -1,4 +1,4 @@
-"""What the kernels of the pair operators share: loads of rows and weights, and the norm of rows."""
+"""Pieces of the kernels of the pair operators: loads of rows and weights, and the norm of rows."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class Inputs:
     @property
     def differentiable(self) -> dict[str, Tensor]:
         """The inputs that have a gradient in this case, by name."""
-        given = {name: getattr(self, name) for name in GRADIENTS}
-        return {name: x for name, x in given.items() if x is not None and name in self.case.gradients}
+        tensors = {name: getattr(self, name) for name in GRADIENTS}
+        return {name: x for name, x in tensors.items() if x is not None and name in self.case.gradients}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -125,12 +125,12 @@ class Case:
 
     def __repr__(self) -> str:
         """A line of Python that makes the case again: its name, and the arguments that differ from their defaults."""
-        given = [
+        words = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
             if field.name != "name" and getattr(self, field.name) != field.default
         ]
-        return f"Case({', '.join([repr(self.name), *given])})"
+        return f"Case({', '.join([repr(self.name), *words])})"
 
 
 def from_workload(workload: Workload, dtype: torch.dtype) -> Case:
@@ -152,24 +152,24 @@ def from_workload(workload: Workload, dtype: torch.dtype) -> Case:
 
 _QKV = ("q", "k", "v")
 _FIVE = GRADIENTS[:5]
-_BOTH = {"mask_bias": "finite", "pair_bias": "b1hqk"}
+_BOTH: dict[str, Any] = {"mask_bias": "finite", "pair_bias": "b1hqk"}
 
 AWKWARD: tuple[Case, ...] = (
-    *(Case(f"length_{size}", n=2, lq=size, lk=size, **_BOTH) for size in (1, 15, 16, 17, 100, 127, 129)),  # type: ignore[arg-type]
-    Case("length_397", n=1, h=1, lq=397, lk=397, **_BOTH),  # type: ignore[arg-type]
+    *(Case(f"length_{size}", n=2, lq=size, lk=size, **_BOTH) for size in (1, 15, 16, 17, 100, 127, 129)),
+    Case("length_397", n=1, h=1, lq=397, lk=397, **_BOTH),
     Case("length_192_mask", n=2, h=1, lq=192, lk=192, mask="random", pair_bias="b1hqk"),
     Case("no_bias", lq=33, lk=33),
     Case("mask_bias_alone", mask_bias="finite"),
     Case("pair_bias_alone", pair_bias="b1hqk"),
     Case("padding", n=4, lq=70, lk=70, mask="padding", pair_bias="b1hqk"),
-    Case("mask_and_both_biases", mask="random", **_BOTH),  # type: ignore[arg-type]
-    Case("no_queries", lq=0, **_BOTH),  # type: ignore[arg-type]
-    Case("no_keys", lk=0, **_BOTH),  # type: ignore[arg-type]
+    Case("mask_and_both_biases", mask="random", **_BOTH),
+    Case("no_queries", lq=0, **_BOTH),
+    Case("no_keys", lk=0, **_BOTH),
     Case("no_keys_query_bias", lk=0, mask_bias="finite", pair_bias="b1hq1"),
-    Case("no_rows", n=0, **_BOTH),  # type: ignore[arg-type]
-    Case("one_query", lq=1, lk=40, **_BOTH),  # type: ignore[arg-type]
-    Case("more_queries", lq=50, lk=19, **_BOTH),  # type: ignore[arg-type]
-    Case("more_keys", lq=19, lk=50, **_BOTH),  # type: ignore[arg-type]
+    Case("no_rows", n=0, **_BOTH),
+    Case("one_query", lq=1, lk=40, **_BOTH),
+    Case("more_queries", lq=50, lk=19, **_BOTH),
+    Case("more_keys", lq=19, lk=50, **_BOTH),
     Case("few_queries_many_channels", n=3, h=4, lq=2, lk=47, d=40, c=32),
     Case("few_queries_few_values", lead=(2,), n=17, h=4, lq=16, lk=47, d=40, c=8),
     Case("few_queries_wide_values", n=2, h=2, lq=5, lk=33, d=64, c=32),
@@ -186,11 +186,11 @@ AWKWARD: tuple[Case, ...] = (
         cotangent="expanded",
         gradients=("k", "v", "pair_bias"),
     ),
-    Case("wider_values", c=24, **_BOTH),  # type: ignore[arg-type]
-    Case("narrower_values", d=24, c=8, **_BOTH),  # type: ignore[arg-type]
-    *(Case(f"channels_{d}", d=d, **_BOTH) for d in (1, 5, 16, 24, 32, 48, 64, 80, 128, 256)),  # type: ignore[arg-type]
+    Case("wider_values", c=24, **_BOTH),
+    Case("narrower_values", d=24, c=8, **_BOTH),
+    *(Case(f"channels_{d}", d=d, **_BOTH) for d in (1, 5, 16, 24, 32, 48, 64, 80, 128, 256)),
     Case("rows_without_keys", n=4, mask="empty_rows", pair_bias="b1hqk", lse_gradient=True),
-    Case("rows_without_keys_and_bias", n=4, mask="empty_rows", **_BOTH),  # type: ignore[arg-type]
+    Case("rows_without_keys_and_bias", n=4, mask="empty_rows", **_BOTH),
     Case("rows_of_minus_inf", n=4, mask_bias="minus_inf_rows", pair_bias="b1hqk", lse_gradient=True),
     Case("rows_of_minus_1e9", n=4, mask_bias="minus_1e9_rows", pair_bias="b1hqk", lse_gradient=True),
     Case("mask_bias_minus_1e9", mask_bias="minus_1e9", pair_bias="b1hqk"),
@@ -223,18 +223,18 @@ AWKWARD: tuple[Case, ...] = (
         lse_gradient=True,
     ),
     Case("pair_bias_lowest_rows", mask="random", pair_bias="b1hqk", pair_fill="lowest_rows", lse_gradient=True),
-    Case("lse_far_from_zero", spread=60.0, **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
-    Case("lse_gradient", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
-    Case("wide_bias", bias_dtype=torch.float32, **_BOTH),  # type: ignore[arg-type]
-    Case("expanded_cotangent", cotangent="expanded", **_BOTH),  # type: ignore[arg-type]
-    Case("transposed", strides="transposed", **_BOTH),  # type: ignore[arg-type]
-    Case("sliced", strides="sliced", **_BOTH),  # type: ignore[arg-type]
-    Case("permuted_pair", strides="permuted_pair", **_BOTH),  # type: ignore[arg-type]
-    Case("offset", strides="offset", d=32, lse_gradient=True, **_BOTH),  # type: ignore[arg-type]
-    Case("offset_heads_first", layout="bnhld", strides="offset", d=32, lq=70, lk=70, **_BOTH),  # type: ignore[arg-type]
-    Case("heads_first", layout="bnhld", **_BOTH),  # type: ignore[arg-type]
-    Case("heads_first_transposed", layout="bnhld", strides="transposed", **_BOTH),  # type: ignore[arg-type]
-    Case("batch_2", lead=(2,), **_BOTH),  # type: ignore[arg-type]
+    Case("lse_far_from_zero", spread=60.0, **_BOTH, lse_gradient=True),
+    Case("lse_gradient", **_BOTH, lse_gradient=True),
+    Case("wide_bias", bias_dtype=torch.float32, **_BOTH),
+    Case("expanded_cotangent", cotangent="expanded", **_BOTH),
+    Case("transposed", strides="transposed", **_BOTH),
+    Case("sliced", strides="sliced", **_BOTH),
+    Case("permuted_pair", strides="permuted_pair", **_BOTH),
+    Case("offset", strides="offset", d=32, lse_gradient=True, **_BOTH),
+    Case("offset_heads_first", layout="bnhld", strides="offset", d=32, lq=70, lk=70, **_BOTH),
+    Case("heads_first", layout="bnhld", **_BOTH),
+    Case("heads_first_transposed", layout="bnhld", strides="transposed", **_BOTH),
+    Case("batch_2", lead=(2,), **_BOTH),
     Case("batch_2_pair_bias_of_1", lead=(2,), mask_bias="finite", pair_bias="11hqk"),
     Case("no_batch_axis", lead=(), mask_bias="finite", pair_bias="1hqk"),
     Case("two_batch_axes", lead=(2, 3), mask_bias="finite", pair_bias="b1hqk"),
@@ -244,11 +244,11 @@ AWKWARD: tuple[Case, ...] = (
     Case("pair_bias_of_keys", mask_bias="finite", pair_bias="b1h1k"),
     Case("pair_bias_of_queries", mask_bias="finite", pair_bias="b1hq1", lse_gradient=True),
     Case("pair_bias_short", mask_bias="finite", pair_bias="hqk"),
-    Case("one_key_head", kv_heads=1, h=4, **_BOTH),  # type: ignore[arg-type]
-    Case("one_query_one_key_head", lq=1, kv_heads=1, h=4, mask="random", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
+    Case("one_key_head", kv_heads=1, h=4, **_BOTH),
+    Case("one_query_one_key_head", lq=1, kv_heads=1, h=4, mask="random", **_BOTH, lse_gradient=True),
     Case("one_query_one_key_head_first", layout="bnhld", lq=1, kv_heads=1, h=4, pair_bias="hqk"),
-    Case("own_scale", scale=0.37, **_BOTH),  # type: ignore[arg-type]
-    Case("negative_scale", scale=-0.5, **_BOTH),  # type: ignore[arg-type]
+    Case("own_scale", scale=0.37, **_BOTH),
+    Case("negative_scale", scale=-0.5, **_BOTH),
     Case("few_point", n=40, h=4, lq=1, lk=4, d=16, mask="random", gradients=_QKV),
     Case("few_of_all", n=40, lq=3, lk=5, mask="empty_rows", mask_bias="finite", gradients=_QKV, lse_gradient=True),
     Case("few_column", n=30, h=3, lq=4, lk=16, d=24, c=5, layout="bnhld", mask="random", gradients=_QKV),
@@ -262,30 +262,30 @@ AWKWARD: tuple[Case, ...] = (
     Case("few_sliced", n=9, lq=4, lk=8, d=33, strides="sliced", mask_bias="finite", gradients=_QKV, spread=60.0),
     Case("few_with_all_gradients", n=9, lq=4, lk=8, mask="random", mask_bias="finite"),
     *(Case(f"few_only_{name}", n=5, lq=6, lk=3, mask_bias="finite", gradients=(name,)) for name in ("q", "k", "v")),
-    *(Case(f"only_{name}", gradients=(name,), **_BOTH) for name in ("q", "k", "v", "mask_bias", "pair_bias")),  # type: ignore[arg-type]
-    *(Case(f"gate_length_{size}", n=2, lq=size, lk=size, gate="random", **_BOTH) for size in (15, 16, 17, 100)),  # type: ignore[arg-type]
+    *(Case(f"only_{name}", gradients=(name,), **_BOTH) for name in ("q", "k", "v", "mask_bias", "pair_bias")),
+    *(Case(f"gate_length_{size}", n=2, lq=size, lk=size, gate="random", **_BOTH) for size in (15, 16, 17, 100)),
     *(Case(f"gate_channels_{d}", d=d, gate="random", pair_bias="b1hqk") for d in (5, 16, 24, 32, 64)),
     Case("gate_alone", lq=33, lk=33, gate="random"),
-    Case("gate_large", gate="large", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
-    Case("gate_heads_first", layout="bnhld", gate="random", mask="random", **_BOTH),  # type: ignore[arg-type]
-    Case("gate_transposed", gate="random", gate_strides="transposed", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_large", gate="large", **_BOTH, lse_gradient=True),
+    Case("gate_heads_first", layout="bnhld", gate="random", mask="random", **_BOTH),
+    Case("gate_transposed", gate="random", gate_strides="transposed", **_BOTH),
     Case("gate_heads_first_transposed", layout="bnhld", gate="random", gate_strides="transposed", pair_bias="b1hqk"),
-    Case("gate_sliced", gate="large", gate_strides="sliced", strides="sliced", **_BOTH),  # type: ignore[arg-type]
-    Case("gate_offset", gate="random", strides="offset", d=32, **_BOTH),  # type: ignore[arg-type]
-    Case("gate_of_one_row", n=4, gate="random", gate_strides="expanded_rows", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_sliced", gate="large", gate_strides="sliced", strides="sliced", **_BOTH),
+    Case("gate_offset", gate="random", strides="offset", d=32, **_BOTH),
+    Case("gate_of_one_row", n=4, gate="random", gate_strides="expanded_rows", **_BOTH),
     Case("gate_of_one_channel", gate="large", gate_strides="expanded_channels", pair_bias="b1hqk"),
-    Case("gate_expanded_cotangent", gate="random", cotangent="expanded", **_BOTH, lse_gradient=True),  # type: ignore[arg-type]
-    Case("gate_wider_values", c=24, gate="random", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_expanded_cotangent", gate="random", cotangent="expanded", **_BOTH, lse_gradient=True),
+    Case("gate_wider_values", c=24, gate="random", **_BOTH),
     Case("gate_rows_without_keys", n=4, gate="random", mask="empty_rows", pair_bias="b1hqk", lse_gradient=True),
-    Case("gate_no_queries", lq=0, gate="random", **_BOTH),  # type: ignore[arg-type]
-    Case("gate_no_keys", lk=0, gate="random", **_BOTH),  # type: ignore[arg-type]
+    Case("gate_no_queries", lq=0, gate="random", **_BOTH),
+    Case("gate_no_keys", lk=0, gate="random", **_BOTH),
     Case("gate_no_batch_axis", lead=(), gate="random", pair_bias="1hqk"),
     Case("gate_two_batch_axes", lead=(2, 3), gate="random", mask_bias="finite", pair_bias="b1hqk"),
     Case("gate_pair_bias_of_each_row", lead=(2,), gate="random", pair_bias="bnhqk"),
     Case("gate_one_query_one_key_head", lq=1, kv_heads=1, h=4, gate="random", mask="random", lse_gradient=True),
     Case("gate_few", n=40, h=4, lq=1, lk=4, d=16, gate="random", mask="random"),
     Case("gate_few_column", n=30, h=3, lq=4, lk=16, d=24, c=5, layout="bnhld", gate="large", mask="random"),
-    Case("gate_without_its_gradient", gate="random", gradients=_FIVE, **_BOTH),  # type: ignore[arg-type]
-    *(Case(f"gate_only_{name}", gate="random", gradients=(name,), **_BOTH) for name in GRADIENTS),  # type: ignore[arg-type]
+    Case("gate_without_its_gradient", gate="random", gradients=_FIVE, **_BOTH),
+    *(Case(f"gate_only_{name}", gate="random", gradients=(name,), **_BOTH) for name in GRADIENTS),
 )
-"""What broke other kernels: every backend must take these, in every dtype that it takes."""
+"""Cases that broke other kernels. Every backend must take them, in every dtype that it takes."""

@@ -1,4 +1,4 @@
-"""What people do to modules after they made them: adapters, wrappers, hooks, pruning, weight norm."""
+"""Changes of modules after they were made: adapters, wrappers, hooks, pruning, weight norm."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ class Wrapper(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = 3 * self.inner(x)
-        return made
+        return 3 * self.inner(x)  # type: ignore[no-any-return]
 
 
 def _own_forward(module: nn.Module) -> None:
     """As accelerate's hooks do it."""
     right = module.forward
-    module.forward = lambda x: 2 * right(x)  # type: ignore[method-assign]
+    module.forward = lambda x: 2 * right(x)
 
 
 def _hook_backward(module: nn.Module) -> None:
     def double(_: nn.Module, inputs: Any, outputs: Any) -> tuple[Tensor | None, ...]:
         return tuple(None if x is None else 2 * x for x in inputs)
 
-    module.register_full_backward_hook(double)  # type: ignore[arg-type]
+    module.register_full_backward_hook(double)
 
 
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
@@ -72,7 +71,7 @@ INSTEAD: dict[str, Callable[[Any], nn.Module]] = {
     "wrapper": Wrapper,
     "sequential": lambda module: nn.Sequential(module),
 }
-"""What is put in the place of a linear module."""
+"""Modules that replace a linear module."""
 
 
 def change(layer: nn.Module, path: str, how: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from evoattn.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 
-__all__ = ["Biases", "Results", "dense", "differentiate", "exact_biases", "heads_first", "key_axes", "plain_biases", "scores"]
+__all__ = ["Biases", "Results", "dense", "differentiate", "heads_first", "key_axes", "plain_biases", "scores", "shifted_biases"]
 
 Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]]
 
@@ -25,7 +25,7 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Biases:
-    """What is added to the scores, term by term, and the constant that each query's sum is measured from."""
+    """Terms that are added to the scores, and the constant from which each query's sum is measured."""
 
     terms: tuple[Tensor, ...]
     shift: Tensor | None = None
@@ -48,30 +48,30 @@ def plain_biases(inputs: Inputs, mask_bias: Tensor | None, pair_bias: Tensor | N
     return Biases(tuple(x.to(dtype) for x in (pair_bias, key_axes(mask_bias, inputs.q.ndim)) if x is not None))
 
 
-def exact_biases(inputs: Inputs, mask_bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Biases:
+def shifted_biases(inputs: Inputs, mask_bias: Tensor | None, pair_bias: Tensor | None, dtype: torch.dtype) -> Biases:
     """The biases measured from the largest sum of a query over the keys that it attends to.
 
     At -1e9 even float64 has steps of 1e-7. So what rounding takes from the sum of both biases is kept, and added once the shift
     is off. No gradient flows through the shift: it cancels in the output, and the LSE gets it back.
     """
-    given = plain_biases(inputs, mask_bias, pair_bias, dtype).terms
-    if not given or not inputs.case.lk:
-        return Biases(given)
-    total = given[0] if len(given) == 1 else given[0] + given[1]
+    bias_terms = plain_biases(inputs, mask_bias, pair_bias, dtype).terms
+    if not bias_terms or not inputs.case.lk:
+        return Biases(bias_terms)
+    total = bias_terms[0] if len(bias_terms) == 1 else bias_terms[0] + bias_terms[1]
     with torch.no_grad():
         mask = key_axes(inputs.mask, inputs.q.ndim)
         attended = total if mask is None else torch.where(mask, total, -torch.inf)
         shift = attended.amax(-1, keepdim=True)
         shift = torch.where(shift.isfinite(), shift, 0)
-        rest = _rounded_off(*given, total) if len(given) == 2 else None
+        rest = _rounded_off(*bias_terms, total) if len(bias_terms) == 2 else None
     total = total - shift
     return Biases((total if rest is None else total + rest,), shift)
 
 
 def _rounded_off(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     """a + b - total without any error (Knuth's two-sum), 0 where it is not finite."""
-    of_b = total - a
-    rest = (a - (total - of_b)) + (b - of_b)
+    b_part = total - a
+    rest = (a - (total - b_part)) + (b - b_part)
     return torch.where(rest.isfinite(), rest, 0)
 
 

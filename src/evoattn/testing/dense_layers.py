@@ -26,7 +26,7 @@ from evoattn.nn.pair_bias import AdaLN
 from evoattn.numerics import accumulate_dtype
 
 __all__ = [
-    "Weights",
+    "MaskedSoftmax",
     "columns",
     "global_columns",
     "multiplication",
@@ -39,15 +39,15 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
-    """How scores become weights, in float64 whatever the dtype of the scores, but if `rough` is given.
+class MaskedSoftmax:
+    """Softmax of scores, in float64 whatever the dtype of the scores, but if `rough` is given.
 
     Args:
         empty: what a row weighs that is masked at every key: all keys alike, with the gradient of softmax ("mean", what float32
             makes of -1e9), nothing ("native"), or as if there were no mask ("scores", what exact numbers make of -1e9).
         rough: the relative error of delta, the row sum that the backward of softmax takes off. A backend computes delta from an
             output that was rounded. If the gradient of the scores is 0 but for rounding, only that shows how much it is.
-            Weights are then computed in the dtype in which a backend accumulates.
+            MaskedSoftmax are then computed in the dtype in which a backend accumulates.
         seed: of these errors.
     """
 
@@ -56,20 +56,19 @@ class Weights:
     seed: int = 0
 
     def __call__(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """Weights of scores `[*, H, Q, K]` under a mask `[*, K]`, which is not 0 at keys that are attended."""
+        """MaskedSoftmax of scores `[*, H, Q, K]` under a mask `[*, K]`, which is not 0 at keys that are attended."""
         scores = scores.to(accumulate_dtype(scores.dtype) if self.rough else torch.float64)
         if mask is None:
             return self._softmax(scores)
-        kept = mask.bool()[..., None, None, :]
-        empty = ~kept.any(-1, keepdim=True)
+        attended = mask.bool()[..., None, None, :]
+        empty = ~attended.any(-1, keepdim=True)
         if self.empty == "mean":
             scores = torch.where(empty, scores - scores.detach(), scores)
-        weights = self._softmax(scores.masked_fill(~(kept | empty), -torch.inf))
+        weights = self._softmax(scores.masked_fill(~(attended | empty), -torch.inf))
         return weights.masked_fill(empty, 0) if self.empty == "native" else weights
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        made: Tensor = _Softmax.apply(scores, self.rough, self.seed) if self.rough else torch.softmax(scores, -1)  # type: ignore[no-untyped-call]
-        return made
+        return _Softmax.apply(scores, self.rough, self.seed) if self.rough else torch.softmax(scores, -1)  # type: ignore[no-untyped-call]
 
 
 class _Softmax(torch.autograd.Function):
@@ -93,19 +92,18 @@ class _Softmax(torch.autograd.Function):
 
 
 def attention(
-    mha: Attention, x: Tensor, keys: Tensor, no_heads: int, mask: Tensor | None, pair: Tensor | float, weights: Weights
+    mha: Attention, x: Tensor, keys: Tensor, no_heads: int, mask: Tensor | None, pair: Tensor | float, weights: MaskedSoftmax
 ) -> Tensor:
     """x `[*, Q, C]`, keys `[*, K, C]`, mask `[*, K]`, pair what broadcasts to `[*, H, Q, K]`."""
     products = ((mha.linear_q, x), (mha.linear_k, keys), (mha.linear_v, keys))
     q, k, v = (linear(y).unflatten(-1, (no_heads, -1)).transpose(-2, -3) for linear, y in products)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + pair
     o = (weights(scores, mask).to(v.dtype) @ v).transpose(-2, -3).flatten(-2)
-    made: Tensor = mha.linear_o(o if mha.linear_g is None else o * mha.linear_g(x).sigmoid())
-    return made
+    return mha.linear_o(o if mha.linear_g is None else o * mha.linear_g(x).sigmoid())  # type: ignore[no-any-return]
 
 
 def triangle(
-    layer: TriangleAttention, z: Tensor, *, mask: Tensor | None, weights: Weights, transpose_bias: bool = False
+    layer: TriangleAttention, z: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax, transpose_bias: bool = False
 ) -> Tensor:
     x = z
     if not layer.starting:
@@ -113,33 +111,33 @@ def triangle(
     x = layer.layer_norm(x)
     pair = layer.linear(x).movedim(-1, -3).unsqueeze(-4)
     pair = pair.transpose(-1, -2) if transpose_bias else pair
-    made = attention(layer.mha, x, x, layer.no_heads, mask, pair, weights)
-    made = made if layer.starting else made.transpose(-2, -3)
-    return z + made if layer.residual else made
+    update = attention(layer.mha, x, x, layer.no_heads, mask, pair, weights)
+    update = update if layer.starting else update.transpose(-2, -3)
+    return z + update if layer.residual else update
 
 
-def multiplication(layer: TriangleMultiplication, z: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+def multiplication(layer: TriangleMultiplication, z: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax) -> Tensor:
     y = layer.layer_norm_in(z)
     a, b = (layer.linear_a_p(y) * layer.linear_a_g(y).sigmoid(), layer.linear_b_p(y) * layer.linear_b_g(y).sigmoid())
     if mask is not None:
         a, b = (x * mask[..., None].to(x.dtype) for x in (a, b))
     t = torch.einsum("...ikd,...jkd->...ijd" if layer.outgoing else "...kid,...kjd->...ijd", a, b)
-    made: Tensor = layer.linear_z(layer.layer_norm_out(t)) * layer.linear_g(y).sigmoid()
-    return z + made if layer.residual else made
+    update: Tensor = layer.linear_z(layer.layer_norm_out(t)) * layer.linear_g(y).sigmoid()
+    return z + update if layer.residual else update
 
 
-def transition(layer: Transition, x: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+def transition(layer: Transition, x: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax) -> Tensor:
     y = layer.layer_norm(x)
     if layer.activation == "relu":
-        made: Tensor = layer.linear_2(_relu(layer.linear_1(y), weights))
+        update: Tensor = layer.linear_2(_relu(layer.linear_1(y), weights))
     else:
         a = layer.swiglu.linear_a(y)
-        made = layer.linear_out(a * a.sigmoid() * layer.swiglu.linear_b(y))
-    made = made if mask is None else made * mask[..., None].to(made.dtype)
-    return x + made if layer.residual else made
+        update = layer.linear_out(a * a.sigmoid() * layer.swiglu.linear_b(y))
+    update = update if mask is None else update * mask[..., None].to(update.dtype)
+    return x + update if layer.residual else update
 
 
-def _relu(x: Tensor, weights: Weights) -> Tensor:
+def _relu(x: Tensor, weights: MaskedSoftmax) -> Tensor:
     """ReLU. A rough one takes a random side where rounding decides the sign: all of a gradient or nothing passes there."""
     if not weights.rough:
         return x.relu()
@@ -149,40 +147,42 @@ def _relu(x: Tensor, weights: Weights) -> Tensor:
     return x * (x.detach() + size * noise > 0)
 
 
-def rows(layer: MSARowAttentionWithPairBias, m: Tensor, z: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+def rows(layer: MSARowAttentionWithPairBias, m: Tensor, z: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax) -> Tensor:
     pair = layer.linear_z(layer.layer_norm_z(z)).movedim(-1, -3).unsqueeze(-4)  # type: ignore[misc]
     x = layer.layer_norm_m(m)
-    made = attention(layer.mha, x, x, layer.no_heads, mask, pair, weights)
-    return m + made if layer.residual else made
+    update = attention(layer.mha, x, x, layer.no_heads, mask, pair, weights)
+    return m + update if layer.residual else update
 
 
-def columns(layer: MSAColumnAttention, m: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+def columns(layer: MSAColumnAttention, m: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax) -> Tensor:
     inner = layer._msa_att
     x = inner.layer_norm_m(m).transpose(-2, -3)
     mask = None if mask is None else mask.transpose(-1, -2)
-    made = attention(inner.mha, x, x, inner.no_heads, mask, 0.0, weights).transpose(-2, -3)
-    return m + made if inner.residual else made
+    update = attention(inner.mha, x, x, inner.no_heads, mask, 0.0, weights).transpose(-2, -3)
+    return m + update if inner.residual else update
 
 
-def global_columns(layer: MSAColumnGlobalAttention, m: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+def global_columns(layer: MSAColumnGlobalAttention, m: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax) -> Tensor:
     mha, x = layer.global_attention, layer.layer_norm_m(m).transpose(-2, -3)
     mask = torch.ones(m.shape[:-1], dtype=torch.float32, device=m.device) if mask is None else mask
     mask = mask.transpose(-1, -2)
-    wide = mask.to(torch.promote_types(x.dtype, torch.float32))  # 1e-10 is 0 in float16
-    mean = ((x * wide[..., None]).sum(-2) / (wide.sum(-1, keepdim=True) + layer.eps)).to(x.dtype)
+    float_mask = mask.to(torch.promote_types(x.dtype, torch.float32))  # 1e-10 is 0 in float16
+    mean = ((x * float_mask[..., None]).sum(-2) / (float_mask.sum(-1, keepdim=True) + layer.eps)).to(x.dtype)
     q = mha.linear_q(mean).unflatten(-1, (layer.no_heads, 1, -1))  # [*,l,h,1,d]
     k, v = (linear(x).unsqueeze(-3) for linear in (mha.linear_k, mha.linear_v))  # [*,l,1,s,d]
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     o = (weights(scores, mask).to(v.dtype) @ v).flatten(-3).unsqueeze(-2)  # [*,l,1,hd]
     gate = 1.0 if mha.linear_g is None else mha.linear_g(x).sigmoid()
-    made: Tensor = mha.linear_o(o * gate).transpose(-2, -3)
-    return m + made if layer.residual else made
+    update: Tensor = mha.linear_o(o * gate).transpose(-2, -3)
+    return m + update if layer.residual else update
 
 
-def templates(layer: TemplatePointwiseAttention, t: Tensor, z: Tensor, *, mask: Tensor | None, weights: Weights) -> Tensor:
+def templates(
+    layer: TemplatePointwiseAttention, t: Tensor, z: Tensor, *, mask: Tensor | None, weights: MaskedSoftmax
+) -> Tensor:
     keys, mask = t.movedim(-4, -2), None if mask is None else mask[..., None, None, :]
-    made = attention(layer.mha, z.unsqueeze(-2), keys, layer.no_heads, mask, 0.0, weights).squeeze(-2)
-    return z + made if layer.residual else made
+    update = attention(layer.mha, z.unsqueeze(-2), keys, layer.no_heads, mask, 0.0, weights).squeeze(-2)
+    return z + update if layer.residual else update
 
 
 def pair_biased(
@@ -192,7 +192,7 @@ def pair_biased(
     s: Tensor | None = None,
     *,
     mask: Tensor | None,
-    weights: Weights,
+    weights: MaskedSoftmax,
     keys: Tensor | None = None,
 ) -> Tensor:
     """The single track, or the diffusion transformer if there is a condition."""
@@ -202,12 +202,12 @@ def pair_biased(
         if isinstance(norm, AdaLN):
             condition = norm.layer_norm_s(s)
             return norm.linear_g(condition).sigmoid() * norm.layer_norm_a(x) + norm.linear_s(condition)  # type: ignore[no-any-return]
-        return x if norm is None else norm(x)  # type: ignore[no-any-return]
+        return x if norm is None else norm(x)
 
     x = normed(a)
     pair = z if layer.layer_norm_z is None else layer.layer_norm_z(z)
     pair = pair if layer.linear_z is None else layer.linear_z(pair)
     others = x if keys is None else normed(keys)
-    made = attention(layer.mha, x, others, layer.no_heads, mask, pair.movedim(-1, -3), weights)
-    made = made if layer.linear_ada_out is None else layer.linear_ada_out(s).sigmoid() * made
-    return a + made if layer.residual else made
+    update = attention(layer.mha, x, others, layer.no_heads, mask, pair.movedim(-1, -3), weights)
+    update = update if layer.linear_ada_out is None else layer.linear_ada_out(s).sigmoid() * update
+    return a + update if layer.residual else update

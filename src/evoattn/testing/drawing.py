@@ -16,14 +16,10 @@ __all__ = ["bell", "draw"]
 
 
 def draw(case: Case, seed: int, device: torch.device | str, *, portable: bool) -> dict[str, Tensor | None]:
-    """The tensors of `Inputs`, by name.
+    """Draw the tensors of `Inputs`, by name.
 
-    Args:
-        case: what to draw.
-        seed: of the generator.
-        device: where the tensors end up.
-        portable: use only operations that IEEE 754 fixes, so that every processor and torch version gives the same bits.
-            `torch.randn` takes logarithms and cosines, whose last bits depend on the machine.
+    With `portable`, use only operations that IEEE 754 fixes, so that every processor and torch version gives the same bits.
+    `torch.randn` takes logarithms and cosines, whose last bits depend on the machine.
     """
     return _Drawing(case, seed, device, portable).tensors()
 
@@ -31,8 +27,7 @@ def draw(case: Case, seed: int, device: torch.device | str, *, portable: bool) -
 def bell(rng: torch.Generator, *sizes: int) -> Tensor:
     """Random float64 numbers of mean 0 and variance 1, never beyond 3.5, on the CPU. IEEE 754 fixes their bits."""
     first, second, third, fourth = torch.rand((4, *sizes), generator=rng, dtype=torch.float64)
-    made: Tensor = ((first + second) + (third + fourth) - 2) * 3**0.5
-    return made
+    return ((first + second) + (third + fourth) - 2) * 3**0.5  # type: ignore[no-any-return]
 
 
 class _Drawing:
@@ -54,7 +49,7 @@ class _Drawing:
         v = self.activation(case.strides_of("v"), case.lk, kv_heads, c)
         o_shape = to_canonical(q, case.layout).shape[:-1]
         do = self.cotangent((*q.shape[:-1], c))
-        found = {
+        drawn = {
             "q": q,
             "k": k,
             "v": v,
@@ -66,8 +61,8 @@ class _Drawing:
             "gate": self.gate(q.shape, c),
         }
         if case.strides != "offset":
-            return found
-        return {name: None if x is None else _offset(x) for name, x in found.items()}
+            return drawn
+        return {name: None if x is None else _offset(x) for name, x in drawn.items()}
 
     def double(self, *sizes: int) -> Tensor:
         """Random float64 numbers of mean 0 and variance 1, on the CPU."""
@@ -101,12 +96,12 @@ class _Drawing:
             return self.normal(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-2, -3)
         return self.normal(*shape)
 
-    def gate(self, of_q: torch.Size, channels: int) -> Tensor | None:
+    def gate(self, q_shape: torch.Size, channels: int) -> Tensor | None:
         """It is drawn last, so that a case with a gate has the other numbers of the same case without."""
         case = self.case
         if case.gate is None:
             return None
-        shape = (*of_q[:-1], channels)
+        shape = (*q_shape[:-1], channels)
         kind = case.gate_strides
         if kind == "expanded_rows":
             x = self.normal(*shape[:-4], 1, *shape[-3:])
@@ -151,7 +146,7 @@ class _Drawing:
             keep[..., ::3, :] = False
         if case.mask == "empty_batches" and keep.ndim > 1:
             keep[::2] = False
-        return self.laid_out(keep.to(self.device), case.mask_axes)
+        return self.with_strides(keep.to(self.device), case.mask_axes)
 
     def mask_bias(self) -> Tensor | None:
         case = self.case
@@ -169,7 +164,7 @@ class _Drawing:
         if case.mask_bias.endswith("rows") and bias.ndim > 1:
             bias[..., ::3, :] = low
         bias = bias if axes == case.mask_bias_axes else bias[..., :, None, None, :]
-        return self.laid_out(bias.to(self.device), case.mask_bias_axes)
+        return self.with_strides(bias.to(self.device), case.mask_bias_axes)
 
     def pair_bias(self) -> Tensor | None:
         case = self.case
@@ -191,40 +186,40 @@ class _Drawing:
         bias = bias.to(self.device)
         if case.strides == "permuted_pair" or case.bias_strides == "permuted":
             return bias.movedim(-3, -1).contiguous().movedim(-1, -3) if bias.ndim > 2 else bias
-        return self.laid_out(bias, case.pair_bias, of_keys=False)
+        return self.with_strides(bias, case.pair_bias, by_key=False)
 
-    def laid_out(self, bias: Tensor, axes: str, *, of_keys: bool = True) -> Tensor:
+    def with_strides(self, bias: Tensor, axes: str, *, by_key: bool = True) -> Tensor:
         """A bias with the strides that the case asks for.
 
-        of_keys: whether it is a mask or a mask bias, whose axes may be those of rows and keys alone.
+        by_key: whether it is a mask or a mask bias, whose axes may be those of rows and keys alone.
         """
         kind = self.case.bias_strides
         if kind == "transposed" and bias.ndim > 1:
             return bias.transpose(-1, -2).contiguous().transpose(-1, -2)
         if kind == "sliced":
-            wide = bias.new_zeros((*bias.shape, 2))
-            wide[..., 0] = bias
-            return wide[..., 0]
+            pairs = bias.new_zeros((*bias.shape, 2))
+            pairs[..., 0] = bias
+            return pairs[..., 0]
         if kind == "expanded":
-            full = "".join(_of_ones(axes, len(self.case.lead), of_keys))
+            full = "".join(_expanded_axes(axes, len(self.case.lead), by_key))
             return bias.expand(self.sizes(full))
         return bias
 
 
-def _of_ones(axes: str, lead: int, of_keys: bool) -> list[str]:
+def _expanded_axes(axes: str, lead: int, by_key: bool) -> list[str]:
     """The letters of a bias with every unit axis but those between rows and keys replaced by the axis that it stands for."""
     spelt = list(axes.replace("b", "xyz"[:lead]))
     if spelt[-3:-1] == ["1", "1"] and len(spelt) == lead + 4:  # [*, n, 1, 1, k] of a mask, or a pair bias like that
-        whole = [*"xyz"[:lead], "n", "1", "1", "k"]
-    elif of_keys and len(spelt) <= lead + 2:
-        whole = [*"xyz"[:lead], "n", "k"]
+        full = [*"xyz"[:lead], "n", "1", "1", "k"]
+    elif by_key and len(spelt) <= lead + 2:
+        full = [*"xyz"[:lead], "n", "k"]
     else:
-        whole = [*"xyz"[:lead], "n", "h", "q", "k"]
-    return whole[len(whole) - len(spelt) :]
+        full = [*"xyz"[:lead], "n", "h", "q", "k"]
+    return full[len(full) - len(spelt) :]
 
 
 def _low(kind: str, dtype: torch.dtype) -> float:
-    """What switches a key off: -inf, the lowest finite number, or -1e9 or -1e10, which float16 does not have."""
+    """A bias that switches a key off: -inf, the lowest finite number, or -1e9 or -1e10, which float16 does not have."""
     if "inf" in kind:
         return -torch.inf
     if "lowest" in kind:

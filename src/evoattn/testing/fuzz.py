@@ -1,17 +1,18 @@
-"""What a run over random problems found: counts by backend and dtype, and each failure with a line that reproduces it."""
+"""Results of a run over random problems: counts by backend and dtype, and failures, shrunk to a line that reproduces each."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from evoattn.testing.cases import Case
 from evoattn.testing.judging import Outcome
 from evoattn.testing.random_problems import RandomProblem
-from evoattn.testing.shrink import shrink
 from evoattn.testing.workers import Problem, Report, Task, Workers
 
-__all__ = ["Failure", "Findings", "shrunk", "tasks"]
+__all__ = ["Failure", "Findings", "shrink", "shrunk", "smaller", "tasks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +45,7 @@ class Failure:
 
 @dataclasses.dataclass
 class Findings:
-    """What is known so far.
-
-    Args:
-        counts: of held, refused and failed tasks, by backend and dtype.
-        failures: in the order of their seeds.
-    """
+    """The results so far: counts of held, refused and failed tasks by backend and dtype, and failures in the order of seeds."""
 
     counts: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
     failures: list[Failure] = dataclasses.field(default_factory=list)
@@ -65,7 +61,7 @@ class Findings:
             self.failures.sort(key=lambda failure: failure.task.problem.seed)
 
     def total(self, status: str) -> int:
-        """How many tasks ended so."""
+        """The number of tasks with this outcome."""
         return sum(counts[status] for counts in self.counts.values())
 
 
@@ -89,16 +85,131 @@ def shrunk(failure: Failure, workers: Workers, trials: int = 200, seconds: float
     def first_failing(problems: Sequence[RandomProblem]) -> int | None:
         nonlocal latest
         places: dict[Problem, int] = {problem: place for place, problem in enumerate(problems)}
-        given = [Task(problem, failure.task.backend, failure.task.device) for problem in problems]
-        found = {
+        candidates = [Task(problem, failure.task.backend, failure.task.device) for problem in problems]
+        outcomes = {
             places[report.task.problem]: report.outcome
-            for report in workers.run(given)
+            for report in workers.run(candidates)
             if set(report.outcome.kinds) & set(failure.outcome.kinds)
         }
-        if not found:
+        if not outcomes:
             return None
-        latest = found[min(found)]
-        return min(found)
+        latest = outcomes[min(outcomes)]
+        return min(outcomes)
 
     smallest = shrink(failure.task.problem, first_failing, trials=trials, seconds=seconds)
     return dataclasses.replace(failure, smallest=smallest, outcome=latest, shrunk=True)
+
+
+FirstFailing = Callable[[Sequence[RandomProblem]], "int | None"]
+"""Given problems to try, the place of the first that still fails, or None."""
+
+_TOGETHER = 4
+"""Candidates tried at once: a caller with several workers runs them side by side."""
+
+
+def shrink(problem: RandomProblem, first_failing: FirstFailing, *, trials: int = 200, seconds: float = 60.0) -> RandomProblem:
+    """Return the smallest problem found that still fails, by taking the first smaller one that does until none does.
+
+    `first_failing` tries problems in order. At most `trials` problems are tried, and none after so many `seconds`.
+    """
+    end = time.monotonic() + seconds
+    tried = {problem}
+    while True:
+        candidates = [candidate for candidate in smaller(problem) if candidate not in tried]
+        next_problem = None
+        for start in range(0, len(candidates), _TOGETHER):
+            part = candidates[start : start + _TOGETHER][: trials + 1 - len(tried)]
+            if not part or time.monotonic() > end:
+                return problem
+            tried.update(part)
+            place = first_failing(part)
+            if place is not None:
+                next_problem = part[place]
+                break
+        if next_problem is None:
+            return problem
+        problem = next_problem
+
+
+def smaller(problem: RandomProblem) -> Iterator[RandomProblem]:
+    """Problems one step smaller or plainer, what takes away most first."""
+    case = problem.case
+    for words in _steps(case):
+        yield dataclasses.replace(problem, case=dataclasses.replace(case, **words))
+    if problem.deterministic:
+        yield dataclasses.replace(problem, deterministic=False)
+
+
+def _steps(case: Case) -> Iterator[dict[str, Any]]:
+    plain = {field.name: field.default for field in dataclasses.fields(Case)}
+    if case.pair_bias is not None:
+        yield {"pair_bias": None, "pair_fill": False, "pair_bias_dtype": None}
+    if case.mask_bias is not None:
+        yield {"mask_bias": None, "mask_bias_axes": plain["mask_bias_axes"]}
+    if case.mask is not None:
+        yield {"mask": None, "mask_axes": plain["mask_axes"]}
+    if case.gate is not None:
+        yield {"gate": None, "gate_strides": plain["gate_strides"]}
+    yield from _lead(case)
+    for name, least in (("n", 1), ("h", 1), ("lq", 1), ("lk", 1), ("d", 1)):
+        size = getattr(case, name)
+        for smaller_size in dict.fromkeys((least, size // 2, size - 1)):
+            if least <= smaller_size < size:
+                yield {name: smaller_size}
+    if case.c is not None:
+        yield {"c": None}
+        if case.c > 1:
+            yield {"c": case.c // 2}
+    for name in (
+        "kv_heads",
+        "strides",
+        "bias_strides",
+        "cotangent",
+        "scale",
+        "spread",
+        "lse_gradient",
+        "layout",
+        "gate_strides",
+    ):
+        if getattr(case, name) != plain[name]:
+            yield {name: plain[name]}
+    if case.gate == "large":
+        yield {"gate": "random"}
+    yield from _biases(case)
+    if len(case.gradients) > 1:
+        for name in case.gradients:
+            yield {"gradients": (name,)}
+        for name in case.gradients:
+            yield {"gradients": tuple(other for other in case.gradients if other != name)}
+    if case.gradients:
+        yield {"gradients": ()}
+
+
+def _lead(case: Case) -> Iterator[dict[str, Any]]:
+    """Leading axes of 1, and fewer of them where no bias names one."""
+    for axis, size in enumerate(case.lead):
+        if size > 1:
+            yield {"lead": (*case.lead[:axis], 1, *case.lead[axis + 1 :])}
+    if not case.lead or (case.pair_bias is not None and len(case.pair_bias) >= len(case.lead) + 4):
+        return
+    masks = (case.mask and case.mask_axes, case.mask_bias and case.mask_bias_axes)
+    if not any(set(axes or "") & set("b1xyz") for axes in (case.pair_bias, *masks)):
+        yield {"lead": case.lead[1:]}
+
+
+def _biases(case: Case) -> Iterator[dict[str, Any]]:
+    """Plainer biases: whose numbers are ordinary, in q's dtype, along fewer axes."""
+    if case.pair_fill:
+        yield {"pair_fill": False}
+        if isinstance(case.pair_fill, str) and case.pair_fill.endswith("_rows"):
+            yield {"pair_fill": case.pair_fill.removesuffix("_rows")}
+    if case.mask_bias not in (None, "finite"):
+        yield {"mask_bias": "finite"}
+    if case.pair_bias is not None and case.pair_bias_dtype is not None:
+        yield {"pair_bias_dtype": None}
+    if case.bias_dtype is not None:
+        yield {"bias_dtype": None}
+    if case.pair_bias is not None:
+        for place, axis in enumerate(case.pair_bias):
+            if axis != "1" and place < len(case.pair_bias) - 2:
+                yield {"pair_bias": f"{case.pair_bias[:place]}1{case.pair_bias[place + 1 :]}"}

@@ -31,7 +31,7 @@ _ARGUMENTS = ("q", "k", "v", "mask", "mask_bias", "pair_bias", "gate", "do", "dl
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one problem on one backend.
+    """The outcome of one problem on one backend.
 
     Args:
         status: whether the backend held, refused with its stated reasons, or failed.
@@ -84,19 +84,21 @@ def judge(
 def verdict(find: Callable[[], Outcome | list[tuple[str, str]]]) -> Outcome:
     """The outcome of a search that returns one, or the kinds of failure with what went wrong, or raises."""
     try:
-        found = find()
+        failures = find()
     except Exception as error:  # whatever a broken backend raises is a finding
         text = " ".join(str(error).split()) or "no message"
         return Outcome("failed", f"{type(error).__name__}: {text[:600]}", (f"raised {type(error).__name__}",))
-    if isinstance(found, Outcome):
-        return found
-    if not found:
+    if isinstance(failures, Outcome):
+        return failures
+    if not failures:
         return Outcome("held")
-    return Outcome("failed", "; ".join(f"{kind}: {what}" if what else kind for kind, what in found), tuple(k for k, _ in found))
+    return Outcome(
+        "failed", "; ".join(f"{kind}: {what}" if what else kind for kind, what in failures), tuple(k for k, _ in failures)
+    )
 
 
 def _refusals(inputs: Inputs, backend: str, deterministic: bool) -> list[str]:
-    """Why a backend does not take a call, forward or backward."""
+    """The reasons of a backend to refuse a call, forward or backward."""
     tensors = {name: getattr(inputs, name) for name in GRADIENTS}
     tensors |= {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
     case = inputs.case
@@ -110,8 +112,8 @@ def _failures(inputs: Inputs, backend: str, deterministic: bool, run_backend: Ru
     with poisoned():
         results = run_backend(inputs, backend, deterministic)
         again = run_backend(inputs, backend, deterministic) if deterministic else results
-    found = [(f"mutated {name}", "") for name, same in before.items() if not torch.equal(same, bits(getattr(inputs, name)))]
-    found += [
+    failures = [(f"mutated {name}", "") for name, same in before.items() if not torch.equal(same, bits(getattr(inputs, name)))]
+    failures += [
         (f"unequal bits of {name}", "two deterministic runs differ")
         for name, value in results.values.items()
         if not torch.equal(bits(value), bits(again.values[name]))
@@ -119,15 +121,15 @@ def _failures(inputs: Inputs, backend: str, deterministic: bool, run_backend: Ru
     expected = oracle(inputs)
     shapes = _shapes(inputs, results, expected)
     if shapes:
-        return found + shapes
+        return failures + shapes
     swallowed = huge(inputs)
     anywhere = bool(swallowed.any())
-    found += _unfinite(results, expected) + _empty(inputs, results, expected)
-    found += _errors(excess(inputs, results, expected, swallowed=anywhere))
-    found += _small_lses(inputs, results, expected)
+    failures += _unfinite(results, expected) + _empty(inputs, results, expected)
+    failures += _errors(excess(inputs, results, expected, swallowed=anywhere))
+    failures += _small_lses(inputs, results, expected)
     if anywhere and not bool(swallowed.all()):
-        found += _ordinary_queries(inputs, swallowed, lambda part: run_backend(part, backend, deterministic))
-    return found
+        failures += _ordinary_queries(inputs, swallowed, lambda part: run_backend(part, backend, deterministic))
+    return failures
 
 
 def _errors(beyond: list[tuple[str, float, float]], where: str = "") -> list[tuple[str, str]]:
@@ -168,17 +170,17 @@ def _ordinary_queries(inputs: Inputs, swallowed: Tensor, attend: Callable[[Input
 
 def _shapes(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
     """Values of the wrong shape or dtype, and values that are missing."""
-    found = []
+    failures = []
     for name, right in expected.values.items():
         if name not in results.values:
-            found.append((f"no {name}", ""))
+            failures.append((f"no {name}", ""))
             continue
-        given = results.values[name]
+        value = results.values[name]
         source = inputs.q if name == "o" else getattr(inputs, name[1:], None) if name.startswith("d") else None
         dtype = source.dtype if source is not None else torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
-        if given.shape != right.shape or given.dtype != dtype:
-            found.append((f"shape of {name}", f"{given.dtype} {tuple(given.shape)}, expected {dtype} {tuple(right.shape)}"))
-    return found
+        if value.shape != right.shape or value.dtype != dtype:
+            failures.append((f"shape of {name}", f"{value.dtype} {tuple(value.shape)}, expected {dtype} {tuple(right.shape)}"))
+    return failures
 
 
 def _unfinite(results: Results, expected: Results) -> list[tuple[str, str]]:
@@ -189,13 +191,13 @@ def _unfinite(results: Results, expected: Results) -> list[tuple[str, str]]:
 def _empty(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
     """Queries without a key: the output and their gradients are exactly 0, and the LSE is -inf."""
     empty = expected.values["lse"] == -torch.inf
-    found = []
+    failures = []
     for name in ("o", "dq", "dgate"):
         if name in results.values and bool((heads_first(results.values[name], inputs)[empty] != 0).any()):
-            found.append((f"not 0 without a key: {name}", ""))
+            failures.append((f"not 0 without a key: {name}", ""))
     if bool((results.values["lse"][empty] != -torch.inf).any()):
-        found.append(("not -inf without a key: lse", ""))
-    return found
+        failures.append(("not -inf without a key: lse", ""))
+    return failures
 
 
 def bits(x: Tensor) -> Tensor:

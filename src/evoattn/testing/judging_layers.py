@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evoattn.nn import attention as of_layers
+from evoattn.nn import attention as layers
 from evoattn.run.dispatch import RefusalError
-from evoattn.testing.dense_layers import Weights
+from evoattn.testing.dense_layers import MaskedSoftmax
 from evoattn.testing.judging import Outcome, bits, poisoned, verdict
 from evoattn.testing.oracle import FLOOR, relative_error
 from evoattn.testing.random_layers import LAYERS, RandomLayer
@@ -23,12 +23,12 @@ from evoattn.testing.random_layers import LAYERS, RandomLayer
 __all__ = ["judge_layer"]
 
 _MULTIPLE = 3.0
-"""How much more than dense torch of the compute dtype a value may lose, as in tests/nn. In 2,000 layers on a CPU 999 of 1,000
+"""The factor on the loss of dense torch in the compute dtype, as in tests/nn. In 2,000 layers on a CPU 999 of 1,000
 values lost no more than 1.7 times as much, beyond the floor, and the worst one 2.6 times.
 """
 
 _ROUGH = {torch.float64: 4e-15, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""`Weights.rough`: 16 times the distance of neighbours, or 4 times with 16 bits, where it is more than other roundings."""
+"""`MaskedSoftmax.rough`: 16 times the distance of neighbours, or 4 times in 16 bits, where it exceeds other roundings."""
 
 _SWALLOWS = {torch.float32: 1e8, torch.bfloat16: 3e4, torch.float16: 3e4, torch.float64: math.inf}
 """The least `inf` that leaves the scores of a masked row no digits, by compute dtype."""
@@ -46,7 +46,7 @@ def judge_layer(problem: RandomLayer, backend: str = "auto", device: torch.devic
     The truth calls the same sub-modules one after the other, in dense torch and float64. The budget is what the same dense
     torch loses in the compute dtype, times 3, and times 1 + 2 / sqrt(n) for the n numbers of a value, since few errors vary
     more. Its floor is that of `budgets`: the rounding of the result itself. If a gradient is 0 but for rounding, as that of a
-    norm's shift before a pair bias is, the rounding of a backend decides: dense torch imitates it (`Weights.rough`).
+    norm's shift before a pair bias is, the rounding of a backend decides: dense torch imitates it (`MaskedSoftmax.rough`).
 
     Shapes, dtypes, finite values, and None for what is frozen have to be right too, and no argument may change.
 
@@ -73,21 +73,23 @@ def judge_layer(problem: RandomLayer, backend: str = "auto", device: torch.devic
 
 
 def _failures(problem: RandomLayer, backend: str, device: torch.device) -> list[tuple[str, str]]:
-    found, changed = _of_layer(problem, backend, device)
+    values, changed = _layer_values(problem, backend, device)
     compute = problem.compute_dtype
-    exact = _of_dense(problem, device, torch.float64, Weights())
-    plain = [_of_dense(problem, device, compute, Weights(rough=_ROUGH[compute]))]
-    failures = _wrong(problem, found, exact, plain)
+    exact = _dense_values(problem, device, torch.float64, MaskedSoftmax())
+    plain = [_dense_values(problem, device, compute, MaskedSoftmax(rough=_ROUGH[compute]))]
+    failures = _wrong(problem, values, exact, plain)
     if any(kind.startswith("error of") for kind, _ in failures):  # a few roundings may cancel by chance
-        plain += [_of_dense(problem, device, compute, Weights(rough=_ROUGH[compute], seed=seed)) for seed in range(1, 5)]
-        failures = _wrong(problem, found, exact, plain)
+        plain += [
+            _dense_values(problem, device, compute, MaskedSoftmax(rough=_ROUGH[compute], seed=seed)) for seed in range(1, 5)
+        ]
+        failures = _wrong(problem, values, exact, plain)
     return [(f"mutated {name}", "") for name in changed] + failures
 
 
-def _wrong(problem: RandomLayer, found: Values, exact: Values, plain: list[Values]) -> list[tuple[str, str]]:
+def _wrong(problem: RandomLayer, results: Values, exact: Values, plain: list[Values]) -> list[tuple[str, str]]:
     failures = []
     for name, right in exact.items():
-        value, rough = found[name], [x for values in plain if (x := values[name]) is not None]
+        value, rough = results[name], [x for values in plain if (x := values[name]) is not None]
         if value is None or right is None:
             if not (value is None and right is None):
                 failures.append((f"gradient {name}", f"{'none' if value is None else 'one'} is given"))
@@ -100,7 +102,7 @@ def _wrong(problem: RandomLayer, found: Values, exact: Values, plain: list[Value
         error, allowed = relative_error(value, right), _allowed(problem, value, right, rough)
         if not error <= allowed:
             failures.append((f"error of {name}", f"{error:.2e}, allowed {allowed:.2e}"))
-    out = found["o"]
+    out = results["o"]
     if out is not None and out.dtype != problem.out_dtype:
         failures.append(("dtype of o", f"{out.dtype}, expected {problem.out_dtype}"))
     return failures
@@ -112,48 +114,47 @@ def _allowed(problem: RandomLayer, value: Tensor, right: Tensor, rough: list[Ten
     return max(_MULTIPLE * (1 + 2 / math.sqrt(value.numel())) * lost, floor)
 
 
-def _of_layer(problem: RandomLayer, backend: str, device: torch.device) -> tuple[Values, list[str]]:
-    """What the layer gives, and the names of tensors that it changed."""
+def _layer_values(problem: RandomLayer, backend: str, device: torch.device) -> tuple[Values, list[str]]:
+    """The results of the layer, and the names of tensors that it changed."""
     with _default_dtype(problem.default_dtype), _through(backend), poisoned():
         layer, inputs, mask = problem.layer(device), problem.inputs(device), problem.masks(device)
         do, factor = problem.cotangents(device)
         do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
-        given = {**inputs, **dict(layer.named_parameters()), "mask": mask, "do": do}
-        before = {name: bits(x) for name, x in given.items() if x is not None}
+        arguments = {**inputs, **dict(layer.named_parameters()), "mask": mask, "do": do}
+        before = {name: bits(x) for name, x in arguments.items() if x is not None}
         options = dict(problem.called) if LAYERS[problem.kind].mask is None else {**problem.called, "mask": mask}
 
         def call(*tensors: Tensor) -> Tensor:
-            made: Tensor = layer(**dict(zip(inputs, tensors, strict=True)), **options)
-            return made
+            return layer(**dict(zip(inputs, tensors, strict=True)), **options)  # type: ignore[no-any-return]
 
         with _cast(problem, device, problem.autocast is not None):
             with _mode(problem.mode):
                 if problem.checkpoint:
-                    made = checkpoint(call, *inputs.values(), use_reentrant=problem.checkpoint == "reentrant")
+                    result = checkpoint(call, *inputs.values(), use_reentrant=problem.checkpoint == "reentrant")
                 else:
-                    made = call(*inputs.values())
-                out = _in_place(problem, made, factor)
+                    result = call(*inputs.values())
+                out = _in_place(problem, result, factor)
             if problem.backward_under_autocast:
                 _backward(out, do)
         if not problem.backward_under_autocast:
             _backward(out, do)
-    changed = [name for name, same in before.items() if not torch.equal(same, bits(given[name]))]  # type: ignore[arg-type]
+    changed = [name for name, same in before.items() if not torch.equal(same, bits(arguments[name]))]  # type: ignore[arg-type]
     return _values(out, inputs, layer), changed
 
 
-def _of_dense(problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: Weights) -> Values:
+def _dense_values(problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: MaskedSoftmax) -> Values:
     """The same in dense torch, with the layer and the inputs in a dtype."""
     do, factor = problem.cotangents(device)
     do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
     with _mode(problem.mode):
-        layer, inputs, made = _dense(problem, device, dtype, weights)
-        out = _in_place(problem, made, factor.to(dtype))
+        layer, inputs, result = _dense(problem, device, dtype, weights)
+        out = _in_place(problem, result, factor.to(dtype))
     _backward(out, do)
     return _values(out, inputs, layer)
 
 
 def _dense(
-    problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: Weights
+    problem: RandomLayer, device: torch.device, dtype: torch.dtype, weights: MaskedSoftmax
 ) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
     kind, layer, mask = LAYERS[problem.kind], problem.layer(device).to(dtype), problem.masks(device)
     inputs = {name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in problem.inputs(device).items()}
@@ -161,14 +162,14 @@ def _dense(
     native = problem.options.get("empty_rows") == "native"
     weights = dataclasses.replace(weights, empty="native" if native else "mean" if swallowed else "scores")
     if kind.mask is not None:
-        given = {"mask": None if mask is None else mask.expand(problem.shape(kind.mask)), "weights": weights}
-        return layer, inputs, kind.dense(layer, **inputs, **problem.called, **given)
+        keywords = {"mask": None if mask is None else mask.expand(problem.shape(kind.mask)), "weights": weights}
+        return layer, inputs, kind.dense(layer, **inputs, **problem.called, **keywords)
     return layer, inputs, kind.dense(layer, **inputs, **problem.called)
 
 
 def _steady(problem: RandomLayer, device: torch.device) -> Tensor:
     with torch.no_grad():
-        size = _dense(problem, device, torch.float64, Weights())[2].abs()
+        size = _dense(problem, device, torch.float64, MaskedSoftmax())[2].abs()
     return size > _STEADY * size.square().mean().sqrt()
 
 
@@ -184,8 +185,8 @@ def _backward(out: Tensor, do: Tensor) -> None:
 
 
 def _values(out: Tensor, inputs: dict[str, Tensor], layer: nn.Module) -> Values:
-    found: Values = {"o": out.detach()}
-    return found | {f"d{name}": x.grad for name, x in (*inputs.items(), *layer.named_parameters())}
+    values: Values = {"o": out.detach()}
+    return values | {f"d{name}": x.grad for name, x in (*inputs.items(), *layer.named_parameters())}
 
 
 def _mode(mode: str) -> contextlib.AbstractContextManager[object]:
@@ -211,9 +212,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextlib.contextmanager
 def _through(backend: str) -> Iterator[None]:
     """Let layers compute attention by a backend."""
-    before = of_layers.__dict__["evoformer_attention"]
-    of_layers.__dict__["evoformer_attention"] = functools.partial(before, backend=backend)
+    before = layers.__dict__["evoformer_attention"]
+    layers.__dict__["evoformer_attention"] = functools.partial(before, backend=backend)
     try:
         yield
     finally:
-        of_layers.__dict__["evoformer_attention"] = before
+        layers.__dict__["evoformer_attention"] = before

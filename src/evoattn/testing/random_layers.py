@@ -18,11 +18,11 @@ from evoattn.testing.changes import HOOKS, IN_PLACE, INSTEAD, change
 from evoattn.testing.drawing import bell
 from evoattn.testing.random_problems import DTYPES, Draw
 
-__all__ = ["LAYERS", "Kind", "RandomLayer", "random_layer"]
+__all__ = ["LAYERS", "LayerKind", "RandomLayer", "random_layer"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """A layer that is drawn: how it is made, what it takes, and the same in dense torch.
 
     Sizes have letters: l residues, n sequences, templates or samples, k keys, c channels of the input that is updated, p and s
@@ -52,8 +52,8 @@ _USUAL = {"residual": _BOTH, "out_bias": _BOTH, "empty_rows": ("mean", "native")
 _GATED = {**_USUAL, "gate_bias": _BOTH}
 _SINGLE = {**_GATED, "q_bias": _BOTH}
 
-LAYERS: dict[str, Kind] = {
-    "triangle": Kind(
+LAYERS: dict[str, LayerKind] = {
+    "triangle": LayerKind(
         ours.TriangleAttention,
         "cdh",
         {"z": "*llc"},
@@ -62,7 +62,7 @@ LAYERS: dict[str, Kind] = {
         {"starting": _BOTH, "dropout": (0.0, 0.25), **_GATED},
         {"transpose_bias": _BOTH},
     ),
-    "multiplication": Kind(
+    "multiplication": LayerKind(
         ours.TriangleMultiplication,
         "cd",
         {"z": "*llc"},
@@ -70,7 +70,7 @@ LAYERS: dict[str, Kind] = {
         dense.multiplication,
         {"outgoing": _BOTH, "dropout": (0.0, 0.25), "residual": _BOTH, "bias": _BOTH},
     ),
-    "transition": Kind(
+    "transition": LayerKind(
         ours.Transition,
         "c",
         {"x": "*nlc"},
@@ -78,7 +78,7 @@ LAYERS: dict[str, Kind] = {
         dense.transition,
         {"n": (1, 2, 4), "activation": ("swiglu", "relu"), "residual": _BOTH, "bias": _BOTH},
     ),
-    "rows": Kind(
+    "rows": LayerKind(
         ours.MSARowAttentionWithPairBias,
         "cpdh",
         {"m": "*nlc", "z": "*llp"},
@@ -86,20 +86,17 @@ LAYERS: dict[str, Kind] = {
         dense.rows,
         {"dropout": (0.0, 0.25), **_GATED},
     ),
-    "columns": Kind(ours.MSAColumnAttention, "cdh", {"m": "*nlc"}, "*nl", dense.columns, _GATED),
-    "global columns": Kind(ours.MSAColumnGlobalAttention, "cdh", {"m": "*nlc"}, "*nl", dense.global_columns, _GATED),
-    "templates": Kind(ours.TemplatePointwiseAttention, "pcdh", {"z": "*llc", "t": "*nllp"}, "*n", dense.templates, _USUAL),
-    "single": Kind(
+    "columns": LayerKind(ours.MSAColumnAttention, "cdh", {"m": "*nlc"}, "*nl", dense.columns, _GATED),
+    "global columns": LayerKind(ours.MSAColumnGlobalAttention, "cdh", {"m": "*nlc"}, "*nl", dense.global_columns, _GATED),
+    "templates": LayerKind(ours.TemplatePointwiseAttention, "pcdh", {"z": "*llc", "t": "*nllp"}, "*n", dense.templates, _USUAL),
+    "single": LayerKind(
         ours.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*llp"}, "*l", dense.pair_biased, {"norm": _BOTH, **_SINGLE}
     ),
-    "cross": Kind(ours.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*lkp", "keys": "*kc"}, "*k", dense.pair_biased, _SINGLE),
-    "diffusion": Kind(
-        ours.AttentionPairBias,
-        "cpdhs",
-        {"a": "*nlc", "z": "*1llp", "s": "*nls"},
-        "*nl",
-        dense.pair_biased,
-        _SINGLE,
+    "cross": LayerKind(
+        ours.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*lkp", "keys": "*kc"}, "*k", dense.pair_biased, _SINGLE
+    ),
+    "diffusion": LayerKind(
+        ours.AttentionPairBias, "cpdhs", {"a": "*nlc", "z": "*1llp", "s": "*nls"}, "*nl", dense.pair_biased, _SINGLE
     ),
 }
 """A new layer is one entry here, and its function in `dense_layers`."""
@@ -108,7 +105,7 @@ _LEADS: dict[tuple[int, ...], int] = {(1,): 50, (): 15, (2,): 20, (2, 3): 10, (1
 _LENGTHS = {1: 5, 2: 5, 3: 5, 7: 5, 15: 10, 16: 10, 17: 15, 24: 10, 31: 5, 33: 10, 40: 10, 65: 4, 128: 4, 200: 2}
 _SEQUENCES = {1: 10, 2: 20, 3: 20, 5: 20, 16: 15, 17: 15}
 _CHANNELS = {4: 5, 7: 10, 12: 10, 16: 20, 32: 25, 48: 10, 64: 15, 128: 5}
-_OF_HEADS = {4: 5, 7: 5, 8: 20, 16: 25, 24: 10, 32: 30, 64: 5}
+_HEAD_CHANNELS = {4: 5, 7: 5, 8: 20, 16: 25, 24: 10, 32: 30, 64: 5}
 _HEADS = {1: 20, 2: 30, 3: 10, 4: 30, 8: 10}
 
 
@@ -175,8 +172,8 @@ class RandomLayer:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of products: the narrower of those that autocast makes of inputs and parameters. float64 stays."""
-        given = (self.dtype, self.parameter_dtype)
-        x, parameter = (d if self.autocast is None or d == torch.float64 else self.autocast for d in given)
+        dtypes = (self.dtype, self.parameter_dtype)
+        x, parameter = (d if self.autocast is None or d == torch.float64 else self.autocast for d in dtypes)
         return parameter if parameter.itemsize < x.itemsize else x
 
     @property
@@ -198,29 +195,29 @@ class RandomLayer:
     def layer(self, device: torch.device | str = "cpu") -> nn.Module:
         """The layer. Equal calls give equal parameters."""
         kind, rng = LAYERS[self.kind], torch.Generator().manual_seed(self.seed)
-        made = kind.layer(*(self.sizes[letter] for letter in kind.sizes), **self.options)
-        for name, x in made.named_parameters():
+        module = kind.layer(*(self.sizes[letter] for letter in kind.sizes), **self.options)
+        for name, x in module.named_parameters():
             noise = bell(rng, *x.shape)
             x.data = 0.3 * noise + name.endswith("weight") if x.ndim == 1 else noise / x.shape[-1] ** 0.5
             x.requires_grad_(name not in self.frozen)
-        made.to(self.parameter_dtype).train(self.training)
+        module.to(self.parameter_dtype).train(self.training)
         if self.change:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the old weight norm is deprecated
                 torch.manual_seed(self.seed)
-                change(made, self.path, self.change)
-        return made.to(device)
+                change(module, self.path, self.change)
+        return module.to(device)
 
     def inputs(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The tensors that the layer takes, by name; those in `needs` are leaves with a gradient."""
         rng = torch.Generator().manual_seed(self.seed + 1)
-        made = {}
+        tensors = {}
         for name, axes in LAYERS[self.kind].inputs.items():
             x = (self.scale * bell(rng, *self.shape(axes))).to(self.dtype).to(device)
-            made[name] = self._laid_out(x).requires_grad_(name in self.needs)
-        return made
+            tensors[name] = self._with_strides(x).requires_grad_(name in self.needs)
+        return tensors
 
-    def _laid_out(self, x: Tensor) -> Tensor:
+    def _with_strides(self, x: Tensor) -> Tensor:
         if self.strides == "swapped":
             return x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.ndim > 2 else x
         if self.strides == "sliced":
@@ -321,7 +318,7 @@ def _sizes(draw: Draw, largest: int) -> tuple[tuple[int, ...], dict[str, int]]:
     lead = draw.weighted(_LEADS)
     sizes = {letter: draw.weighted(_LENGTHS) for letter in "lk"} | {"n": draw.weighted(_SEQUENCES)}
     sizes |= {letter: draw.weighted(_CHANNELS) for letter in "cps"}
-    sizes |= {"d": draw.weighted(_OF_HEADS), "h": draw.weighted(_HEADS)}
+    sizes |= {"d": draw.weighted(_HEAD_CHANNELS), "h": draw.weighted(_HEADS)}
     while math.prod(lead) * max(sizes["l"], sizes["n"]) * sizes["h"] * sizes["l"] * max(sizes["l"], sizes["k"]) > largest:
         longest = max("lkn", key=lambda letter: sizes[letter])
         if sizes[longest] == 1:
@@ -332,6 +329,6 @@ def _sizes(draw: Draw, largest: int) -> tuple[tuple[int, ...], dict[str, int]]:
 
 def _change(draw: Draw, module: nn.Module) -> tuple[str, str]:
     """A linear module or a norm of the layer, and what is done to it."""
-    found = {path: type(x) for path, x in module.named_modules() if type(x) in (nn.Linear, nn.LayerNorm)}
-    path = draw.one(tuple(found))
-    return path, draw.one((*IN_PLACE, *INSTEAD) if found[path] is nn.Linear else (*HOOKS, "wrapper"))
+    kinds = {path: type(x) for path, x in module.named_modules() if type(x) in (nn.Linear, nn.LayerNorm)}
+    path = draw.one(tuple(kinds))
+    return path, draw.one((*IN_PLACE, *INSTEAD) if kinds[path] is nn.Linear else (*HOOKS, "wrapper"))

@@ -38,7 +38,7 @@ _SCORES = {1.0: 70, 20.0: 10, 60.0: 8, 400.0: 6, 3000.0: 6}
 """The standard deviation of scores; the largest of many are three to four times that, so 1e4 is reached."""
 
 _ALL = GRADIENTS[:5]
-"""What the first draw of gradients is among; `_gate` comes after it."""
+"""The gradients of the first draw. `_gate` adds that of the gate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RandomProblem:
 
     @property
     def scores(self) -> int:
-        """How many scores the softmax is taken over."""
+        """The number of scores."""
         case = self.case
         return math.prod(case.lead) * case.n * case.h * case.lq * case.lk
 
@@ -144,23 +144,18 @@ def _sizes(draw: Draw, largest: int, longest: int) -> dict[str, Any]:
     few = kind == "few"
     lq = min(_length(draw, kind, 16), longest)
     lk = lq if not few and draw.chance(0.5) else min(_length(draw, kind, 64), longest)
-    while math.prod(lead) * n * h * lq * lk > largest:
-        sizes = {"lead": math.prod(lead), "n": n, "h": h, "lq": lq, "lk": lk}
-        widest = max(sizes, key=lambda name: sizes[name] / (8 if name in ("lq", "lk") else 1))
+    sizes = {"n": n, "h": h, "lq": lq, "lk": lk}
+    while math.prod(lead) * math.prod(sizes.values()) > largest:
+        weights = {"lead": math.prod(lead), "n": sizes["n"], "h": sizes["h"], "lq": sizes["lq"] / 8, "lk": sizes["lk"] / 8}
+        widest = max(weights, key=lambda name: weights[name])
         if widest == "lead":
             lead = (1,) * len(lead)
-        elif widest == "n":
-            n = (n + 1) // 2
-        elif widest == "h":
-            h = (h + 1) // 2
-        elif widest == "lq":
-            lq = (lq + 1) // 2
         else:
-            lk = (lk + 1) // 2
+            sizes[widest] = (sizes[widest] + 1) // 2
     d = draw.weighted(_CHANNELS)
     c = None if draw.chance(0.78) else draw.weighted(_CHANNELS)
-    kv_heads = 1 if h > 1 and draw.chance(0.08) else None
-    return {"lead": lead, "n": n, "h": h, "lq": lq, "lk": lk, "d": d, "c": c, "kv_heads": kv_heads}
+    kv_heads = 1 if sizes["h"] > 1 and draw.chance(0.08) else None
+    return {"lead": lead, **sizes, "d": d, "c": c, "kv_heads": kv_heads}
 
 
 def _length(draw: Draw, kind: str, few: int) -> int:
@@ -175,20 +170,20 @@ def _length(draw: Draw, kind: str, few: int) -> int:
 def _masks(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     """A mask, a mask bias, the axes along which they vary, and the dtype of both biases."""
     dtype = words["dtype"]
-    found: dict[str, Any] = {}
+    drawn: dict[str, Any] = {}
     if draw.chance(0.45):
-        found["mask"] = draw.weighted({"random": 5, "padding": 3, "empty_rows": 2, "empty_batches": 2})
-        found["mask_axes"] = _broadcast(draw, "b" * bool(words["lead"]) + "nk", 0.12)
-    found["bias_dtype"] = None if draw.chance(0.75) else draw.one(DTYPES)
+        drawn["mask"] = draw.weighted({"random": 5, "padding": 3, "empty_rows": 2, "empty_batches": 2})
+        drawn["mask_axes"] = _broadcast(draw, "b" * bool(words["lead"]) + "nk", 0.12)
+    drawn["bias_dtype"] = None if draw.chance(0.75) else draw.one(DTYPES)
     if draw.chance(0.45):
         kinds = {"finite": 6, "minus_1e9": 4, "minus_1e9_rows": 3, "minus_1e10_first": 2, "minus_inf": 3, "minus_inf_rows": 2}
-        if (found["bias_dtype"] or dtype) != torch.float64:  # whose lowest number no other dtype holds
+        if (drawn["bias_dtype"] or dtype) != torch.float64:  # whose lowest number no other dtype holds
             kinds |= {"lowest": 1, "lowest_rows": 1}
-        found["mask_bias"] = draw.weighted(kinds)
+        drawn["mask_bias"] = draw.weighted(kinds)
         lead = "b" * bool(words["lead"])
         axes = draw.weighted({f"{lead}n11k": 6, f"{lead}nk": 3})
-        found["mask_bias_axes"] = _broadcast(draw, axes, 0.12) if axes.endswith("nk") else _broadcast_keys(draw, axes)
-    return found
+        drawn["mask_bias_axes"] = _broadcast(draw, axes, 0.12) if axes.endswith("nk") else _broadcast_keys(draw, axes)
+    return drawn
 
 
 def _broadcast(draw: Draw, axes: str, share: float) -> str:
@@ -215,33 +210,33 @@ def _pair_bias(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
         axes = "".join(axis if draw.chance(0.6) else "1" for axis in f"{lead}nhqk")
     if draw.chance(0.12):  # the last axes alone
         axes = axes[draw.between(0, len(axes) - 2) :]
-    found: dict[str, Any] = {"pair_bias": axes}
-    found["pair_bias_dtype"] = None if draw.chance(0.85) else draw.one(DTYPES)
+    drawn: dict[str, Any] = {"pair_bias": axes}
+    drawn["pair_bias_dtype"] = None if draw.chance(0.85) else draw.one(DTYPES)
     if draw.chance(0.35):
         kinds = {"minus_1e9": 3, "minus_1e9_rows": 4, "minus_1e10_first": 3, "minus_inf": 3, "minus_inf_rows": 3}
-        given = found["pair_bias_dtype"] or words["bias_dtype"] or words["dtype"]
-        if given != torch.float64 and not str(words.get("mask_bias")).startswith("lowest"):  # their sum is no float32
+        bias_dtype = drawn["pair_bias_dtype"] or words["bias_dtype"] or words["dtype"]
+        if bias_dtype != torch.float64 and not str(words.get("mask_bias")).startswith("lowest"):  # their sum is no float32
             kinds |= {"lowest": 1, "lowest_rows": 1}
-        found["pair_fill"] = draw.weighted(kinds)
-    return found
+        drawn["pair_fill"] = draw.weighted(kinds)
+    return drawn
 
 
 def _memory(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     """The layout, and the strides of every tensor."""
-    found: dict[str, Any] = {"layout": draw.weighted({"bnlhd": 6, "bnhld": 4})}
+    drawn: dict[str, Any] = {"layout": draw.weighted({"bnlhd": 6, "bnhld": 4})}
     kind = draw.weighted({"contiguous": 50, "offset": 10, "one": 20, "each": 20})
     strides = ("contiguous", "transposed", "sliced")
     if kind == "one":
-        found["strides"] = draw.one(strides[1:])
+        drawn["strides"] = draw.one(strides[1:])
     elif kind == "each":
-        found["strides"] = (draw.one(strides), draw.one(strides), draw.one(strides))
+        drawn["strides"] = (draw.one(strides), draw.one(strides), draw.one(strides))
     else:
-        found["strides"] = kind
+        drawn["strides"] = kind
     if kind != "offset":
-        found["bias_strides"] = draw.weighted(
+        drawn["bias_strides"] = draw.weighted(
             {"contiguous": 55, "permuted": 15, "transposed": 10, "sliced": 10, "expanded": 10}
         )
-    return found
+    return drawn
 
 
 def _factors(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +280,7 @@ def _gate(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     if not draw.chance(1 / 3):
         return {"gradients": GRADIENTS if gradients == _ALL else gradients}
     strides = {"contiguous": 50, "transposed": 20, "sliced": 15, "expanded_rows": 8, "expanded_channels": 7}
-    found: dict[str, Any] = {"gate": draw.weighted({"random": 7, "large": 3}), "gate_strides": draw.weighted(strides)}
+    drawn: dict[str, Any] = {"gate": draw.weighted({"random": 7, "large": 3}), "gate_strides": draw.weighted(strides)}
     if gradients and draw.chance(0.7):
-        found["gradients"] = (*gradients, "gate")
-    return found
+        drawn["gradients"] = (*gradients, "gate")
+    return drawn

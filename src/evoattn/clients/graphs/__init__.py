@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients.calls import residues
-from evoattn.clients.graphs.kept import Call, Kind, addresses
+from evoattn.clients.graphs.kept import Call, CallKind, addresses
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import CudaRecorder, Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
@@ -32,10 +32,10 @@ from evoattn.run import guards
 __all__ = ["ELSEWHERE", "FIRST", "Steps", "block", "blocks", "loop", "loops", "release", "sites", "step"]
 
 FIRST = "among the first calls of their kind"
-"""Why calls ran as they were that may be replayed the next time."""
+"""The reason for calls that were not replayed, but may be the next time."""
 
 ELSEWHERE = "not on a GPU"
-"""Why calls ran as they were on a machine without a GPU."""
+"""The reason for calls that were not replayed on a machine without a GPU."""
 
 _RECORDED = 4
 """Recordings kept for one function. Each has a memory pool, with the weights as autocast casts them."""
@@ -81,13 +81,13 @@ def step(
     steps = Steps(original, count, recorder or CudaRecorder(), shared, instead)
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return original(self, *given, **named)
-        if most is not None and (residues((*given, *named.values()), 3) or 0) > most:
+            return original(self, *args, **kwargs)
+        if most is not None and (residues((*args, *kwargs.values()), 3) or 0) > most:
             count.other(f"more than {most} residues, which keep a GPU busy")
-            return original(self, *given, **named)
-        return steps.call(self, given, named)
+            return original(self, *args, **kwargs)
+        return steps.call(self, args, kwargs)
 
     forward._evoattn_steps = steps  # type: ignore[attr-defined]
     return forward
@@ -110,12 +110,12 @@ def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -
     """
 
     @functools.wraps(original)
-    def run(self: Any, *given: Any, **named: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return original(self, *given, **named)
+            return original(self, *args, **kwargs)
         finally:
             if not torch.compiler.is_compiling():
-                owner = self if of is None else named.get(of)
+                owner = self if of is None else kwargs.get(of)
                 for module in () if owner is None else owner.children():
                     if (steps := _of(type(module).forward)) is not None:
                         steps.drop(module)
@@ -130,19 +130,14 @@ def release(function: Callable[..., Any]) -> None:
 
 
 def _of(function: Callable[..., Any]) -> Steps | None:
-    steps: Steps | None = getattr(function, "_evoattn_steps", None)
-    return steps
+    return getattr(function, "_evoattn_steps", None)
 
 
 class _Group:
-    """Modules that share recordings: one module, or all of one structure.
-
-    Attributes:
-        kinds: of their calls.
-    """
+    """Modules that share recordings, one module or all of one structure, with the kinds of their calls."""
 
     def __init__(self) -> None:
-        self.kinds: collections.OrderedDict[Any, Kind] = collections.OrderedDict()
+        self.kinds: collections.OrderedDict[Any, CallKind] = collections.OrderedDict()
 
 
 class _Known:
@@ -154,15 +149,7 @@ class _Known:
 
 
 class Steps:
-    """Calls of one function, with what was recorded of them. Threads may call at the same time.
-
-    Args:
-        original: `forward` of a class.
-        count: of replayed calls, and of those that ran as they were, with the reason.
-        recorder: what records.
-        shared: whether modules that differ only in their weights share a recording.
-        instead: as for `step`.
-    """
+    """Calls of one function with their recordings, for several threads. Arguments as for `step`."""
 
     def __init__(
         self,
@@ -192,32 +179,32 @@ class Steps:
                 for kind in self._known[module].group.kinds.values():
                     kind.drop()
 
-    def call(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's `forward` of these arguments."""
         why = self._obstacle(module)
         if why:
             self._count.other(why)
-            return self._original(module, *given, **named)
-        recorded = named | {name: value for name, value in self._instead.items() if name in named}
+            return self._original(module, *args, **kwargs)
+        recorded = kwargs | {name: value for name, value in self._instead.items() if name in kwargs}
         # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
         with self._lock:
-            call = Call(given, recorded, [])
-            why, known, kind = self._look(module, call)
+            call = Call(args, recorded, [])
+            why, known, kind = self._classify(module, call)
             stands = kind is not None and not why and kind.stands_for(call.tensors)
             if known is not None and kind is not None and stands and kind.checked:
-                made = kind.replay(call.tensors, known.seen.weights)
+                result = kind.replay(call.tensors, known.seen.weights)
                 kind.count()
                 self._count.one()
-                return made
+                return result
             self._count.other(why or FIRST)
             if known is not None and kind is not None and not why:
                 with repeated():
                     return self._compare(module, known, kind, call) if stands else self._learn(module, kind, call)
         with repeated() if kind is not None else contextlib.nullcontext():  # as its like, whatever came of their recording
-            return self._original(module, *given, **named)
+            return self._original(module, *args, **kwargs)
 
     def _obstacle(self, module: nn.Module) -> str:
-        """Why a call runs as it is, if that can be told without a look at its arguments; else ""."""
+        """The reason not to replay a call that does not depend on its arguments, or ""."""
         first = next(module.parameters(), None)
         if first is None or first.device.type != self._recorder.kind:
             return ELSEWHERE
@@ -227,8 +214,8 @@ class Steps:
             return "torch compiles, traces or transforms them, or a mode is on"
         return "recorded by others" if self._recorder.is_recording() else ""
 
-    def _look(self, module: nn.Module, call: Call) -> tuple[str, _Known | None, Kind | None]:
-        """Why a call runs as it is, or what is known of the module and the kind of call; the call's tensors are appended."""
+    def _classify(self, module: nn.Module, call: Call) -> tuple[str, _Known | None, CallKind | None]:
+        """Return the reason not to replay a call, the known module and the kind of call. Append the call's tensors."""
         known = self._known.get(module)
         if known is None or not known.seen.holds():  # weights were loaded, or a part was exchanged: recordings are of no use
             known = self._known[module] = _Known(module)
@@ -237,10 +224,10 @@ class Steps:
         seen, tensors = known.seen, call.tensors
         if seen.obstacle or seen.device is None:
             return seen.obstacle, None, None
-        if seen.is_heard():
+        if seen.has_hooks():
             return "a module inside has hooks", None, None
         try:
-            spec = flat((call.given, call.named), seen.device, tensors)
+            spec = flat((call.args, call.kwargs), seen.device, tensors)
         except NotCaptured as error:
             return str(error), None, None
         if torch.is_grad_enabled() and (seen.wants_gradients() or any(x.requires_grad for x in tensors)):
@@ -250,7 +237,7 @@ class Steps:
         key, kinds = (self._recorder.state(seen.device), spec), known.group.kinds
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = Kind(spec)
+            kind = kinds[key] = CallKind(spec)
             if len(kinds) > _LOOKED_AT:
                 kinds.popitem(last=False)
         kinds.move_to_end(key)
@@ -264,25 +251,25 @@ class Steps:
         except NotCaptured as error:
             known.seen.obstacle = known.seen.obstacle or str(error)
 
-    def _learn(self, module: nn.Module, kind: Kind, call: Call) -> Any:
+    def _learn(self, module: nn.Module, kind: CallKind, call: Call) -> Any:
         """Run a call as it is, and record it if one like it came before."""
         before = addresses(call.tensors)
-        made = self._original(module, *call.given, **call.named)
+        result = self._original(module, *call.args, **call.kwargs)
         if self._changed(kind.spec, before, call):
             kind.obstacle = "it changes its arguments"
         elif kind.is_ready(call.tensors):
             kind.record(self._recorder, self._original, module, call, self._shared)
             self._drop_oldest()
-        return made
+        return result
 
-    def _compare(self, module: nn.Module, known: _Known, kind: Kind, call: Call) -> Any:
+    def _compare(self, module: nn.Module, known: _Known, kind: CallKind, call: Call) -> Any:
         """Run a call as it is, and a replay beside it.
 
         Its arguments have other values than those at the recording, so a recording that kept a value is found out.
         """
         device, recorder = call.tensors[0].device, self._recorder
         undrawn, start = recorder.random_state(device), recorder.seconds(device)
-        made = self._original(module, *call.given, **call.named)
+        result = self._original(module, *call.args, **call.kwargs)
         drawn, middle = recorder.random_state(device), recorder.seconds(device)
         try:
             recorder.set_random_state(device, undrawn)
@@ -292,21 +279,21 @@ class Steps:
             recorder.set_random_state(device, undrawn)
             between = recorder.seconds(device)
             replayed = kind.replay(call.tensors, known.seen.weights)
-            kind.check(made, replayed, device, middle - start, recorder.seconds(device) - between)
+            kind.check(result, replayed, device, middle - start, recorder.seconds(device) - between)
         except Exception as error:  # there may be no memory for another result: the caller has one already
             kind.refuse(error)
         finally:
             recorder.set_random_state(device, drawn)
         if torch.is_autocast_enabled(device.type):
             torch.clear_autocast_cache()  # of casts that replays do not need
-        return made
+        return result
 
     @staticmethod
     def _changed(spec: Spec, before: list[tuple[int, int]], call: Call) -> bool:
-        """Whether the arguments of a call are not what they were before it."""
+        """Return whether the arguments of a call are not what they were before it."""
         after: list[Tensor] = []
         try:
-            return flat((call.given, call.named), call.tensors[0].device, after) != spec or addresses(after) != before
+            return flat((call.args, call.kwargs), call.tensors[0].device, after) != spec or addresses(after) != before
         except NotCaptured:
             return True
 

@@ -16,7 +16,7 @@ from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
 from evoattn.clients.site import Count, taped
 
-__all__ = ["Call", "Kind", "addresses"]
+__all__ = ["Call", "CallKind", "addresses"]
 
 _WORTH = 8
 """Replays that pay for a recording, which takes as long as two to four calls."""
@@ -32,15 +32,15 @@ _GAIN = 0.9
 
 
 def addresses(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Where tensors lie, and how often they were written to, if torch counts that."""
+    """Addresses of tensors, and their versions if torch counts these."""
     return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]
 
 
 class Call(NamedTuple):
     """The arguments of a call, and the tensors in them in the order of `flat`."""
 
-    given: tuple[Any, ...]
-    named: dict[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     tensors: list[Tensor]
 
 
@@ -52,15 +52,15 @@ class _Place:
         self._at = addresses([tensor])
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it is this very tensor, neither moved nor written to."""
+        """Return whether it is this very tensor, neither moved nor written to."""
         return self._tensor() is tensor and self._at == addresses([tensor])
 
     def is_there(self) -> bool:
-        """Whether the tensor exists."""
+        """Return whether the tensor exists."""
         return self._tensor() is not None
 
 
-class Kind:
+class CallKind:
     """Calls of one signature.
 
     A recording reads tensors that were the same in two calls where they are. It reads the others from room of its own, into
@@ -99,15 +99,15 @@ class Kind:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether there is a recording."""
+        """Return whether there is a recording."""
         return self._recording is not None
 
     def stands_for(self, tensors: list[Tensor]) -> bool:
-        """Whether the recording computes a call of these tensors."""
-        recording, there = self._recording, self._there
+        """Return whether the recording computes a call of these tensors."""
+        recording, inputs = self._recording, self._there
         if recording is None or not recording.is_valid():
             return False
-        return all(x.holds(y) for x, y in zip(there, tensors, strict=True) if isinstance(x, _Place))
+        return all(x.holds(y) for x, y in zip(inputs, tensors, strict=True) if isinstance(x, _Place))
 
     def is_ready(self, tensors: list[Tensor]) -> bool:
         """Note the tensors of a call that ran as it was; whether it may be recorded now."""
@@ -128,15 +128,7 @@ class Kind:
         return not self.obstacle
 
     def record(self, recorder: Recorder, run: Callable[..., Any], module: nn.Module, call: Call, shared: bool) -> None:
-        """Record a call, which has run as it was.
-
-        Args:
-            recorder: what records.
-            run: the module's `forward`, which takes the module first.
-            module: that was called.
-            call: its arguments.
-            shared: whether replays stand for other modules too, whose weights they read.
-        """
+        """Record a call that has run. `run` takes the module first. A `shared` recording reads the weights of any module."""
         self.drop()
         try:
             if shared:
@@ -157,7 +149,7 @@ class Kind:
         state = recorder.random_state(device)
         try:
             with taped([]):
-                run(twin, *call.given, **call.named)
+                run(twin, *call.args, **call.kwargs)
         finally:
             recorder.set_random_state(device, state)
         self._twin, self._weights = twin, Seen(twin).weights
@@ -178,34 +170,34 @@ class Kind:
                 kind.drop()
 
         read = [x if i in self._still else room_for(x) for i, x in enumerate(tensors)]
-        there: list[_Place | Tensor] = [_Place(x, gone) if x is y else x for x, y in zip(read, tensors, strict=True)]
+        inputs: list[_Place | Tensor] = [_Place(x, gone) if x is y else x for x, y in zip(read, tensors, strict=True)]
         calls: list[tuple[Count, str]] = []
 
         def again() -> Any:
             calls.clear()
-            given, named = nested(self.spec, iter(read))
+            args, kwargs = nested(self.spec, iter(read))
             with taped(calls):
-                return run(*given, **named)
+                return run(*args, **kwargs)
 
-        _copy(there, tensors)
+        _copy(inputs, tensors)
         recording = recorder.record(again, tensors[0].device, shared)
-        made: list[Tensor] = []
-        self._as = flat(recording.made, tensors[0].device, made)
+        results: list[Tensor] = []
+        self._as = flat(recording.made, tensors[0].device, results)
         _check_result(self._as)
-        self._recording, self._there, self._made, self._calls = recording, there, made, calls
+        self._recording, self._there, self._made, self._calls = recording, inputs, results, calls
         self._recordings += 1
 
     def replay(self, tensors: list[Tensor], weights: list[Tensor]) -> Any:
-        """What the call returns, in tensors of the caller's own. weights: those of the module that is called."""
+        """Replay the call, and return its result in new tensors. weights: those of the module that is called."""
         assert self._recording is not None
         _copy(self._there, tensors)
         if self._weights:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, weights)
         self._recording.replay()
-        made = [room_for(x) for x in self._made]  # strides stay, on which later kernels may depend
-        copied(made, self._made)
-        return nested(self._as, iter(made))
+        results = [room_for(x) for x in self._made]  # strides stay, on which later kernels may depend
+        copied(results, self._made)
+        return nested(self._as, iter(results))
 
     def count(self) -> None:
         """Count what the replayed call would have counted."""
@@ -213,12 +205,12 @@ class Kind:
         for count, reason in self._calls:
             count.add(reason)
 
-    def check(self, made: Any, replayed: Any, device: torch.device, took: float, takes: float) -> None:
+    def check(self, results: Any, replayed: Any, device: torch.device, took: float, takes: float) -> None:
         """Compare what a call returned with what a replay returned; `took` and `takes`: their seconds."""
-        of_call: list[Tensor] = []
-        of_replay: list[Tensor] = []
-        same = flat(made, device, of_call) == flat(replayed, device, of_replay)
-        if not same or not all(map(same_bits, of_call, of_replay)):
+        call_tensors: list[Tensor] = []
+        replay_tensors: list[Tensor] = []
+        same = flat(results, device, call_tensors) == flat(replayed, device, replay_tensors)
+        if not same or not all(map(same_bits, call_tensors, replay_tensors)):
             self.obstacle = "a replay of its recording returned something else"
         elif takes > _GAIN * took:
             self.obstacle = "a replay of its recording is not faster"
@@ -227,8 +219,8 @@ class Kind:
             self.drop()
 
 
-def _copy(there: list[_Place | Tensor], tensors: list[Tensor]) -> None:
-    moved = [(x, y) for x, y in zip(there, tensors, strict=True) if isinstance(x, Tensor)]
+def _copy(inputs: list[_Place | Tensor], tensors: list[Tensor]) -> None:
+    moved = [(x, y) for x, y in zip(inputs, tensors, strict=True) if isinstance(x, Tensor)]
     copied([x for x, _ in moved], [y for _, y in moved])
 
 

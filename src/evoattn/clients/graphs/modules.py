@@ -1,4 +1,4 @@
-"""What a module is: whether it is what it was, and whether another one computes the same but for its weights."""
+"""Comparisons of a module with its earlier state, and with other modules that have the same structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evoattn.clients.graphs.trees import NotCaptured
 
 __all__ = ["Seen"]
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Seen:
@@ -35,11 +35,11 @@ class Seen:
         inner = list(of.modules())[1:]
         self._types = [type(x) for x in (of, *inner)]
         self._own = [vars(x) for x in (of, *inner)]
-        self._names = [tuple(own.keys() - _OF_EVERY_MODULE) for own in self._own]
+        self._names = [tuple(own.keys() - _COMMON_ATTRIBUTES) for own in self._own]
         self._get = [operator.itemgetter("training", "_parameters", *names) for names in self._names]
         self._parts = [own[name] for own in self._own for name in ("_parameters", "_buffers", "_modules")]
         self._hooks = [own[name] for own in self._own[1:] for name in ("_forward_hooks", "_forward_pre_hooks")]
-        self._attributes, self._members = self._look()
+        self._attributes, self._members = self._snapshot()
         self.weights = [x for x in self._members if isinstance(x, Tensor)]
         devices = {x.device for x in self.weights}
         self.device = devices.pop() if len(devices) == 1 else None
@@ -47,9 +47,9 @@ class Seen:
         self._at = [] if self.obstacle else self._addresses()
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Return whether the module has not changed."""
         try:
-            attributes, members = self._look()
+            attributes, members = self._snapshot()
             same = attributes == self._attributes
         except Exception:  # an attribute is gone, or does not tell whether it is equal, as tensors and arrays
             return False
@@ -57,30 +57,30 @@ class Seen:
             return False
         return bool(self.obstacle) or self._addresses() == self._at
 
-    def is_heard(self) -> bool:
-        """Whether a hook runs when one of the modules inside is called."""
+    def has_hooks(self) -> bool:
+        """Return whether a hook runs when one of the modules inside is called."""
         everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
         return any(self._hooks) or any(everywhere)
 
     def wants_gradients(self) -> bool:
-        """Whether a weight does."""
+        """Return whether a weight requires a gradient."""
         return any(x.requires_grad for x in self.weights)
 
     def structure(self) -> Hashable:
-        """What another module has in common with this one if it computes the same with the same weights.
+        """A key that is equal for modules that compute the same with the same weights.
 
         An attribute that is no plain value is told by its identity: modules with objects of their own have nothing in common.
 
         Raises:
             NotCaptured: a tensor is an attribute and neither parameter nor buffer.
         """
-        made = []
+        parts = []
         for kind, own, names in zip(self._types, self._own, self._names, strict=True):
-            weights = [(name, _looks(x)) for part in ("_parameters", "_buffers") for name, x in own[part].items()]
-            made.append((kind, *((name, _told(own[name])) for name in names), *weights))
-        return (*made, *_first_places(self._members))
+            weights = [(name, _layout_key(x)) for part in ("_parameters", "_buffers") for name, x in own[part].items()]
+            parts.append((kind, *((name, _value_key(own[name])) for name in names), *weights))
+        return (*parts, *_first_places(self._members))
 
-    def _look(self) -> tuple[list[Any], list[Any]]:
+    def _snapshot(self) -> tuple[list[Any], list[Any]]:
         """Attributes that differ between modules, module by module, and all parameters, buffers and modules."""
         sizes = list(map(len, self._own))
         values = [get(own) for get, own in zip(self._get, self._own, strict=True)]
@@ -106,7 +106,7 @@ class Seen:
         return ""
 
 
-def _looks(weight: Tensor | None) -> Hashable:
+def _layout_key(weight: Tensor | None) -> Hashable:
     return None if weight is None else (weight.dtype, weight.device, tuple(weight.shape), weight.stride())
 
 
@@ -116,14 +116,14 @@ def _first_places(members: list[Any]) -> list[int]:
     return [places.setdefault(id(x), place) for place, x in enumerate(members)]
 
 
-def _told(value: Any) -> Hashable:
+def _value_key(value: Any) -> Hashable:
     """A plain value, or containers of them, to compare; the identity of anything else."""
     if isinstance(value, Tensor):
         raise NotCaptured("a module inside has a tensor that is neither parameter nor buffer")
     if isinstance(value, (list, tuple)):
-        return (type(value), *map(_told, value))
+        return (type(value), *map(_value_key, value))
     if isinstance(value, dict):
-        return (dict, *((_told(name), _told(x)) for name, x in value.items()))
+        return (dict, *((_value_key(name), _value_key(x)) for name, x in value.items()))
     if isinstance(value, (type(None), bool, int, float, str, torch.dtype, torch.device)):
         return (type(value), repr(value))  # 0.0 == -0.0
     return _Same(value)

@@ -22,7 +22,7 @@ __all__ = ["CudaRecorder", "Recorder", "Recording", "modes", "scout"]
 
 @dataclasses.dataclass
 class Recording:
-    """What was recorded.
+    """A recorded call.
 
     Args:
         replay: does again what was recorded, on the current stream.
@@ -42,10 +42,10 @@ class Recorder(Protocol):
     """The type of device that it records on."""
 
     def state(self, device: torch.device) -> tuple[Any, ...]:
-        """What the kernels that run depend on besides arguments and weights: streams, precisions, autocast."""
+        """A key of everything but arguments and weights that selects kernels: streams, precisions, autocast."""
 
     def is_recording(self) -> bool:
-        """Whether the current stream is being recorded by somebody."""
+        """Return whether the current stream is being recorded by somebody."""
 
     def seconds(self, device: torch.device) -> float:
         """The time, once the device has done what it was told."""
@@ -82,7 +82,7 @@ class CudaRecorder:
     """Records CUDA graphs, each in a memory pool of its own, so that graphs can run and be dropped independently."""
 
     kind = "cuda"
-    _alone = threading.Lock()
+    _capture_lock = threading.Lock()
     """Held while a graph is recorded: torch records one at a time in a process."""
     _broken = 0
     """Recordings of the process that failed. Graphs from before draw from a generator's state that is no longer its own."""
@@ -106,7 +106,7 @@ class CudaRecorder:
         )
 
     def is_recording(self) -> bool:
-        """Whether somebody records the current stream."""
+        """Return whether somebody records the current stream."""
         return torch.cuda.is_current_stream_capturing()
 
     def seconds(self, device: torch.device) -> float:
@@ -133,7 +133,7 @@ class CudaRecorder:
         try:
             with torch.cuda.stream(side):
                 scout(run, device, draws=shared)
-                with self._alone:
+                with self._capture_lock:
                     return self._record(run, side, shared)
         finally:
             self.set_random_state(device, before)
@@ -158,8 +158,8 @@ class CudaRecorder:
         with _cleared():
             low = torch.is_autocast_enabled("cuda")
             if shared or not low:
-                alone = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=low, cache_enabled=False)
-                with alone, _capturing(graph, pool, side):
+                uncached = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=low, cache_enabled=False)
+                with uncached, _capturing(graph, pool, side):
                     return Recording(graph.replay, run(), is_valid)
             with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=True):
                 casts = torch.cuda.CUDAGraph()
@@ -241,31 +241,31 @@ class _Scout(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:  # in inference mode nothing has taken apart what consists of operations, such as a dropout that is off
-            made = func.decompose(*args, **(kwargs or {}))
-        if made is not NotImplemented:
-            return made
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
         drawn = torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
         if drawn and (not self._draws or _is_given_generator(args, kwargs)):
             raise NotCaptured(f"it draws random numbers ({func})")
-        given = [x for x in _pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]
+        tensors = [x for x in _pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]
         indexed = func.overloadpacket.__name__.startswith(("index", "_index", "_unsafe_index"))
         if indexed:
-            by_value = any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+            by_value = any(x.dtype in (torch.bool, torch.uint8) for x in tensors[1:])
         else:
             by_value = any(tag in func.tags for tag in _BY_VALUE)
         if by_value:
             raise NotCaptured(f"its operations depend on values ({func})")
-        made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.lift_fresh.default and made.ndim == 0:
-            self._numbers.append(made)
-            return made
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default and result.ndim == 0:
+            self._numbers.append(result)
+            return result
         if func is torch.ops.aten.fill_.Tensor and any(args[1] is x for x in self._numbers):
-            given = given[:1]
+            tensors = tensors[:1]
         # What an attention returns of its random numbers, which it did not draw, may lie on the CPU.
-        results = [] if "dropout_p" in _names(func) else _pytree.tree_leaves(made)
-        if any(x.device != self._device for x in (*given, *results) if isinstance(x, Tensor)):
+        results = [] if "dropout_p" in _names(func) else _pytree.tree_leaves(result)
+        if any(x.device != self._device for x in (*tensors, *results) if isinstance(x, Tensor)):
             raise NotCaptured(f"it computes on another device ({func})")
-        return made
+        return result
 
 
 def _is_given_generator(args: tuple[Any, ...], kwargs: Any) -> bool:
@@ -273,7 +273,7 @@ def _is_given_generator(args: tuple[Any, ...], kwargs: Any) -> bool:
 
 
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an attention has dropout, and it is 0: torch counts such among what draws random numbers."""
+    """Return whether an attention has dropout, and it is 0: torch counts such among what draws random numbers."""
     names = _names(func)
     if "dropout_p" not in names:
         return False

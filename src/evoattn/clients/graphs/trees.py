@@ -15,14 +15,14 @@ from evoattn.call.canonical import narrow_expanded
 __all__ = ["NotCaptured", "Spec", "copied", "flat", "nested", "room_for", "same_bits"]
 
 Spec = tuple[Any, ...]
-"""What `flat` says of a value: containers with their keys, tensors as they look, and plain values. It can be hashed."""
+"""The result of `flat`: containers with their keys, layouts of tensors, and plain values. It is hashable."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format)
 _FUNCTIONS = (types.BuiltinFunctionType, type)
 
 
 class NotCaptured(RuntimeError):  # noqa: N818
-    """Why a call cannot be replayed as a graph. It runs as it was then."""
+    """A call cannot be replayed as a graph, for the reason in the message. The original computes it."""
 
 
 def flat(value: Any, device: torch.device, tensors: list[Tensor]) -> Spec:
@@ -67,12 +67,12 @@ def nested(spec: Spec, tensors: Iterator[Tensor]) -> Any:
         return parts[0]
     if what == "unread":
         return _Unread(kind)
-    found = [nested(x, tensors) for x in parts]
+    items = [nested(x, tensors) for x in parts]
     if what == "dict":
-        return dict(zip(kind, found, strict=True))
+        return dict(zip(kind, items, strict=True))
     if what == "partial":
-        return functools.partial(found[0], *found[1], **found[2])
-    return kind._make(found) if hasattr(kind, "_make") else kind(found)
+        return functools.partial(items[0], *items[1], **items[2])
+    return kind._make(items) if hasattr(kind, "_make") else kind(items)
 
 
 class _Unread:
@@ -94,8 +94,8 @@ class _Unread:
 def room_for(tensor: Tensor) -> Tensor:
     """An uninitialised tensor that looks like another one: an expanded axis stays expanded."""
     small = narrow_expanded(tensor)
-    made = torch.empty_strided(small.shape, small.stride(), dtype=small.dtype, device=small.device)
-    return made.as_strided(tensor.shape, tensor.stride())
+    room = torch.empty_strided(small.shape, small.stride(), dtype=small.dtype, device=small.device)
+    return room.as_strided(tensor.shape, tensor.stride())
 
 
 def copied(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -105,7 +105,7 @@ def copied(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same bits: a NaN is itself, and -0 is not 0."""
+    """Return whether two tensors hold the same bits: a NaN is itself, and -0 is not 0."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (x, y)))

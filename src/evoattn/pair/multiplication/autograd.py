@@ -5,22 +5,19 @@ The forward keeps z, both halves and their product. The backward normalises agai
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from evoattn.devices import uncast
+from evoattn.pair.checking import result_dtype
 from evoattn.pair.multiplication.squares import multiply, multiply_backward, side
-from evoattn.pair.multiplication.values import Options, Weights, result_dtype
-from evoattn.run import guards
-from evoattn.run.once import once_differentiable
+from evoattn.pair.multiplication.values import Options, Weights
 
-__all__ = ["TriangleMultiplication", "backward", "forward", "of_weights", "outline"]
+__all__ = ["backward", "forward", "outline", "weight_gradients"]
 
 
 def forward(
-    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, keep: bool = True, out: Tensor | None = None
+    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, save: bool = True, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The result `[B, L, L, C]`, the halves `[2 D, B, P, P]` if they are to be kept, and their product `[D, B, P, P]`.
 
@@ -31,9 +28,9 @@ def forward(
     with uncast(z.device):
         ab = steps.gate_in(z, mask, weights, options, side(z.shape[1]))
         t = multiply(*_halves(ab), outgoing=options.outgoing).view(-1, *ab.shape[1:])
-        kept = ab if keep else None
+        saved = ab if save else None
         del ab  # before the result is allocated
-        return steps.gate_out(z, t, weights, options, out), kept, t
+        return steps.gate_out(z, t, weights, options, out), saved, t
 
 
 def outline(z: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,38 +42,33 @@ def outline(z: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tens
 
 
 def backward(
-    do: Tensor,
-    z: Tensor,
-    mask: Tensor | None,
-    ab: Tensor,
-    t: Tensor,
-    weights: Weights,
-    options: Options,
-    needs_weights: bool,
+    do: Tensor, z: Tensor, mask: Tensor | None, ab: Tensor, t: Tensor, weights: Weights, options: Options, needs_weights: bool
 ) -> tuple[Tensor, Weights | None]:
     """The gradient of z, and those of the weights, all of them or none."""
     from evoattn.pair.multiplication import steps
 
     with uncast(z.device):
-        dt, dg, of_output = steps.gate_out_backward(do, z, t, weights, options, needs_weights=needs_weights)
+        dt, dg, out_operands = steps.gate_out_backward(do, z, t, weights, options, needs_weights=needs_weights)
         dab = torch.empty_like(ab)
         multiply_backward(dt.flatten(0, 1), *_halves(ab), *_halves(dab), outgoing=options.outgoing)
         del dt
-        dz, of_input = steps.gate_in_backward(dab, dg, do, z, mask, weights, options, needs_weights=needs_weights)
+        dz, in_operands = steps.gate_in_backward(dab, dg, do, z, mask, weights, options, needs_weights=needs_weights)
         del dab
-        if of_output is None or of_input is None:
+        if out_operands is None or in_operands is None:
             return dz, None
-        return dz, of_weights(dg, of_output, of_input, weights)
+        return dz, weight_gradients(dg, out_operands, in_operands, weights)
 
 
-def of_weights(dg: Tensor, of_output: tuple[Tensor, ...], of_input: tuple[Tensor, ...], weights: Weights) -> Weights:
-    """The gradients of all weights, from what the steps made for them."""
+def weight_gradients(
+    dg: Tensor, out_operands: tuple[Tensor, ...], in_operands: tuple[Tensor, ...], weights: Weights
+) -> Weights:
+    """The gradients of all weights, from their operands and sums, which the steps return."""
 
     def sums(bias: Tensor | None, rows: Tensor, axis: int) -> Tensor | None:
         return None if bias is None else rows.sum(axis)
 
-    du, n, norm_out = of_output
-    dpg, y, norm_in = of_input
+    du, n, norm_out = out_operands
+    dpg, y, norm_in = in_operands
     dp_in, dg_in = dpg.chunk(2)
     dp_weight, dg_weight = (dpg @ y).chunk(2)
     w = weights
@@ -104,30 +96,3 @@ def _halves(ab: Tensor) -> tuple[Tensor, Tensor]:
     """The halves a and b of `[2 D, B, P, P]`, as batches of squares."""
     a, b = ab.flatten(0, 1).chunk(2)
     return a, b
-
-
-class TriangleMultiplication(torch.autograd.Function):
-    """The result of `forward`, with gradients for z and the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, mask: Tensor | None, options: Options, *weights: Tensor | None) -> Tensor:
-        made, ab, t = forward(z, mask, Weights(*weights), options)  # type: ignore[arg-type]
-        ctx.save_for_backward(z, mask, ab, t, *weights)
-        ctx.options = options
-        return made
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        z, mask, ab, t, *weights = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        needs_weights = any(needs[3:])
-        if guards.is_plain([do]):
-            dz, of_weights = backward(
-                do.contiguous(), z, mask, ab, t, Weights(*weights), ctx.options, needs_weights=needs_weights
-            )
-        else:  # many cotangents at once, for instance
-            operator = torch.ops.evoattn.triangle_multiplication_backward.default
-            dz, *of_weights = operator(do, z, mask, ab, t, *weights, *ctx.options, needs_weights)
-        found = of_weights or (None,) * len(weights)
-        return dz, None, None, *[x if need else None for x, need in zip(found, needs[3:], strict=True)]

@@ -9,17 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evoattn.devices import installed
-from evoattn.pair.checking import cast, check_mask_of, check_out, check_shapes, check_tensors, direct, written
-from evoattn.pair.multiplication import exchanged, operators, sharded
-from evoattn.pair.multiplication.autograd import TriangleMultiplication, forward
-from evoattn.pair.multiplication.values import Options, Weights, result_dtype
-from evoattn.pair.reference import norm
+from evoattn.pair import checking
+from evoattn.pair.multiplication import autograd, exchanged, sharded
+from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.operators import Operator
 from evoattn.run import guards
 from evoattn.run.split import Split
 
 __all__ = ["product", "reference", "triangle_multiplication"]
 
 _OPTIONAL = frozenset(name for name in Weights._fields if name.endswith("bias") or "norm" in name)
+
+_OPERATOR = Operator("triangle_multiplication", "z", Weights, Options, autograd, saved=("ab", "t"))
 
 
 def triangle_multiplication(
@@ -91,25 +92,19 @@ def triangle_multiplication(
         raise ValueError(f"direction must be 'outgoing' or 'incoming', got {direction!r}")
     _check(z, mask, weights, split)
     options = Options(direction == "outgoing", float(eps), residual)
-    weights = cast(z, weights, weights.p_in_weight)
+    weights = checking.cast(z, weights, weights.p_in_weight)
     if mask is not None and not mask.is_floating_point():
         mask = mask.to(weights.dtype)
     records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, mask, *weights))
     if out is not None:
-        check_out(out, z, result_dtype(z, weights, options), records=records)
-    into = direct(out, z, mask, *weights)
+        checking.check_out(out, z, checking.result_dtype(z, weights, options), records=records)
+    into = checking.direct(out, z, mask, *weights)
     result = _compute(z, mask, weights, options, records, into, split)
     return result if out is None or result is out else out.copy_(result)
 
 
 def _compute(
-    z: Tensor,
-    mask: Tensor | None,
-    weights: Weights,
-    options: Options,
-    records: bool,
-    out: Tensor | None,
-    split: Split | None,
+    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None, split: Split | None
 ) -> Tensor:
     """The result, in `out` if it is given and kernels compute."""
     if not z.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(z, weights):
@@ -117,33 +112,31 @@ def _compute(
     square = z.reshape(math.prod(z.shape[:-3]), *z.shape[-3:]).contiguous()
     rows = None if mask is None else mask.expand(z.shape[:-1]).reshape(square.shape[:-1]).contiguous()
     if split is not None:
-        made = _of_part(square, rows, weights, options, records, out, split)
+        result = _compute_part(square, rows, weights, options, records, out, split)
     elif not guards.only_computes():  # torch has to see an operator
-        made = operators.forward(square, rows, *weights, *options)[0]
+        result = _OPERATOR.forward(square, rows, *weights, *options)[0]
     elif records:
-        made = TriangleMultiplication.apply(square, rows, options, *weights)  # type: ignore[no-untyped-call]
+        result = _OPERATOR.record(square, rows, weights, options)
     else:
-        made = forward(square, rows, weights, options, keep=False, out=out)[0]
+        result = autograd.forward(square, rows, weights, options, save=False, out=out)[0]
     if out is not None and not records:
-        return written(out)
-    result: Tensor = made.view(z.shape)
-    return result
+        return checking.written(out)
+    return result.view(z.shape)
 
 
-def _of_part(
+def _compute_part(
     z: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None, split: Split
 ) -> Tensor:
     """The result for a part of z, by kernels unless torch has to see operators."""
     if not guards.only_computes():
         return reference(z, mask, weights, options, split)
     if not records:
-        return sharded.forward(z, mask, weights, options, split, keep=False, out=out)[0]
-    made: Tensor = sharded.ShardedTriangleMultiplication.apply(z, mask, options, split, *weights)  # type: ignore[no-untyped-call]
-    return made
+        return sharded.forward(z, mask, weights, options, split, save=False, out=out)[0]
+    return sharded.ShardedTriangleMultiplication.apply(z, mask, options, split, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _has_kernels(z: Tensor, weights: Weights) -> bool:
-    """Whether kernels take these tensors: 16 or 32 bits on a GPU, and not too many channels. Transforms see plain torch."""
+    """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels, no transform."""
     if not z.is_cuda or weights.dtype == torch.float64 or z.dtype == torch.float64 or not installed("triton"):
         return False
     from evoattn.pair.multiplication import steps
@@ -154,7 +147,7 @@ def _has_kernels(z: Tensor, weights: Weights) -> bool:
 def _check(z: Tensor, mask: Tensor | None, weights: Weights, split: Split | None) -> None:
     """Raise TypeError or ValueError for what does not fit together."""
     named = weights._asdict()
-    check_tensors("z", z, named, _OPTIONAL)
+    checking.check_tensors("z", z, named, _OPTIONAL)
     if z.ndim < 3 or (split is None and z.shape[-2] != z.shape[-3]):
         raise ValueError(f"z must be [*, L, L, C], got shape {list(z.shape)}")
     if weights.p_out_weight.ndim != 2:
@@ -162,14 +155,14 @@ def _check(z: Tensor, mask: Tensor | None, weights: Weights, split: Split | None
     channels, hidden = z.shape[-1], weights.p_out_weight.shape[1]
     shapes = {"norm_in": (channels,), "p_in": (2 * hidden, channels), "g_in": (2 * hidden, channels)}
     shapes |= {"norm_out": (hidden,), "p_out": (channels, hidden), "g_out": (channels, channels)}
-    check_shapes(named, shapes, f"for C = {channels} channels of z and D = {hidden} of p_out_weight")
-    check_mask_of("z", z, mask)
+    checking.check_shapes(named, shapes, f"for C = {channels} channels of z and D = {hidden} of p_out_weight")
+    checking.check_mask_of("z", z, mask)
 
 
 def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, split: Split | None = None) -> Tensor:
     """Triangle multiplication in plain torch, which differentiates it."""
     w = weights
-    y = norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
+    y = checking.norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
     ab = F.linear(y, w.p_in_weight, w.p_in_bias) * F.linear(y, w.g_in_weight, w.g_in_bias).sigmoid()
     if mask is not None:
         ab = ab * mask.unsqueeze(-1).to(w.dtype)
@@ -177,7 +170,7 @@ def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options
         ab = ab.detach().requires_grad_()  # the backward of a process with kernels exchanges whatever wants gradients
     a, b = ab.chunk(2, -1)
     t = product(a, b, split, outgoing=options.outgoing)
-    n = norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.dtype)
+    n = checking.norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.dtype)
     update = F.linear(n, w.p_out_weight, w.p_out_bias) * F.linear(y, w.g_out_weight, w.g_out_bias).sigmoid()
     return z + update if options.residual else update
 

@@ -40,14 +40,14 @@ Finish = Callable[[], Tensor]
 """Waits for an exchange that was started, and returns what was received."""
 
 
-def forward(ab: Tensor, split: Split, *, outgoing: bool, keep: bool) -> tuple[Tensor, list[Tensor]]:
+def forward(ab: Tensor, split: Split, *, outgoing: bool, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Multiply halves.
 
     Args:
         ab: channels of both halves, a first, `[2 D, B, I, J]`, contiguous. `split` is that of z `[B, I, J, C]`.
         split: how rows or columns lie on the processes.
         outgoing: whether a[i,k] b[j,k] is summed over k, or a[k,i] b[k,j].
-        keep: whether the squares are wanted for the backward.
+        save: whether the squares are wanted for the backward.
 
     Returns:
         The product `[D, B, I, J]` of this process's rows or columns, in float32 for float16. Then for each slice of channels
@@ -55,7 +55,7 @@ def forward(ab: Tensor, split: Split, *, outgoing: bool, keep: bool) -> tuple[Te
     """
     a, b = ab.chunk(2)
     t = torch.empty_like(a, dtype=torch.float32 if ab.dtype == torch.float16 else ab.dtype)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     slices = _slices(a, split)
     coming = [_to_squares(x[slices[0]], split) for x in (a, b)]
     going: list[Finish] = []
@@ -63,16 +63,16 @@ def forward(ab: Tensor, split: Split, *, outgoing: bool, keep: bool) -> tuple[Te
         squares = [finish() for finish in coming]
         if following is not None:
             coming = [_to_squares(x[following], split) for x in (a, b)]
-        made = multiply(*(x.flatten(0, 1) for x in squares), outgoing=outgoing).view(squares[0].shape)
+        products = multiply(*(x.flatten(0, 1) for x in squares), outgoing=outgoing).view(squares[0].shape)
         _finish(going)
-        going = [_to_parts(made, t[here], split)]
-        if keep:
-            kept += squares
+        going = [_to_parts(products, t[here], split)]
+        if save:
+            saved += squares
     _finish(going)
-    return t, kept
+    return t, saved
 
 
-def backward(dt: Tensor, kept: Sequence[Tensor], split: Split, *, outgoing: bool) -> Tensor:
+def backward(dt: Tensor, saved: Sequence[Tensor], split: Split, *, outgoing: bool) -> Tensor:
     """The gradient of the halves `[2 D, B, I, J]`, from that of the product, `[D, B, I, J]` in the dtype of the squares."""
     dt = dt.contiguous()
     dab = dt.new_empty(2 * dt.shape[0], *dt.shape[1:])
@@ -80,22 +80,21 @@ def backward(dt: Tensor, kept: Sequence[Tensor], split: Split, *, outgoing: bool
     slices = _slices(dt, split)
     coming = _to_squares(dt[slices[0]], split)
     going: list[Finish] = []
-    for here, following, a, b in itertools.zip_longest(slices, slices[1:], kept[::2], kept[1::2]):
+    for here, following, a, b in itertools.zip_longest(slices, slices[1:], saved[::2], saved[1::2]):
         square = coming()
         if following is not None:
             coming = _to_squares(dt[following], split)
-        made = torch.empty_like(a), torch.empty_like(b)
-        multiply_backward(*(x.flatten(0, 1) for x in (square, a, b, *made)), outgoing=outgoing)
+        gradients = torch.empty_like(a), torch.empty_like(b)
+        multiply_backward(*(x.flatten(0, 1) for x in (square, a, b, *gradients)), outgoing=outgoing)
         _finish(going)
-        going = [_to_parts(x, whole[here], split) for x, whole in zip(made, (da, db), strict=True)]
+        going = [_to_parts(x, half[here], split) for x, half in zip(gradients, (da, db), strict=True)]
     _finish(going)
     return dab
 
 
 def exchanged(ab: Tensor, split: Split, *, outgoing: bool) -> Tensor:
     """`forward`, which autograd differentiates."""
-    made: Tensor = _Product.apply(ab, split, outgoing)  # type: ignore[no-untyped-call]
-    return made
+    return _Product.apply(ab, split, outgoing)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Product(torch.autograd.Function):
@@ -104,17 +103,17 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ab: Tensor, split: Split, outgoing: bool) -> Tensor:
         with uncast(ab.device):
-            t, kept = forward(ab.contiguous(), split, outgoing=outgoing, keep=ctx.needs_input_grad[0])
-        ctx.save_for_backward(*kept)
+            t, saved = forward(ab.contiguous(), split, outgoing=outgoing, save=ctx.needs_input_grad[0])
+        ctx.save_for_backward(*saved)
         ctx.split, ctx.outgoing = split, outgoing
         return t
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dt: Tensor) -> tuple[Tensor, None, None]:
-        kept = ctx.saved_tensors
+        saved = ctx.saved_tensors
         with uncast(dt.device):
-            return backward(dt.to(kept[0].dtype), kept, ctx.split, outgoing=ctx.outgoing), None, None
+            return backward(dt.to(saved[0].dtype), saved, ctx.split, outgoing=ctx.outgoing), None, None
 
 
 def _finish(going: list[Finish]) -> None:
@@ -178,8 +177,7 @@ def _start(received: Tensor, sent: Tensor, counts: list[int], parts: list[int], 
         dist.all_to_all_single(received, sent, counts, parts, split.group)
         return lambda: None
     work: Any = dist.all_to_all_single(received, sent, counts, parts, split.group, async_op=True)
-    wait: Callable[[], object] = work.wait
-    return wait
+    return work.wait  # type: ignore[no-any-return]
 
 
 def _runs(square: Tensor, buffer: Tensor, split: Split) -> list[tuple[Tensor, Tensor]]:
@@ -189,13 +187,13 @@ def _runs(square: Tensor, buffer: Tensor, split: Split) -> list[tuple[Tensor, Te
     """
     axis = split.axis + 1  # squares have no channels behind them
     inside = square[..., : split.length, : split.length]
-    found, first, done = [], 0, 0
+    pairs, first, done = [], 0, 0
     for size, ranks in itertools.groupby(size for size in split.sizes(split.length) if size):
         count = len(list(ranks))
         place = inside.narrow(axis, first, count * size).unflatten(axis, (count, size))
         shape = list(place.shape)
         del shape[axis - 1]
         numbers = count * math.prod(shape)
-        found.append((buffer[done : done + numbers].view(count, *shape).movedim(0, axis - 1), place))
+        pairs.append((buffer[done : done + numbers].view(count, *shape).movedim(0, axis - 1), place))
         first, done = first + count * size, done + numbers
-    return found
+    return pairs

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evoattn.devices import uncast
 from evoattn.pair.multiplication import exchanged
-from evoattn.pair.multiplication.autograd import of_weights
+from evoattn.pair.multiplication.autograd import weight_gradients
 from evoattn.pair.multiplication.values import Options, Weights
 from evoattn.run.once import once_differentiable
 from evoattn.run.split import Split
@@ -27,32 +27,25 @@ def forward(
     weights: Weights,
     options: Options,
     split: Split,
-    keep: bool = True,
+    save: bool = True,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The result for this process's part of z.
-
-    Args:
-        z: `[B, I, J, C]`, contiguous.
-        mask: `[B, I, J]`, contiguous, or None.
-        weights, options: of the call.
-        split: how rows or columns of z lie on the processes.
-        keep: whether the squares are wanted for the backward.
-        out: where the result is written, which may be z, or None.
+    """Compute the result for this process's part of z `[B, I, J, C]`, with a mask `[B, I, J]` or None.
 
     Returns:
-        The result `[B, I, J, C]`, the product `[D, B, I, J]`, and the squares that were multiplied.
+        The result `[B, I, J, C]`, in `out` if that is given (it may be z), the product `[D, B, I, J]`, and with `save` the
+        squares that were multiplied, for the backward.
     """
     from evoattn.pair.multiplication import steps
 
     with uncast(z.device):
         ones, rows = _ones(z), None if mask is None else mask.view(-1, 1, 1)
         ab = steps.gate_in(ones, rows, weights, options, 1)
-        t, kept = exchanged.forward(ab.view(-1, *z.shape[:-1]), split, outgoing=options.outgoing, keep=keep)
+        t, saved = exchanged.forward(ab.view(-1, *z.shape[:-1]), split, outgoing=options.outgoing, save=save)
         del ab  # before the result is allocated
         into = None if out is None else _ones(out)
-        made = steps.gate_out(ones, t.view(t.shape[0], -1, 1, 1), weights, options, into)
-        return made.view(z.shape) if out is None else out, t, kept
+        result = steps.gate_out(ones, t.view(t.shape[0], -1, 1, 1), weights, options, into)
+        return result.view(z.shape) if out is None else out, t, saved
 
 
 def _ones(x: Tensor) -> Tensor:
@@ -65,10 +58,10 @@ class ShardedTriangleMultiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, mask: Tensor | None, options: Options, split: Split, *weights: Tensor | None) -> Tensor:
-        made, t, kept = forward(z, mask, Weights(*weights), options, split)  # type: ignore[arg-type]
-        ctx.save_for_backward(z, mask, t, *weights, *kept)
+        result, t, saved = forward(z, mask, Weights(*weights), options, split)  # type: ignore[arg-type]
+        ctx.save_for_backward(z, mask, t, *weights, *saved)
         ctx.options, ctx.split = options, split
-        return made
+        return result
 
     @staticmethod
     @once_differentiable
@@ -77,19 +70,19 @@ class ShardedTriangleMultiplication(torch.autograd.Function):
 
         z, mask, t, *rest = ctx.saved_tensors
         count, needs, options = len(Weights._fields), ctx.needs_input_grad[4:], ctx.options
-        weights, kept = Weights(*rest[:count]), rest[count:]
+        weights, saved = Weights(*rest[:count]), rest[count:]
         rows, needs_weights = None if mask is None else mask.view(-1, 1, 1), any(needs)
         do, ones = _ones(do.contiguous()), _ones(z)
         with uncast(z.device):
             flat = t.view(t.shape[0], -1, 1, 1)
-            dt, dg, of_output = steps.gate_out_backward(do, ones, flat, weights, options, needs_weights=needs_weights)
-            dab = exchanged.backward(dt.view(t.shape), kept, ctx.split, outgoing=options.outgoing)
+            dt, dg, out_operands = steps.gate_out_backward(do, ones, flat, weights, options, needs_weights=needs_weights)
+            dab = exchanged.backward(dt.view(t.shape), saved, ctx.split, outgoing=options.outgoing)
             del dt
             dab = dab.view(dab.shape[0], -1, 1, 1)
-            dz, of_input = steps.gate_in_backward(dab, dg, do, ones, rows, weights, options, needs_weights=needs_weights)
+            dz, in_operands = steps.gate_in_backward(dab, dg, do, ones, rows, weights, options, needs_weights=needs_weights)
             del dab
-            found: tuple[Tensor | None, ...] = (None,) * count
-            if of_output is not None and of_input is not None:
-                found = of_weights(dg, of_output, of_input, weights)
-        made = [x if need else None for x, need in zip(found, needs, strict=True)]
-        return dz.view(z.shape), None, None, None, *made
+            all_gradients: tuple[Tensor | None, ...] = (None,) * count
+            if out_operands is not None and in_operands is not None:
+                all_gradients = weight_gradients(dg, out_operands, in_operands, weights)
+        gradients = [x if need else None for x, need in zip(all_gradients, needs, strict=True)]
+        return dz.view(z.shape), None, None, None, *gradients

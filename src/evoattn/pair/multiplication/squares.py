@@ -11,7 +11,7 @@ _SIDES = 8
 """The sides of the squares are multiples of this: batched products of other sides take up to five times as long."""
 
 _BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")
-"""Whether torch multiplies 16 bits into float32, as it does from 2.8 on."""
+"""True if torch multiplies 16 bits into float32, as it does from 2.8 on."""
 
 
 def side(length: int) -> int:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from evoattn.backends.triton import alone
 from evoattn.backends.triton.launch import capability, head_block, shared_memory_limit, split_precision
+from evoattn.pair.checking import result_dtype
 from evoattn.pair.launching import Tile, affine, narrowed, shift
 from evoattn.pair.multiplication import kernels
-from evoattn.pair.multiplication.values import Options, Weights, result_dtype
+from evoattn.pair.multiplication.values import Options, Weights
 
 __all__ = ["gate_in", "gate_in_backward", "gate_out", "gate_out_backward", "takes"]
 
@@ -38,7 +39,7 @@ _TILES = {
 
 
 def takes(z: Tensor, weights: Weights) -> bool:
-    """Whether the kernels take weights of these sizes."""
+    """Return whether the kernels take weights of these sizes."""
     channels = head_block(max(weights.p_out_weight.shape))
     fits = channels <= 128 or shared_memory_limit(z.device) >= _SHARED_MEMORY
     return fits and channels * weights.dtype.itemsize <= _MOST_BYTES
@@ -48,7 +49,7 @@ def gate_in(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, 
     """Make both halves, `mask * sigmoid(g_in(y)) * p_in(y)` with `y = norm_in(z)`: `[2 D, B, P, P]`."""
     w, channels = weights, weights.p_in_weight.shape[0]
     ab = torch.empty((channels, z.shape[0], padded, padded), dtype=w.dtype, device=z.device)
-    tensors = (z, z if mask is None else mask, *_of_input(z, w), ab)
+    tensors = (z, z if mask is None else mask, *_input_weights(z, w), ab)
     launch = _Launch("gate_in", z, w, padded, options.eps)
     launch(kernels.gate_in_kernel, tensors, C=z.shape[-1], N=channels, HAS_MASK=mask is not None)
     return ab
@@ -61,7 +62,7 @@ def gate_out(z: Tensor, t: Tensor, weights: Weights, options: Options, out: Tens
     """
     if out is None:
         out = torch.empty_like(z, dtype=result_dtype(z, weights, options))
-    tensors = (z, t, *_of_output(z, weights), out)
+    tensors = (z, t, *_output_weights(z, weights), out)
     launch = _Launch("gate_out", z, weights, t.shape[-1], options.eps)
     launch(kernels.gate_out_kernel, tensors, C=z.shape[-1], D=t.shape[0], RESIDUAL=options.residual)
     return out
@@ -78,13 +79,13 @@ def gate_out_backward(
     """
     rows, hidden, channels = t[0].numel(), t.shape[0], z.shape[-1]
     launch = _Launch("gate_out_backward", z, weights, t.shape[-1], options.eps)
-    made = functools.partial(torch.empty, dtype=weights.dtype, device=z.device)
-    dt, dg = made(t.shape), made((rows, channels))
+    buffer = functools.partial(torch.empty, dtype=weights.dtype, device=z.device)
+    dt, dg = buffer(t.shape), buffer((rows, channels))
     du, n, sums = dt, dt, dt
     if needs_weights:
-        du, n = made((rows, channels)), made((hidden, rows))
-        sums = made((launch.programs, 2, hidden), dtype=torch.float32)
-    tensors = (do, z, t, *_of_output(z, weights), dt, dg, du, n, sums)
+        du, n = buffer((rows, channels)), buffer((hidden, rows))
+        sums = buffer((launch.programs, 2, hidden), dtype=torch.float32)
+    tensors = (do, z, t, *_output_weights(z, weights), dt, dg, du, n, sums)
     launch(kernels.gate_out_backward_kernel, tensors, C=channels, D=hidden, NEEDS_WEIGHTS=needs_weights)
     return dt, dg, (du, n, sums.sum(0)) if needs_weights else None
 
@@ -113,28 +114,20 @@ def gate_in_backward(
     """
     w, rows, count, channels = weights, dab[0].numel(), dab.shape[0], z.shape[-1]
     launch = _Launch("gate_in_backward", z, w, dab.shape[-1], options.eps)
-    made = functools.partial(torch.empty, dtype=w.dtype, device=z.device)
+    buffer = functools.partial(torch.empty, dtype=w.dtype, device=z.device)
     dz = torch.empty_like(z)
     dpg, y, sums = dz, dz, dz
     if needs_weights:
-        dpg, y = made((2 * count, rows)), made((rows, channels))
-        sums = made((launch.programs, 2, channels), dtype=torch.float32)
-    tensors = (dab, dg_out, do, z, z if mask is None else mask, *_of_input(z, w), w.g_out_weight, dz, dpg, y, sums)
-    wishes = {"HAS_MASK": mask is not None, "RESIDUAL": options.residual, "NEEDS_WEIGHTS": needs_weights}
-    launch(kernels.gate_in_backward_kernel, tensors, C=channels, N=count, **wishes)
+        dpg, y = buffer((2 * count, rows)), buffer((rows, channels))
+        sums = buffer((launch.programs, 2, channels), dtype=torch.float32)
+    tensors = (dab, dg_out, do, z, z if mask is None else mask, *_input_weights(z, w), w.g_out_weight, dz, dpg, y, sums)
+    flags = {"HAS_MASK": mask is not None, "RESIDUAL": options.residual, "NEEDS_WEIGHTS": needs_weights}
+    launch(kernels.gate_in_backward_kernel, tensors, C=channels, N=count, **flags)
     return dz, (dpg, y, sums.sum(0)) if needs_weights else None
 
 
 class _Launch:
-    """One launch of a step's kernel over all rows of the padded square.
-
-    Args:
-        step: its name in the table of tiles.
-        z: `[B, L, L, C]`.
-        weights: whose dtype the products have.
-        padded: the side of the square.
-        eps: of the norms.
-    """
+    """One launch of a step's kernel over all rows of the padded square. `step` is its name in the table of tiles."""
 
     def __init__(self, step: str, z: Tensor, weights: Weights, padded: int, eps: float) -> None:
         self.tile = narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.dtype)
@@ -149,22 +142,22 @@ class _Launch:
             blocks["BLOCK_N"] = min(self.tile.channels, head_block(constants["N"]))
         if "D" in constants:
             blocks["BLOCK_D"] = head_block(constants["D"])
-        how: dict[str, Any] = {"PADDED": self.padded != self.length, "NARROW": self.padded < self.tile.rows}
-        how |= {"FAST": self.fast, "PRECISION": self.precision}
+        flags: dict[str, Any] = {"PADDED": self.padded != self.length, "NARROW": self.padded < self.tile.rows}
+        flags |= {"FAST": self.fast, "PRECISION": self.precision}
         compiled = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
         numbers = (self.rows, self.length, self.padded, self.eps)
-        alone.start(kernel, self.programs, tensors, *numbers, **constants, **blocks, **how, **compiled)
+        alone.start(kernel, self.programs, tensors, *numbers, **constants, **blocks, **flags, **compiled)
 
 
-def _of_input(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
-    """What both kernels of the input read: norm and products."""
+def _input_weights(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """Tensors that both kernels of the input read: norm and products."""
     count, channels = w.p_in_weight.shape
-    given = affine(w.norm_in_weight, w.norm_in_bias, z, channels)
-    return (*given, w.p_in_weight, shift(w.p_in_bias, z, count), w.g_in_weight, shift(w.g_in_bias, z, count))
+    norms = affine(w.norm_in_weight, w.norm_in_bias, z, channels)
+    return (*norms, w.p_in_weight, shift(w.p_in_bias, z, count), w.g_in_weight, shift(w.g_in_bias, z, count))
 
 
-def _of_output(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
-    """What both kernels of the output read: norms, output product, gate."""
+def _output_weights(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """Tensors that both kernels of the output read: norms, output product, gate."""
     channels, hidden = w.p_out_weight.shape
-    given = affine(w.norm_in_weight, w.norm_in_bias, z, channels) + affine(w.norm_out_weight, w.norm_out_bias, z, hidden)
-    return (*given, w.p_out_weight, shift(w.p_out_bias, z, channels), w.g_out_weight, shift(w.g_out_bias, z, channels))
+    norms = affine(w.norm_in_weight, w.norm_in_bias, z, channels) + affine(w.norm_out_weight, w.norm_out_bias, z, hidden)
+    return (*norms, w.p_out_weight, shift(w.p_out_bias, z, channels), w.g_out_weight, shift(w.g_out_bias, z, channels))

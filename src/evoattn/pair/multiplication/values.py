@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Options", "Weights", "result_dtype"]
+__all__ = ["Options", "Weights"]
 
 
 class Weights(NamedTuple):
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is computed.
+    """Settings of a triangle multiplication.
 
     Args:
         outgoing: whether edges (i, k) and (j, k) are multiplied, or (k, i) and (k, j).
@@ -49,8 +49,3 @@ class Options(NamedTuple):
     outgoing: bool
     eps: float
     residual: bool
-
-
-def result_dtype(z: Tensor, weights: Weights, options: Options) -> torch.dtype:
-    """The dtype of the result."""
-    return torch.promote_types(z.dtype, weights.dtype) if options.residual else weights.dtype

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from evoattn.devices import uncast
-from evoattn.pair.transitions.values import Options, Weights, result_dtype
-from evoattn.run import guards
-from evoattn.run.once import once_differentiable
+from evoattn.pair.checking import result_dtype
+from evoattn.pair.transitions.values import Options, Weights
 
-__all__ = ["Transition", "backward", "forward", "outline"]
+__all__ = ["backward", "forward", "outline"]
 
 _CHUNK = 1 << 17
 """Rows for which the operands of the weights' gradients are in memory: 0.4 GiB for 512 hidden channels in 16 bits."""
 
 _MM_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
-"""Whether torch multiplies 16 bits into float32, as it does from 2.8 on."""
+"""True if torch multiplies 16 bits into float32, as it does from 2.8 on."""
 
 
 def forward(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, out: Tensor | None = None) -> Tensor:
@@ -62,12 +61,12 @@ def _with_weights(do: Tensor, x: Tensor, mask: Tensor | None, weights: Weights, 
     sums, total = [], _Sums()
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
-        made = steps.Operands(*[tensor[: part.stop - start] for tensor in operands])
-        of_chunk = x.new_empty((steps.programs(x[part], w), 3, channels), dtype=torch.float32)
+        operands_of_chunk = steps.Operands(*[tensor[: part.stop - start] for tensor in operands])
+        chunk_sums = x.new_empty((steps.programs(x[part], w), 3, channels), dtype=torch.float32)
         rows_of_mask = None if mask is None else mask[part]
-        steps.backward(do[part], x[part], rows_of_mask, w, options, dx[part], made, of_chunk)
-        sums.append(of_chunk.sum(0))
-        total.add(made, widens=chunk < rows, has_bias=w.a_bias is not None or w.b_bias is not None)
+        steps.backward(do[part], x[part], rows_of_mask, w, options, dx[part], operands_of_chunk, chunk_sums)
+        sums.append(chunk_sums.sum(0))
+        total.add(operands_of_chunk, widens=chunk < rows, has_bias=w.a_bias is not None or w.b_bias is not None)
     return total.gradients(torch.stack(sums).sum(0), w)
 
 
@@ -77,10 +76,10 @@ class _Sums:
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
 
-    def add(self, made: Any, *, widens: bool, has_bias: bool) -> None:
+    def add(self, operands: Any, *, widens: bool, has_bias: bool) -> None:
         """Add those of one chunk."""
-        products = [_product(made.dab, made.y, widens=widens), _product(made.d, made.u, widens=widens)]
-        parts = products + ([made.dab.sum(0, dtype=torch.float32)] if has_bias else [])
+        products = [_product(operands.dab, operands.y, widens=widens), _product(operands.d, operands.u, widens=widens)]
+        parts = products + ([operands.dab.sum(0, dtype=torch.float32)] if has_bias else [])
         if not self._parts:
             self._parts = parts
             return
@@ -93,8 +92,8 @@ class _Sums:
         dab_bias = rest[0] if rest else dab_weight.new_empty(2 * w.hidden)
         halves = [(weight, bias) for weight, bias in zip(dab_weight.split(w.hidden), dab_bias.split(w.hidden), strict=False)]
         (da_weight, da_bias), (db_weight, db_bias) = halves[0], halves[-1]
-        found = (sums[0], sums[1], da_weight, da_bias, db_weight, db_bias, dout_weight, sums[2])
-        cast: Any = [None if x is None else dx.to(x.dtype) for dx, x in zip(found, w, strict=True)]
+        grads = (sums[0], sums[1], da_weight, da_bias, db_weight, db_bias, dout_weight, sums[2])
+        cast: Any = [None if x is None else dx.to(x.dtype) for dx, x in zip(grads, w, strict=True)]
         return Weights(*cast)
 
 
@@ -105,27 +104,3 @@ def _product(a: Tensor, b: Tensor, *, widens: bool) -> Tensor:
             return torch.mm(a.t(), b, out_dtype=torch.float32)
         return (a.t() @ b).float()
     return a.t() @ b
-
-
-class Transition(torch.autograd.Function):
-    """The result of `forward`, with gradients for x and the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor | None, options: Options, *weights: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, mask, *weights)
-        ctx.options = options
-        return forward(x, mask, Weights(*weights), options)  # type: ignore[arg-type]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        x, mask, *weights = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        needs_weights = any(needs[3:])
-        if guards.is_plain([do]):
-            dx, of_weights = backward(do.contiguous(), x, mask, Weights(*weights), ctx.options, needs_weights=needs_weights)
-        else:  # many cotangents at once, for instance
-            operator = torch.ops.evoattn.transition_backward.default
-            dx, *of_weights = operator(do, x, mask, *weights, *ctx.options, needs_weights)
-        found = of_weights or (None,) * len(weights)
-        return dx, None, None, *[y if need else None for y, need in zip(found, needs[3:], strict=True)]

@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evoattn.devices import installed
-from evoattn.pair.checking import cast, check_mask_of, check_out, check_shapes, check_tensors, direct, written
-from evoattn.pair.reference import norm
-from evoattn.pair.transitions import operators
-from evoattn.pair.transitions.autograd import Transition, forward
-from evoattn.pair.transitions.values import Options, Weights, result_dtype
+from evoattn.pair import checking
+from evoattn.pair.operators import Operator
+from evoattn.pair.transitions import autograd
+from evoattn.pair.transitions.values import Options, Weights
 from evoattn.run import guards
 
 __all__ = ["reference", "transition"]
@@ -20,6 +19,8 @@ _CHUNK = 1 << 17
 """Rows that plain torch takes at a time in inference."""
 
 _OPTIONAL = frozenset(("norm_weight", "norm_bias", "a_bias", "b_bias", "out_bias"))
+
+_OPERATOR = Operator("transition", "x", Weights, Options, autograd, required=("a_weight", "out_weight"))
 
 
 def transition(
@@ -81,13 +82,13 @@ def transition(
     weights = Weights(norm_weight, norm_bias, a_weight, a_bias, b_weight, b_bias, out_weight, out_bias)
     _check(x, mask, activation, weights)
     options = Options(float(eps), residual)
-    weights = cast(x, weights, weights.a_weight)
+    weights = checking.cast(x, weights, weights.a_weight)
     if mask is not None and not mask.is_floating_point():
         mask = mask.to(weights.dtype)
     records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, mask, *weights))
     if out is not None:
-        check_out(out, x, result_dtype(x, weights, options), records=records)
-    into = direct(out, x, mask, *weights)
+        checking.check_out(out, x, checking.result_dtype(x, weights, options), records=records)
+    into = checking.direct(out, x, mask, *weights)
     result = _compute(x, mask, weights, options, records, into)
     return result if out is None or result is out else out.copy_(result)
 
@@ -101,30 +102,29 @@ def _compute(x: Tensor, mask: Tensor | None, weights: Weights, options: Options,
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1).contiguous()
     if not guards.only_computes():  # torch has to see an operator
-        made = operators.forward(rows, factors, *weights, *options)
+        result = _OPERATOR.forward(rows, factors, *weights, *options)
     elif records:
-        made = Transition.apply(rows, factors, options, *weights)  # type: ignore[no-untyped-call]
+        result = _OPERATOR.record(rows, factors, weights, options)
     else:
-        made = forward(rows, factors, weights, options, out)
+        result = autograd.forward(rows, factors, weights, options, out)
         if out is not None:
-            return written(out)
-    result: Tensor = made.view(x.shape)
-    return result
+            return checking.written(out)
+    return result.view(x.shape)  # type: ignore[no-any-return]
 
 
 def _in_chunks(x: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
     """The reference for some rows at a time: its hidden tensors would take several times the memory of x."""
     rows = x.reshape(-1, x.shape[-1])
     factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1)
-    made = rows.new_empty(rows.shape, dtype=result_dtype(x, weights, options))
+    result = rows.new_empty(rows.shape, dtype=checking.result_dtype(x, weights, options))
     for start in range(0, rows.shape[0], _CHUNK):
         part = slice(start, start + _CHUNK)
-        made[part] = reference(rows[part], None if factors is None else factors[part], weights, options)
-    return made.view(x.shape)
+        result[part] = reference(rows[part], None if factors is None else factors[part], weights, options)
+    return result.view(x.shape)
 
 
 def _has_kernels(x: Tensor, weights: Weights) -> bool:
-    """Whether kernels take these tensors: 16 or 32 bits on a GPU, and not too many channels. Transforms see plain torch."""
+    """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels, no transform."""
     if not x.is_cuda or weights.dtype == torch.float64 or x.dtype == torch.float64 or not installed("triton"):
         return False
     from evoattn.pair.transitions import steps
@@ -139,7 +139,7 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: Weights) ->
     if activation == "relu" and (weights.b_weight is not None or weights.b_bias is not None):
         raise ValueError("b_weight and b_bias must be None with activation='relu'")
     named = weights._asdict()
-    check_tensors("x", x, named, _OPTIONAL | {"b_weight"} if activation == "relu" else _OPTIONAL)
+    checking.check_tensors("x", x, named, _OPTIONAL | {"b_weight"} if activation == "relu" else _OPTIONAL)
     if x.ndim < 1:
         raise ValueError("x must be [*, C], got a scalar")
     if weights.out_weight.ndim != 2:
@@ -147,14 +147,14 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: Weights) ->
     channels, hidden = x.shape[-1], weights.out_weight.shape[1]
     shapes: dict[str, tuple[int, ...]] = {"norm": (channels,), "a": (hidden, channels), "b": (hidden, channels)}
     shapes["out"] = (channels, hidden)
-    check_shapes(named, shapes, f"for C = {channels} channels of x and H = {hidden} of out_weight")
-    check_mask_of("x", x, mask)
+    checking.check_shapes(named, shapes, f"for C = {channels} channels of x and H = {hidden} of out_weight")
+    checking.check_mask_of("x", x, mask)
 
 
 def reference(x: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
     """The transition in plain torch, which differentiates it."""
     w = weights
-    y = norm(x, w.norm_weight, w.norm_bias, options.eps).to(w.dtype)
+    y = checking.norm(x, w.norm_weight, w.norm_bias, options.eps).to(w.dtype)
     u = F.linear(y, w.a_weight, w.a_bias)
     u = F.relu(u) if w.b_weight is None else F.silu(u) * F.linear(y, w.b_weight, w.b_bias)
     update = F.linear(u, w.out_weight, w.out_bias)

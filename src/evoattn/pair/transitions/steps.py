@@ -12,9 +12,10 @@ from torch import Tensor
 
 from evoattn.backends.triton import alone, launch
 from evoattn.backends.triton.launch import head_block, split_precision
+from evoattn.pair.checking import result_dtype
 from evoattn.pair.launching import Tile, affine, shift
 from evoattn.pair.transitions import kernels
-from evoattn.pair.transitions.values import Options, Weights, result_dtype
+from evoattn.pair.transitions.values import Options, Weights
 
 __all__ = ["Operands", "backward", "forward", "programs", "takes"]
 
@@ -44,7 +45,7 @@ backward for Hopper that writes wrong numbers, some of them past the end of its 
 
 
 class Operands(NamedTuple):
-    """What the backward makes for the weights of a chunk of rows: the operands of their products.
+    """Operands of the products that are the gradients of the weights, for a chunk of rows.
 
     Shapes: y (the normalised rows) and d (mask times do) `[R, C]`, u `[R, H]`, dab (da, then db if there is one) `[R, 2 H]`.
     """
@@ -56,7 +57,7 @@ class Operands(NamedTuple):
 
 
 def takes(x: Tensor, weights: Weights) -> bool:
-    """Whether the kernels take rows of this size and dtype on this card."""
+    """Return whether the kernels take rows of this size and dtype on this card."""
     large = launch.shared_memory_limit(x.device) >= _SHARED_MEMORY
     if weights.dtype == torch.float32 and (not large or (launch.capability(x.device) or (0,))[0] == _TENSOR_MEMORY):
         return False
@@ -64,19 +65,15 @@ def takes(x: Tensor, weights: Weights) -> bool:
 
 
 def programs(x: Tensor, weights: Weights) -> int:
-    """How many programs the backward of x has."""
+    """The number of programs of the backward of x."""
     return -(-x.shape[0] // _tile("backward", x, weights).rows)
 
 
 def forward(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, out: Tensor | None = None) -> Tensor:
-    """Make the update, or x + update.
-
-    Args:
-        out: is written, and may be x itself. None: a new tensor.
-    """
+    """Compute the update, or x + update. It is written into `out`, which may be x itself, or into a new tensor."""
     out = torch.empty_like(x, dtype=result_dtype(x, weights, options)) if out is None else out
     w = weights
-    tensors = (x, x if mask is None else mask, *_of_input(x, w), w.out_weight, shift(w.out_bias, x, x.shape[1]), out)
+    tensors = (x, x if mask is None else mask, *_input_weights(x, w), w.out_weight, shift(w.out_bias, x, x.shape[1]), out)
     _launch("forward", kernels.forward_kernel, tensors, x, mask, weights, options)
     return out
 
@@ -100,8 +97,8 @@ def backward(
         sums: of each program over its rows, `[programs, 3, C]` in float32: the gradients of the norm's weight and bias, and of
             the output's bias.
     """
-    made = (dx,) * 5 if operands is None or sums is None else (*operands, sums)
-    tensors = (do, x, x if mask is None else mask, *_of_input(x, weights), weights.out_weight, dx, *made)
+    outputs = (dx,) * 5 if operands is None or sums is None else (*operands, sums)
+    tensors = (do, x, x if mask is None else mask, *_input_weights(x, weights), weights.out_weight, dx, *outputs)
     _launch("backward", kernels.backward_kernel, tensors, x, mask, weights, options, NEEDS_WEIGHTS=operands is not None)
 
 
@@ -148,8 +145,8 @@ def _row_bytes(weights: Weights) -> int:
     return head_block(weights.out_weight.shape[0]) * weights.dtype.itemsize
 
 
-def _of_input(x: Tensor, w: Weights) -> tuple[Tensor, ...]:
-    """What both kernels read: norm, and the products of the hidden channels."""
+def _input_weights(x: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """Tensors that both kernels read: norm, and the products of the hidden channels."""
     b_weight = w.a_weight if w.b_weight is None else w.b_weight
     biases = [shift(bias, x, w.hidden) for bias in (w.a_bias, w.b_bias)]
     return (*affine(w.norm_weight, w.norm_bias, x, x.shape[1]), w.a_weight, biases[0], b_weight, biases[1])

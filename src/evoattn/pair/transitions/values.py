@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Options", "Weights", "result_dtype"]
+__all__ = ["Options", "Weights"]
 
 
 class Weights(NamedTuple):
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is computed.
+    """Settings of a transition.
 
     Args:
         eps: is added to the variance in the norm.
@@ -47,8 +47,3 @@ class Options(NamedTuple):
 
     eps: float
     residual: bool
-
-
-def result_dtype(x: Tensor, weights: Weights, options: Options) -> torch.dtype:
-    """The dtype of the result."""
-    return torch.promote_types(x.dtype, weights.dtype) if options.residual else weights.dtype

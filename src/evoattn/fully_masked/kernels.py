@@ -1,4 +1,4 @@
-"""Triton kernels for rows that a mask bias masks at every key (the formulas are in `empty_rows`).
+"""Triton kernels for rows that a mask bias masks at every key (the formulas are in `means`).
 
 Each program returns at once if its row is not empty, so a mask without empty rows costs a launch. All tensors are
 `[b,n,h,l,c]` with any strides; the mask bias is `[b,n,k]`. A row's number is b * N + n.
@@ -26,7 +26,7 @@ _SIZES = ["n_rows", "heads", "lq", "lk", "total"]
 
 
 class Rows(NamedTuple):
-    """What a mask bias says about rows.
+    """The fully masked rows of a mask bias.
 
     Args:
         alive: bool `[b,n,k]`, False at every key of an empty row. In other rows False where the mask bias is so low that it
@@ -172,7 +172,7 @@ def inputs_kernel(
     stride_mask_b, stride_mask_n, stride_mask_k,
     n_rows, heads, lq, lk, total,
     D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCKS_D: tl.constexpr, OF_Q: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, OF_GATE: tl.constexpr,
+    BLOCKS_D: tl.constexpr, NEEDS_Q: tl.constexpr, NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, NEEDS_GATE: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """One program owns a row, a head and BLOCK_D channels of q and k; the first of them also owns dV and the gate's gradient.
@@ -207,10 +207,10 @@ def inputs_kernel(
 
     b_total = tl.zeros([BLOCK_C], tl.float32)  # [c]
     b_left = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)  # [c,d]
-    if OF_K or OF_V or OF_GATE:
+    if NEEDS_K or NEEDS_V or NEEDS_GATE:
         for start in range(0, lq, BLOCK_L):
             o_q = start + o_in
-            if OF_GATE and block_d == 0:
+            if NEEDS_GATE and block_d == 0:
                 b_open = load_tile(p_gate, o_q, o_c, stride_gate_l, stride_gate_c, lq, C, True, True).to(tl.float32)  # [q,c]
                 b_open = sigmoid(b_open) * sigmoid(-b_open)
                 b_open *= load_tile(p_do, o_q, o_c, stride_dol, stride_doc, lq, C, True, True).to(tl.float32) * b_mean[None, :]
@@ -220,27 +220,27 @@ def inputs_kernel(
                 p_do, p_gate, o_q, o_c, stride_dol, stride_doc, stride_gate_l, stride_gate_c, lq, C, GATED
             )  # [q,c]
             b_total += tl.sum(b_do.to(tl.float32), 0)
-            if OF_K:
+            if NEEDS_K:
                 b_q = load_tile(p_q, o_q, o_d, stride_ql, stride_qd, lq, D, True, True)  # [q,d]
                 b_left = tl.dot(tl.trans(b_do), b_q, b_left, input_precision="ieee")
 
     b_right = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)  # [c,d]
     for start in range(0, lk, BLOCK_L):
         o_k = start + o_in
-        if OF_Q or OF_K:
+        if NEEDS_Q or NEEDS_K:
             b_apart = load_apart(p_v, p_mask, b_mean, floor, o_k, o_c, stride_vl, stride_vc, stride_mask_k, lk, C)  # [k,c]
-        if OF_K:
+        if NEEDS_K:
             b_dk = tl.dot(b_apart, b_left.to(dtype), input_precision="ieee") * (scale * weight)  # [k,d]
             add_tile(p_dk, b_dk, o_k, o_d, stride_dkl, stride_dkd, lk, D)
-        if OF_V and block_d == 0:
+        if NEEDS_V and block_d == 0:
             b_counts = (load_keys(p_mask, o_k, stride_mask_k, lk) >= floor) & (o_k < lk)  # [k]
             b_dv = tl.where(b_counts[:, None], b_total[None, :] * weight, 0.0)  # [k,c]
             add_tile(p_dv, b_dv, o_k, o_c, stride_dvl, stride_dvc, lk, C)
-        if OF_Q:
+        if NEEDS_Q:
             b_k = load_tile(p_k, o_k, o_d, stride_kl, stride_kd, lk, D, True, True)  # [k,d]
             b_right = tl.dot(tl.trans(b_apart), b_k, b_right, input_precision="ieee")
 
-    if OF_Q:
+    if NEEDS_Q:
         b_mixed = (b_right * weight).to(dtype)  # [c,d]
         for start in range(0, lq, BLOCK_L):
             o_q = start + o_in
@@ -279,15 +279,15 @@ def pairs_kernel(
     o_c = tl.arange(0, BLOCK_C).to(tl.int64)
     o_row = tl.arange(0, FLAGS)
     b_sum = tl.zeros([BLOCK_L, BLOCK_L], tl.float32)  # [q,k]
-    found = 0
+    any_row = 0
     for start in range(0, each, FLAGS):
         b_weight = tl.load(p_stats + first + start + o_row, mask=start + o_row < each, other=0.0)  # [row]
         left = tl.sum(tl.where(b_weight != 0.0, 1, 0), 0)
-        found += left
-        last = -1
+        any_row += left
+        row_in = -1
         for _ in range(left):
-            last = tl.min(tl.where((b_weight != 0.0) & (o_row > last), o_row, FLAGS), 0)
-            row = first + start + last
+            row_in = tl.min(tl.where((b_weight != 0.0) & (o_row > row_in), o_row, FLAGS), 0)
+            row = first + start + row_in
             weight = tl.load(p_stats + row)
             floor = tl.load(p_stats + total + row)
             b, n = row // n_rows, row % n_rows
@@ -302,7 +302,7 @@ def pairs_kernel(
             p_here = p_v + b * stride_vb + n * stride_vn + h * stride_vh
             b_apart = load_apart(p_here, p_keys, b_mean, floor, o_k, o_c, stride_vl, stride_vc, stride_mask_k, lk, C)  # [k,c]
             b_sum += tl.dot(b_do, tl.trans(b_apart), input_precision="ieee") * weight
-    if found > 0:
+    if any_row > 0:
         p_dpair += rest // heads * stride_pair_b + h * stride_pair_h
         add_tile(p_dpair, b_sum, o_q, o_k, stride_pair_q, stride_pair_k, lq, lk)
 
@@ -327,10 +327,10 @@ def fill(o: Tensor, v: Tensor, gate: Tensor | None, mask_bias: Tensor, stats: Te
     b, n, h, lq, c = o.shape
     _, block_c, block_l, warps = _blocks(c, c)
     means = torch.empty(b, n, h, c, dtype=o.dtype, device=o.device)
-    opened = o if gate is None else gate
-    numbers = (*v.stride(), *o.stride(), *opened.stride(), *mask_bias.stride(), n, h, lq, v.shape[-2], b * n)
+    gate_or_o = o if gate is None else gate
+    numbers = (*v.stride(), *o.stride(), *gate_or_o.stride(), *mask_bias.stride(), n, h, lq, v.shape[-2], b * n)
     tiles = {"C": c, "BLOCK_C": block_c, "BLOCK_L": block_l, "GATED": gate is not None, "num_warps": warps}
-    alone.start(fill_kernel, b * n * h, (v, o, opened, means, mask_bias, stats), *numbers, **tiles)
+    alone.start(fill_kernel, b * n * h, (v, o, gate_or_o, means, mask_bias, stats), *numbers, **tiles)
     return means
 
 
@@ -354,10 +354,10 @@ def add_to_inputs(
     tensors = (*inputs, do if gate is None else gate, do, *(q if x is None else x for x in gradients))
     strides = [step for x in (*tensors, mask_bias) for step in x.stride()]
     tiles = {"D": d, "C": c, "BLOCK_D": block_d, "BLOCK_C": block_c, "BLOCK_L": block_l, "BLOCKS_D": blocks_d}
-    wanted = {f"OF_{name}": x is not None for name, x in zip(("Q", "K", "V", "GATE"), gradients, strict=True)}
-    wanted["GATED"] = gate is not None
+    needs = {f"NEEDS_{name}": x is not None for name, x in zip(("Q", "K", "V", "GATE"), gradients, strict=True)}
+    needs["GATED"] = gate is not None
     numbers = (scale, *strides, n, h, lq, lk, b * n)
-    options = {**tiles, **wanted, "num_warps": warps, "num_stages": 1}
+    options = {**tiles, **needs, "num_warps": warps, "num_stages": 1}
     alone.start(inputs_kernel, b * n * h * blocks_d, (*tensors, mask_bias, stats, means), *numbers, **options)
 
 
@@ -366,15 +366,15 @@ def add_to_pairs(
 ) -> None:
     """Add the gradient of empty rows to that of a pair bias `[b|1,1,h,q,k]`, in a fixed order."""
     b, n, h, lq, c = do.shape
-    opened = do if gate is None else gate
+    gate_or_do = do if gate is None else gate
     lk = v.shape[-2]
     _, block_c, block_l, warps = _blocks(c, c)
     blocks_q, blocks_k = triton.cdiv(lq, block_l), triton.cdiv(lk, block_l)
-    strides = [step for x in (v, opened, do, dpair, mask_bias) for step in x.stride()]
+    strides = [step for x in (v, gate_or_do, do, dpair, mask_bias) for step in x.stride()]
     programs = dpair.shape[0] * h * blocks_q * blocks_k
     numbers = (*strides, n, h, lq, lk, b * n, b * n // dpair.shape[0], blocks_q, blocks_k)
     tiles = {"C": c, "BLOCK_C": block_c, "BLOCK_L": block_l, "FLAGS": _FLAGS, "GATED": gate is not None}
-    tensors = (v, opened, do, dpair, mask_bias, stats, means)
+    tensors = (v, gate_or_do, do, dpair, mask_bias, stats, means)
     alone.start(pairs_kernel, programs, tensors, *numbers, **tiles, num_warps=warps, num_stages=1)
 
 

@@ -1,7 +1,7 @@
-"""Rows that are masked at every key, as models compute them that add -1e9 to the scores.
+"""Attention whose fully masked rows have the mean of v, as in models that add -1e9 to the scores.
 
 In float32 a bias of -1e9 swallows the scores: numbers of that size are 64 apart. So a row that such a bias masks at every key
-weighs all keys alike, and its output is the mean of v. Its gradients are those of softmax at equal weights w = 1 / K,
+has equal weights w = 1 / K for all keys, and its output is the mean of v. Its gradients are those of softmax at these weights,
 
     dS = w (dP - delta),    delta = sum over k of w dP
 
@@ -9,9 +9,9 @@ and reach q, k, v and the biases as always. Equal weights make the products smal
 
     dQ = scale dO (K^T w V')^T,    dK = scale w V' (Q^T dO)^T,    dV = w sum over q of dO,    d(bias) = w dO V'^T
 
-Almost no mask has such a row, so a call without one should cost nothing. On the CPU the mask is looked at. On a GPU that would
-wait for all work before it, so kernels look (`empty_rows_in_place`). Calls that torch compiles, traces or transforms, and those
-that the kernels do not take, compute the means and their gradients for every row and choose by torch.where.
+Almost no mask has such a row, so a call without one should cost nothing. On the CPU the host reads the mask. On a GPU that
+would wait for all work before it, so kernels read it (`in_place`). Calls that torch compiles, traces or transforms, and those
+that the kernels do not take, compute the means and their gradients for every row, and select by torch.where.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from evoattn.devices import installed
 from evoattn.numerics import bounded
 from evoattn.run import guards
 
-__all__ = ["EmptyRows", "check_choice", "with_means", "with_means_of_queries", "with_means_of_values"]
+__all__ = ["EmptyRows", "check_empty_rows", "with_means", "with_means_for_replaced_scores", "with_means_per_query"]
 
 EmptyRows = Literal["mean", "native"]
 
@@ -50,7 +50,7 @@ MOST_GATED_CHANNELS = 128
 """With a gate Triton's compiler fails at 256 channels of 16 bits."""
 
 
-def check_choice(empty_rows: str) -> None:
+def check_empty_rows(empty_rows: str) -> None:
     """Raise ValueError for anything but "mean" and "native"."""
     if empty_rows not in ("mean", "native"):
         raise ValueError(f"empty_rows must be 'mean' or 'native', got {empty_rows!r}")
@@ -81,51 +81,41 @@ def with_means(
     if mask_bias is None or (isinstance(q, Tensor) and compute_dtype(q) not in _SWALLOWS):
         return attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, gate=gate)
     plain = guards.is_plain((q, k, v, mask_bias, pair_bias, gate))
-    most = MOST_GATED_CHANNELS
-    of_o = gate is None or (gate.dtype == q.dtype and gate.shape == (*q.shape[:-1], v.shape[-1]) and v.shape[-1] <= most)
-    if plain and of_o and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout):
-        from evoattn.compat.empty_rows_in_place import attend
+    if plain and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout, gate):
+        from evoattn.fully_masked.in_place import attend
 
         limit, equal = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
         return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limit=limit, equal=equal)
     o = attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    looks = plain and o.device.type == "cpu"
-    bias: Tensor = key_axes(mask_bias, q)[..., None, None, :]  # type: ignore[index]
-    if layout == "bnhld":
-        o = _with_means(o, q, k, v, bias, pair_bias, scale, looks=looks)
-    else:
-        o, q, k, v = (x.transpose(-2, -3) for x in (o, q, k, v))
-        o = _with_means(o, q, k, v, bias, pair_bias, scale, looks=looks).transpose(-2, -3)
+    mask_bias = key_axes(mask_bias, q)[..., None, None, :]  # type: ignore[index]
+    scale, keys = q.shape[-1] ** -0.5 if scale is None else scale, k.shape[-2 if layout == "bnhld" else -3]
+    if keys:
+        empty, attended = _masked(mask_bias, keys, compute_dtype(q))
+        if not (plain and o.device.type == "cpu") or bool(empty.any()):
+            pair_bias = None if pair_bias is None else with_axes(pair_bias, q.ndim)
+            o, q, k, v = (x if layout == "bnhld" else x.transpose(-2, -3) for x in (o, q, k, v))
+            o = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, attended, scale)  # type: ignore[no-untyped-call]
+            o = o if layout == "bnhld" else o.transpose(-2, -3)
     return o if gate is None else torch.sigmoid(gate) * o
-
-
-def _with_means(
-    o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None, scale: float, *, looks: bool
-) -> Tensor:
-    """o, with the means. looks: whether an answer may depend on the numbers of a mask."""
-    if compute_dtype(q) not in _SWALLOWS or not k.shape[-2]:
-        return o
-    if pair_bias is not None:
-        pair_bias = with_axes(pair_bias, q.ndim)
-    empty, kept = _masked(mask_bias, k.shape[-2], compute_dtype(q))
-    if looks and not bool(empty.any()):
-        return o
-    made: Tensor = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, kept, scale)  # type: ignore[no-untyped-call]
-    return made
 
 
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
-    """Whether Triton is installed and compiles for the device."""
+    """Return whether Triton is installed and compiles for the device."""
     if device.type != "cuda" or not installed("triton"):
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _kernels_take(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None, layout: str) -> bool:
-    """Whether plain tensors have the usual shapes and dtypes. What `attention` refuses may pass, and is refused there."""
+def _kernels_take(
+    q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None, layout: str, gate: Tensor | None = None
+) -> bool:
+    """Return whether plain tensors have the usual shapes and dtypes. Arguments that `attention` refuses may pass."""
     if q.ndim < 4 or not q.ndim == k.ndim == v.ndim == mask_bias.ndim:
+        return False
+    if gate is not None and (
+        gate.dtype != q.dtype or gate.shape != (*q.shape[:-1], v.shape[-1]) or v.shape[-1] > MOST_GATED_CHANNELS
+    ):
         return False
     heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
     lead, h, lq, lk = q.shape[:-3], q.shape[heads], q.shape[length], k.shape[length]
@@ -139,16 +129,18 @@ def _kernels_take(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias:
         return True
     if pair_bias.ndim > q.ndim:
         return False
-    *of_lead, rows, pair_h, pair_q, pair_k = with_axes(pair_bias, q.ndim).shape
-    whole = not pair_bias.requires_grad or (pair_h, pair_q, pair_k) == (h, lq, lk)
-    return rows == 1 and whole and (tuple(of_lead) == lead[:-1] or all(size == 1 for size in of_lead))
+    *pair_lead, pair_n, pair_h, pair_q, pair_k = with_axes(pair_bias, q.ndim).shape
+    expanded = pair_bias.requires_grad and (pair_h, pair_q, pair_k) != (h, lq, lk)
+    return pair_n == 1 and not expanded and (tuple(pair_lead) == lead[:-1] or all(size == 1 for size in pair_lead))
 
 
-def with_means_of_values(attention: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """The same for a mask that replaces the scores of masked keys by -1e9: they pass no gradient on to q, k and biases.
+def with_means_for_replaced_scores(
+    attention: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor
+) -> Tensor:
+    """`with_means` for a mask that replaces the scores of masked keys by -1e9, and so passes no gradient to q, k and biases.
 
     Args:
-        attention: the output for v, all else given.
+        attention: computes the output for v.
         q, k, v: `[B, N, H, L, C]`.
         mask: bool `[B, N, 1, 1, K]`; every axis may be 1.
     """
@@ -156,7 +148,7 @@ def with_means_of_values(attention: Callable[[Tensor], Tensor], q: Tensor, k: Te
     if plain and q.ndim == 5 and _has_kernels(q.device):
         bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -1e9)
         if _kernels_take(q, k, v, bias, None, "bnhld"):
-            from evoattn.compat.empty_rows_in_place import attend
+            from evoattn.fully_masked.in_place import attend
 
             def call(q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
                 return attention(v)
@@ -171,10 +163,10 @@ def with_means_of_values(attention: Callable[[Tensor], Tensor], q: Tensor, k: Te
     return torch.where(attended, o, v.mean(-2, keepdim=True).to(o.dtype))
 
 
-def with_means_of_queries(
+def with_means_per_query(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, biases: Sequence[Tensor], scale: float
 ) -> Tensor:
-    """The same for queries that a mask per pair masks at every key. Scores are held: as many as the mask has, for each head.
+    """`with_means` for a mask that varies by query. All scores of the mask's shape are held in memory, for each head.
 
     Args:
         o, q, k, v, scale: as `with_means` takes them.
@@ -183,8 +175,8 @@ def with_means_of_queries(
     """
     if compute_dtype(q) not in _SWALLOWS or not k.shape[-2]:
         return o
-    empty, kept = _masked(mask, k.shape[-2], compute_dtype(q))
-    weights = _weights(kept, o.dtype)
+    empty, attended = _masked(mask, k.shape[-2], compute_dtype(q))
+    weights = _weights(attended, o.dtype)
     change = _change(scale * torch.matmul(q, k.transpose(-1, -2)))  # zeros, whose gradients are those of scores
     for bias in biases:
         change = change + _change(bias)
@@ -193,23 +185,23 @@ def with_means_of_queries(
 
 
 def _change(x: Tensor) -> Tensor:
-    """x less itself: 0, with x's gradient."""
+    """A 0 with the gradient of x."""
     return torch.where(x.isfinite(), x - x.detach(), 0)
 
 
 def _masked(bias: Tensor, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Which queries a mask leaves no key, `[*, 1, Q|1, 1]`, and which keys weigh something there, `[*, 1, Q|1, K]`.
+    """Return the fully masked queries, `[*, 1, Q|1, 1]`, and the keys that have a weight there, `[*, 1, Q|1, K]`.
 
-    dtype: the compute dtype, whose numbers are wide enough apart to swallow the scores.
+    dtype: the compute dtype, in which a low bias swallows the scores.
     """
     bias = bounded(bias.detach(), torch.float32).expand(*bias.shape[:-1], keys)
     largest = bias.amax(-1, keepdim=True)
     empty = largest <= _SWALLOWS[dtype]
-    return empty, (bias >= _EQUAL[dtype] * largest) | ~empty  # elsewhere anything, as long as it is not nothing
+    return empty, (bias >= _EQUAL[dtype] * largest) | ~empty  # the keys of other rows are not used, but there must be some
 
 
 class _Means(torch.autograd.Function):
-    """o where a row is not empty, else the mean of v over the keys that are kept."""
+    """o, with the mean of v over the `attended` keys in the `empty` queries."""
 
     generate_vmap_rule = True
 
@@ -222,28 +214,28 @@ class _Means(torch.autograd.Function):
         mask_bias: Tensor,
         pair_bias: Tensor | None,
         empty: Tensor,
-        kept: Tensor,
+        attended: Tensor,
         scale: float,
     ) -> Tensor:
-        return torch.where(empty, _mean(v, kept).to(o.dtype), o)
+        return torch.where(empty, _mean(v, attended).to(o.dtype), o)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, q, k, v, mask_bias, pair_bias, empty, kept, scale = inputs
-        ctx.save_for_backward(q, k, v, empty, kept)
+        _, q, k, v, mask_bias, pair_bias, empty, attended, scale = inputs
+        ctx.save_for_backward(q, k, v, empty, attended)
         ctx.shapes = (mask_bias.shape, None if pair_bias is None else pair_bias.shape)
         ctx.dtypes = [None if x is None else x.dtype for x in inputs[:6]]
         ctx.scale = scale
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, empty, kept = ctx.saved_tensors
+        q, k, v, empty, attended = ctx.saved_tensors
         needs, dtype = ctx.needs_input_grad, do.dtype
-        of_o = torch.where(empty, 0, do) if needs[0] else None
+        passed_do = torch.where(empty, 0, do) if needs[0] else None
         do = torch.where(empty, do, 0)
         q, k, v = (x.to(dtype) for x in (q, k, v))  # as autocast casts them
-        weights = _weights(kept, dtype).transpose(-1, -2)  # [*,1,k,1]
-        apart = weights * (v - _mean(v, kept).to(dtype))  # w V'
+        weights = _weights(attended, dtype).transpose(-1, -2)  # [*,1,k,1]
+        apart = weights * (v - _mean(v, attended).to(dtype))  # w V'
         dq = dk = dv = dmask = dpair = None
         if needs[1]:
             dq = ctx.scale * torch.matmul(do, torch.matmul(apart.transpose(-1, -2), k))
@@ -254,30 +246,30 @@ class _Means(torch.autograd.Function):
         if needs[4]:
             dmask = torch.matmul(do.sum(-2, keepdim=True), apart.transpose(-1, -2)).sum_to_size(ctx.shapes[0])
         if needs[5]:
-            dpair = _of_pairs(do, apart, ctx.shapes[1])
-        found = (of_o, dq, dk, dv, dmask, dpair)
-        return *(None if x is None else x.to(to) for x, to in zip(found, ctx.dtypes, strict=True)), None, None, None
+            dpair = _pair_bias_gradient(do, apart, ctx.shapes[1])
+        gradients = (passed_do, dq, dk, dv, dmask, dpair)
+        return *(None if x is None else x.to(to) for x, to in zip(gradients, ctx.dtypes, strict=True)), None, None, None
 
 
-def _weights(kept: Tensor, dtype: torch.dtype) -> Tensor:
+def _weights(attended: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight of each key, `[*, 1, Q|1, K]`. A quotient of integers would have torch's default dtype."""
-    return (kept / kept.sum(-1, keepdim=True).float()).to(dtype)
+    return (attended / attended.sum(-1, keepdim=True).float()).to(dtype)
 
 
-def _mean(v: Tensor, kept: Tensor) -> Tensor:
-    """The mean of v over the keys that are kept, `[*, H, 1, C]`, in float32."""
-    share = kept.shape[-1] / kept.sum(-1, keepdim=True).float()  # of all keys
-    return torch.where(kept.transpose(-1, -2), v, 0).mean(-2, keepdim=True, dtype=torch.float32) * share
+def _mean(v: Tensor, attended: Tensor) -> Tensor:
+    """The mean of v over the attended keys, `[*, H, 1, C]`, in float32."""
+    share = attended.shape[-1] / attended.sum(-1, keepdim=True).float()  # of all keys
+    return torch.where(attended.transpose(-1, -2), v, 0).mean(-2, keepdim=True, dtype=torch.float32) * share
 
 
-def _of_pairs(do: Tensor, apart: Tensor, shape: torch.Size) -> Tensor:
-    """dO (w V')^T, summed to the shape of a pair bias; what rows share is summed within the product."""
+def _pair_bias_gradient(do: Tensor, apart: Tensor, shape: torch.Size) -> Tensor:
+    """dO (w V')^T, summed to the shape of a pair bias. The product itself sums over axes along which the bias is broadcast."""
     lead = do.ndim - 3
-    kept = [axis for axis in range(lead) if shape[axis] != 1]
+    varying = [axis for axis in range(lead) if shape[axis] != 1]
     shared = [axis for axis in range(lead) if shape[axis] == 1]
     apart = apart.expand(*do.shape[:lead], *apart.shape[lead:])
-    turned = [x.permute(*kept, lead, lead + 1, *shared, lead + 2) for x in (do, apart)]
-    left, right = (x.reshape(*x.shape[: len(kept) + 2], math.prod(x.shape[len(kept) + 2 :])) for x in turned)
-    made = torch.matmul(left, right.transpose(-1, -2))
-    made = made.reshape(*(size if shape[axis] != 1 else 1 for axis, size in enumerate(do.shape[:lead])), *made.shape[-3:])
-    return made.sum_to_size(shape)
+    turned = [x.permute(*varying, lead, lead + 1, *shared, lead + 2) for x in (do, apart)]
+    left, right = (x.reshape(*x.shape[: len(varying) + 2], math.prod(x.shape[len(varying) + 2 :])) for x in turned)
+    dpair = torch.matmul(left, right.transpose(-1, -2))
+    dpair = dpair.reshape(*(size if shape[axis] != 1 else 1 for axis, size in enumerate(do.shape[:lead])), *dpair.shape[-3:])
+    return dpair.sum_to_size(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import cutlass
@@ -13,14 +14,24 @@ from evoattn.backends.hopper.forward.exact import WARP_QUERIES, ExactPath
 from evoattn.backends.hopper.forward.mma import CHAIN, HALVES, ForwardMma
 from evoattn.backends.hopper.forward.producer import STREAMS
 from evoattn.backends.hopper.kernels.primitives import LOWEST
+from evoattn.backends.hopper.kernels.ring import Slot
 from evoattn.backends.hopper.kernels.schedule import Schedule, place, stretch
 from evoattn.backends.hopper.kernels.tile_sizes import ROWS
 
-__all__ = ["ForwardConsumer"]
+__all__ = ["ForwardConsumer", "Thread"]
+
+
+class Thread(namedtuple("Thread", "s half w wt lane g t4 tid wid wg")):
+    """A thread's place.
+
+    s, half, w, wt: its stream, its warpgroup of the stream, its warp and its number there. lane, g, t4: its number, row and
+    column in the warp. tid, wid, wg: its number, its warp's and its warpgroup's in
+    the block.
+    """
 
 
 class ForwardConsumer(ForwardMma):
-    """What a consumer warpgroup does with a row; `Forward` says what the attributes are."""
+    """A consumer warpgroup's way through a row; `ForwardVariant` explains the attributes."""
 
     odd: bool
     ceiling: float
@@ -29,38 +40,25 @@ class ForwardConsumer(ForwardMma):
 
     @cute.jit
     def keys_of_row(
-        self,
-        operands,
-        arriving,
-        turn: cute.Tensor,
-        bars,
-        c: Float32,
-        s: Int32,
-        half: Int32,
-        rounds: Int32,
-        st: Int32,
-        ph: Int32,
-        qph: Int32,
-        count: Int32,
-        blocks: Int32,
-        lane: Int32,
-    ):
-        """All keys of the row that is `rounds` in stream s; then the next row's first scores are on their way.
+        self, operands, row, copy, turns: cute.Tensor, rings, c: Float32, thread, turn: Int32, slot, query_phase: Int32,
+        count: Int32, blocks: Int32,
+    ):  # fmt: skip
+        """Do all keys of the row that is `turn` in a stream; then the next row's first scores are on their way.
 
-        Returns st, ph, qph and count as they are then: the stage and its phase, that of queries, and how many rows are left.
+        Returns the slots of keys and queries to come, and how many rows are left.
         """
-        rQ, fQ, frags, S0, S1, O, fV, m, l = operands
-        full, empty, pfull, pempty, qempty = bars
-        # A shuffle hides that these do not change (or, st, cycle) over the loop: otherwise the compiler hoists
+        s, half, _, _, lane, *_ = thread
+        # A shuffle hides that these do not change (or, the stage, cycle) over the loop: otherwise the compiler hoists
         # some 50 matrix descriptors out of it, cannot keep them in uniform registers, and spills.
-        hf, so, st = arch.make_warp_uniform(half), arch.make_warp_uniform(s * self.stages), arch.make_warp_uniform(st)
+        hf, first = arch.make_warp_uniform(half), arch.make_warp_uniform(s * self.stages)
+        slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
         for x in range_constexpr(4):
-            l[x] = Float32(0.0)
+            row.l[x] = Float32(0.0)
         for x in range_constexpr(2):
-            m[x] = Float32(-3e38)
+            row.m[x] = Float32(-3e38)
         slices, whole = 2 * blocks, blocks
         if const_expr(self.row):
-            slices = turn[s, rounds, 1]
+            slices = turns[s, turn, 1]
             # With 48 channels, which of the two a shuffle hides decides whether ptxas serialises the products.
             if const_expr(self.odd or self.pair):
                 slices = arch.make_warp_uniform(slices)
@@ -68,159 +66,136 @@ class ForwardConsumer(ForwardMma):
             if const_expr(not (self.odd or self.pair)):
                 whole = arch.make_warp_uniform(whole)
         left = whole
-        prev = st
-        before, _ = self.slot(s, rounds + 1, qph)
-        of_chain = (full, empty, pfull, pempty, qempty + before)
-        queries = self.queries(rQ, fQ, s, half, rounds)
+        before = slot.stage
+        output = self.query_slot(s, turn + 1, query_phase).stage
+        queries = self.queries(operands, s, half, turn)
         count -= 1
         if const_expr(not self.long):
-            st, ph, prev = self.chain(
-                0, left, whole, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, of_chain, lane
-            )
+            here = rings.at(first)
+            slot, before = self.chain(0, left, whole, queries, operands, row, c, hf, slot, before, output, here, lane)
         else:
             while left > 0:
-                hf, so, st = arch.make_warp_uniform(hf), arch.make_warp_uniform(so), arch.make_warp_uniform(st)
-                st, ph, prev = self.chain(
-                    0, left, whole, queries, frags, S0, S1, O, fV, m, l, c, hf, so, st, ph, prev, of_chain, lane
-                )
+                hf, first = arch.make_warp_uniform(hf), arch.make_warp_uniform(first)
+                slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
+                here = rings.at(first)
+                slot, before = self.chain(0, left, whole, queries, operands, row, c, hf, slot, before, output, here, lane)
                 left -= CHAIN
                 if left > 0:
-                    self.arrived(full, pfull, so, st, ph)
+                    self.wait_keys(here, slot)
                     warpgroup.fence()
-                    self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
-                    self.soften(O, fV, m, l, c, S1, 1, so + prev)
+                    self.scores(queries, operands, row.acc_S0, 0, self.pair_tile(0, slot, hf), here.keys.index(slot.stage))
+                    self.softmax(row, operands, c, row.acc_S1, 1, here.keys.index(before))
                     warpgroup.wait_group(0)
-                    self.give_back_keys(empty, pempty, so, prev, lane)
+                    self.release_keys(here, before, lane)
+        rings = rings.at(first)
         tail = Int32(1) if const_expr(self.odd) else 1
         if const_expr(self.odd):
             if slices & 1 == 1 and slices > 1:  # a last block of one slice
-                self.arrived(full, pfull, so, st, ph)
-                self.soften(O, fV, m, l, c, S1, 1, so + prev)
-                self.scores(queries, frags, S1, 0, self.tile(slices >> 1, st, hf), so + st)
+                self.wait_keys(rings, slot)
+                self.softmax(row, operands, c, row.acc_S1, 1, rings.keys.index(before))
+                self.scores(
+                    queries, operands, row.acc_S1, 0, self.pair_tile(slices >> 1, slot, hf), rings.keys.index(slot.stage)
+                )
                 warpgroup.wait_group(0)
-                self.give_back_keys(empty, pempty, so, prev, lane)
-                tail, prev = Int32(0), st
-                st += 1
-                if st == self.stages:
-                    st = Int32(0)
-                    ph ^= 1
+                self.release_keys(rings, before, lane)
+                tail = Int32(0)
+                before, slot = slot.stage, rings.keys.advance(slot)
         # the row's last slice; the first scores of the next row are on their way meanwhile
         if count > 0:
-            self.take(arriving, s, half, rounds + 1, qph)
-            qph ^= 1
-            self.arrived(full, pfull, so, st, ph)
+            self.load_queries(rings, copy, operands.tSrQ, s, half, turn + 1, query_phase)
+            query_phase ^= 1
+            self.wait_keys(rings, slot)
         warpgroup.fence()
-        queries = self.queries(rQ, fQ, s, hf, rounds + 1)
-        self.scores(queries, frags, S0, 0, self.tile(0, st, hf), so + st)
-        self.soften(O, fV, m, l, c, S1, tail, so + prev)
+        queries = self.queries(operands, s, hf, turn + 1)
+        self.scores(queries, operands, row.acc_S0, 0, self.pair_tile(0, slot, hf), rings.keys.index(slot.stage))
+        self.softmax(row, operands, c, row.acc_S1, tail, rings.keys.index(before))
         warpgroup.wait_group(0)
-        self.give_back_keys(empty, pempty, so, prev, lane)
+        self.release_keys(rings, before, lane)
         if count > 0:
-            self.taken(qempty + s, lane)
-        return st, ph, qph, count
+            self.release_registers(rings, s, lane)
+        return slot, query_phase, count
 
     @cute.jit
-    def pass_by(
-        self,
-        turn: cute.Tensor,
-        bars,
-        s: Int32,
-        rounds: Int32,
-        st: Int32,
-        ph: Int32,
-        qph: Int32,
-        count: Int32,
-        lane: Int32,
-    ):
-        """Give back what comes for `count` rows, for a warpgroup that has no queries of a last panel.
+    def pass_by(self, turns: cute.Tensor, rings, thread, turn: Int32, slot, query_phase: Int32, count: Int32):
+        """Release what comes for `count` rows, for a warpgroup that has no queries of a last panel.
 
-        Returns rounds, st, ph and qph as they are then.
+        Returns the turn and the slots of keys and queries to come.
         """
-        full, empty, pfull, pempty, qfull, qempty = bars
+        s, _, _, _, lane, *_ = thread
         while count > 0:
-            slot, phase = self.slot(s, rounds, qph)
-            arch.mbarrier_wait(qfull + slot, phase)
-            qph ^= 1
-            slices = turn[s, rounds, 1]
-            rounds = (rounds + 1) & 3
+            rings.queries.consumer_wait(self.query_slot(s, turn, query_phase))
+            query_phase ^= 1
+            slices = turns[s, turn, 1]
+            turn = (turn + 1) & 3
             arch.sync_warp()
             if const_expr(self.slots == 1):
-                self.taken(qempty + s, lane)
+                self.release_registers(rings, s, lane)
             else:
-                before, _ = self.slot(s, rounds, qph)
-                self.give_back(qempty + before, lane)
+                self.release_output(rings, self.query_slot(s, turn, query_phase).stage, lane)
             for _ in cutlass.range((slices + 1) // 2, unroll=1):
-                arch.mbarrier_wait(full + s * self.stages + st, ph)
+                rings.keys.consumer_wait(slot)
                 # not by `release`: with it ptxas gives other registers to some kernels
                 if lane == 0:
-                    arch.mbarrier_arrive(empty + s * self.stages + st)
+                    arch.mbarrier_arrive(rings.keys.emptied(slot.stage))
                 if const_expr(self.streamed):
-                    arch.mbarrier_wait(pfull + st, ph)
+                    rings.pair.consumer_wait(slot)
                     if lane == 0:
-                        arch.mbarrier_arrive(pempty + st)
-                st += 1
-                if st == self.stages:
-                    st = Int32(0)
-                    ph ^= 1
+                        arch.mbarrier_arrive(rings.pair.emptied(slot.stage))
+                slot = rings.keys.advance(slot)
             count -= 1
-        return rounds, st, ph, qph
+        return turn, slot, query_phase
 
     @cute.jit
-    def leave(
-        self,
-        row,
-        at,
-        out,
-        floor: Float32,
-        again: Boolean,
-        queries: Int32,
-        count: Int32,
-        mine: Any,
-        statistic,
-        g: Int32,
-        t4: Int32,
-        lane: Int32,
-    ):
-        """Write a row's o, LSE and reference, those of `queries`, but for queries that `exact` has to make again.
+    def store_row(
+        self, row, args, at, sO: cute.Tensor, copy, floor: Float32, again: Boolean, count: Int32, book: Any,
+        origins: cute.Tensor, thread,
+    ):  # fmt: skip
+        """Write a row's o, LSE and reference, but for queries that `exact` has to do again.
 
         Their LSE is NaN if what scores were measured from was wrong, and +inf if biases may have swallowed them.
 
         Args:
-            row: O, m and l.
-            at: the tile of 16 queries, h, n, b, and where o leaves from.
-            out: what copies o.
-            again: whether that was wrong, in a row before; or in this one, as it is returned.
-            count, mine: how many rows come after, and what the warp keeps in shared memory.
-            statistic: lse and reference, and what the pair bias of the warp's queries is measured from.
+            row: acc_O, m and l.
+            args: arguments of the kernel.
+            at: the tile of 16 queries, h, n, b, and the tile of shared memory from which o leaves.
+            sO, copy: those tiles, and the copy of o to global memory.
+            floor: queries with a lower reference attend to nothing.
+            again: whether a row before has to be done again.
+            count: how many rows come after.
+            book: what the warp keeps in shared memory.
+            origins: what the pair bias of the warp's queries is measured from.
+
+        Returns:
+            Whether this row, or one before, has to be done again.
         """
-        (O, m, l), (tile, h, nn, b, ot), (sO, aO, oS, oG) = row, at, out
-        lse, reference, origins = statistic
+        (_, _, acc_O, m, l), (tile, h, n, b, output), (_, _, _, _, lane, g, t4, *_) = row, at, thread
+        lse, reference = args.lse, args.reference
         for x in range_constexpr(2):
             l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
-        stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         dead = (m[0] < floor, m[1] < floor)
         factors = [cutlass.select_(dead[x], Float32(0.0), arch.rcp_approx(l[x])) for x in range(2)]
         for x in range_constexpr(self.steps):
             e = cute.make_rmem_tensor(8, Float32)
             for y in range_constexpr(8):
-                e[y] = O[8 * x + y] * factors[y // 2 % 2]
-            eb = cute.make_rmem_tensor(8, self.dtype)
-            eb.store(e.load().to(self.dtype))
-            dst = cute.local_tile(sO[None, None, ot], (1, 8), (lane % 16, 2 * x + lane // 16))
-            cute.copy(stm, eb, dst[0, None])
+                e[y] = acc_O[8 * x + y] * factors[y // 2 % 2]
+            short = cute.make_rmem_tensor(8, self.dtype)
+            short.store(e.load().to(self.dtype))
+            target = cute.local_tile(sO[None, None, output], (1, 8), (lane % 16, 2 * x + lane // 16))
+            cute.copy(stmatrix, short, target[0, None])
         arch.fence_proxy("async.shared", space="cta")
         arch.sync_warp()
         # The second stream repeats the last of an odd number of rows, to stay in step, and writes nothing.
-        limit = queries
+        limit = args.q.shape[3]
         if const_expr(self.streamed):
-            if count == 0 and mine[5] == 1:
+            if count == 0 and book[5] == 1:
                 limit = Int32(0)
             if limit > 0:
-                cute.copy(aO, oS[None, ot], oG[None, tile, h, nn, b])
+                copy.store(output, (tile, h, n, b))
         else:
-            cute.copy(aO, oS[None, ot], oG[None, tile, h, nn, b])
+            copy.store(output, (tile, h, n, b))
         arch.cp_async_bulk_commit_group()
         for x in range_constexpr(2):
             i = tile * 16 + g + 8 * x
@@ -236,50 +211,28 @@ class ForwardConsumer(ForwardMma):
                 if const_expr(self.pair):
                     origin = origins[g + 8 * x]
                     value = cutlass.select_(far, Float32.inf, value)
-                lse[b, nn, h, i] = cutlass.select_(good, value, Float32.nan)
-                reference[b, nn, h, i] = origin
+                lse[b, n, h, i] = cutlass.select_(good, value, Float32.nan)
+                reference[b, n, h, i] = origin
         return again
 
     @cute.jit
-    def repair(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        row: Any,
-        deep: Any,
-        given: Any,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        reference: cute.Tensor,
-        shifts: Any,
-        row_b: Int32,
-        row_n: Int32,
-        scale: Float32,
-        interleave: Int32,
-        block: Int32,
-        sizes,
-        s: Int32,
-        half: Int32,
-        w: Int32,
-    ):
-        """Do again what this warp marked with an LSE of NaN or +inf."""
+    def repair(self, args, block: Int32, sizes, thread):
+        """Do the queries again that this warp marked with an LSE of NaN or +inf."""
         _, _, panels, N, LQ = sizes
-        H = q.shape[2]
+        s, half, w, *_ = thread
         arch.sync_warp()
         unit, last = self.schedule.start(block, *sizes), self.schedule.start(block + 1, *sizes)
         while unit < last:
-            pan, p0, p1 = stretch(unit, last, N)
-            phase = self.schedule.phase(pan, *sizes)
-            ib, h, b = place(pan, panels, H)
+            panel, p0, p1 = stretch(unit, last, N)
+            phase = self.schedule.phase(panel, *sizes)
+            ib, h, b = place(panel, panels, args.q.shape[2])
             i0 = (ib * HALVES + half) * ROWS + w * WARP_QUERIES
             i = cutlass.min(i0 + arch.lane_idx() % WARP_QUERIES, LQ - 1)
             p = p0 + s
             while p < p1:
-                n = self.schedule.row(p, phase, interleave, N)
-                value = lse[b, n, h, i]
+                n = self.schedule.row(p, phase, args.interleave, N)
+                value = args.lse[b, n, h, i]
                 if i0 < LQ and arch.vote_any_sync(value != value or value == Float32.inf):
-                    r = b * row_b + n * row_n
-                    self.exact_path(q, k, v, row, deep, given, o, lse, reference, shifts, b, n, h, i0, r, scale)
+                    self.exact_path(args, b, n, h, i0)
                 p += STREAMS
             unit += p1 - p0

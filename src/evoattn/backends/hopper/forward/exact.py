@@ -28,7 +28,7 @@ _ROUNDING = 2.0**-18  # of a score: less than an LSE is allowed to be off, more 
 
 
 class ExactPath:
-    """What a warp does with queries that it does again.
+    """The work of a warp on queries that it does again.
 
     A thread, g its lane // 4 and t its lane % 4, holds queries g and g + 8, and of every 8 keys or channels 2 t and 2 t + 1.
 
@@ -42,30 +42,14 @@ class ExactPath:
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        row: Any,
-        deep: Any,
-        given: Any,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        reference: cute.Tensor,
-        shifts: Any,
-        b: Int32,
-        n: Int32,
-        h: Int32,
-        first: Int32,
-        r: Int32,
-        scale: Float32,
-    ):
-        """Write o and lse of those of 16 queries from `first` on whose lse is NaN or +inf; their key-wise bias is row r.
+    def __call__(self, args, b: Int32, n: Int32, h: Int32, first: Int32):
+        """Write o and lse of those of 16 queries from `first` on whose lse is NaN or +inf.
 
         Biases far below 0 are raised here, so that scores keep their digits. What that adds to the largest score goes from the
-        reference. The row's bias as it is stands in deep, the pair bias in given, not yet measured from shifts.
+        reference.
         """
+        q, k, v, o, lse, reference = args.q, args.k, args.v, args.o, args.lse, args.reference
+        shifts, r = args.shifts, b * args.row_b + n * args.row_n
         g, t = arch.lane_idx() // 4, arch.lane_idx() % 4
         queries, keys = q.shape[3], k.shape[3]
         steps, tiles = (self.channels + 15) // 16, self.channels // 8
@@ -85,8 +69,7 @@ class ExactPath:
         real = cute.make_rmem_tensor(2, Float32)  # the largest scores with the biases as they are
         real.fill(-Float32.inf)
         for j0 in cutlass.range(0, keys, _KEYS, unroll=1):
-            biases = (row, deep, given, origins)
-            S = [self.scores(rQ, k, biases, real, b, n, h, lines, j0 + 8 * x, r, scale, g, t, keys) for x in range(2)]
+            S = [self.scores(rQ, args, origins, real, (b, n, h), lines, j0 + 8 * x, r, g, t) for x in range(2)]
             p = cute.make_rmem_tensor((2, 2, 2), Float32)  # key of a pair, query, tile
             for x in range_constexpr(2):
                 top = arch.fmax(arch.fmax(S[0][2 * x], S[0][2 * x + 1]), arch.fmax(S[1][2 * x], S[1][2 * x + 1]))
@@ -140,30 +123,14 @@ class ExactPath:
                             reference[b, n, h, at[x]] = reference[b, n, h, at[x]] - raised
 
     @cute.jit
-    def scores(
-        self,
-        rQ,
-        k: cute.Tensor,
-        biases,
-        real: cute.Tensor,
-        b: Int32,
-        n: Int32,
-        h: Int32,
-        lines,
-        j0: Int32,
-        r: Int32,
-        scale: Float32,
-        g: Int32,
-        t: Int32,
-        keys: Int32,
-    ):
+    def scores(self, rQ, args, origins: cute.Tensor, real: cute.Tensor, at, lines, j0: Int32, r: Int32, g: Int32, t: Int32):
         """Scores of this thread's two queries and two of 8 keys from j0 on, as an accumulator holds them; -inf past the end.
 
         With a pair bias, biases are raised to LOWEST and LOWEST_KEY, and `real` grows to the largest score of each query
         without that.
         """
-        row, deep, given, origins = biases
-        line = k[b, n, h, cutlass.min(j0 + g, keys - 1), None]
+        (b, n, h), row, deep, given, scale, keys = at, args.row, args.deep, args.given, args.scale, args.k.shape[3]
+        line = args.k[b, n, h, cutlass.min(j0 + g, keys - 1), None]
         S = [Float32(0.0)] * 4
         for step in range_constexpr((self.channels + 15) // 16):
             B = [self.words(line, 16 * step + 8 * x + 2 * t) for x in range(2)]

@@ -63,13 +63,13 @@ class GateProduct(Kernel):
             cute.autovec_copy(of_o, o_here)
 
     def arguments(self) -> tuple[Any, ...]:
-        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream."""
         sizes = tuple(cute.sym_int() for _ in range(4))
         return channels(self.dtype, sizes, self.channels), channels(self.dtype, sizes, self.channels)
 
 
 def plan_product(gate: Tensor, layout: str) -> Callable[[Tensor, Tensor], None]:
-    """What launches the product on (o, gate), for an o that lies in memory as `layout` says."""
+    """Plan the product: a function of (o, gate), for an o in the memory layout `layout`."""
     like, change = loadable(gate)
     o = layouts.empty(gate.shape, layout, gate, "meta")
     kernel = plan(GateProduct(types[gate.dtype], gate.shape[-1]), gate.device, o, like)

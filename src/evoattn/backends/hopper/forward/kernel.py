@@ -13,19 +13,20 @@ of a running maximum. A row for which that overflows is found by its sum and don
 
 from __future__ import annotations
 
-from typing import Any
+from collections import namedtuple
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
+from evoattn.backends.hopper.forward.consumer import Thread
 from evoattn.backends.hopper.forward.exact import WARP_QUERIES
-from evoattn.backends.hopper.forward.mma import CHAIN, HALVES
-from evoattn.backends.hopper.forward.producer import STREAMS
-from evoattn.backends.hopper.forward.variant import CONSUMERS, ForwardVariant
+from evoattn.backends.hopper.forward.mma import CHAIN, HALVES, Operands, QueryCopy, Rings, Row
+from evoattn.backends.hopper.forward.producer import STREAMS, Copies
+from evoattn.backends.hopper.forward.variant import CONSUMERS, Arguments, ForwardVariant
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.panel import load_panel
 from evoattn.backends.hopper.kernels.primitives import (
@@ -37,8 +38,10 @@ from evoattn.backends.hopper.kernels.primitives import (
     keep,
     multiply,
 )
+from evoattn.backends.hopper.kernels.ring import Ring
 from evoattn.backends.hopper.kernels.schedule import place, stretch
 from evoattn.backends.hopper.kernels.tile_sizes import KEYS, ROWS, SLICE
+from evoattn.backends.hopper.kernels.tma import TmaTiles, load_tma, store_tma
 
 __all__ = ["CHAIN", "HALVES", "KEYS", "ROWS", "Forward"]
 
@@ -46,110 +49,37 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 THREADS = (CONSUMERS + 1) * 128
 
 
+class Tiles(namedtuple("Tiles", "sQ sK sV sP sI sB sO")):
+    """Tiles in shared memory: of q, k, v, the pair bias, the identity over scale, the terms of the key-wise bias, and o."""
+
+
 class Forward(ForwardVariant):
     """The kernel of a variant."""
 
     @cute.jit
     def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        row: Any,
-        ends: Any,
-        deep: Any,
-        given: Any,
-        pair: Any,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        reference: cute.Tensor,
-        shifts: Any,
-        row_b: Int32,
-        row_n: Int32,
-        scale: Float32,
-        interleave: Int32,
-        blocks: Int32,
+        self, q, k, v, row, ends, deep, given, pair, o, lse, reference, shifts, row_b, row_n, scale, interleave, blocks,
         stream: cuda.CUstream,
-    ):
-        """q, k, v, o [b,n,h,l,d]; row [r, keys * TERMS], ends [r] and deep [r, keys] as `Rows` leaves them; given [b|1,h|1,q,k]
-        the pair bias as it is; pair [b|1,h|1,q,k] and shifts [b|1,h|1,q] as `Pairs` leaves them, a wide one in the tiles of
-        `Tiles`, of q an even number; lse and reference [b,n,h,q]."""
+    ):  # fmt: skip
+        """Launch the kernel; `Arguments` explains the tensors."""
         lq, lk, lv, lp, _, lo = self.layouts()
-        D = self.D
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        view = lambda t, order: cute.make_tensor(t.iterator, cute.select(t.layout, mode=order))
-        one = lambda layout: cute.slice_(layout, (None, None, 0))
-        order = [3, 4, 2, 1, 0]
-        aQ, tQ = cpasync.make_tiled_tma_atom(load, view(q, order), one(lq), (ROWS, D))
-        aK, tK = cpasync.make_tiled_tma_atom(load, view(k, order), one(lk), (KEYS, self.of_keys))
-        aV, tV = cpasync.make_tiled_tma_atom(load, view(v, [4, 3, 2, 1, 0]), one(lv), (D, KEYS))
-        aO, tO = cpasync.make_tiled_tma_atom(store, view(o, order), one(lo), (16, D))
-        aP, tP = aQ, tQ
+        tma_Q = load_tma(q, lq, (ROWS, self.D))
+        tma_K = load_tma(k, lk, (KEYS, self.key_width))
+        tma_V = load_tma(v, lv, (self.D, KEYS), (4, 3, 2, 1, 0))
+        tma_O = store_tma(o, lo, (16, self.D))
+        tma_P = tma_Q
         if const_expr(self.streamed and not self.wide):
-            aP, tP = cpasync.make_tiled_tma_atom(load, view(pair, [2, 3, 1, 0]), one(lp), (ROWS, KEYS))
-        self.kernel(
-            aQ,
-            tQ,
-            aK,
-            tK,
-            aV,
-            tV,
-            aP,
-            tP,
-            aO,
-            tO,
-            row,
-            ends,
-            deep,
-            given,
-            pair,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            reference,
-            shifts,
-            row_b,
-            row_n,
-            scale,
-            interleave,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared)
+            tma_P = load_tma(pair, lp, (ROWS, KEYS), (2, 3, 1, 0))
+        args = Arguments(row, ends, deep, given, pair, q, k, v, o, lse, reference, shifts, row_b, row_n, scale, interleave)
+        self.kernel(tma_Q, tma_K, tma_V, tma_P, tma_O, args).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        aQ: cute.CopyAtom,
-        tQ: cute.Tensor,
-        aK: cute.CopyAtom,
-        tK: cute.Tensor,
-        aV: cute.CopyAtom,
-        tV: cute.Tensor,
-        aP: cute.CopyAtom,
-        tP: cute.Tensor,
-        aO: cute.CopyAtom,
-        tO: cute.Tensor,
-        row: Any,
-        ends: Any,
-        deep: Any,
-        given: Any,
-        pair: Any,
-        gQ: cute.Tensor,
-        gK: cute.Tensor,
-        gV: cute.Tensor,
-        gO: cute.Tensor,
-        lse: cute.Tensor,
-        reference: cute.Tensor,
-        shifts: Any,
-        row_b: Int32,
-        row_n: Int32,
-        scale: Float32,
-        interleave: Int32,
-    ):
-        D, ST, SLOTS = self.D, self.stages, self.slots
-        B, N, H, LQ, _ = gQ.shape
-        LK = gK.shape[3]
-        NB = (LK + KEYS - 1) // KEYS
+    def kernel(self, tma_Q, tma_K, tma_V, tma_P, tma_O, args):
+        D, ST = self.D, self.stages
+        B, N, H, LQ, _ = args.q.shape
+        key_blocks = (args.k.shape[3] + KEYS - 1) // KEYS
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
@@ -160,73 +90,45 @@ class Forward(ForwardVariant):
         lq, lk, lv, lp, li, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
         if const_expr(self.wide):
-            ring = smem.allocate_array(Float32, self.tiles_of_pair * ROWS * KEYS, byte_alignment=1024)
-            sP = cute.make_tensor(ring, cute.make_layout((4, 128, 8, self.tiles_of_pair), stride=(1, 4, 512, ROWS * KEYS)))
+            memory = smem.allocate_array(Float32, self.tiles_of_pair * ROWS * KEYS, byte_alignment=1024)
+            sP = cute.make_tensor(memory, cute.make_layout((4, 128, 8, self.tiles_of_pair), stride=(1, 4, 512, ROWS * KEYS)))
         else:
             sP = new(lp)
         sK, sV, sQ = new(lk), new(lv), new(lq)
-        sO = new(lo) if const_expr(SLOTS == 1) else cute.make_tensor(sQ.iterator, lo.outer)
+        sO = new(lo) if const_expr(self.slots == 1) else cute.make_tensor(sQ.iterator, lo.outer)
         sI = new(li)
-        pR = smem.allocate_array(self.dtype, STREAMS * ST * KEYS * TERMS, byte_alignment=128)
-        full = smem.allocate_array(Int64, STREAMS * ST)
-        empty = smem.allocate_array(Int64, STREAMS * ST)
-        pfull = smem.allocate_array(Int64, ST)
-        pempty = smem.allocate_array(Int64, ST)
-        qfull = smem.allocate_array(Int64, STREAMS * SLOTS)
-        qempty = smem.allocate_array(Int64, STREAMS * SLOTS)
-        book = cute.make_tensor(
+        sB = smem.allocate_array(self.dtype, STREAMS * ST * KEYS * TERMS, byte_alignment=128)
+        rings = Rings(Ring.allocate(smem, STREAMS * ST), Ring.allocate(smem, ST), Ring.allocate(smem, STREAMS * self.slots))
+        books = cute.make_tensor(
             smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
         )
         # What the pair bias of a warp's queries is measured from.
         origins = cute.make_tensor(
             smem.allocate_array(Float32, CONSUMERS * 4 * WARP_QUERIES), cute.make_layout((WARP_QUERIES, CONSUMERS * 4))
         )
-        # What a stream's producer tells its consumers of each round: the row n, and how many slices of keys it has.
-        turn = cute.make_tensor(
+        # What a stream's producer tells its consumers of each turn: the row n, and how many slices of keys it has.
+        turns = cute.make_tensor(
             smem.allocate_array(Int32, STREAMS * 4 * 2), cute.make_layout((STREAMS, 4, 2), stride=(8, 2, 1))
         )
         if tid == 0:
-            for i in range_constexpr(STREAMS * ST):
-                arch.mbarrier_init(full + i, 1)
-                arch.mbarrier_init(empty + i, HALVES * 4)
-            for i in range_constexpr(ST):
-                arch.mbarrier_init(pfull + i, 1)
-                arch.mbarrier_init(pempty + i, CONSUMERS * 4)
-            for i in range_constexpr(STREAMS * SLOTS):
-                arch.mbarrier_init(qfull + i, 1)
-                arch.mbarrier_init(qempty + i, HALVES * 4)
+            rings.keys.initialize(consumers=HALVES * 4)
+            rings.pair.initialize(consumers=CONSUMERS * 4)
+            rings.queries.initialize(consumers=HALVES * 4)
         arch.mbarrier_init_fence()
-        zero = self.dtype(0.0)
         if const_expr(self.pair and not self.wide):
-            for i in cutlass.range(tid, SLICE * SLICE, THREADS):
-                rest = Float32(1.0) / scale
-                for y in range_constexpr(self.terms):
-                    alpha = rest.to(self.dtype)
-                    rest = rest - alpha.to(Float32)
-                    sI[i // SLICE, i % SLICE, y] = cutlass.select_(i // SLICE == i % SLICE, alpha, zero)
-            arch.fence_proxy("async.shared", space="cta")
+            self.fill_identity(sI, args.scale, tid)
         arch.sync_threads()
         # ---- this block's share: units (panel, n) from first to last
         panels = (LQ + HALVES * ROWS - 1) // (HALVES * ROWS)
         sizes = (blocks, B * H, panels, N, LQ)
-        first, last = self.schedule.start(bid, *sizes), self.schedule.start(bid + 1, *sizes)
-
-        def part(atom, t, tile, crd, shared):
-            g = cute.local_tile(t, tile, crd)
-            return cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
-            )
-
-        qS, qG = part(aQ, tQ, (ROWS, D), (None, 0, None, None, None), sQ)
-        kS, kG = part(aK, tK, (KEYS, self.of_keys), (None, 0, None, None, None), sK)
-        vS, vG = part(aV, tV, (D, KEYS), (0, None, None, None, None), sV)
-        oS, oG = part(aO, tO, (16, D), (None, 0, None, None, None), sO)
-        pS, pG = qS, qG
-        if const_expr(self.wide):
-            aP = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-            pS = cute.make_tensor(sP.iterator, cute.make_layout((ROWS * KEYS, self.tiles_of_pair)))
-        elif const_expr(self.streamed):
-            pS, pG = part(aP, tP, (ROWS, KEYS), (None, None, None, None), sP)
+        span = (self.schedule.start(bid, *sizes), self.schedule.start(bid + 1, *sizes))
+        copy_Q = TmaTiles.of(tma_Q, (ROWS, D), sQ)
+        copy_K = TmaTiles.of(tma_K, (KEYS, self.key_width), sK)
+        copy_V = TmaTiles.of(tma_V, (D, KEYS), sV, (0, None, None, None, None))
+        copy_O = TmaTiles.of(tma_O, (16, D), sO)
+        copy_P = None
+        if const_expr(self.streamed and not self.wide):
+            copy_P = TmaTiles.of(tma_P, (ROWS, KEYS), sP, (None, None, None, None))
         if wid >= CONSUMERS * 4:
             # ================= producers: one warp a stream
             arch.setmaxregister_decrease(32)
@@ -234,144 +136,143 @@ class Forward(ForwardVariant):
             if const_expr(self.prepared):
                 arch.griddepcontrol_wait()
             if s < STREAMS:
-                barriers = (full, empty, pfull, pempty, qfull, qempty)
-                copies = ((aQ, qG, qS), (aK, kG, kS), (aV, vG, vS), (aP, pG, pS))
-                self.produce(
-                    s, first, last, sizes, interleave, H, NB, pair, row, ends, row_b, row_n, turn, pR, barriers, copies
-                )
+                tiles_P = cute.make_tensor(sP.iterator, cute.make_layout((ROWS * KEYS, self.tiles_of_pair)))
+                copies = Copies(copy_Q, copy_K, copy_V, copy_P)
+                self.produce(s, args, span, sizes, key_blocks, turns, tiles_P, sB, rings.stream(s, ST), copies)
         else:
             # ================= consumers
             arch.setmaxregister_increase(112)
             wg = wid // 4
-            s, half, w = wg // HALVES, wg % HALVES, wid % 4
-            wt = tid % 128
-            g, t4 = lane // 4, lane % 4
-            applied, inverse, excess = scale, Float32(1.0) / scale, Float32(0.0)
-            if const_expr(self.twice):
-                inverse = inverse.to(self.dtype).to(Float32)
-                applied, excess = Float32(1.0) / inverse, fma(scale, inverse, Float32(-1.0))
-            c = applied * LOG2E
-            floor = Float32(DEAD) if const_expr(self.dtype is BFloat16) else c * (-VETO * VETO)
-            mQK = multiply(self.dtype, False, K, SLICE)
-            mPI = multiply(self.dtype, True, K, SLICE)
-            mPV = multiply(self.dtype, False, MN, 16 * self.steps)
-            hQK, hPI, hPV = mQK.get_slice(wt), mPI.get_slice(wt), mPV.get_slice(wt)
-            # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A. So do 8 channels
-            # of K, which meet what `take` makes of q.
-            eights = cute.make_layout(((8, 4), (8, 2), 2, STREAMS * ST), stride=((8, 64), (1, 0), 256, 512))
-            ofK = cute.local_tile(sK, (SLICE, D), (None, 0, None))
-            if const_expr(self.twice):
-                ofK = cute.make_tensor(sK.iterator, eights)
-            fK = mQK.make_fragment_B(hQK.partition_B(ofK))  # (., 1, step, slice, stage)
-            if const_expr(self.wide):
-                fP = sP[None, wt, None, None]  # (four numbers, of 8 keys, tile)
-            else:
-                fP = mPI.make_fragment_A(hPI.partition_A(sP))  # (., 1, step, tile)
-            fI = mPI.make_fragment_B(hPI.partition_B(sI))  # (., 1, step, 1)
-            fV = mPV.make_fragment_B(
-                hPV.partition_B(cute.local_tile(sV, (16 * self.steps, KEYS), (0, 0, None)))
-            )  # (., 1, step, stage)
-            fR = mQK.make_fragment_B(hQK.partition_B(cute.make_tensor(pR, eights)))
-            S0 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
-            S1 = mQK.make_fragment_C(mQK.partition_shape_C((ROWS, SLICE)))
-            O = mPV.make_fragment_C(mPV.partition_shape_C((ROWS, 16 * self.steps)))
-            rQ = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, D)))
-            fQ = mPI.make_fragment_A(hPI.partition_A(sQ))  # (., 1, step, tile)
-            rA = mQK.make_fragment_A(mQK.partition_shape_A((ROWS, 16)))
-            rA.fill(zero)
-            coefficients(rA, inverse, t4, self.dtype)
-            keep(rA, lane)
-            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mQK).get_slice(wt)
-            qSrc, qDst = ldm.partition_S(sQ), ldm.retile(rQ)
-            m = cute.make_rmem_tensor(2, Float32)
-            l = cute.make_rmem_tensor(4, Float32)
-            frags = (rA, fK, fR, fP, fI)
-            arriving = (qfull, ldm, qSrc, qDst, rQ, excess)
-            # What the loop over rows does not need at every step lives in shared memory: registers decide its speed.
-            st, ph, qph, again, rounds = Int32(0), Int32(0), Int32(0), Boolean(False), Int32(0)
-            mine = book[wid, None]
-            if lane == 0:
-                mine[0] = first
-                mine[1] = last
+            thread = Thread(wg // HALVES, wg % HALVES, wid % 4, tid % 128, lane, lane // 4, lane % 4, tid, wid, wg)
+            shared = Tiles(sQ, sK, sV, sP, sI, sB, sO)
+            here = rings.stream(thread.s, ST)
+            self.consume(thread, bid, args, span, sizes, key_blocks, shared, copy_O, here, turns, books, origins)
+
+    @cute.jit
+    def fill_identity(self, sI: cute.Tensor, scale: Float32, tid: Int32):
+        """Write the identity over scale, which a pair bias is multiplied by, in terms of dtype."""
+        for i in cutlass.range(tid, SLICE * SLICE, THREADS):
+            rest = Float32(1.0) / scale
+            for y in range_constexpr(self.terms):
+                alpha = rest.to(self.dtype)
+                rest = rest - alpha.to(Float32)
+                sI[i // SLICE, i % SLICE, y] = cutlass.select_(i // SLICE == i % SLICE, alpha, self.dtype(0.0))
+        arch.fence_proxy("async.shared", space="cta")
+
+    def fragments(self, tiles, thread, inverse, excess):
+        """The operands of the products, the registers of a row, and the copy of queries into registers."""
+        sQ, sK, sV, sP, sI, sB, _ = tiles
+        wt = thread.wt
+        mma_QK = multiply(self.dtype, False, K, SLICE)
+        mma_PI = multiply(self.dtype, True, K, SLICE)
+        mma_PV = multiply(self.dtype, False, MN, 16 * self.steps)
+        thr_QK, thr_PI, thr_PV = mma_QK.get_slice(wt), mma_PI.get_slice(wt), mma_PV.get_slice(wt)
+        # A key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros of A. So do 8 channels
+        # of K, which meet the other half of q (`load_queries`).
+        eights = cute.make_layout(((8, 4), (8, 2), 2, STREAMS * self.stages), stride=((8, 64), (1, 0), 256, 512))
+        keys = cute.local_tile(sK, (SLICE, self.D), (None, 0, None))
+        if self.twice:
+            keys = cute.make_tensor(sK.iterator, eights)
+        tSrK = mma_QK.make_fragment_B(thr_QK.partition_B(keys))  # (., 1, step, slice, stage)
+        if self.wide:
+            tSrP = sP[None, wt, None, None]  # (four numbers, of 8 keys, tile)
+        else:
+            tSrP = mma_PI.make_fragment_A(thr_PI.partition_A(sP))  # (., 1, step, tile)
+        tSrI = mma_PI.make_fragment_B(thr_PI.partition_B(sI))  # (., 1, step, 1)
+        values = cute.local_tile(sV, (16 * self.steps, KEYS), (0, 0, None))
+        tOrV = mma_PV.make_fragment_B(thr_PV.partition_B(values))  # (., 1, step, stage)
+        tSrB = mma_QK.make_fragment_B(thr_QK.partition_B(cute.make_tensor(sB, eights)))
+        acc_S0, acc_S1 = (mma_QK.make_fragment_C(mma_QK.partition_shape_C((ROWS, SLICE))) for _ in range(2))
+        acc_O = mma_PV.make_fragment_C(mma_PV.partition_shape_C((ROWS, 16 * self.steps)))
+        tSrQ = mma_QK.make_fragment_A(mma_QK.partition_shape_A((ROWS, self.D)))
+        tSsQ = mma_PI.make_fragment_A(thr_PI.partition_A(sQ))  # (., 1, step, tile)
+        tSrA = mma_QK.make_fragment_A(mma_QK.partition_shape_A((ROWS, 16)))
+        tSrA.fill(self.dtype(0.0))
+        coefficients(tSrA, inverse, thread.t4, self.dtype)
+        keep(tSrA, thread.lane)
+        ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        loads = cute.make_tiled_copy_A(ldmatrix, mma_QK).get_slice(wt)
+        copy = QueryCopy(loads, loads.partition_S(sQ), loads.retile(tSrQ), excess)
+        m, l = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
+        return Operands(tSrQ, tSsQ, tSrA, tSrK, tSrB, tSrP, tSrI, tOrV), Row(acc_S0, acc_S1, acc_O, m, l), copy
+
+    @cute.jit
+    def consume(
+        self, thread, bid: Int32, args, span, sizes, blocks: Int32, tiles, copy_O, rings, turns: cute.Tensor,
+        books: cute.Tensor, origins: cute.Tensor,
+    ):  # fmt: skip
+        """Do the rows of this warpgroup's stream, panel after panel."""
+        s, half, w, _, lane, _, _, tid, wid, wg = thread
+        _, _, panels, N, LQ = sizes
+        scale, shifts = args.scale, args.shifts
+        applied, inverse, excess = scale, Float32(1.0) / scale, Float32(0.0)
+        if const_expr(self.twice):
+            inverse = inverse.to(self.dtype).to(Float32)
+            applied, excess = Float32(1.0) / inverse, fma(scale, inverse, Float32(-1.0))
+        c = applied * LOG2E
+        floor = Float32(DEAD) if const_expr(self.dtype is BFloat16) else c * (-VETO * VETO)
+        operands, row, copy = self.fragments(tiles, thread, inverse, excess)
+        # What the loop over rows does not need at every step lives in shared memory: registers decide its speed.
+        slot, query_phase, again, turn = rings.keys.start(), Int32(0), Boolean(False), Int32(0)
+        book = books[wid, None]
+        if lane == 0:
+            book[0], book[1] = span
+        arch.sync_warp()
+        while book[0] < book[1]:
+            unit, stop = book[0], book[1]
+            panel, p0, p1 = stretch(unit, stop, N)
+            ib, h, b = place(panel, panels, args.q.shape[2])
+            count = p1 - p0 + STREAMS - 1
+            if const_expr(not self.streamed):
+                count = count - s
+            count = count // STREAMS
             arch.sync_warp()
-            while mine[0] < mine[1]:
-                unit, stop = mine[0], mine[1]
-                pan, p0, p1 = stretch(unit, stop, N)
-                ib, h, b = place(pan, panels, H)
-                count = p1 - p0 + STREAMS - 1
-                if const_expr(not self.streamed):
-                    count = count - s
-                count = count // STREAMS
-                arch.sync_warp()
-                if lane == 0:
-                    mine[0] = unit + p1 - p0
-                    mine[2] = (ib * HALVES + half) * (ROWS // 16) + w  # tiles of 16 queries
-                    mine[3] = h
-                    mine[4] = b
-                    if const_expr(self.streamed):
-                        mine[5] = (p1 - p0) % STREAMS * s
-                if const_expr(self.pair):
-                    if const_expr(self.streamed):
-                        arch.griddepcontrol_wait()
-                    if lane < WARP_QUERIES:
-                        i = cutlass.min(((ib * HALVES + half) * (ROWS // WARP_QUERIES) + w) * WARP_QUERIES + lane, LQ - 1)
-                        origins[lane, wid] = shifts[cutlass.min(b, shifts.shape[0] - 1), cutlass.min(h, shifts.shape[1] - 1), i]
-                arch.sync_warp()
-                if const_expr(self.pair and self.resident):
-                    arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-                    load_panel(pair, sP, b, h, ib * HALVES * ROWS, HALVES * ROWS, NB, tid, CONSUMERS * 128)
-                    arch.fence_proxy("async.shared", space="cta")
-                    arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-                if (ib * HALVES + half) * ROWS < LQ:
-                    if count > 0:
-                        self.take(arriving, s, half, rounds, qph)
-                        qph ^= 1
-                        self.arrived(full, pfull, s * ST, st, ph)
-                        warpgroup.fence()
-                        queries = self.queries(rQ, fQ, s, half, rounds)
-                        self.scores(queries, frags, S0, 0, self.tile(0, st, half), s * ST + st)
-                        warpgroup.wait_group(0)
-                        self.taken(qempty + s, lane)
-                    while count > 0:
-                        bars, operands = (full, empty, pfull, pempty, qempty), (rQ, fQ, frags, S0, S1, O, fV, m, l)
-                        st, ph, qph, count = self.keys_of_row(
-                            operands, arriving, turn, bars, c, s, half, rounds, st, ph, qph, count, NB, lane
-                        )
-                        tile, h, b, nn = mine[2], mine[3], mine[4], turn[s, rounds, 0]
-                        ot = wg * 4 + w
-                        if const_expr(SLOTS == 2):
-                            ot = (self.slot(s, rounds, qph)[0] * HALVES + half) * 4 + w
-                        rounds = (rounds + 1) & 3
-                        at, out = (tile, h, nn, b, ot), (sO, aO, oS, oG)
-                        again = self.leave(
-                            (O, m, l), at, out, floor, again, LQ, count, mine, (lse, reference, origins[None, wid]), g, t4, lane
-                        )
-                else:
-                    all_bars = (full, empty, pfull, pempty, qfull, qempty)
-                    rounds, st, ph, qph = self.pass_by(turn, all_bars, s, rounds, st, ph, qph, count, lane)
-            arch.cp_async_bulk_wait_group(0)
-            if arch.vote_any_sync(again):
-                if const_expr(self.prepared):
+            if lane == 0:
+                book[0] = unit + p1 - p0
+                book[2] = (ib * HALVES + half) * (ROWS // 16) + w  # tiles of 16 queries
+                book[3] = h
+                book[4] = b
+                if const_expr(self.streamed):
+                    book[5] = (p1 - p0) % STREAMS * s
+            if const_expr(self.pair):
+                if const_expr(self.streamed):
                     arch.griddepcontrol_wait()
-                block = arch.make_warp_uniform(bid)
-                self.repair(
-                    gQ,
-                    gK,
-                    gV,
-                    row,
-                    deep,
-                    given,
-                    gO,
-                    lse,
-                    reference,
-                    shifts,
-                    row_b,
-                    row_n,
-                    scale,
-                    interleave,
-                    block,
-                    sizes,
-                    s,
-                    half,
-                    w,
-                )
+                if lane < WARP_QUERIES:
+                    i = cutlass.min(((ib * HALVES + half) * (ROWS // WARP_QUERIES) + w) * WARP_QUERIES + lane, LQ - 1)
+                    origins[lane, wid] = shifts[cutlass.min(b, shifts.shape[0] - 1), cutlass.min(h, shifts.shape[1] - 1), i]
+            arch.sync_warp()
+            if const_expr(self.pair and self.resident):
+                arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
+                load_panel(args.pair, tiles.sP, b, h, ib * HALVES * ROWS, HALVES * ROWS, blocks, tid, CONSUMERS * 128)
+                arch.fence_proxy("async.shared", space="cta")
+                arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
+            if (ib * HALVES + half) * ROWS < LQ:
+                if count > 0:
+                    self.load_queries(rings, copy, operands.tSrQ, s, half, turn, query_phase)
+                    query_phase ^= 1
+                    self.wait_keys(rings, slot)
+                    warpgroup.fence()
+                    queries = self.queries(operands, s, half, turn)
+                    self.scores(queries, operands, row.acc_S0, 0, self.pair_tile(0, slot, half), rings.keys.index(slot.stage))
+                    warpgroup.wait_group(0)
+                    self.release_registers(rings, s, lane)
+                while count > 0:
+                    slot, query_phase, count = self.keys_of_row(
+                        operands, row, copy, turns, rings, c, thread, turn, slot, query_phase, count, blocks
+                    )
+                    tile, h, b, n = book[2], book[3], book[4], turns[s, turn, 0]
+                    output = wg * 4 + w
+                    if const_expr(self.slots == 2):
+                        output = (self.query_slot(s, turn, query_phase).stage * HALVES + half) * 4 + w
+                    turn = (turn + 1) & 3
+                    at = (tile, h, n, b, output)
+                    again = self.store_row(
+                        row, args, at, tiles.sO, copy_O, floor, again, count, book, origins[None, wid], thread
+                    )
+            else:
+                turn, slot, query_phase = self.pass_by(turns, rings, thread, turn, slot, query_phase, count)
+        arch.cp_async_bulk_wait_group(0)
+        if arch.vote_any_sync(again):
+            if const_expr(self.prepared):
+                arch.griddepcontrol_wait()
+            self.repair(args, arch.make_warp_uniform(bid), sizes, thread)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import namedtuple
 from typing import Any
 
 import cutlass
@@ -9,10 +11,11 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from evoattn.backends.hopper.kernels.primitives import fma, multiply, release
+from evoattn.backends.hopper.kernels.primitives import fma, multiply
+from evoattn.backends.hopper.kernels.ring import Ring, Slot
 from evoattn.backends.hopper.kernels.tile_sizes import ROWS, SLICE
 
-__all__ = ["CHAIN", "HALVES", "SLICE", "ForwardMma"]
+__all__ = ["CHAIN", "HALVES", "SLICE", "ForwardMma", "Operands", "QueryCopy", "Rings", "Row"]
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 HALVES = 2  # warpgroups of a row
@@ -20,8 +23,47 @@ LOW = -256.0  # a reference below, in units of log2, may be one of keys that a f
 CHAIN = 8  # blocks of keys whose steps are laid out one after another
 
 
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """The rings of keys (with values and key-wise bias), of the pair bias, which uses the same slots, and of queries."""
+
+    keys: Ring
+    pair: Ring
+    queries: Ring
+
+    def stream(self, s: Any, stages: int) -> Rings:
+        """The rings of a stream."""
+        return dataclasses.replace(self, keys=self.keys.of(s, stages))
+
+    def at(self, first: Any) -> Rings:
+        """The rings of the stream whose first stage has this number."""
+        return dataclasses.replace(self, keys=self.keys.at(first, self.keys.stages))
+
+
+class Row(namedtuple("Row", "acc_S0 acc_S1 acc_O m l")):
+    """Registers of a row: scores of two slices, the output, what scores are measured from, and the sums of probabilities."""
+
+
+class Operands(namedtuple("Operands", "tSrQ tSsQ tSrA tSrK tSrB tSrP tSrI tOrV")):
+    """Operands of the products, as fragments of a thread.
+
+    tSrQ, tSsQ: queries in registers, and in shared memory. tSrA, tSrB: coefficients and terms of the key-wise bias. tSrP, tSrI:
+    the pair bias, and the identity over scale. tSrK, tOrV: keys and values.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryCopy:
+    """The copy of a row's queries into registers; `excess` is the part of the scale that 8 channels take besides."""
+
+    atom: Any
+    source: Any
+    target: Any
+    excess: Any
+
+
 class ForwardMma:
-    """What a consumer warpgroup does; `Forward` says what the attributes are."""
+    """The work of a consumer warpgroup; `ForwardVariant` explains the attributes."""
 
     dtype: Any
     D: int
@@ -38,189 +80,168 @@ class ForwardMma:
     wide: bool
     long: bool
 
-    def slot(self, s, turn, phase):
-        """Where the queries of the row that is `turn` in a stream lie, and the phase in which they arrive.
+    def query_slot(self, s, turn, phase):
+        """The slot of the row that is `turn` in stream s.
 
-        With one slot they go on into registers, and `phase` is what the caller counts. With two, for want of registers,
-        the tensor cores read them there at every step, and o leaves from there.
+        With one slot the queries go on into registers, and the caller counts the phase. With two, for want of registers,
+        the tensor cores read them from the slot at every step, and o leaves from there.
         """
-        return (s, phase) if self.slots == 1 else (s * 2 + turn % 2, turn // 2 % 2)
+        return Slot(s, phase) if self.slots == 1 else Slot(s * 2 + turn % 2, turn // 2 % 2)
 
-    def free(self, turn, phase):
-        """The phase in which that slot is free: with two slots the row before gives it back at its first step."""
-        return phase ^ 1 if self.slots == 1 else (turn + 3) // 2 % 2
-
-    def queries(self, held, shared, s, half, turn):
+    def queries(self, operands, s, half, turn):
         """A row's queries as an operand."""
-        return held if self.slots == 1 else shared[None, None, None, self.slot(s, turn, 0)[0] * HALVES + half]
+        if self.slots == 1:
+            return operands.tSrQ
+        return operands.tSsQ[None, None, None, self.query_slot(s, turn, 0).stage * HALVES + half]
 
     @cute.jit
-    def take(self, arriving, s: Int32, half: Int32, turn: Int32, phase: Int32):
-        """Wait for a row's queries. With 8 channels the other 8 are what the scale leaves over, times q."""
-        qfull, ldm, source, target, held, excess = arriving
-        slot, phase = self.slot(s, turn, phase)
-        arch.mbarrier_wait(qfull + slot, phase)
+    def load_queries(self, rings, copy, tSrQ, s: Int32, half: Int32, turn: Int32, phase: Int32):
+        """Wait for a row's queries. With 8 channels the other 8 are q times the excess of the scale."""
+        rings.queries.consumer_wait(self.query_slot(s, turn, phase))
         if const_expr(self.slots == 1):
-            cute.copy(ldm, source[None, None, None, s * HALVES + half], target)
+            cute.copy(copy.atom, copy.source[None, None, None, s * HALVES + half], copy.target)
             if const_expr(self.twice):
                 for x in range_constexpr(4):
-                    held[4 + x] = (held[x].to(Float32) * excess).to(self.dtype)
+                    tSrQ[4 + x] = (tSrQ[x].to(Float32) * copy.excess).to(self.dtype)
 
     @cute.jit
-    def taken(self, qempty: cute.Pointer, lane: Int32):
-        """Let new queries come to where those in registers were, once a product has used these.
+    def release_registers(self, rings, s: Int32, lane: Int32):
+        """Release the slot of queries that went into registers, once a product has used these.
 
         Earlier, loads might still be on their way: an arrival may overtake them.
         """
         if const_expr(self.slots == 1):
-            release(qempty, lane)
+            rings.queries.consumer_release(s, lane)
 
     @cute.jit
-    def give_back(self, qempty: cute.Pointer, lane: Int32):
-        """Let new queries come to where the o of the row before has left from."""
+    def release_output(self, rings, stage: Int32, lane: Int32):
+        """Release the slot from which the o of the row before has left."""
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
-        release(qempty, lane)
+        rings.queries.consumer_release(stage, lane)
 
-    def arrived(self, full: cute.Pointer, pfull: cute.Pointer, so: Int32, st: Int32, ph: Int32):
-        """Wait for a block of keys in stage `st` of a stream whose stages begin at `so`, and for the pair bias of it."""
-        arch.mbarrier_wait(full + so + st, ph)
+    def wait_keys(self, rings, slot):
+        """Wait for a block of keys, and for the pair bias of it."""
+        rings.keys.consumer_wait(slot)
         if self.streamed:
-            arch.mbarrier_wait(pfull + st, ph)
+            rings.pair.consumer_wait(slot)
 
     @cute.jit
-    def give_back_keys(self, empty: cute.Pointer, pempty: cute.Pointer, so: Int32, st: Int32, lane: Int32):
-        """Give a block of keys, and the pair bias of it, back for this warp."""
+    def release_keys(self, rings, stage: Int32, lane: Int32):
+        """Release a block of keys, and the pair bias of it."""
         if lane == 0:
-            arch.mbarrier_arrive(empty + so + st)
+            arch.mbarrier_arrive(rings.keys.emptied(stage))
             if const_expr(self.streamed):
-                arch.mbarrier_arrive(pempty + st)
+                arch.mbarrier_arrive(rings.pair.emptied(stage))
 
-    def tile(self, j, stage, half):
-        """Where the pair bias of block j lies."""
-        return (j if self.resident else stage) * HALVES + half
+    def pair_tile(self, j, slot, half):
+        """The tile of shared memory that has the pair bias of block j."""
+        return (j if self.resident else slot.stage) * HALVES + half
 
     @cute.jit
     def chain(
-        self,
-        j: cutlass.Constexpr,
-        left: Int32,
-        blocks: Int32,
-        queries: cute.Tensor,
-        frags,
-        S0: cute.Tensor,
-        S1: cute.Tensor,
-        O: cute.Tensor,
-        fV: cute.Tensor,
-        m: cute.Tensor,
-        l: cute.Tensor,
-        c: Float32,
-        half: Int32,
-        so: Int32,
-        st: Int32,
-        ph: Int32,
-        prev: Int32,
-        bars,
-        lane: Int32,
-    ):
-        """Blocks j, j+1, ... up to the last of a row; what is left to do is the softmax of S1, block `prev`."""
-        full, empty, pfull, pempty, qempty = bars
+        self, j: cutlass.Constexpr, left: Int32, blocks: Int32, queries, operands, row, c: Float32, half: Int32,
+        slot, before: Int32, output: Int32, rings, lane: Int32,
+    ):  # fmt: skip
+        """Do blocks j, j + 1, ... of a row, up to CHAIN of those that are left; acc_S1 has scores of the block in `before`.
+
+        `output` is the stage of queries from which the o of the row before leaves. Returns the next slot of keys, and the stage
+        of the block whose second half is still to be done.
+        """
         warpgroup.fence()
-        self.scores(queries, frags, S1, 1, self.tile(j, st, half), so + st)
+        self.scores(queries, operands, row.acc_S1, 1, self.pair_tile(j, slot, half), rings.keys.index(slot.stage))
         if const_expr(j > 0):
             warpgroup.wait_group(1)
-            self.give_back_keys(empty, pempty, so, prev, lane)
+            self.release_keys(rings, before, lane)
         adds = left != blocks if const_expr(j == 0 and self.long) else j > 0
-        self.soften(O, fV, m, l, c, S0, 0, so + st, adds)
+        self.softmax(row, operands, c, row.acc_S0, 0, rings.keys.index(slot.stage), adds)
         if const_expr(self.slots == 2 and j == 0):
             if left == blocks:
-                self.give_back(qempty, lane)
-        prev = st
-        st += 1
-        if st == self.stages:
-            st = Int32(0)
-            ph ^= 1
+                self.release_output(rings, output, lane)
+        before, slot = slot.stage, rings.keys.advance(slot)
         if const_expr(j + 1 < CHAIN):
             if j + 1 < left:
-                self.arrived(full, pfull, so, st, ph)
+                self.wait_keys(rings, slot)
                 warpgroup.fence()
-                self.scores(queries, frags, S0, 0, self.tile(j + 1, st, half), so + st)
+                self.scores(queries, operands, row.acc_S0, 0, self.pair_tile(j + 1, slot, half), rings.keys.index(slot.stage))
                 warpgroup.wait_group(1)
-                self.soften(O, fV, m, l, c, S1, 1, so + prev)
-                st, ph, prev = self.chain(
-                    j + 1, left, blocks, queries, frags, S0, S1, O, fV, m, l, c, half, so, st, ph, prev, bars, lane
+                self.softmax(row, operands, c, row.acc_S1, 1, rings.keys.index(before))
+                slot, before = self.chain(
+                    j + 1, left, blocks, queries, operands, row, c, half, slot, before, output, rings, lane
                 )
             else:
                 warpgroup.wait_group(0)
         else:
             warpgroup.wait_group(0)
-        return st, ph, prev
+        return slot, before
 
-    def scores(self, queries, frags, S, part, tile, stage):
+    def scores(self, queries, operands, acc_S, part, tile, stage):
         """Issue S = Q K^T + key-wise bias + pair bias for slice `part` of a stage: one wgmma group.
 
-        A wide pair bias is where the accumulators start.
+        With a wide pair bias the accumulators start from it.
         """
-        rA, fK, fR, fP, fI = frags
+        _, _, tSrA, tSrK, tSrB, tSrP, tSrI, _ = operands
         if self.wide:
             for x in range(4):
-                cute.autovec_copy(fP[None, 4 * part + x, tile], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
+                four = cute.make_tensor(acc_S.iterator + 4 * x, cute.make_layout(4))
+                cute.autovec_copy(tSrP[None, 4 * part + x, tile], four)
             warpgroup.fence()
         for step in range(self.steps):
             tiled = multiply(self.dtype, self.slots == 2, K, SLICE, self.wide or step > 0)
-            cute.gemm(tiled, S, queries[None, None, step], fK[None, None, step, part, stage], S)
+            cute.gemm(tiled, acc_S, queries[None, None, step], tSrK[None, None, step, part, stage], acc_S)
         if self.row:
-            cute.gemm(multiply(self.dtype, False, K, SLICE), S, rA[None, None, 0], fR[None, None, 0, part, stage], S)
+            tiled = multiply(self.dtype, False, K, SLICE)
+            cute.gemm(tiled, acc_S, tSrA[None, None, 0], tSrB[None, None, 0, part, stage], acc_S)
         if self.pair and not self.wide:
             for term in range(self.terms):
                 for x in range(2):
-                    cute.gemm(
-                        multiply(self.dtype, True, K, SLICE), S, fP[None, None, part * 2 + x, tile], fI[None, None, x, term], S
-                    )
+                    tiled = multiply(self.dtype, True, K, SLICE)
+                    cute.gemm(tiled, acc_S, tSrP[None, None, part * 2 + x, tile], tSrI[None, None, x, term], acc_S)
         warpgroup.commit_group()
 
-    def soften(self, O, fV, m, l, c, S, part, stage, adds: Any = True):
-        """P = exp2(S c - m), its sums, and issue O += P V, or O = P V where a row begins: one wgmma group.
+    def softmax(self, row, operands, c, acc_S, part, stage, adds: Any = True):
+        """P = exp2(S c - m), its sums, and issue O += P V, or O = P V if a row begins: one wgmma group.
 
-        `adds` must be the same for all warps: where one adds to O and its neighbours do not, all get garbage.
+        `adds` must be the same for all warps: if one adds to O and its neighbours do not, all get garbage.
         """
-        self.reference(S, O, m, l, c)
-        P = []
+        _, _, acc_O, m, l = row
+        self.choose_reference(acc_S, acc_O, m, l, c)
+        tOrP = []
         for step in range(2):
             e = cute.make_rmem_tensor(8, Float32)
             for y in range(8):
-                value = cute.math.exp2(fma(S[8 * step + y], c, -m[y // 2 % 2]), fastmath=True)
+                value = cute.math.exp2(fma(acc_S[8 * step + y], c, -m[y // 2 % 2]), fastmath=True)
                 e[y] = value
                 l[y % 4] = l[y % 4] + value
             tiled = multiply(self.dtype, False, MN, 16 * self.steps)
             p = tiled.make_fragment_A(tiled.partition_shape_A((ROWS, 16)))
             cute.make_tensor(p.iterator, cute.make_layout(8)).store(e.load().to(self.dtype))
-            P.append(p)
+            tOrP.append(p)
         warpgroup.fence()
         for step in range(2):
             tiled = multiply(self.dtype, False, MN, 16 * self.steps, True if step > 0 else adds)
-            cute.gemm(tiled, O, P[step][None, None, 0], fV[None, None, part * 2 + step, stage], O)
+            cute.gemm(tiled, acc_O, tOrP[step][None, None, 0], operands.tOrV[None, None, part * 2 + step, stage], acc_O)
         warpgroup.commit_group()
 
     @cute.jit
-    def reference(self, S: cute.Tensor, O: cute.Tensor, m: cute.Tensor, l: cute.Tensor, c: Float32):
-        """What the scores of a row are measured from, chosen when nothing but masked keys came before.
+    def choose_reference(self, acc_S: cute.Tensor, acc_O: cute.Tensor, m: cute.Tensor, l: cute.Tensor, c: Float32):
+        """Choose what the scores of a row are measured from, if only masked keys came before.
 
-        What O and l hold so far is nothing then, or too small to count.
+        O and l then hold nothing, or too little to count.
         """
         if arch.vote_all_sync(arch.fmax(m[0], m[1]) < LOW):
             top = cute.make_rmem_tensor(2, Float32)
             for r in range_constexpr(2):
-                a = S[2 * r]
+                a = acc_S[2 * r]
                 for i in range_constexpr(SLICE // 8):
-                    a = arch.fmax(a, arch.fmax(S[4 * i + 2 * r], S[4 * i + 2 * r + 1]))
+                    a = arch.fmax(a, arch.fmax(acc_S[4 * i + 2 * r], acc_S[4 * i + 2 * r + 1]))
                 top[r] = arch.warp_reduction_max(a, threads_in_group=4) * c + self.offset
             # A sum that has met NaN stays as it is, so that `exact` finds it.
-            whole = l[0] + l[1] + l[2] + l[3] < Float32.inf
-            if arch.vote_all_sync(whole and arch.fmin(top[0] - m[0], top[1] - m[1]) > 100.0):
+            finite = l[0] + l[1] + l[2] + l[3] < Float32.inf
+            if arch.vote_all_sync(finite and arch.fmin(top[0] - m[0], top[1] - m[1]) > 100.0):
                 for r in range_constexpr(2):
                     m[r] = top[r]
                 for x in range_constexpr(4):
                     l[x] = Float32(0.0)
                 for x in range_constexpr(8 * self.steps):
-                    O[x] = Float32(0.0)
+                    acc_O[x] = Float32(0.0)

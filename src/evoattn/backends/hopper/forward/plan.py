@@ -90,7 +90,7 @@ def plan_forward(
 
 
 def _tile_plan(pair: Tensor, q: Tensor, unit: float) -> tuple[Tensor, Any]:
-    """How a float32 pair bias [b|1,h|1,q,k] lies as the forward's accumulators hold it, and the launch that makes it so."""
+    """Plan the tiles of a float32 pair bias [b|1,h|1,q,k], as accumulators hold it: their memory, and the launch to fill it."""
     panels, blocks = -(-pair.shape[2] // (HALVES * ROWS)), -(-pair.shape[3] // KEYS)
     tiled = torch.empty(*pair.shape[:2], HALVES * panels, blocks, ROWS * KEYS, device="meta", dtype=torch.float32)
     if q.shape[-1] == 8:  # 1 / scale is rounded there

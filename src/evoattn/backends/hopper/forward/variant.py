@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 from cutlass import BFloat16, Float32, Int32
@@ -20,10 +21,19 @@ from evoattn.backends.hopper.kernels.primitives import (
 from evoattn.backends.hopper.kernels.schedule import Schedule
 from evoattn.backends.hopper.kernels.tile_sizes import KEYS, ROWS, SLICE
 
-__all__ = ["CONSUMERS", "ForwardVariant"]
+__all__ = ["CONSUMERS", "Arguments", "ForwardVariant"]
 
 CONSUMERS = STREAMS * HALVES
 """Warpgroups that compute."""
+
+
+class Arguments(namedtuple("Arguments", "row ends deep given pair q k v o lse reference shifts row_b row_n scale interleave")):
+    """The arguments of the kernel.
+
+    q, k, v, o: [b,n,h,l,d]. row, ends, deep: the key-wise bias as `Rows` leaves it, [r, keys * TERMS], [r] and [r, keys]; row n
+    of batch b has r = b * row_b + n * row_n. given: the pair bias as it is, [b|1,h|1,q,k]. pair, shifts: the same as `Pairs`
+    leaves it, and [b|1,h|1,q]; a wide one is in the tiles of `Tiles`, an even number of q. lse, reference: [b,n,h,q].
+    """
 
 
 class ForwardVariant(ForwardProducer, ForwardConsumer, Kernel):
@@ -45,12 +55,11 @@ class ForwardVariant(ForwardProducer, ForwardConsumer, Kernel):
         self.resident, self.streamed, self.long = resident, pair and not resident, not resident
         self.D = padded(channels)
         self.twice = channels == 8  # a product's 16 channels meet the 8 of a key twice
-        self.of_keys = 8 if self.twice else self.D
-        self.of_stage = self.of_keys + self.D + (TERMS if row else 0)
+        self.key_width = 8 if self.twice else self.D
+        self.stage_width = self.key_width + self.D + (TERMS if row else 0)
         self.steps = -(-channels // 16)
-        self.prepared = (
-            row or self.streamed
-        )  # a kernel of key_bias.py or pair_bias.py comes before; this one starts while it runs
+        # a kernel of key_bias.py or pair_bias.py comes before; this one starts while it runs
+        self.prepared = row or self.streamed
         self.slots = 1 if channels < 64 else 2
         self.odd = row and channels < 48  # whether a row may end in a block of one slice: more channels leave no registers
         self.stages = 3 if resident and pair else {16: 5, 32: 5, 64: 3}[self.D]
@@ -84,7 +93,7 @@ class ForwardVariant(ForwardProducer, ForwardConsumer, Kernel):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block; what the compiler does not check."""
-        tiles = 2 * CONSUMERS * ROWS * self.D + STREAMS * self.stages * KEYS * (self.of_keys + self.D)
+        tiles = 2 * CONSUMERS * ROWS * self.D + STREAMS * self.stages * KEYS * (self.key_width + self.D)
         terms = self.terms * SLICE * SLICE + STREAMS * self.stages * KEYS * TERMS
         pair = self.tiles_of_pair * ROWS * KEYS * (2 if self.wide else 1)
         return 2 * (tiles + terms + pair) + 2048
@@ -97,7 +106,7 @@ class ForwardVariant(ForwardProducer, ForwardConsumer, Kernel):
     def layouts(self):
         return (
             k_major(self.dtype, ROWS, self.D, self.slots * CONSUMERS),  # q
-            k_major(self.dtype, KEYS, self.of_keys, STREAMS * self.stages),  # k
+            k_major(self.dtype, KEYS, self.key_width, STREAMS * self.stages),  # k
             mn_major(self.dtype, self.D, KEYS, STREAMS * self.stages),  # v
             k_major(self.dtype, ROWS, KEYS, self.tiles_of_pair),  # pair bias
             k_major(self.dtype, SLICE, SLICE, self.terms),  # identity / scale

@@ -1,1 +1,1 @@
-"""What the kernels of both passes share, and the kernels that lay out biases before them."""
+"""Pieces that the kernels of both passes share, and the kernels that lay out biases before them."""

@@ -55,16 +55,9 @@ class Rows(Kernel):
     """
 
     def __init__(
-        self,
-        dtype: Any,
-        *,
-        mask: bool,
-        bias: Any,
-        clears: bool = False,
-        lists: bool = False,
-        deep: bool = False,
+        self, dtype: Any, *, mask: bool, bias: Any, clears: bool = False, lists: bool = False, deep: bool = False,
         bounded: bool = False,
-    ):
+    ):  # fmt: skip
         self.dtype, self.mask, self.bias, self.clears, self.lists = dtype, mask, bias, clears, lists
         self.deep, self.bounded = deep, bounded
         self.threads = _LISTING if lists else _THREADS
@@ -82,20 +75,7 @@ class Rows(Kernel):
         return mask, bias, terms(self.dtype), ends(), deep() if self.deep else None, cleared, order, starts, Int32(0), Int32(0)
 
     @cute.jit
-    def __call__(
-        self,
-        mask: Any,
-        bias: Any,
-        terms: cute.Tensor,
-        ends: cute.Tensor,
-        deep: Any,
-        cleared: Any,
-        order: Any,
-        starts: Any,
-        keys: Int32,
-        n: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, mask, bias, terms, ends, deep, cleared, order, starts, keys, n, stream: cuda.CUstream):
         blocks = terms.shape[0]
         if const_expr(self.clears):
             blocks = cutlass.max(blocks, (cleared.shape[0] + CLEARED - 1) // CLEARED)
@@ -106,19 +86,7 @@ class Rows(Kernel):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mask: Any,
-        bias: Any,
-        terms: cute.Tensor,
-        ends: cute.Tensor,
-        deep: Any,
-        cleared: Any,
-        order: Any,
-        starts: Any,
-        keys: Int32,
-        n: Int32,
-    ):
+    def kernel(self, mask, bias, terms, ends, deep, cleared, order, starts, keys, n):
         # In this order: most warps of the next kernel wait for nothing, and all before this one has to be complete by then.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
@@ -212,21 +180,8 @@ class Rows(Kernel):
         return live
 
     @cute.jit
-    def fill(
-        self,
-        mask: Any,
-        bias: Any,
-        terms: cute.Tensor,
-        ends: cute.Tensor,
-        deep: Any,
-        keys: Int32,
-        n: Int32,
-        r: Int32,
-        tid: Int32,
-        tops: cute.Tensor,
-        lasts: cute.Tensor,
-    ):
-        """the terms, the end and the deep of row r, by all threads of a block"""
+    def fill(self, mask, bias, terms, ends, deep, keys, n, r, tid, tops: cute.Tensor, lasts: cute.Tensor):
+        """Write the terms, the end and the deep of row r, by all threads of a block."""
         rb, rn = r // n, r % n
         warp, lane = tid // 32, tid % 32
         top = -Float32.inf

@@ -1,4 +1,4 @@
-"""Which block does what: the persistent blocks share the units (panel, row) evenly, whatever their numbers are.
+"""The schedule of the forward: persistent blocks share the units (panel, row) evenly, whatever their numbers are.
 
 A unit is one panel of queries of one (b, h) with one row n; panels are numbered p = (b * heads + h) * panels + panel. Units lie
 in a line, panel after panel, and a block takes one stretch of it, so that it changes panels as seldom as can be.
@@ -27,7 +27,7 @@ def stretch(unit: Any, end: Any, n: Any) -> tuple[Any, Any, Any]:
 
 
 def place(panel: Any, panels: Any, heads: Any) -> tuple[Any, Any, Any]:
-    """Which panel of its (b, h) a panel is, its h and its b."""
+    """The number of a panel in its (b, h), its h and its b."""
     of_head = panel // panels
     return panel % panels, of_head % heads, of_head // heads
 
@@ -60,7 +60,7 @@ class Schedule:
 
     @cute.jit
     def phase(self, panel: Int32, blocks: Int32, heads: Int32, panels: Int32, n: Int32, lq: Int32) -> Int32:
-        """Where in a panel the first stretch begins that does not come from the panel before."""
+        """The position in a panel at which the first stretch begins that does not come from the panel before."""
         _, _, of_head = self.weights(panels, n, lq)
         begin = of_head * (panel // panels) + 8 * n * (panel % panels)
         each = Float32(of_head * heads) / Float32(blocks)

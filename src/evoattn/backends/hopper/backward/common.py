@@ -1,4 +1,4 @@
-"""What the two backward kernels share: waiting without spinning, exact splits of a float32, fragments, stores."""
+"""Pieces that the backward kernels share: exact splits of a float32, fragments, stores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute, range_constexpr
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 
 from evoattn.backends.hopper.backward.schedule import row
 from evoattn.backends.hopper.host.launch import Stand, free, size
@@ -36,15 +36,6 @@ def row_at(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:
     return arch.make_warp_uniform(row(position, n, panel))
 
 
-def sleep_until(barrier: Any, phase: Any) -> None:
-    """Wait for a barrier as an idle producer: asleep, since spinning took 23% of the issue slots."""
-    arch.inline_ptx(
-        "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1};\n@p bra DONE;\n"
-        "nanosleep.u32 100;\nbra AGAIN;\nDONE:\n}",
-        read_only_args=[barrier.toint(), phase],
-    )
-
-
 def delta_terms(delta: Any, dtype: Any) -> tuple[Any, Any, Any]:
     """delta in terms of dtype, counted in `delta_units`. In float16 off by 2^-23 of it, or 2^-27, and infinite from 2^25 on."""
     if dtype is BFloat16:
@@ -55,17 +46,17 @@ def delta_terms(delta: Any, dtype: Any) -> tuple[Any, Any, Any]:
 
 
 def delta_units(dtype: Any) -> tuple[float, float, float]:
-    """What the terms of delta are counted in."""
+    """The units in which the terms of delta count."""
     return (1.0, 1.0, 1.0) if dtype is BFloat16 else (512.0, 0.25, 0.0)
 
 
 def step_of(dtype: Any) -> float:
-    """What -LSE / scale and a key's bias / scale are counted in, in the kernel of the keys."""
+    """The unit of -LSE / scale and of a key's bias / scale in the kernel of the keys."""
     return 1.0 if dtype is BFloat16 else STEP
 
 
 def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
-    """What `dkdv` needs of query q of a tile, as eight channels of its products: l0 l1 l2 u w u d0 d1.
+    """Write the statistics of query q of a tile for `dkdv`, as eight channels of its products: l0 l1 l2 u w u d0 d1.
 
     l are terms of -LSE / scale, from `low` times alpha = 1 / scale; u meets the terms of a key's bias; d are terms of -delta,
     d2 stands in w in bfloat16. float16 has VETO there, which meets a masked key.
@@ -81,7 +72,7 @@ def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: A
 
 
 def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:
-    """sum_d x * y of this thread's rows g and g + 8: the diagonal of x y^T.
+    """Return sum_d x * y of this thread's rows g and g + 8: the diagonal of x y^T.
 
     x and y are A fragments [rows, k] of the same 16 rows a warp; 4 small products instead of 60 instructions."""
     xs, ys = packed(x), packed(y)
@@ -95,19 +86,6 @@ def row_products(dtype: Any, x: Any, y: Any, lane: Any) -> Any:
     first = cutlass.select_(odd, low[1], low[0])
     second = cutlass.select_(odd, high[3], high[2])
     return arch.shuffle_sync(first, source), arch.shuffle_sync(second, source)
-
-
-def tile_copy(operation: Any, x: Any, layout: Any, tile: tuple[int, int]) -> tuple[Any, Any]:
-    """What copies tiles [rows, channels] of a tensor [b,n,h,l,d], and the tensor as it takes it; `layout` has several tiles."""
-    view = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[3, 4, 2, 1, 0]))
-    return cpasync.make_tiled_tma_atom(operation, view, cute.slice_(layout, (None, None, 0)), tile)
-
-
-def tile_parts(atom: Any, x: Any, tile: tuple[int, int], shared: Any) -> tuple[Any, Any]:
-    """The tiles of `tile_copy` in shared memory, by buffer, and in the tensor, by tile, h, n and b."""
-    of_x = cute.local_tile(x, tile, (None, 0, None, None, None))
-    one = cute.make_layout(1)
-    return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(of_x, 0, 2))
 
 
 def unseen(word: Any) -> Any:
@@ -185,13 +163,13 @@ def exp2(x: Any) -> Any:
 
 
 def fake_words(sizes: tuple[Any, ...], align: int = 4) -> Any:
-    """What stands for a float32 tensor whose last axis is contiguous, and whose lines start on `align` bytes."""
+    """A stand-in for a float32 tensor whose last axis is contiguous, and whose lines start on `align` bytes."""
     strides = tuple(cute.sym_int64(divisibility=align // 4) for _ in sizes[1:])
     return Stand(Float32, sizes, (*strides, 1), align)
 
 
 def fake_pair(dtype: Any, queries: Any, keys: Any, vector: bool) -> Any:
-    """What stands for a pair bias [b|1,h|1,q,k]: of any strides, or of lines that start on two numbers."""
+    """A stand-in for a pair bias [b|1,h|1,q,k]: of any strides, or of lines that start on two numbers."""
     strides = tuple(cute.sym_int64(divisibility=2 if vector else 1) for _ in range(3))
     last = 1 if vector else free()
     align = (2 if vector else 1) * dtype.width // 8

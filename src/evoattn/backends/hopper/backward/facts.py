@@ -1,4 +1,4 @@
-"""What a backward is planned from: what the call asks for, and which variants of the kernels serve it."""
+"""The facts that a backward is planned from: the wishes of the call, and the variants of the kernels that serve it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Facts", "fold_for_backward"]
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What all stages of a backward know.
+    """Facts that all stages of a backward share.
 
     Args:
         dtype: of q, k and v.
@@ -119,12 +119,12 @@ class Facts:
 
     @property
     def pair(self) -> bool:
-        """Whether there is a pair bias."""
+        """True if there is a pair bias."""
         return self.bias is not None
 
     @property
     def first(self) -> bool:
-        """Whether a gradient that the kernel of the queries finds is wanted."""
+        """True if a gradient is wanted that the kernel of the queries finds."""
         return _first(self.needs)
 
     @property
@@ -134,12 +134,12 @@ class Facts:
 
     @property
     def partial(self) -> bool:
-        """Whether blocks leave their parts of d(pair bias), which `PanelSum` adds up."""
+        """True if blocks leave their parts of d(pair bias) for `PanelSum` to add up."""
         return self.gradient is not None and self.deterministic
 
     @property
     def added(self) -> Tensor | None:
-        """How memory lies that blocks add their parts of d(pair bias) to, if they do."""
+        """The layout of the memory that blocks add their parts of d(pair bias) to, if they do."""
         return None if self.gradient is None or self.partial else self.gradient.sums
 
     @property
@@ -154,12 +154,12 @@ class Facts:
 
     @property
     def heads(self) -> int:
-        """How many (b, h) are launched together."""
+        """The number of (b, h) that are launched together."""
         return self.together.b * self.together.h
 
     @property
     def query_timed(self) -> bool:
-        """Whether the kernel of the queries counts the time in which a block changes to another panel."""
+        """True if the kernel of the queries counts the time in which a block changes to another panel."""
         return timed(self.heads * self.panels, self.sizes[1], self.clusters)
 
     @property

@@ -1,4 +1,4 @@
-"""Which rows n the kernel of the keys does, where a mask switches keys off: those with a key that counts in a panel or beyond.
+"""The rows n that the kernel of the keys does if a mask switches keys off: those with a key that counts in a panel or beyond.
 
 `key_bias.Rows` lists for each b its rows by their panels of 64 keys up to the last not masked, most first: order[b,0,n];
 order[b,1,n] is how many panels row n has. The rows of a panel are the first of the list, and units (panel, row) lie in a line,
@@ -109,22 +109,22 @@ class Line:
         return n
 
     @cute.jit
-    def clear(self, live, sizes, zeros, dmask: Any, first: Int32, step: Int32, lane: Int32):
+    def clear(self, live, sizes, zeros: int, copies, dmask: Any, first: Int32, step: Int32, lane: Int32):
         """Zeros for what is not in the line: a warp's share, each `step`-th from `first` on.
 
-        zeros: copies of 16 rows of zeros to dk and dv; to dq, of rows whose keys are all masked, or None; and how many there.
+        zeros: the tile of shared memory with 16 rows of zeros. copies: of dk and dv; of dq, for rows whose keys are all masked,
+        or None; and how many tiles dq has.
         """
         B, N, H, NK = sizes
         order, starts = live
-        of_keys, of_queries, tiles = zeros
-        if const_expr(of_queries is not None):
-            copy, nothing, dq = of_queries
+        copies_of_keys, copy_dQ, tiles = copies
+        if const_expr(copy_dQ is not None):
             for b in cutlass.range(B, unroll=1):
                 for rank in cutlass.range(_read(starts, b, 1) + first, N, step, unroll=1):
                     n = _read(order, b, 0, rank)
                     for h in cutlass.range(H, unroll=1):
                         for x in cutlass.range(tiles, unroll=1):
-                            cute.copy(copy, nothing, dq[None, x, h, n, b])
+                            copy_dQ.store(zeros, (x, h, n, b))
         for panel in cutlass.range(B * NK, unroll=1):
             b, i = panel // NK, panel % NK
             at = _read(starts, b, i + 1) - _read(starts, b, i) + (first + panel * 31) % step
@@ -133,9 +133,9 @@ class Line:
                 for x in cutlass.range(cutlass.min((N - at + step - 1) // step, 32), unroll=1):
                     n = arch.make_warp_uniform(arch.shuffle_sync(rows, x))
                     for h in cutlass.range(H, unroll=1):
-                        for atom, tile, to in of_keys:
+                        for copy in copies_of_keys:
                             for w in range_constexpr(ROWS // 16):
-                                cute.copy(atom, tile, to[None, i * (ROWS // 16) + w, h, n, b])
+                                copy.store(zeros, (i * (ROWS // 16) + w, h, n, b))
                         if const_expr(dmask is not None):
                             clear_numbers(dmask[b, n, h, None], i * ROWS, lane)
                 at += 32 * step

@@ -1,4 +1,4 @@
-"""How d(pair bias) is found: where its parts are summed, and who rounds the sums."""
+"""The way to d(pair bias): where its parts are summed, and which kernel rounds the sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS_THAT_HIDE_ROUNDING = 32
 
 
 class PairGradient(NamedTuple):
-    """How d(pair bias) is found: blocks add to sums that were cleared, or leave parts that are summed in a fixed order.
+    """The way to d(pair bias): blocks add to sums that were cleared, or leave parts that are summed in a fixed order.
 
     Args:
         wanted: how d(pair bias) lies in memory.

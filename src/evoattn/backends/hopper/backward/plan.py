@@ -165,7 +165,7 @@ def _key_terms(
 def _inputs(
     facts: Facts, do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[tuple[Tensor, ...], list[tuple[int, Callable[[Tensor], Tensor]]]]:
-    """How q, k, v, o, do, lse and dlse lie for the kernels; and which of a call's tensors are copied for that, by place."""
+    """Layouts of q, k, v, o, do, lse and dlse for the kernels; and the copies that this takes, by place among the arguments."""
     changes: list[tuple[int, Callable[[Tensor], Tensor]]] = []
     found: dict[str, Tensor] = {}
     for i, name, x in ((0, "do", do), (2, "q", q), (3, "k", k), (4, "v", v), (8, "o", o)):
@@ -180,7 +180,7 @@ def _inputs(
 
 
 def _room_for_unwanted(facts: Facts, outputs: list[Tensor], workspace: Workspace) -> list[int]:
-    """Where dq, dk and dv lie if a kernel makes one and nobody wants it."""
+    """Places in the workspace for those of dq, dk and dv that a kernel makes and nobody wants."""
     made = (True,) * 3 if facts.fused else (facts.first, facts.second, facts.second)
     which = zip(outputs, facts.needs, made, strict=False)
     return [workspace.add(x) if makes and not need else 0 for x, need, makes in which]

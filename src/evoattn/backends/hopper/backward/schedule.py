@@ -1,4 +1,4 @@
-"""Which block of the backward does which rows, and when: the persistent blocks share the time that all rows take evenly.
+"""The schedule of the backward: persistent blocks share the time that all rows take evenly.
 
 Units (panel, row n) lie in a line of time, panel after panel, each a row long; before each panel lies the time that a block
 takes to change to it. Each block takes a stretch of the line. Blocks that work on different panels of a head read the same
@@ -36,13 +36,13 @@ def first_row(panel: Any, n: Any, change: Any) -> Any:
 
 
 def reached(time: Any, n: Any, change: Any) -> Any:
-    """How many units of a line come before a time, where each panel has n rows."""
+    """The number of units of a line that come before a time, if each panel has n rows."""
     panel = time // (n + change)
     return panel * n + larger(time - first_row(panel, n, change), 0)
 
 
 def opening(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
-    """What `row` wants to know of a panel whose `n` rows begin at `start`, and of the block that comes to it at `unit`: times.
+    """The times that `row` needs: of a panel whose `n` rows begin at `start`, and of the block that comes to it at `unit`.
 
     Up to three kinds of blocks work on a panel: one that came from the panel before, blocks that do nothing else, and one that
     goes on to the next. Of the first it tells the phase, time modulo n, and how many of its rows lie past the turn of the phase

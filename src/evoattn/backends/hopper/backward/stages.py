@@ -58,7 +58,7 @@ Stage = Callable[[Seen, int, int], None]
 
 
 def between(facts: Facts) -> tuple[Tensor, Tensor]:
-    """What stages leave for one another: the statistics of each query, and the parts of d(pair bias) of each block."""
+    """Memory that stages leave for one another: the statistics of each query, and the parts of d(pair bias) of each block."""
     _, n, _, _, _ = facts.sizes
     cluster = facts.query.get("cluster", 1)
     slots = (facts.clusters + facts.heads * facts.panels) * cluster
@@ -68,7 +68,7 @@ def between(facts: Facts) -> tuple[Tensor, Tensor]:
 
 
 def stages_of(facts: Facts, seen: Seen, rows: Rows, stats: Tensor, parts: Tensor, *, dlse: bool, tiles: bool) -> list[Stage]:
-    """What is launched for each group, in this order. Nothing may come between: a stage starts while the one before runs.
+    """The launches of each group, in this order. Nothing may come between: a stage starts while the one before runs.
 
     Args:
         facts: of the call.

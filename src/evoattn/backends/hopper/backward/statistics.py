@@ -32,23 +32,14 @@ class Statistics(Kernel):
         self.name_after(dtype, channels=channels, dlse=dlse, gate=gate)
 
     @cute.jit
-    def __call__(
-        self,
-        o: cute.Tensor,
-        do: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        stats: cute.Tensor,
-        scale: Float32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, o, do, lse, dlse, stats, scale, stream: cuda.CUstream):
         B, N, H, words = stats.shape
         self.kernel(o, do, lse, dlse, stats, scale).launch(
             grid=(B * N * H, words // TILE, 1), block=(_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, stats: cute.Tensor, scale: Float32):
+    def kernel(self, o, do, lse, dlse, stats, scale):
         tid, _, _ = arch.thread_idx()
         row, x, _ = arch.block_idx()
         h, n, b = place(row, o.shape[2], o.shape[1])
@@ -73,7 +64,7 @@ class Statistics(Kernel):
         write_statistics(to, tid, of[0], of[1], Float32(1.0) / scale, self.dtype)
 
     def arguments(self) -> tuple[Any, ...]:
-        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream."""
         sizes = tuple(cute.sym_int() for _ in range(4))
         o, do = (channels(self.dtype, sizes, self.channels) for _ in range(2))
         return o, do, fake_words(sizes), fake_words(sizes), fake_words((*sizes[:3], cute.sym_int()), 16), Float32(0)

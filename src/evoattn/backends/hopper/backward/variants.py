@@ -1,4 +1,4 @@
-"""Which variant of the backward kernels serves which sizes: arguments of `QueryGradients`, `KeyGradients`, `FusedGradients`."""
+"""The variants of the backward kernels by size: arguments of `QueryGradients`, `KeyGradients`, `FusedGradients`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None
 
 
 def timed(panels: int, n: int, blocks: int) -> bool:
-    """Whether the schedule counts the time that a block takes to change to another panel (`schedule.CHANGE`).
+    """Return whether the schedule counts the time that a block takes to change to another panel (`schedule.CHANGE`).
 
     It does not if each block goes through whole panels. All blocks then change about as often, and a block has too few rows for
     some of them to be given to others.
@@ -75,7 +75,7 @@ def timed(panels: int, n: int, blocks: int) -> bool:
 
 
 def query_interleave(channels: int, slices: int, stage: int) -> int:
-    """How many slices of keys each warpgroup of `QueryGradients` takes in turn, or 0 if its keys lie side by side.
+    """The number of slices of keys that each warpgroup of `QueryGradients` takes in turn, or 0 if its keys lie side by side.
 
     With interleaved keys, a row that a mask cuts short can end early. That takes registers. It costs other rows nothing with 48
     and 64 channels, but up to 5% with fewer.
@@ -84,7 +84,7 @@ def query_interleave(channels: int, slices: int, stage: int) -> int:
 
 
 def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int) -> bool:
-    """Whether one producer warp of `QueryGradients` sums dq of each row (`reduce`). Else its warpgroups do so in turn.
+    """Return whether one producer warp of `QueryGradients` sums dq of each row (`reduce`). Else its warpgroups do so in turn.
 
     The warpgroups sum in three cases: with few keys or channels, since a row then ends before one warp has summed the row
     before; in a cluster, since the sum goes through all its blocks; and without a pair bias, which was not timed.
@@ -172,7 +172,7 @@ def skips_rows(
     *,
     exact: bool = False,
 ) -> bool:
-    """Whether the two kernels leave out what a mask switches off; sizes are b, n, h, q, k; `exact`: the pair bias is float32.
+    """Return whether the two kernels skip masked rows; sizes are b, n, h, q, k; `exact`: the pair bias is float32.
 
     They do not where a tile of zeros would take a stage: with 48 channels and no pair bias.
     """

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: constants, shared-memory layouts, tensor-core operations and a few single instructions."""
+"""Pieces that the Hopper kernels share: constants, shared-memory layouts, tensor-core operations, single instructions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ __all__ = [
     "of_quad",
     "packed",
     "padded",
-    "release",
     "sigmoid",
     "three_terms",
 ]
@@ -41,7 +40,7 @@ LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
 
 MASKED = -(2.0**100)
-"""What -inf becomes in a bias: finite, because the tensor cores would turn 0 * -inf into NaN, and out of reach of any score."""
+"""The value of -inf in a bias: finite, because the tensor cores would turn 0 * -inf into NaN, and out of reach of any score."""
 
 SHALLOW = -(2.0**99)
 """The lowest finite bias: still lower ones are raised to it, so that MASKED stays lower than every finite bias."""
@@ -114,7 +113,7 @@ def packed(fragment: Any) -> Any:
 
 
 def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
-    """What the terms of a key-wise bias meet, in 8 of an A fragment's 16 channels: alpha's own terms, see key_bias.py."""
+    """Fill 8 of an A fragment's 16 channels with the coefficients of a key-wise bias: alpha's own terms, see key_bias.py."""
     a0, a1, a2 = three_terms(alpha, dtype)
     veto = dtype(0.0 if dtype is BFloat16 else VETO)
     to[0] = to[2] = select_(t4 == 2, a1, select_(t4 == 3, veto, a0))
@@ -122,7 +121,7 @@ def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
 
 
 def of_quad(t4: Any, *four: Any) -> Any:
-    """What is meant for this thread of a quad."""
+    """The one of four values that is meant for this thread of a quad."""
     return select_(t4 == 0, four[0], select_(t4 == 1, four[1], select_(t4 == 2, four[2], four[3])))
 
 
@@ -145,7 +144,7 @@ def mma_m16n8k16(dtype: Any, c: Any, a: Any, b: Any) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return arch.inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
 
 
@@ -173,10 +172,3 @@ def finite_two(x: Any) -> Any:
         write_only_types=[Int32],
         read_only_args=[x],
     )
-
-
-@cute.jit
-def release(barrier: cute.Pointer, lane: Int32) -> None:
-    """Give a buffer back, for this warp."""
-    if lane == 0:
-        arch.mbarrier_arrive(barrier)

@@ -8,13 +8,14 @@ a query brings, -lse and -delta, comes by products too: eight channels of it mee
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from evoattn.backends.hopper.backward.common import (
@@ -22,19 +23,26 @@ from evoattn.backends.hopper.backward.common import (
     fake_pair,
     fake_words,
     fill_zeros,
-    sleep_until,
     store_rows,
-    tile_copy,
-    tile_parts,
 )
-from evoattn.backends.hopper.backward.dkdv.consumer import KeyConsumer
+from evoattn.backends.hopper.backward.dkdv.consumer import KeyConsumer, Rings
 from evoattn.backends.hopper.backward.dkdv.producer import KeyProducer
 from evoattn.backends.hopper.backward.schedule import share
 from evoattn.backends.hopper.host.launch import Kernel, Stand, channels, even, live_rows, terms
-from evoattn.backends.hopper.kernels.primitives import k_major, mn_major, multiply, padded, release
-from evoattn.backends.hopper.kernels.tile_sizes import QUERIES, ROWS, SLICE
+from evoattn.backends.hopper.kernels.primitives import k_major, mn_major, padded
+from evoattn.backends.hopper.kernels.ring import Ring, Slot, sleep_until
+from evoattn.backends.hopper.kernels.tile_sizes import QUERIES, ROWS
+from evoattn.backends.hopper.kernels.tma import TmaTiles, load_tma, store_tma
 
-K, MN = OperandMajorMode.K, OperandMajorMode.MN
+
+class Arguments(namedtuple("Arguments", "q k pair row stats dmask added dpair order starts scale row_b row_n")):
+    """The arguments of the kernel, but for the tensors that the copy engine alone reads and writes: v, dO, dk, dv and dq.
+
+    q, k: [b,n,h,l,d]. pair: the pair bias, [b|1,h|1,q,k]; or if it streams, [b|1,h|1,tiles of k,tiles of q,64 * 64].
+    row, stats: as in `dq`. dmask: float32 [b,n,h,k], each head's part of the gradient of the mask bias, or None. added:
+    float32 [fours, 4], the gradient of the pair bias as `dq` has summed it; dpair: [fours, 4], where it is written in its
+    final dtype; or None. order, starts: [b,2,n] and [b, panels + 2], as in `live_rows`, or None.
+    """
 
 
 class KeyGradients(KeyProducer, KeyConsumer, Kernel):
@@ -59,25 +67,10 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
     """
 
     def __init__(
-        self,
-        dtype: Any,
-        channels: int,
-        *,
-        pair: bool,
-        row: bool,
-        bias: Any = None,
-        mask_gradient: bool = False,
-        rounds: bool = False,
-        skips: bool = False,
-        clears: bool = False,
-        blocks: int = 6,
-        ring: int = 0,
-        wide: bool = False,
-        streams: int = 3,
-        stages: int = 3,
-        timed: bool = True,
-        own_tiles: bool = False,
-    ):
+        self, dtype: Any, channels: int, *, pair: bool, row: bool, bias: Any = None, mask_gradient: bool = False,
+        rounds: bool = False, skips: bool = False, clears: bool = False, blocks: int = 6, ring: int = 0, wide: bool = False,
+        streams: int = 3, stages: int = 3, timed: bool = True, own_tiles: bool = False,
+    ):  # fmt: skip
         self.dtype, self.channels, self.pair, self.row = dtype, channels, pair, row
         self.bias = dtype if bias is None else bias
         self.mask_gradient, self.rounds, self.skips, self.clears = mask_gradient, rounds, skips, clears
@@ -113,88 +106,28 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
 
     @cute.jit
     def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        pair: cute.Tensor,
-        row: cute.Tensor,
-        stats: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dmask: Any,
-        added: Any,
-        dpair: Any,
-        dq: Any,
-        order: Any,
-        starts: Any,
-        scale: Float32,
-        row_b: Int32,
-        row_n: Int32,
-        blocks: Int32,
+        self, q, k, v, do, pair, row, stats, dk, dv, dmask, added, dpair, dq, order, starts, scale, row_b, row_n, blocks,
         stream: cuda.CUstream,
-    ):
-        """Launch the kernel.
+    ):  # fmt: skip
+        """Launch the kernel; `Arguments` explains the tensors.
 
-        Args:
-            q, k, v, do, dk, dv: [b,n,h,l,d].
-            pair: the pair bias, [b|1,h|1,q,k]; or if it streams, [b|1,h|1,tiles of k,tiles of q,64 * 64].
-            row, stats: as in `dq`.
-            dmask: float32 [b,n,h,k], each head's part of the gradient of the mask bias; or None.
-            added: float32 [fours, 4], the gradient of the pair bias as `dq` has summed it; or None.
-            dpair: [fours, 4], where `added` is written in its final dtype; or None.
-            dq: [b,n,h,l,d], in which the rows that `dq` leaves out are set to zero; or None.
-            order, starts: [b,2,n] and [b, panels + 2], as in `live_rows`; or None.
+        dq: in it the rows that `dq` leaves out are set to zero; or None.
         """
         lk, lq, _, lo = self.layouts()
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        aK, tK = tile_copy(load, k, lk, (ROWS, self.D))
-        aV, tV = tile_copy(load, v, lk, (ROWS, self.D))
-        aQ, tQ = tile_copy(load, q, lq, (QUERIES, self.D))
-        aG, tG = tile_copy(load, do, lq, (QUERIES, self.D))
-        aX, tX = tile_copy(store, dk, lo, (16, self.D))
-        aY, tY = tile_copy(store, dv, lo, (16, self.D))
-        aZ, tZ = tile_copy(store, dq, lo, (16, self.D)) if const_expr(self.clears) else (aX, tX)
-        tiles = (aK, tK, aV, tV, aQ, tQ, aG, tG, aX, tX, aY, tY, aZ, tZ)
-        self.kernel(*tiles, q, k, pair, row, stats, dmask, added, dpair, order, starts, scale, row_b, row_n).launch(
+        tma_K, tma_V = (load_tma(x, lk, (ROWS, self.D)) for x in (k, v))
+        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, self.D)) for x in (q, do))
+        tma_dK, tma_dV = (store_tma(x, lo, (16, self.D)) for x in (dk, dv))
+        tma_dQ = store_tma(dq, lo, (16, self.D)) if const_expr(self.clears) else tma_dK
+        args = Arguments(q, k, pair, row, stats, dmask, added, dpair, order, starts, scale, row_b, row_n)
+        self.kernel(tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        aK: cute.CopyAtom,
-        tK: cute.Tensor,
-        aV: cute.CopyAtom,
-        tV: cute.Tensor,
-        aQ: cute.CopyAtom,
-        tQ: cute.Tensor,
-        aG: cute.CopyAtom,
-        tG: cute.Tensor,
-        aX: cute.CopyAtom,
-        tX: cute.Tensor,
-        aY: cute.CopyAtom,
-        tY: cute.Tensor,
-        aZ: cute.CopyAtom,
-        tZ: cute.Tensor,
-        gQ: cute.Tensor,
-        gK: cute.Tensor,
-        pair: cute.Tensor,
-        row: cute.Tensor,
-        stats: cute.Tensor,
-        dmask: Any,
-        added: Any,
-        dpair: Any,
-        order: Any,
-        starts: Any,
-        scale: Float32,
-        row_b: Int32,
-        row_n: Int32,
-    ):
+    def kernel(self, tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args):
         D, ST, NS, RG = self.D, self.stages, self.streams, self.ring
-        B, N, H, LQ, _ = gQ.shape
-        LK = gK.shape[3]
+        B, N, H, LQ, _ = args.q.shape
+        LK = args.k.shape[3]
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
@@ -204,100 +137,75 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
         smem = SmemAllocator()
         lk, lq, lqt, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
-        sQ, sG, sK = new(lq), new(lq), new(lk)
+        sQ, sdO, sK = new(lq), new(lq), new(lk)
         # Not at the end: a product reads their 8 channels twice, where memcheck sees it read 16 that lie side by side.
-        pS = smem.allocate_array(Float32, NS * ST * TILE, byte_alignment=128)
+        sS = smem.allocate_array(Float32, NS * ST * TILE, byte_alignment=128)
         sX = new(lo)
-        sQt, sGt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sG.iterator, lqt.outer)
+        sQt, sdOt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sdO.iterator, lqt.outer)
         panel: Any = (
             smem.allocate_tensor(Float32, cute.make_layout((4, 128, 8 * self.blocks), stride=(1, 4, 512)), 128)
             if const_expr(self.resident)
             else None
         )
-        ring = smem.allocate_array(self.tile, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
-        tiles = cute.make_tensor(ring, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, ROWS * QUERIES)))
-        full = smem.allocate_array(Int64, NS * ST)
-        empty = smem.allocate_array(Int64, NS * ST)
-        kfull = smem.allocate_array(Int64, NS)
-        kempty = smem.allocate_array(Int64, NS)
+        sP = smem.allocate_array(self.tile, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
+        tiles = cute.make_tensor(sP, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, ROWS * QUERIES)))
+        queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (NS * ST, NS))
         box = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # rows n, see `produce`
-        bfull = smem.allocate_array(Int64, max(RG, 1))
-        bempty = smem.allocate_array(Int64, max(RG, 1))
+        rings = Rings(queries, keys, Ring.allocate(smem, RG, sleeps=True))
         if tid == 0:
-            for i in range_constexpr(NS * ST):
-                arch.mbarrier_init(full + i, 1)
-                arch.mbarrier_init(empty + i, 4)
-            for i in range_constexpr(NS):
-                arch.mbarrier_init(kfull + i, 1)
-                arch.mbarrier_init(kempty + i, 4)
-            for i in range_constexpr(RG):
-                arch.mbarrier_init(bfull + i, 1)
-                arch.mbarrier_init(bempty + i, NS * 4)
+            queries.initialize(consumers=4)
+            keys.initialize(consumers=4)
+            rings.bias.initialize(consumers=NS * 4)
         arch.mbarrier_init_fence()
         if const_expr(self.skips):
             fill_zeros(sX[None, None, self.leaving], tid, self.threads)
+        scale, pair, row_b, row_n, dmask = args.scale, args.pair, args.row_b, args.row_n, args.dmask
         inverse = Float32(1.0) / scale
         arch.sync_threads()
         # ---- work: an equal share of the time that all (panel, n) take
         NK = (LK + ROWS - 1) // ROWS
         NT = (LQ + QUERIES - 1) // QUERIES
-        sizes, live = (B, N, H, NK), (order, starts)
+        sizes, live = (B, N, H, NK), (args.order, args.starts)
         total, change, some = self.measure(live, sizes, blocks)
         each = cutlass.max(Int32(share(total, blocks)), 1)
         begin = Int32(cutlass.min(Int64(bid) * each, total))
         end = Int32(cutlass.min(Int64(bid + 1) * each, total))
 
-        kS, kG = tile_parts(aK, tK, (ROWS, D), sK)
-        vS, vG = tile_parts(aV, tV, (ROWS, D), sK)
-        qS, qG = tile_parts(aQ, tQ, (QUERIES, D), sQ)
-        gS, gG = tile_parts(aG, tG, (QUERIES, D), sG)
-        xS, xG = tile_parts(aX, tX, (16, D), sX)
-        yS, yG = tile_parts(aY, tY, (16, D), sX)
-        zS, zG = tile_parts(aZ, tZ, (16, D), sX)
+        copy_K, copy_V = (TmaTiles.of(x, (ROWS, D), sK) for x in (tma_K, tma_V))
+        copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), sQ), TmaTiles.of(tma_dO, (QUERIES, D), sdO)
+        copy_dK, copy_dV, copy_dQ = (TmaTiles.of(x, (16, D), sX) for x in (tma_dK, tma_dV, tma_dQ))
         if wid >= NS * 4:
             # ================= producers: a warp a stream, one for a pair bias that streams
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - NS * 4
-            busy = (NS + int(self.streamed)) % 4  # the others clear what is left out; where there are none, all do it at last
+            busy = (NS + int(self.streamed)) % 4  # the others clear what is left out; if there are none, all do it at last
             span = (begin, end, bid, each, change)
             if s < NS:
-                bars = (full, empty, kfull, kempty)
-                copies = ((aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS))
-                self.produce(s, span, sizes, live, some, stats, pS, bars, copies, NT, lane, box[None, s])
+                copies = (copy_K, copy_V, copy_Q, copy_dO)
+                self.produce(s, args, span, sizes, some, sS, rings, copies, NT, lane, box[None, s])
             elif const_expr(self.streamed):
                 if s == NS:
-                    self.produce_bias(span, sizes, live, pair, ring, bfull, bempty, NT, lane)
+                    self.produce_bias(args, span, sizes, sP, rings.bias, NT, lane)
             if const_expr(self.skips):
                 if s >= busy and some:
-                    of_queries = (aZ, zS[None, self.leaving], zG) if const_expr(self.clears) else None
-                    of_keys = ((aX, xS[None, self.leaving], xG), (aY, yS[None, self.leaving], yG))
-                    zeros = (of_keys, of_queries, (LQ + 15) // 16)
+                    stores = ((copy_dK, copy_dV), copy_dQ if const_expr(self.clears) else None, (LQ + 15) // 16)
                     warps = 4 - busy
-                    self.clear(live, sizes, zeros, dmask, bid * warps + 3 - s, blocks * warps, lane)
+                    self.clear(live, sizes, self.leaving, stores, dmask, bid * warps + 3 - s, blocks * warps, lane)
             if const_expr(self.rounds):
                 if s == 3:
-                    self.round_off(added, dpair, bid, blocks, lane)
+                    self.round_off(args.added, args.dpair, bid, blocks, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
             s, w, wt = wid // 4, wid % 4, tid % 128
             g, t4 = lane // 4, lane % 4
-            S_K = multiply(self.dtype, False, K, SLICE)
-            fQ, fG, fQt, fGt, f1 = self.right_sides(sQ, sG, sQt, sGt, pS, NS * ST, wt)
-            S, T, X, Y = self.accumulators()
-            rK, rV, rR, rD = self.left_sides(t4, lane)
-            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
-            rows = ldm.partition_S(sK)
-            own = cute.make_rmem_tensor(6, Int32)
-            own.fill(0)
-            st, ph, turn, at, again = Int32(0), Int32(0), Int32(0), begin, Boolean(False)
+            operands, row = self.fragments((sQ, sdO, sQt, sdOt, sS, sK), NS * ST, wt, t4, lane)
+            slot, turn, at, again = queries.start(), Int32(0), begin, Boolean(False)
             numbers = box[None, s]
             mine = panel[None, wt, None] if const_expr(self.resident) else None
             sums = cute.make_rmem_tensor(2, Float32)
             bias = (tiles, wt) if const_expr(self.streamed) else mine
-            operands = (S, T, X, Y, (rK, rV, rR, rD), (fQ, fG, fQt, fGt, f1))
-            arriving, of_row = (ldm, rows, own, t4, inverse), (full, empty, kfull, bfull, bempty)
-            bt, bp = Int32(0), Int32(0)
+            bias_slot = rings.bias.start()
             while at < end:
                 i, h, b, n0, n1, start, length = self.come_to(at, end, change, live, sizes, lane)
                 at = cutlass.min(start + length, end)
@@ -313,56 +221,56 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
                 if m < count:
                     if const_expr(self.row):
                         arch.griddepcontrol_wait()
-                        arch.mbarrier_wait(kfull + s, turn & 1)
-                        self.load_row(own, row, b * row_b + numbers[turn & 3] * row_n, k0)
-                    self.take_rows(ldm, rows, ((2 * s, rK), (2 * s + 1, rV)), own, rR, t4, inverse, kfull + s, turn & 1)
-                    arch.mbarrier_wait(full + s * ST + st, ph)
+                        keys.consumer_wait(Slot(s, turn & 1))
+                        self.load_row(row.terms, args.row, b * row_b + numbers[turn & 3] * row_n, k0)
+                    keys.consumer_wait(Slot(s, turn & 1))
+                    self.load_keys(operands, row, (2 * s, 2 * s + 1), t4, inverse)
+                    here = rings.at(s * ST, ST)
+                    here.queries.consumer_wait(slot)
                     if const_expr(self.streamed):
-                        arch.mbarrier_wait(bfull + bt, bp)
-                    self.preload(S, tiles[None, wt, None, bt] if const_expr(self.streamed) else mine, 0, inverse)
+                        rings.bias.consumer_wait(bias_slot)
+                    first = tiles[None, wt, None, bias_slot.stage] if const_expr(self.streamed) else mine
+                    self.preload(operands.acc_S, first, 0, inverse)
                     warpgroup.fence()
-                    self.scores(S, T, rK, rV, rR, rD, fQ, fG, f1, 0, s * ST + st)
+                    self.scores(operands, 0, here.queries.index(slot.stage))
                     warpgroup.commit_group()
                     warpgroup.wait_group(0)
-                    release(kempty + s, lane)  # a product has used k and v: only then have they left shared memory
+                    keys.consumer_release(s, lane)  # a product has used k and v: only then have they left shared memory
                 while m < count:
                     more = m + NS < count
                     if const_expr(self.row):
                         if more:
-                            self.load_row(own, row, b * row_b + numbers[(turn + 1) & 3] * row_n, k0)
-                    st, ph, bt, bp = self.queries_of_row(
-                        operands, arriving, bias, sums, of_row, scale, more, s, turn, st, ph, bt, bp, NT, lane
+                            self.load_row(row.terms, args.row, b * row_b + numbers[(turn + 1) & 3] * row_n, k0)
+                    slot, bias_slot = self.queries_of_row(
+                        operands, row, bias, sums, rings, scale, inverse, more, s, turn, slot, bias_slot, NT, t4, lane
                     )
                     if more:
-                        release(kempty + s, lane)
+                        keys.consumer_release(s, lane)
                     n = numbers[turn & 3]
                     if const_expr(self.mask_gradient):
                         self.store_sums(sums, dmask[b, n, h, None], k0, t4)
                     arch.cp_async_bulk_wait_group(0, read=True)
                     arch.sync_warp()
-                    store_rows(X, scale, sX[None, None, wid], lane, self.dtype)
-                    self.send(aX, xS[None, wid], xG[None, i * 4 + w, h, n, b])
+                    store_rows(operands.acc_dK, scale, sX[None, None, wid], lane, self.dtype)
+                    self.send(copy_dK, wid, (i * 4 + w, h, n, b))
                     place = wid + NS * 4 if self.own_tiles else wid
                     if const_expr(not self.own_tiles):
                         arch.cp_async_bulk_wait_group(0, read=True)
                         arch.sync_warp()
-                    store_rows(Y, Float32(1.0), sX[None, None, place], lane, self.dtype)
-                    self.send(aY, yS[None, place], yG[None, i * 4 + w, h, n, b])
+                    store_rows(operands.acc_dV, Float32(1.0), sX[None, None, place], lane, self.dtype)
+                    self.send(copy_dV, place, (i * 4 + w, h, n, b))
                     m, turn = m + NS, turn + 1
                 if const_expr(self.streamed):
                     if m < count + s:  # the last round has no row for this stream
                         for _ in cutlass.range(NT, unroll=1):
-                            sleep_until(bfull + bt, bp)
-                            release(bempty + bt, lane)
-                            bt += 1
-                            if bt == RG:
-                                bt = Int32(0)
-                                bp ^= 1
+                            sleep_until(rings.bias.barrier(bias_slot.stage), bias_slot.phase)
+                            rings.bias.consumer_release(bias_slot.stage, lane)
+                            bias_slot = rings.bias.advance(bias_slot)
             arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def round_off(self, added: cute.Tensor, dpair: cute.Tensor, bid: Int32, blocks: Int32, lane: Int32):
-        """this block's part of d(pair bias), once `dq` is through"""
+        """Round this block's part of d(pair bias), once `dq` is through."""
         arch.griddepcontrol_wait()
         for x in cutlass.range(bid * 32 + lane, added.shape[0], blocks * 32, unroll=4):
             exact, rounded = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, self.dtype)
@@ -371,7 +279,7 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
             cute.autovec_copy(rounded, dpair[x, None])
 
     def arguments(self) -> tuple[Any, ...]:
-        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
         dmask = fake_words((B, N, H, KL)) if self.mask_gradient else None

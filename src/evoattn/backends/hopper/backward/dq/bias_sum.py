@@ -25,16 +25,9 @@ class PanelSum(Kernel):
     """
 
     def __init__(
-        self,
-        dtype: Any,
-        *,
-        groups: int = 3,
-        slices: int = 4,
-        cluster: int = 1,
-        interleave: int = 0,
-        vector: bool = True,
+        self, dtype: Any, *, groups: int = 3, slices: int = 4, cluster: int = 1, interleave: int = 0, vector: bool = True,
         timed: bool = True,
-    ):
+    ):  # fmt: skip
         self.dtype, self.groups, self.slices, self.cluster = dtype, groups, slices, cluster
         self.interleave, self.vector, self.timed = interleave, vector, timed and cluster == 1
         self.name_after(
@@ -87,6 +80,6 @@ class PanelSum(Kernel):
                         line[k + 1] = sums[2 * r + 1].to(self.dtype)
 
     def arguments(self) -> tuple[Any, ...]:
-        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream."""
         partials = fake_words((cute.sym_int(), self.slices * 4, self.groups * 128, 4), 16)
         return partials, fake_pair(self.dtype, cute.sym_int(), cute.sym_int(), self.vector), Int32(0), Int32(0)

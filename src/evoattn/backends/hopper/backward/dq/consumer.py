@@ -10,115 +10,90 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 
 from evoattn.backends.hopper.backward.dq.mma import QueryMma
-from evoattn.backends.hopper.kernels.primitives import release
+from evoattn.backends.hopper.kernels.ring import Slot
 
 __all__ = ["QueryConsumer"]
 
 
 class QueryConsumer(QueryMma):
-    """What a consumer warpgroup does with a row; `QueryGradients` says what the attributes are."""
+    """A consumer warpgroup's way through a row; `QueryGradients` explains the attributes."""
 
     stages: int
 
     @cute.jit
     def tiles_of_row(
-        self,
-        j: cutlass.Constexpr,
-        tiles: Int32,
-        more: Boolean,
-        operands,
-        arriving,
-        db: cute.Tensor,
-        mine: Any,
-        bars,
-        c: Float32,
-        so: Int32,
-        st: Int32,
-        ph: Int32,
-        qp: Int32,
-        LQ: Int32,
-        wid: Int32,
-        lane: Int32,
-    ):
-        """A row's tiles of keys from j on, up to the last of `tiles`; then the next row's first scores are on their way."""
-        S, T, *_ = operands
-        full, empty, qfull = bars
-        nl, nd = arriving[-3:-1]
+        self, j: cutlass.Constexpr, tiles: Int32, more: Boolean, operands, row, db: cute.Tensor, mine: Any, rings, c: Float32,
+        slot, qp: Int32, LQ: Int32, wid: Int32, lane: Int32,
+    ):  # fmt: skip
+        """Do a row's tiles of keys from j on, up to the last of `tiles`; then the next row's first scores are on their way.
+
+        Returns the slot of keys and the phase of queries to come.
+        """
         SL, last = self.stage, (j + 1) * self.stage - 1
         for u in range_constexpr(j * SL, last):
-            dS = self.gradient(S, T, nl, nd, c, db, u)
-            go = arch.make_warp_uniform(qp ^ 1)
-            self.preload(S, self.late(mine, dS, LQ), u + 1)
-            self.ask(operands, dS, u, (u + 1) % SL, go, so, st, st)
+            dS = self.gradient(operands, row, c, db, u)
+            buffer = arch.make_warp_uniform(qp ^ 1)
+            self.preload(operands.acc_S, self.late(mine, dS, LQ), u + 1)
+            self.issue(operands, dS, u, (u + 1) % SL, buffer, rings.keys, slot.stage, slot.stage)
             warpgroup.wait_group(0)
-        dS = self.gradient(S, T, nl, nd, c, db, last)
-        old = st
-        st += 1
-        if st == self.stages:
-            st = Int32(0)
-            ph ^= 1
+        dS = self.gradient(operands, row, c, db, last)
+        old, slot = slot.stage, rings.keys.advance(slot)
         if const_expr(j + 1 == self.tiles):
             if more:
-                qp = self.next_rows(arriving, qfull, qp, wid, lane)
-                arch.mbarrier_wait(full + so + st, ph)
-            go = arch.make_warp_uniform(qp ^ 1)
-            self.preload(S, self.late(mine, dS, LQ), 0)
-            self.ask(operands, dS, last, 0, go, so, old, st, two_groups=True)
+                qp = self.next_queries(row, rings, qp, wid, lane)
+                rings.keys.consumer_wait(slot)
+            buffer = arch.make_warp_uniform(qp ^ 1)
+            self.preload(operands.acc_S, self.late(mine, dS, LQ), 0)
+            self.issue(operands, dS, last, 0, buffer, rings.keys, old, slot.stage, two_groups=True)
             warpgroup.wait_group(1)
-            release(empty + so + old, lane)
+            rings.keys.consumer_release(old, lane)
         elif const_expr(j + 1 not in self.exits):
-            arch.mbarrier_wait(full + so + st, ph)
-            go = arch.make_warp_uniform(qp ^ 1)
-            self.preload(S, self.late(mine, dS, LQ), last + 1)
-            self.ask(operands, dS, last, 0, go, so, old, st)
+            rings.keys.consumer_wait(slot)
+            buffer = arch.make_warp_uniform(qp ^ 1)
+            self.preload(operands.acc_S, self.late(mine, dS, LQ), last + 1)
+            self.issue(operands, dS, last, 0, buffer, rings.keys, old, slot.stage)
             warpgroup.wait_group(0)
-            release(empty + so + old, lane)
-            st, ph, qp = self.tiles_of_row(
-                j + 1, tiles, more, operands, arriving, db, mine, bars, c, so, st, ph, qp, LQ, wid, lane
-            )
+            rings.keys.consumer_release(old, lane)
+            slot, qp = self.tiles_of_row(j + 1, tiles, more, operands, row, db, mine, rings, c, slot, qp, LQ, wid, lane)
         else:  # the row may end here: what follows is its next tile, or the first of the next row
             over = tiles == j + 1
             if over and more:
-                qp = self.next_rows(arriving, qfull, qp, wid, lane)
+                qp = self.next_queries(row, rings, qp, wid, lane)
             if more or not over:
-                arch.mbarrier_wait(full + so + st, ph)
-            go = arch.make_warp_uniform(qp ^ 1)
-            self.preload(S, self.late(mine, dS, LQ), last + 1, not over)
-            self.ask(operands, dS, last, 0, go, so, old, st, two_groups=True)
+                rings.keys.consumer_wait(slot)
+            buffer = arch.make_warp_uniform(qp ^ 1)
+            self.preload(operands.acc_S, self.late(mine, dS, LQ), last + 1, not over)
+            self.issue(operands, dS, last, 0, buffer, rings.keys, old, slot.stage, two_groups=True)
             warpgroup.wait_group(1)
-            release(empty + so + old, lane)
+            rings.keys.consumer_release(old, lane)
             if not over:
                 warpgroup.wait_group(0)
-                st, ph, qp = self.tiles_of_row(
-                    j + 1, tiles, more, operands, arriving, db, mine, bars, c, so, st, ph, qp, LQ, wid, lane
-                )
-        return st, ph, qp
+                slot, qp = self.tiles_of_row(j + 1, tiles, more, operands, row, db, mine, rings, c, slot, qp, LQ, wid, lane)
+        return slot, qp
 
-    def ask(self, operands, dS, u, part, go, so, old, st, two_groups=False):
-        """Issue dq += dS K of slice u, in stage `old`, and the scores of slice `part` of stage `st`.
+    def issue(self, operands, dS, u, part, buffer, ring, old, stage, *, two_groups=False):
+        """Issue dQ += dS K of slice u, in stage `old`, and the scores of slice `part` of a stage.
 
-        two_groups: commit the two as wgmma groups of their own, so that dq can be waited for alone.
+        two_groups: commit the two as wgmma groups of their own, so that dQ can be waited for alone.
         """
-        S, T, R, rQ, fG, ones, fK, fV, fKt, fR = operands
         warpgroup.fence()
-        self.products(dS, R, fKt, u, so + old)
+        self.products(operands, dS, u, ring.index(old))
         if two_groups:
             warpgroup.commit_group()
-        self.scores(S, T, rQ, fG[None, None, None, 2 + go], ones, fK, fV, fR, part, so + st)
+        self.scores(operands, buffer, part, ring, stage)
         warpgroup.commit_group()
 
     @cute.jit
-    def next_rows(self, arriving, qfull: cute.Pointer, qp: Int32, wid: Int32, lane: Int32):
-        """Take the queries of the next row, once they are there."""
-        ldm, rows, rQ, rG, rO, nl, nd, sN = arriving
-        arch.mbarrier_wait(qfull, qp)
-        self.take_rows(ldm, rows, qp, rQ, rG, rO, nl, nd, sN, wid, lane)
+    def next_queries(self, row, rings, qp: Int32, wid: Int32, lane: Int32):
+        """Load the queries of the next row, once they are there; returns the phase of those to come."""
+        rings.queries.consumer_wait(Slot(0, qp))
+        self.load_queries(row, qp, wid, lane)
         arch.sync_warp()
         return qp ^ 1
 
     @cute.jit
-    def give_back_queries(self, qempty: cute.Pointer, more: Boolean, lane: Int32):
-        """Once the scores of the next row are there, if there is one: only then has its q left shared memory."""
+    def release_queries(self, rings, more: Boolean, lane: Int32):
+        """Release the queries of the next row, if there is one, once its scores are there: only then has q been read."""
         warpgroup.wait_group(0)
         if more:
-            release(qempty, lane)
+            rings.queries.consumer_release(0, lane)

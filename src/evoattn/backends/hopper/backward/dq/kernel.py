@@ -11,27 +11,42 @@ row goes from the last block to the first, each adding its own part; the first w
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.backward.common import fake_pair, fake_words, narrow, tile_copy, tile_parts, unseen
+from evoattn.backends.hopper.backward.common import fake_pair, fake_words, narrow, unseen
+from evoattn.backends.hopper.backward.dq.mma import Operands, QueryRow, Rings
 from evoattn.backends.hopper.backward.dq.producer import QueryProducer
-from evoattn.backends.hopper.backward.dq.reduce import QueryReduce
+from evoattn.backends.hopper.backward.dq.reduce import QueryReduce, Sums
 from evoattn.backends.hopper.backward.schedule import change_of, reached, share
 from evoattn.backends.hopper.backward.variants import query_interleave, query_sums
 from evoattn.backends.hopper.host.launch import Kernel, channels, live_rows, terms
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.kernels.primitives import LOG2E, coefficients, k_major, mn_major, multiply, packed, padded, release
+from evoattn.backends.hopper.kernels.primitives import LOG2E, coefficients, k_major, mn_major, multiply, packed, padded
+from evoattn.backends.hopper.kernels.ring import Ring, Slot, release
 from evoattn.backends.hopper.kernels.schedule import place, stretch
 from evoattn.backends.hopper.kernels.tile_sizes import ROWS, SLICE
+from evoattn.backends.hopper.kernels.tma import TmaTiles, load_tma, store_tma
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
+
+
+class Arguments(namedtuple("Arguments", "q k pair row lse dlse stats dpair order starts scale row_b row_n")):
+    """The arguments of the kernel, but for the tensors that the copy engine reads and writes: v, o, dO and dq.
+
+    q, k: [b,n,h,l,d]. pair: the pair bias, [b|1,h|1,q,k]. row: terms of the key-wise bias, [r, keys * TERMS]; row n of batch b
+    has r = b * row_b + n * row_n, which must cover cluster * groups * slices * 32 keys. lse, dlse: [b,n,h,q]. stats: left for
+    `dkdv`, [b,n,h,tiles of 64 queries * TILE]. dpair: [b|1,h|1,q,keys], zeroed, its lines a multiple of 4 long; or, with
+    `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `bias_sum.PanelSum`. order, starts: [b,2,n] and
+    [b, panels + 2] as in `live_rows`, or None.
+    """
 
 
 class QueryGradients(QueryReduce, QueryProducer, Kernel):
@@ -58,26 +73,10 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
     """
 
     def __init__(
-        self,
-        dtype: Any,
-        channels: int,
-        *,
-        pair: bool,
-        row: bool,
-        bias: Any = None,
-        bias_gradient: bool,
-        dlse: bool = False,
-        gate: bool = False,
-        partial: bool = False,
-        groups: int = 3,
-        slices: int = 4,
-        stage: int = 2,
-        stages: int = 3,
-        cluster: int = 1,
-        vector: bool = True,
-        skips: bool = False,
-        timed: bool = True,
-    ):
+        self, dtype: Any, channels: int, *, pair: bool, row: bool, bias: Any = None, bias_gradient: bool, dlse: bool = False,
+        gate: bool = False, partial: bool = False, groups: int = 3, slices: int = 4, stage: int = 2, stages: int = 3,
+        cluster: int = 1, vector: bool = True, skips: bool = False, timed: bool = True,
+    ):  # fmt: skip
         self.dtype, self.channels, self.pair, self.row, self.bias_gradient = dtype, channels, pair, row, bias_gradient
         self.bias = dtype if bias is None else bias
         self.groups, self.slices, self.stage, self.stages, self.vector = groups, slices, stage, stages, vector
@@ -116,44 +115,16 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
 
     @cute.jit
     def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        do: cute.Tensor,
-        pair: cute.Tensor,
-        row: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        stats: cute.Tensor,
-        dq: cute.Tensor,
-        dpair: cute.Tensor,
-        order: Any,
-        starts: Any,
-        scale: Float32,
-        row_b: Int32,
-        row_n: Int32,
-        blocks: Int32,
+        self, q, k, v, o, do, pair, row, lse, dlse, stats, dq, dpair, order, starts, scale, row_b, row_n, blocks,
         stream: cuda.CUstream,
-    ):
-        """q, k, v, o, do, dq [b,n,h,l,d]; pair [b|1,h|1,q,k]; row [r, keys * TERMS]; lse, dlse [b,n,h,q].
-
-        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover cluster * groups * slices * 32 keys.
-        stats [b,n,h,tiles of 64 queries * TILE] is left for `dkdv`. dpair [b|1,h|1,q,keys], zeroed, its lines a multiple of
-        4 long; or, with `partial`, [(clusters + panels) * cluster, slices * 4, groups * 128, 4] for `bias_sum.PanelSum`.
-        order [b,2,n] and starts [b, panels + 2] as in `live_rows`, or None.
-        """
+    ):  # fmt: skip
+        """Launch the kernel; `Arguments` explains the tensors."""
         lq, lk, _, lo = self.layouts()
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        aQ, tQ = tile_copy(load, q, lq, (ROWS, self.D))
-        aG, tG = tile_copy(load, do, lq, (ROWS, self.D))
-        aO, tO = tile_copy(load, o, lq, (ROWS, self.D))
-        aK, tK = tile_copy(load, k, lk, (self.keys, self.D))
-        aV, tV = tile_copy(load, v, lk, (self.keys, self.D))
-        aR, tR = tile_copy(store, dq, lo, (16, self.D))
-        tiles = (aQ, tQ, aG, tG, aO, tO, aK, tK, aV, tV, aR, tR)
-        self.kernel(*tiles, q, k, pair, row, lse, dlse, stats, dpair, order, starts, scale, row_b, row_n).launch(
+        tma_Q, tma_dO, tma_O = (load_tma(x, lq, (ROWS, self.D)) for x in (q, do, o))
+        tma_K, tma_V = (load_tma(x, lk, (self.keys, self.D)) for x in (k, v))
+        tma_dQ = store_tma(dq, lo, (16, self.D))
+        args = Arguments(q, k, pair, row, lse, dlse, stats, dpair, order, starts, scale, row_b, row_n)
+        self.kernel(tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
@@ -163,39 +134,12 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        aQ: cute.CopyAtom,
-        tQ: cute.Tensor,
-        aG: cute.CopyAtom,
-        tG: cute.Tensor,
-        aO: cute.CopyAtom,
-        tO: cute.Tensor,
-        aK: cute.CopyAtom,
-        tK: cute.Tensor,
-        aV: cute.CopyAtom,
-        tV: cute.Tensor,
-        aR: cute.CopyAtom,
-        tR: cute.Tensor,
-        gQ: cute.Tensor,
-        gK: cute.Tensor,
-        pair: cute.Tensor,
-        row: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        stats: cute.Tensor,
-        dpair: cute.Tensor,
-        order: Any,
-        starts: Any,
-        scale: Float32,
-        row_b: Int32,
-        row_n: Int32,
-    ):
+    def kernel(self, tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args):
         if const_expr(not self.skips):
             arch.griddepcontrol_launch_dependents()  # `dkdv` comes to each processor that is through
-        D, ST, WG, SL, CL = self.D, self.stages, self.groups, self.stage, self.cluster
-        B, N, H, LQ, _ = gQ.shape
-        LK = gK.shape[3]
+        D, ST, WG, CL = self.D, self.stages, self.groups, self.cluster
+        B, N, H, LQ, _ = args.q.shape
+        LK = args.k.shape[3]
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
@@ -223,25 +167,18 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         part = smem.allocate_tensor(Float32, cute.make_layout((4, 128, across, parts), stride=(1, 4, 512, 512 * across)), 128)
         inbox = smem.allocate_array(Float32, 512 * across if CL > 1 else 4, byte_alignment=128)
         unit = self.keys * TERMS
-        pR = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
+        sB = smem.allocate_array(self.dtype, WG * ST * unit if self.row else 8, byte_alignment=128)
         pN = smem.allocate_array(Float32, 3 * ROWS, byte_alignment=128)  # -lse, -delta, dlse of a row's queries
         # The rows n that consumers work on, whether another one of the panel follows, and their live tiles of keys: four, since
         # row it + 4 comes when all have taken it + 3, and so left it + 2, for which what was left of it + 1 had to be summed.
         work = cute.make_tensor(smem.allocate_array(Int32, 12), cute.make_layout((4, 3)))
-        full = smem.allocate_array(Int64, WG * ST)
-        empty = smem.allocate_array(Int64, WG * ST)
-        qfull = smem.allocate_array(Int64, 1)
-        qempty = smem.allocate_array(Int64, 1)
-        summed = smem.allocate_array(Int64, 1)  # the parts of dq of a row have been read
-        arrived = smem.allocate_array(Int64, 1)  # dq from the next block of the cluster
-        passed = smem.allocate_array(Int64, 1)  # the block before has taken dq over
-        left = smem.allocate_array(Int64, 1) if const_expr(self.warp_sums_dq) else None  # all parts of dq of a row are there
+        rings = Rings(Ring.allocate(smem, WG * ST, sleeps=True), Ring.allocate(smem, 1, sleeps=True))
+        summed, arrived, passed = (smem.allocate_array(Int64, 1) for _ in range(3))
+        left = smem.allocate_array(Int64, 1) if const_expr(self.warp_sums_dq) else None
+        sums = Sums(part, inbox, left, summed, arrived, passed)
         if tid == 0:
-            for i in range_constexpr(WG * ST):
-                arch.mbarrier_init(full + i, 1)
-                arch.mbarrier_init(empty + i, 4)
-            arch.mbarrier_init(qfull, 1)
-            arch.mbarrier_init(qempty, WG * 4)
+            rings.keys.initialize(consumers=4)
+            rings.queries.initialize(consumers=WG * 4)
             arch.mbarrier_init(summed, 1 if self.warp_sums_dq else 4)
             if const_expr(self.warp_sums_dq):
                 arch.mbarrier_init(left, WG * 4)
@@ -251,6 +188,7 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         arch.mbarrier_init_fence()
         self.meet()
         # ---- work: an equal share of the time that all (panel, n) take
+        scale, pair, dpair = args.scale, args.pair, args.dpair
         inverse = Float32(1.0) / scale
         NQ = (LQ + ROWS - 1) // ROWS
         panels, change = Int64(B * H * NQ), Int32(0)
@@ -266,63 +204,32 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
 
         sN = cute.make_tensor(pN, cute.make_layout((ROWS, 3)))
 
-        qS, qG = tile_parts(aQ, tQ, (ROWS, D), sQ)
-        gS, gG = tile_parts(aG, tG, (ROWS, D), sQ)
-        oS, oG = tile_parts(aO, tO, (ROWS, D), sQ)
-        kS, kG = tile_parts(aK, tK, (self.keys, D), sK)
-        vS, vG = tile_parts(aV, tV, (self.keys, D), sV)
-        xS, xG = tile_parts(aR, tR, (16, D), sX)
+        copy_Q, copy_dO, copy_O = (TmaTiles.of(x, (ROWS, D), sQ) for x in (tma_Q, tma_dO, tma_O))
+        copy_K, copy_V = TmaTiles.of(tma_K, (self.keys, D), sK), TmaTiles.of(tma_V, (self.keys, D), sV)
+        copy_dQ = TmaTiles.of(tma_dQ, (16, D), sX)
         if wid >= WG * 4:
             # ================= warps that bring in keys, one for queries, and perhaps one that sums dq
             arch.setmaxregister_decrease(self.registers[1])
             s = wid - WG * 4
-            span, sizes, live = (begin, end, bid, each, change), (N, H, NQ, LQ), (order, starts)
+            span, sizes = (begin, end, bid, each, change), (N, H, NQ, LQ)
             if s < self.key_producers:
-                of_keys = ((aK, kG, kS), (aV, vG, vS))
-                self.produce_keys(s, rank, lane, span, sizes, row, row_b, row_n, live, pR, full, empty, of_keys)
+                self.produce_keys(s, rank, lane, args, span, sizes, sB, rings.keys, (copy_K, copy_V))
             elif s == self.key_producers:
-                of_rows = ((aQ, qG, qS), (aO, oG, oS), (aG, gG, gS))
-                self.produce_rows(rank, lane, span, sizes, live, lse, dlse, stats, inverse, sN, work, qfull, qempty, of_rows)
+                copies = (copy_Q, copy_O, copy_dO)
+                self.produce_rows(rank, lane, args, span, sizes, inverse, sN, work, rings.queries, copies)
             elif const_expr(self.warp_sums_dq):
-                self.sum_rows((part, left, summed), (sX, aR, xS, xG), span, sizes, work, scale, lane)
+                self.sum_rows(sums, sX, copy_dQ, span, sizes, work, scale, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(self.registers[0])
             s, w, wt = wid // 4, wid % 4, tid % 128
             g, t4 = lane // 4, lane % 4
-            S_K, P_D = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
-            fK = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sK, (SLICE, D), (None, 0, None))))
-            S_S = multiply(self.dtype, True, K, SLICE)
-            fG = S_S.make_fragment_A(S_S.get_slice(wt).partition_A(sQ))
-            fV = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(cute.local_tile(sV, (SLICE, D), (None, 0, None))))
-            fKt = P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(sKt, self.width)))
-            fR = None
-            if const_expr(self.row):
-                # a key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros
-                sT = cute.make_tensor(
-                    pR,
-                    cute.make_layout(
-                        ((8, 4), (8, 2), (SL, WG * ST)), stride=((TERMS, 8 * TERMS), (1, 0), (SLICE * TERMS, unit))
-                    ),
-                )
-                fR = S_K.make_fragment_B(S_K.get_slice(wt).partition_B(sT))
-            S = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
-            T = S_K.make_fragment_C(S_K.partition_shape_C((ROWS, SLICE)))
-            R = P_D.make_fragment_C(P_D.partition_shape_C((ROWS, self.width)))
-            rQ, rG, rO = (S_K.make_fragment_A(S_K.partition_shape_A((ROWS, D))) for _ in range(3))
-            ones = S_K.make_fragment_A(S_K.partition_shape_A((ROWS, 16)))
-            coefficients(ones, inverse, t4, self.dtype)
-            # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product
-            words = packed(ones)
-            words[2] = words[3] = unseen(Int32(0))
-            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
-            rows = ldm.partition_S(sQ)
+            operands, (copy, source, tSrQ, rdO, rO) = self.fragments((sQ, sK, sV, sKt, sB), inverse, wt, t4)
             db = cute.make_rmem_tensor((16, self.slices if self.bias_gradient else 1), Float32)
-            nl, nd = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-            st, ph, qp, it, turn, at = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), begin
+            neg_lse, neg_delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+            row = QueryRow(copy, source, tSrQ, rdO, rO, neg_lse, neg_delta, sN)
+            slot, qp, it, turn, at = rings.keys.start(), Int32(0), Int32(0), Int32(0), begin
             mine = panel[None, wt, None, s] if const_expr(self.pair) else None
-            operands = (S, T, R, rQ, fG, ones, fK, fV, fKt, fR)
-            arriving, bars = (ldm, rows, rQ, rG, rO, nl, nd, sN), (full, empty, qfull)
             first_key = self.key(0, rank * WG + s) + 2 * t4
             while at < end:
                 pan, n0, n1 = stretch(at, end, N)
@@ -333,14 +240,15 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
                     self.load_panel(mine, pair, b % pair.shape[0], h % pair.shape[1], q0, first_key, LQ, LK, inverse)
                 if const_expr(self.bias_gradient):
                     db.fill(0.0)
-                qp = self.next_rows(arriving, qfull, qp, wid, lane)
-                arch.mbarrier_wait(full + s * ST + st, ph)
-                self.preload(S, mine, 0)
+                here = rings.at(s * ST, ST)
+                qp = self.next_queries(row, rings, qp, wid, lane)
+                here.keys.consumer_wait(slot)
+                self.preload(operands.acc_S, mine, 0)
                 warpgroup.fence()
-                self.scores(S, T, rQ, fG[None, None, None, 2 + (qp ^ 1)], ones, fK, fV, fR, 0, s * ST + st)
+                self.scores(operands, qp ^ 1, 0, here.keys, slot.stage)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                release(qempty, lane)  # a product has used q: only then has it left shared memory
+                rings.queries.consumer_release(0, lane)  # a product has used q: only then has it left shared memory
                 more, rows_left = Boolean(True), n1 - n0
                 while more:
                     if const_expr(self.skips):
@@ -348,22 +256,21 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
                     else:
                         rows_left -= 1
                         more = rows_left > 0
-                    so, st = arch.make_warp_uniform(s * ST), arch.make_warp_uniform(st)
+                    here = rings.at(arch.make_warp_uniform(s * ST), ST)
+                    slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
                     tiles = Int32(self.tiles)
                     if const_expr(len(self.exits) > 0):
                         tiles = arch.make_warp_uniform(self.live_tiles(work[it % 4, 2], rank, s))
-                    st, ph, qp = self.tiles_of_row(
-                        0, tiles, more, operands, arriving, db, mine, bars, scale * LOG2E, so, st, ph, qp, LQ, wid, lane
-                    )
+                    c = scale * LOG2E
+                    slot, qp = self.tiles_of_row(0, tiles, more, operands, row, db, mine, here, c, slot, qp, LQ, wid, lane)
                     if const_expr(self.warp_sums_dq):
-                        self.leave_part(R, part, summed, s, it, wt)
-                        self.give_back_queries(qempty, more, lane)
+                        self.leave_part(operands.acc_dQ, sums, s, it, wt)
+                        self.release_queries(rings, more, lane)
                         arch.sync_warp()
                         release(left, lane)
                     else:
-                        to, out = (i * 4 + w, h, work[it % 4, 0], b), (sX, aR, xS, xG)
-                        sums = (part, summed, inbox, arrived, passed)
-                        self.sum_in_turn(R, sums, qempty, out, to, scale, s, turn, it, more, rank, wid, wt, lane)
+                        to, acc_dQ = (i * 4 + w, h, work[it % 4, 0], b), operands.acc_dQ
+                        self.sum_in_turn(acc_dQ, sums, rings, sX, copy_dQ, to, scale, s, turn, it, more, rank, wid, wt, lane)
                         turn += 1
                         if turn == WG:
                             turn = Int32(0)
@@ -378,8 +285,37 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
         if const_expr(CL > 1):
             self.meet()  # no block leaves while another one may still write to its shared memory
 
+    def fragments(self, shared, inverse, wt, t4):
+        """The operands of the products, and what of a `QueryRow` copies a row into registers."""
+        sQ, sK, sV, sKt, sB = shared
+        mma_S, mma_dQ = multiply(self.dtype, False, K, SLICE), multiply(self.dtype, False, MN, self.width)
+        mma_dP = multiply(self.dtype, True, K, SLICE)
+        thr_S = mma_S.get_slice(wt)
+        tSrK = mma_S.make_fragment_B(thr_S.partition_B(cute.local_tile(sK, (SLICE, self.D), (None, 0, None))))
+        tdPsdO = mma_dP.make_fragment_A(mma_dP.get_slice(wt).partition_A(sQ))
+        tdPrV = mma_S.make_fragment_B(thr_S.partition_B(cute.local_tile(sV, (SLICE, self.D), (None, 0, None))))
+        tdQrK = mma_dQ.make_fragment_B(mma_dQ.get_slice(wt).partition_B(narrow(sKt, self.width)))
+        tSrB = None
+        if self.row:
+            # a key's terms fill 8 of 16 channels; the other 8 read the same numbers again and meet zeros
+            shape = ((8, 4), (8, 2), (self.stage, self.groups * self.stages))
+            stride = ((TERMS, 8 * TERMS), (1, 0), (SLICE * TERMS, self.keys * TERMS))
+            tSrB = mma_S.make_fragment_B(thr_S.partition_B(cute.make_tensor(sB, cute.make_layout(shape, stride=stride))))
+        acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((ROWS, SLICE))) for _ in range(2))
+        acc_dQ = mma_dQ.make_fragment_C(mma_dQ.partition_shape_C((ROWS, self.width)))
+        tSrQ, rdO, rO = (mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, self.D))) for _ in range(3))
+        tSrA = mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, 16)))
+        coefficients(tSrA, inverse, t4, self.dtype)
+        # a zero that the compiler cannot see through: a shared known zero costs 3 instructions a slice in another product
+        words = packed(tSrA)
+        words[2] = words[3] = unseen(Int32(0))
+        ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wt)
+        operands = Operands(acc_S, acc_dP, acc_dQ, tSrQ, tdPsdO, tSrA, tSrK, tdPrV, tdQrK, tSrB)
+        return operands, (loads, loads.partition_S(sQ), tSrQ, rdO, rO)
+
     def arguments(self) -> tuple[Any, ...]:
-        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
         q, k, v, o, do, dq = (channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, Q, Q))

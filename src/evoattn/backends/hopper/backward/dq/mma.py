@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections import namedtuple
 from typing import Any
 
 import cutlass
@@ -12,13 +14,40 @@ from cutlass.cute.nvgpu import OperandMajorMode
 
 from evoattn.backends.hopper.backward.common import TILE, add_four, exp2, key_of_slice, row_products, write_statistics
 from evoattn.backends.hopper.kernels.primitives import MASKED, finite, fma, multiply, packed
+from evoattn.backends.hopper.kernels.ring import Ring
 from evoattn.backends.hopper.kernels.tile_sizes import ROWS, SLICE
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """The rings of keys (with values and key-wise bias), of each warpgroup, and of q, o and dO, one row at a time."""
+
+    keys: Ring
+    queries: Ring
+
+    def at(self, first: Any, stages: int) -> Rings:
+        """The rings of the warpgroup whose first stage has this number."""
+        return dataclasses.replace(self, keys=self.keys.at(first, stages))
+
+
+class Operands(namedtuple("Operands", "acc_S acc_dP acc_dQ tSrQ tdPsdO tSrA tSrK tdPrV tdQrK tSrB")):
+    """Accumulators of S, dP and dQ, and the operands of their products as fragments of a thread.
+
+    tSrQ, tSrK; tdPsdO, tdPrV; tdQrK: of Q K^T, dO V^T and dS K. tSrA, tSrB: coefficients and terms of the key-wise bias.
+    """
+
+
+class QueryRow(namedtuple("QueryRow", "copy source tSrQ rdO rO neg_lse neg_delta sN")):
+    """The copy of a row's q, dO and o into registers, these registers, and the statistics of a thread's two queries.
+
+    neg_lse, neg_delta: -LSE in powers of two, and -delta. sN: -LSE, -delta and dLSE of all queries, in shared memory.
+    """
+
+
 class QueryMma:
-    """The part of `QueryGradients` that knows nothing of the barriers of what streams."""
+    """The steps of `QueryGradients` that know nothing of barriers."""
 
     dtype: Any
     bias: Any
@@ -45,11 +74,11 @@ class QueryMma:
         return key_of_slice(u, group, self.cluster * self.groups, self.slices, self.interleave)
 
     def tile_of(self, j, group):
-        """Which of all tiles of keys is tile j of a warpgroup."""
+        """The number, among all tiles of keys, of tile j of a warpgroup."""
         return j * self.cluster * self.groups + group if self.interleave else group * self.tiles + j
 
     def live_tiles(self, tiles, rank, s):
-        """How many tiles of keys warpgroup s goes through in a row with so many up to the last key that counts."""
+        """The number of tiles that warpgroup s goes through in a row with `tiles` tiles up to the last key that counts."""
         around = self.cluster * self.groups
         own = (tiles - rank * self.groups - s + around - 1) // around
         ends = (*self.exits, self.tiles)
@@ -57,18 +86,19 @@ class QueryMma:
 
     @cute.jit
     def keep(self, stats: cute.Tensor, sN: cute.Tensor, low: cute.Tensor, i: Int32, inverse: Float32, lane: Int32):
-        """the statistics of 64 queries to memory, for the other kernel"""
+        """Write the statistics of 64 queries for the other kernel."""
         for x in range_constexpr(2):
             q = x * 32 + lane
             to = cute.local_tile(stats, (TILE,), (i,))
             write_statistics(to, q, low[x], sN[q, 1], inverse, self.dtype)
 
     @cute.jit
-    def take_rows(self, ldm, rows, buffer: Int32, rQ, rG, rO, nl, nd, sN, wid: Int32, lane: Int32):
-        """q and do of 64 queries into registers; -lse in powers of two, -delta"""
-        for x, to in ((0, rQ), (2 + buffer, rG)) if self.gated else ((0, rQ), (1, rO), (2 + buffer, rG)):
+    def load_queries(self, row, buffer: Int32, wid: Int32, lane: Int32):
+        """Load q and dO of 64 queries into registers, -LSE in powers of two, and -delta."""
+        ldm, rows, tSrQ, rdO, rO, nl, nd, sN = row
+        for x, to in ((0, tSrQ), (2 + buffer, rdO)) if self.gated else ((0, tSrQ), (1, rO), (2 + buffer, rdO)):
             cute.copy(ldm, rows[None, None, None, x], ldm.retile(to))
-        delta = (Float32(0.0), Float32(0.0)) if self.gated else row_products(self.dtype, rO, rG, lane)
+        delta = (Float32(0.0), Float32(0.0)) if self.gated else row_products(self.dtype, rO, rdO, lane)
         for x in range_constexpr(2):
             q = wid % 4 * 16 + lane // 4 + 8 * x
             nl[x] = sN[q, 0]
@@ -79,7 +109,7 @@ class QueryMma:
                 sN[q, 1] = nd[x]
 
     def load_panel(self, mine, pair, b, h, q0, first_key, LQ, LK, inverse):
-        """this thread's part of the pair bias, as the accumulators of the scores hold it"""
+        """Load this thread's part of the pair bias, as the accumulators of the scores hold it."""
         lines = [pair[b, h, cutlass.min(q0 + 8 * r, LQ - 1), None] for r in range(2)]
         for u in range(self.slices):
             held = cute.make_rmem_tensor((4, 4), self.bias)
@@ -106,32 +136,37 @@ class QueryMma:
         return cute.make_tensor(mine.iterator + (packed(dS[1])[3] & (LQ >> 31)) * 4, mine.layout)
 
     def preload(self, S, mine, u, some=None):
-        """start the accumulators of slice u from the pair bias; of slice 0 where `some` is given and not so"""
+        """Start the accumulators from the pair bias of slice u, or of slice 0 if `some` is given and false."""
         if self.pair:
             if some is not None:
                 mine, u = cute.make_tensor(mine.iterator + cutlass.select_(some, Int32(u * 2048), Int32(0)), mine.layout), 0
             for x in range(4):
                 cute.autovec_copy(mine[None, 4 * u + x], cute.make_tensor(S.iterator + 4 * x, cute.make_layout(4)))
 
-    def scores(self, S, T, rQ, fG, ones, fK, fV, fR, sl, i):
-        """S = Q K^T + biases and T = dO V^T of slice sl of stage i"""
+    def scores(self, operands, buffer, part, ring, stage):
+        """Issue S = Q K^T + biases and dP = dO V^T of slice `part` of a stage of a ring."""
+        acc_S, acc_dP, _, tSrQ, tdPsdO, tSrA, tSrK, tdPrV, _, tSrB = operands
+        tdPsdO, stage = tdPsdO[None, None, None, 2 + buffer], ring.index(stage)
         for kk in range(self.steps):
             op = multiply(self.dtype, False, K, SLICE, kk > 0 or self.pair)
-            cute.gemm(op, S, rQ[None, None, kk], fK[None, None, kk, sl, i], S)
+            cute.gemm(op, acc_S, tSrQ[None, None, kk], tSrK[None, None, kk, part, stage], acc_S)
         if self.row:
-            cute.gemm(multiply(self.dtype, False, K, SLICE), S, ones[None, None, 0], fR[None, None, 0, (sl, i)], S)
+            op = multiply(self.dtype, False, K, SLICE)
+            cute.gemm(op, acc_S, tSrA[None, None, 0], tSrB[None, None, 0, (part, stage)], acc_S)
         for kk in range(self.steps):
             op = multiply(self.dtype, True, K, SLICE, kk > 0)
-            cute.gemm(op, T, fG[None, None, kk], fV[None, None, kk, sl, i], T)
+            cute.gemm(op, acc_dP, tdPsdO[None, None, kk], tdPrV[None, None, kk, part, stage], acc_dP)
 
-    def products(self, dS, R, fKt, u, i):
-        """dq += dS K of slice u, in stage i"""
+    def products(self, operands, dS, u, stage):
+        """Issue dQ += dS K of slice u."""
+        acc_dQ, tdQrK = operands.acc_dQ, operands.tdQrK
         for kk in range(2):
             op = multiply(self.dtype, False, MN, self.width, u > 0 or kk > 0)
-            cute.gemm(op, R, dS[kk][None, None, 0], fKt[None, None, (u % self.stage) * 2 + kk, i], R)
+            cute.gemm(op, acc_dQ, dS[kk][None, None, 0], tdQrK[None, None, (u % self.stage) * 2 + kk, stage], acc_dQ)
 
-    def gradient(self, S, T, nl, nd, c, db, u):
-        """dS of slice u, in the dtype of a product's left side; its sum over rows n stays in float32"""
+    def gradient(self, operands, row, c, db, u):
+        """dS of slice u, in the dtype of a product's left side; its sum over rows n stays in float32."""
+        S, T, nl, nd = operands.acc_S, operands.acc_dP, row.neg_lse, row.neg_delta
         P_D = multiply(self.dtype, False, MN, self.width)
         p = cute.make_rmem_tensor(16, Float32)
         for y in range(16):
@@ -150,7 +185,7 @@ class QueryMma:
         return out
 
     def meet(self):
-        """all threads of the cluster"""
+        """Synchronize all threads of the cluster."""
         if self.cluster > 1:
             arch.cluster_arrive()
             arch.cluster_wait()
@@ -159,7 +194,7 @@ class QueryMma:
 
     @cute.jit
     def flush(self, db, dpair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32):
-        """add this block's part of d(pair bias): two neighbours exchange halves, so that each adds four numbers of one query"""
+        """Add this block's part of d(pair bias): two neighbours exchange halves, so that each adds four numbers of one query"""
         odd = t4 % 2 == 1
         q = q0 + 8 * (t4 % 2)
         line = dpair[b, h, cutlass.min(q, LQ - 1), None].iterator
@@ -180,7 +215,7 @@ class QueryMma:
 
     @cute.jit
     def leave(self, db, partials: cute.Tensor, slot: Int32, tid: Int32):
-        """this block's part of d(pair bias) as it lies in the registers, for `bias_sum.PanelSum`"""
+        """Leave this block's part of d(pair bias) as it lies in the registers, for `bias_sum.PanelSum`."""
         for u in range_constexpr(self.slices):
             for x in range_constexpr(4):
                 four = cute.make_rmem_tensor(4, Float32)

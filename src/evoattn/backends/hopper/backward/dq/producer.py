@@ -1,19 +1,20 @@
-"""What the producer warps of the kernel of the queries bring in, and the statistics that they leave for that of the keys."""
+"""The producer warps of the kernel of the queries: they load tiles, and leave statistics for the kernel of the keys."""
 
 from __future__ import annotations
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import cpasync
 
-from evoattn.backends.hopper.backward.common import NEVER, row_at, sleep_until
+from evoattn.backends.hopper.backward.common import NEVER, row_at
 from evoattn.backends.hopper.backward.dq.mma import QueryMma
 from evoattn.backends.hopper.backward.schedule import first_row, opening, row
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.primitives import LN2, LOG2E
+from evoattn.backends.hopper.kernels.ring import Slot
 from evoattn.backends.hopper.kernels.schedule import place, stretch
 from evoattn.backends.hopper.kernels.tile_sizes import KEYS, ROWS
+from evoattn.backends.hopper.kernels.tma import bulk_load
 
 __all__ = ["QueryProducer"]
 
@@ -28,27 +29,12 @@ class QueryProducer(QueryMma):
     gated: bool
 
     @cute.jit
-    def produce_keys(
-        self,
-        s: Int32,
-        rank: Int32,
-        lane: Int32,
-        span,
-        sizes,
-        row: cute.Tensor,
-        row_b: Int32,
-        row_n: Int32,
-        live,
-        pR: cute.Pointer,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        copies,
-    ):
+    def produce_keys(self, s: Int32, rank: Int32, lane: Int32, args, span, sizes, sB: cute.Pointer, ring, copies):
         """Bring in the keys of warpgroup s, and of s + `key_producers` where there is one, a stage after the other."""
         begin, end, bid, each, change = span
         N, H, NQ, _ = sizes
-        WG, ST, TL, also = self.groups, self.stages, self.tiles, s + self.key_producers
-        st, ph, at = Int32(0), Int32(0), begin
+        WG, also, live = self.groups, s + self.key_producers, (args.order, args.starts)
+        slot, at = ring.start(), begin
         if const_expr(self.row):
             arch.griddepcontrol_wait()
         if const_expr(self.skips):
@@ -63,50 +49,29 @@ class QueryProducer(QueryMma):
             while position < count:
                 n = row_at(position, N, known)
                 position = self.next_row(position, count, N, known, live, b, lane)
-                tiles = Int32(TL)
+                tiles = Int32(self.tiles)
                 if const_expr(len(self.exits) > 0):
                     tiles = self.live_tiles(self.tiles_to(live, b, n), rank, s)
                 for j in cutlass.range(tiles, unroll=1):
-                    line = b * row_b + n * row_n
-                    self.bring(self.tile_of(j, rank * WG + s), h, n, b, s * ST + st, ph, row, line, pR, full, empty, copies)
+                    line = b * args.row_b + n * args.row_n
+                    tile = self.tile_of(j, rank * WG + s)
+                    self.load_keys((tile, h, n, b), slot, args.row, line, sB, ring.of(s, self.stages), copies)
                     if also < WG:
                         tile = self.tile_of(j, rank * WG + also)
-                        self.bring(tile, h, n, b, also * ST + st, ph, row, line, pR, full, empty, copies)
-                    st += 1
-                    if st == ST:
-                        st = Int32(0)
-                        ph ^= 1
+                        self.load_keys((tile, h, n, b), slot, args.row, line, sB, ring.of(also, self.stages), copies)
+                    slot = ring.of(s, self.stages).advance(slot)
 
-    @cute.jit
-    def bring(
-        self,
-        tile: Int32,
-        h: Int32,
-        n: Int32,
-        b: Int32,
-        i: Int32,
-        ph: Int32,
-        row: cute.Tensor,
-        line: Int32,
-        pR: cute.Pointer,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        copies,
-    ):
-        """Bring a tile of keys into stage i of all, once that is free; `line`: of its key-wise bias."""
-        (aK, kG, kS), (aV, vG, vS) = copies
-        unit = self.keys * TERMS
-        sleep_until(empty + i, ph ^ 1)
-        with arch.elect_one():
-            arch.mbarrier_arrive_and_expect_tx(full + i, 2 * self.keys * self.D * 2 + (unit * 2 if self.row else 0))
-        cute.copy(aK, kG[None, tile, h, n, b], kS[None, i], tma_bar_ptr=full + i)
-        cute.copy(aV, vG[None, tile, h, n, b], vS[None, i], tma_bar_ptr=full + i)
-        if const_expr(self.row):
-            gR = cute.local_tile(row, (1, unit), (line, tile))
-            sR = cute.make_tensor(pR + i * unit, cute.make_layout((1, unit)))
+    def load_keys(self, at, slot, row, line, sB, ring, copies):
+        """Load keys, values and key-wise bias of a tile, once its stage is empty; `line`: of the key-wise bias."""
+        i, unit, (copy_K, copy_V) = ring.index(slot.stage), self.keys * TERMS, copies
+        ring.producer_acquire(slot, 2 * self.keys * self.D * 2 + (unit * 2 if self.row else 0))
+        copy_K.load(at, i, ring, slot.stage)
+        copy_V.load(at, i, ring, slot.stage)
+        if self.row:
+            terms = cute.local_tile(row, (1, unit), (line, at[0]))
+            to = cute.make_tensor(sB + i * unit, cute.make_layout((1, unit)))
             with arch.elect_one():
-                g1, s1 = cute.group_modes(gR, 0, 2), cute.group_modes(sR, 0, 2)
-                cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype), g1, s1, mbar_ptr=full + i)
+                bulk_load(terms, to, ring, slot.stage)
 
     def tiles_to(self, live, b, n):
         """The tiles of a row's keys up to the end of the last panel that has one that is not masked."""
@@ -133,27 +98,14 @@ class QueryProducer(QueryMma):
 
     @cute.jit
     def produce_rows(
-        self,
-        rank: Int32,
-        lane: Int32,
-        span,
-        sizes,
-        live,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        stats: cute.Tensor,
-        inverse: Float32,
-        sN: cute.Tensor,
-        work: cute.Tensor,
-        qfull: cute.Pointer,
-        qempty: cute.Pointer,
-        copies,
+        self, rank: Int32, lane: Int32, args, span, sizes, inverse: Float32, sN: cute.Tensor, work: cute.Tensor, ring, copies
     ):
         """Bring in q, o, do and lse of each row, and leave the statistics of the row before for the other kernel."""
         begin, end, bid, each, change = span
         N, H, NQ, LQ = sizes
-        (aQ, qG, qS), (aO, oG, oS), (aG, gG, gS) = copies
-        D, ph, at = self.D, Int32(0), begin
+        copy_Q, copy_O, copy_dO = copies
+        lse, dlse, stats, live = args.lse, args.dlse, args.stats, (args.order, args.starts)
+        ph, at = Int32(0), begin
         own, old, extra = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         pb, pn, pt, pi, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         if const_expr(self.skips):
@@ -175,7 +127,7 @@ class QueryProducer(QueryMma):
                     own[x] = cutlass.select_(real, -value, Float32(NEVER))
                     if const_expr(self.dlse):
                         extra[x] = cutlass.select_(real, dlse[b, n, h, cutlass.min(q, LQ - 1)] * LOG2E, Float32(0.0))
-                sleep_until(qempty, ph ^ 1)
+                ring.producer_acquire(Slot(0, ph))
                 if count > 0 and rank == 0:
                     self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)
                 pb, pn, pt, pi = b, n, h, i
@@ -191,15 +143,15 @@ class QueryProducer(QueryMma):
                         work[count % 4, 1] = rows - following
                     if const_expr(len(self.exits) > 0):
                         work[count % 4, 2] = self.tiles_to(live, b, n)
-                    arch.mbarrier_arrive_and_expect_tx(qfull, (2 if self.gated else 3) * ROWS * D * 2)
-                cute.copy(aQ, qG[None, i, h, n, b], qS[None, 0], tma_bar_ptr=qfull)
+                    ring.expect(0, (2 if self.gated else 3) * ROWS * self.D * 2)
+                copy_Q.load((i, h, n, b), 0, ring, 0)
                 if const_expr(not self.gated):
-                    cute.copy(aO, oG[None, i, h, n, b], oS[None, 1], tma_bar_ptr=qfull)
-                cute.copy(aG, gG[None, i, h, n, b], gS[None, 2 + ph], tma_bar_ptr=qfull)
+                    copy_O.load((i, h, n, b), 1, ring, 0)
+                copy_dO.load((i, h, n, b), 2 + ph, ring, 0)
                 count += 1
                 ph ^= 1
                 position = following
         if count > 0:
-            sleep_until(qempty, ph ^ 1)
+            ring.producer_acquire(Slot(0, ph))
             if rank == 0:
                 self.keep(stats[pb, pn, pt, None], sN, old, pi, inverse, lane)

@@ -11,24 +11,34 @@ cyclically. Each begins with a third of the tiles of its own, where there are th
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.backward.common import TILE, fake_words, narrow, tile_copy, tile_parts
-from evoattn.backends.hopper.backward.fused.mma import FIRST, GROUPS, LAST
+from evoattn.backends.hopper.backward.common import TILE, fake_words, narrow
+from evoattn.backends.hopper.backward.fused.mma import FIRST, GROUPS, LAST, Rings
 from evoattn.backends.hopper.backward.fused.producer import FusedProducer
 from evoattn.backends.hopper.host.launch import Kernel, channels, ends, terms
-from evoattn.backends.hopper.kernels.primitives import k_major, mn_major, multiply, padded, release
+from evoattn.backends.hopper.kernels.primitives import k_major, mn_major, padded
+from evoattn.backends.hopper.kernels.ring import Ring, Slot, release
 from evoattn.backends.hopper.kernels.schedule import place
-from evoattn.backends.hopper.kernels.tile_sizes import QUERIES, ROWS, SLICE
+from evoattn.backends.hopper.kernels.tile_sizes import QUERIES, ROWS
+from evoattn.backends.hopper.kernels.tma import TmaTiles, load_tma
 
-K, MN = OperandMajorMode.K, OperandMajorMode.MN
+
+class Arguments(namedtuple("Arguments", "o do k row lse dlse dq dk dv dmask ends scale row_b row_n")):
+    """The arguments of the kernel, but for q and v, which the copy engine alone reads.
+
+    o, do, k, dq, dk, dv: [b,n,h,l,d]. row: terms of the key-wise bias, [r, keys * TERMS]; row n of batch b has
+    r = b * row_b + n * row_n, which must cover whole tiles of 64 keys. lse, dlse: [b,n,h,q]. dmask: float32 [b,n,h,k], or None.
+    ends [r]: the number of keys up to the last that is not masked; tiles beyond are cleared, all but the first.
+    """
 
 
 class FusedGradients(FusedProducer, Kernel):
@@ -45,16 +55,9 @@ class FusedGradients(FusedProducer, Kernel):
     """
 
     def __init__(
-        self,
-        dtype: Any,
-        channels: int,
-        *,
-        row: bool,
-        mask_gradient: bool = False,
-        dlse: bool = False,
-        gate: bool = False,
+        self, dtype: Any, channels: int, *, row: bool, mask_gradient: bool = False, dlse: bool = False, gate: bool = False,
         tiles: int = 8,
-    ):
+    ):  # fmt: skip
         self.dtype, self.channels, self.row = dtype, channels, row
         self.mask_gradient, self.dlse, self.tiles, self.pair = mask_gradient, dlse, tiles, False
         self.gated = gate
@@ -75,71 +78,22 @@ class FusedGradients(FusedProducer, Kernel):
 
     @cute.jit
     def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        do: cute.Tensor,
-        row: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dmask: Any,
-        ends: Any,
-        scale: Float32,
-        row_b: Int32,
-        row_n: Int32,
-        blocks: Int32,
-        stream: cuda.CUstream,
+        self, q, k, v, o, do, row, lse, dlse, dq, dk, dv, dmask, ends, scale, row_b, row_n, blocks, stream: cuda.CUstream
     ):
-        """q, k, v, o, do, dq, dk, dv [b,n,h,l,d]; row [r, keys * TERMS]; lse, dlse [b,n,h,q]; dmask float32 [b,n,h,k], or None.
-
-        Row n of batch b has the key-wise bias r = b * row_b + n * row_n, which must cover whole tiles of 64 keys. ends [r]: how
-        many keys it has up to the last that is not masked; tiles beyond are cleared, all but the first.
-        """
+        """Launch the kernel; `Arguments` explains the tensors."""
         lk, _, lq, _, _, _ = self.layouts()
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        aK, tK = tile_copy(load, k, lk, (ROWS, self.D))
-        aV, tV = tile_copy(load, v, lk, (ROWS, self.D))
-        aQ, tQ = tile_copy(load, q, lq, (QUERIES, self.D))
-        aG, tG = tile_copy(load, do, lq, (QUERIES, self.D))
-        tiles = (aK, tK, aV, tV, aQ, tQ, aG, tG)
-        self.kernel(*tiles, o, do, k, row, lse, dlse, dq, dk, dv, dmask, ends, scale, row_b, row_n).launch(
+        tma_K, tma_V = (load_tma(x, lk, (ROWS, self.D)) for x in (k, v))
+        tma_Q, tma_dO = (load_tma(x, lq, (QUERIES, self.D)) for x in (q, do))
+        args = Arguments(o, do, k, row, lse, dlse, dq, dk, dv, dmask, ends, scale, row_b, row_n)
+        self.kernel(tma_K, tma_V, tma_Q, tma_dO, args).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.row
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        aK: cute.CopyAtom,
-        tK: cute.Tensor,
-        aV: cute.CopyAtom,
-        tV: cute.Tensor,
-        aQ: cute.CopyAtom,
-        tQ: cute.Tensor,
-        aG: cute.CopyAtom,
-        tG: cute.Tensor,
-        o: cute.Tensor,
-        do: cute.Tensor,
-        gK: cute.Tensor,
-        row: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dmask: Any,
-        ends: Any,
-        scale: Float32,
-        row_b: Int32,
-        row_n: Int32,
-    ):
+    def kernel(self, tma_K, tma_V, tma_Q, tma_dO, args):
         D, QT = self.D, self.tiles
-        B, N, H, LQ, _ = o.shape
-        LK = gK.shape[3]
+        B, N, H, LQ, _ = args.o.shape
+        LK = args.k.shape[3]
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
@@ -149,35 +103,29 @@ class FusedGradients(FusedProducer, Kernel):
         smem = SmemAllocator()
         lk, lkt, lq, lqt, ls, lst = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
-        sQ, sG, sK, sS = new(lq), new(lq), new(lk), new(ls)
-        sQt, sGt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sG.iterator, lqt.outer)
-        sKt, sSt = cute.make_tensor(sK.iterator, lkt.outer), cute.make_tensor(sS.iterator, lst.outer)
+        sQ, sdO, sK, sdS = new(lq), new(lq), new(lk), new(ls)
+        sQt, sdOt = cute.make_tensor(sQ.iterator, lqt.outer), cute.make_tensor(sdO.iterator, lqt.outer)
+        sKt, sdSt = cute.make_tensor(sK.iterator, lkt.outer), cute.make_tensor(sdS.iterator, lst.outer)
         across = self.width // 8
         # dq of a tile, as the accumulators hold it, each warp's part in one piece
         sums = smem.allocate_tensor(
             Float32, cute.make_layout((4, 32, across, 4, QT), stride=(1, 4, 128, 128 * across, 512 * across)), 128
         )
-        pS = smem.allocate_array(Float32, QT * TILE, byte_alignment=128)
-        full = smem.allocate_array(Int64, QT)  # a tile of queries is there
-        empty = smem.allocate_array(Int64, QT)
-        kfull = smem.allocate_array(Int64, 2 * GROUPS)
-        kempty = smem.allocate_array(Int64, 2 * GROUPS)
-        vempty = smem.allocate_array(Int64, GROUPS)
-        added = smem.allocate_array(Int64, GROUPS * QT)  # a warpgroup has added to dq of a tile
-        book = cute.make_tensor(smem.allocate_array(Int32, GROUPS * 32), cute.make_layout((GROUPS * 4, 8), stride=(8, 1)))
+        sS = smem.allocate_array(Float32, QT * TILE, byte_alignment=128)
+        queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (QT, 2 * GROUPS))
+        values_empty, added = (smem.allocate_array(Int64, x) for x in (GROUPS, GROUPS * QT))
+        rings = Rings(queries, keys, values_empty, added)
+        books = cute.make_tensor(smem.allocate_array(Int32, GROUPS * 32), cute.make_layout((GROUPS * 4, 8), stride=(8, 1)))
         if tid == 0:
-            for i in range_constexpr(QT):
-                arch.mbarrier_init(full + i, 2)
-                arch.mbarrier_init(empty + i, GROUPS * 4)
-            for i in range_constexpr(2 * GROUPS):
-                arch.mbarrier_init(kfull + i, 1)
-                arch.mbarrier_init(kempty + i, 4)
+            queries.initialize(producers=2, consumers=GROUPS * 4)
+            keys.initialize(consumers=4)
             for i in range_constexpr(GROUPS):
-                arch.mbarrier_init(vempty + i, 4)
+                arch.mbarrier_init(values_empty + i, 4)
             for i in range_constexpr(GROUPS * QT):
                 arch.mbarrier_init(added + i, 4)
         arch.mbarrier_init_fence()
         arch.sync_threads()
+        scale, row_b, row_n, dmask, dq = args.scale, args.row_b, args.row_n, args.dmask, args.dq
         inverse = Float32(1.0) / scale
         # ---- work: rows (b, n, h), one after the other
         NK = (LK + ROWS - 1) // ROWS
@@ -185,143 +133,129 @@ class FusedGradients(FusedProducer, Kernel):
         items = B * N * H
         thirds = (NT // 3, 2 * NT // 3, NT)  # of the tiles of queries: past the last of each
 
-        kS, kG = tile_parts(aK, tK, (ROWS, D), sK)
-        vS, vG = tile_parts(aV, tV, (ROWS, D), sK)
-        qS, qG = tile_parts(aQ, tQ, (QUERIES, D), sQ)
-        gS, gG = tile_parts(aG, tG, (QUERIES, D), sG)
-        sizes, where = (N, H, NK, NT, LQ, thirds), (ends, row_b, row_n)
+        copy_K, copy_V = (TmaTiles.of(x, (ROWS, D), sK) for x in (tma_K, tma_V))
+        copy_Q, copy_dO = TmaTiles.of(tma_Q, (QUERIES, D), sQ), TmaTiles.of(tma_dO, (QUERIES, D), sdO)
+        sizes = (N, H, NK, NT, LQ, thirds)
         if wid >= GROUPS * 4:
             # ================= one warp brings in, three find the statistics of a third of the tiles each
             arch.setmaxregister_decrease(56)
             s = wid - GROUPS * 4
             if s == GROUPS:
-                copies = ((aK, kG, kS), (aV, vG, vS), (aQ, qG, qS), (aG, gG, gS))
-                self.produce(bid, blocks, items, sizes, where, copies, (full, empty, kfull, kempty, vempty))
+                self.produce(bid, blocks, items, args, sizes, (copy_K, copy_V, copy_Q, copy_dO), rings)
             else:
-                gradients = (dk, dv, dmask)
-                self.produce_statistics(
-                    s, bid, blocks, items, sizes, where, o, do, lse, dlse, gradients, inverse, pS, full, empty, lane
-                )
+                self.produce_statistics(s, bid, blocks, items, args, sizes, inverse, sS, queries, lane)
         else:
             # ================= consumers
             arch.setmaxregister_increase(152)
             s, w, wt = wid // 4, wid % 4, tid % 128
             g, t4 = lane // 4, lane % 4
-            S_K = multiply(self.dtype, False, K, SLICE)
-            D_K = self.transposed(True)
-            fQ, fG, fQt, fGt, f1 = self.right_sides(sQ, sG, sQt, sGt, pS, QT, wt)
-            fS = D_K.make_fragment_A(D_K.get_slice(wt).partition_A(sSt))
-            fKt = D_K.make_fragment_B(D_K.get_slice(wt).partition_B(narrow(sKt, self.width)))
-            R = D_K.make_fragment_C(D_K.partition_shape_C((QUERIES, self.width)))
-            S, T, X, Y = self.accumulators()
-            rK, rV, rR, rD = self.left_sides(t4, lane)
-            ldm = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), S_K).get_slice(wt)
-            rows = ldm.partition_S(sK)
-            own = cute.make_rmem_tensor(6, Int32)
-            own.fill(0)
+            mma_dQ = self.transposed(True)
+            operands, row = self.fragments((sQ, sdO, sQt, sdOt, sS, sK), QT, wt, t4, lane)
+            tdQrS = mma_dQ.make_fragment_A(mma_dQ.get_slice(wt).partition_A(sdSt))
+            tdQrK = mma_dQ.make_fragment_B(mma_dQ.get_slice(wt).partition_B(narrow(sKt, self.width)))
+            acc_dQ = mma_dQ.make_fragment_C(mma_dQ.partition_shape_C((QUERIES, self.width)))
             of_mask = cute.make_rmem_tensor(2, Float32)
             begin, _ = self.third(s, thirds)
             # What the loop over tiles does not need lives in shared memory: the row, how many rows and how many tiles of keys
             # came before, the round, h, n and b, and how many rounds came before.
-            mine = book[wid, None]
+            book = books[wid, None]
             if lane == 0:
-                mine[0], mine[1], mine[2], mine[7] = bid, Int32(0), Int32(0), Int32(0)
+                book[0], book[1], book[2], book[7] = bid, Int32(0), Int32(0), Int32(0)
             arch.sync_warp()
             at = Int32(0)  # tiles of scores so far
             if const_expr(self.row):
                 arch.griddepcontrol_wait()
-            while mine[0] < items:
+            while book[0] < items:
                 if lane == 0:
-                    mine[3] = Int32(0)
-                    mine[4], mine[5], mine[6] = place(mine[0], H, N)
+                    book[3] = Int32(0)
+                    book[4], book[5], book[6] = place(book[0], H, N)
                 arch.sync_warp()
-                live = self.live_tiles(mine[5], mine[6], where, NK)
+                live = self.live_tiles(book[5], book[6], args, NK)
                 rounds = (live + GROUPS - 1) // GROUPS
-                while mine[3] < rounds:
-                    r, count, done = mine[3], mine[1], mine[2]
+                while book[3] < rounds:
+                    r, count, done = book[3], book[1], book[2]
                     flags = Int32(cutlass.select_(r == 0, FIRST, 0)) | Int32(cutlass.select_(r == rounds - 1, LAST, 0))
-                    flags = flags | (mine[7] & 1)
+                    flags = flags | (book[7] & 1)
                     ph = count & 1
                     if r * GROUPS + s < live:
                         buffer = arch.make_warp_uniform(3 * s + (done & 1))
                         if const_expr(self.row):
-                            self.load_row(own, row, mine[6] * row_b + mine[5] * row_n, (r * GROUPS + s) * ROWS + w * 16 + g)
-                        barrier = kfull + 2 * s + (done & 1)
-                        self.take_rows(ldm, rows, ((buffer, rK), (3 * s + 2, rV)), own, rR, t4, inverse, barrier, done >> 1 & 1)
+                            line, first = book[6] * row_b + book[5] * row_n, (r * GROUPS + s) * ROWS + w * 16 + g
+                            self.load_row(row.terms, args.row, line, first)
+                        keys.consumer_wait(Slot(2 * s + (done & 1), done >> 1 & 1))
+                        self.load_keys(operands, row, (buffer, 3 * s + 2), t4, inverse)
                         of_mask.fill(0.0)
                         j = begin
                         for t in cutlass.range(NT, unroll=1):
                             j = arch.make_warp_uniform(j)
                             at, buffer = arch.make_warp_uniform(at), arch.make_warp_uniform(buffer)
-                            to = sS[None, None, (2 * s + (at & 1)) * 4 + w]
-                            arch.mbarrier_wait(full + j, ph)
+                            to = sdS[None, None, (2 * s + (at & 1)) * 4 + w]
+                            queries.consumer_wait(Slot(j, ph))
                             warpgroup.fence()
-                            self.scores(S, T, rK, rV, rR, rD, fQ, fG, f1, 0, j)
+                            self.scores(operands, 0, j)
                             warpgroup.commit_group()
                             warpgroup.wait_group(0)
                             if t == 0:
-                                release(vempty + s, lane)  # a product has used v: only then has it left shared memory
+                                release(values_empty + s, lane)  # a product has used v: only then has it left shared memory
                             # ---- the first half of the tile's queries
-                            P, dS = self.gradient(S, T, scale, of_mask)
+                            P, dS = self.gradient(operands, scale, of_mask)
                             self.leave(dS, to, 0, lane)
                             warpgroup.fence()
-                            self.scores(S, T, rK, rV, rR, rD, fQ, fG, f1, 1, j)
+                            self.scores(operands, 1, j)
                             warpgroup.commit_group()
-                            self.products(P, dS, X, Y, fQt, fGt, 0, j, t > 0)
+                            self.products(operands, P, dS, 0, j, t > 0)
                             warpgroup.commit_group()
                             warpgroup.wait_group(1)
                             # ---- the second half, and dq of the tile
-                            P, dS = self.gradient(S, T, scale, of_mask)
+                            P, dS = self.gradient(operands, scale, of_mask)
                             self.leave(dS, to, 1, lane)
                             arch.fence_proxy("async.shared", space="cta")
                             warpgroup.wait_group(0)
                             warpgroup.fence()
-                            self.products(P, dS, X, Y, fQt, fGt, 1, j, True)
+                            self.products(operands, P, dS, 1, j, started=True)
                             arch.barrier(barrier_id=1 + s, number_of_threads=128)
-                            self.query_products(R, fS, fKt, 2 * s + (at & 1), buffer)
+                            self.query_products(acc_dQ, tdQrS, tdQrK, 2 * s + (at & 1), buffer)
                             warpgroup.commit_group()
                             warpgroup.wait_group(0)
-                            self.add_up(
-                                R, flags, s, j, NT, sums[None, lane, None, w, j], added, empty, dq, mine, w, scale, lane
-                            )
+                            tile = sums[None, lane, None, w, j]
+                            self.add_up(acc_dQ, flags, s, j, NT, tile, rings, dq, book, w, scale, lane)
                             at += 1
                             j += 1
                             if j == NT:
                                 j = Int32(0)
-                        release(kempty + 2 * s + (mine[2] & 1), lane)
+                        keys.consumer_release(2 * s + (book[2] & 1), lane)
                         # ---- dk and dv go through what the next tile's dS will overwrite, and nobody reads any more
-                        h, n, b = mine[4], mine[5], mine[6]
-                        first = (mine[3] * GROUPS + s) * ROWS + w * 16
+                        h, n, b = book[4], book[5], book[6]
+                        first = (book[3] * GROUPS + s) * ROWS + w * 16
                         if const_expr(self.mask_gradient):
                             self.store_sums(of_mask, dmask[b, n, h, None], first + g, t4)
-                        room = cute.recast_ptr(sS[None, None, (2 * s + (at & 1)) * 4 + w].iterator, dtype=self.dtype)
-                        self.write(X, scale, room, dk[b, n, h, None, None], first, lane)
-                        self.write(Y, Float32(1.0), room, dv[b, n, h, None, None], first, lane)
+                        room = cute.recast_ptr(sdS[None, None, (2 * s + (at & 1)) * 4 + w].iterator, dtype=self.dtype)
+                        self.write(operands.acc_dK, scale, room, args.dk[b, n, h, None, None], first, lane)
+                        self.write(operands.acc_dV, Float32(1.0), room, args.dv[b, n, h, None, None], first, lane)
                         if lane == 0:
-                            mine[2] = mine[2] + 1
+                            book[2] = book[2] + 1
                     else:
                         # no keys are left for this warpgroup: it adds nothing, in its turn
                         j = begin
                         for _ in cutlass.range(NT, unroll=1):
-                            arch.mbarrier_wait(full + j, ph)
-                            self.add_up(
-                                None, flags, s, j, NT, sums[None, lane, None, w, j], added, empty, dq, mine, w, scale, lane
-                            )
+                            queries.consumer_wait(Slot(j, ph))
+                            tile = sums[None, lane, None, w, j]
+                            self.add_up(None, flags, s, j, NT, tile, rings, dq, book, w, scale, lane)
                             j += 1
                             if j == NT:
                                 j = Int32(0)
                     arch.sync_warp()
                     if lane == 0:
-                        mine[3] = mine[3] + 1
-                        mine[7] = mine[7] + 1
+                        book[3] = book[3] + 1
+                        book[7] = book[7] + 1
                     arch.sync_warp()
                 if lane == 0:
-                    mine[0] = mine[0] + blocks
-                    mine[1] = mine[1] + 1
+                    book[0] = book[0] + blocks
+                    book[1] = book[1] + 1
                 arch.sync_warp()
 
     def arguments(self) -> tuple[Any, ...]:
-        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream."""
         size = cute.sym_int
         B, N, H, Q, KL = (size() for _ in range(5))
         of_q = [channels(self.dtype, (B, N, H, length), self.channels) for length in (Q, KL, KL, Q, Q, Q, KL, KL)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cutlass
@@ -10,7 +11,7 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.backward.dkdv.mma import KeyMma
-from evoattn.backends.hopper.kernels.primitives import release
+from evoattn.backends.hopper.kernels.ring import Ring, release
 from evoattn.backends.hopper.kernels.tile_sizes import QUERIES, ROWS
 
 MN = OperandMajorMode.MN
@@ -18,8 +19,21 @@ GROUPS = 3  # warpgroups
 FIRST, LAST = 2, 4  # rounds of a row: flags beside a bit of the number of rounds
 
 
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """The rings of tiles of q, dO and statistics, and of keys with values, two stages of each warpgroup.
+
+    values_empty: barriers of the one stage that a warpgroup has for values. added: a warpgroup has added to dq of a tile.
+    """
+
+    queries: Ring
+    keys: Ring
+    values_empty: Any
+    added: Any
+
+
 class FusedMma(KeyMma):
-    """The part of `FusedGradients` that knows nothing of the warps that bring in."""
+    """The steps of `FusedGradients` that know nothing of the producers."""
 
     channels: int
     tiles: int
@@ -32,10 +46,11 @@ class FusedMma(KeyMma):
         tiled.set(warpgroup.Field.ACCUMULATE, accumulate)
         return tiled
 
-    def query_products(self, R, fS, fKt, left, right):
-        """dq of a tile of queries, of this warpgroup's keys"""
+    def query_products(self, acc_dQ, tdQrS, tdQrK, left, right):
+        """Issue dQ = dS K of a tile of queries and this warpgroup's keys."""
         for kk in range(ROWS // 16):
-            cute.gemm(self.transposed(kk > 0), R, fS[None, None, kk, left], fKt[None, None, kk, right], R)
+            op = self.transposed(kk > 0)
+            cute.gemm(op, acc_dQ, tdQrS[None, None, kk, left], tdQrK[None, None, kk, right], acc_dQ)
 
     def leave(self, dS, tile, u, lane):
         """dS^T of half a tile of queries, a warp's 16 keys, in shared memory"""
@@ -46,48 +61,36 @@ class FusedMma(KeyMma):
 
     @cute.jit
     def add_up(
-        self,
-        R,
-        flags: Int32,
-        s: Int32,
-        j: Int32,
-        NT: Int32,
-        tile,
-        added: cute.Pointer,
-        empty: cute.Pointer,
-        dq: cute.Tensor,
-        mine,
-        w: Int32,
-        scale: Float32,
+        self, acc_dQ, flags: Int32, s: Int32, j: Int32, NT: Int32, tile, rings, dq: cute.Tensor, book, w: Int32, scale: Float32,
         lane: Int32,
-    ):
+    ):  # fmt: skip
         """Add to dq of tile j after the warpgroup before; the last one writes it. Then the tile's queries are given back."""
         before = Int32(cutlass.select_(s == 2, Int32(0), s + 1))
         # the third that the tile lies in, where this warpgroup begins and where it ends
         z = Int32(cutlass.select_(3 * j + 3 <= NT, Int32(0), cutlass.select_(3 * j + 3 <= 2 * NT, Int32(1), Int32(2))))
         own = Int32(cutlass.select_(z == s, Int32(1), Int32(0)))
-        arch.mbarrier_wait(added + before * self.tiles + j, (flags ^ own) & 1)
+        arch.mbarrier_wait(rings.added + before * self.tiles + j, (flags ^ own) & 1)
         total = cute.make_rmem_tensor(4 * (self.width // 8), Float32)
         if flags & FIRST == 0 or own == 0:
             for x in range_constexpr(self.width // 8):
                 cute.autovec_copy(tile[None, x], cute.make_tensor(total.iterator + 4 * x, cute.make_layout(4)))
         else:
             total.fill(0.0)
-        if const_expr(R is not None):
+        if const_expr(acc_dQ is not None):
             for x in range_constexpr(cute.size(total)):
-                total[x] = total[x] + R[x]
+                total[x] = total[x] + acc_dQ[x]
         if flags & LAST != 0 and z == Int32(cutlass.select_(s == 0, Int32(2), s - 1)):
             arch.sync_warp()
-            h, n, b = mine[4], mine[5], mine[6]
+            h, n, b = book[4], book[5], book[6]
             room = cute.recast_ptr(tile.iterator - lane * 4, dtype=self.dtype)
             self.write(total, scale, room, dq[b, n, h, None, None], j * QUERIES + w * 16, lane)
         else:
             for x in range_constexpr(self.width // 8):
                 cute.autovec_copy(cute.make_tensor(total.iterator + 4 * x, cute.make_layout(4)), tile[None, x])
         arch.sync_warp()
-        release(added + s * self.tiles + j, lane)
+        release(rings.added + s * self.tiles + j, lane)
         if flags & LAST != 0:
-            release(empty + j, lane)
+            rings.queries.consumer_release(j, lane)
 
     @cute.jit
     def write(self, values, factor: Float32, room: cute.Pointer, to: cute.Tensor, first: Int32, lane: Int32):

@@ -39,24 +39,14 @@ class GatePass(Kernel):
         self.name_after(dtype, channels=channels, dlse=dlse, passes=passes, gradient=gradient)
 
     @cute.jit
-    def __call__(
-        self,
-        o: cute.Tensor,
-        do: cute.Tensor,
-        gate: cute.Tensor,
-        dlse: Any,
-        gated: Any,
-        delta: Any,
-        dgate: Any,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, o, do, gate, dlse, gated, delta, dgate, stream: cuda.CUstream):
         B, N, H, LQ, _ = o.shape
         self.kernel(o, do, gate, dlse, gated, delta, dgate).launch(
             grid=(B * N * H, (LQ + self.queries - 1) // self.queries, 1), block=(_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, o: cute.Tensor, do: cute.Tensor, gate: cute.Tensor, dlse: Any, gated: Any, delta: Any, dgate: Any):
+    def kernel(self, o, do, gate, dlse, gated, delta, dgate):
         tid, _, _ = arch.thread_idx()
         row, x, _ = arch.block_idx()
         h, n, b = place(row, o.shape[2], o.shape[1])
@@ -86,7 +76,7 @@ class GatePass(Kernel):
                 delta[b, n, h, q] = value
 
     def arguments(self) -> tuple[Any, ...]:
-        """What stands for the arguments of `__call__` when it is compiled, without the stream."""
+        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream."""
         sizes = tuple(cute.sym_int() for _ in range(4))
         o, do, gate, gated, dgate = (channels(self.dtype, sizes, self.channels) for _ in range(5))
         dlse = Stand(Float32, sizes, (free(), free(), free(), free()), 4) if self.dlse else None

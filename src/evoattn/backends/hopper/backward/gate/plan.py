@@ -74,7 +74,7 @@ def _plan_pass(
     gradient: bool,
     of_gate: Tensor | None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """What launches the gate's pass on (cotangents, gate, o, dgate), and returns what it makes of the cotangents.
+    """Plan the gate's pass: a function of (cotangents, gate, o, dgate) that returns the cotangents for the other kernels.
 
     of_gate: how dgate lies in memory; None: as `layout` says.
     """

@@ -77,6 +77,7 @@ class Forward(ForwardVariant):
 
     @cute.kernel
     def kernel(self, tma_Q, tma_K, tma_V, tma_P, tma_O, args):
+        """The roles of a block's warps, after its shared memory and its share of the work."""
         D, ST = self.D, self.stages
         B, N, H, LQ, _ = args.q.shape
         key_blocks = (args.k.shape[3] + KEYS - 1) // KEYS

@@ -125,6 +125,10 @@ class KeyGradients(KeyProducer, KeyConsumer, Kernel):
 
     @cute.kernel
     def kernel(self, tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args):
+        """The roles of a block's warps, after its shared memory and its share of the work.
+
+        One long function: if its parts move into others, address arithmetic moves too, and ptxas schedules the loops anew.
+        """
         D, ST, NS, RG = self.D, self.stages, self.streams, self.ring
         B, N, H, LQ, _ = args.q.shape
         LK = args.k.shape[3]

@@ -135,6 +135,10 @@ class QueryGradients(QueryReduce, QueryProducer, Kernel):
 
     @cute.kernel
     def kernel(self, tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args):
+        """The roles of a block's warps, after its shared memory and its share of the work.
+
+        One long function: if its parts move into others, address arithmetic moves too, and ptxas schedules the loops anew.
+        """
         if const_expr(not self.skips):
             arch.griddepcontrol_launch_dependents()  # `dkdv` comes to each processor that is through
         D, ST, WG, CL = self.D, self.stages, self.groups, self.cluster

@@ -91,6 +91,10 @@ class FusedGradients(FusedProducer, Kernel):
 
     @cute.kernel
     def kernel(self, tma_K, tma_V, tma_Q, tma_dO, args):
+        """The roles of a block's warps, after its shared memory and its share of the work.
+
+        One long function: if its parts move into others, address arithmetic moves too, and ptxas schedules the loops anew.
+        """
         D, QT = self.D, self.tiles
         B, N, H, LQ, _ = args.o.shape
         LK = args.k.shape[3]

@@ -29,7 +29,7 @@ import evoattn
 from clients.compare import Watch
 from evoattn.bench.machine import synchronize
 from evoattn.bench.memory import peak_bytes, release
-from evoattn.run import plans
+from evoattn.dispatch import lookup
 
 Values = dict[str, Tensor]
 """What is compared, by its name in `_COMPARED`."""
@@ -179,7 +179,7 @@ class Worker:
         self._client, self._device, self._ways, self._skip, self._write = client, device, ways, skip, write
         self._module = client.build().to(device)
         self._chosen: set[str] = set()
-        plans.listeners.append(self._chosen.add)
+        lookup.listeners.append(self._chosen.add)
 
     def length(self, residues: int, dtypes: list[str]) -> None:
         """Measure one length in all dtypes."""

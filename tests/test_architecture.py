@@ -1,6 +1,8 @@
 """Imports point one way, `import evoattn` needs torch alone, and starts nothing."""
 
 import ast
+import importlib
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -8,7 +10,7 @@ import sys
 import pytest
 
 import evoattn
-from evoattn.backends import BACKENDS
+from evoattn.backends import BACKENDS, Backend
 
 PACKAGE = pathlib.Path(evoattn.__file__).parent
 
@@ -17,31 +19,31 @@ ARROWS: dict[str, set[str]] = {
     "_version": set(),
     "compile": set(),
     "devices": set(),
+    "guards": set(),
     "inputs": set(),
     "numerics": set(),
-    "layouts": {"inputs", "numerics"},
+    "layouts": {"guards", "inputs", "numerics"},
     "workloads": set(),
     "problem": {"devices", "inputs"},
     "threads": set(),
     "tuning": {"compile", "_version", "devices", "problem"},
     "backends": {"compile", "devices", "inputs", "problem", "threads", "tuning", "layouts", "numerics"},
-    "call": {"backends", "inputs", "layouts", "numerics", "tuning"},
-    "run": {"backends", "call", "devices", "inputs", "layouts", "numerics", "problem", "tuning"},
-    "explanation": {"backends", "call", "inputs", "layouts", "problem", "run", "tuning"},
-    "api": {"backends", "call", "explanation", "inputs", "numerics", "run", "tuning"},
-    "fully_masked": {"backends", "call", "devices", "numerics", "run"},
-    "compat": {"api", "call", "fully_masked", "numerics", "pair"},
-    "pair": {"backends", "call", "devices", "numerics", "run"},
-    "nn": {"api", "backends", "call", "devices", "fully_masked", "numerics", "pair", "run"},
-    "clients": {"call", "compat", "nn", "numerics", "run"},
+    "dispatch": {"backends", "devices", "guards", "inputs", "layouts", "numerics", "problem", "tuning"},
+    "api": {"backends", "dispatch", "inputs", "numerics", "tuning"},
+    "fully_masked": {"backends", "devices", "dispatch", "guards", "numerics"},
+    "compat": {"api", "dispatch", "fully_masked", "numerics", "pair"},
+    "pair": {"backends", "devices", "dispatch", "guards", "numerics"},
+    "nn": {"api", "backends", "devices", "dispatch", "fully_masked", "guards", "layouts", "numerics", "pair"},
+    "clients": {"compat", "dispatch", "guards", "nn", "numerics"},
     "testing": {
-        *("api", "backends", "call", "compile", "inputs", "layouts", "nn", "numerics", "problem", "run", "tuning", "workloads"),
+        *("api", "backends", "compile", "dispatch", "guards", "inputs", "layouts", "nn", "numerics", "problem", "tuning"),
+        "workloads",
     },
     "__init__": {"_version", "api", "clients", "tuning"},
-    "bench": {"__init__", "_version", "api", "backends", "nn", "problem", "run", "testing", "tuning", "workloads"},
+    "bench": {"__init__", "_version", "api", "backends", "dispatch", "nn", "problem", "testing", "tuning", "workloads"},
     "cli": {
-        *("__init__", "_version", "api", "backends", "bench", "call", "clients", "compile", "devices", "inputs", "layouts"),
-        *("run", "testing", "tuning", "workloads"),
+        *("__init__", "_version", "api", "backends", "bench", "clients", "compile", "devices", "dispatch", "inputs", "layouts"),
+        *("testing", "tuning", "workloads"),
     },
     "__main__": {"cli"},
 }
@@ -90,6 +92,19 @@ def test_no_backend_imports_another(path: pathlib.Path) -> None:
     for name in imported(path):
         pieces = name.split(".")
         assert pieces[1:2] != ["backends"] or not {*pieces[2:3]} & ({*BACKENDS} - {own}), f"{path.name} imports {name}"
+
+
+NAMES = [*Backend.__annotations__, *(name for name in vars(Backend) if not name.startswith("_"))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_has_the_names_of_its_protocol(backend: str) -> None:
+    """And its functions take the same arguments, since they are called by name."""
+    module = importlib.import_module(f"evoattn.backends.{backend}")
+    for name in NAMES:
+        asked, given = getattr(Backend, name, None), getattr(module, name)
+        if asked is not None:
+            assert [*inspect.signature(given).parameters] == [*inspect.signature(asked).parameters][1:], name
 
 
 TABLES = {

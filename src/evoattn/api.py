@@ -7,15 +7,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from evoattn import dispatch
 from evoattn.backends import BACKENDS
-from evoattn.call import sharded
-from evoattn.call.canonical import key_axes
-from evoattn.call.validation import Wishes, check_arguments
-from evoattn.explanation import Explanation, explanation_of
+from evoattn.dispatch import Explanation
+from evoattn.dispatch.lookup import Options, backend_module
 from evoattn.inputs import Inputs
-from evoattn.numerics import natural_lse, row_shift
-from evoattn.run import calls
-from evoattn.run.dispatch import backend_module
 from evoattn.tuning import Config
 
 __all__ = ["BackendStatus", "Explanation", "backends", "evoformer_attention", "explain"]
@@ -121,29 +117,8 @@ def evoformer_attention(
     Source: Jumper et al. 2021 (supplementary algorithms 7, 13, 14, gates included); DeepSpeed4Science's evoformer attention.
     """
     inputs = Inputs(q, k, v, mask, mask_bias, pair_bias, gate)
-    made = _attend(inputs, Wishes(scale, layout, return_lse, backend, deterministic, config))
+    made = dispatch.attend(inputs, Options(scale, layout, deterministic, backend, config, return_lse))
     return (made[0], made[1]) if return_lse else made[0]
-
-
-def _attend(inputs: Inputs, wishes: Wishes) -> tuple[Tensor, ...]:
-    """o, and the LSE if it is wished for."""
-    call = calls.find(inputs, wishes)
-    if call is None:
-        check_arguments(inputs, wishes)
-        if sharded.is_sharded(inputs):
-            return sharded.attend(lambda local: _attend(local, wishes), inputs, wishes.layout)
-        call = calls.work_out(inputs, wishes)
-    made = call(inputs)
-    return (made[0], _user_lse(inputs, made[1], made[2])) if wishes.return_lse else (made[0],)
-
-
-def _user_lse(inputs: Inputs, lse: Tensor, reference: Tensor) -> Tensor:
-    """The logsumexp of the scores, from what a forward saves: in natural units, and with the row shift."""
-    lse = natural_lse(lse, reference)
-    if inputs.mask_bias is None:
-        return lse
-    mask, bias = (None if x is None else key_axes(x, inputs.q) for x in (inputs.mask, inputs.mask_bias))
-    return lse + row_shift(mask, bias, lse.dtype)[..., None, None]  # type: ignore[arg-type]
 
 
 def explain(
@@ -178,7 +153,7 @@ def explain(
         'tiled'
     """
     inputs = Inputs(q, k, v, mask, mask_bias, pair_bias, gate)
-    return explanation_of(inputs, Wishes(scale, layout, return_lse, backend, deterministic, config))
+    return dispatch.explain(inputs, Options(scale, layout, deterministic, backend, config, return_lse))
 
 
 @dataclasses.dataclass(frozen=True)

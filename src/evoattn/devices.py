@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Card", "card", "installed", "on_device_of", "planned", "planned_for", "processors", "uncast", "without_autocast"]
+__all__ = [
+    "Card",
+    "card",
+    "constant",
+    "installed",
+    "on_device_of",
+    "planned",
+    "planned_for",
+    "processors",
+    "uncast",
+    "without_autocast",
+]
 
 _OF_AN_H200 = 132
 
@@ -153,3 +164,19 @@ def without_autocast(tensor: Tensor, run: Callable[..., Any]) -> Callable[..., A
         return run(*arguments)
 
     return run_uncast
+
+
+def constant(value: float, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor full of a value. Nobody may write to it. It is not kept if a CUDA graph makes it at each replay."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.full(shape, value, dtype=dtype, device=device)
+    return _constant(value, shape, dtype, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(value: float, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        made = torch.full(shape, value, dtype=dtype, device=device)
+    if made.is_cuda:  # other streams may read it next
+        torch.cuda.current_stream(device).synchronize()
+    return made

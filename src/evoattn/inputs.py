@@ -1,4 +1,4 @@
-"""The arguments of a call as values: its tensors, what comes out, what a backward starts from, and the options of an operator.
+"""The arguments of a call as values: its tensors, what comes out, and what a backward starts from.
 
 A tensor that a call may have besides is one more field here, and is then wherever these values go.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Cotangents", "Inputs", "Kept", "Options", "Outputs"]
+__all__ = ["Cotangents", "Inputs", "Kept", "Outputs"]
 
 
 class Inputs(NamedTuple):
@@ -65,21 +65,3 @@ class Cotangents(NamedTuple):
 
     do: Tensor | None = None
     dlse: Tensor | None = None
-
-
-class Options(NamedTuple):
-    """What a call asks for besides, as plain values that an operator takes.
-
-    Args:
-        scale: factor on Q K^T; None is `D ** -0.5`.
-        layout: the order of axes in q, k, v, gate and O.
-        deterministic: whether results must be bit-equal from run to run.
-        backend: "auto" or a backend's name.
-        config: a `Config` as text; "" sets nothing.
-    """
-
-    scale: float | None = None
-    layout: str = "bnlhd"
-    deterministic: bool = False
-    backend: str = "auto"
-    config: str = ""

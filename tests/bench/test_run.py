@@ -20,7 +20,7 @@ from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS
 from evoattn.bench.plan import Plan, chosen, default_plan, left
 from evoattn.bench.record import PASSES, Record, Result
-from evoattn.run import dispatch
+from evoattn.dispatch import lookup
 from evoattn.testing import Inputs
 from evoattn.workloads import WORKLOADS, workload
 
@@ -377,7 +377,7 @@ def test_a_backend_that_auto_takes_is_measured_once(clock: FakeClock) -> None:
 
 def test_another_backend_for_the_backward_is_named(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Hopper's kernels take a forward and Triton's its backward."""
-    monkeypatch.setattr(dispatch, "AUTO_ORDER", ("tiled", "reference"))
+    monkeypatch.setattr(lookup, "AUTO_ORDER", ("tiled", "reference"))
     right = tiled.unsupported
     monkeypatch.setattr(
         tiled, "unsupported", lambda problem, config: ["no gradients"] if any(problem.needs) else right(problem, config)

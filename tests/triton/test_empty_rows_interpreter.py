@@ -260,16 +260,16 @@ else:
     def test_the_attention_goes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
         """What stands before it leaves tensors as plain as they were."""
         found = []
-        find = api.calls.find
+        find = api.dispatch.find
 
         def seen(*arguments: object) -> object:
             found.append(find(*arguments))
             return found[-1]
 
-        monkeypatch.setattr(api.calls, "find", seen)
+        monkeypatch.setattr(api.dispatch, "find", seen)
         for _ in range(2):  # the first call of a look is worked out
             step(attention, *make())
-        assert isinstance(found[-1], api.calls.Straight)
+        assert isinstance(found[-1], api.dispatch.Straight)
 
     @pytest.mark.parametrize(
         "change",

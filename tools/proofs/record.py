@@ -23,7 +23,7 @@ import torch
 import evoattn
 from evoattn.cli.warm.cards import ARCHITECTURES
 from evoattn.devices import planned_for
-from evoattn.run.dispatch import RefusalError
+from evoattn.dispatch.lookup import RefusalError
 from proofs import hopper_code
 from proofs.calls import Attention, Layer, attentions, layer_calls
 from proofs.recording import Recorder, on_card
@@ -213,7 +213,7 @@ def _keyed(line: str, keys: dict[str, str]) -> str:
 
 def _schemas() -> list[str]:
     """The operators of torch that the package defines."""
-    for name in ("evoattn.nn", "evoattn.pair", "evoattn.run.operators"):
+    for name in ("evoattn.nn", "evoattn.pair", "evoattn.dispatch.operators"):
         importlib.import_module(name)
     return [str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("evoattn::")]
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from evoattn.compile.workers import Task
-from evoattn.inputs import Cotangents, Inputs, Outputs
+from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
@@ -83,8 +85,10 @@ class Plan:
         keep: of a forward whose backend can start a backward from kept probabilities: a function of (inputs, o) that writes O
             and returns `Kept`. It returns None, having written nothing, if these inputs need `run`. The backward's planner and
             its `run` then take `Kept` for outputs. None for all other forwards.
-        writes_into: whether dq, dk and dv lie in memory as its planner was told, and not contiguous in the user's layout.
+        writes_into: of a backward, whether its planner was given `into` and took it.
         kernels: what `run` launches, of a backend that can compile the kernels of several plans together.
+        compile_together: of a forward of such a backend: compile in other processes what the plans of a call need, while their
+            caller goes on. It takes a function that makes the plans, and calls it only if it compiles so.
     """
 
     run: Callable[..., Any]
@@ -94,6 +98,7 @@ class Plan:
     keep: Callable[..., Any] | None = None
     writes_into: bool = False
     kernels: tuple[Any, ...] = ()
+    compile_together: Callable[[Callable[[], Sequence[Plan]]], None] | None = None
 
 
 class Needed(NamedTuple):
@@ -120,12 +125,6 @@ class Backend(Protocol):
     One that compiles kernels also has a module `ahead`, which imports its compiler. `ahead.needed(make)` finds the kernels of a
     plan as `Needed`, and launches nothing. `make` makes the plan, for the card of `devices.planned_for`, and what it would be
     run with on the device "meta".
-
-    One may also have `faster(problem) -> tuple[str, str] | None`: the backend that runs a problem in less time, and why; `auto`
-    then goes to that one, if it takes the problem. One may have `WRITES_ANYWHERE = True`: its `plan_backward` takes `into` too,
-    meta tensors that say how dq, dk and dv lie in memory, with rows of channels on 16 bytes. And one may have
-    `compile_together(plans)`: compile in other processes what the plans of a call need, while their caller goes on; it asks
-    for them only if it does so.
     """
 
     NAME: str
@@ -137,6 +136,9 @@ class Backend(Protocol):
     def unsupported(self, problem: Problem, config: Config) -> list[str]:
         """Every reason why it refuses a problem; empty when it takes it."""
 
+    def faster(self, problem: Problem) -> tuple[str, str] | None:
+        """The backend that runs a problem in less time, and why; `auto` goes to that one, if it takes the problem."""
+
     def plan_forward(self, inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
         """The forward of canonical tensors.
 
@@ -147,17 +149,19 @@ class Backend(Protocol):
         self,
         cotangents: Cotangents,
         inputs: Inputs,
-        outputs: Outputs,
+        outputs: Outputs | Kept,
         *,
         scale: float,
         layout: str,
         needs: tuple[bool, ...],
         deterministic: bool,
         config: Config,
+        into: Sequence[Tensor | None] | None,
     ) -> Plan:
         """The backward of canonical tensors: the gradients that `needs` asks for, each in its input's dtype.
 
-        dq, dk, dv and dgate are contiguous in the user's layout. `outputs.o` is the gated O:
+        dq, dk, dv and dgate are contiguous in the user's layout, unless the plan `writes_into`: then they lie in memory as the
+        meta tensors `into` do, with rows of channels on 16 bytes. `outputs.o` is the gated O:
 
             delta = sum over c of o dO      dO' = dO * sigmoid(gate)      dgate = dO * o * (1 - sigmoid(gate))
         """

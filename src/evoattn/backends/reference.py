@@ -25,12 +25,9 @@ from evoattn.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shi
 from evoattn.problem import Problem
 from evoattn.tuning import Config
 
-__all__ = ["NAME", "attention", "availability", "plan_backward", "plan_forward", "unsupported"]
+__all__ = ["NAME", "attention", "availability", "faster", "plan_backward", "plan_forward", "unsupported"]
 
 NAME = "reference"
-
-WRITES_ANYWHERE = True
-"""Gradients may have any strides (`evoattn.backends.Backend`)."""
 
 
 def availability() -> str | None:
@@ -82,6 +79,10 @@ def attention(inputs: Inputs, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return o, lse.squeeze(-1), reference.squeeze(-1)
 
 
+def faster(problem: Problem) -> None:
+    """Knows of none."""
+
+
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """See `evoattn.backends`."""
     view_inputs, view_outputs = as_planned(inputs), as_planned(empty_outputs(inputs, layout, "meta"))
@@ -119,7 +120,7 @@ def plan_backward(
                 out.copy_(value)
         return tuple([_of_bias(*each) for each in zip(inputs.differentiable[3:5], needs[3:5], of_biases, strict=True)])
 
-    return Plan(without_autocast(inputs.q, run), lambda: Description(config))
+    return Plan(without_autocast(inputs.q, run), lambda: Description(config), writes_into=into is not None)
 
 
 def _of_bias(bias: Tensor | None, need: bool, gradient: Tensor) -> Tensor | None:

@@ -17,8 +17,8 @@ from evoattn.bench.contender import Runner, worst
 from evoattn.bench.peers import backend_peer
 from evoattn.bench.record import Result, Timing
 from evoattn.bench.timing import time_in_turn
+from evoattn.dispatch.lookup import refusals
 from evoattn.problem import Problem
-from evoattn.run.dispatch import refusals
 from evoattn.testing import Inputs
 from evoattn.tuning import Config, user
 from evoattn.tuning.heuristics_few import few_tiles

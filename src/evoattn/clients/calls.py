@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.call.canonical import narrow_expanded
 from evoattn.clients.site import Count, is_repeated
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
+from evoattn.dispatch.axes import narrow_expanded
 
 __all__ = [
     "HOST_BOUND",

@@ -17,7 +17,7 @@ import secrets
 import threading
 
 from evoattn.clients.patching import NAMES, UnknownRelease, client, patch_as_imported
-from evoattn.run import plans
+from evoattn.dispatch import lookup
 
 __all__ = ["BEGAN", "STARTUP", "VARIABLE", "Tally", "imported", "instructions", "modules", "totals"]
 
@@ -125,7 +125,7 @@ _refused: set[str] = set()
 def _tally(folder: str | None) -> Tally:
     """The counts of this process, which hear of the backend of each plan that runs."""
     tally = Tally(folder)
-    plans.listeners.append(functools.partial(tally.add, "backend"))
+    lookup.listeners.append(functools.partial(tally.add, "backend"))
     return tally
 
 

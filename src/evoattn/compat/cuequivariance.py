@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
-from evoattn.call.canonical import fits, with_axes
 from evoattn.compat.arguments import check_keys, check_tensors
+from evoattn.dispatch.axes import fits, with_axes
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means_for_replaced_scores
 from evoattn.pair import triangle_multiplication
 

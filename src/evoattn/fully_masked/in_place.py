@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.call.canonical import with_axes
+from evoattn.dispatch.autograd import once_differentiable
+from evoattn.dispatch.axes import with_axes
 from evoattn.fully_masked import kernels
-from evoattn.run.once import once_differentiable
 
 __all__ = ["attend"]
 

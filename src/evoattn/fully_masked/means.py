@@ -24,11 +24,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from evoattn.call.canonical import fits, key_axes, with_axes
-from evoattn.call.validation import compute_dtype
+from evoattn import guards
 from evoattn.devices import installed
+from evoattn.dispatch.axes import fits, key_axes, with_axes
+from evoattn.dispatch.checks import compute_dtype
 from evoattn.numerics import bounded
-from evoattn.run import guards
 
 __all__ = ["EmptyRows", "check_empty_rows", "with_means", "with_means_for_replaced_scores", "with_means_per_query"]
 

@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.api import evoformer_attention
-from evoattn.call.canonical import fits
-from evoattn.call.sharded import is_distributed
 from evoattn.devices import uncast
+from evoattn.dispatch.autograd import once_differentiable
+from evoattn.dispatch.axes import fits
+from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
 from evoattn.nn.project import linear
 from evoattn.nn.submodules import call, is_linear
 from evoattn.numerics import accumulate_dtype
-from evoattn.run.once import once_differentiable
-from evoattn.run.split import Split
 
 __all__ = [
     "Attention",

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evoattn.call.sharded import is_distributed
+from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.replace import Ours, by_name, positions
 from evoattn.nn.sharded import from_parts, like, local
-from evoattn.run.split import Split
 
 __all__ = ["distribute"]
 

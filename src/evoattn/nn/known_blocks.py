@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn.call.canonical import fits
-from evoattn.call.sharded import is_distributed
+from evoattn import guards
+from evoattn.dispatch.axes import fits
+from evoattn.dispatch.distributed import is_distributed
 from evoattn.nn.known_calls import UnknownArgument, check_scaled, ignore
 from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.sharded import local, split_of
 from evoattn.nn.submodules import has_hooks
-from evoattn.run import guards
 
 __all__ = ["BLOCKS"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.call.canonical import with_axes
+from evoattn.dispatch.axes import with_axes
 
 __all__ = [
     "ClientsOwn",

@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from evoattn.call.sharded import is_distributed
-from evoattn.call.validation import check_mask
+from evoattn.dispatch.checks import check_mask
+from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.nn.attention import (
     add_residual,
     check_in_place,
@@ -22,7 +22,6 @@ from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.sharded import run_split
 from evoattn.nn.submodules import is_linear, is_norm
 from evoattn.pair import product, triangle_multiplication
-from evoattn.run.split import Split
 
 __all__ = ["JoinedTriangleMultiplication", "TriangleMultiplication"]
 

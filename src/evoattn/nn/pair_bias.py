@@ -7,15 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from evoattn.call.canonical import fits
-from evoattn.call.sharded import is_distributed
-from evoattn.call.validation import check_mask
+from evoattn.dispatch.axes import fits
+from evoattn.dispatch.checks import check_mask
+from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, check_shares, heads
 from evoattn.nn.project import layer_norm, linear, project
 from evoattn.nn.sharded import check_alike, full_parameters, like, local, part_of, queries_of, split_of
 from evoattn.nn.submodules import check_container, is_norm
-from evoattn.run.split import Split
 
 __all__ = ["AdaLN", "AttentionPairBias"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from evoattn.call.sharded import is_distributed
+from evoattn.dispatch.distributed import is_distributed
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from evoattn.call.sharded import is_distributed
-from evoattn.run.split import Split
+from evoattn.dispatch.distributed import Split, is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

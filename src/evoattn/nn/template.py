@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from evoattn.call.validation import check_mask
+from evoattn.dispatch.checks import check_mask
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import Attention, add_residual, attend, check_input, check_settings, heads
 from evoattn.nn.project import project

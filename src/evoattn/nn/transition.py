@@ -7,8 +7,8 @@ import functools
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn.call.sharded import is_distributed
-from evoattn.call.validation import check_mask
+from evoattn.dispatch.checks import check_mask
+from evoattn.dispatch.distributed import is_distributed
 from evoattn.nn.attention import add_residual, check_in_place, check_input
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear
 from evoattn.nn.sharded import run_local

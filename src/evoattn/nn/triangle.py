@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from evoattn.call.sharded import is_distributed
-from evoattn.call.validation import check_mask
+from evoattn.dispatch.checks import check_mask
+from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import (
     Attention,
@@ -26,7 +26,6 @@ from evoattn.nn.attention import (
 from evoattn.nn.project import compute_dtype_of, layer_norm, project
 from evoattn.nn.sharded import run_split
 from evoattn.nn.submodules import check_container
-from evoattn.run.split import Split
 
 __all__ = ["TriangleAttention"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.triton.launch import head_block
-from evoattn.run.constants import constant
+from evoattn.devices import constant
 
 __all__ = ["Tile", "affine", "narrowed", "shift"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.run import guards
-from evoattn.run.once import once_differentiable
-from evoattn.run.operators import LIBRARY
+from evoattn import guards
+from evoattn.dispatch.autograd import once_differentiable
+from evoattn.dispatch.operators import LIBRARY
 
 __all__ = ["Operator"]
 

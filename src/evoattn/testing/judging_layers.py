@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from evoattn.dispatch.lookup import RefusalError
 from evoattn.nn import attention as layers
-from evoattn.run.dispatch import RefusalError
 from evoattn.testing.dense_layers import MaskedSoftmax
 from evoattn.testing.judging import Outcome, bits, poisoned, verdict
 from evoattn.testing.oracle import FLOOR, relative_error

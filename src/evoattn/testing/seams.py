@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from evoattn import dispatch, guards
 from evoattn.backends import Inputs as Canonical
-from evoattn.call.canonical import canonicalise
-from evoattn.call.validation import Wishes
+from evoattn.dispatch import lookup
+from evoattn.dispatch.axes import canonicalise
+from evoattn.dispatch.lookup import Options
 from evoattn.inputs import Inputs as Arguments
 from evoattn.problem import Problem
-from evoattn.run import calls, dispatch, guards, plans
 from evoattn.testing.cases import Inputs
 from evoattn.tuning import Config, user
 
@@ -49,7 +50,7 @@ def chosen(problem: Problem, backend: str = "auto", config: Config | None = None
     Raises:
         ValueError: no backend takes the problem.
     """
-    module, refused = dispatch.select(problem, backend, config or Config())
+    module, refused = lookup.select(problem, backend, config or Config())
     return module.NAME, refused
 
 
@@ -68,18 +69,18 @@ def way(
 
     None: no call like this one is known. The next one is checked and planned, or torch has to see an operator now.
     """
-    known = calls.find(Arguments(q, k, v, mask, mask_bias, pair_bias, gate), Wishes(**options))
+    known = dispatch.find(Arguments(q, k, v, mask, mask_bias, pair_bias, gate), Options(**options))
     if known is None:
         return None
-    return "plan" if isinstance(known, calls.Straight) else "operator"
+    return "plan" if isinstance(known, dispatch.Straight) else "operator"
 
 
 @contextlib.contextmanager
 def taken() -> Iterator[list[str]]:
     """Collect the backend of each plan that a pass runs for the first time inside the block, in order."""
     backends: list[str] = []
-    plans.listeners.append(backends.append)
+    lookup.listeners.append(backends.append)
     try:
         yield backends
     finally:
-        plans.listeners.remove(backends.append)
+        lookup.listeners.remove(backends.append)

@@ -15,28 +15,21 @@ from torch import Tensor
 
 from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Description, Plan
 from evoattn.compile import first_calls
-from evoattn.devices import installed, on_device_of, planned, processors
+from evoattn.devices import installed, on_device_of, planned
 from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.problem import Needs, Problem, describe
+from evoattn.problem import Needs, Problem
 from evoattn.tuning.config import Config
 
 __all__ = [
     "NAME",
     "availability",
-    "compile_together",
-    "copies",
     "faster",
     "plan_backward",
     "plan_forward",
-    "resolve",
-    "resolve_backward",
     "unsupported",
 ]
 
 NAME = "hopper"
-
-WRITES_ANYWHERE = True
-"""Gradients may have any strides (`evoattn.backends.Backend`)."""
 
 _CAPABILITY = (9, 0)
 _COMPILER = "evoattn.backends.hopper.host.launch"
@@ -46,6 +39,9 @@ _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 _LEAST_SCALE, _MOST_SCALE = 2.0**-5, 2.0**12
 """In float16. A power of two of any other scale goes into q, and out of dq: float16 overflows or loses digits."""
+
+_FORWARD = Config(block_q=128, block_k=64)
+"""The tiles of the forward, which are the same for every problem."""
 
 _FEW_QUERIES, _FEW_KEYS, _FEWEST_KEYS = 32, 64, 32
 """Up to these queries and keys, or for a backward up to so few keys, `triton` was faster on an H200."""
@@ -124,83 +120,6 @@ def faster(problem: Problem) -> tuple[str, str] | None:
     return None
 
 
-def resolve() -> Config:
-    """The tiles of the forward, which are the same for every problem."""
-    return Config(block_q=128, block_k=64)
-
-
-def resolve_backward(problem: Problem) -> dict[str, dict[str, int]]:
-    """The tiles of the backward's kernels: those of its gradients that are wanted; `cluster` blocks share a tile's keys."""
-    from evoattn.backends.hopper.backward.variants import key_variant, one_kernel, query_variant
-
-    of_q, of_k, of_v, of_mask_bias, of_pair_bias, _ = problem.needs
-    pair = problem.pair_bias is not None
-    if one_kernel(problem.needs, pair, problem.d, _sizes(problem), processors()):
-        return {"whole": {"block_q": 64, "block_k": 64}}
-    found = {}
-    if of_q or of_pair_bias:
-        chosen = query_variant(problem.d, problem.lk, pair) or {}
-        keys = chosen["groups"] * chosen["slices"] * 32
-        found["dq"] = {"block_q": 64, "block_k": keys, "num_stages": chosen["stages"], "cluster": chosen["cluster"]}
-    if of_k or of_v or of_mask_bias:
-        stages = key_variant(problem.d, problem.lq, pair, _skips(problem), exact=_exact(problem))["stages"]
-        found["dkdv"] = {"block_q": 64, "block_k": 64, "num_stages": stages}
-    return found
-
-
-def _sizes(problem: Problem) -> tuple[int, int, int, int, int]:
-    """b, n, h, q, k."""
-    return problem.b, problem.n, problem.h, problem.lq, problem.lk
-
-
-def _exact(problem: Problem) -> bool:
-    """Whether its pair bias is float32."""
-    return problem.pair_bias == torch.float32
-
-
-def _skips(problem: Problem) -> bool:
-    """Whether the two kernels of its backward leave out what a mask switches off."""
-    from evoattn.backends.hopper.backward.variants import skips_rows
-
-    pair, exact = problem.pair_bias is not None, _exact(problem)
-    return skips_rows(problem.mask, problem.needs, pair, problem.d, _sizes(problem), exact=exact)
-
-
-def copies(problem: Problem, inputs: Inputs, factor: float = 1.0) -> list[str]:
-    """What a pass copies or lays out anew, each with the reason.
-
-    That is a q, k, v or gate that the copy engine does not take, a q that is multiplied by a factor of the scale, and a pair
-    bias.
-
-    Args:
-        problem: the call.
-        inputs: its tensors.
-        factor: what q is multiplied by, as `fold` finds it.
-    """
-    from evoattn.backends.hopper.backward.variants import key_variant
-    from evoattn.backends.hopper.host.memory import loads_wide
-
-    found = [
-        f"{name}: copied once a pass, so that each row of channels starts on 16 bytes and is in memory once for each head"
-        for name, x in zip(("q", "k", "v", "gate"), (*inputs.qkv, inputs.gate), strict=True)
-        if x is not None and not loads_wide(x) and (name != "q" or factor == 1.0)
-    ]
-    if factor != 1.0:
-        found.insert(
-            0,
-            f"q: copied once a pass, multiplied by {factor:g}, since the kernels take no scale that is negative or far from 1",
-        )
-    if inputs.pair_bias is None:
-        return found
-    found.append("pair_bias: laid out anew once a pass, measured from the largest of each query")
-    exact = _exact(problem)
-    if exact:
-        found.append("pair_bias: in float32, laid out anew once a forward, to be streamed")
-    if any(problem.needs[1:4]) and key_variant(problem.d, problem.lq, True, _skips(problem), exact=exact)["ring"]:
-        found.append("pair_bias: laid out anew once a backward, to be streamed")
-    return found
-
-
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
@@ -208,21 +127,19 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     from evoattn.backends.hopper.forward.gate import plan_product
     from evoattn.backends.hopper.forward.plan import plan_forward
     from evoattn.backends.hopper.host.launch import noting
-    from evoattn.backends.hopper.host.prepare import fold
 
     gate = inputs.gate
-    with noting() as kernels:
+    with noting() as noted:
         attend = plan_forward(*inputs[:6], scale=scale, layout=layout)
         multiply = None if gate is None else plan_product(gate, layout)
-    copied = tuple(copies(describe(inputs), inputs, fold(scale)[0]))
-    told = Description(resolve(), copies=copied, gate=None if gate is None else GATED_AFTER)
+    told = Description(_FORWARD, copies=_in_order(noted.copies), gate=None if gate is None else GATED_AFTER)
 
     def run(inputs: Inputs, outputs: Outputs) -> None:
         attend(*inputs[:6], *outputs)
         if multiply is not None and inputs.gate is not None:
             multiply(outputs.o, inputs.gate)
 
-    return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(kernels))
+    return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(noted.kernels), compile_together=_compile_together)
 
 
 def plan_backward(
@@ -238,19 +155,13 @@ def plan_backward(
     into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
-    from evoattn.backends.hopper.backward.facts import fold_for_backward
     from evoattn.backends.hopper.backward.gate.plan import plan_gated_backward
     from evoattn.backends.hopper.backward.plan import plan_backward
     from evoattn.backends.hopper.host.launch import noting
 
     options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": needs, "deterministic": deterministic, "into": into}
-    problem = describe(inputs, needs=needs, deterministic=deterministic)
-    gate = GATED_BACKWARD if problem.gate and cotangents.do is not None else None
-    factor, _ = fold_for_backward(scale, inputs.q.dtype, pair=inputs.pair_bias is not None)
-    copied = tuple(copies(problem, inputs, factor if any(needs[:5]) else 1.0))
-    told = Description(kernels=resolve_backward(problem), copies=copied, gate=gate)
-    with noting() as kernels:
-        if problem.gate:
+    with noting() as noted:
+        if inputs.gate is not None:
             run = plan_gated_backward(cotangents, inputs, outputs, **options)
         else:
             tensors: tuple[Any, ...] = (*cotangents, *inputs[:6], *outputs)
@@ -259,10 +170,18 @@ def plan_backward(
             def run(cotangents: Cotangents, inputs: Inputs, outputs: Outputs, gradients: tuple[Tensor | None, ...]) -> Any:
                 return launch(*cotangents, *inputs[:6], *outputs, *gradients[:3])
 
-    return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(kernels))
+    gate = GATED_BACKWARD if inputs.gate is not None and cotangents.do is not None else None
+    told = Description(kernels=noted.tiles, copies=_in_order(noted.copies), gate=gate)
+    return Plan(on_device_of(inputs.q, run), lambda: told, kernels=tuple(noted.kernels), writes_into=into is not None)
 
 
-def compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
+def _in_order(copies: list[str]) -> tuple[str, ...]:
+    """Return what is copied, each once, in the order of a call's arguments."""
+    names = ("q", "k", "v", "gate", "pair_bias")
+    return tuple(sorted(dict.fromkeys(copies), key=lambda text: names.index(text.partition(":")[0])))
+
+
+def _compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
     """Have the kernels of several plans that are not kept compiled in other processes; see `compile.first_calls`."""
     found = plans() if first_calls.wanted() else ()
     if found:

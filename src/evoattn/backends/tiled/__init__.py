@@ -40,12 +40,9 @@ from evoattn.numerics import LOG2E, accumulate_dtype, row_bias
 from evoattn.problem import Problem, describe
 from evoattn.tuning import Config, TiledPlan, tiled_plan, user
 
-__all__ = ["NAME", "availability", "plan_backward", "plan_forward", "unsupported"]
+__all__ = ["NAME", "availability", "faster", "plan_backward", "plan_forward", "unsupported"]
 
 NAME = "tiled"
-
-WRITES_ANYWHERE = True
-"""Gradients may have any strides (`evoattn.backends.Backend`)."""
 
 _SHARES = 2
 """Shares of the backward for each thread: more balance better, and hold more sums of bias gradients."""
@@ -63,6 +60,10 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         for name, value in config.given().items()
         if name in ("num_warps", "num_stages")
     ]
+
+
+def faster(problem: Problem) -> None:
+    """Knows of none."""
 
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
@@ -115,7 +116,7 @@ def plan_backward(
             return whole.backward(*tensors, Kept(outputs[0], p), gradients, scale, needs)
         return _backward(*tensors, Outputs(*outputs), gradients, scale, needs, blocks)
 
-    return Plan(without_autocast(inputs.q, run), blocks.describe)
+    return Plan(without_autocast(inputs.q, run), blocks.describe, writes_into=into is not None)
 
 
 class _Blocks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from evoattn.tuning.validity import most_warps
 __all__ = [
     "NAME",
     "availability",
+    "faster",
     "plan_backward",
     "plan_forward",
     "unsupported",
@@ -96,6 +98,10 @@ def _too_many_warps(problem: Problem, config: Config) -> list[str]:
     return reasons
 
 
+def faster(problem: Problem) -> None:
+    """Knows of none."""
+
+
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
     """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.triton import fwd_plan
@@ -115,6 +121,7 @@ def plan_backward(
     needs: Needs,
     deterministic: bool,
     config: Config,
+    into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
     from evoattn.backends.triton import bwd

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Needed, Plan
-from evoattn.call.canonical import canonicalise
 from evoattn.cli.warm.families import Attention
 from evoattn.devices import Card, planned_for
-from evoattn.inputs import Cotangents, Inputs, Options
+from evoattn.dispatch import lookup
+from evoattn.dispatch.axes import canonicalise
+from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError, backend_module
+from evoattn.inputs import Cotangents, Inputs
 from evoattn.layouts import empty_gradients, empty_outputs
-from evoattn.run import plans
-from evoattn.run.dispatch import RefusalError, backend_module
 
 __all__ = ["COMPILERS", "Call", "Found", "calls_of", "find", "find_all", "why_not"]
 
@@ -70,14 +70,15 @@ class Call:
 
     def make(self) -> tuple[Plan, tuple[Any, ...]]:
         """Make its plan for the card that is planned for, and what the plan is run with."""
-        options = Options(1.0 if self.attention.scaled else None, _LAYOUT)
+        options = Options(1.0 if self.attention.scaled else None, _LAYOUT).settled()
         inputs = canonicalise(self.inputs(), _LAYOUT).inputs
         outputs = empty_outputs(inputs, _LAYOUT)
         if not self.training:
-            return plans.forward(inputs, options), (inputs, outputs)
+            return lookup.plan(Forward(inputs, options)), (inputs, outputs)
         needs = (True, True, True, False, inputs.pair_bias is not None, False)
-        values = Cotangents(torch.empty_like(inputs.q)), inputs, outputs
-        return plans.backward(*values, needs, options), (*values, empty_gradients(inputs, _LAYOUT, needs))
+        cotangents = Cotangents(torch.empty_like(inputs.q))
+        plan = lookup.plan(Backward(inputs, options, cotangents, outputs, needs))
+        return plan, (cotangents, inputs, outputs, empty_gradients(inputs, _LAYOUT, needs))
 
     def _made(self, dtype: torch.dtype | None, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")

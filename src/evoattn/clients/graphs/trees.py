@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.call.canonical import narrow_expanded
+from evoattn.dispatch.axes import narrow_expanded
 
 __all__ = ["NotCaptured", "Spec", "copied", "flat", "nested", "room_for", "same_bits"]
 

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evoattn import guards
 from evoattn.devices import installed
+from evoattn.dispatch.distributed import Split
 from evoattn.pair import checking
 from evoattn.pair.multiplication import autograd, exchanged, sharded
 from evoattn.pair.multiplication.values import Options, Weights
 from evoattn.pair.operators import Operator
-from evoattn.run import guards
-from evoattn.run.split import Split
 
 __all__ = ["product", "reference", "triangle_multiplication"]
 

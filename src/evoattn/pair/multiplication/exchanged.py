@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evoattn.devices import uncast
+from evoattn.dispatch.autograd import once_differentiable
+from evoattn.dispatch.distributed import Split
 from evoattn.pair.multiplication.squares import multiply, multiply_backward, side
-from evoattn.run.once import once_differentiable
-from evoattn.run.split import Split
 
 __all__ = ["backward", "exchanged", "forward"]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from evoattn.devices import uncast
+from evoattn.dispatch.autograd import once_differentiable
+from evoattn.dispatch.distributed import Split
 from evoattn.pair.multiplication import exchanged
 from evoattn.pair.multiplication.autograd import weight_gradients
 from evoattn.pair.multiplication.values import Options, Weights
-from evoattn.run.once import once_differentiable
-from evoattn.run.split import Split
 
 __all__ = ["ShardedTriangleMultiplication", "forward"]
 

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evoattn import guards
 from evoattn.devices import installed
 from evoattn.pair import checking
 from evoattn.pair.operators import Operator
 from evoattn.pair.transitions import autograd
 from evoattn.pair.transitions.values import Options, Weights
-from evoattn.run import guards
 
 __all__ = ["reference", "transition"]
 

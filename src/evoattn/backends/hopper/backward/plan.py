@@ -19,7 +19,7 @@ from evoattn.backends.hopper.backward.facts import Facts
 from evoattn.backends.hopper.backward.pair_gradient import MOST_IN_32_BITS
 from evoattn.backends.hopper.backward.stages import Rows, Seen, between, stages_of
 from evoattn.backends.hopper.host.head_groups import for_each_group
-from evoattn.backends.hopper.host.launch import plan, types
+from evoattn.backends.hopper.host.launch import note_copy, plan, types
 from evoattn.backends.hopper.host.prepare import KeyTerms, changed, contiguous, loadable, pair_plan, row_plan
 from evoattn.backends.hopper.host.workspace import Workspace
 from evoattn.backends.hopper.kernels.key_bias import CLEARED
@@ -83,6 +83,7 @@ def plan_backward(
         *(row, ends, *(None if x is None else x[: together.b] for x in (order, starts))),
     )
     if facts.second and not facts.fused and facts.key["ring"]:
+        note_copy("pair_bias: laid out anew once a backward, to be streamed")
         tiles = plan(Tiles(types[pair_bias.dtype], wide=facts.key["wide"]), device, pair, tiled, facts.unit)  # type: ignore[union-attr]
     rows = Rows(False, 0, 0) if terms is None else Rows(True, terms.row_b, terms.row_n)
     stats, parts = between(facts)
@@ -169,7 +170,8 @@ def _inputs(
     changes: list[tuple[int, Callable[[Tensor], Tensor]]] = []
     found: dict[str, Tensor] = {}
     for i, name, x in ((0, "do", do), (2, "q", q), (3, "k", k), (4, "v", v), (8, "o", o)):
-        found[name], change = loadable(o if x is None else x, facts.factor if name == "q" else 1.0)
+        told = name if name in ("q", "k", "v") else ""
+        found[name], change = loadable(o if x is None else x, facts.factor if name == "q" else 1.0, told)
         if change is not None:
             changes.append((i, change))
     of_dlse = lse

@@ -16,7 +16,8 @@ from evoattn.backends.hopper.backward.facts import Facts
 from evoattn.backends.hopper.backward.fused.kernel import FusedGradients
 from evoattn.backends.hopper.backward.statistics import Statistics
 from evoattn.backends.hopper.backward.variants import query_interleave
-from evoattn.backends.hopper.host.launch import plan, types
+from evoattn.backends.hopper.host.launch import note_tiles, plan, types
+from evoattn.backends.hopper.kernels.tile_sizes import ROWS, SLICE
 
 __all__ = ["Rows", "Seen", "Stage", "between", "stages_of"]
 
@@ -93,6 +94,7 @@ def stages_of(facts: Facts, seen: Seen, rows: Rows, stats: Tensor, parts: Tensor
 
 
 def _fused(facts: Facts, seen: Seen, rows: Rows, dlse: bool) -> Stage:
+    note_tiles("whole", block_q=ROWS, block_k=ROWS)
     b, n, h, _, _ = facts.sizes
     wishes: dict[str, Any] = {"row": rows.there, "mask_gradient": facts.needs[3], "dlse": dlse, "gate": facts.gated}
     made = FusedGradients(types[facts.dtype], facts.d, **wishes, tiles=facts.fused)  # type: ignore[arg-type]
@@ -105,6 +107,9 @@ def _fused(facts: Facts, seen: Seen, rows: Rows, dlse: bool) -> Stage:
 
 
 def _query(facts: Facts, seen: Seen, rows: Rows, dlse: bool, stats: Tensor, parts: Tensor) -> Stage:
+    chosen = facts.query
+    keys = chosen["groups"] * chosen["slices"] * SLICE
+    note_tiles("dq", block_q=ROWS, block_k=keys, num_stages=chosen["stages"], cluster=chosen["cluster"])
     wishes: dict[str, Any] = {"bias_gradient": facts.needs[4], "partial": facts.partial, "skips": facts.skips}
     wishes |= {"dlse": dlse, "gate": facts.gated}
     has: dict[str, Any] = {"pair": facts.pair, "row": rows.there, "bias": None if facts.bias is None else types[facts.bias]}
@@ -128,6 +133,7 @@ def _statistics(facts: Facts, seen: Seen, dlse: bool, stats: Tensor) -> Stage:
 
 
 def _key(facts: Facts, seen: Seen, rows: Rows, tiles: bool, stats: Tensor) -> Stage:
+    note_tiles("dkdv", block_q=ROWS, block_k=ROWS, num_stages=facts.key["stages"])
     rounds = facts.gradient is not None and facts.gradient.rounds
     clears = facts.skips and facts.needs[0]
     wishes: dict[str, Any] = {"mask_gradient": facts.needs[3], "rounds": rounds, "skips": facts.skips, "clears": clears}

@@ -70,7 +70,7 @@ class GateProduct(Kernel):
 
 def plan_product(gate: Tensor, layout: str) -> Callable[[Tensor, Tensor], None]:
     """Plan the product: a function of (o, gate), for an o in the memory layout `layout`."""
-    like, change = loadable(gate)
+    like, change = loadable(gate, name="gate")
     o = layouts.empty(gate.shape, layout, gate, "meta")
     kernel = plan(GateProduct(types[gate.dtype], gate.shape[-1]), gate.device, o, like)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from evoattn import devices, layouts
 from evoattn.backends.hopper.forward.kernel import CHAIN, HALVES, Forward
 from evoattn.backends.hopper.host.head_groups import HeadGroups, for_each_group
-from evoattn.backends.hopper.host.launch import plan, types
+from evoattn.backends.hopper.host.launch import note_copy, plan, types
 from evoattn.backends.hopper.host.prepare import changed, fold, loadable, pair_plan, row_plan
 from evoattn.backends.hopper.host.workspace import Workspace
 from evoattn.backends.hopper.kernels.pair_bias import Tiles
@@ -56,7 +56,7 @@ def plan_forward(
     deep = None if terms is None else terms.deep
     at_laid, at_shifts, at_tiled = (0 if x is None else workspace.add(x) for x in (laid, shifts, tiled))
     seen = tiled if wide else laid  # what the kernel reads
-    (q, change_q), (k, change_k), (v, change_v) = loadable(q, factor), loadable(k), loadable(v)
+    (q, change_q), (k, change_k), (v, change_v) = loadable(q, factor, "q"), loadable(k, name="k"), loadable(v, name="v")
     changes = [(i, change) for i, change in enumerate((change_q, change_k, change_v)) if change is not None]
     o = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta"))
     lse = torch.empty((b, n, h, lq), device="meta", dtype=torch.float32)
@@ -91,6 +91,7 @@ def plan_forward(
 
 def _tile_plan(pair: Tensor, q: Tensor, unit: float) -> tuple[Tensor, Any]:
     """Plan the tiles of a float32 pair bias [b|1,h|1,q,k], as accumulators hold it: their memory, and the launch to fill it."""
+    note_copy("pair_bias: in float32, laid out anew once a forward, to be streamed")
     panels, blocks = -(-pair.shape[2] // (HALVES * ROWS)), -(-pair.shape[3] // KEYS)
     tiled = torch.empty(*pair.shape[:2], HALVES * panels, blocks, ROWS * KEYS, device="meta", dtype=torch.float32)
     if q.shape[-1] == 8:  # 1 / scale is rounded there

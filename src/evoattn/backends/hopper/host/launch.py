@@ -31,6 +31,8 @@ __all__ = [
     "free",
     "given_pair",
     "live_rows",
+    "note_copy",
+    "note_tiles",
     "noting",
     "plan",
     "size",
@@ -47,7 +49,7 @@ types = {
 
 _OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
 
-_noted: contextvars.ContextVar[list[Kernel] | None] = contextvars.ContextVar("noted", default=None)
+_noted: contextvars.ContextVar[Noted | None] = contextvars.ContextVar("noted", default=None)
 
 
 def size() -> Any:
@@ -215,15 +217,42 @@ def strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> li
     return [want if size == 1 else given for size, given, want in zip(shape, stride, wanted, strict=True)]
 
 
+@dataclasses.dataclass
+class Noted:
+    """What a pass is planned to do.
+
+    Args:
+        kernels: those that it launches, each as often as it does.
+        copies: what it copies or lays out anew, each with the reason.
+        tiles: of kernels that have some of their own, by name.
+    """
+
+    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    copies: list[str] = dataclasses.field(default_factory=list)
+    tiles: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+
+
 @contextlib.contextmanager
-def noting() -> Iterator[list[Kernel]]:
-    """The kernels of which launches are planned meanwhile, each as often as it is."""
-    found: list[Kernel] = []
+def noting() -> Iterator[Noted]:
+    """Note what is planned meanwhile."""
+    found = Noted()
     token = _noted.set(found)
     try:
         yield found
     finally:
         _noted.reset(token)
+
+
+def note_copy(text: str) -> None:
+    """Say what a pass copies or lays out anew, and why, where it is planned to."""
+    if (noted := _noted.get()) is not None:
+        noted.copies.append(text)
+
+
+def note_tiles(kernel: str, **tiles: int) -> None:
+    """Say the tiles of a kernel, where they are chosen."""
+    if (noted := _noted.get()) is not None:
+        noted.tiles[kernel] = tiles
 
 
 def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
@@ -238,8 +267,8 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
             strides, and are not kept; numbers stay what they are.
     """
     function: Any = None
-    if (kernels := _noted.get()) is not None:
-        kernels.append(kernel)
+    if (noted := _noted.get()) is not None:
+        noted.kernels.append(kernel)
     stands = kernel.arguments()
     extents: dict[int, int] = {}
     numbers = []

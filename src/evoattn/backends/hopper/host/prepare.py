@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.hopper.host.launch import plan, types
+from evoattn.backends.hopper.host.launch import note_copy, plan, types
 from evoattn.backends.hopper.host.memory import loads_wide
 from evoattn.backends.hopper.host.workspace import Workspace
 from evoattn.backends.hopper.kernels.key_bias import TERMS, Rows
@@ -26,6 +26,7 @@ def pair_plan(pair_bias: Tensor, queries: int, keys: int, *, beside: torch.dtype
 
     Its lines of keys have a multiple of 8, zero past the last key.
     """
+    note_copy("pair_bias: laid out anew once a pass, measured from the largest of each query")
     pair = pair_bias.expand(-1, -1, queries, keys)  # one query or key is read along all of them
     laid = pair_bias.new_empty((*pair.shape[:3], -(-keys // 8) * 8), device="meta")
     shifts = torch.empty(pair.shape[:3], dtype=torch.float32, device="meta")
@@ -113,11 +114,16 @@ def row_plan(
     return KeyTerms(make, like, ends, whole, of_n if of_b > 1 else 0, int(of_n > 1), order, starts)
 
 
-def loadable(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+def loadable(x: Tensor, factor: float = 1.0, name: str = "") -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """How q, k, v, o or do lies in memory for the kernels, and what makes it so: a copy where it is multiplied by something, or
-    its rows do not start on 16 bytes; None where it lies so."""
+    its rows do not start on 16 bytes; None where it lies so. `name`: by which the plan tells that it is copied."""
     if factor == 1.0 and loads_wide(x):
         return x, None
+    why = "so that each row of channels starts on 16 bytes and is in memory once for each head"
+    if factor != 1.0:
+        why = f"multiplied by {factor:g}, since the kernels take no scale that is negative or far from 1"
+    if name:
+        note_copy(f"{name}: copied once a pass, {why}")
     return contiguous(x, factor)
 
 

@@ -79,7 +79,8 @@ def _plan_pass(
     of_gate: how dgate lies in memory; None: as `layout` says.
     """
     device, dlse = inputs.q.device, cotangents.dlse  # outputs may be planned on the device "meta"
-    found = [loadable(x) for x in (outputs.o, cotangents.do, inputs.gate) if x is not None]
+    given = ((outputs.o, ""), (cotangents.do, ""), (inputs.gate, "gate"))
+    found = [loadable(x, name=name) for x, name in given if x is not None]
     changes = [(i, change) for i, (_, change) in enumerate(found) if change is not None]
     made = layouts.empty(outputs.o.shape, layout, outputs.o, "meta")
     of_delta = torch.empty(outputs.lse.shape, dtype=torch.float32, device="meta")

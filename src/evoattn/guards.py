@@ -6,7 +6,7 @@ once, by what torch.compile asks before it runs what it compiled (`TensorGuards`
 this thread, dtype, device, shape, strides, whether it requires a gradient. Asked from Python one by one that was half of a
 call's time.
 
-This module only remembers. A plan is made and kept by `run.plans`: what is forgotten here is found again there.
+This module only remembers. A plan is made and kept by `dispatch.lookup`: what is forgotten here is found again there.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,17 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from evoattn.inputs import Inputs
 from evoattn.numerics import accumulate_dtype
 
-__all__ = ["Axes", "Canonical", "canonicalise", "fits", "has_unit_axes", "key_axes", "narrow_expanded", "with_axes"]
+__all__ = [
+    "CANONICAL",
+    "Axes",
+    "Canonical",
+    "canonicalise",
+    "fits",
+    "has_unit_axes",
+    "key_axes",
+    "narrow_expanded",
+    "with_axes",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +60,14 @@ class Axes:
 
     def fold(self, x: Tensor) -> Tensor:
         """`[*lead, ...]` -> `[b,n,...]`."""
-        return _fold(x, self.batch, self.rows)
+        batch, rows = self.batch, self.rows
+        if batch == (0,) and rows == (1,):  # already so: the common case costs no view
+            return x
+        count, sizes = len(batch) + len(rows), tuple(x.shape)
+        if batch + rows != tuple(range(count)):
+            x = x.permute(*batch, *rows, *range(count, x.ndim))
+        b, n = math.prod([sizes[axis] for axis in batch]), math.prod([sizes[axis] for axis in rows])
+        return x.reshape(b, n, *sizes[count:])
 
     def fold_queries(self, x: Tensor) -> Tensor:
         """q, gate, o or do as the user has it -> `[b,n,h,q,d]`."""
@@ -79,24 +97,37 @@ class Axes:
         inverse = sorted(range(len(order)), key=lambda axis: order[axis])
         return x.permute(*inverse, *range(len(inverse), x.ndim))
 
+    def fold_written(self, written: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv and dgate, which lie in memory as q, k, v and the gate do -> canonical axes."""
+        return tuple([None if x is None else self.fold(way(x)) for x, way in zip(written, self._ways, strict=True)])
+
+    def restore_written(self, written: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv and dgate -> as the user has q, k, v and the gate."""
+        return tuple([None if x is None else way(self.restore(x)) for x, way in zip(written, self._ways, strict=True)])
+
     def restore_queries(self, x: Tensor) -> Tensor:
         """o, dq or dgate, `[b,n,h,q,d]` -> as the user has it."""
         return self._queries(self.restore(x))
-
-    def restore_keys(self, x: Tensor) -> Tensor:
-        """dk or dv, `[b,n,h,k,d]` -> as the user has it."""
-        return self._keys(self.restore(x))
 
     def restore_statistic(self, x: Tensor) -> Tensor:
         """lse or reference, `[b,n,h,q]` -> `[*lead,h,q]`."""
         x = self.restore(x)
         return x.transpose(-1, -2) if self.swapped else x
 
+    @property
+    def _ways(self) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """The order of axes of q, k, v and the gate, to and fro."""
+        return self._queries, self._keys, self._keys, self._queries
+
     def _queries(self, x: Tensor) -> Tensor:
         return x.transpose(-2, -3) if (self.layout == "bnlhd") != self.swapped else x
 
     def _keys(self, x: Tensor) -> Tensor:
         return x.transpose(-2, -3) if self.layout == "bnlhd" else x
+
+
+CANONICAL = Axes((), (0,), (1,))
+"""No way at all: of tensors that have canonical axes."""
 
 
 class Canonical(NamedTuple):
@@ -194,16 +225,6 @@ def fits(sizes: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Whether sizes broadcast to what is expected."""
     pairs = zip(reversed(sizes), reversed(expected), strict=False)
     return len(sizes) <= len(expected) and all(size == 1 or size == wanted for size, wanted in pairs)
-
-
-def _fold(x: Tensor, batch: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
-    if batch == (0,) and rows == (1,):  # already so: the common case costs no view
-        return x
-    count = len(batch) + len(rows)
-    sizes = tuple(x.shape)
-    if batch + rows != tuple(range(count)):
-        x = x.permute(*batch, *rows, *range(count, x.ndim))
-    return x.reshape(math.prod([sizes[axis] for axis in batch]), math.prod([sizes[axis] for axis in rows]), *sizes[count:])
 
 
 def _fold_key_axes(x: Tensor, axes: Axes, keys: int, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
-"""The operators `evoattn::forward` and `evoattn::backward`: schemas, fake functions, autocast, vmap. Autograd: `run.autograd`.
+"""The operators `evoattn::forward` and `evoattn::backward`: schemas, fake functions, autocast, vmap.
 
+`dispatch.autograd` registers their derivatives.
 Nothing else registers anything with torch. The backend is chosen when an operator runs, on real tensors, so that torch.compile
 and torch.export see one opaque operator and no guard on what the choice looks at.
 """
@@ -12,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.call.canonical import canonicalise
-from evoattn.inputs import Cotangents, Inputs, Options, Outputs
+from evoattn.dispatch import lookup
+from evoattn.dispatch.axes import canonicalise
+from evoattn.dispatch.lookup import Backward, Forward, Options
+from evoattn.inputs import Cotangents, Inputs, Outputs
 from evoattn.layouts import empty_gradients, empty_outputs
 from evoattn.problem import GRADIENTS
-from evoattn.run import plans
+from evoattn.tuning import Config
 
-__all__ = ["LIBRARY", "arguments_of", "backward", "differentiate", "forward", "values_of"]
+__all__ = ["LIBRARY", "arguments_of", "backward", "differentiate", "forward", "split", "values_of"]
 
 LIBRARY = torch.library.Library("evoattn", "DEF")
 
@@ -48,55 +51,65 @@ before there was a gate has five.
 _COUNT = len(Inputs._fields) - 1
 """How many inputs the operators take in a row; the gate is their last argument, and torch may leave it out if it is None."""
 
+_GATE_AT = _COUNT + 5
+"""Where `forward` takes the gate, after the options."""
+
 
 def arguments_of(inputs: Inputs, options: Options) -> tuple[Any, ...]:
     """Values as the arguments of `forward`."""
-    return (*inputs[:_COUNT], *options, inputs.gate)
+    return (*inputs[:_COUNT], *_texts(options), inputs.gate)
 
 
-def values_of(arguments: Sequence[Any]) -> tuple[Any, Any]:
-    """The arguments of `forward`, or something that there is for each of them, as Inputs and Options."""
-    gate_at = _COUNT + len(Options._fields)
-    return Inputs(*arguments[:_COUNT], *arguments[gate_at:]), Options(*arguments[_COUNT:gate_at])
+def _texts(options: Options) -> tuple[Any, ...]:
+    """Options as plain values that an operator takes; a config as text, and "" for none."""
+    return *options[:4], "" if options.config is None else options.config.to_text()
 
 
-def _arguments_of_backward(
-    cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: Sequence[bool], options: Options
-) -> tuple[Any, ...]:
-    """Values as the arguments of `backward`."""
-    return (*cotangents, *inputs[:_COUNT], *outputs, list(needs), *options, inputs.gate)
+def split(arguments: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The arguments of `forward`, or something that there is for each of them: as Inputs, and those of the options."""
+    return Inputs(*arguments[:_COUNT], *arguments[_GATE_AT:]), tuple(arguments[_COUNT:_GATE_AT])
 
 
-def _values_of_backward(arguments: Sequence[Any]) -> tuple[Cotangents, Inputs, Outputs, tuple[bool, ...], Options]:
-    """The arguments of `backward` as values."""
-    start = 2 + _COUNT
-    outputs, needs, rest = arguments[start : start + 3], arguments[start + 3], arguments[start + 4 :]
-    inputs, options = values_of((*arguments[2:start], *rest))
-    missing = (False,) * (len(GRADIENTS) - len(needs))
-    return Cotangents(*arguments[:2]), inputs, Outputs(*outputs), (*needs, *missing), options
+def values_of(arguments: Sequence[Any]) -> tuple[Inputs, Options]:
+    """The arguments of `forward` as values."""
+    inputs, (scale, layout, deterministic, backend, config) = split(arguments)
+    return inputs, Options(scale, layout, deterministic, backend, Config.from_text(config) if config else None)
 
 
-def differentiate(
-    cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: Sequence[bool], options: Options
-) -> tuple[Tensor, ...]:
-    """`backward` of values."""
-    gradients: tuple[Tensor, ...] = backward(*_arguments_of_backward(cotangents, inputs, outputs, needs, options))
+def differentiate(work: Backward) -> tuple[Tensor, ...]:
+    """`backward` of a pass."""
+    tensors = (*work.cotangents, *work.inputs[:_COUNT], *work.outputs)
+    gradients: tuple[Tensor, ...] = backward(*tensors, list(work.needs), *_texts(work.options), work.inputs.gate)
     return gradients
+
+
+def _split_backward(arguments: Sequence[Any]) -> tuple[Cotangents, tuple[Any, ...], Outputs, Any]:
+    """The arguments of `backward`, or something that there is for each: cotangents, those of `forward`, outputs, needs."""
+    start = 2 + _COUNT
+    outputs, needs = Outputs(*arguments[start : start + 3]), arguments[start + 3]
+    return Cotangents(*arguments[:2]), (*arguments[2:start], *arguments[start + 4 :]), outputs, needs
+
+
+def _pass_of(arguments: Sequence[Any]) -> Backward:
+    """The arguments of `backward` as a value."""
+    cotangents, rest, outputs, needs = _split_backward(arguments)
+    inputs, options = values_of(rest)
+    return Backward(inputs, options, cotangents, outputs, (*needs, *(False,) * (len(GRADIENTS) - len(needs))))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     inputs, options = values_of(arguments)
-    plan = plans.forward(inputs, options)
+    plan = lookup.plan(Forward(inputs, options))
     outputs = empty_outputs(inputs, options.layout)
     plan.run(inputs, outputs)
     return tuple(outputs)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    cotangents, inputs, outputs, needs, options = _values_of_backward(arguments)
-    plan = plans.backward(cotangents, inputs, outputs, needs, options)
-    written = empty_gradients(inputs, options.layout, needs)
-    return _in_order(written, plan.run(cotangents, inputs, outputs, written), inputs)
+    work = _pass_of(arguments)
+    plan = lookup.plan(work)
+    written = empty_gradients(work.inputs, work.options.layout, work.needs)
+    return _in_order(written, plan.run(work.cotangents, work.inputs, work.outputs, written), work.inputs)
 
 
 def _in_order(written: tuple[Tensor | None, ...], of_biases: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -111,32 +124,32 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    _, inputs, _, needs, options = _values_of_backward(arguments)
-    wanted = zip(inputs.differentiable[3:5], needs[3:5], strict=True)
+    work = _pass_of(arguments)
+    wanted = zip(work.inputs.differentiable[3:5], work.needs[3:5], strict=True)
     biases = [x.new_empty(x.shape) if need and x is not None else None for x, need in wanted]
-    return _in_order(empty_gradients(inputs, options.layout, needs), biases, inputs)
+    return _in_order(empty_gradients(work.inputs, work.options.layout, work.needs), biases, work.inputs)
 
 
 def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The mapped axis becomes one more leading axis; a bias that is not mapped is broadcast along it."""
     inputs, options = values_of(arguments)
-    dims, _ = values_of(in_dims)
     whole = tuple([name in ("q", "k", "v", "gate") for name in Inputs._fields])
-    mapped = Inputs(*_mapped(info.batch_size, dims, inputs, whole))
+    mapped = Inputs(*_mapped(info.batch_size, split(in_dims)[0], inputs, whole))
     folded, axes = canonicalise(_with_rows(mapped))
     return tuple(axes.restore(x) for x in forward(*arguments_of(folded, options))), (0, 0, 0)
 
 
 def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """As forward, but with every bias expanded along the mapped axis: each sample has gradients of its own."""
-    cotangents, inputs, outputs, needs, options = _values_of_backward(arguments)
-    tensors = (*cotangents, *inputs, *outputs)
-    dims = (*in_dims[:2], *values_of((*in_dims[2 : 2 + _COUNT], *in_dims[6 + _COUNT :]))[0], *in_dims[2 + _COUNT : 5 + _COUNT])
-    do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, dims, tensors, (True,) * len(tensors))
+    work = _pass_of(arguments)
+    of_cotangents, of_forward, of_outputs, _ = _split_backward(in_dims)
+    dims = (*of_cotangents, *split(of_forward)[0], *of_outputs)
+    do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, dims, work.tensors, (True,) * len(dims))  # type: ignore[arg-type]
     given = _with_rows(Inputs(*mapped))
     folded, axes = canonicalise(given, narrow=False)
     do, dlse, o, lse, reference = (None if x is None else axes.fold(x) for x in (do, dlse, o, lse, reference))
-    gradients = list(differentiate(Cotangents(do, dlse), folded, Outputs(o, lse, reference), needs, options))  # type: ignore[arg-type]
+    work = work._replace(inputs=folded, cotangents=Cotangents(do, dlse), outputs=Outputs(o, lse, reference))  # type: ignore[arg-type]
+    gradients, needs = list(differentiate(work)), work.needs
     for i, x in enumerate(given.differentiable):
         if not needs[i]:
             gradients[i] = gradients[i].expand(info.batch_size, 0)

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from evoattn.backends import BACKENDS
-from evoattn.call.canonical import fits, has_unit_axes
-from evoattn.inputs import Inputs, Options
+from evoattn.dispatch.axes import fits, has_unit_axes
+from evoattn.dispatch.lookup import Options
+from evoattn.inputs import Inputs
 from evoattn.layouts import LAYOUTS
 from evoattn.tuning import Config
 
-__all__ = ["Wishes", "check_arguments", "check_mask", "check_no_tangent", "compute_dtype"]
+__all__ = ["check_arguments", "check_mask", "check_no_tangent", "compute_dtype"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AXES = {
@@ -52,29 +52,11 @@ def check_mask(name: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must broadcast to {list(shape)} and have as many axes, got shape {list(mask.shape)}")
 
 
-class Wishes(NamedTuple):
-    """What a caller asks for besides the tensors, as it was given; `evoattn.api.evoformer_attention` says what each is."""
-
-    scale: float | None = None
-    layout: str = "bnlhd"
-    return_lse: bool = False
-    backend: str = "auto"
-    deterministic: bool | None = None
-    config: Config | None = None
-
-    def options(self) -> Options:
-        """The same for an operator, once it has been checked."""
-        scale, config = self.scale, self.config
-        deterministic = torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
-        text = "" if config is None else config.to_text()
-        return Options(None if scale is None else float(scale), self.layout, deterministic, self.backend, text)
-
-
-def check_arguments(inputs: Inputs, wishes: Wishes) -> None:
+def check_arguments(inputs: Inputs, options: Options) -> None:
     """Raise TypeError or ValueError for the first argument that does not fit."""
     check_no_tangent(*inputs.differentiable)
-    _check_options(wishes)
-    layout = wishes.layout
+    _check_options(options)
+    layout = options.layout
     named = inputs._asdict()
     for name in ("q", "k", "v"):
         _check_tensor(name, named[name])
@@ -105,8 +87,8 @@ def check_arguments(inputs: Inputs, wishes: Wishes) -> None:
             _check_keys(name, bias, q, (*lead, lk))
 
 
-def _check_options(wishes: Wishes) -> None:
-    scale, layout, return_lse, backend, deterministic, config = wishes
+def _check_options(options: Options) -> None:
+    scale, layout, deterministic, backend, config, return_lse = options
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
     if backend != "auto" and backend not in BACKENDS:

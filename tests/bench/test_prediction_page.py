@@ -153,7 +153,7 @@ def test_a_way_without_memory_is_recorded_and_is_no_failure(
     assert not kept("memory")
     first, second = json.loads(path.read_text())["cases"]
     assert first["failed"] == "out of memory" and "seconds" not in first
-    assert second["way"] == "cuEquivariance" and second["seconds"] > 0 and second["recycles"] == 0
+    assert second["way"] == "cuEquivariance" and second["seconds"] >= 0 and second["recycles"] == 0
     assert "as installed    out of memory" in capsys.readouterr().out
     assert kept("kernels") and len(record["cases"]) == 2, "any other failure is one"
 

@@ -253,6 +253,28 @@ def test_threads_that_parse_python_at_once_try_again(
     assert loaded
 
 
+def test_the_last_try_has_one_thread(loaded: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    parse, threads = JITFunction.parse, []
+
+    def pool(number: int | None) -> ThreadPoolExecutor:
+        threads.append(number)
+        return ThreadPoolExecutor(number)
+
+    def fail_beside_others(self: Any) -> Any:
+        if threads[-1] != 1:
+            raise SystemError("AST constructor recursion depth mismatch (before=111, after=107)")
+        return parse(self)
+
+    monkeypatch.setattr(ahead_module, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(JITFunction, "parse", fail_beside_others)
+    with target("sm_90"):
+        for kernel in KERNELS:
+            kernel.jitted.device_caches.clear()
+        compile_ahead(*planned(backward=False))
+    assert threads == [None, None, 1] and loaded
+
+
 def test_threads_forget_what_failed_at_the_same_time() -> None:
     """While one looks at a kernel, another forgets all of them and a third adds one."""
     kept: dict[str, Any] = {}

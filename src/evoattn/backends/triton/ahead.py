@@ -66,11 +66,14 @@ def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 
 
 def _try_again(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Prepare a run, once more if threads were in each other's way: Python up to 3.11 counts for all of them together how deep
-    they are in a syntax tree, and raises SystemError if the number is not what it was."""
+    """Prepare a run, once more if threads were in each other's way, and in the end with one thread.
+
+    Python up to 3.11 counts for all threads together how deep they are in a syntax tree. It raises SystemError if the number is
+    not what it was.
+    """
     for last in (False, False, True):
         try:
-            with ThreadPoolExecutor() as threads:  # starts none if there is nothing to compile
+            with ThreadPoolExecutor(1 if last else None) as threads:  # starts none if there is nothing to compile
                 # In a context of its own: Triton allows one mode, which the caller may have on.
                 _load(contextvars.Context().run(_compiled, run, arguments, threads), threads)
         except Exception as error:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import evoattn
 from evoattn.bench import machine
+from evoattn.bench.memory import release
 
 __all__ = ["INSTALLED", "WAYS", "Case", "Way", "begun", "each_way", "keep", "line", "options", "peak", "used"]
 
@@ -58,13 +59,6 @@ def used(way: Way, program: Program, model: nn.Module) -> Iterator[None]:
         program.kernels(model, way.kernels)
     with evoattn.patch(program.client, **way.patch) if way.patch is not None else contextlib.nullcontext():
         yield
-
-
-def release(device: torch.device) -> None:
-    """Give back the memory that nobody holds. A way that failed leaves cycles and a full cache behind."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

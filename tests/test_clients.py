@@ -316,9 +316,8 @@ class OnGpu(Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def test_few_residues_on_a_gpu_are_left_to_the_client(triangle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_residues_on_a_gpu_are_left_to_the_client(triangle: Any) -> None:
     count = Count()
-    monkeypatch.setattr(client_layers, "FEW", 5)  # of float32
     forward = layer(type(triangle).forward, count, least=6)
     assert not forward(triangle, Z.as_subclass(OnGpu)).any() and not forward(triangle, x=Z.as_subclass(OnGpu)).any()
     reason = "fewer than 6 residues, where the client's own layers take less of the host"
@@ -537,18 +536,18 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, mo
     assert sum(count.passed_on.values()) == (0 if whole else 2), "what is inside counts"
 
 
-def test_float32_attention_layers_of_few_residues_are_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More residues of the single track, unless a gradient may be wanted; none that is replayed as a CUDA graph."""
+def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer if a gradient may be wanted; none that is replayed as a CUDA graph, and no other layer."""
     monkeypatch.setattr(client_layers, "is_float32_on_gpu", lambda given: given[0] is not None)
     monkeypatch.setattr(client_layers, "residues", lambda given, axes: given[0])
     single, triangle = (types.SimpleNamespace(layer=x) for x in (evoattn.nn.AttentionPairBias(8, 4, 4, 2), torch.nn.Identity()))
 
     def left(ours: Any, length: int) -> bool:
-        return client_layers._host_sets_pace(ours, (length,))
+        return client_layers._has_few_residues(ours, (length,))
 
-    assert [left(single, x) for x in (287, 288)] == [left(triangle, x) for x in (287, 288)] == [True, False]
+    assert [left(single, x) for x in (287, 288)] == [True, False] and not left(triangle, 5)
     with torch.no_grad():
-        assert [left(single, x) for x in (1023, 1024)] == [left(triangle, x) for x in (287, 288)] == [True, False]
+        assert [left(single, x) for x in (1023, 1024)] == [True, False] and not left(triangle, 5)
         with repeated():
             assert not left(single, 5)
 

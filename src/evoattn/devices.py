@@ -103,7 +103,7 @@ def installed(package: str) -> bool:
 
 
 def processors(device: torch.device | None = None) -> int:
-    """Multiprocessors of a GPU, of the current one for None; of an H200 where there is none, or for another device."""
+    """Multiprocessors of a device; None: the current GPU. Without a GPU, those of an H200."""
     if (stands := _planned.get()) is not None:
         return stands.processors
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):

@@ -38,6 +38,12 @@ def test_a_worker_that_dies_fails_its_task_alone() -> None:
     assert second.result == 3
 
 
+def test_a_task_that_cannot_be_sent_fails_alone() -> None:
+    first, second = reports(Task("operator:not_", (lambda: None,)), Task("operator:add", (1, 2)), jobs=1)
+    assert first.result is None and first.error is not None and "pickle" in first.error.lower()
+    assert second.result == 3
+
+
 def test_what_a_worker_prints_is_no_report() -> None:
     (found,) = reports(Task("os:write", (1, b"Hello")), jobs=1)
     assert found.error is None and found.result == 5

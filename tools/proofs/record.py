@@ -187,8 +187,9 @@ def write(folder: pathlib.Path, *, quick: bool, only: str, processes: int) -> No
             hosts.append(f"hopper {host}  # {name}")
             _tell(f"{len(keys)} of {len(hopper)} Hopper kernels, {time.monotonic() - began:.0f} s")
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.txt"):
-        old.unlink()
+    for name in ("code.txt", "hosts.txt", "schemas.txt", "public.txt", "launches-*.txt", "explain-*.txt"):
+        for old in folder.glob(name):
+            old.unlink()
     for name, calls in files.items():
         text = [f"== {call}\n" + "".join(f"{_keyed(line, keys)}\n" for line in lines) for call, lines in sorted(calls.items())]
         (folder / name).write_text("".join(text))

@@ -187,7 +187,6 @@ def code_of(source: Source) -> str:
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    knobs.compilation.disable_line_info = True
     with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
         file.write(source.text)
         file.flush()
@@ -196,8 +195,10 @@ def code_of(source: Source) -> str:
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, Language.TRITON)
     metadata = {"target": target, **options.__dict__}
-    for stage, make in list(stages.items())[1:]:
-        module = make(module, metadata)
-        if stage in _CODE:
-            break
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True
+        for stage, make in list(stages.items())[1:]:
+            module = make(module, metadata)
+            if stage in _CODE:
+                break
     return digest(module)

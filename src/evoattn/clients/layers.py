@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoattn.clients.calls import HOST_BOUND, is_float32_on_gpu, residues
+from evoattn.clients.calls import is_float32_on_gpu, residues
 from evoattn.clients.site import Count, Site, is_repeated, named
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
@@ -34,7 +34,9 @@ Blocks of 256 residues on hosts with an H100, in ms, the client's own and ours:
 """
 
 _FEW_IN_SINGLE_TRACK = 1024
-"""The same for the attention with pair bias of a denoiser in float32: with 16 heads, the scores of `calls.host_sets_pace`.
+"""Residues below which a float32 attention with pair bias is left to the client in inference.
+
+With 16 heads these are the 2^24 scores of `calls.host_sets_pace`.
 
 200 steps of OpenFold-3's denoiser took, on an H100, 12.1 s as installed and 16.4 s with ours at 152 residues, 11.9 and 15.8 s
 at 304. The trunk at 152 residues took 1.5 and 2.4 s.
@@ -43,6 +45,8 @@ at 304. The trunk at 152 residues took 1.5 and 2.4 s.
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], tuple[Settings, ...], Ours | str | None]]
 _kept = weakref.WeakKeyDictionary()
 """For each layer of a client the modules in it when it was looked at, their settings, and ours of it, or why there is none."""
+
+_FEW_RESIDUES = "float32 with few residues, where the client's own layer takes less of the host"
 
 _WIDE = "float32 on a GPU, where the client's own products are faster"
 """The reason why blocks, transitions and triangle multiplications are left to the client.
@@ -90,8 +94,8 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
         if _is_product_bound(ours) and is_float32_on_gpu((*args, *kwargs.values())):
             count.other(_WIDE)
             return original(self, *args, **kwargs)
-        if _host_sets_pace(ours, (*args, *kwargs.values())):
-            count.other(HOST_BOUND)
+        if _has_few_residues(ours, (*args, *kwargs.values())):
+            count.other(_FEW_RESIDUES)
             return original(self, *args, **kwargs)
         try:
             result = ours(by_name(names, args, kwargs), self)
@@ -105,12 +109,11 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
     return forward
 
 
-def _host_sets_pace(ours: Ours, arguments: tuple[Any, ...]) -> bool:
-    """Return whether a float32 attention has so few residues that the client's own takes less time."""
-    if is_repeated() or not is_float32_on_gpu(arguments):
+def _has_few_residues(ours: Ours, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a float32 attention with pair bias has so few residues that the client's own takes less time."""
+    if is_repeated() or not isinstance(ours.layer, AttentionPairBias) or not is_float32_on_gpu(arguments):
         return False
-    single = isinstance(ours.layer, AttentionPairBias) and not torch.is_grad_enabled()
-    most = _FEW_IN_SINGLE_TRACK if single else FEW
+    most = FEW if torch.is_grad_enabled() else _FEW_IN_SINGLE_TRACK
     return (residues(arguments, 3) or most) < most
 
 

@@ -96,6 +96,9 @@ class Worker:
             result, error = self._ask(task)
         except (OSError, EOFError, pickle.UnpicklingError):
             result, error = None, f"the worker process died: {self.end()}"
+        except Exception as failure:  # the task or its result cannot be pickled: the process may be waiting for the rest
+            self.end()
+            result, error = None, f"{type(failure).__name__}: {failure}"
         seconds = time.monotonic() - begun
         if self.limit_s is not None and seconds >= self.limit_s:
             self.end()
@@ -238,7 +241,7 @@ class Pool:
             held.close()
 
     def _take(self, worker: Worker) -> tuple[Task, Future[Report]] | None:
-        """Wait for a task. Return None if the worker is to end, which then is none of the pool's any more."""
+        """Wait for a task. Return None if the worker is to end; the pool has then dropped it."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, self.idle_s)
             if self._waiting:

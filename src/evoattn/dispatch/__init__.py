@@ -234,7 +234,7 @@ def explain(inputs: Inputs, asked: Options) -> Explanation:
 
 
 def _planned(work: Forward | Backward) -> tuple[Plan | None, dict[str, list[str]]]:
-    """A plan and what the backends say that it is not of; None if all refuse."""
+    """Return the plan, or None if every backend refuses, and the reasons of those that refuse."""
     try:
         made = lookup.plan(work, runs=False)
     except RefusalError as refused:

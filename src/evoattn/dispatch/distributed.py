@@ -75,7 +75,7 @@ def attend(attention: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs, la
 
 
 def outlines(inputs: Inputs, layout: str) -> Inputs:
-    """Tensors like those that this process would hold, but for what is in them, and contiguous; it may ask for them alone.
+    """Contiguous, uninitialised tensors of the shapes that this process would hold. One process may call this alone.
 
     Raises:
         TypeError, ValueError: see `attend`.

@@ -8,8 +8,6 @@ from typing import Any
 
 __all__ = ["Config"]
 
-_MIB = 1 << 20
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:

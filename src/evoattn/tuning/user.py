@@ -25,7 +25,6 @@ from evoattn.tuning.config import Config
 from evoattn.tuning.sizes import power_of_two
 
 __all__ = [
-    "DIRECTIONS",
     "clear",
     "driver_version",
     "entries",
@@ -41,9 +40,6 @@ __all__ = [
     "tuned",
 ]
 
-DIRECTIONS = ("forward", "backward", "both")
-"""What an entry is for; "both" where one plan serves forward and backward."""
-
 _FORMAT = 1
 _NOTHING_SET = Config()
 _LONGEST_TOLD_APART = 2048
@@ -55,7 +51,7 @@ def tuned(backend: str, direction: str, problem: Problem) -> Config | None:
 
     Args:
         backend: the backend's name.
-        direction: one of `DIRECTIONS`.
+        direction: "forward", "backward" or "both".
         problem: the call.
     """
     named = os.environ.get(VARIABLE)

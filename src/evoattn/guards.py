@@ -1,12 +1,12 @@
-"""What calls that look alike led to, found again without a look at each tensor from Python.
+"""A memory of earlier calls: what a call with tensors of the same properties led to.
 
-Two questions are asked of torch here. Whether an operator would do nothing but compute: torch neither compiles nor traces nor
-transforms, and the tensors are ordinary ones. And whether tensors look like those of an earlier call. They are asked all at
-once, by what torch.compile asks before it runs what it compiled (`TensorGuards`): class, what the dispatcher sees in each in
-this thread, dtype, device, shape, strides, whether it requires a gradient. Asked from Python one by one that was half of a
-call's time.
+The module asks torch two questions:
+- Would an operator do nothing but compute? Then torch neither compiles, traces nor transforms, and the tensors are ordinary.
+- Do the tensors have the properties of an earlier call's? These are class, dispatch keys in this thread, dtype, device, shape,
+  strides and `requires_grad`. `TensorGuards`, with which torch.compile guards compiled code, compares all of them at once. To
+  compare them one by one from Python took half of a call's time.
 
-This module only remembers. A plan is made and kept by `dispatch.lookup`: what is forgotten here is found again there.
+`dispatch.lookup` makes and keeps the plans. A call that is forgotten here finds its plan there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run of the benchmark measures: what is asked for, what is sensible if nothing is, and what of it a record has."""
+"""The plan of a benchmark run: what the user asks for, or a default; and the part of it that a record lacks."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("evoattn tune: interrupted: what was found until then is kept", file=sys.stderr)
         return 130
-    except RefusedError:  # the table could not be written: what was found is shown, and was not kept
+    except RefusedError:  # the table could not be written: show the findings, and do not say that they are kept
         place = None
         raise
     finally:
@@ -112,7 +112,7 @@ def _writing(place: Path) -> Iterator[None]:
 
 
 def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, place: Path, found: list[Found]) -> None:
-    """Search each problem within its share of the time left; what is found is written at once."""
+    """Search each problem within its share of the time left, and write each finding at once."""
     clock = clock_for(device)
     end = clock.now() + budget_s
     with problem_progress(budget_s) as progress:

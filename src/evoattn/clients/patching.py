@@ -248,12 +248,13 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
     only what was reloaded since, by `importlib.reload`.
 
     Args:
-        name: one of `NAMES`. None: every client that is installed and not patched yet. Their names are printed on stderr.
+        name: "alphafold3_pytorch", "boltz", "boltzgen", "esmfold", "opendde", "openfold", "openfold3", "protenix" or "rf3".
+            None: every client that is installed and not patched yet. Their names are printed on stderr.
         layers: whether whole layers and pair blocks are replaced, from the norm to the residual, by those of `evoattn.nn`:
-            attention, triangle multiplication and transition of Boltz, OpenFold and OpenFold-3. Three kinds stay the client's,
-            with only the attention replaced: layers that `evoattn.nn` does not know, layers called with unknown arguments, and
-            layers that torch.compile compiles. For the last, call `evoattn.nn.replace` before you compile the model. False:
-            only functions that compute attention are replaced.
+            attention, triangle multiplication and transition. Three kinds stay the client's, with only the attention replaced:
+            layers that `evoattn.nn` does not know, layers called with unknown arguments, and layers that torch.compile
+            compiles. For the last, call `evoattn.nn.replace` before you compile the model. False: only functions that compute
+            attention are replaced.
         graphs: also record what repeats as CUDA graphs and replay them, for inference on a GPU: the denoiser's step of Boltz,
             BoltzGen, OpenDDE, OpenFold-3, Protenix and, in part, RosettaFold-3; and, up to 512 residues, the trunk's blocks of
             all these but RosettaFold-3, and of ESMFold and OpenFold. A replay has the bits of the call that it stands for.

@@ -16,8 +16,8 @@ from evoattn import testing
 from evoattn.api import Layout
 from evoattn.backends import Description, Inputs, Plan, reference, tiled, triton
 from evoattn.bench.memory import peak_bytes
-from evoattn.problem import GRADIENTS, Problem
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.problem import GRADIENTS, Problem
 
 
 def make(**changes: object) -> testing.Inputs:

@@ -18,32 +18,31 @@ PACKAGE = pathlib.Path(evoattn.__file__).parent
 ARROWS: dict[str, set[str]] = {
     "_version": set(),
     "compile": set(),
-    "devices": set(),
-    "guards": set(),
-    "inputs": set(),
-    "numerics": set(),
-    "layouts": {"guards", "inputs", "numerics"},
     "workloads": set(),
-    "problem": {"devices", "inputs"},
-    "threads": set(),
-    "tuning": {"compile", "_version", "devices", "problem"},
-    "backends": {"compile", "devices", "inputs", "problem", "threads", "tuning", "layouts", "numerics"},
-    "dispatch": {"backends", "devices", "guards", "inputs", "layouts", "numerics", "problem", "tuning"},
-    "api": {"backends", "dispatch", "inputs", "numerics", "tuning"},
-    "fully_masked": {"backends", "devices", "dispatch", "guards", "numerics"},
-    "compat": {"api", "dispatch", "fully_masked", "numerics", "pair"},
-    "pair": {"backends", "devices", "dispatch", "guards", "numerics"},
-    "nn": {"api", "backends", "devices", "dispatch", "fully_masked", "guards", "layouts", "numerics", "pair"},
-    "clients": {"compat", "dispatch", "guards", "nn", "numerics"},
-    "testing": {
-        *("api", "backends", "compile", "dispatch", "guards", "inputs", "layouts", "nn", "numerics", "problem", "tuning"),
-        "workloads",
-    },
-    "__init__": {"_version", "api", "clients", "tuning"},
-    "bench": {"__init__", "_version", "api", "backends", "dispatch", "nn", "problem", "testing", "tuning", "workloads"},
+    "core": {"compile", "_version"},
+    "backends": {"compile", "core"},
+    "dispatch": {"backends", "core"},
+    "api": {"backends", "core", "dispatch"},
+    "fully_masked": {"backends", "core", "dispatch"},
+    "pair": {"backends", "core", "dispatch"},
+    "compat": {"api", "core", "dispatch", "fully_masked", "pair"},
+    "nn": {"api", "backends", "core", "dispatch", "fully_masked", "pair"},
+    "clients": {"compat", "core", "dispatch", "nn"},
+    "testing": {"api", "backends", "compile", "core", "dispatch", "nn", "workloads"},
+    "__init__": {"_version", "api", "clients", "core"},
+    "bench": {"__init__", "_version", "api", "backends", "core", "dispatch", "nn", "testing", "workloads"},
     "cli": {
-        *("__init__", "_version", "api", "backends", "bench", "clients", "compile", "devices", "dispatch", "inputs", "layouts"),
-        *("testing", "tuning", "workloads"),
+        "__init__",
+        "_version",
+        "api",
+        "backends",
+        "bench",
+        "clients",
+        "compile",
+        "core",
+        "dispatch",
+        "testing",
+        "workloads",
     },
     "__main__": {"cli"},
 }
@@ -105,24 +104,6 @@ def test_a_backend_has_the_names_of_its_protocol(backend: str) -> None:
         asked, given = getattr(Backend, name, None), getattr(module, name)
         if asked is not None:
             assert [*inspect.signature(given).parameters] == [*inspect.signature(asked).parameters][1:], name
-
-
-TABLES = {
-    "heuristics": "triton",
-    "heuristics_backward": "triton",
-    "heuristics_few": "triton",
-    "validity": "triton",
-    "tiled": "tiled",
-}
-"""The modules of `tuning` that choose tiles for one backend, and for which."""
-
-
-@pytest.mark.parametrize("path", OF_BACKENDS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_backend_reads_the_tables_of_another(path: pathlib.Path) -> None:
-    own = path.relative_to(PACKAGE).parts[1].removesuffix(".py")
-    for name in imported(path):
-        pieces = name.split(".")
-        assert pieces[1:2] != ["tuning"] or TABLES.get(*pieces[2:3] or [""], own) == own, f"{path.name} imports {name}"
 
 
 def fresh(code: str) -> str:

@@ -29,8 +29,8 @@ from evoattn.bench.record import Result, Timing
 from evoattn.cli import demo, doctor, evoformer, sweep, terminal
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import attentions, embed
-from evoattn.problem import Problem
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 from evoattn.workloads import workload
 from tests.helpers.scripts import load
 

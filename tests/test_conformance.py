@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evoattn import testing
-from evoattn.tuning import Config
+from evoattn.core.config import Config
 from evoattn.workloads import WORKLOADS
 
 CPU_BACKENDS = ("reference", "tiled")

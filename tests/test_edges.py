@@ -13,8 +13,8 @@ import evoattn
 from evoattn import evoformer_attention, testing
 from evoattn.backends import triton as triton_backend
 from evoattn.compat.cuequivariance import triangle_attention
-from evoattn.problem import Problem
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 
 CPU_BACKENDS = ("tiled", "reference")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from evoattn import testing
-from evoattn.problem import Problem
+from evoattn.core.problem import Problem
+from evoattn.core.sizes import power_of_two
 from evoattn.testing.oracle import excess
-from evoattn.tuning.sizes import power_of_two
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evoattn import evoformer_attention, testing
-from evoattn.tuning import Config
+from evoattn.core.config import Config
 
 Biases = tuple[Tensor, Tensor]
 

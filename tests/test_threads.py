@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from evoattn import testing, threads
-from evoattn.backends.tiled import whole
-from evoattn.tuning import Config, tiled, tiled_plan
+from evoattn import testing
+from evoattn.backends.tiled import sizes as tiled
+from evoattn.backends.tiled import threads, whole
+from evoattn.backends.tiled.sizes import tiled_plan
+from evoattn.core.config import Config
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkl.is_available(), reason="torch multiplies without MKL here: no thread is limited"
@@ -231,7 +233,7 @@ def test_small_problems_are_not_shared() -> None:
     problem = testing.Case("small", n=48, h=4, lq=48, lk=48, d=32)
     inputs = problem.make()
     from evoattn.backends import Inputs
-    from evoattn.problem import describe
+    from evoattn.core.problem import describe
 
     described = describe(Inputs(*(x.transpose(2, 3) for x in (inputs.q, inputs.k, inputs.v))))
     assert tiled_plan(described, Config(), 2).threads == 1

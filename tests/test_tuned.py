@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ import torch
 import evoattn
 from evoattn import testing
 from evoattn.backends import AUTO_ORDER
-from evoattn.problem import Problem
-from evoattn.tuning import Config, tiled_plan, user
-from evoattn.tuning.heuristics import forward_tiles
-from evoattn.tuning.heuristics_backward import backward_tiles
-from evoattn.tuning.heuristics_few import few_tiles
+from evoattn.backends.tiled.sizes import tiled_plan
+from evoattn.backends.triton.tiles.backward import backward_tiles
+from evoattn.backends.triton.tiles.few import few_tiles
+from evoattn.backends.triton.tiles.forward import forward_tiles
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 
 ON_CPU = Problem("cpu", None, torch.float32, b=1, n=64, h=4, lq=64, lk=64, d=32, c=32, mask=True, pair_bias=torch.float32)
 ON_GPU = dataclasses.replace(ON_CPU, device="cuda", capability=(9, 0), dtype=torch.bfloat16, lq=384, lk=384, n=384)
@@ -29,21 +32,21 @@ SHARED = 232448
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_table_of_the_user: None) -> Iterator[Path]:
     """An empty folder for tables, and a GPU by name."""
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(user, "_device", lambda on_cpu: "cpu Some Processor" if on_cpu else "NVIDIA Some GPU")
-    user.forget()
+    monkeypatch.setattr(tuned_tiles, "_device", lambda on_cpu: "cpu Some Processor" if on_cpu else "NVIDIA Some GPU")
+    tuned_tiles.forget()
     yield tmp_path / "cache"
-    user.forget()
+    tuned_tiles.forget()
 
 
 def save(problem: Problem, backend: str, direction: str, **config: int) -> Path:
-    return user.save({user.key(backend, direction, problem): {"config": config}}, problem.device == "cpu")
+    return tuned_tiles.save({tuned_tiles.key(backend, direction, problem): {"config": config}}, problem.device == "cpu")
 
 
 def test_without_a_file_the_built_in_tables_choose(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert user.tuned("tiled", "both", ON_CPU) is None
-        assert user.preferred("tiled", "both", ON_CPU, Config()) == Config()
+        assert tuned_tiles.tuned("tiled", "both", ON_CPU) is None
+        assert tuned_tiles.preferred("tiled", "both", ON_CPU, Config()) == Config()
     assert not folder.exists(), "looking writes nothing"
 
 
@@ -52,7 +55,7 @@ def test_a_find_is_used_where_the_user_sets_nothing() -> None:
     save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
     assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 20 != before.score_bytes
     assert tiled_plan(ON_CPU, Config(score_bytes=1 << 21)).score_bytes == 1 << 21, "what the user sets stands"
-    with user.ignored():
+    with tuned_tiles.ignored():
         assert tiled_plan(ON_CPU, Config()) == before
     assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 20
 
@@ -66,7 +69,7 @@ def test_the_triton_tables_look_too() -> None:
     assert forward_tiles(ON_GPU, Config(block_q=32), SHARED).num_warps != 8, "a config of the user's replaces all of it"
     backward = backward_tiles(ON_GPU, Config(), SHARED, (9, 0))
     assert {(tiles.block_q, tiles.block_k) for tiles in (backward.dq, backward.dkdv, backward.pair)} == {(32, 64)}
-    with user.ignored():
+    with tuned_tiles.ignored():
         assert backward_tiles(ON_GPU, Config(), SHARED, (9, 0)) == before
     other = dataclasses.replace(ON_GPU, d=64, c=64)
     assert dataclasses.astuple(forward_tiles(other, Config(), SHARED)) != (64, 64, 8, 2, 0)
@@ -77,18 +80,18 @@ def test_few_queries_and_keys_ask_no_table() -> None:
     point = dataclasses.replace(ON_GPU, lq=1, lk=16, pair_bias=None)
     before = few_tiles("forward", point, Config())
     save(dataclasses.replace(point, lq=16), "triton", "forward", block_q=16)
-    assert user.tuned("triton", "forward", point) is not None
+    assert tuned_tiles.tuned("triton", "forward", point) is not None
     assert few_tiles("forward", point, Config()) == before is not None
     assert few_tiles("forward", point, Config(block_q=16)) is None
-    assert user.is_tuned("triton", "forward", dataclasses.replace(point, lq=16), Config())
-    assert not user.is_tuned("triton", "forward", dataclasses.replace(point, lq=16), Config(block_q=16))
+    assert tuned_tiles.is_tuned("triton", "forward", dataclasses.replace(point, lq=16), Config())
+    assert not tuned_tiles.is_tuned("triton", "forward", dataclasses.replace(point, lq=16), Config(block_q=16))
 
 
 def test_the_forward_finds_what_was_saved_for_the_described_call() -> None:
     """The Triton forward plans from a Problem without device, and with any row bias as a mask."""
     save(ON_GPU, "triton", "forward", block_q=16)
     planned = dataclasses.replace(ON_GPU, device="", mask=False, mask_bias=torch.float32)
-    assert user.tuned("triton", "forward", planned) == Config(block_q=16)
+    assert tuned_tiles.tuned("triton", "forward", planned) == Config(block_q=16)
 
 
 SAME = {
@@ -109,23 +112,23 @@ OTHER = {
 }
 
 
+def key(direction: str, **change: Any) -> str:
+    return tuned_tiles.key("triton", direction, dataclasses.replace(ON_GPU, **change))
+
+
 @pytest.mark.parametrize("change", SAME.values(), ids=SAME)
 def test_problems_that_share_a_find(change: dict[str, object]) -> None:
-    assert user.key("triton", "forward", ON_GPU) == user.key("triton", "forward", dataclasses.replace(ON_GPU, **change))  # type: ignore[arg-type]
+    assert key("forward") == key("forward", **change)
 
 
 @pytest.mark.parametrize("change", OTHER.values(), ids=OTHER)
 def test_problems_that_do_not(change: dict[str, object]) -> None:
-    assert user.key("triton", "forward", ON_GPU) != user.key("triton", "forward", dataclasses.replace(ON_GPU, **change))  # type: ignore[arg-type]
+    assert key("forward") != key("forward", **change)
 
 
 def test_a_backward_is_told_apart_by_its_sums() -> None:
-    keys = {
-        user.key("triton", "backward", dataclasses.replace(ON_GPU, needs=(True,) * 4 + (pair, False), deterministic=fixed))  # type: ignore[arg-type]
-        for pair in (False, True)
-        for fixed in (False, True)
-    }
-    assert len(keys) == 4
+    sums = [(pair, fixed) for pair in (False, True) for fixed in (False, True)]
+    assert len({key("backward", needs=(True,) * 4 + (pair, False), deterministic=fixed) for pair, fixed in sums}) == 4
 
 
 DAMAGED = {
@@ -148,7 +151,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(content: str | bytes, folder
     before = tiled_plan(ON_CPU, Config())
     path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    user.forget()
+    tuned_tiles.forget()
     with pytest.warns(UserWarning, match=r"tuned-cpu-some-processor\.json is damaged .*: ignored") as seen:
         plans = [tiled_plan(ON_CPU, Config()) for _ in range(3)]
     assert len(seen) == 1
@@ -161,8 +164,8 @@ def test_a_damaged_file_is_ignored_with_one_warning(content: str | bytes, folder
 
 def ignored_with_one_warning(match: str) -> None:
     """The built-in table chooses, three times."""
-    user.forget()
-    with user.ignored():
+    tuned_tiles.forget()
+    with tuned_tiles.ignored():
         before = tiled_plan(ON_CPU, Config())
     with pytest.warns(UserWarning, match=match) as seen:
         assert [tiled_plan(ON_CPU, Config()) for _ in range(3)] == [before] * 3
@@ -198,7 +201,7 @@ def test_a_folder_in_the_place_of_a_file_is_ignored_with_one_warning() -> None:
 def test_saving_makes_a_deleted_folder_again(folder: Path) -> None:
     save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
     shutil.rmtree(folder)
-    assert user.clear(on_cpu=True) is None
+    assert tuned_tiles.clear(on_cpu=True) is None
     save(ON_CPU, "tiled", "both", score_bytes=1 << 21)
     assert tiled_plan(ON_CPU, Config()).score_bytes == 1 << 21
 
@@ -209,9 +212,9 @@ def test_a_foreign_file_is_ignored_with_one_warning(field: str) -> None:
     data = json.loads(path.read_text())
     data["machine"][field] = "another"
     path.write_text(json.dumps(data))
-    user.forget()
+    tuned_tiles.forget()
     with pytest.warns(UserWarning, match=f"was made with {field} another, this is .*: ignored") as seen:
-        found = [user.tuned("triton", "forward", ON_GPU) for _ in range(3)]
+        found = [tuned_tiles.tuned("triton", "forward", ON_GPU) for _ in range(3)]
     assert len(seen) == 1
     assert found == [None] * 3
 
@@ -220,8 +223,8 @@ def test_saving_adds_and_is_whole_or_nothing(folder: Path, monkeypatch: pytest.M
     path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
     longer = dataclasses.replace(ON_CPU, lq=512, lk=512)
     save(longer, "tiled", "both", score_bytes=1 << 21)
-    assert user.tuned("tiled", "both", ON_CPU) == Config(score_bytes=1 << 20)
-    assert user.tuned("tiled", "both", longer) == Config(score_bytes=1 << 21)
+    assert tuned_tiles.tuned("tiled", "both", ON_CPU) == Config(score_bytes=1 << 20)
+    assert tuned_tiles.tuned("tiled", "both", longer) == Config(score_bytes=1 << 21)
     before = path.read_text()
 
     def full(*_: object) -> None:
@@ -236,35 +239,35 @@ def test_saving_adds_and_is_whole_or_nothing(folder: Path, monkeypatch: pytest.M
 
 def test_clear(folder: Path) -> None:
     path = save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
-    assert user.clear(on_cpu=True) == path
-    assert user.tuned("tiled", "both", ON_CPU) is None
-    assert user.clear(on_cpu=True) is None
+    assert tuned_tiles.clear(on_cpu=True) == path
+    assert tuned_tiles.tuned("tiled", "both", ON_CPU) is None
+    assert tuned_tiles.clear(on_cpu=True) is None
 
 
 def test_an_empty_variable_means_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
     monkeypatch.setenv("EVOATTN_CACHE_DIR", "")
-    assert user.tuned("tiled", "both", ON_CPU) is None
-    assert user.path(on_cpu=True) is None
+    assert tuned_tiles.tuned("tiled", "both", ON_CPU) is None
+    assert tuned_tiles.path(on_cpu=True) is None
     with pytest.raises(ValueError, match="EVOATTN_CACHE_DIR is empty"):
         save(ON_CPU, "tiled", "both", score_bytes=1 << 20)
 
 
 def test_without_a_gpu_there_is_no_table_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     save(ON_GPU, "triton", "forward", block_q=16)
-    monkeypatch.setattr(user, "_device", lambda on_cpu: None)
-    user.forget()
-    assert user.tuned("triton", "forward", ON_GPU) is None
+    monkeypatch.setattr(tuned_tiles, "_device", lambda on_cpu: None)
+    tuned_tiles.forget()
+    assert tuned_tiles.tuned("triton", "forward", ON_GPU) is None
 
 
 def test_each_of_two_kinds_of_gpu_has_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever was the current one when a table was first looked for."""
     save(ON_GPU, "triton", "forward", block_q=16)
-    assert user.tuned("triton", "forward", ON_GPU) == Config(block_q=16)
-    monkeypatch.setattr(user, "_device", lambda on_cpu: "NVIDIA Another GPU")
-    assert user.tuned("triton", "forward", ON_GPU) is None
+    assert tuned_tiles.tuned("triton", "forward", ON_GPU) == Config(block_q=16)
+    monkeypatch.setattr(tuned_tiles, "_device", lambda on_cpu: "NVIDIA Another GPU")
+    assert tuned_tiles.tuned("triton", "forward", ON_GPU) is None
     save(ON_GPU, "triton", "forward", block_q=32)
-    assert user.tuned("triton", "forward", ON_GPU) == Config(block_q=32)
+    assert tuned_tiles.tuned("triton", "forward", ON_GPU) == Config(block_q=32)
 
 
 def test_the_current_gpu_is_asked_for_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +275,7 @@ def test_the_current_gpu_is_asked_for_each_time(monkeypatch: pytest.MonkeyPatch)
     names = iter(("one", "other"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: next(names))
-    assert [user._device(on_cpu=False) for _ in range(2)] == ["one", "other"]
+    assert [tuned_tiles._device(on_cpu=False) for _ in range(2)] == ["one", "other"]
 
 
 def test_a_home_that_cannot_be_entered_or_is_not_known_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,14 +295,14 @@ def test_a_home_that_cannot_be_entered_or_is_not_known_costs_nothing(monkeypatch
             patch.setattr(Path, attribute, value)
             testing.forget()
             assert evoattn.evoformer_attention(q, q, q, backend="tiled").isfinite().all()
-            assert user.clear(on_cpu=True) is None
+            assert tuned_tiles.clear(on_cpu=True) is None
 
 
 def test_the_folder_follows_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("EVOATTN_CACHE_DIR")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert user.path(on_cpu=True) == tmp_path / "evoattn" / "tuned-cpu-some-processor.json"
+    assert tuned_tiles.path(on_cpu=True) == tmp_path / "evoattn" / "tuned-cpu-some-processor.json"
 
 
 def test_explain_says_that_a_find_is_used() -> None:
@@ -321,5 +324,5 @@ def test_explain_says_that_a_find_is_used() -> None:
 @pytest.mark.parametrize("backend", [name for name in AUTO_ORDER if name != "hopper"])  # its tiles are fixed
 def test_every_backend_of_auto_asks_for_finds(backend: str) -> None:
     """`evoattn tune` saves for whatever `auto` takes: a backend that never looks would make that a lie."""
-    sources = "".join(path.read_text() for path in Path(user.__file__).parent.glob("*.py"))
-    assert f'user.preferred("{backend}", ' in sources
+    sources = "".join(path.read_text() for path in Path(evoattn.__file__).parent.glob(f"backends/{backend}/**/*.py"))
+    assert f'tuned_tiles.preferred("{backend}", ' in sources

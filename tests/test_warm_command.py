@@ -17,7 +17,7 @@ from evoattn import cli
 from evoattn.cli import warm
 from evoattn.cli.warm import cards
 from evoattn.cli.warm.families import LENGTHS
-from evoattn.devices import Card
+from evoattn.core.devices import Card
 
 SMALL = ("--arch", "sm_80", "--model", "esmfold", "--lengths", "64", "--dtypes", "bfloat16")
 

@@ -10,17 +10,17 @@ import torch
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 
-from evoattn import devices
 from evoattn.cli.terminal import RefusedError
 from evoattn.cli.warm import calls
 from evoattn.cli.warm.calls import Call
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.cli.warm.families import DTYPES, FAMILIES, LENGTHS, Attention
 from evoattn.compile import workers
+from evoattn.core import devices
+from evoattn.core.config import Config
+from evoattn.core.inputs import Cotangents, Inputs
+from evoattn.core.layouts import empty_gradients, empty_outputs
 from evoattn.dispatch.axes import canonicalise
-from evoattn.inputs import Cotangents, Inputs
-from evoattn.layouts import empty_gradients, empty_outputs
-from evoattn.tuning import Config
 
 TRIANGLE = Attention("triangle", 4, 32, n=40)
 H200 = cards_of("sm_90a")[0]

@@ -3,7 +3,7 @@
 from evoattn._version import __version__
 from evoattn.api import BackendStatus, Explanation, backends, evoformer_attention, explain
 from evoattn.clients import Patch, patch
-from evoattn.tuning import Config
+from evoattn.core.config import Config
 
 __all__ = [
     "BackendStatus",

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from evoattn import dispatch
 from evoattn.backends import BACKENDS
+from evoattn.core.config import Config
+from evoattn.core.inputs import Inputs
 from evoattn.dispatch import Explanation
 from evoattn.dispatch.lookup import Options, backend_module
-from evoattn.inputs import Inputs
-from evoattn.tuning import Config
 
 __all__ = ["BackendStatus", "Explanation", "backends", "evoformer_attention", "explain"]
 

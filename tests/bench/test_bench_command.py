@@ -17,7 +17,7 @@ from evoattn.bench import record as records
 from evoattn.bench.plan import Plan
 from evoattn.bench.record import Ceilings, Result, Timing
 from evoattn.cli import bench, terminal
-from evoattn.inputs import Inputs, Outputs
+from evoattn.core.inputs import Inputs, Outputs
 
 from .conftest import a_record
 

@@ -11,7 +11,7 @@ from evoattn.bench import ceilings, layers
 from evoattn.bench import record as records
 from evoattn.bench.clock import CudaClock
 from evoattn.bench.memory import peak_bytes
-from evoattn.tuning import user
+from evoattn.core import tuned_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,7 @@ def test_layers_have_times_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path))
-    user.forget()
+    tuned_tiles.forget()
     assert cli.main(["tune", "--workloads", "tri128", "--budget", "20"]) == 0
     assert "tri128, bfloat16" in capsys.readouterr().out
-    user.forget()
+    tuned_tiles.forget()

@@ -11,11 +11,13 @@ import torch
 import evoattn
 from evoattn import cli
 from evoattn.backends import tiled
+from evoattn.backends.tiled.sizes import TiledPlan
 from evoattn.bench import search
 from evoattn.bench.search import Found
 from evoattn.cli import tune
-from evoattn.inputs import Inputs, Outputs
-from evoattn.tuning import Config, TiledPlan, user
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.inputs import Inputs, Outputs
 from evoattn.workloads import workload
 
 from .conftest import FakeClock
@@ -47,9 +49,9 @@ class ClockOfTiles(FakeClock):
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_table_of_the_user: None) -> Iterator[Path]:
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(tmp_path / "cache"))
-    user.forget()
+    tuned_tiles.forget()
     yield tmp_path / "cache"
-    user.forget()
+    tuned_tiles.forget()
 
 
 def searched(clock: FakeClock, end: float = 1e9) -> Found:
@@ -99,7 +101,7 @@ def test_the_time_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_older_find_does_not_start_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     first = searched(ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20)))
     assert first.config == Config(score_bytes=1 << 18)
-    user.save({first.key: first.entry()}, on_cpu=True)
+    tuned_tiles.save({first.key: first.entry()}, on_cpu=True)
     again = searched(ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20)))
     assert again.before_ms == first.before_ms, "the built-in choice is what a gain is measured from"
 
@@ -118,7 +120,7 @@ def test_neighbours() -> None:
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
     monkeypatch.setattr(tune, "clock_for", lambda device: clock)
-    monkeypatch.setattr(user, "_device", lambda on_cpu: "cpu Some Processor")
+    monkeypatch.setattr(tuned_tiles, "_device", lambda on_cpu: "cpu Some Processor")
     arguments = ["tune", "--device", "cpu", "--workloads", "tri16", "--budget", "1000"]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr()
@@ -153,7 +155,7 @@ def test_ctrl_c_keeps_what_was_found(folder: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr()
     assert "score_bytes=262144" in printed.out
     assert "interrupted: what was found until then is kept" in printed.err
-    assert len(user.entries(on_cpu=True)) == 1
+    assert len(tuned_tiles.entries(on_cpu=True)) == 1
 
 
 def test_what_does_not_fit_into_memory_is_left_out(
@@ -210,7 +212,7 @@ def test_what_cannot_be_kept_is_shown(
 
     clock = ClockOfTiles(monkeypatch, lambda budget: 1 + budget / (1 << 20))
     monkeypatch.setattr(tune, "clock_for", lambda device: clock)
-    monkeypatch.setattr(user, "save", full)
+    monkeypatch.setattr(tuned_tiles, "save", full)
     assert cli.main(["tune", "--device", "cpu", "--workloads", "tri16", "tri17", "--budget", "1000"]) == 2
     printed = capsys.readouterr()
     assert "score_bytes=262144" in printed.out and "tri17" not in printed.out and "kept in" not in printed.out

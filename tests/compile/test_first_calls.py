@@ -29,7 +29,7 @@ from evoattn.backends.hopper.host import launch
 from evoattn.cli.warm.cards import cards_of
 from evoattn.compile import first_calls
 from evoattn.compile.workers import Report, Task, Worker
-from evoattn.devices import planned_for
+from evoattn.core.devices import planned_for
 from evoattn.testing import workers
 from tests.helpers.scripts import load
 from tests.hopper.test_kept_kernels import kept, new_process

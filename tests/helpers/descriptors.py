@@ -5,7 +5,7 @@
 A 64-bit descriptor names an operand of wgmma in shared memory. The whole numbers that lead to it are computed twice, for the
 first thread of each warpgroup: from PTX, and from the machine code that ptxas made of it. Where PTX leads to a number, the
 machine code must lead to the same. A register that nothing has written is unknown. ptxas 12.8 makes code that reads such
-registers; see `evoattn.tuning.validity`.
+registers; see `tiles.limits`.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import layouts
 from evoattn.backends import Cotangents, Inputs, Outputs
-from evoattn.problem import GRADIENTS
-from evoattn.tuning import Config
+from evoattn.core import layouts
+from evoattn.core.config import Config
+from evoattn.core.problem import GRADIENTS
 
 __all__ = ["ALL", "ONLY_GATE", "Gated"]
 

@@ -16,12 +16,13 @@ import torch
 
 from evoattn.backends.triton import fwd_plan, launch
 from evoattn.backends.triton.bwd_pair import _strip_warps, _strips
-from evoattn.problem import Problem
-from evoattn.tuning import Config, user
-from evoattn.tuning.heuristics import LEFT_OVER_WARPS, forward_tiles
-from evoattn.tuning.heuristics_backward import backward_tiles
-from evoattn.tuning.heuristics_few import few_tiles
-from evoattn.tuning.validity import most_warps
+from evoattn.backends.triton.tiles.backward import backward_tiles
+from evoattn.backends.triton.tiles.few import few_tiles
+from evoattn.backends.triton.tiles.forward import LEFT_OVER_WARPS, forward_tiles
+from evoattn.backends.triton.tiles.limits import most_warps
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 
 __all__ = ["CARDS", "Launched", "launches", "reachable"]
 
@@ -50,7 +51,7 @@ class Launched:
     """What one launch of a kernel is compiled for.
 
     Args:
-        kernel: as `tuning.validity` names it.
+        kernel: as `tiles.limits` names it.
         block_q, block_k, num_warps, num_stages, rows: the tile.
         dtype: of q, k and v.
         block_d, block_c: channels, as powers of two.
@@ -117,7 +118,7 @@ def reachable(capability: tuple[int, int] | None, shared_limit: int) -> tuple[tu
     """Problems with the launches that no smaller problem has, by the built-in tables."""
     seen: set[Launched] = set()
     found = []
-    with user.ignored():
+    with tuned_tiles.ignored():
         for problem in _problems(capability):
             new = launches(problem, shared_limit) - seen
             if new:

@@ -12,8 +12,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 
 from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Cotangents, hopper
 from evoattn.backends.hopper.host import head_groups
-from evoattn.layouts import empty_gradients, empty_outputs
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.layouts import empty_gradients, empty_outputs
 from tests.helpers.gates import ALL, ONLY_GATE, Gated
 from tests.hopper.test_hopper_plans import kernels, launched  # noqa: F401 (fixtures)
 

@@ -25,9 +25,9 @@ from evoattn.backends.hopper.forward import plan as forward
 from evoattn.backends.hopper.host import head_groups, launch
 from evoattn.backends.hopper.host.memory import loads_wide
 from evoattn.backends.hopper.kernels import key_bias
-from evoattn.layouts import empty_gradients, empty_outputs, to_canonical
-from evoattn.problem import describe
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.layouts import empty_gradients, empty_outputs, to_canonical
+from evoattn.core.problem import describe
 
 LONG = [
     testing.Case("long", n=2, h=2, lq=700, lk=650, d=32, pair_bias="b1hqk", mask="random"),

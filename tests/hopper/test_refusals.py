@@ -8,9 +8,9 @@ import torch
 
 from evoattn import testing
 from evoattn.backends import hopper, tiled, triton
-from evoattn.problem import Problem
-from evoattn.tuning import Config
-from evoattn.tuning.heuristics_few import few_tiles
+from evoattn.backends.triton.tiles.few import few_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 
 PLAIN = Problem(
     device="cuda",

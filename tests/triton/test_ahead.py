@@ -21,14 +21,14 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
-from evoattn import devices
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import ahead as ahead_module
 from evoattn.backends.triton import bwd_bias, bwd_dkdv, bwd_dq, bwd_pair, bwd_preprocess, bwd_total, fwd, prepare
 from evoattn.backends.triton.ahead import compile_ahead
 from evoattn.backends.triton.launch import Kernel
-from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.tuning import Config
+from evoattn.core import devices
+from evoattn.core.config import Config
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from tests.helpers.ahead_of_time import target
 
 KERNELS = [

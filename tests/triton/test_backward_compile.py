@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.tuning import Config
+from evoattn.core.config import Config
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, counted, report, target
 
 FEW_SPILLS = 28

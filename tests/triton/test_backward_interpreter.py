@@ -29,8 +29,8 @@ else:
     import evoattn
     from evoattn import testing
     from evoattn.backends.triton import bwd, bwd_pair, bwd_total, few, launch
-    from evoattn.tuning import Config
-    from evoattn.tuning.heuristics_backward import BackwardTiles, Tiles
+    from evoattn.backends.triton.tiles.backward import BackwardTiles, Tiles
+    from evoattn.core.config import Config
 
     pytestmark = [
         pytest.mark.usefixtures("poisoned"),

@@ -12,9 +12,9 @@ from evoattn.backends import Cotangents, Description, Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import few, launch
 from evoattn.backends.triton.launch import Kernel, Launch
-from evoattn.problem import Problem
-from evoattn.tuning import Config
-from evoattn.tuning.heuristics_few import FewTiles, few_tiles
+from evoattn.backends.triton.tiles.few import FewTiles, few_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 
 POINT = Problem("cuda", (9, 0), torch.bfloat16, b=1, n=16384, h=4, lq=1, lk=4, d=16, c=16, mask=True)
 ALL = (*(True,) * 5, False)

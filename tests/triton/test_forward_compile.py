@@ -19,9 +19,9 @@ import triton
 from evoattn.backends import Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import launch
-from evoattn.problem import Problem
-from evoattn.tuning import Config
-from evoattn.tuning.heuristics import forward_shared_bytes, forward_tiles
+from evoattn.backends.triton.tiles.forward import forward_shared_bytes, forward_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 from tests.helpers.ahead_of_time import RECORD, SHARED_LIMITS, TARGETS, Report, counted, recorded, report, target
 
 ROOM = 1.03

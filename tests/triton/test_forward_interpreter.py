@@ -33,7 +33,7 @@ else:
     from evoattn.backends.triton import overlap as overlap_module
     from evoattn.backends.triton.overlap import overlap
     from evoattn.backends.triton.prepare import plan_rows
-    from evoattn.tuning import Config
+    from evoattn.core.config import Config
 
     pytestmark = [
         pytest.mark.usefixtures("poisoned"),

@@ -27,8 +27,8 @@ else:
     from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, Cotangents
     from evoattn.backends import triton as backend
     from evoattn.backends.triton import few, launch
-    from evoattn.layouts import empty_outputs
-    from evoattn.tuning import Config
+    from evoattn.core.config import Config
+    from evoattn.core.layouts import empty_outputs
     from tests.helpers.gates import ALL, ONLY_GATE, Gated
 
     pytestmark = [

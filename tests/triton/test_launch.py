@@ -21,8 +21,8 @@ from evoattn.backends import triton as backend
 from evoattn.backends.triton import bwd, bwd_pair, launch
 from evoattn.backends.triton.bwd_pair import rows_of_a_turn, shares
 from evoattn.backends.triton.launch import Kernel, Launch, strided
-from evoattn.problem import describe
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.problem import describe
 
 
 @pytest.mark.parametrize(

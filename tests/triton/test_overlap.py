@@ -21,7 +21,7 @@ from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
 from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.release import OVERLAPS
-from evoattn.tuning import Config
+from evoattn.core.config import Config
 from tests.helpers.ahead_of_time import target
 
 pytestmark = pytest.mark.skipif(not OVERLAPS, reason="launches do not overlap with this Triton")

@@ -1,4 +1,4 @@
-"""Every tile that the fitting rules can reach keeps the rule of `tuning.validity`; a sample is compiled.
+"""Every tile that the fitting rules can reach keeps the rule of `tiles.limits`; a sample is compiled.
 
 `python -m tests.triton.test_reachable [sm_90 ...]` compiles all of them and prints what is wrong.
 """
@@ -17,10 +17,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.problem import Problem
-from evoattn.tuning import Config, heuristics, heuristics_backward, user, validity
-from evoattn.tuning.heuristics import ForwardTiles, forward_tiles
-from evoattn.tuning.heuristics_backward import Tiles, backward_tiles
+from evoattn.backends.triton.tiles import backward as heuristics_backward
+from evoattn.backends.triton.tiles import forward as heuristics
+from evoattn.backends.triton.tiles import limits as validity
+from evoattn.backends.triton.tiles.backward import Tiles, backward_tiles
+from evoattn.backends.triton.tiles.forward import ForwardTiles, forward_tiles
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 from evoattn.workloads import WORKLOADS
 from tests.helpers.ahead_of_time import SHARED_LIMITS, target
 from tests.helpers.descriptors import wrong_descriptors
@@ -139,7 +143,7 @@ def test_what_is_refused_says_what_fits() -> None:
 
 def test_a_find_for_another_length_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Config(block_q=64, block_k=16, num_warps=8, num_stages=2)
-    monkeypatch.setattr(user, "tuned", lambda *_: found)
+    monkeypatch.setattr(tuned_tiles, "tuned", lambda *_: found)
     backward = backward_tiles(FEW_QUERIES, Config(), LIMIT, (9, 0))
     assert [tile.num_warps for tile in (backward.dq, backward.dkdv, backward.pair)] == [4, 8, 4]
     assert forward_tiles(FEW_QUERIES, Config(), LIMIT).num_warps == 4

@@ -22,7 +22,7 @@ import torch
 
 import evoattn
 from evoattn.cli.warm.cards import ARCHITECTURES
-from evoattn.devices import planned_for
+from evoattn.core.devices import planned_for
 from evoattn.dispatch.lookup import RefusalError
 from proofs import hopper_code
 from proofs.calls import Attention, Layer, attentions, layer_calls

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
-from evoattn import guards
-from evoattn.devices import Card, planned_for
+from evoattn.core import guards
+from evoattn.core.devices import Card, planned_for
 from evoattn.fully_masked import means
 from proofs import hopper_code, triton_code
 
@@ -145,7 +145,7 @@ _EAGER: dict[str, Any] = {
     "recall": lambda *_: None,
     "remember": lambda *_: None,
 }
-"""What `evoattn.guards` says of an eager call that is made for the first time."""
+"""What `evoattn.core.guards` says of an eager call that is made for the first time."""
 
 
 class _Nothing:

@@ -3,7 +3,7 @@
 A backend imports neither another backend nor anything that calls one.
 
 Canonical tensors, with any strides: q `[b,n,h,q,d]`, k `[b,n,h,k,d]`, v `[b,n,h,k,c]`, mask and mask_bias `[b|1,n|1,k]`,
-pair_bias `[b|1,h|1,q|1,k|1]`, gate and o `[b,n,h,q,c]`, lse and reference `[b,n,h,q]` as in `evoattn.numerics`.
+pair_bias `[b|1,h|1,q|1,k|1]`, gate and o `[b,n,h,q,c]`, lse and reference `[b,n,h,q]` as in `evoattn.core.numerics`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from evoattn.compile.workers import Task
-from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
-from evoattn.problem import Problem
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.problem import Problem
 
 __all__ = [
     "AUTO_ORDER",

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Description, Plan
-from evoattn.devices import without_autocast
-from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.layouts import as_planned, empty_gradients, empty_outputs
-from evoattn.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shifted_biases
-from evoattn.problem import Problem
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.devices import without_autocast
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
+from evoattn.core.layouts import as_planned, empty_gradients, empty_outputs
+from evoattn.core.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shifted_biases
+from evoattn.core.problem import Problem
 
 __all__ = ["NAME", "attention", "availability", "faster", "plan_backward", "plan_forward", "unsupported"]
 
@@ -67,7 +67,7 @@ def _probabilities(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attention(inputs: Inputs, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """O and the saved statistic (`evoattn.numerics`) of canonical tensors, in the compute dtype, differentiable by autograd."""
+    """O and the saved statistic (`core.numerics`) of canonical tensors, in the compute dtype, differentiable by autograd."""
     s, shift = _scores(inputs, scale)
     p, m, total = _probabilities(s)
     reference = (m + shift).detach().clamp_min(torch.finfo(m.dtype).min)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from evoattn import __version__
-from evoattn.tuning.user import driver_version
+from evoattn.core.tuned_tiles import driver_version
 
 __all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "threads", "version_of"]
 

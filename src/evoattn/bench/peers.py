@@ -15,8 +15,8 @@ from torch import Tensor
 
 import evoattn
 from evoattn.bench.contender import Contender, Prepared, RefusesError
+from evoattn.core.config import Config
 from evoattn.testing import Inputs
-from evoattn.tuning import Config
 
 __all__ = ["PEERS", "backend_peer", "dense"]
 

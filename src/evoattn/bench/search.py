@@ -10,6 +10,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn.backends import AUTO_ORDER
+from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.bench import attentions
 from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock
@@ -17,11 +18,11 @@ from evoattn.bench.contender import Runner, worst
 from evoattn.bench.peers import backend_peer
 from evoattn.bench.record import Result, Timing
 from evoattn.bench.timing import time_in_turn
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 from evoattn.dispatch.lookup import refusals
-from evoattn.problem import Problem
 from evoattn.testing import Inputs
-from evoattn.tuning import Config, user
-from evoattn.tuning.heuristics_few import few_tiles
 from evoattn.workloads import Workload
 
 __all__ = ["Found", "neighbours", "tune"]
@@ -99,7 +100,7 @@ def tune(
         end: when to stop, on the clock's own now().
         say: told what is being tried.
     """
-    with user.ignored():
+    with tuned_tiles.ignored():
         inputs = attentions.inputs_of(workload, getattr(torch, dtype), device)
         expected = attentions.truth(inputs)
         q, k, v, pair_bias = (
@@ -118,7 +119,7 @@ def tune(
     now = clock.now()
     for place, direction in enumerate(directions):
         until = now + (end - now) * (place + 1) / len(directions)
-        with user.ignored():
+        with tuned_tiles.ignored():
             climb = _Climb(inputs, expected, name, direction, clock, until, say)
             found = climb.run(chosen.config, workload.name, dtype, chosen.problem)
         yield found
@@ -170,7 +171,7 @@ class _Climb:
             before, after = self._times(_LAST_ROUNDS, builtin, self._runner(best))
             if after.range_ms[1] >= before.range_ms[0] or before.median_ms / after.median_ms < 1 + _WORTH_KEEPING:
                 best = None
-        key, times = user.key(self.backend, self.direction, problem), (before.median_ms, after.median_ms)
+        key, times = tuned_tiles.key(self.backend, self.direction, problem), (before.median_ms, after.median_ms)
         return Found(workload, dtype, self.backend, self.direction, key, best, *times, self.tried, self.failed, self.cut)
 
     def _runner(self, config: Config | None) -> Runner:

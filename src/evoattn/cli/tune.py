@@ -17,7 +17,7 @@ from evoattn.bench.plan import default_plan
 from evoattn.bench.search import Found
 from evoattn.cli.bench import among, names_in, workloads_of
 from evoattn.cli.terminal import RefusedError, WholeNumber, pick, problem_progress, try_to_write_in
-from evoattn.tuning import user
+from evoattn.core import tuned_tiles
 from evoattn.workloads import Workload, workload
 
 __all__ = ["add_parser"]
@@ -70,14 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     device = pick(arguments.device)
     on_cpu = device.type == "cpu"
-    place = user.path(on_cpu)
+    place = tuned_tiles.path(on_cpu)
     if place is None:
         if "EVOATTN_CACHE_DIR" not in os.environ:
             raise RefusedError("no home folder is known to keep a table in: name a folder in EVOATTN_CACHE_DIR")
         raise RefusedError("EVOATTN_CACHE_DIR is empty, which means no table; expected a folder, or the variable unset")
     if arguments.clear:
-        removed = user.clear(on_cpu)
-        print(f"removed {removed}" if removed else f"there was none at {user.path(on_cpu)}")
+        removed = tuned_tiles.clear(on_cpu)
+        print(f"removed {removed}" if removed else f"there was none at {tuned_tiles.path(on_cpu)}")
         return 0
     if arguments.show:
         _show(on_cpu)
@@ -131,7 +131,7 @@ def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s
                 found.append(one)
                 if one.config is not None:
                     with _writing(place):
-                        user.save({one.key: one.entry()}, device.type == "cpu")
+                        tuned_tiles.save({one.key: one.entry()}, device.type == "cpu")
 
 
 def _print(found: list[Found], device: torch.device, kept_in: Path | None) -> None:
@@ -156,12 +156,12 @@ def _words(given: dict[str, int]) -> str:
 
 
 def _show(on_cpu: bool) -> None:
-    entries = user.entries(on_cpu)
+    entries = tuned_tiles.entries(on_cpu)
     if not entries:
-        print(f"nothing in {user.path(on_cpu)}: the built-in tables choose")
+        print(f"nothing in {tuned_tiles.path(on_cpu)}: the built-in tables choose")
         return
     rows = [["problems like", "measured at", "built-in ms", "tuned ms", "config"]]
     for name, entry in entries.items():
         numbers = [str(entry.get(key, "-")) for key in ("workload", "before_ms", "after_ms")]
         rows.append([name, *numbers, _words(entry["config"])])
-    print(f"{user.path(on_cpu)}\n\n{table.aligned(rows)}")
+    print(f"{tuned_tiles.path(on_cpu)}\n\n{table.aligned(rows)}")

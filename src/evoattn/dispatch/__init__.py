@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import guards
 from evoattn.backends import Description, Plan
+from evoattn.core import guards, tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
+from evoattn.core.layouts import empty_outputs
+from evoattn.core.numerics import natural_lse, row_shift
+from evoattn.core.problem import Problem, describe
 from evoattn.dispatch import distributed, lookup, operators
 from evoattn.dispatch.autograd import Straight, maker, same_memory
 from evoattn.dispatch.axes import canonicalise, key_axes
 from evoattn.dispatch.checks import check_arguments, compute_dtype
 from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError
-from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.layouts import empty_outputs
-from evoattn.numerics import natural_lse, row_shift
-from evoattn.problem import Problem, describe
-from evoattn.tuning import Config, user
 
 __all__ = ["Explanation", "Straight", "attend", "explain", "find", "forget"]
 
@@ -72,7 +72,7 @@ def forget() -> None:
     guards.forget()
 
 
-user.listeners.append(forget)
+tuned_tiles.listeners.append(forget)
 
 
 def find(inputs: Inputs, options: Options) -> Straight | _ByOperator | None:

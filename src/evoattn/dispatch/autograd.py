@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import guards
 from evoattn.backends import Plan
+from evoattn.core import guards
+from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.layouts import columns_of, empty_gradients
+from evoattn.core.problem import GRADIENTS
 from evoattn.dispatch import lookup, operators
 from evoattn.dispatch.axes import CANONICAL, Axes, canonicalise
 from evoattn.dispatch.checks import check_no_tangent
 from evoattn.dispatch.lookup import Backward, Options
-from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
-from evoattn.layouts import columns_of, empty_gradients
-from evoattn.problem import GRADIENTS
 
 __all__ = ["EvoformerAttention", "Straight", "maker", "once_differentiable", "same_memory"]
 

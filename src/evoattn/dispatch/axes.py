@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from evoattn.inputs import Inputs
-from evoattn.numerics import accumulate_dtype
+from evoattn.core.inputs import Inputs
+from evoattn.core.numerics import accumulate_dtype
 
 __all__ = [
     "CANONICAL",

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from evoattn.backends import BACKENDS
+from evoattn.core.config import Config
+from evoattn.core.inputs import Inputs
+from evoattn.core.layouts import LAYOUTS
 from evoattn.dispatch.axes import fits, has_unit_axes
 from evoattn.dispatch.lookup import Options
-from evoattn.inputs import Inputs
-from evoattn.layouts import LAYOUTS
-from evoattn.tuning import Config
 
 __all__ = ["check_arguments", "check_mask", "check_no_tangent", "compute_dtype"]
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evoattn.core.inputs import Inputs
+from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.autograd import once_differentiable
-from evoattn.inputs import Inputs
-from evoattn.numerics import accumulate_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import AUTO_ORDER, Backend, Plan
-from evoattn.devices import planned
-from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
-from evoattn.numerics import float32_products
-from evoattn.problem import Problem, describe
-from evoattn.tuning import Config
+from evoattn.core.config import Config
+from evoattn.core.devices import planned
+from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.numerics import float32_products
+from evoattn.core.problem import Problem, describe
 
 __all__ = [
     "Backward",

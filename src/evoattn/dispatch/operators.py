@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evoattn.core.config import Config
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
+from evoattn.core.layouts import empty_gradients, empty_outputs
+from evoattn.core.problem import GRADIENTS
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Backward, Forward, Options
-from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.layouts import empty_gradients, empty_outputs
-from evoattn.problem import GRADIENTS
-from evoattn.tuning import Config
 
 __all__ = ["LIBRARY", "arguments_of", "backward", "differentiate", "forward", "split", "values_of"]
 
@@ -35,7 +35,7 @@ LIBRARY.define(
 )
 
 forward = torch.ops.evoattn.forward.default
-"""Canonical tensors -> (o, lse, reference); see `evoattn.backends` for the axes and `evoattn.numerics` for the last two.
+"""Canonical tensors -> (o, lse, reference); see `evoattn.backends` for the axes and `evoattn.core.numerics` for the last two.
 
 No gradient flows through `reference`.
 """

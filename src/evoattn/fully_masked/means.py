@@ -24,11 +24,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from evoattn import guards
-from evoattn.devices import installed
+from evoattn.core import guards
+from evoattn.core.devices import installed
+from evoattn.core.numerics import bounded
 from evoattn.dispatch.axes import fits, key_axes, with_axes
 from evoattn.dispatch.checks import compute_dtype
-from evoattn.numerics import bounded
 
 __all__ = ["EmptyRows", "check_empty_rows", "with_means", "with_means_for_replaced_scores", "with_means_per_query"]
 

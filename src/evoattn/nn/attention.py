@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evoattn.api import evoformer_attention
-from evoattn.devices import uncast
+from evoattn.core.devices import uncast
+from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
 from evoattn.nn.project import linear
 from evoattn.nn.submodules import call, is_linear
-from evoattn.numerics import accumulate_dtype
 
 __all__ = [
     "Attention",

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn import guards
+from evoattn.core import guards
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.distributed import is_distributed
 from evoattn.nn.known_calls import UnknownArgument, check_scaled, ignore

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evoattn.backends.triton import alone
 from evoattn.backends.triton.launch import Kernel
-from evoattn.devices import processors
+from evoattn.core.devices import processors
 
 __all__ = ["normalise", "normalise_backward"]
 

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evoattn import guards
-from evoattn.devices import constant, installed, uncast
+from evoattn.core import guards
+from evoattn.core.devices import constant, installed, uncast
+from evoattn.core.layouts import join
+from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.checks import compute_dtype
-from evoattn.layouts import join
 from evoattn.nn.submodules import call, is_linear, is_norm, parameter_of
-from evoattn.numerics import accumulate_dtype
 
 __all__ = ["compute_dtype_of", "concatenate", "layer_norm", "linear", "normalise", "normalise_backward", "project"]
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn import guards
+from evoattn.core import guards
+from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.checks import check_mask, compute_dtype
 from evoattn.dispatch.distributed import is_distributed
-from evoattn.numerics import accumulate_dtype
 
 __all__ = ["cast", "check_mask_of", "check_out", "check_shapes", "check_tensors", "direct", "norm", "result_dtype", "written"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from evoattn.numerics import LOG2E
+from evoattn.core.numerics import LOG2E
 
 __all__ = ["load_columns", "load_rows", "matrix", "product", "scaled", "sigmoid", "standard", "vector"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.triton.launch import head_block
-from evoattn.devices import constant
+from evoattn.core.devices import constant
 
 __all__ = ["Tile", "affine", "narrowed", "shift"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import guards
+from evoattn.core import guards
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.operators import LIBRARY
 

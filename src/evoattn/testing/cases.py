@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from evoattn.problem import GRADIENTS
+from evoattn.core.problem import GRADIENTS
 from evoattn.testing.drawing import draw
 from evoattn.workloads import Workload
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from evoattn.problem import GRADIENTS
+from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 
 __all__ = ["Biases", "Results", "dense", "differentiate", "heads_first", "key_axes", "plain_biases", "scores", "shifted_biases"]

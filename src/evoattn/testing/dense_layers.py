@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from evoattn.core.numerics import accumulate_dtype
 from evoattn.nn import (
     AttentionPairBias,
     MSAColumnAttention,
@@ -23,7 +24,6 @@ from evoattn.nn import (
 )
 from evoattn.nn.attention import Attention
 from evoattn.nn.pair_bias import AdaLN
-from evoattn.numerics import accumulate_dtype
 
 __all__ = [
     "MaskedSoftmax",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from evoattn.layouts import to_canonical
+from evoattn.core.layouts import to_canonical
 
 if TYPE_CHECKING:
     from evoattn.testing.cases import Case

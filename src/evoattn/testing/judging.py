@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evoattn.api import explain
-from evoattn.problem import GRADIENTS
+from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 from evoattn.testing.dense import Results, heads_first
 from evoattn.testing.oracle import excess, huge, oracle, run

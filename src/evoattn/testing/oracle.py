@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
-from evoattn.numerics import accumulate_dtype
-from evoattn.problem import GRADIENTS
+from evoattn.core.config import Config
+from evoattn.core.numerics import accumulate_dtype
+from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 from evoattn.testing.dense import Results, dense, differentiate, heads_first, key_axes, plain_biases, scores, shifted_biases
-from evoattn.tuning import Config
 
 __all__ = [
     "FLOOR",

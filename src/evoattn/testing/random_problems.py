@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from evoattn.problem import GRADIENTS
+from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Case, Inputs
 
 __all__ = ["DTYPES", "Draw", "RandomProblem", "random_problem"]

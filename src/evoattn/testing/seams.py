@@ -8,15 +8,16 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from evoattn import dispatch, guards
+from evoattn import dispatch
 from evoattn.backends import Inputs as Canonical
+from evoattn.core import guards, tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.inputs import Inputs as Arguments
+from evoattn.core.problem import Problem
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Options
-from evoattn.inputs import Inputs as Arguments
-from evoattn.problem import Problem
 from evoattn.testing.cases import Inputs
-from evoattn.tuning import Config, user
 
 __all__ = ["canonical", "chosen", "forget", "taken", "way"]
 
@@ -31,7 +32,7 @@ def forget(*, torch_too: bool = False) -> None:
         torch_too: also forget what torch's internals said of its state. The next call and its backward ask again in threads of
             their own, which takes milliseconds.
     """
-    user.forget()  # those who keep plans and calls hear of it
+    tuned_tiles.forget()  # those who keep plans and calls hear of it
     if torch_too:
         guards.forget_torch()
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Description, Plan
 from evoattn.compile import first_calls
-from evoattn.devices import installed, on_device_of, planned
-from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.problem import Needs, Problem
-from evoattn.tuning.config import Config
+from evoattn.core.config import Config
+from evoattn.core.devices import installed, on_device_of, planned
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
+from evoattn.core.problem import Needs, Problem
 
 __all__ = [
     "NAME",

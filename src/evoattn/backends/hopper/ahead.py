@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass.cute.runtime import load_module
 
-from evoattn import numerics
 from evoattn.backends import Needed, Plan
 from evoattn.compile import cache, first_calls
 from evoattn.compile.workers import Task
+from evoattn.core import numerics
 
 if TYPE_CHECKING:
     from evoattn.backends.hopper.host.launch import Kernel

@@ -12,7 +12,7 @@ The backward walks the same blocks, recomputes P = exp(S - LSE) from the saved s
 
 If all scores of a call on the CPU are few, the call is dense (`whole`), and its backward can start from kept probabilities.
 
-On a CPU threads share the blocks, and each does all operations of a block alone (`evoattn.threads`).
+On a CPU threads share the blocks, and each does all operations of a block alone (`evoattn.backends.tiled.threads`).
 
 Scores, statistics and sums are float32 (float64 for float64) whatever the dtype of the inputs. Scores are kept in units of
 log 2: torch's CPU exp2 takes 75 us for 2^20 numbers where exp takes 330, and 1,070 when a tenth of them are masked.
@@ -27,18 +27,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evoattn import threads
 from evoattn.backends import Description, Plan
-from evoattn.backends.tiled import whole
+from evoattn.backends.tiled import threads, whole
 from evoattn.backends.tiled.backward import Work, shares
 from evoattn.backends.tiled.forward import forward_pieces
 from evoattn.backends.tiled.scores import Rows, Scores, spans, statistic, subtrahends
-from evoattn.devices import without_autocast
-from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
-from evoattn.layouts import as_planned, empty_gradients, empty_outputs
-from evoattn.numerics import LOG2E, accumulate_dtype, row_bias
-from evoattn.problem import Problem, describe
-from evoattn.tuning import Config, TiledPlan, tiled_plan, user
+from evoattn.backends.tiled.sizes import TiledPlan, tiled_plan
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.devices import without_autocast
+from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.layouts import as_planned, empty_gradients, empty_outputs
+from evoattn.core.numerics import LOG2E, accumulate_dtype, row_bias
+from evoattn.core.problem import Problem, describe
 
 __all__ = ["NAME", "availability", "faster", "plan_backward", "plan_forward", "unsupported"]
 
@@ -124,7 +125,7 @@ class _Blocks:
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self.problem, self.config = problem, config
-        self.tuned = user.is_tuned(NAME, "both", problem, config)
+        self.tuned = tuned_tiles.is_tuned(NAME, "both", problem, config)
         self.whole = not config.given() and not self.tuned and whole.fits(problem)
         self._plans: dict[int, TiledPlan] = {}
 

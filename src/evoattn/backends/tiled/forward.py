@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.tiled.scores import Part, Rows, Scores, spans, stack, statistic, unflatten
-from evoattn.inputs import Inputs, Outputs
+from evoattn.core.inputs import Inputs, Outputs
 
 __all__ = ["forward_pieces"]
 

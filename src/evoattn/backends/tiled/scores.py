@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from evoattn.numerics import LN2, LOG2E, NEAR, largest_bias, query_shift, shifted_biases
-from evoattn.tuning import TiledPlan
+from evoattn.backends.tiled.sizes import TiledPlan
+from evoattn.core.numerics import LN2, LOG2E, NEAR, largest_bias, query_shift, shifted_biases
 
 __all__ = ["Part", "Rows", "Scores", "cut", "is_plain", "spans", "stack", "statistic", "subtrahends", "unflatten", "view"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.tiled.scores import is_plain, statistic
-from evoattn.inputs import Cotangents, Inputs, Kept, Outputs
-from evoattn.numerics import LOG2E, accumulate_dtype, row_bias
-from evoattn.problem import Problem
+from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.numerics import LOG2E, accumulate_dtype, row_bias
+from evoattn.core.problem import Problem
 
 __all__ = ["backward", "fits", "keep", "probabilities", "write"]
 

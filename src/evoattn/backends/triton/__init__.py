@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Plan
-from evoattn.devices import installed, on_device_of, planned
-from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.problem import Needs, Problem
-from evoattn.tuning.config import Config
-from evoattn.tuning.validity import most_warps
+from evoattn.backends.triton.tiles.limits import most_warps
+from evoattn.core.config import Config
+from evoattn.core.devices import installed, on_device_of, planned
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
+from evoattn.core.problem import Needs, Problem
 
 __all__ = [
     "NAME",

@@ -28,11 +28,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from evoattn import devices
 from evoattn.backends import Needed, Plan
 from evoattn.backends.triton import launch
 from evoattn.backends.triton.release import COMPILES_AHEAD
 from evoattn.compile.workers import Task
+from evoattn.core import devices
 
 __all__ = ["compile_ahead", "keep", "needed"]
 

@@ -32,12 +32,12 @@ from evoattn.backends.triton.few import plan_backward_few
 from evoattn.backends.triton.launch import Launch, Strided, contiguous, empty, layout_for, strided
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.prepare import RowBias, plan_rows
-from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.problem import Needs, Problem, describe
-from evoattn.tuning import user
-from evoattn.tuning.config import Config
-from evoattn.tuning.heuristics_backward import BackwardTiles, backward_tiles
-from evoattn.tuning.heuristics_few import few_tiles
+from evoattn.backends.triton.tiles.backward import BackwardTiles, backward_tiles
+from evoattn.backends.triton.tiles.few import few_tiles
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
+from evoattn.core.problem import Needs, Problem, describe
 
 __all__ = ["plan_backward"]
 
@@ -162,7 +162,7 @@ def plan_backward(
         return Plan(only_gate(cotangents, inputs, outputs, layout), functools.partial(Description, gate=GATED_BACKWARD))
     tiles = backward_tiles(problem, config, launch.shared_memory_limit(inputs.q.device), problem.capability)
     call = _call(problem, tiles, cotangents, inputs, outputs, scale=scale, layout=layout)
-    backward = _launches(call, inputs, outputs, user.is_tuned("triton", "backward", problem, config))
+    backward = _launches(call, inputs, outputs, tuned_tiles.is_tuned("triton", "backward", problem, config))
     _overlap(backward)
     return Plan(backward, backward.describe)
 

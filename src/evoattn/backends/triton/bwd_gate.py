@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from evoattn import layouts
 from evoattn.backends.triton.bwd_plan import round_up
 from evoattn.backends.triton.bwd_preprocess import PAD, GatePass, plan_statistics
 from evoattn.backends.triton.launch import contiguous, empty, strided
 from evoattn.backends.triton.overlap import overlap
-from evoattn.inputs import Cotangents, Inputs, Outputs
+from evoattn.core import layouts
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
 
 __all__ = ["gate_pass", "only_gate"]
 

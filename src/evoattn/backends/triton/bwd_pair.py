@@ -21,10 +21,10 @@ from evoattn.backends.triton.bwd_preprocess import PAD, plan_pack, plan_row_span
 from evoattn.backends.triton.bwd_total import plan_total
 from evoattn.backends.triton.launch import Launch, Strided, cache_bytes, contiguous, empty, layout_for, programs_at_once
 from evoattn.backends.triton.prepare import COPIED, loads_wide
-from evoattn.problem import Problem
-from evoattn.tuning.heuristics_backward import Tiles
-from evoattn.tuning.sizes import SHORT
-from evoattn.tuning.validity import most_warps
+from evoattn.backends.triton.tiles.backward import Tiles
+from evoattn.backends.triton.tiles.limits import most_warps
+from evoattn.core.problem import Problem
+from evoattn.core.sizes import SHORT
 
 __all__ = ["Pair", "PairTensors", "plan_pair", "rows_of_a_turn", "shares"]
 

@@ -12,8 +12,8 @@ from evoattn.backends.triton.arguments import Constant, RowView, View
 from evoattn.backends.triton.bwd_preprocess import PAD, GatePass, Stats
 from evoattn.backends.triton.launch import Layout, Strided
 from evoattn.backends.triton.prepare import RowBias
-from evoattn.problem import Problem
-from evoattn.tuning.heuristics_backward import BackwardTiles, Tiles
+from evoattn.backends.triton.tiles.backward import BackwardTiles, Tiles
+from evoattn.core.problem import Problem
 
 __all__ = ["Call", "Tile", "round_up"]
 

@@ -24,8 +24,8 @@ from evoattn.backends.triton.fwd import Results
 from evoattn.backends.triton.launch import Strided, contiguous, strided
 from evoattn.backends.triton.prepare import row_tile
 from evoattn.backends.triton.primitives import FLOOR, LOG2E, finish, load_tile, sigmoid, wide
-from evoattn.inputs import Cotangents, Inputs, Outputs
-from evoattn.tuning.heuristics_few import FewTiles
+from evoattn.backends.triton.tiles.few import FewTiles
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
 
 __all__ = ["backward_few_kernel", "forward_few_kernel", "plan_backward_few", "plan_forward_few"]
 
@@ -152,7 +152,7 @@ def _store_row(p_row, o_first, b_row, inside, COLS: tl.constexpr, BLOCK_C: tl.co
 
 @triton.jit
 def _row_bias(mask, bias, b, n, lk, T):
-    """[r,k] mask and mask bias in log2 units, measured from the row shift (`evoattn.numerics`), -inf past the end.
+    """[r,k] mask and mask bias in log2 units, measured from the row shift (`evoattn.core.numerics`), -inf past the end.
 
     [1,k] where neither is given.
     """
@@ -285,7 +285,7 @@ def _store_keys(
 
 
 def plan_forward_few(inputs: Inputs, tiles: FewTiles, *, scale: float, layout: str) -> Callable[..., None]:
-    """What computes o, lse and reference of tensors that lie in memory like these, which `heuristics_few` has tiles for."""
+    """What computes o, lse and reference of tensors that lie in memory like these, which `few_tiles` has tiles for."""
     common = _common(inputs, tiles, scale, layout)
     programs = -(-math.prod(inputs.q.shape[:3]) // tiles.rows)
     start = forward_few_kernel.plan(programs, **common, out=Results(None, None, None), num_warps=tiles.num_warps)

@@ -14,13 +14,13 @@ from evoattn.backends.triton.launch import Launch, Strided, strided
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.prepare import COPIED, RowBias, copied, loads_wide, needs_copy, plan_rows
 from evoattn.backends.triton.release import TENSOR_MAPS
-from evoattn.inputs import Inputs, Outputs
-from evoattn.problem import Problem, describe
-from evoattn.tuning import user
-from evoattn.tuning.config import Config
-from evoattn.tuning.heuristics import LEFT_OVER_WARPS, ForwardTiles, forward_tiles
-from evoattn.tuning.heuristics_few import few_tiles
-from evoattn.tuning.sizes import MIN_TILE
+from evoattn.backends.triton.tiles.few import few_tiles
+from evoattn.backends.triton.tiles.forward import LEFT_OVER_WARPS, ForwardTiles, forward_tiles
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.inputs import Inputs, Outputs
+from evoattn.core.problem import Problem, describe
+from evoattn.core.sizes import MIN_TILE
 
 __all__ = ["plan_forward"]
 
@@ -107,7 +107,7 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     )
     row = None if rows is None else rows.launch
     overlap(q.device, (row, ()), *((start, (row,)) for start in launches))
-    tuned = user.is_tuned("triton", "forward", problem, config)
+    tuned = tuned_tiles.is_tuned("triton", "forward", problem, config)
     forward = Forward(tiles, tuned, rows, pair, copy_pair, launches, told)
     return Plan(forward, forward.describe)
 
@@ -194,7 +194,7 @@ def _launches(
 def _tail(lk: int, tiles: ForwardTiles) -> int:
     """Keys of the ragged last tile: half of a whole one where that holds what is left over.
 
-    Not where warps share queries: the half could then break the rule of `tuning.validity`.
+    Not where warps share queries: the half could then break the rule of `tiles.limits`.
     """
     half = tiles.block_k // 2
     halves = half >= MIN_TILE and 0 < lk % tiles.block_k <= half and tiles.block_q >= MIN_TILE * tiles.num_warps

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn import devices
 from evoattn.backends.triton.release import REPEATS
-from evoattn.numerics import float32_products
+from evoattn.core import devices
+from evoattn.core.numerics import float32_products
 
 __all__ = [
     "Kernel",

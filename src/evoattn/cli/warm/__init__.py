@@ -20,7 +20,7 @@ from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
 from evoattn.compile.cache import VARIABLE, folder
 from evoattn.compile.workers import Pool, Task, cores
-from evoattn.devices import Card, planned_for
+from evoattn.core.devices import Card, planned_for
 
 __all__ = ["Outcome", "Wish", "add_parser", "warm"]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from evoattn.backends import Needed, Plan
 from evoattn.cli.warm.families import Attention
-from evoattn.devices import Card, planned_for
+from evoattn.core.devices import Card, planned_for
+from evoattn.core.inputs import Cotangents, Inputs
+from evoattn.core.layouts import empty_gradients, empty_outputs
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError, backend_module
-from evoattn.inputs import Cotangents, Inputs
-from evoattn.layouts import empty_gradients, empty_outputs
 
 __all__ = ["COMPILERS", "Call", "Found", "calls_of", "find", "find_all", "why_not"]
 

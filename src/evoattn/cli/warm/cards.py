@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from evoattn.cli.terminal import RefusedError
-from evoattn.devices import Card, card, installed
+from evoattn.core.devices import Card, card, installed
 
 __all__ = ["ARCHITECTURES", "cards_here", "cards_of"]
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn import guards
 from evoattn.clients.calls import residues
 from evoattn.clients.graphs.kept import Call, CallKind, addresses
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import CudaRecorder, Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
 from evoattn.clients.site import Count, Site, named, repeated
+from evoattn.core import guards
 
 __all__ = ["ELSEWHERE", "FIRST", "Steps", "block", "blocks", "loop", "loops", "release", "sites", "step"]
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn.clients.graphs.trees import NotCaptured
-from evoattn.numerics import float32_products
+from evoattn.core.numerics import float32_products
 
 __all__ = ["CudaRecorder", "Recorder", "Recording", "modes", "scout"]
 

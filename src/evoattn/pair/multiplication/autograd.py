@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evoattn.devices import uncast
+from evoattn.core.devices import uncast
 from evoattn.pair.checking import result_dtype
 from evoattn.pair.multiplication.squares import multiply, multiply_backward, side
 from evoattn.pair.multiplication.values import Options, Weights

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn import guards
-from evoattn.devices import installed
+from evoattn.core import guards
+from evoattn.core.devices import installed
 from evoattn.dispatch.distributed import Split
 from evoattn.pair import checking
 from evoattn.pair.multiplication import autograd, exchanged, sharded

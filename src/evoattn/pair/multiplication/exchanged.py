@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evoattn.devices import uncast
+from evoattn.core.devices import uncast
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.distributed import Split
 from evoattn.pair.multiplication.squares import multiply, multiply_backward, side

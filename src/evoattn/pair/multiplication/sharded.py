@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.devices import uncast
+from evoattn.core.devices import uncast
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.distributed import Split
 from evoattn.pair.multiplication import exchanged

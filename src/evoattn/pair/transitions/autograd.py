@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.devices import uncast
+from evoattn.core.devices import uncast
 from evoattn.pair.checking import result_dtype
 from evoattn.pair.transitions.values import Options, Weights
 

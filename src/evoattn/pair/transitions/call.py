@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn import guards
-from evoattn.devices import installed
+from evoattn.core import guards
+from evoattn.core.devices import installed
 from evoattn.pair import checking
 from evoattn.pair.operators import Operator
 from evoattn.pair.transitions import autograd

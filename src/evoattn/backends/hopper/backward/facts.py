@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import devices
 from evoattn.backends.hopper.backward.common import STEP
 from evoattn.backends.hopper.backward.pair_gradient import PairGradient
 from evoattn.backends.hopper.backward.variants import SHARED, key_variant, one_kernel, query_variant, skips_rows, timed
@@ -16,6 +15,7 @@ from evoattn.backends.hopper.host.clusters import resident_clusters
 from evoattn.backends.hopper.host.head_groups import HeadGroups
 from evoattn.backends.hopper.host.prepare import fold
 from evoattn.backends.hopper.kernels.tile_sizes import ROWS
+from evoattn.core import devices
 
 __all__ = ["Facts", "fold_for_backward"]
 

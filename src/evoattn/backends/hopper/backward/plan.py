@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import layouts
 from evoattn.backends.hopper.backward.facts import Facts
 from evoattn.backends.hopper.backward.pair_gradient import MOST_IN_32_BITS
 from evoattn.backends.hopper.backward.stages import Rows, Seen, between, stages_of
@@ -25,6 +24,7 @@ from evoattn.backends.hopper.host.workspace import Workspace
 from evoattn.backends.hopper.kernels.key_bias import CLEARED
 from evoattn.backends.hopper.kernels.pair_bias import Tiles
 from evoattn.backends.hopper.kernels.tile_sizes import ROWS, SLICE
+from evoattn.core import layouts
 
 __all__ = ["plan_backward"]
 

@@ -13,11 +13,11 @@ from cutlass import Float32, cute, range_constexpr
 from cutlass.cute import arch
 from torch import Tensor
 
-from evoattn import layouts
 from evoattn.backends.hopper.host.launch import Kernel, channels, plan, types
 from evoattn.backends.hopper.host.prepare import loadable
 from evoattn.backends.hopper.kernels.primitives import VECTOR, lanes, sigmoid
 from evoattn.backends.hopper.kernels.schedule import place
+from evoattn.core import layouts
 
 __all__ = ["GateProduct", "plan_product"]
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import devices, layouts
 from evoattn.backends.hopper.forward.kernel import CHAIN, HALVES, Forward
 from evoattn.backends.hopper.host.head_groups import HeadGroups, for_each_group
 from evoattn.backends.hopper.host.launch import note_copy, plan, types
@@ -18,6 +17,7 @@ from evoattn.backends.hopper.host.workspace import Workspace
 from evoattn.backends.hopper.kernels.pair_bias import Tiles
 from evoattn.backends.hopper.kernels.primitives import padded
 from evoattn.backends.hopper.kernels.tile_sizes import KEYS, ROWS
+from evoattn.core import devices, layouts
 
 __all__ = ["plan_forward"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from evoattn import devices
+from evoattn.core import devices
 
 __all__ = ["resident_clusters"]
 

@@ -1,6 +1,6 @@
 """The kernel that lays out the key-wise bias before a main kernel, and lists the rows that a mask leaves.
 
-**A key's terms.** mask and mask_bias become one bias, measured from the row's largest (`evoattn.numerics`), and each number
+**A key's terms.** mask and mask_bias become one bias, measured from the row's largest (`core.numerics`), and each number
 x of it eight 16-bit terms, hi mid lo hi mid hi veto veto, with x = hi + mid + lo. The forward multiplies them by 1 / scale =
 a0 + a1 + a2 in the order a0 a0 a0 a1 a1 a2 VETO VETO, so that the tensor cores add x / scale to about 2^-24.
 """

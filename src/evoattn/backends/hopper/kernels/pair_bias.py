@@ -20,7 +20,7 @@ from evoattn.backends.hopper.host.launch import (
 )
 from evoattn.backends.hopper.kernels.primitives import LOWEST, MASKED, SHALLOW
 from evoattn.backends.hopper.kernels.schedule import place
-from evoattn.numerics import NEAR
+from evoattn.core.numerics import NEAR
 
 __all__ = ["Pairs", "Tiles"]
 
@@ -31,7 +31,7 @@ _LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp 
 class Pairs(Kernel):
     """pair_bias [b,h,q,k] of any strides -> the same, measured from the largest of each query if that is far from 0.
 
-    For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row (`evoattn.numerics`): beside such
+    For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row (`core.numerics`): beside such
     numbers float32 scores would have no digits left. The largest is subtracted only if that is exact in dtype for all that lie
     less than -LOWEST below it: if they are between half and twice the largest. From 2^15 on they always are; below, float32
     scores have digits enough. A mask may switch off the largest itself, so that the others count. Rows of the result start on

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn import layouts
 from evoattn.backends.hopper.backward.gate.kernel import GatePass
 from evoattn.backends.hopper.backward.plan import plan_backward
 from evoattn.backends.hopper.host.launch import plan, types
 from evoattn.backends.hopper.host.prepare import changed, loadable
-from evoattn.inputs import Cotangents, Inputs, Outputs
+from evoattn.core import layouts
+from evoattn.core.inputs import Cotangents, Inputs, Outputs
 
 __all__ = ["plan_gated_backward"]
 

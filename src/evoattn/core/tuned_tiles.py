@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from evoattn import devices
 from evoattn._version import __version__
 from evoattn.compile.cache import VARIABLE, folder, write
-from evoattn.problem import Problem
-from evoattn.tuning.config import Config
-from evoattn.tuning.sizes import power_of_two
+from evoattn.core import devices
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
+from evoattn.core.sizes import power_of_two
 
 __all__ = [
     "clear",

@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """What a forward makes: O, gated if there is a gate, and the two numbers of each query that it saves.
 
-    The two numbers (`evoattn.numerics`) do not depend on the gate.
+    The two numbers (`evoattn.core.numerics`) do not depend on the gate.
     """
 
     o: Tensor

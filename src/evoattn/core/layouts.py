@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn import guards
-from evoattn.inputs import Inputs, Outputs
-from evoattn.numerics import accumulate_dtype
+from evoattn.core import guards
+from evoattn.core.inputs import Inputs, Outputs
+from evoattn.core.numerics import accumulate_dtype
 
 __all__ = [
     "LAYOUTS",

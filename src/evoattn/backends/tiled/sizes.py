@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from evoattn.problem import Problem
-from evoattn.tuning import user
-from evoattn.tuning.config import Config
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
 
 __all__ = ["TiledPlan", "tiled_plan"]
 
@@ -54,7 +54,7 @@ def tiled_plan(problem: Problem, config: Config, threads: int = 1) -> TiledPlan:
     Where queries are few, a block's keys and values, which are copied as the scores are made, are larger than its scores.
     Threads that share the blocks have a budget each, and there are some blocks for each of them if rows are short enough.
     """
-    config = user.preferred("tiled", "both", problem, config)
+    config = tuned_tiles.preferred("tiled", "both", problem, config)
     default = _CPU_SCORE_BYTES if problem.device == "cpu" else _DEVICE_SCORE_BYTES
     score_bytes = config.score_bytes or default
     itemsize = 8 if problem.dtype.itemsize == 8 else 4

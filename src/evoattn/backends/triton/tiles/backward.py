@@ -7,10 +7,11 @@ import functools
 
 import torch
 
-from evoattn.problem import Problem
-from evoattn.tuning import user, validity
-from evoattn.tuning.config import Config
-from evoattn.tuning.sizes import MIN_TILE, SHORT, power_of_two
+from evoattn.backends.triton.tiles import limits as validity
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
+from evoattn.core.sizes import MIN_TILE, SHORT, power_of_two
 
 __all__ = ["BackwardTiles", "Tiles", "backward_shared_bytes", "backward_tiles"]
 
@@ -238,7 +239,7 @@ def backward_tiles(problem: Problem, config: Config, shared_limit: int, capabili
         shared_limit: bytes of shared memory that one program may use.
         capability: compute capability of an NVIDIA card; None elsewhere.
     """
-    preferred = user.preferred("triton", "backward", problem, config)
+    preferred = tuned_tiles.preferred("triton", "backward", problem, config)
     return _tiles(problem, preferred, shared_limit, capability, by_user=preferred is config)
 
 

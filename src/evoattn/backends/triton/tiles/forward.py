@@ -6,10 +6,11 @@ import dataclasses
 
 import torch
 
-from evoattn.problem import Problem
-from evoattn.tuning import user, validity
-from evoattn.tuning.config import Config
-from evoattn.tuning.sizes import MIN_TILE, power_of_two
+from evoattn.backends.triton.tiles import limits as validity
+from evoattn.core import tuned_tiles
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
+from evoattn.core.sizes import MIN_TILE, power_of_two
 
 __all__ = ["LEFT_OVER_WARPS", "ForwardTiles", "forward_shared_bytes", "forward_tiles"]
 
@@ -146,14 +147,14 @@ def _table(problem: Problem) -> ForwardTiles:
 def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> ForwardTiles:
     """Choose the tiles of the forward: those of the table, made smaller for small sizes and to fit in shared memory.
 
-    Fields that `config` or `evoattn tune` sets override the table. The result keeps the rule of `evoattn.tuning.validity`.
+    Fields that `config` or `evoattn tune` sets override the table. The result keeps the rule of `tiles.limits`.
 
     Args:
         problem: the call.
         config: what the user set; a field given there is kept as it is.
         shared_limit: bytes of shared memory that one program may use.
     """
-    set_by_user, config = config.tiles(), user.preferred("triton", "forward", problem, config)
+    set_by_user, config = config.tiles(), tuned_tiles.preferred("triton", "forward", problem, config)
     table = _table(problem)
     block_q, block_k = table.block_q, table.block_k
     if problem.b * problem.n * problem.h * -(-problem.lq // block_q) < _FULL_CARD and block_q > 64:

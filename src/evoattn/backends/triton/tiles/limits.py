@@ -28,7 +28,7 @@ from typing import Protocol
 
 import torch
 
-from evoattn.tuning.sizes import MIN_TILE
+from evoattn.core.sizes import MIN_TILE
 
 __all__ = ["KERNELS", "Tile", "fit", "keeps_rule", "most_warps"]
 

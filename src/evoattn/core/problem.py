@@ -9,8 +9,8 @@ import dataclasses
 
 import torch
 
-from evoattn import devices
-from evoattn.inputs import Inputs
+from evoattn.core import devices
+from evoattn.core.inputs import Inputs
 
 __all__ = ["GRADIENTS", "Needs", "Problem", "describe"]
 

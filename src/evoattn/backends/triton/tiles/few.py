@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from evoattn.problem import Problem
-from evoattn.tuning.config import Config
-from evoattn.tuning.sizes import power_of_two
+from evoattn.core.config import Config
+from evoattn.core.problem import Problem
+from evoattn.core.sizes import power_of_two
 
 __all__ = ["FewTiles", "few_tiles"]
 

@@ -255,7 +255,7 @@ class Worker:
             yield
         case["calls"], case["backends"] = patched.calls, sorted(self._chosen)
         passed_on = [reason for reason in patched.passed_on if not reason.startswith("fewer than")]  # on purpose: it is faster
-        if not patched.calls or passed_on:
+        if passed_on or not (patched.calls or patched.passed_on):
             raise RuntimeError(f"{patched.calls} calls were ours; passed on: {patched.passed_on}")
 
 

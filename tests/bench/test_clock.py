@@ -1,4 +1,4 @@
-"""The clock of a GPU, on a machine that may have none: what it does, in order. What it measures is in test_on_gpu.py."""
+"""The clock of a GPU, on a machine that may have none: what it does, in order. What it measures is in test_bench_gpu.py."""
 
 import contextlib
 import time

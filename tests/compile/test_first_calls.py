@@ -31,8 +31,8 @@ from evoattn.compile import first_calls
 from evoattn.compile.workers import Report, Task, Worker
 from evoattn.core.devices import planned_for
 from evoattn.testing import workers
+from tests.backends.hopper.test_kept_kernels import kept, new_process
 from tests.helpers.scripts import load
-from tests.hopper.test_kept_kernels import kept, new_process
 
 CHANNELS = (8, 16, 24, 32)
 

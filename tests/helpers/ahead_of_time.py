@@ -33,7 +33,7 @@ from evoattn.backends.triton import launch
 
 __all__ = ["RECORD", "SHARED_LIMITS", "TARGETS", "Report", "counted", "recorded", "report", "target"]
 
-RECORD = pathlib.Path(__file__).parents[1] / "triton" / "instructions.json"
+RECORD = pathlib.Path(__file__).parents[1] / "backends" / "triton" / "instructions.json"
 recorded = json.loads(RECORD.read_text())
 
 counted = pytest.mark.skipif(

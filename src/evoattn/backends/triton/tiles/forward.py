@@ -116,7 +116,7 @@ def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
 
 
 def _hopper_float(problem: Problem, channels: int) -> ForwardTiles:
-    """float32 inputs on Hopper, likewise; `tests/triton/test_forward_compile.py` holds what they spill."""
+    """float32 inputs on Hopper, likewise; `tests/backends/triton/test_forward_compile.py` holds what they spill."""
     if channels > 128:
         return ForwardTiles(32, 32, 8, 1)
     if channels > 64:

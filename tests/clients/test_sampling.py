@@ -1,0 +1,142 @@
+"""What stands in a sampling loop of Boltz: alignment, noise levels and guidance that give what the client's give."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evoattn.clients import sampling
+from evoattn.clients.site import Count
+
+
+def by_svd(covariance: Tensor) -> Tensor:
+    """The best rotation, from singular vectors."""
+    u, _, vh = torch.linalg.svd(covariance)
+    signs = torch.ones(*covariance.shape[:-2], 3, dtype=covariance.dtype)
+    signs[..., -1] = torch.det(u @ vh).sign()
+    return u @ torch.diag_embed(signs) @ vh
+
+
+def is_rotation(turn: Tensor) -> bool:
+    unit = torch.eye(3, dtype=turn.dtype)
+    return torch.allclose(turn @ turn.mT, unit.expand_as(turn), atol=1e-12) and bool((torch.det(turn) > 0.999).all())
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "mirrored", "flat", "small", "large", "close"])
+def test_rotation_is_the_one_of_the_singular_vectors(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    covariance = torch.randn(50, 3, 3, generator=generator, dtype=torch.float64)
+    if kind == "mirrored":
+        covariance = covariance * -torch.det(covariance).sign()[:, None, None]
+    if kind == "flat":  # all points in a plane
+        covariance[:, :, 2] = 0
+    if kind == "close":  # two singular values that differ by 1e-6
+        u, s, vh = torch.linalg.svd(covariance)
+        s[:, 2] = s[:, 1] * (1 - 1e-6)
+        covariance = u @ torch.diag_embed(s) @ vh
+        covariance = covariance * torch.det(covariance).sign()[:, None, None]
+    covariance = covariance * {"small": 1e-30, "large": 1e30}.get(kind, 1.0)
+    found = sampling.rotation(covariance)
+    assert is_rotation(found)
+    torch.testing.assert_close(found, by_svd(covariance), rtol=0, atol=1e-9)
+
+
+def test_rotation_of_points_on_a_line_or_in_one_place_is_a_best_one() -> None:
+    line = torch.outer(torch.tensor([1.0, 2.0, -1.0]), torch.tensor([0.5, 1.0, 1.0])).double()
+    found = sampling.rotation(torch.stack([line, torch.zeros(3, 3, dtype=torch.float64)]))
+    assert is_rotation(found)
+    best = torch.linalg.svdvals(line).sum()
+    torch.testing.assert_close((found[0] * line).sum(), best, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found[1], torch.eye(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 2)])
+def test_aligned_points_lie_where_they_were_turned_from(lead: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randn(*lead, 40, 3, generator=generator, dtype=torch.float64)
+    weights = torch.rand(*lead, 40, generator=generator, dtype=torch.float64)
+    weights[..., :5] = 0  # they do not pull
+    turn = sampling.rotation(torch.randn(*lead, 3, 3, generator=generator, dtype=torch.float64))
+    x = y @ turn.mT + torch.tensor([3.0, -2.0, 7.0], dtype=torch.float64)
+    x[..., 0, :] += 100
+    found = sampling._align(x, y, weights)
+    torch.testing.assert_close(found[..., 1:, :], y[..., 1:, :], rtol=0, atol=1e-11)
+    assert not torch.allclose(found[..., 0, :], y[..., 0, :])
+
+
+def test_alignment_takes_no_gradient_and_a_cpu_keeps_the_clients_own() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def theirs(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+        calls.append((true_coords, pred_coords, weights, mask))
+        return true_coords
+
+    x = torch.randn(2, 5, 3, requires_grad=True)
+    assert sampling.aligned(theirs, Count())(x, x, torch.ones(2, 5), torch.ones(2, 5)) is x
+    assert len(calls) == 1
+    assert not sampling._align(x, x * 2, torch.ones(2, 5)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("pairs", "forced", "guided"),
+    [(0, None, False), (0, [False, False], False), (2, None, True), (0, [False, True], True)],
+)
+@pytest.mark.parametrize("contacts", [False, True])
+def test_contacts_and_forced_templates_steer(pairs: int, forced: list[bool] | None, guided: bool, contacts: bool) -> None:
+    feats = {"contact_pair_index": torch.zeros(1, 2, pairs, dtype=torch.long)}
+    if forced is not None:
+        feats["template_force"] = torch.tensor([forced])
+    steering = {"contact_guidance_update": contacts, "fk_steering": False, "physical_guidance_update": False}
+    assert sampling._steers(steering, feats) == (guided and contacts)
+    assert sampling._steers({**steering, "fk_steering": True}, feats)
+    assert sampling._steers({**steering, "physical_guidance_update": True}, feats)
+
+
+@pytest.mark.parametrize("steering", [None, {}, {"contact_guidance_update": True}])
+def test_what_is_not_known_is_left_to_the_client(steering: Any) -> None:
+    assert sampling._steers(steering, {"contact_pair_index": torch.zeros(1, 2, 0)})
+    assert sampling._steers({"contact_guidance_update": True, "fk_steering": False, "physical_guidance_update": False}, None)
+
+
+PLAIN = {"fk_steering": False, "physical_guidance_update": False, "contact_guidance_update": True, "num_gd_steps": 20}
+FEW = {
+    "contact_pair_index": torch.zeros(1, 2, 0, dtype=torch.long),
+    **{f"contact_{name}": torch.zeros(1, 0) for name in ("union_index", "negation_mask", "thresholds")},
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("boltz") is None, reason="Boltz is not installed")
+@pytest.mark.parametrize(("samples", "parallel"), [(1, None), (3, None), (3, 2), (4, 2), (5, 3)])
+@pytest.mark.parametrize("aligns", [False, True])
+def test_a_sampling_run_has_the_same_bits(samples: int, parallel: int | None, aligns: bool) -> None:
+    """On a CPU, where the alignment is Boltz' own."""
+    from boltz.model.modules.diffusionv2 import AtomDiffusion
+
+    from tests.clients.test_graphs import SMALL
+
+    module = AtomDiffusion(SMALL, alignment_reverse_diff=aligns).eval()
+    seen: list[int] = []
+
+    def network(self: Any, r_noisy: Tensor, times: Tensor, multiplicity: int, **_: Any) -> Tensor:
+        seen.append(multiplicity)
+        return (r_noisy * 0.3 + times[:, None, None]).tanh()
+
+    module.score_model.forward = network.__get__(module.score_model)
+    mask = (torch.arange(20) < 17).float()[None]
+    made = []
+    for replaced in (AtomDiffusion.sample, sampling.sampled(AtomDiffusion.sample, Count())):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            made.append(replaced(module, mask, 7, samples, parallel, PLAIN, feats=FEW)["sample_atom_coords"])
+    assert torch.equal(*made) and made[0].shape == (samples, 20, 3)
+    half = len(seen) // 2
+    assert seen[:half] == seen[half:]
+
+
+def test_noise_levels_lie_on_the_cpu() -> None:
+    levels = torch.rand(3, device="meta")
+    with pytest.raises(NotImplementedError):  # a copy to the CPU was asked for, and a meta tensor has nothing to copy
+        sampling.schedule(lambda self: levels, Count())(None)
+    assert torch.equal(sampling.schedule(lambda self: torch.arange(3), Count())(None), torch.arange(3))

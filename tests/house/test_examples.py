@@ -1,0 +1,84 @@
+"""Examples print what their docstrings say, and the python blocks of the pages and the examples in docstrings run."""
+
+import ast
+import contextlib
+import doctest
+import importlib
+import io
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "evoattn"
+DOCUMENTED = sorted(path for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text())
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("tutorial", "testing", "layers", "sharded")))
+
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n*```text\n(?P<printed>.*?)^```$)?", re.MULTILINE | re.DOTALL)
+"""A block of code and, where a text block follows it directly, what it must print."""
+
+
+def promised(source: str) -> list[str]:
+    """The lines under "Prints:" in a module's docstring."""
+    _, found, lines = (ast.get_docstring(ast.parse(source)) or "").partition("Prints:\n")
+    assert found, "the docstring of an example ends with what it prints, under 'Prints:'"
+    return words(textwrap.dedent(lines))
+
+
+def words(text: str) -> list[str]:
+    """Lines without the white space that nobody reads."""
+    return [" ".join(line.split()) for line in text.strip().splitlines()]
+
+
+def run_blocks(page: str, name: str = "page") -> int:
+    """Run the blocks of a page in order, in one namespace, and hold them to the outputs shown; how many outputs there were."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    shown = 0
+    for match in BLOCK.finditer(page):
+        line = page.count("\n", 0, match.start()) + 1
+        printed = io.StringIO()
+        code = compile("\n" * line + match["code"], name, "exec")  # an error then names the line of the page
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        if match["printed"] is not None:
+            shown += 1
+            assert words(printed.getvalue()) == words(match["printed"]), f"{name}, line {line}: the block prints something else"
+    return shown
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 5
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_prints_what_it_says(path: Path) -> None:
+    done = subprocess.run([sys.executable, str(path)], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert words(done.stdout) == promised(path.read_text())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_blocks_of_page_run(path: Path) -> None:
+    page = path.read_text()
+    assert BLOCK.search(page), f"{path.name} has no python block"
+    run_blocks(page, path.name)
+
+
+def test_a_wrong_output_is_caught() -> None:
+    page = "```python\nx = 1\n```\n\nwords\n\n```python\nprint(x + 1)\n```\n```text\n{}\n```\n"
+    assert run_blocks(page.format(2)) == 1
+    with pytest.raises(AssertionError, match="line 7: the block prints something else"):
+        run_blocks(page.format(3))
+
+
+@pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstring_examples(path: Path) -> None:
+    parts = [part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"]
+    results = doctest.testmod(importlib.import_module(".".join(["evoattn", *parts])))
+    assert results.attempted > 0
+    assert results.failed == 0

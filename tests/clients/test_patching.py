@@ -501,6 +501,8 @@ def test_what_is_known_of_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
         assert not is_float32_on_gpu([z.bfloat16(), z]) and not is_float32_on_gpu([on_cpu, z]) and not is_float32_on_gpu([])
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
         assert not is_float32_on_gpu([z]) and is_float32_on_gpu([z.double()])
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float32)
+        assert is_float32_on_gpu([z])
 
 
 @pytest.mark.parametrize("whole", [False, True])

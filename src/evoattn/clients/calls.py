@@ -160,8 +160,10 @@ def residues(arguments: Iterable[Any], axes: int = 4) -> int | None:
 
 
 def is_float32_on_gpu(arguments: Iterable[Any]) -> bool:
-    """Return whether the first floating-point tensor lies on a GPU, has more than 16 bits, and is not cast by autocast."""
+    """Return whether the first floating-point tensor lies on a GPU, has more than 16 bits, and is not cast to fewer."""
     first = next((x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()), None)
     if first is None or not first.is_cuda or first.element_size() < 4:
         return False
-    return first.dtype == torch.float64 or not torch.is_autocast_enabled("cuda")
+    if first.dtype == torch.float64 or not torch.is_autocast_enabled("cuda"):
+        return True
+    return torch.get_autocast_dtype("cuda").itemsize == 4  # OpenFold-3 casts to float32 too

@@ -5,6 +5,7 @@
     python3 dev.py test    the tests, but for those that are marked slow
     python3 dev.py test-slow  those alone, and test-all: all tests
     python3 dev.py check   lint, format and types
+    python3 dev.py lint    lint and format alone, of all files or of those that are named
     python3 dev.py docs    build the documentation
     python3 dev.py bench   speed, memory and error next to every peer that is installed
     python3 dev.py figures the pictures and tables of the pages, from the committed results
@@ -46,6 +47,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "test-slow": [[*PYTEST, "-m", "slow"]],
     "test-all": [PYTEST],
     "check": [["ruff", "check", *CODE], ["ruff", "format", "--check", *CODE], ["mypy"]],
+    "lint": [["ruff", "check"], ["ruff", "format", "--check"]],
     "format": [["ruff", "check", "--fix", *CODE], ["ruff", "format", *CODE]],
     "docs": [["sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "build/docs"]],
     "bench": [["evoattn", "bench"]],

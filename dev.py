@@ -11,6 +11,7 @@
     python3 dev.py figures the pictures and tables of the pages, from the committed results
     python3 dev.py goals   the ratios that the project holds itself to on a CPU
     python3 dev.py proofs OUT  all machine code and launches as text, and compare BEFORE AFTER
+    python3 dev.py instructions  registers, spills and loop lengths of compiled kernels, for a card or for all
     python3 dev.py clients the blocks of the clients, or of those that are named, with and without `evoattn.patch`
     python3 dev.py clients --whole  their whole programs, or those that are named, with and without `evoattn run`
     python3 dev.py setup   only make the environment
@@ -53,6 +54,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "bench": [["evoattn", "bench"]],
     "figures": [["python", "benchmarks/figures.py"]],
     "goals": [["python", "benchmarks/goals.py"]],
+    "instructions": [["python", "-m", "tests.helpers.instructions"]],
     "proofs": [["python", str(ROOT / "tools" / "proofs")]],
 }
 

@@ -16,9 +16,10 @@ from typing import Any
 import triton
 from cutlass.base_dsl import diagnostics
 
+from evoattn.backends.hopper.forward.kernel import CHAIN
 from evoattn.backends.hopper.host import launch
 
-__all__ = ["Made", "count", "make"]
+__all__ = ["Made", "count", "instructions_a_score", "make"]
 
 _CONFIG = "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
 """CUDA's `CUlaunchConfig`, as the compiler writes it: its third field is the launch's shared memory."""
@@ -77,6 +78,16 @@ def make(kernel: launch.Kernel) -> Made:
 def count(names: list[str], *starts: str) -> int:
     """How many instructions begin with one of these."""
     return sum(name.startswith(starts) for name in names)
+
+
+def instructions_a_score(names: list[str]) -> float:
+    """Instructions between the first and the last exponential of the row's steps, to a score of a thread.
+
+    The rare choice of a reference is among them; what runs at every step is about two thirds.
+    """
+    at = [i for i, name in enumerate(names) if name == "MUFU.EX2"]
+    at = at[: 16 * (2 * CHAIN - 1)]
+    return (at[-1] - at[0]) / (len(at) - 1)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,6 @@
-"""Every variant of the Hopper forward, compiled without a GPU: registers, shared memory, instructions.
+"""Every variant of the Hopper forward, compiled without a GPU: shared memory, spills, products."""
 
-`python -m tests.backends.hopper.test_forward_compile` writes instructions.json anew.
-"""
-
-import json
 import os
-import pathlib
-import sys
 
 import pytest
 
@@ -19,10 +13,6 @@ from evoattn.backends.hopper.forward import gate  # noqa: E402
 from evoattn.backends.hopper.forward import kernel as forward_kernel  # noqa: E402
 from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402
 from tests.helpers.machine_code import count, make  # noqa: E402
-
-RECORD = pathlib.Path(__file__).parent / "instructions.json"
-ROOM = 1.03
-"""The steps of a row may grow by this much before the test fails."""
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 BOTH = {"pair": True, "row": True, "exact": False, "resident": True}
@@ -58,16 +48,6 @@ SPILLS = {"d48_row": 8, "d48_long": 2, "d64_long": 1, "d64_own_scale": 1, "d48_w
 """Instructions that touch local memory, where a variant is known to have some."""
 
 
-def instructions_a_score(names: list[str]) -> float:
-    """Instructions between the first and the last exponential of the row's steps, to a score of a thread.
-
-    The rare choice of a reference is among them; what runs at every step is about two thirds.
-    """
-    at = [i for i, name in enumerate(names) if name == "MUFU.EX2"]
-    at = at[: 16 * (2 * forward_kernel.CHAIN - 1)]
-    return (at[-1] - at[0]) / (len(at) - 1)
-
-
 def main_loop(names: list[str]) -> list[str]:
     """The steps of a row, from the first product to the store of o. Loads of the panel come before, the exact path behind."""
     products = [i for i, name in enumerate(names) if name.startswith("HGMMA")]
@@ -94,12 +74,6 @@ def test_forward_compiles(name: str) -> None:
     assert made.shared <= kernel.shared_bytes <= min(made.shared + ALIGNED, planned.SHARED)
     assert not made.serialised
     assert count(main_loop(made.instructions), "LDL", "STL") <= SPILLS.get(name, 0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_scores_take_no_more_instructions(name: str) -> None:
-    recorded = json.loads(RECORD.read_text())[name]
-    assert instructions_a_score(make(variant(name, "bfloat16")).instructions) <= ROOM * recorded
 
 
 @pytest.mark.slow
@@ -146,13 +120,3 @@ def test_wide_pairs_compile(width: int, dtype: str) -> None:
 
 def test_names_tell_variants_apart() -> None:
     assert len({variant(name, dtype).name for name in VARIANTS for dtype in DTYPES}) == len(VARIANTS) * len(DTYPES)
-
-
-if __name__ == "__main__":
-    record = {}
-    for name in VARIANTS:
-        names = make(variant(name, "bfloat16")).instructions
-        record[name] = round(instructions_a_score(names), 3)
-        print(name, record[name], {x: count(names, x) for x in ("HGMMA", "WARPGROUP.DEPBAR", "LDL", "STL")})
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
-    sys.exit(0)

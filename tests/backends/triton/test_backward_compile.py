@@ -1,11 +1,7 @@
-"""Every built-in config of the backward, compiled for every supported GPU without one: registers, spills, shared memory.
-
-`python -m tests.backends.triton.test_backward_compile` prints what there is.
-"""
+"""Every built-in config of the backward, compiled for every supported GPU without one: registers, spills, shared memory."""
 
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +12,7 @@ pytest.importorskip("triton")
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.core.config import Config
-from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, counted, report, target
+from tests.helpers.ahead_of_time import SHARED_LIMITS, Report, counted, report, target
 
 FEW_SPILLS = 28
 """Instructions of the main loop that may move spilled registers, where a limit of registers makes a kernel faster: dQ by 13% at
@@ -102,7 +98,7 @@ CASES = (
 
 
 LINES = ("d32", "d32_in_order", "d32_in_order_left_over", "d128", "d256", "d32_float32", "d128_float32")
-"""Cases that between them use the lines of the tables for other cards than Hopper's; `__main__` compiles all cases."""
+"""Cases that between them use the lines of the tables for other cards than Hopper's."""
 
 TYPICAL = ("d32", "d128", "d32_float32", "d128_float32")
 
@@ -164,15 +160,3 @@ def test_a_gate_has_registers(name: str, arch: str) -> None:
         assert not r.serialised
         assert r.spills <= case.spills
         assert r.name != "statistics_kernel" or r.registers <= 96, "with 255 it spills, and it has no loop to count that in"
-
-
-if __name__ == "__main__":
-    for arch in sys.argv[1:] or TARGETS:
-        for case in CASES:
-            for r in case.compile(arch):
-                bad = "" if r.spills <= case.spills and r.shared <= SHARED_LIMITS[arch] and not r.serialised else " BAD"
-                print(
-                    f"{arch:7} {case.name:22} {r.name:20} registers {r.registers:4} spills {r.spills:5} shared {r.shared:7} "
-                    f"loop {r.loop:5} threads {r.threads}{bad}",
-                    flush=True,
-                )

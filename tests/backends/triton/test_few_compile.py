@@ -1,11 +1,7 @@
-"""The kernels for few queries and few keys, compiled for every supported GPU without one: registers and shared memory.
-
-`python -m tests.backends.triton.test_few_compile` prints what there is.
-"""
+"""The kernels for few queries and few keys, compiled for every supported GPU without one: registers and shared memory."""
 
 import dataclasses
 import functools
-import sys
 
 import pytest
 import torch
@@ -94,13 +90,3 @@ def test_fits(case: Compiled, arch: str) -> None:
 def test_nothing_is_spilled_but_where_it_is_faster(case: Compiled, arch: str) -> None:
     forward, backward = compiled(case.name, arch)
     assert forward.spills == 0 and backward.spills <= case.spills
-
-
-if __name__ == "__main__":
-    for arch in sys.argv[1:] or TARGETS:
-        for case in CASES:
-            for r in case.compile(arch):
-                print(
-                    f"{arch:7} {case.name:24} {r.name:20} registers {r.registers:4} spills {r.spills:4} shared {r.shared}",
-                    flush=True,
-                )

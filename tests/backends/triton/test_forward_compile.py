@@ -1,11 +1,7 @@
-"""Every built-in config of the forward, compiled for every supported GPU without one: registers, shared memory, instructions.
-
-`python -m tests.backends.triton.test_forward_compile` prints what there is and writes instructions.json anew.
-"""
+"""Every built-in config of the forward, compiled for every supported GPU without one: spills, shared memory."""
 
 import dataclasses
 import functools
-import json
 import os
 from typing import Any
 
@@ -22,10 +18,10 @@ from evoattn.backends.triton import launch
 from evoattn.backends.triton.tiles.forward import forward_shared_bytes, forward_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
-from tests.helpers.ahead_of_time import RECORD, SHARED_LIMITS, TARGETS, Report, counted, recorded, report, target
+from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, counted, report, target
 
 ROOM = 1.03
-"""A loop may grow by this much before the test fails: another ptxas schedules a few instructions differently."""
+"""A gate may lengthen the loop by this much: ptxas schedules a few instructions differently."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +145,8 @@ def test_fits(case: Compiled, arch: str) -> None:
 @counted
 @compiles
 @pytest.mark.parametrize(("case", "arch"), PAIRS)
-def test_no_more_instructions_than_on_record(case: Compiled, arch: str) -> None:
-    """Of the main loop, and of those that move spilled registers."""
-    made = compiled(case.name, arch)
-    assert made.spills <= case.spills.get(arch, 0)
-    assert made.loop <= ROOM * recorded["loops"][arch][case.name]
+def test_no_more_spills_than_known(case: Compiled, arch: str) -> None:
+    assert compiled(case.name, arch).spills <= case.spills.get(arch, 0)
 
 
 @compiles
@@ -240,15 +233,3 @@ def test_float32_products_follow_torch() -> None:
             assert launch.split_precision(torch.bfloat16, 64) == "ieee"
     finally:
         matmul.allow_tf32 = before
-
-
-if __name__ == "__main__":
-    loops: dict[str, dict[str, int]] = {}
-    for arch in TARGETS:
-        loops[arch] = {}
-        for case in CASES:
-            made = case.compile(arch)
-            made_of = f"{made.registers:4} registers {made.shared:7} shared {made.spills:4} spills {made.loop:5} in loop"
-            print(f"{arch:7} {case.name:22} {made_of}", flush=True)
-            loops[arch][case.name] = made.loop
-    RECORD.write_text(json.dumps({"triton": triton.__version__, "loops": loops}, indent=2) + "\n")

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from evoattn.backends.triton import launch
 
-__all__ = ["SHARED_LIMITS", "TARGETS", "Report", "counted", "report", "target"]
+__all__ = ["SHARED_LIMITS", "TARGETS", "TWINS", "Report", "counted", "ptxas", "report", "target"]
 
 COUNTED = "3.7.1"
 
@@ -59,6 +59,9 @@ SHARED_LIMITS = {
     "gfx942": 65_536,
 }
 """Bytes of shared memory that one program may use; nothing checks this when compiling."""
+
+TWINS = {"sm_89": "sm_86", "gfx90a": "gfx942"}
+"""Cards that are planned for as another one is; few of their kernels are compiled too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,22 +162,26 @@ def report(kernel: Any) -> Report:
     return Report(**common, **_read_amdgcn(kernel.asm["amdgcn"]))
 
 
+def ptxas() -> tuple[str, str]:
+    """The path and the version of the ptxas for sm_90."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    found = get_ptxas(90)
+    return found if isinstance(found, tuple) else (found.path, found.version)  # a pair in Triton 3.3
+
+
 def _serialised(kernel: Any) -> str:
     """The line in which ptxas says so, or nothing. As Triton calls it, but for options that say nothing about waits.
 
     A quarter of the samples in dQ with 48 channels stood in such waits.
     """
-    from triton.backends.nvidia.compiler import get_ptxas
-
     ptx = kernel.asm["ptx"]
     if "wgmma" not in ptx:
         return ""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        ptxas = get_ptxas(90)
-        program = ptxas[0] if isinstance(ptxas, tuple) else ptxas.path  # a pair in Triton 3.3
-        command = [program, "--verbose", "--gpu-name=sm_90a", path, "--output-file", path.with_suffix(".cubin")]
+        command = [ptxas()[0], "--verbose", "--gpu-name=sm_90a", path, "--output-file", path.with_suffix(".cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return next((line for line in said.splitlines() if "are serialized" in line), "")
 

@@ -287,6 +287,7 @@ def test_no_numbers(case: Dense) -> None:
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
 
 
+@pytest.mark.slow
 def test_another_length_compiles_nothing_anew() -> None:
     layer = ours.TriangleAttention(12, 6, 4, starting=False).double()
     torch._dynamo.reset()  # other tests have compiled the same code

@@ -10,8 +10,11 @@ pytest.importorskip("triton")
 from evoattn.nn import norm_kernels
 from tests.helpers.ahead_of_time import TARGETS, report, target
 
+QUICK = ("sm_90", "gfx942")
+"""The cards that `make test` compiles for."""
 
-@pytest.mark.parametrize("arch", TARGETS)
+
+@pytest.mark.parametrize("arch", [arch if arch in QUICK else pytest.param(arch, marks=pytest.mark.slow) for arch in TARGETS])
 @pytest.mark.parametrize("channels", [64, 128, 384])
 def test_registers_and_loads(arch: str, channels: int) -> None:
     """float32 rows in, bfloat16 out: at most four spills in a loop (sm_100). sm_90 loads four channels at a time."""

@@ -18,7 +18,7 @@ from evoattn.backends.triton import launch
 from evoattn.backends.triton.tiles.forward import forward_shared_bytes, forward_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
-from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, Report, counted, report, target
+from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, TWINS, Report, counted, report, target
 
 ROOM = 1.03
 """A gate may lengthen the loop by this much: ptxas schedules a few instructions differently."""
@@ -45,16 +45,20 @@ class Compiled:
 
     def compile(self, arch: str) -> Report:
         """The report of a forward kernel that the launcher starts for this call."""
-        q, k, v = (torch.empty(1, self.n, self.length, 4, self.d, dtype=self.dtype).transpose(2, 3) for _ in range(3))
-        mask = torch.ones(1, self.n, self.length, dtype=torch.bool) if self.mask else None
-        pair = None if self.pair_bias is None else torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias)
         with target(arch) as compiled:
-            inputs = Inputs(q, k, v, mask, None, pair, torch.empty_like(q) if self.gate else None)
-            plan = backend.plan_forward(inputs, scale=self.d**-0.5, layout="bnlhd", config=Config())
-            plan.run(inputs, Outputs(torch.empty_like(q), *(torch.empty(q.shape[:-1]) for _ in range(2))))
+            plan, inputs = self.plan()
+            plan.run(inputs, Outputs(torch.empty_like(inputs.q), *(torch.empty(inputs.q.shape[:-1]) for _ in range(2))))
         kernels = [kernel for kernel in compiled if kernel.metadata.name == "forward_kernel"]
         assert len(kernels) == 2 or not self.left_over
         return report(kernels[-1] if self.left_over else kernels[0])
+
+    def plan(self) -> tuple[Any, Inputs]:
+        """The plan for the card that is compiled for, and the tensors of the call."""
+        q, k, v = (torch.empty(1, self.n, self.length, 4, self.d, dtype=self.dtype).transpose(2, 3) for _ in range(3))
+        mask = torch.ones(1, self.n, self.length, dtype=torch.bool) if self.mask else None
+        pair = None if self.pair_bias is None else torch.empty(1, 4, self.length, self.length, dtype=self.pair_bias)
+        inputs = Inputs(q, k, v, mask, None, pair, torch.empty_like(q) if self.gate else None)
+        return backend.plan_forward(inputs, scale=self.d**-0.5, layout="bnlhd", config=Config()), inputs
 
 
 FEW = {"sm_90": 2}
@@ -116,12 +120,16 @@ QUICK = {
     ("d32", "sm_100"),
     ("d32", "gfx942"),
 }
-"""What `make test` compiles; `make test-all` compiles every case for every card."""
+"""What `make test` compiles; `make test-all` compiles every case for every card that has plans of its own."""
+
+TYPICAL = ("d32", "d128", "d32_float32")
+"""Cases that are compiled for twins too."""
 
 PAIRS = [
     pytest.param(case, arch, marks=[] if (case.name, arch) in QUICK else pytest.mark.slow, id=f"{case.name}-{arch}")
     for arch in TARGETS
     for case in CASES
+    if arch not in TWINS or case.name in TYPICAL
 ]
 
 compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -131,6 +139,16 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 def compiled(case: str, arch: str) -> Report:
     """Two tests read each report."""
     return next(each for each in CASES if each.name == case).compile(arch)
+
+
+@pytest.mark.parametrize(("arch", "twin"), TWINS.items())
+def test_twins_have_the_same_plans(arch: str, twin: str) -> None:
+    def constants(case: Compiled, card: str) -> list[dict[str, Any]]:
+        with target(card):
+            plan, _ = case.plan()
+        return [each.constants for each in plan.run.launches]
+
+    assert [case.name for case in CASES if constants(case, arch) != constants(case, twin)] == []
 
 
 @compiles

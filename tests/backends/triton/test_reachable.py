@@ -13,8 +13,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton.backends.nvidia.compiler import get_ptxas
-
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.backends.triton.tiles import backward as heuristics_backward
@@ -26,7 +24,7 @@ from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from evoattn.workloads import WORKLOADS
-from tests.helpers.ahead_of_time import SHARED_LIMITS, target
+from tests.helpers.ahead_of_time import SHARED_LIMITS, ptxas, target
 from tests.helpers.descriptors import wrong_descriptors
 from tests.helpers.reachable import CARDS, Launched, launches, reachable
 
@@ -215,7 +213,7 @@ def test_what_crashed_is_right(problem: Problem) -> None:
     assert faults(problem, "sm_90") == []
 
 
-@pytest.mark.skipif(not get_ptxas(90).version.startswith("12.8"), reason="this ptxas makes right code of shared rows")
+@pytest.mark.skipif(not ptxas()[1].startswith("12.8"), reason="this ptxas makes right code of shared rows")
 def test_the_comparison_finds_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validity, "fit", lambda *_: {})
     heuristics_backward._tiles.cache_clear()

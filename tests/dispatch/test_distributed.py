@@ -16,6 +16,8 @@ from evoattn import testing
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
+if torch.__version__.startswith("2.7"):
+    pytest.skip("torch 2.7's own redistribute fails in a backward: docs/support.md", allow_module_level=True)
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

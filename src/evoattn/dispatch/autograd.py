@@ -195,7 +195,7 @@ def _canonical(way: Straight | Options, work: Backward) -> tuple[Backward, Axes]
     (do, dlse), given = work.cotangents, work.outputs
     do, o = (None if x is None else axes.fold_queries(x) for x in (do, given.o))
     cotangents = Cotangents(do, None if dlse is None else axes.fold_statistic(dlse))
-    outputs: Any = Kept(o, given.p) if isinstance(given, Kept) else Outputs(o, *map(axes.fold_statistic, given[1:]))  # type: ignore[arg-type]
+    outputs: Any = Kept(o, given.p) if isinstance(given, Kept) else Outputs(o, *map(axes.fold_statistic, tuple(given)[1:]))  # type: ignore[arg-type]
     return work._replace(inputs=folded, cotangents=cotangents, outputs=outputs), axes
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +55,10 @@ def check_mask(name: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
 
 def check_arguments(inputs: Inputs, options: Options) -> None:
     """Raise TypeError or ValueError for the first argument that does not fit."""
-    check_no_tangent(*inputs.differentiable)
+    check_no_tangent(*inputs)  # torch.compile of torch 2.7 reads no property of a NamedTuple, and takes no slice of one
     _check_options(options)
     layout = options.layout
-    named = inputs._asdict()
+    named: dict[str, Any] = dict(zip(Inputs._fields, inputs, strict=True))
     for name in ("q", "k", "v"):
         _check_tensor(name, named[name])
         if named[name].dtype not in _DTYPES:

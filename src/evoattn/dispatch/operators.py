@@ -57,12 +57,12 @@ _GATE_AT = _COUNT + 5
 
 def arguments_of(inputs: Inputs, options: Options) -> tuple[Any, ...]:
     """Values as the arguments of `forward`."""
-    return (*inputs[:_COUNT], *_texts(options), inputs.gate)
+    return (*tuple(inputs)[:_COUNT], *_texts(options), inputs.gate)
 
 
 def _texts(options: Options) -> tuple[Any, ...]:
     """Options as plain values that an operator takes; a config as text, and "" for none."""
-    return *options[:4], "" if options.config is None else options.config.to_text()
+    return *tuple(options)[:4], "" if options.config is None else options.config.to_text()
 
 
 def split(arguments: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -78,7 +78,7 @@ def values_of(arguments: Sequence[Any]) -> tuple[Inputs, Options]:
 
 def differentiate(work: Backward) -> tuple[Tensor, ...]:
     """`backward` of a pass."""
-    tensors = (*work.cotangents, *work.inputs[:_COUNT], *work.outputs)
+    tensors = (*work.cotangents, *tuple(work.inputs)[:_COUNT], *work.outputs)
     gradients: tuple[Tensor, ...] = backward(*tensors, list(work.needs), *_texts(work.options), work.inputs.gate)
     return gradients
 

@@ -126,7 +126,7 @@ def test_ctrl_c_shows_and_writes_what_is_done(
     path = tmp_path / "a.json"
     assert cli.main([*SMALL, "--json", str(path)]) == 130
     printed = capsys.readouterr()
-    assert "interrupted: what was measured until then is above, and in the files" in printed.err
+    assert "interrupted: the results so far are above, and in the files" in printed.err
     assert "tri16, float32" in printed.out and "single24" not in printed.out
     record = records.read(path)
     assert record.finished == "interrupted" and len(record.problems) == 1
@@ -145,7 +145,7 @@ def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     with monkeypatch.context() as short:
         short.setattr(bench, "Plan", lambda **options: Plan(**{**options, "budget_s": 1e-6}))
         assert cli.main([*SMALL, "--commit", "abc123", "--note", "cold", "--json", str(path)]) == 0
-    assert "--resume FILE goes on with what --json wrote" in capsys.readouterr().err
+    assert "--resume FILE continues what --json wrote" in capsys.readouterr().err
     cut = records.read(path)
     assert [problem.cut for problem in cut.problems] == [True, True]
     page = tmp_path / "a.html"

@@ -114,10 +114,10 @@ ENDS: dict[str, tuple[dict[str, Any], BaseException | None, int, str, str]] = {
         ERRORS,
         sharded_run.ProcessDiedError("process 2 of 2 ended by signal SIGKILL"),
         1,
-        "error: process 2 of 2 ended by signal SIGKILL; what was measured until then is above",
+        "error: process 2 of 2 ended by signal SIGKILL; the results so far are above",
         "a process died",
     ),
-    "interrupted": (ERRORS, KeyboardInterrupt(), 130, "interrupted: what was measured until then is above", "interrupted"),
+    "interrupted": (ERRORS, KeyboardInterrupt(), 130, "interrupted: the results so far are above", "interrupted"),
     "wrong": (
         {**ERRORS, "all": float("inf"), "largest ratio": float("inf")},
         None,
@@ -139,7 +139,7 @@ def test_how_it_ends(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was found until then is shown and written."""
+    """The results so far are shown and written."""
     pretend(monkeypatch, ("machine", MACHINE), ("errors", errors), ("times", TIMES), end=end)
     assert cli.main([*TWO, "--json", str(tmp_path / "a.json")]) == status
     printed = capsys.readouterr()

@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_what_was_found(folder: Path, capsys: pytest.CaptureFixture
     assert cli.main(["tune", "--device", "cpu", "--workloads", "tri16", "tri17", "--budget", "1000"]) == 130
     printed = capsys.readouterr()
     assert "score_bytes=262144" in printed.out
-    assert "interrupted: what was found until then is kept" in printed.err
+    assert "interrupted: the results so far are kept" in printed.err
     assert len(tuned_tiles.entries(on_cpu=True)) == 1
 
 

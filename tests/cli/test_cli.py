@@ -239,7 +239,7 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(terminal.RefusedError, match=r"a\.png': cannot be written: No space left on device"):
+    with pytest.raises(OSError, match="No space left on device"):
         demo._draw(grown(16, 32), torch.device("cpu"), picture)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert picture.read_text() == "the one from before"

@@ -24,7 +24,7 @@ from evoattn.testing.workers import Task, Workers
 JUDGES = "tests.helpers.fuzz_judges"
 
 
-def wish(judge: str, **words: object) -> command.Wish:
+def wish(judge: str, **words: object) -> command.Settings:
     usual = {
         "cases": 6,
         "minutes": None,
@@ -35,7 +35,7 @@ def wish(judge: str, **words: object) -> command.Wish:
         "device": "cpu",
         "largest": 1000,
     }
-    return command.Wish(**{**usual, **words}, judge=f"{JUDGES}:{judge}")  # type: ignore[arg-type]
+    return command.Settings(**{**usual, **words}, judge=f"{JUDGES}:{judge}")  # type: ignore[arg-type]
 
 
 def some_tasks(count: int) -> list[Task]:
@@ -208,7 +208,7 @@ def test_ctrl_c_prints_what_was_found(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    counted = terminal.count_progress\n"
         "    fuzz.count_progress = lambda total: counted(total, 0.0)\n"
-        f"    raise SystemExit(fuzz.fuzz(fuzz.Wish(**{usual!r}), pathlib.Path({str(output)!r})))\n"
+        f"    raise SystemExit(fuzz.fuzz(fuzz.Settings(**{usual!r}), pathlib.Path({str(output)!r})))\n"
     )
     script = tmp_path / "run.py"
     script.write_text(code)
@@ -231,7 +231,7 @@ def test_ctrl_c_prints_what_was_found(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "FAILED  seed 0, tiled on cpu: error of o: planted" in printed
     assert "1 failed" in printed
-    assert errors.endswith("evoattn fuzz: interrupted: what was found until then is above\n") and "Traceback" not in errors
+    assert errors.endswith("evoattn fuzz: interrupted: the results so far are above\n") and "Traceback" not in errors
     assert json.loads(output.read_text())["finished"] == "interrupted"
     end = time.monotonic() + 20
     while running_in(process.pid) and time.monotonic() < end:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -18,10 +17,23 @@ from evoattn.bench.peers import PEERS
 from evoattn.bench.plan import Plan, chosen, default_plan, left, plan_of, plan_settings
 from evoattn.bench.record import PASSES, Record, read, write, write_text
 from evoattn.bench.run import run
-from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, pick, problem_progress, refusing
+from evoattn.cli.terminal import (
+    RefusedError,
+    add_command,
+    among,
+    check_output,
+    names_in,
+    need_extra,
+    number,
+    pick,
+    problem_progress,
+    refusing,
+    unwritable,
+    whole_number,
+)
 from evoattn.workloads import LAYERS, WORKLOADS, Workload
 
-__all__ = ["add_parser", "among", "names_in", "workloads_of"]
+__all__ = ["add_parser", "workloads_of"]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "device", "quick", "rounds", "note")
@@ -54,19 +66,15 @@ examples:
   evoattn bench --gpus 2 --lengths 1024 2048         a pair block over two GPUs, beside the same block on one
 
 exit status: 0 all is well; 1 evoattn was wrong, or slower than before by more than the threshold, or a process of
---gpus died; 2 bad options or files, or a missing extra; 130 interrupted, with what was measured until then shown and
+--gpus died; 2 bad options or files, or a missing extra; 130 interrupted; the results so far are shown and
 written
 """
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` to the command line."""
-    parser = commands.add_parser(
-        "bench",
-        help="speed, memory and error next to every peer that is installed",
-        description=_ABOUT,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "bench", run_command, "speed, memory and error next to every peer that is installed", _ABOUT, _EPILOG
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument("--workloads", nargs="+", metavar="NAME", help="from the list of `evoattn bench --list`, or tri500")
@@ -79,12 +87,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what.add_argument("--peers", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)} (default: all; none: --peers alone)")
     what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
     what.add_argument("--quick", action="store_true", help="few and small problems, nothing that compiles for long")
-    what.add_argument("--gpus", type=WholeNumber(2), metavar="N", help="a pair block over N GPUs, beside the same block on one")
+    what.add_argument(
+        "--gpus", type=whole_number(2), metavar="N", help="a pair block over N GPUs, beside the same block on one"
+    )
     what.add_argument("--parts", action="store_true", help="with --gpus: each layer of the block alone too")
     what.add_argument("--list", action="store_true", help="print the workloads and end")
     how = parser.add_argument_group("how long")
-    how.add_argument("--budget", type=WholeNumber(1), metavar="S", help="seconds in all (default: 300; quick: 30)")
-    how.add_argument("--rounds", type=WholeNumber(2), metavar="R", help="interleaved rounds of timing (default: 7; quick: 3)")
+    how.add_argument("--budget", type=whole_number(1), metavar="S", help="seconds in all (default: 300; quick: 30)")
+    how.add_argument("--rounds", type=whole_number(2), metavar="R", help="interleaved rounds of timing (default: 7; quick: 3)")
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", type=Path, metavar="FILE", help="all that was measured, after every problem")
     out.add_argument("--csv", type=Path, metavar="FILE", help="the same for a spreadsheet")
@@ -96,18 +106,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     old.add_argument("--resume", type=Path, metavar="FILE", help="measure what Ctrl-C or the budget cut short, into it")
     old.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, show and write this record")
     old.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="what changed beyond noise")
-    old.add_argument("--threshold", type=_percent, metavar="PERCENT", help="of --compare (default: 5)")
-    parser.set_defaults(run=run_command)
-
-
-def _percent(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"expected a percentage from 0 up, got {text!r}")
-    return value
+    old.add_argument(
+        "--threshold",
+        type=number(float, lambda percent: 0 <= percent < 1e6, "a percentage from 0 up"),
+        metavar="PERCENT",
+        help="of --compare (default: 5)",
+    )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -136,8 +140,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     def after_problem(record: Record) -> None:
         if "json" in outputs:
-            with contextlib.suppress(RefusedError):  # there may be room at the end, and the table is shown in any case
-                outputs["json"](record)
+            outputs["json"](record)  # if it cannot be written now, there may be room at the end
 
     if arguments.source is not None:
         record = _read(arguments.source, "--from")
@@ -145,23 +148,18 @@ def run_command(arguments: argparse.Namespace) -> int:
         record = _resume(arguments, begun, after_problem)
     else:
         record = _measure(arguments, after_problem)
-    unwritten: list[str] = []
-    for output in outputs.values():  # before the table: whoever reads that may stop early
-        try:
-            output(record)
-        except RefusedError as refused:
-            unwritten.append(str(refused))
+    unwritten = [refused for output in outputs.values() if (refused := output(record))]  # a reader of the table may stop early
     print(table.as_text(record))
     status = _status(record)
-    for why in unwritten:
-        print(f"evoattn bench: error: {why}", file=sys.stderr)
+    for refused in unwritten:
+        print(f"evoattn bench: error: {refused}", file=sys.stderr)
     return 2 if unwritten else status
 
 
 _ENDS = {
-    "interrupted": "interrupted: what was measured until then is above, and in the files; --resume FILE goes on",
-    "out of time": "the budget ended before all was measured, the table says what; "
-    "--budget gives more, and --resume FILE goes on with what --json wrote",
+    "interrupted": "interrupted: the results so far are above, and in the files; --resume FILE continues",
+    "out of time": "the budget ended before all was measured: the table lists what is missing; "
+    "--budget gives more time, and --resume FILE continues what --json wrote",
 }
 
 
@@ -177,7 +175,7 @@ def _status(record: Record) -> int:
     return 130 if record.finished == "interrupted" else 1 if wrong else 0
 
 
-def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], None]]:
+def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], RefusedError | None]]:
     """Functions that write a record, for every file asked for."""
     writers: dict[str, tuple[Callable[[Record, Path], None], tuple[str, ...]]] = {
         "json": (write, (".json",)),
@@ -185,19 +183,16 @@ def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], None
         "html": (lambda record, path: write_text(report.page(record), path), (".html", ".htm")),
         "png": (plots.write_png, (".png",)),
     }
-    found: dict[str, Callable[[Record], None]] = {}
-    for kind, (writer, suffixes) in writers.items():
-        if (path := getattr(arguments, kind)) is not None:
-            check_output(path, f"--{kind}", *suffixes)
-            found[kind] = functools.partial(_written, writer, path, kind)
-    if "png" in found:
+    paths = {kind: path for kind in writers if (path := getattr(arguments, kind)) is not None}
+    for kind, path in paths.items():
+        check_output(path, f"--{kind}", *writers[kind][1])
+    if "png" in paths:
         need_extra("matplotlib")
-    return found
 
+    def write_one(kind: str, record: Record) -> RefusedError | None:
+        return unwritable(f"--{kind}", paths[kind], lambda: writers[kind][0](record, paths[kind]))
 
-def _written(writer: Callable[[Record, Path], None], path: Path, kind: str, record: Record) -> None:
-    with refusing(f"--{kind}", path):
-        writer(record, path)
+    return {kind: functools.partial(write_one, kind) for kind in paths}
 
 
 def _read(path: Path, option: str) -> Record:
@@ -280,10 +275,10 @@ def _plan(arguments: argparse.Namespace, default: Plan) -> Plan:
     explicit = arguments.workloads is not None and not arguments.quick
     return Plan(
         workloads=workloads_of(arguments, default.workloads),
-        dtypes=among("--dtypes", names_in(arguments.dtypes), _DTYPES, default.dtypes),
-        passes=among("--passes", names_in(arguments.passes), PASSES, PASSES),
-        backends=among("--backends", names_in(arguments.backends), ("auto", *BACKENDS), ("auto", *BACKENDS)),
-        peers=among("--peers", names_in(arguments.peers), tuple(PEERS), default.peers),
+        dtypes=among("--dtypes", arguments.dtypes, _DTYPES, default.dtypes),
+        passes=among("--passes", arguments.passes, PASSES, PASSES),
+        backends=among("--backends", arguments.backends, ("auto", *BACKENDS), ("auto", *BACKENDS)),
+        peers=among("--peers", arguments.peers, tuple(PEERS), default.peers),
         rounds=arguments.rounds or default.rounds,
         budget_s=arguments.budget or (None if explicit else default.budget_s),
     )
@@ -302,29 +297,8 @@ def workloads_of(arguments: argparse.Namespace, default: tuple[Workload, ...]) -
         raise RefusedError(f"--workloads: {error}") from None
 
 
-def names_in(values: list[str] | None) -> list[str] | None:
-    """Names given with spaces or commas between them."""
-    return None if values is None else [name for value in values for name in value.split(",") if name]
-
-
 def _lengths(texts: list[str]) -> list[int]:
     try:
-        return [WholeNumber(1)(text) for text in texts]
+        return [whole_number(1)(text) for text in texts]
     except argparse.ArgumentTypeError as error:
         raise RefusedError(f"--lengths: {error}") from None
-
-
-def among(option: str, names: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
-    """The names given, all of them known, or the default.
-
-    Raises:
-        RefusedError: one is not known, or none is left.
-    """
-    if names is None:
-        return default
-    for name in names:
-        if name not in known:
-            raise RefusedError(f"{option}: there is no {name!r}; expected any of {', '.join(known)}")
-    if not names and option != "--peers":
-        raise RefusedError(f"{option}: expected any of {', '.join(known)}")
-    return tuple(dict.fromkeys(names))

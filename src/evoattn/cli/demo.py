@@ -20,7 +20,7 @@ from evoattn.cli import sweep
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, attentions, embed
 from evoattn.cli.sweep import Size
-from evoattn.cli.terminal import RefusedError, WholeNumber, check_output, need_extra, pick, progress, refusing
+from evoattn.cli.terminal import RefusedError, add_command, check_output, need_extra, pick, progress, unwritable, whole_number
 
 __all__ = ["add_parser"]
 
@@ -80,12 +80,13 @@ def _size(device: torch.device, quick: bool, max_length: int | None) -> Size:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `demo` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "demo",
-        help="the attentions of an Evoformer block on a real alignment, next to dense PyTorch",
-        description=_ABOUT,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        run,
+        "the attentions of an Evoformer block on a real alignment, next to dense PyTorch",
+        _ABOUT,
+        _EPILOG,
     )
     parser.add_argument(
         "alignment",
@@ -104,14 +105,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on the CPU, bfloat16 on a GPU")
     parser.add_argument(
         "--max-length",
-        type=WholeNumber(16),
+        type=whole_number(16),
         metavar="L",
         help="the longest length measured, however long it takes, and the most columns used (at least 16; default: 384 on "
         "the CPU, 1024 on a GPU, or what half a minute allows)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: a look in a few seconds, not a measurement")
-    parser.add_argument("--seed", type=WholeNumber(0), default=0, metavar="S", help="of the random weights (default: 0)")
-    parser.set_defaults(run=run)
+    parser.add_argument("--seed", type=whole_number(0), default=0, metavar="S", help="of the random weights (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,11 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress(2 * (4 + len(size.lengths)) + 4) as step:
         found = sweep.four_attentions(attentions(embed(rows, arguments.seed, device), dtype), size, step)
         growth = sweep.growth(alignment.rows[0], size, arguments.seed, device, dtype, step)
-    unwritten: RefusedError | None = None
-    try:
-        _draw(growth, device, output)
-    except RefusedError as refused:  # the report comes first: that has what was measured too
-        unwritten = refused
+    unwritten = unwritable("--output", output, lambda: _draw(growth, device, output))
     lines = _about(alignment, rows, device, busy)
     _print_report(lines, found, growth)
     if unwritten:
@@ -151,8 +147,7 @@ def _draw(growth: list[Problem], device: torch.device, output: Path) -> None:
     about = f"{machine.name(device)}; evoattn {evoattn.__version__}, PyTorch {torch.__version__}"
     with plots.style():
         figure = plots.growth(growth, title, about, "\n".join(notes), "dense")
-    with refusing("--output", output):
-        plots.save(figure, output, dpi=160)
+    plots.save(figure, output, dpi=160)
 
 
 def _busy() -> str | None:

@@ -16,6 +16,7 @@ import torch
 import evoattn
 from evoattn import testing
 from evoattn.bench import machine
+from evoattn.cli.terminal import add_command
 
 __all__ = ["Check", "add_parser", "examine"]
 
@@ -60,15 +61,10 @@ exit status: 0 the self-check held; 1 it did not; 2 bad options
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `doctor` to the command line."""
-    parser = commands.add_parser(
-        "doctor",
-        help="versions, devices, backends, and a self-check of the numbers",
-        description=_ABOUT,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "doctor", run, "versions, devices, backends, and a self-check of the numbers", _ABOUT, _EPILOG
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

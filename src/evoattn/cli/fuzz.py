@@ -21,15 +21,14 @@ import evoattn
 from evoattn.backends import BACKENDS
 from evoattn.bench import machine
 from evoattn.bench.record import write_text
-from evoattn.cli.bench import among, names_in
-from evoattn.cli.terminal import Count, RefusedError, WholeNumber, check_output, count_progress, pick
-from evoattn.testing.fuzz import Failure, Findings, shrunk, tasks
+from evoattn.cli.terminal import Count, add_command, among, check_output, count_progress, number, pick, unwritable, whole_number
+from evoattn.testing.fuzz import Findings, shrunk, tasks
 from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import random_layer
 from evoattn.testing.random_problems import DTYPES, random_problem
 from evoattn.testing.workers import JUDGE, LAYERS, Task, Workers
 
-__all__ = ["Wish", "add_parser", "fuzz"]
+__all__ = ["Settings", "add_parser", "fuzz"]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _CASES = 200
@@ -57,13 +56,13 @@ examples:
   evoattn fuzz --backends triton --dtypes bfloat16 float16
   evoattn fuzz --layers --minutes 5                  whole layers
 
-exit status: 0 nothing failed; 1 a problem failed; 2 bad options; 130 interrupted, with what was found until then shown
-and written
+exit status: 0 nothing failed; 1 a problem failed; 2 bad options; 130 interrupted; the results so far are
+shown and written
 """
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class Settings:
     """What to run.
 
     Args:
@@ -97,19 +96,18 @@ class Wish:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `fuzz` to the command line."""
-    parser = commands.add_parser(
-        "fuzz",
-        help="random problems on every backend, against float64",
-        description=_ABOUT,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "fuzz", run, "random problems on every backend, against float64", _ABOUT, _EPILOG)
     how_long = parser.add_mutually_exclusive_group()
-    how_long.add_argument("--cases", type=WholeNumber(1), metavar="N", help=f"problems (default: {_CASES})")
-    how_long.add_argument("--minutes", type=_minutes, metavar="M", help="begin problems for this long")
-    parser.add_argument("--seed", type=WholeNumber(0), default=0, metavar="S", help="of the first problem (default: 0)")
+    how_long.add_argument("--cases", type=whole_number(1), metavar="N", help=f"problems (default: {_CASES})")
+    how_long.add_argument(
+        "--minutes",
+        type=number(float, lambda minutes: 0 < minutes < 1e6, "minutes above 0"),
+        metavar="M",
+        help="begin problems for this long",
+    )
+    parser.add_argument("--seed", type=whole_number(0), default=0, metavar="S", help="of the first problem (default: 0)")
     parser.add_argument(
-        "--jobs", type=WholeNumber(1), metavar="J", help="worker processes (default: half of the cores, up to 4)"
+        "--jobs", type=whole_number(1), metavar="J", help="worker processes (default: half of the cores, up to 4)"
     )
     parser.add_argument(
         "--backends", nargs="+", metavar="NAME", help="auto and any of `evoattn doctor` (default: those of the device)"
@@ -118,23 +116,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU where there is one")
     parser.add_argument(
         "--largest",
-        type=WholeNumber(1),
+        type=whole_number(1),
         metavar="SCORES",
         help="the most scores of a problem (default: 2^20, on a GPU 2^22; layers 2^15 and 2^21)",
     )
     parser.add_argument("--layers", action="store_true", help="random layers of evoattn.nn in the place of random calls")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-    parser.set_defaults(run=run)
-
-
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text!r}")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -142,18 +129,18 @@ def run(arguments: argparse.Namespace) -> int:
     device = pick(arguments.device).type
     judge = LAYERS if arguments.layers else JUDGE
     cases = _CASES if arguments.cases is None and arguments.minutes is None else arguments.cases
-    wish = Wish(
+    settings = Settings(
         cases=cases,
         minutes=arguments.minutes,
         seed=arguments.seed,
         jobs=arguments.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
-        backends=among("--backends", names_in(arguments.backends), ("auto", *BACKENDS), _default_backends(device)),
-        dtypes=among("--dtypes", names_in(arguments.dtypes), tuple(_DTYPES), tuple(_DTYPES)),
+        backends=among("--backends", arguments.backends, ("auto", *BACKENDS), _default_backends(device)),
+        dtypes=among("--dtypes", arguments.dtypes, tuple(_DTYPES), tuple(_DTYPES)),
         device=device,
         largest=arguments.largest or _LARGEST[judge][device],
         judge=judge,
     )
-    return fuzz(wish, None if arguments.json is None else check_output(arguments.json, "--json", ".json"))
+    return fuzz(settings, None if arguments.json is None else check_output(arguments.json, "--json", ".json"))
 
 
 def _default_backends(device: str) -> tuple[str, ...]:
@@ -162,106 +149,77 @@ def _default_backends(device: str) -> tuple[str, ...]:
     return ("auto", *(status.name for status in evoattn.backends() if status.available and status.name != "reference"))
 
 
-def fuzz(wish: Wish, output: Path | None = None) -> int:
-    """Run what is wished for, print what was found, write it to a file, and return the exit status."""
+def fuzz(settings: Settings, output: Path | None = None) -> int:
+    """Run these settings, print the findings, write them to a file, and return the exit status."""
     findings = Findings()
     begun = time.monotonic()
     interrupted = False
-    with Workers(wish.jobs, wish.judge, wish.limit_s) as workers:
+    with Workers(settings.jobs, settings.judge, settings.limit_s) as workers:
         try:
-            with count_progress(wish.steps) as count:
-                _judge_all(wish, workers, findings, count)
-                _shrink_all(workers, findings, count)
+            with count_progress(settings.steps) as count:
+                _judge_all(settings, workers, findings, count)
+                for place, failure in enumerate(findings.failures[:_SHRUNK]):
+                    count(findings.total(), f"{findings}; shrinking seed {failure.task.problem.seed}")
+                    findings.failures[place] = shrunk(failure, workers)
         except KeyboardInterrupt:
             interrupted = True
-    seconds = time.monotonic() - begun
+    versions = {"evoattn": evoattn.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    record = {
+        "schema": 1,
+        "finished": "interrupted" if interrupted else "complete",
+        "versions": {**versions, "triton": machine.version_of("triton")},
+        "device": machine.name(torch.device(settings.device)),
+        "settings": dataclasses.asdict(settings),
+        "seconds": round(time.monotonic() - begun, 1),
+        "counts": [{"backend": b, "dtype": dtype, **counts} for (b, dtype), counts in sorted(findings.counts.items())],
+        "failures": [failure.as_json() for failure in findings.failures],
+    }
     unwritten = None
     if output is not None:  # before the table: whoever reads that may stop early
-        try:
-            write_text(json.dumps(_as_json(wish, findings, seconds, interrupted), indent=2) + "\n", output)
-        except OSError as error:
-            unwritten = RefusedError(f"--json {str(output)!r}: cannot be written: {error.strerror or error}")
-    _print(wish, findings, seconds)
+        unwritten = unwritable("--json", output, lambda: write_text(json.dumps(record, indent=2) + "\n", output))
+    _print(record, findings)
     if unwritten is not None:
         raise unwritten
     if interrupted:
-        print("evoattn fuzz: interrupted: what was found until then is above", file=sys.stderr)
+        print("evoattn fuzz: interrupted: the results so far are above", file=sys.stderr)
         return 130
     return 1 if findings.failures else 0
 
 
-def _seeds(wish: Wish) -> Iterator[int]:
-    end = None if wish.minutes is None else time.monotonic() + 60 * wish.minutes
+def _seeds(settings: Settings) -> Iterator[int]:
+    end = None if settings.minutes is None else time.monotonic() + 60 * settings.minutes
     for index in itertools.count():
-        if (wish.cases is not None and index >= wish.cases) or (end is not None and time.monotonic() > end):
+        if (settings.cases is not None and index >= settings.cases) or (end is not None and time.monotonic() > end):
             return
-        yield wish.seed + index
+        yield settings.seed + index
 
 
-def _judge_all(wish: Wish, workers: Workers, findings: Findings, count: Count) -> None:
+def _judge_all(settings: Settings, workers: Workers, findings: Findings, count: Count) -> None:
     draw = functools.partial(
-        random_layer if wish.judge == LAYERS else random_problem,
-        dtypes=[_DTYPES[name] for name in wish.dtypes],
-        largest=wish.largest,
+        random_layer if settings.judge == LAYERS else random_problem,
+        dtypes=[_DTYPES[name] for name in settings.dtypes],
+        largest=settings.largest,
     )
-    for done, report in enumerate(workers.run(tasks(_seeds(wish), draw, wish.backends, wish.device)), 1):
+    for done, report in enumerate(workers.run(tasks(_seeds(settings), draw, settings.backends, settings.device)), 1):
         findings.add(report)
         if report.outcome.status == "failed":  # at once, so that it is seen if the run is killed
             print(_title(report.task, report.outcome), file=sys.stderr, flush=True)
-        count(done, f"{_counts(findings)}; seed {report.task.problem.seed}")
+        count(done, f"{findings}; seed {report.task.problem.seed}")
 
 
-def _counts(findings: Findings) -> str:
-    return ", ".join(f"{findings.total(status)} {status}" for status in ("held", "refused", "failed"))
-
-
-def _shrink_all(workers: Workers, findings: Findings, count: Count) -> None:
-    done = sum(findings.total(status) for status in ("held", "refused", "failed"))
-    for place, failure in enumerate(findings.failures[:_SHRUNK]):
-        count(done, f"{_counts(findings)}; shrinking seed {failure.task.problem.seed}")
-        findings.failures[place] = shrunk(failure, workers)
-
-
-def _versions() -> dict[str, str | None]:
-    return {
-        "evoattn": evoattn.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": machine.version_of("triton"),
-    }
-
-
-def _as_json(wish: Wish, findings: Findings, seconds: float, interrupted: bool) -> dict[str, Any]:
-    """All that was found, in types that JSON has."""
-    return {
-        "schema": 1,
-        "finished": "interrupted" if interrupted else "complete",
-        "versions": _versions(),
-        "device": machine.name(torch.device(wish.device)),
-        "settings": dataclasses.asdict(wish),
-        "seconds": round(seconds, 1),
-        "counts": [{"backend": b, "dtype": dtype, **counts} for (b, dtype), counts in sorted(findings.counts.items())],
-        "failures": [failure.as_json() for failure in findings.failures],
-    }
-
-
-def _print(wish: Wish, findings: Findings, seconds: float) -> None:
+def _print(record: dict[str, Any], findings: Findings) -> None:
     for failure in findings.failures:
-        print(_as_text(failure))
+        smallest = "smallest" if failure.shrunk else "problem "
+        print(f"{_title(failure.task, failure.outcome)}\n  {smallest}  {failure.smallest!r}\n  again     {failure.line}\n")
     print(f"{'backend':<10} {'dtype':<9} {'ran':>6} {'refused':>8} {'failed':>7}")
-    for (backend, dtype), counts in sorted(findings.counts.items()):
-        ran = counts["held"] + counts["failed"]
-        print(f"{backend:<10} {dtype:<9} {ran:>6} {counts['refused']:>8} {counts['failed']:>7}")
-    versions = ", ".join(f"{name} {version}" for name, version in _versions().items() if version is not None)
-    print(f"{machine.name(torch.device(wish.device))}; {versions}")
-    problems = "" if wish.cases is None else f" to {wish.seed + wish.cases - 1}"
-    print(f"seeds from {wish.seed}{problems}, {_counts(findings)}, in {seconds:.1f} s")
+    for x in record["counts"]:
+        print(f"{x['backend']:<10} {x['dtype']:<9} {x['held'] + x['failed']:>6} {x['refused']:>8} {x['failed']:>7}")
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version is not None)
+    print(f"{record['device']}; {versions}")
+    seed, cases = record["settings"]["seed"], record["settings"]["cases"]
+    last = "" if cases is None else f" to {seed + cases - 1}"
+    print(f"seeds from {seed}{last}, {findings}, in {record['seconds']:.1f} s")
 
 
 def _title(task: Task, outcome: Outcome) -> str:
     return f"FAILED  seed {task.problem.seed}, {task.backend} on {task.device}: {outcome.what}"
-
-
-def _as_text(failure: Failure) -> str:
-    smallest = "smallest" if failure.shrunk else "problem "
-    return f"{_title(failure.task, failure.outcome)}\n  {smallest}  {failure.smallest!r}\n  again     {failure.line}\n"

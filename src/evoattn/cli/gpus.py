@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from evoattn.bench import sharded_run, sharded_table
 from evoattn.bench.sharded import Plan
-from evoattn.cli.terminal import RefusedError, check_output, progress, refusing
+from evoattn.cli.terminal import RefusedError, check_output, progress, unwritable
 
 __all__ = ["plan_of", "run_command"]
 
@@ -56,7 +56,7 @@ def run_command(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) 
     status = {"complete": 0, "interrupted": 130}.get(record["finished"], 1)
     unwritten = None if path is None else _write(record, path)
     print(sharded_table.as_text(record))
-    for line in filter(None, (problem, unwritten)):
+    for line in filter(None, (problem, unwritten and f"error: {unwritten}")):
         print(f"evoattn bench: {line}", file=sys.stderr)
     return 2 if unwritten else status
 
@@ -81,18 +81,12 @@ def _measure(plan: Plan, commit: str | None, record: dict[str, Any], path: Path 
                     step(what)
     except sharded_run.ProcessDiedError as died:
         record["finished"] = "a process died"
-        return f"error: {died}; what was measured until then is above"
+        return f"error: {died}; the results so far are above"
     except KeyboardInterrupt:
-        return "interrupted: what was measured until then is above"
+        return "interrupted: the results so far are above"
     record["finished"] = "complete"
     return None
 
 
-def _write(record: dict[str, Any], path: Path) -> str | None:
-    """Why the record cannot be written, if it cannot."""
-    try:
-        with refusing("--json", path):
-            sharded_table.write(record, path)
-    except RefusedError as refused:
-        return f"error: {refused}"
-    return None
+def _write(record: dict[str, Any], path: Path) -> RefusedError | None:
+    return unwritable("--json", path, lambda: sharded_table.write(record, path))

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from evoattn.cli.terminal import RefusedError
+from evoattn.cli.terminal import RefusedError, add_command
 from evoattn.clients import running
 from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, UnknownRelease, client
@@ -56,14 +56,8 @@ Start the program without these, or call evoattn.patch() in it"""
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run` to the command line."""
-    parser = commands.add_parser(
-        "run",
-        help="a program with its attention computed by evoattn",
-        usage="evoattn run [-h] [--patch NAME] [--no-layers] [--no-graphs] (PROGRAM | -m MODULE) [ARGUMENTS ...]",
-        description=_ABOUT,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "run", run, "a program with its attention computed by evoattn", _ABOUT, _EPILOG)
+    parser.usage = "evoattn run [-h] [--patch NAME] [--no-layers] [--no-graphs] (PROGRAM | -m MODULE) [ARGUMENTS ...]"
     parser.add_argument(
         "--patch",
         action="append",
@@ -85,7 +79,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as after python -m")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a command, with its arguments")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

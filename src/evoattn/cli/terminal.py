@@ -7,11 +7,13 @@ import contextlib
 import errno
 import importlib.util
 import itertools
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -19,44 +21,65 @@ __all__ = [
     "Count",
     "RefusedError",
     "Step",
-    "WholeNumber",
+    "add_command",
+    "among",
     "check_output",
     "count_progress",
+    "names_in",
     "need_extra",
+    "number",
     "pick",
     "problem_progress",
     "progress",
     "refusing",
     "try_to_write_in",
+    "unwritable",
+    "whole_number",
 ]
+
+_Number = TypeVar("_Number", int, float)
 
 
 class RefusedError(Exception):
     """Raised for what cannot be used; the message is one line that names it and says what was expected."""
 
 
-def need_extra(*packages: str) -> None:
-    """Refuse, naming what to install, unless all these packages are there."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise RefusedError(f"needs {' and '.join(missing)}, which {verb} not installed: pip install 'evoattn[cli]'")
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    help_line: str,
+    about: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    """Add a command that `run` runs, with its texts shown as they are, and return its parser."""
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=help_line, description=about, epilog=epilog, formatter_class=shown)
+    parser.set_defaults(run=run)
+    return parser
 
 
-class WholeNumber:
-    """Turns an option's text into a whole number from `least` up."""
+def need_extra(package: str) -> None:
+    """Refuse, naming what to install, unless this package is there."""
+    if importlib.util.find_spec(package) is None:
+        raise RefusedError(f"needs {package}, which is not installed: pip install 'evoattn[cli]'")
 
-    def __init__(self, least: int) -> None:
-        self.least = least
 
-    def __call__(self, text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = self.least - 1
-        if not self.least <= value < 1 << 31:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {self.least} up, got {text!r}")
-        return value
+def number(kind: Callable[[str], _Number], holds: Callable[[_Number], bool], expected: str) -> Callable[[str], _Number]:
+    """Return a function that turns an option's text into a number of a kind for which `holds` is true."""
+
+    def parse(text: str) -> _Number:
+        with contextlib.suppress(ValueError):
+            if holds(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+    return parse
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return a function that turns an option's text into a whole number from `least` up."""
+    return number(int, lambda value: least <= value < 1 << 31, f"a whole number from {least} up")
 
 
 @contextlib.contextmanager
@@ -68,17 +91,48 @@ def refusing(option: str, path: Path, what: str = "written") -> Iterator[None]:
         raise RefusedError(f"{option} {str(path)!r}: cannot be {what}: {error.strerror or error}") from None
 
 
-def pick(wish: str) -> torch.device:
+def unwritable(option: str, path: Path, write: Callable[[], None]) -> RefusedError | None:
+    """Write a file of an option, and return the refusal if that is not possible: results are shown first."""
+    try:
+        with refusing(option, path):
+            write()
+    except RefusedError as refused:
+        return refused
+    return None
+
+
+def pick(name: str) -> torch.device:
     """The device for "auto", "cpu" or "cuda".
 
     Raises:
         RefusedError: there is no GPU that torch can use.
     """
-    if wish == "auto":
-        wish = "cuda" if torch.cuda.is_available() else "cpu"
-    if wish == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise RefusedError("--device cuda: torch finds no GPU here; expected one, or --device cpu (evoattn doctor tells more)")
-    return torch.device(wish)
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+
+
+def names_in(values: list[str] | None) -> list[str] | None:
+    """Names given with spaces or commas between them."""
+    return None if values is None else [name for value in values for name in value.split(",") if name]
+
+
+def among(option: str, values: list[str] | None, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in an option's values, all of them known, or the default.
+
+    Raises:
+        RefusedError: one is not known, or none is left.
+    """
+    names = names_in(values)
+    if names is None:
+        return default
+    for name in names:
+        if name not in known:
+            raise RefusedError(f"{option}: there is no {name!r}; expected any of {', '.join(known)}")
+    if not names and option != "--peers":
+        raise RefusedError(f"{option}: expected any of {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
 
 
 def try_to_write_in(folder: Path) -> None:
@@ -113,13 +167,16 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
     return output
 
 
-Bar = Callable[[int, "int | None", str], None]
-"""Told how many steps are done, of how many (None if time decides), and what is going on."""
+Step = Callable[[str], None]
+"""Called before each step of a long run with what is about to be done."""
+
+Count = Callable[[int, str], None]
+"""Called with how many steps are done and what there is to say about them."""
 
 
 @contextlib.contextmanager
-def _bar(*, elapsed: bool = True) -> Iterator[Bar | None]:
-    """A bar on stderr that goes away at the end; None without a terminal or without rich, if lines are printed instead."""
+def _bar(*, elapsed: bool = True) -> Iterator[Callable[[int, int | None, str], None] | None]:
+    """Show a bar on stderr: steps done, of how many, and what is going on. None without a terminal or without rich."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield None
         return
@@ -128,76 +185,14 @@ def _bar(*, elapsed: bool = True) -> Iterator[Bar | None]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), *([TimeElapsedColumn()] if elapsed else []))
-    what = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, what, console=Console(stderr=True), transient=True) as bar:
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, text, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda done, total, what: bar.update(task, total=total, completed=done, description=what)
 
 
 def _print(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
-
-
-Step = Callable[[str], None]
-"""Called before each step of a long run with what is about to be done."""
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Step]:
-    """A progress bar on stderr; without a terminal, a line a step.
-
-    Args:
-        total: how many steps there will be at most.
-    """
-    numbers = itertools.count()
-    with _bar() as bar:
-
-        def step(what: str) -> None:
-            done = next(numbers)
-            if bar is None:
-                _print(f"[{done + 1}/{total}] {what}")
-            else:
-                bar(done, total, what)
-
-        yield step
-
-
-@contextlib.contextmanager
-def problem_progress(budget_s: float | None) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar over problems on stderr with what is being measured and the time left; without a terminal, a line a problem.
-
-    The function is called before each step of a run, with the number of the problem, from 1, and of all problems.
-
-    Args:
-        budget_s: after which the run ends whatever is left, or None.
-    """
-    start = time.perf_counter()
-    shown = 0
-
-    def left(problem: int, problems: int) -> str:
-        passed = time.perf_counter() - start
-        if problem <= 1 and budget_s is None:
-            return ""
-        rest = float("inf") if problem <= 1 else passed / (problem - 1) * (problems - problem + 1)
-        if budget_s is not None:
-            rest = min(rest, budget_s - passed)
-        return f"{max(0, round(rest)) // 60}:{max(0, round(rest)) % 60:02d} left"
-
-    with _bar(elapsed=False) as bar:
-
-        def step(problem: int, problems: int, what: str) -> None:
-            nonlocal shown
-            if bar is not None:
-                bar(problem - 1, problems, f"{left(problem, problems):>10}  {what}")
-            elif problem != shown:
-                shown = problem
-                _print(f"[{problem}/{problems}] {what.partition(':')[0]}  {left(problem, problems)}")
-
-        yield step
-
-
-Count = Callable[[int, str], None]
-"""Called with how many steps are done and what there is to say about them."""
 
 
 @contextlib.contextmanager
@@ -220,3 +215,41 @@ def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
                 _print(f"[{done}{'' if total is None else f'/{total}'}] {what}")
 
         yield count
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Step]:
+    """A bar on stderr over `total` steps at most; without a terminal, a line for each."""
+    numbers = itertools.count(1)
+    with count_progress(total, every_s=0.0) as count:
+        yield lambda what: count(next(numbers), what)
+
+
+@contextlib.contextmanager
+def problem_progress(budget_s: float | None) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar over problems on stderr with what is being measured and the time left; without a terminal, a line a problem.
+
+    The function is called before each step of a run, with the number of the problem, from 1, and of all problems.
+
+    Args:
+        budget_s: after which the run ends whatever is left, or None.
+    """
+    start, shown = time.perf_counter(), 0
+
+    def left(problem: int, problems: int) -> str:
+        passed = time.perf_counter() - start
+        expected = passed / (problem - 1) * (problems - problem + 1) if problem > 1 else math.inf
+        seconds = min(expected, math.inf if budget_s is None else budget_s - passed)
+        return "" if seconds == math.inf else f"{max(0, round(seconds)) // 60}:{max(0, round(seconds)) % 60:02d} left"
+
+    with _bar(elapsed=False) as bar:
+
+        def step(problem: int, problems: int, what: str) -> None:
+            nonlocal shown
+            if bar is not None:
+                bar(problem - 1, problems, f"{left(problem, problems):>10}  {what}")
+            elif problem != shown:
+                shown = problem
+                _print(f"[{problem}/{problems}] {what.partition(':')[0]}  {left(problem, problems)}")
+
+        yield step

@@ -15,8 +15,16 @@ from evoattn.bench import attentions, machine, search, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.plan import default_plan
 from evoattn.bench.search import Found
-from evoattn.cli.bench import among, names_in, workloads_of
-from evoattn.cli.terminal import RefusedError, WholeNumber, pick, problem_progress, try_to_write_in
+from evoattn.cli.bench import workloads_of
+from evoattn.cli.terminal import (
+    RefusedError,
+    add_command,
+    among,
+    pick,
+    problem_progress,
+    try_to_write_in,
+    whole_number,
+)
 from evoattn.core import tuned_tiles
 from evoattn.workloads import Workload, workload
 
@@ -38,8 +46,8 @@ examples:
 The table is a file a device, in EVOATTN_CACHE_DIR or the user's cache. It is good for the driver, the Triton and the
 evoattn that it was made with; otherwise it is ignored, with a warning. `explain()` tells where a call uses it.
 
-exit status: 0 all is well; 2 bad options, or a table that cannot be written; 130 interrupted, with what was found until
-then kept
+exit status: 0 all is well; 2 bad options, or a table that cannot be written; 130 interrupted; the results so far
+are kept
 """
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -48,22 +56,15 @@ _GPU = ("tri384", "tri256", "msa_row", "msa_column", "tri768", "diffusion768", "
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `tune` to the command line."""
-    parser = commands.add_parser(
-        "tune",
-        help="better tile sizes for this machine and your shapes: a luxury",
-        description=_ABOUT,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "tune", run, "better tile sizes for this machine and your shapes: a luxury", _ABOUT, _EPILOG)
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help="as in evoattn bench, such as tri500")
     parser.add_argument("--lengths", nargs="+", metavar="L", help="every workload named, or triangle attention, at these")
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="default: bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the GPU if there is one")
-    parser.add_argument("--budget", type=WholeNumber(1), default=300, metavar="S", help="seconds in all (default: 300)")
+    parser.add_argument("--budget", type=whole_number(1), default=300, metavar="S", help="seconds in all (default: 300)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--show", action="store_true", help="print the table and measure nothing")
     instead.add_argument("--clear", action="store_true", help="remove the table and measure nothing")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     default = default_plan("cpu", quick=False).workloads[:4] if on_cpu else tuple(workload(name) for name in _GPU)
     workloads = workloads_of(arguments, default)
-    dtypes = among("--dtypes", names_in(arguments.dtypes), _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
+    dtypes = among("--dtypes", arguments.dtypes, _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
     with _writing(place):  # before minutes of search: it could not be kept after them
         place.parent.mkdir(parents=True, exist_ok=True)
         try_to_write_in(place.parent)
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget, place, found)
     except KeyboardInterrupt:
-        print("evoattn tune: interrupted: what was found until then is kept", file=sys.stderr)
+        print("evoattn tune: interrupted: the results so far are kept", file=sys.stderr)
         return 130
     except RefusedError:  # the table could not be written: show the findings, and do not say that they are kept
         place = None

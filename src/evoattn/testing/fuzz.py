@@ -60,9 +60,12 @@ class Findings:
             self.failures.append(Failure(task, outcome, task.problem))
             self.failures.sort(key=lambda failure: failure.task.problem.seed)
 
-    def total(self, status: str) -> int:
-        """The number of tasks with this outcome."""
-        return sum(counts[status] for counts in self.counts.values())
+    def total(self, *statuses: str) -> int:
+        """The number of tasks with one of these outcomes, or of all."""
+        return sum(counts[status] for counts in self.counts.values() for status in statuses or counts)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{self.total(status)} {status}" for status in ("held", "refused", "failed"))
 
 
 def tasks(seeds: Iterator[int], draw: Callable[[int], Problem], backends: Sequence[str], device: str) -> Iterator[Task]:
@@ -103,7 +106,7 @@ def shrunk(failure: Failure, workers: Workers, trials: int = 200, seconds: float
 FirstFailing = Callable[[Sequence[RandomProblem]], "int | None"]
 """Given problems to try, the place of the first that still fails, or None."""
 
-_TOGETHER = 4
+_AT_ONCE = 4
 """Candidates tried at once: a caller with several workers runs them side by side."""
 
 
@@ -114,102 +117,79 @@ def shrink(problem: RandomProblem, first_failing: FirstFailing, *, trials: int =
     """
     end = time.monotonic() + seconds
     tried = {problem}
-    while True:
-        candidates = [candidate for candidate in smaller(problem) if candidate not in tried]
-        next_problem = None
-        for start in range(0, len(candidates), _TOGETHER):
-            part = candidates[start : start + _TOGETHER][: trials + 1 - len(tried)]
-            if not part or time.monotonic() > end:
-                return problem
-            tried.update(part)
-            place = first_failing(part)
-            if place is not None:
-                next_problem = part[place]
-                break
-        if next_problem is None:
-            return problem
-        problem = next_problem
+    candidates = list(smaller(problem))
+    while candidates and time.monotonic() <= end:
+        part, candidates = candidates[:_AT_ONCE][: trials + 1 - len(tried)], candidates[_AT_ONCE:]
+        if not part:
+            break
+        tried.update(part)
+        place = first_failing(part)
+        if place is not None:
+            problem = part[place]
+            candidates = [candidate for candidate in smaller(problem) if candidate not in tried]
+    return problem
+
+
+_PLAIN: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Case)}
+
+_PARTS = {
+    "pair_bias": ("pair_fill", "pair_bias_dtype"),
+    "mask_bias": ("mask_bias_axes",),
+    "mask": ("mask_axes",),
+    "gate": ("gate_strides",),
+}
+"""Tensors that a problem may lack, and what describes them."""
+
+_SIZES = ("n", "h", "lq", "lk", "d")
+
+_OPTIONS = (
+    *("kv_heads", "strides", "bias_strides", "cotangent", "scale", "spread", "lse_gradient", "layout", "gate_strides"),
+    *("pair_fill", "pair_bias_dtype", "bias_dtype"),
+)
+"""Fields whose default is the plain choice."""
+
+_PLAINER = {"gate": "random", "mask_bias": "finite"}
+"""The plainest values of tensors that are there."""
 
 
 def smaller(problem: RandomProblem) -> Iterator[RandomProblem]:
     """Problems one step smaller or plainer, what takes away most first."""
     case = problem.case
     for words in _steps(case):
-        yield dataclasses.replace(problem, case=dataclasses.replace(case, **words))
+        changed = dataclasses.replace(case, **words)
+        if changed != case:
+            yield dataclasses.replace(problem, case=changed)
     if problem.deterministic:
         yield dataclasses.replace(problem, deterministic=False)
 
 
 def _steps(case: Case) -> Iterator[dict[str, Any]]:
-    plain = {field.name: field.default for field in dataclasses.fields(Case)}
-    if case.pair_bias is not None:
-        yield {"pair_bias": None, "pair_fill": False, "pair_bias_dtype": None}
-    if case.mask_bias is not None:
-        yield {"mask_bias": None, "mask_bias_axes": plain["mask_bias_axes"]}
-    if case.mask is not None:
-        yield {"mask": None, "mask_axes": plain["mask_axes"]}
-    if case.gate is not None:
-        yield {"gate": None, "gate_strides": plain["gate_strides"]}
+    for name, described_by in _PARTS.items():
+        yield {x: _PLAIN[x] for x in (name, *described_by)}
     yield from _lead(case)
-    for name, least in (("n", 1), ("h", 1), ("lq", 1), ("lk", 1), ("d", 1)):
+    for name in _SIZES:
         size = getattr(case, name)
-        for smaller_size in dict.fromkeys((least, size // 2, size - 1)):
-            if least <= smaller_size < size:
-                yield {name: smaller_size}
-    if case.c is not None:
-        yield {"c": None}
-        if case.c > 1:
-            yield {"c": case.c // 2}
-    for name in (
-        "kv_heads",
-        "strides",
-        "bias_strides",
-        "cotangent",
-        "scale",
-        "spread",
-        "lse_gradient",
-        "layout",
-        "gate_strides",
-    ):
-        if getattr(case, name) != plain[name]:
-            yield {name: plain[name]}
-    if case.gate == "large":
-        yield {"gate": "random"}
-    yield from _biases(case)
+        yield from ({name: least} for least in dict.fromkeys((1, size // 2, size - 1)) if 1 <= least < size)
+    yield from ({"c": c} for c in (None, case.c and case.c // 2) if c != 0)
+    yield from ({name: _PLAIN[name]} for name in _OPTIONS)
+    yield from ({name: plainest} for name, plainest in _PLAINER.items() if getattr(case, name) is not None)
+    if isinstance(case.pair_fill, str):
+        yield {"pair_fill": case.pair_fill.removesuffix("_rows")}
+    for place, axis in enumerate((case.pair_bias or "")[:-2]):
+        if axis != "1":
+            yield {"pair_bias": f"{case.pair_bias[:place]}1{case.pair_bias[place + 1 :]}"}  # type: ignore[index]
     if len(case.gradients) > 1:
-        for name in case.gradients:
-            yield {"gradients": (name,)}
-        for name in case.gradients:
-            yield {"gradients": tuple(other for other in case.gradients if other != name)}
-    if case.gradients:
-        yield {"gradients": ()}
+        yield from ({"gradients": (name,)} for name in case.gradients)
+        yield from ({"gradients": tuple(other for other in case.gradients if other != name)} for name in case.gradients)
+    yield {"gradients": ()}
 
 
 def _lead(case: Case) -> Iterator[dict[str, Any]]:
-    """Leading axes of 1, and fewer of them where no bias names one."""
-    for axis, size in enumerate(case.lead):
-        if size > 1:
-            yield {"lead": (*case.lead[:axis], 1, *case.lead[axis + 1 :])}
+    """Leading axes of 1, and fewer of them if no bias names one."""
+    for axis in range(len(case.lead)):
+        yield {"lead": (*case.lead[:axis], 1, *case.lead[axis + 1 :])}
     if not case.lead or (case.pair_bias is not None and len(case.pair_bias) >= len(case.lead) + 4):
         return
     masks = (case.mask and case.mask_axes, case.mask_bias and case.mask_bias_axes)
     if not any(set(axes or "") & set("b1xyz") for axes in (case.pair_bias, *masks)):
         yield {"lead": case.lead[1:]}
-
-
-def _biases(case: Case) -> Iterator[dict[str, Any]]:
-    """Plainer biases: whose numbers are ordinary, in q's dtype, along fewer axes."""
-    if case.pair_fill:
-        yield {"pair_fill": False}
-        if isinstance(case.pair_fill, str) and case.pair_fill.endswith("_rows"):
-            yield {"pair_fill": case.pair_fill.removesuffix("_rows")}
-    if case.mask_bias not in (None, "finite"):
-        yield {"mask_bias": "finite"}
-    if case.pair_bias is not None and case.pair_bias_dtype is not None:
-        yield {"pair_bias_dtype": None}
-    if case.bias_dtype is not None:
-        yield {"bias_dtype": None}
-    if case.pair_bias is not None:
-        for place, axis in enumerate(case.pair_bias):
-            if axis != "1" and place < len(case.pair_bias) - 2:
-                yield {"pair_bias": f"{case.pair_bias[:place]}1{case.pair_bias[place + 1 :]}"}

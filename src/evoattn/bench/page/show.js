@@ -257,7 +257,7 @@ function start() {
     return;
   }
   const ended = {
-    interrupted: "The run was interrupted: what was measured until then is here.",
+    interrupted: "The run was interrupted: this page has the results so far.",
     "out of time": "The run's budget ended before all was measured: what is missing says so.",
   }[data.finished];
   const note = (data.settings || {}).note;

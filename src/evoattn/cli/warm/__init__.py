@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from evoattn.cli.bench import among, names_in
-from evoattn.cli.terminal import RefusedError, WholeNumber, count_progress, try_to_write_in
+from evoattn.cli.terminal import RefusedError, add_command, among, count_progress, try_to_write_in, whole_number
 from evoattn.cli.warm.calls import COMPILERS, Call, Found, calls_of, why_not
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
@@ -22,7 +21,7 @@ from evoattn.compile.cache import VARIABLE, folder
 from evoattn.compile.workers import Pool, Task, cores
 from evoattn.core.devices import Card, planned_for
 
-__all__ = ["Outcome", "Wish", "add_parser", "warm"]
+__all__ = ["Outcome", "Settings", "add_parser", "warm"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TRITON = "TRITON_CACHE_DIR"
@@ -47,12 +46,12 @@ examples:
 families: {", ".join(FAMILIES)}
 architectures: {", ".join(ARCHITECTURES)} (sm_90a is sm_90)
 
-exit status: 0 every kernel is kept; 1 a kernel failed; 2 bad options; 130 interrupted, with what was finished kept
+exit status: 0 every kernel is kept; 1 a kernel failed; 2 bad options; 130 interrupted; the finished kernels are kept
 """
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class Settings:
     """What to compile.
 
     Args:
@@ -93,41 +92,34 @@ class Outcome:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `warm` to the command line."""
-    parser = commands.add_parser(
-        "warm",
-        help="compile what a model family needs, before its first call",
-        description=_ABOUT,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "warm", run, "compile what a model family needs, before its first call", _ABOUT, _EPILOG)
     parser.add_argument("--model", nargs="+", metavar="NAME", help="families (default: all)")
     parser.add_argument(
         "--lengths",
         nargs="+",
-        type=WholeNumber(1),
+        type=whole_number(1),
         metavar="L",
         help="residues or tokens (default: what stands for 1 to 2,048)",
     )
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: bfloat16 float32)")
     parser.add_argument("--training", action="store_true", help="also the backward")
     parser.add_argument("--arch", metavar="ARCH", help="the GPU's architecture, such as sm_90a (default: this machine's GPUs)")
-    parser.add_argument("--jobs", type=WholeNumber(1), metavar="J", help="worker processes (default: one for each core)")
-    parser.set_defaults(run=run)
+    parser.add_argument("--jobs", type=whole_number(1), metavar="J", help="worker processes (default: one for each core)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    named = among("--dtypes", names_in(arguments.dtypes), tuple(_DTYPES), ())
-    wish = Wish(
-        models=among("--model", names_in(arguments.model), tuple(FAMILIES), tuple(FAMILIES)),
+    named = among("--dtypes", arguments.dtypes, tuple(_DTYPES), ())
+    settings = Settings(
+        models=among("--model", arguments.model, tuple(FAMILIES), tuple(FAMILIES)),
         lengths=tuple(dict.fromkeys(arguments.lengths or LENGTHS)),
         dtypes=tuple(_DTYPES[name] for name in named) or DTYPES,
         training=arguments.training,
         cards=cards_here() if arguments.arch is None else cards_of(arguments.arch),
         jobs=arguments.jobs or cores(),
     )
-    _check_folders(wish.cards)
-    return warm(wish)
+    _check_folders(settings.cards)
+    return warm(settings)
 
 
 def _check_folders(cards: tuple[Card, ...]) -> None:
@@ -164,15 +156,15 @@ def _triton_folder() -> Path:
     return Path(knobs.cache.dir)
 
 
-def warm(wish: Wish) -> int:
+def warm(settings: Settings) -> int:
     """Compile what is wished for, print what became of it, and return the exit status."""
-    _tell_missing(wish.cards[0])
+    _tell_missing(settings.cards[0])
     outcomes: dict[str, Outcome] = {}
     unknown: list[str] = []
     interrupted, begun = False, time.monotonic()
-    with Pool(wish.jobs) as pool:
+    with Pool(settings.jobs) as pool:
         try:
-            _keep_all(_find_all(wish, pool, unknown), pool, outcomes)
+            _keep_all(_find_all(settings, pool, unknown), pool, outcomes)
         except KeyboardInterrupt:
             interrupted = True
     print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
@@ -199,9 +191,9 @@ def _tell_missing(card: Card) -> None:
             print(f"evoattn warm: without {name}: {why}", file=sys.stderr)
 
 
-def _find_all(wish: Wish, pool: Pool, unknown: list[str]) -> list[Found]:
+def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Found]:
     """All kernels, each once, those of backwards first. Calls whose kernels cannot be found are told and added to `unknown`."""
-    tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in _chunks(wish)]
+    tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in _chunks(settings)]
     found: dict[tuple[str, str], Found] = {}
     with count_progress(len(tasks)) as count:
         for done, report in enumerate(pool.run(tasks), 1):
@@ -215,15 +207,15 @@ def _find_all(wish: Wish, pool: Pool, unknown: list[str]) -> list[Found]:
     return sorted(found.values(), key=lambda one: (one.backend, not one.call.training))
 
 
-def _chunks(wish: Wish) -> Iterator[tuple[list[Call], Card]]:
+def _chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
     """Some calls of a card at a time: all of the first card of an architecture, and of others those that may differ."""
     seen: set[tuple[int, int]] = set()
-    for card in wish.cards:
-        lengths = COARSE if card.capability in seen and wish.lengths == LENGTHS else wish.lengths
+    for card in settings.cards:
+        lengths = COARSE if card.capability in seen and settings.lengths == LENGTHS else settings.lengths
         seen.add(card.capability)
         calls: dict[Call, None] = {}
-        for name in wish.models:
-            calls.update(dict.fromkeys(calls_of(FAMILIES[name], lengths, wish.dtypes, wish.training)))
+        for name in settings.models:
+            calls.update(dict.fromkeys(calls_of(FAMILIES[name], lengths, settings.dtypes, settings.training)))
         waiting = iter(calls)
         while chunk := list(itertools.islice(waiting, _CHUNK)):
             yield chunk, card

@@ -22,7 +22,7 @@ from evoattn.bench import record as records
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
 
-from evoattn.bench import sharded_run, sharded_table
+from evoattn.bench import sharded, sharded_table
 from evoattn.bench.sharded import LAYERS, Job, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,10 +78,10 @@ def fails(rank: int, *_: object) -> None:
     ],
 )
 def test_a_process_that_dies_ends_the_others(work: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_run, "work", work)
+    monkeypatch.setattr(sharded, "work", work)
     start, found = time.monotonic(), []
-    with pytest.raises(sharded_run.ProcessDiedError) as caught:
-        found.extend(sharded_run.run(Plan(2, "cpu", (5,), 2), "abc123"))
+    with pytest.raises(sharded.ProcessDiedError) as caught:
+        found.extend(sharded.run(Plan(2, "cpu", (5,), 2), "abc123"))
     assert str(caught.value) == message
     assert time.monotonic() - start < 60
 
@@ -94,7 +94,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, dict[str, Any]],
         if end is not None:
             raise end
 
-    monkeypatch.setattr(sharded_run, "run", run)
+    monkeypatch.setattr(sharded, "run", run)
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 ENDS: dict[str, tuple[dict[str, Any], BaseException | None, int, str, str]] = {
     "died": (
         ERRORS,
-        sharded_run.ProcessDiedError("process 2 of 2 ended by signal SIGKILL"),
+        sharded.ProcessDiedError("process 2 of 2 ended by signal SIGKILL"),
         1,
         "error: process 2 of 2 ended by signal SIGKILL; the results so far are above",
         "a process died",

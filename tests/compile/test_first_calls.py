@@ -30,7 +30,7 @@ from evoattn.cli.warm.cards import cards_of
 from evoattn.compile import first_calls
 from evoattn.compile.workers import Report, Task, Worker
 from evoattn.core.devices import planned_for
-from evoattn.testing import workers
+from evoattn.testing.fuzz import Workers
 from tests.backends.hopper.test_kept_kernels import kept, new_process
 from tests.helpers.scripts import load
 
@@ -415,7 +415,7 @@ def test_a_process_that_judges_random_problems_has_no_workers(monkeypatch: pytes
     monkeypatch.setenv(first_calls.VARIABLE, "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    worker = workers.Workers(4)._worker()
+    worker = Workers(4).worker()
     try:
         assert worker.run(Task("os:getenv", (first_calls.VARIABLE,))).result == "0"
         assert worker.run(Task("os:getenv", ("CUDA_VISIBLE_DEVICES",))).result == "3"

@@ -37,10 +37,10 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
 
 def warmed(call: Call) -> list[calls.Found]:
     """All kernels of a call, compiled and kept as a worker does it."""
-    found = calls.find(call, H200)
+    found = calls.find_all([call], H200)
     assert found and not any(one.kernel.bytes for one in found)
     sizes = [workers._done(one.kernel.task) for one in found]
-    kept = calls.find(call, H200)
+    kept = calls.find_all([call], H200)
     assert sizes == [(one.kernel.bytes, None) for one in kept]
     return kept
 
@@ -132,8 +132,8 @@ def test_a_kernel_that_plans_do_not_have_is_no_kernel(cache: pathlib.Path) -> No
 
 
 def test_finding_kernels_writes_nothing(cache: pathlib.Path) -> None:
-    assert calls.find(Call(TRIANGLE, 96, torch.float32), H200)
-    assert calls.find(Call(TRIANGLE, 96, torch.bfloat16), H200)
+    assert calls.find_all([Call(TRIANGLE, 96, torch.float32)], H200)
+    assert calls.find_all([Call(TRIANGLE, 96, torch.bfloat16)], H200)
     assert list(cache.iterdir()) == []
 
 
@@ -141,7 +141,7 @@ def test_plans_for_another_card_are_not_kept() -> None:
     """Else a call on meta tensors, or one for another card, would find them."""
     attention = Attention("few", 4, 32, n=40)
     of = {
-        arch: {one.backend for one in calls.find(Call(attention, 96, torch.bfloat16), cards_of(arch)[0])}
+        arch: {one.backend for one in calls.find_all([Call(attention, 96, torch.bfloat16)], cards_of(arch)[0])}
         for arch in ("sm_80", "sm_90")
     }
     assert of["sm_80"] == {"triton"} and "hopper" in of["sm_90"]
@@ -153,7 +153,7 @@ def test_every_attention_of_a_family_has_plans(name: str) -> None:
     """On every architecture, in all its dtypes, at a length that divides by nothing."""
     for arch in ARCHITECTURES:
         for call in calls.calls_of(FAMILIES[name], (77,), DTYPES, training=True):
-            assert calls.find(call, cards_of(arch)[-1]), f"{call} on {arch}"
+            assert calls.find_all([call], cards_of(arch)[-1]), f"{call} on {arch}"
 
 
 def test_the_default_lengths_stand_for_others() -> None:

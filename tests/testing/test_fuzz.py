@@ -18,8 +18,7 @@ import torch
 import evoattn
 from evoattn import cli, testing
 from evoattn.cli import fuzz as command
-from evoattn.testing.fuzz import shrink, smaller
-from evoattn.testing.workers import Task, Workers
+from evoattn.testing.fuzz import Task, Workers, shrink, smaller
 
 JUDGES = "tests.helpers.fuzz_judges"
 

@@ -16,11 +16,10 @@ from evoattn import cli
 from evoattn.cli import fuzz as command
 from evoattn.nn import project
 from evoattn.testing import Outcome
-from evoattn.testing.fuzz import Findings
+from evoattn.testing.fuzz import Findings, Report, Task
 from evoattn.testing.judging_layers import judge_layer
 from evoattn.testing.random_layers import LAYERS, RandomLayer, random_layer
 from evoattn.testing.random_problems import DTYPES
-from evoattn.testing.workers import Report, Task
 
 SEEDS, CHUNK = range(100, 140), 10
 SMALL = 4000
@@ -163,7 +162,7 @@ def test_a_failure_is_printed_with_a_line_that_runs(
 
         def run(self, tasks: Any) -> Any:
             for task in tasks:
-                yield Report(task, judge_layer(task.problem, task.backend, task.device), 0.0)
+                yield Report(task, judge_layer(task.problem, task.backend, task.device))
 
     right = project.normalise_backward
     monkeypatch.setattr(command, "Workers", Here)
@@ -187,5 +186,5 @@ def test_a_failure_is_printed_with_a_line_that_runs(
 def test_counts_go_by_the_dtype_of_the_inputs() -> None:
     findings = Findings()
     layer = random_layer(1)
-    findings.add(Report(Task(layer, "tiled"), Outcome("held"), 0.0))
+    findings.add(Report(Task(layer, "tiled"), Outcome("held")))
     assert findings.counts == {("tiled", str(layer.dtype).removeprefix("torch.")): {"held": 1, "refused": 0, "failed": 0}}

@@ -250,7 +250,7 @@ def test_the_oracle_loses_nothing_beside_huge_biases() -> None:
 def fake(change: Callable[[dict[str, torch.Tensor], testing.Inputs], None]) -> Run:
     """The tiled backend with results, or inputs, changed."""
 
-    def run(inputs: testing.Inputs, backend: str, deterministic: bool) -> testing.Results:
+    def run(inputs: testing.Inputs, backend: str, *, deterministic: bool) -> testing.Results:
         results = testing.run(inputs, backend, deterministic=deterministic)
         change(results.values, inputs)
         return results

@@ -6,7 +6,6 @@ tensors are float32, as models train.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -98,29 +97,20 @@ class Layer:
         return [*self.inputs.values(), *self.module.parameters()]
 
 
-def _module(w: Workload, c: int) -> Module:
+def _layer_of(w: Workload, c: int) -> tuple[Module, dict[str, tuple[int, ...]]]:
+    """A new layer, and the shapes of its inputs."""
+    rows, pairs = (1, w.n, w.lq), {"z": (1, w.lq, w.lq, _PAIR_CHANNELS)}
     if w.layer == "triangle":
-        return TriangleAttention(c, w.d, w.h, empty_rows="native")
+        return TriangleAttention(c, w.d, w.h, empty_rows="native"), {"z": (*rows, c)}
     if w.layer == "msa_row":
-        return MSARowAttentionWithPairBias(c, _PAIR_CHANNELS, w.d, w.h, empty_rows="native")
-    if w.layer == "msa_column":
-        return MSAAttention(c, w.d, w.h, empty_rows="native")  # what MSAColumnAttention calls
+        return MSARowAttentionWithPairBias(c, _PAIR_CHANNELS, w.d, w.h, empty_rows="native"), {"m": (*rows, c), **pairs}
+    if w.layer == "msa_column":  # what MSAColumnAttention calls
+        return MSAAttention(c, w.d, w.h, empty_rows="native"), {"m": (1, w.lq, w.n, c)}
     if w.layer not in ("single", "pair_bias"):
         raise ValueError(f"no layer {w.layer!r}; expected triangle, msa_row, msa_column, single or pair_bias")
-    condition = [_CONDITION_CHANNELS] if w.layer == "pair_bias" else []
-    return AttentionPairBias(c, _PAIR_CHANNELS, w.d, w.h, *condition, empty_rows="native")
-
-
-def _shapes(w: Workload, c: int) -> dict[str, tuple[int, ...]]:
-    pairs, rows = (1, w.lq, w.lq, _PAIR_CHANNELS), (1, w.n, w.lq)
-    if w.layer == "triangle":
-        return {"z": (*rows, c)}
-    if w.layer == "msa_row":
-        return {"m": (*rows, c), "z": pairs}
-    if w.layer == "msa_column":
-        return {"m": (1, w.lq, w.n, c)}
     condition = {"s": (*rows, _CONDITION_CHANNELS)} if w.layer == "pair_bias" else {}
-    return {"a": (*rows, c), "z": (1, *pairs), **condition}
+    layer = AttentionPairBias(c, _PAIR_CHANNELS, w.d, w.h, *(shape[-1] for shape in condition.values()), empty_rows="native")
+    return layer, {"a": (*rows, c), "z": (1, *pairs["z"]), **condition}
 
 
 def fill(module: nn.Module, rng: torch.Generator) -> None:
@@ -149,9 +139,10 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
         return torch.randn(sizes, generator=rng, dtype=torch.float32, device=device)
 
     channels = workload.channels or workload.h * workload.d
-    module = _module(workload, channels).to(device, torch.float32)
+    module, shapes = _layer_of(workload, channels)
+    module.to(device, torch.float32)
     fill(module, rng)
-    inputs = {name: normal(*shape).requires_grad_() for name, shape in _shapes(workload, channels).items()}
+    inputs = {name: normal(*shape).requires_grad_() for name, shape in shapes.items()}
     first = next(iter(inputs.values()))
     mask = torch.rand(first.shape[:-1], generator=rng, dtype=torch.float32, device=device) < _KEPT
     mask[(slice(None), 0) if workload.layer == "msa_column" else (..., 0)] = True
@@ -191,12 +182,8 @@ def _written(layer: Layer, attend: Attend, *, joined: bool = False) -> Tensor:
     module, mha = layer.module, layer.module.mha
     x, source, to_bias = _normed(module, layer.inputs)
     products = [*mha.inputs, to_bias] if joined and source is x and to_bias is not None else list(mha.inputs)
-    made = _one_product(x, products) if joined else [product(x) for product in products]
-    q, k, v, g = made[:4]
-    if len(made) > 4:
-        bias = made[4]
-    else:
-        bias = None if source is None or to_bias is None else to_bias(source)
+    q, k, v, g, *biases = _one_product(x, products) if joined else [product(x) for product in products]
+    bias = biases[0] if biases else None if source is None or to_bias is None else to_bias(source)
     if bias is not None:
         bias = bias.movedim(-1, -3)
         bias = bias if bias.ndim == 5 else bias.unsqueeze(-4)
@@ -248,13 +235,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | Non
 
 def _in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
     """`_dense`, some rows n at a time, whose scores the backward computes again."""
-    n, scores = q.shape[1], q.shape[2] * q.shape[3] * k.shape[2]
-    rows = max(1, _SCORES[q.device.type] // scores)
-    parts = []
-    for start in range(0, n, rows):
-        part = slice(start, start + rows)
-        parts.append(checkpoint(_dense, q[:, part], k[:, part], v[:, part], mask[:, part], pair_bias, use_reentrant=False))
-    return torch.cat(parts, 1)
+    rows = max(1, _SCORES[q.device.type] // (q.shape[2] * q.shape[3] * k.shape[2]))
+    parts = zip(*(x.split(rows, 1) for x in (q, k, v, mask)), strict=True)
+    return torch.cat([checkpoint(_dense, *part, pair_bias, use_reentrant=False) for part in parts], 1)
 
 
 def _native(layer: Layer) -> Tensor:
@@ -289,11 +272,10 @@ def _way(
         call = torch.compile(compute, dynamic=False) if compiles else compute
 
         def run() -> Tensor:
-            with (
-                torch.autocast(layer.do.device.type, layer.dtype) if layer.dtype != torch.float32 else contextlib.nullcontext()
-            ):
-                made: Tensor = call(layer)
-            return made
+            if layer.dtype == torch.float32:
+                return call(layer)
+            with torch.autocast(layer.do.device.type, layer.dtype):
+                return call(layer)
 
         grouped = (*layer.inputs, *["parameters" for _ in layer.module.parameters()])
         return Prepared(run, (), lambda x: x.to(layer.dtype), lambda x: x, tuple(layer.leaves), grouped)

@@ -1,5 +1,7 @@
 """A PairformerBlock of Boltz-2's size over several processes, beside the same block on one: error, time, host time, memory.
 
+`run` starts the processes on this machine, and gives what the first of them measures.
+
 z is float32 under autocast to bfloat16 and split by rows. The first process runs the block alone, while the others wait. Then
 all run it together. Inference is a forward without gradients. A training step is a forward with dropout, a backward for s, z
 and all parameters, and one sum of the parameters' gradients over the processes.
@@ -10,24 +12,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, start_processes
 
 from evoattn import testing
+from evoattn.bench import machine
 from evoattn.bench.layers import fill
-from evoattn.bench.machine import synchronize
 from evoattn.bench.memory import release
 from evoattn.bench.timing import captured
 from evoattn.nn import PairformerBlock
 
-__all__ = ["ALLOWED", "Job", "Plan", "errors", "measure"]
+__all__ = ["ALLOWED", "Job", "Plan", "ProcessDiedError", "errors", "measure", "run", "work"]
 
 C_S, C_Z = 384, 128
 VERIFIED = {"cuda": 256, "cpu": 24}
@@ -40,6 +49,8 @@ WARM_UP = 2
 """Calls before the first that counts. The first compiles; the second finds the memory that the first gave back."""
 
 LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end", "pair_transition")
+
+_HOST = "127.0.0.1"
 
 Example = dict[str, Tensor]
 Numbers = dict[str, float]
@@ -104,60 +115,59 @@ def example(length: int, device: torch.device) -> Example:
     return {"s": s, "z": z, "mask": mask, "pairs": pairs, "ds": ds, "dz": dz}
 
 
-def split(given: Example, mesh: DeviceMesh) -> Example:
-    """The rows of this process. The whole may then be freed."""
-    made: Example = {}
-    for name, x in given.items():
-        parts = x.split(-(-x.shape[1] // mesh.size()), 1)
-        rank = mesh.get_local_rank()
-        part = parts[rank] if rank < len(parts) else x[:, :0]
-        made[name] = DTensor.from_local(
-            part.clone(), mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.contiguous().stride()
-        )
-    return made
+def split(inputs: Example, mesh: DeviceMesh) -> Example:
+    """The rows of this process, as copies: the full tensors may then be freed."""
+    rank, count = mesh.get_local_rank(), mesh.size()
+    shards: Example = {}
+    for name, x in inputs.items():
+        size = -(-x.shape[1] // count)
+        part = x[:, rank * size : (rank + 1) * size].clone()
+        strides = x.contiguous().stride()
+        shards[name] = DTensor.from_local(part, mesh, [Shard(1)], run_check=False, shape=x.shape, stride=strides)
+    return shards
 
 
-def infer(block: PairformerBlock, given: Example) -> list[Tensor]:
+def infer(block: PairformerBlock, inputs: Example) -> list[Tensor]:
     """The outputs."""
-    with torch.no_grad(), torch.autocast(given["z"].device.type, torch.bfloat16):
-        return list(block(given["s"], given["z"], given["mask"], given["pairs"]))
+    with torch.no_grad(), torch.autocast(inputs["z"].device.type, torch.bfloat16):
+        return list(block(inputs["s"], inputs["z"], inputs["mask"], inputs["pairs"]))
 
 
-def train(block: PairformerBlock, given: Example) -> list[Tensor]:
+def train(block: PairformerBlock, inputs: Example) -> list[Tensor]:
     """Outputs and gradients. Those of parameters are summed over the processes, if there are several."""
-    s, z = (given[name].detach().requires_grad_() for name in ("s", "z"))
+    s, z = (inputs[name].detach().requires_grad_() for name in ("s", "z"))
     with torch.autocast(z.device.type, torch.bfloat16):
-        made = block(s, z, given["mask"], given["pairs"])
-    parameters = list(block.parameters())
-    ds, dz, *found = torch.autograd.grad(made, [s, z, *parameters], [given["ds"], given["dz"]])
+        outputs = block(s, z, inputs["mask"], inputs["pairs"])
+    ds, dz, *gradients = torch.autograd.grad(outputs, [s, z, *block.parameters()], [inputs["ds"], inputs["dz"]])
     if isinstance(z, DTensor):
-        joined = torch.cat([x.flatten() for x in found])
+        joined = torch.cat([x.flatten() for x in gradients])
         dist.all_reduce(joined)
-        found = [part.view_as(x) for part, x in zip(joined.split([x.numel() for x in found]), found, strict=True)]
-    return [*made, ds, dz, *found]
+        parts = joined.split([x.numel() for x in gradients])
+        gradients = [part.view_as(x) for part, x in zip(parts, gradients, strict=True)]
+    return [*outputs, ds, dz, *gradients]
 
 
-def run_layer(layer: nn.Module, masked: bool, grad: bool, given: Example) -> object:
+def run_layer(layer: nn.Module, masked: bool, grad: bool, inputs: Example) -> object:
     """A layer of the pair block alone: its output, or its gradients."""
-    z = given["z"].detach().requires_grad_(grad)
+    z = inputs["z"].detach().requires_grad_(grad)
     with torch.set_grad_enabled(grad), torch.autocast(z.device.type, torch.bfloat16):
-        made = layer(z, given["pairs"]) if masked else layer(z)
-    return torch.autograd.grad(made, [z, *layer.parameters()], given["dz"]) if grad else made
+        output = layer(z, inputs["pairs"]) if masked else layer(z)
+    return torch.autograd.grad(output, [z, *layer.parameters()], inputs["dz"]) if grad else output
 
 
 def errors(block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Numbers:
     """The largest relative error of outputs and gradients, of one process and of all, and the largest ratio of both."""
     block.eval()
-    given = example(VERIFIED[device.type], device)
-    right = train(copy.deepcopy(block).double(), {name: x.double() for name, x in given.items()})
+    inputs = example(VERIFIED[device.type], device)
+    right = train(copy.deepcopy(block).double(), {name: x.double() for name, x in inputs.items()})
 
-    def of_each(found: list[Tensor]) -> list[float]:
+    def relative(values: list[Tensor]) -> list[float]:
         # the norm's bias before a pair bias has no gradient but for rounding
-        pairs = [(x, y) for x, y in zip(found, right, strict=True) if y.abs().max() > 1e-2]
+        pairs = [(x, y) for x, y in zip(values, right, strict=True) if y.abs().max() > 1e-2]
         return [testing.relative_error(x, y) for x, y in pairs]
 
-    together = [x.full_tensor() if isinstance(x, DTensor) else x for x in train(block, split(given, mesh))]
-    one, several = of_each(train(block, given)), of_each(together)
+    gathered = [x.full_tensor() if isinstance(x, DTensor) else x for x in train(block, split(inputs, mesh))]
+    one, several = relative(train(block, inputs)), relative(gathered)
     ratio = max(x / (y + FLOOR) for x, y in zip(several, one, strict=True))
     return {"residues": VERIFIED[device.type], "one": max(one), "all": max(several), "largest ratio": ratio}
 
@@ -180,65 +190,154 @@ def _time(
     release(device)
     for number in range(WARM_UP):
         call(number)
-    synchronize(device)
+    machine.synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if graph:
         meet()
-        synchronize(device)
+        machine.synchronize(device)
         call, _kept = captured(call, warm_up=0, mode="thread_local")  # NCCL's thread may use the device meanwhile
     times, hosts = [], []
     for number in range(rounds):
-        synchronize(device)
+        machine.synchronize(device)
         meet()
         start = time.perf_counter()
         call(number)
         hosts.append(time.perf_counter() - start)
-        synchronize(device)
+        machine.synchronize(device)
         times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return {"ms": 1e3 * sorted(times)[rounds // 2], "host_ms": 1e3 * min(hosts), "gib": peak}
 
 
-def _of(call: Callable[[Example], object], given: Example) -> Callable[[int], object]:
-    return lambda number: call(given)
+def _of(call: Callable[[Example], object], inputs: Example) -> Callable[[int], object]:
+    return lambda number: call(inputs)
 
 
-def _largest(found: Numbers, device: torch.device) -> Numbers:
-    """The largest of all processes."""
-    numbers = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return {name: round(x, 3) for name, x in zip(found, numbers.tolist(), strict=True)}
+def _largest(numbers: Numbers, device: torch.device) -> Numbers:
+    """The largest numbers of all processes."""
+    values = torch.tensor(list(numbers.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return {name: round(x, 3) for name, x in zip(numbers, values.tolist(), strict=True)}
 
 
-def _alone(call: Callable[[int], object], device: torch.device, rounds: int, *, graph: bool) -> Numbers | None:
+def _on_one(call: Callable[[int], object], device: torch.device, rounds: int, *, graph: bool) -> Numbers | None:
     """Measure on the first process while the others wait; None if its memory does not suffice."""
-    found = {"ms": 0.0, "host_ms": 0.0, "gib": 0.0}
+    numbers = {"ms": 0.0, "host_ms": 0.0, "gib": 0.0}
     if dist.get_rank() == 0:
         with contextlib.suppress(torch.OutOfMemoryError):
-            found = _time(call, device, rounds, lambda: None, graph=graph)
-    found = _largest(found, device)
-    return found if found["ms"] else None
+            numbers = _time(call, device, rounds, lambda: None, graph=graph)
+    numbers = _largest(numbers, device)
+    return numbers if numbers["ms"] else None
 
 
 def measure(plan: Plan, block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Iterator[dict[str, Any]]:
     """Give the numbers of each job of a plan, by one process and by all. All processes call this."""
     for length, layer, way in plan.jobs:
-        call: Callable[[Example], object]
+        grad, graph = way == "training", way == "graph"
+        block.train(grad and not layer)
+        call: Callable[[Example], object] = functools.partial(train if grad else infer, block)
         if layer:
-            block.eval()
-            module = getattr(block.pair_stack, layer)
-            call = functools.partial(run_layer, module, layer != "pair_transition", way == "training")
-        else:
-            block.train(way == "training")
-            call = functools.partial(train if way == "training" else infer, block)
+            call = functools.partial(run_layer, getattr(block.pair_stack, layer), layer != "pair_transition", grad)
         release(device)
-        given = example(length, device)
-        graph = way == "graph"
-        one = _alone(_of(call, given), device, plan.rounds, graph=graph)
-        given = split(given, mesh)
-        together = _largest(_time(_of(call, given), device, plan.rounds, dist.barrier, graph=graph), device)
-        found: dict[str, Any] = {"length": length, "way": way, "one": one, "all": together}
-        if layer:
-            found["layer"] = layer
-        yield found
+        inputs = example(length, device)
+        one = _on_one(_of(call, inputs), device, plan.rounds, graph=graph)
+        inputs = split(inputs, mesh)
+        several = _largest(_time(_of(call, inputs), device, plan.rounds, dist.barrier, graph=graph), device)
+        yield {"length": length, "way": way, "one": one, "all": several, **({"layer": layer} if layer else {})}
+
+
+class ProcessDiedError(RuntimeError):
+    """A process of the benchmark ended before its work was done; the message is one line."""
+
+
+def run(plan: Plan, commit: str | None = None) -> Generator[tuple[str, dict[str, Any]], None, None]:
+    """Start the processes, and give keys and entries of a record: "machine", "errors", and "times" for each job.
+
+    They end with the iterator. Close it to end them earlier.
+
+    Args:
+        plan: what is measured.
+        commit: what to record as the commit if git cannot tell.
+
+    Raises:
+        ProcessDiedError: a process died. The others are ended.
+    """
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # a line for each process that it ends
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # a free port, kept by this process
+    receiver, sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    with _without_ctrl_c():
+        context = start_processes(
+            work, (plan, commit, store.port, sender), nprocs=plan.processes, join=False, start_method="spawn"
+        )
+    sender.close()
+    try:
+        yield from _received(context, receiver)
+    except ProcessRaisedException as error:
+        what = str(error).strip().splitlines()[-1]
+        raise ProcessDiedError(f"process {error.error_index + 1} of {plan.processes} failed: {what}") from None
+    except ProcessExitedException as error:
+        how = f"by signal {error.signal_name}" if error.signal_name else f"with exit status {error.exit_code}"
+        raise ProcessDiedError(f"process {error.error_index + 1} of {plan.processes} ended {how}") from None
+    finally:
+        for process in context.processes:
+            process.kill()
+        for process in context.processes:
+            process.join()
+        receiver.close()
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Keep Ctrl-C from a process that is started meanwhile, even before it runs its first line. This one sees it after."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _received(context: ProcessContext, receiver: Connection) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give what arrives until all processes have ended."""
+    ended = False
+    while not ended:
+        wait([receiver, *context.sentinels])
+        with contextlib.suppress(EOFError):
+            while receiver.poll():
+                yield receiver.recv()
+        ended = context.join(timeout=0.1)
+
+
+def work(rank: int, plan: Plan, commit: str | None, port: int, sender: Connection) -> None:
+    """The life of a process. The first one sends the entries of the record."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, or the parent is gone: end without a traceback
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(plan.processes)}  # processes share the cores
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.processes))
+    on_gpu = plan.device == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=TCPStore(_HOST, port),
+        rank=rank,
+        world_size=plan.processes,
+        device_id=device if on_gpu else None,
+    )
+    mesh = init_device_mesh(device.type, (plan.processes,))
+
+    def send(key: str, entry: dict[str, Any]) -> None:
+        if rank == 0:
+            sender.send((key, entry))
+
+    send("machine", machine.facts(device, commit))
+    block = block_of(device)
+    send("errors", errors(block, mesh, device))
+    for times in measure(plan, block, mesh, device):
+        send("times", times)
+    dist.destroy_process_group()

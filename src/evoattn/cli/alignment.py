@@ -20,6 +20,7 @@ _LETTERS = frozenset(RESIDUES + _OTHER + _GAPS)
 _NUCLEOTIDES = frozenset("ACGTUN")
 _LEAST_LETTERS = 10
 _MOST_BYTES = 256 << 20
+_WITHOUT_GAPS = str.maketrans("", "", _GAPS)
 _TO_RESIDUES = str.maketrans(_OTHER + ".", "X" * len(_OTHER) + "-")
 
 
@@ -118,17 +119,14 @@ def _records(text: str) -> list[_Record]:
         elif not records:
             raise _UnfitError(f"line {number}: expected a header that begins with '>', found {line[:20]!r}")
         else:
-            _check_letters(line, number)
+            for column, letter in enumerate(line, start=1):
+                if letter.upper() not in _LETTERS:
+                    place = f"line {number}, column {column}"
+                    raise _UnfitError(f"{place}: {letter!r} is neither an amino acid nor a gap ('-' or '.')")
             records[-1].parts.append(line)
     if not records:
         raise _UnfitError("holds comments only; expected records that begin with '>'")
     return records
-
-
-def _check_letters(line: str, number: int) -> None:
-    for column, letter in enumerate(line, start=1):
-        if letter.upper() not in _LETTERS:
-            raise _UnfitError(f"line {number}, column {column}: {letter!r} is neither an amino acid nor a gap ('-' or '.')")
 
 
 def _parse(text: str, name: str) -> Alignment:
@@ -144,7 +142,9 @@ def _parse(text: str, name: str) -> Alignment:
         if aligned and len(row) != len(aligned[0]):
             raise _UnfitError(f"{record} has {len(row)} aligned columns; expected {len(aligned[0])}, as in record 1")
         aligned.append(row)
-    _check_protein(records)
+    letters = "".join(part for record in records for part in record.parts).translate(_WITHOUT_GAPS).upper()
+    if len(letters) >= _LEAST_LETTERS and _NUCLEOTIDES.issuperset(letters):
+        raise _UnfitError("holds nucleotides (only the letters A, C, G, T, U, N); expected protein sequences")
     kept = [column for column, letter in enumerate(aligned[0]) if letter not in _GAPS]
     if len(kept) < 2:
         raise _UnfitError(f"{records[0]}, the query, has {len(kept)} residues in aligned columns; expected at least 2")
@@ -153,15 +153,3 @@ def _parse(text: str, name: str) -> Alignment:
     rows = ["".join(row[column] for column in kept).translate(_TO_RESIDUES) for row in aligned]
     rows = [row for row in rows if row.strip("-")]
     return Alignment(name=name, query=records[0].name, rows=tuple(rows), left_out=len(records) - len(rows))
-
-
-def _check_protein(records: list[_Record]) -> None:
-    letters: set[str] = set()
-    count = 0
-    for record in records:
-        for part in record.parts:
-            residues = part.upper().replace("-", "").replace(".", "")
-            letters.update(residues)
-            count += len(residues)
-    if count >= _LEAST_LETTERS and letters <= _NUCLEOTIDES:
-        raise _UnfitError("holds nucleotides (only the letters A, C, G, T, U, N); expected protein sequences")

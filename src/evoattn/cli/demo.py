@@ -152,11 +152,9 @@ def _draw(growth: list[Problem], device: torch.device, output: Path) -> None:
 
 def _busy() -> str | None:
     """A warning, if other processes had more than half of the cores in the minute before."""
-    cores = os.cpu_count() or 1
-    try:
+    cores, load = os.cpu_count() or 1, 0.0
+    with contextlib.suppress(AttributeError, OSError):  # Windows; a system that does not tell
         load = os.getloadavg()[0]
-    except (AttributeError, OSError):  # Windows; a system that does not tell
-        return None
     if load <= 0.5 * cores:
         return None
     return f"load {load:.1f} on {cores} cores before this began: read the times with care (OMP_WAIT_POLICY=passive may help)"

@@ -17,6 +17,7 @@ import evoattn
 from evoattn import testing
 from evoattn.bench import machine
 from evoattn.cli.terminal import add_command
+from evoattn.testing.judging import refusals
 
 __all__ = ["Check", "add_parser", "examine"]
 
@@ -180,12 +181,11 @@ def _self_check(available: list[str]) -> list[Check]:
 def _run_case(check: Check, case: testing.Case, device: torch.device) -> None:
     try:
         inputs = case.make(device=device)
-        refused = _refusals(inputs, check.backend)
-        if refused:
+        if refused := refusals(inputs, check.backend):  # a stated limit and no failure
             check.refused[case.name] = "; ".join(refused)
-            return
-        testing.check(testing.run(inputs, check.backend), inputs)
-        check.held.append(case.name)
+        else:
+            testing.check(testing.run(inputs, check.backend), inputs)
+            check.held.append(case.name)
     except Exception as error:  # whatever a broken backend raises is a finding, and the other checks go on
         check.failed[case.name] = _text(error)
 
@@ -194,21 +194,6 @@ def _text(error: Exception) -> str:
     """An error in a line; that of a check without its name."""
     text = " ".join(str(error).split()) or "no message"
     return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
-
-
-def _refusals(inputs: testing.Inputs, backend: str) -> list[str]:
-    """Why the backend does not take a call; a refusal is a stated limit and not a failure."""
-    differentiable = {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
-    given = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask_bias", "pair_bias", "gate")}
-    explanation = evoattn.explain(
-        **{**given, **differentiable},  # type: ignore[arg-type]
-        mask=inputs.mask,
-        scale=inputs.case.scale,
-        layout=inputs.case.layout,
-        return_lse=True,
-        backend=backend,
-    )
-    return explanation.refused.get(backend, [])
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -238,8 +223,8 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _named(auto: dict[str, Any]) -> str:
-    of_forward, of_backward = auto["backend"] or "none", auto["backward_backend"] or "none"
-    return of_forward if of_backward == of_forward else f"{of_forward} (backward {of_backward})"
+    forward, backward = auto["backend"] or "none", auto["backward_backend"] or "none"
+    return forward if backward == forward else f"{forward} (backward {backward})"
 
 
 def _print_check(check: dict[str, Any]) -> None:

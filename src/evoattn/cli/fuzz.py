@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,10 @@ from evoattn.backends import BACKENDS
 from evoattn.bench import machine
 from evoattn.bench.record import write_text
 from evoattn.cli.terminal import Count, add_command, among, check_output, count_progress, number, pick, unwritable, whole_number
-from evoattn.testing.fuzz import Findings, shrunk, tasks
+from evoattn.testing.fuzz import JUDGE, LAYERS, Findings, Problem, Task, Workers, shrunk
 from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import random_layer
 from evoattn.testing.random_problems import DTYPES, random_problem
-from evoattn.testing.workers import JUDGE, LAYERS, Task, Workers
 
 __all__ = ["Settings", "add_parser", "fuzz"]
 
@@ -195,12 +194,13 @@ def _seeds(settings: Settings) -> Iterator[int]:
 
 
 def _judge_all(settings: Settings, workers: Workers, findings: Findings, count: Count) -> None:
-    draw = functools.partial(
+    draw: Callable[[int], Problem] = functools.partial(
         random_layer if settings.judge == LAYERS else random_problem,
         dtypes=[_DTYPES[name] for name in settings.dtypes],
         largest=settings.largest,
     )
-    for done, report in enumerate(workers.run(tasks(_seeds(settings), draw, settings.backends, settings.device)), 1):
+    tasks = (Task(problem, name, settings.device) for problem in map(draw, _seeds(settings)) for name in settings.backends)
+    for done, report in enumerate(workers.run(tasks), 1):
         findings.add(report)
         if report.outcome.status == "failed":  # at once, so that it is seen if the run is killed
             print(_title(report.task, report.outcome), file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evoattn.bench import sharded_run, sharded_table
+from evoattn.bench import sharded, sharded_table
 from evoattn.bench.sharded import Plan
 from evoattn.cli.terminal import RefusedError, check_output, progress, unwritable
 
@@ -65,7 +65,7 @@ def _measure(plan: Plan, commit: str | None, record: dict[str, Any], path: Path 
     """Fill the record, and write it after each measurement. What went wrong, if anything did."""
     steps = iter([f"{job.length} residues, {', '.join(filter(None, (job.layer, job.way)))}" for job in plan.jobs])
     try:
-        with progress(1 + len(plan.jobs)) as step, contextlib.closing(sharded_run.run(plan, commit)) as found_there:
+        with progress(1 + len(plan.jobs)) as step, contextlib.closing(sharded.run(plan, commit)) as found_there:
             step(f"starts {plan.processes} processes, then compares with float64")
             for key, found in found_there:
                 if key == "machine":
@@ -79,7 +79,7 @@ def _measure(plan: Plan, commit: str | None, record: dict[str, Any], path: Path 
                     return "WRONG: the processes together are less exact than one of them, so nothing was timed"
                 if what := next(steps, None):
                     step(what)
-    except sharded_run.ProcessDiedError as died:
+    except sharded.ProcessDiedError as died:
         record["finished"] = "a process died"
         return f"error: {died}; the results so far are above"
     except KeyboardInterrupt:

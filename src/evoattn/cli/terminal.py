@@ -32,6 +32,7 @@ __all__ = [
     "problem_progress",
     "progress",
     "refusing",
+    "refusing_place",
     "try_to_write_in",
     "unwritable",
     "whole_number",
@@ -89,6 +90,16 @@ def refusing(option: str, path: Path, what: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         raise RefusedError(f"{option} {str(path)!r}: cannot be {what}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def refusing_place(place: Path, variable: str) -> Iterator[None]:
+    """Refuse if this block cannot write a file or folder that an environment variable may move."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise RefusedError(f"{place}: cannot be written: {why}; {variable} names another folder") from None
 
 
 def unwritable(option: str, path: Path, write: Callable[[], None]) -> RefusedError | None:

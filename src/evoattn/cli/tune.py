@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +20,7 @@ from evoattn.cli.terminal import (
     among,
     pick,
     problem_progress,
+    refusing_place,
     try_to_write_in,
     whole_number,
 )
@@ -50,6 +49,7 @@ exit status: 0 all is well; 2 bad options, or a table that cannot be written; 13
 are kept
 """
 
+_VARIABLE = "EVOATTN_CACHE_DIR"
 _DTYPES = ("bfloat16", "float16", "float32")
 _GPU = ("tri384", "tri256", "msa_row", "msa_column", "tri768", "diffusion768", "single768", "tri397")
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     on_cpu = device.type == "cpu"
     place = tuned_tiles.path(on_cpu)
     if place is None:
-        if "EVOATTN_CACHE_DIR" not in os.environ:
+        if _VARIABLE not in os.environ:
             raise RefusedError("no home folder is known to keep a table in: name a folder in EVOATTN_CACHE_DIR")
         raise RefusedError("EVOATTN_CACHE_DIR is empty, which means no table; expected a folder, or the variable unset")
     if arguments.clear:
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     default = default_plan("cpu", quick=False).workloads[:4] if on_cpu else tuple(workload(name) for name in _GPU)
     workloads = workloads_of(arguments, default)
     dtypes = among("--dtypes", arguments.dtypes, _DTYPES, ("float32",) if on_cpu else ("bfloat16",))
-    with _writing(place):  # before minutes of search: it could not be kept after them
+    with refusing_place(place, _VARIABLE):  # before minutes of search: it could not be kept after them
         place.parent.mkdir(parents=True, exist_ok=True)
         try_to_write_in(place.parent)
     found: list[Found] = []
@@ -101,15 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         _print(found, device, place)
     return 0
-
-
-@contextlib.contextmanager
-def _writing(place: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        raise RefusedError(f"{place}: cannot be written: {why}; EVOATTN_CACHE_DIR names another folder") from None
 
 
 def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, place: Path, found: list[Found]) -> None:
@@ -131,7 +122,7 @@ def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s
             for one in search.tune(wanted, dtype, device, clock, until, say):
                 found.append(one)
                 if one.config is not None:
-                    with _writing(place):
+                    with refusing_place(place, _VARIABLE):
                         tuned_tiles.save({one.key: one.entry()}, device.type == "cpu")
 
 

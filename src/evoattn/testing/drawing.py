@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from evoattn.core.layouts import to_canonical
+from evoattn.core.numerics import accumulate_dtype
 
 if TYPE_CHECKING:
     from evoattn.testing.cases import Case
 
-__all__ = ["bell", "draw"]
+__all__ = ["bell", "draw", "with_strides"]
 
 
 def draw(case: Case, seed: int, device: torch.device | str, *, portable: bool) -> dict[str, Tensor | None]:
@@ -57,12 +58,12 @@ class _Drawing:
             "mask_bias": self.mask_bias(),
             "pair_bias": self.pair_bias(),
             "do": do,
-            "dlse": self.lse_cotangent(tuple(o_shape)) if case.lse_gradient else None,
+            "dlse": self.lse_cotangent(o_shape) if case.lse_gradient else None,
             "gate": self.gate(q.shape, c),
         }
         if case.strides != "offset":
             return drawn
-        return {name: None if x is None else _offset(x) for name, x in drawn.items()}
+        return {name: None if x is None else with_strides(x, "offset") for name, x in drawn.items()}
 
     def double(self, *sizes: int) -> Tensor:
         """Random float64 numbers of mean 0 and variance 1, on the CPU."""
@@ -112,15 +113,12 @@ class _Drawing:
         if case.gate == "large":
             lot = torch.rand(x.shape, generator=self.rng, dtype=torch.float32).to(x.device)
             x = torch.where(lot < 0.2, -80, torch.where(lot > 0.8, 80, x))
-            x = x.transpose(-2, -3).contiguous().transpose(-2, -3) if kind == "transposed" else x
-            x = x.repeat_interleave(2, -1)[..., ::2] if kind == "sliced" else x
+            x = with_strides(x, kind, (-2, -3))
         return x.expand(shape)
 
     def lse_cotangent(self, shape: tuple[int, ...]) -> Tensor:
-        dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
-        return (
-            self.normal(1, dtype=dtype).expand(shape) if self.case.cotangent == "expanded" else self.normal(*shape, dtype=dtype)
-        )
+        drawn = (1,) if self.case.cotangent == "expanded" else shape
+        return self.normal(*drawn, dtype=accumulate_dtype(self.case.dtype)).expand(shape)
 
     def sizes(self, axes: str) -> tuple[int, ...]:
         """The shape that letters stand for."""
@@ -131,8 +129,7 @@ class _Drawing:
     def keys(self, shape: tuple[int, ...]) -> Tensor:
         """Seven keys of ten, the first always."""
         keep = torch.rand(shape, generator=self.rng, dtype=torch.float32) > 0.3
-        if keep.shape[-1]:
-            keep[..., 0] = True
+        keep[..., :1] = True
         return keep
 
     def mask(self) -> Tensor | None:
@@ -146,7 +143,7 @@ class _Drawing:
             keep[..., ::3, :] = False
         if case.mask == "empty_batches" and keep.ndim > 1:
             keep[::2] = False
-        return self.with_strides(keep.to(self.device), case.mask_axes)
+        return self.bias_with_strides(keep.to(self.device), case.mask_axes)
 
     def mask_bias(self) -> Tensor | None:
         case = self.case
@@ -164,7 +161,7 @@ class _Drawing:
         if case.mask_bias.endswith("rows") and bias.ndim > 1:
             bias[..., ::3, :] = low
         bias = bias if axes == case.mask_bias_axes else bias[..., :, None, None, :]
-        return self.with_strides(bias.to(self.device), case.mask_bias_axes)
+        return self.bias_with_strides(bias.to(self.device), case.mask_bias_axes)
 
     def pair_bias(self) -> Tensor | None:
         case = self.case
@@ -186,24 +183,16 @@ class _Drawing:
         bias = bias.to(self.device)
         if case.strides == "permuted_pair" or case.bias_strides == "permuted":
             return bias.movedim(-3, -1).contiguous().movedim(-1, -3) if bias.ndim > 2 else bias
-        return self.with_strides(bias, case.pair_bias, by_key=False)
+        return self.bias_with_strides(bias, case.pair_bias, by_key=False)
 
-    def with_strides(self, bias: Tensor, axes: str, *, by_key: bool = True) -> Tensor:
+    def bias_with_strides(self, bias: Tensor, axes: str, *, by_key: bool = True) -> Tensor:
         """A bias with the strides that the case asks for.
 
         by_key: whether it is a mask or a mask bias, whose axes may be those of rows and keys alone.
         """
-        kind = self.case.bias_strides
-        if kind == "transposed" and bias.ndim > 1:
-            return bias.transpose(-1, -2).contiguous().transpose(-1, -2)
-        if kind == "sliced":
-            pairs = bias.new_zeros((*bias.shape, 2))
-            pairs[..., 0] = bias
-            return pairs[..., 0]
-        if kind == "expanded":
-            full = "".join(_expanded_axes(axes, len(self.case.lead), by_key))
-            return bias.expand(self.sizes(full))
-        return bias
+        if self.case.bias_strides == "expanded":
+            return bias.expand(self.sizes("".join(_expanded_axes(axes, len(self.case.lead), by_key))))
+        return with_strides(bias, self.case.bias_strides, (-1, -2))
 
 
 def _expanded_axes(axes: str, lead: int, by_key: bool) -> list[str]:
@@ -229,6 +218,13 @@ def _low(kind: str, dtype: torch.dtype) -> float:
     return -1e10 if "1e10" in kind else -1e9
 
 
-def _offset(x: Tensor) -> Tensor:
-    """The same numbers contiguous, one element after the start of their memory: on no multiple of 16 bytes."""
-    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+def with_strides(x: Tensor, kind: str, axes: tuple[int, int] = (-2, -3)) -> Tensor:
+    """The same numbers in memory with two axes swapped ("transposed"), as every second element of a wider tensor ("sliced"),
+    or one element after the start of their memory, on no multiple of 16 bytes ("offset")."""
+    if kind == "transposed" and x.ndim >= -min(axes):
+        return x.transpose(*axes).contiguous().transpose(*axes)
+    if kind == "sliced":
+        pairs = x.new_zeros((*x.shape, 2))
+        pairs[..., 0] = x
+        return pairs[..., 0]
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) if kind == "offset" else x

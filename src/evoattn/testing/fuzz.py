@@ -1,18 +1,86 @@
-"""Results of a run over random problems: counts by backend and dtype, and failures, shrunk to a line that reproduces each."""
+"""A run over random problems: worker processes that judge them, counts by backend and dtype, and failures that are shrunk."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+from evoattn.compile import workers as processes
 from evoattn.testing.cases import Case
 from evoattn.testing.judging import Outcome
+from evoattn.testing.random_layers import RandomLayer
 from evoattn.testing.random_problems import RandomProblem
-from evoattn.testing.workers import Problem, Report, Task, Workers
 
-__all__ = ["Failure", "Findings", "shrink", "shrunk", "smaller", "tasks"]
+__all__ = ["JUDGE", "LAYERS", "Failure", "Findings", "Problem", "Report", "Task", "Workers", "shrink", "shrunk", "smaller"]
+
+JUDGE = "evoattn.testing.judging:judge"
+LAYERS = "evoattn.testing.judging_layers:judge_layer"
+
+Problem = RandomProblem | RandomLayer
+
+_LOST = ("CUDA error", "AcceleratorError", "HIP error")
+"""Words of an outcome after which a process can use its GPU no more."""
+
+
+class Task(NamedTuple):
+    """One problem for one backend on one device, by its name."""
+
+    problem: Problem
+    backend: str
+    device: str = "cpu"
+
+
+class Report(NamedTuple):
+    """The outcome of a task."""
+
+    task: Task
+    outcome: Outcome
+
+
+class Workers:
+    """A fixed number of processes that see the GPU, each with one task at a time; use it as a context manager.
+
+    Args:
+        jobs: how many processes.
+        judge: "module:function" of (problem, backend, device), imported in each process.
+        limit_s: seconds that a task may take, with what it compiles. Then its process is killed.
+    """
+
+    def __init__(self, jobs: int, judge: str = JUDGE, limit_s: float = 120.0) -> None:
+        self.judge, self.jobs, self.limit_s = judge, jobs, limit_s
+        self.pool = processes.Pool(jobs, self.worker, processes.Task("evoattn.testing.judging"))
+
+    def worker(self) -> processes.Worker:
+        """One more process, with its share of the cores."""
+        threads = str(max(1, (os.cpu_count() or 1) // self.jobs))
+        return _Worker({"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}, limit_s=self.limit_s)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.pool.__exit__(*raised)
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Report]:
+        """Yield the reports of tasks as they come in. The next task is drawn when a worker is free."""
+        for report in self.pool.run(processes.Task(self.judge, tuple(task)) for task in tasks):
+            outcome = report.result
+            if report.error is not None:
+                outcome = Outcome("failed", report.error, ("took longer" if "took longer" in report.error else "died",))
+            yield Report(Task(*report.task.arguments), outcome)
+
+
+class _Worker(processes.Worker):
+    """A worker that starts a new process after an error of CUDA, which loses the context."""
+
+    def run(self, task: processes.Task) -> processes.Report:
+        report = super().run(task)
+        if isinstance(report.result, Outcome) and any(word in report.result.what for word in _LOST):
+            self.end()
+        return report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +136,6 @@ class Findings:
         return ", ".join(f"{self.total(status)} {status}" for status in ("held", "refused", "failed"))
 
 
-def tasks(seeds: Iterator[int], draw: Callable[[int], Problem], backends: Sequence[str], device: str) -> Iterator[Task]:
-    """Every problem of the seeds for every backend."""
-    for seed in seeds:
-        problem = draw(seed)
-        for backend in backends:
-            yield Task(problem, backend, device)
-
-
 def shrunk(failure: Failure, workers: Workers, trials: int = 200, seconds: float = 60.0) -> Failure:
     """The failure with the smallest problem found that has one of its kinds of failure, and what goes wrong there.
 
@@ -87,17 +147,15 @@ def shrunk(failure: Failure, workers: Workers, trials: int = 200, seconds: float
 
     def first_failing(problems: Sequence[RandomProblem]) -> int | None:
         nonlocal latest
-        places: dict[Problem, int] = {problem: place for place, problem in enumerate(problems)}
-        candidates = [Task(problem, failure.task.backend, failure.task.device) for problem in problems]
+        candidates = [failure.task._replace(problem=problem) for problem in problems]
         outcomes = {
-            places[report.task.problem]: report.outcome
+            candidates.index(report.task): report.outcome
             for report in workers.run(candidates)
             if set(report.outcome.kinds) & set(failure.outcome.kinds)
         }
-        if not outcomes:
-            return None
-        latest = outcomes[min(outcomes)]
-        return min(outcomes)
+        place = min(outcomes, default=None)
+        latest = latest if place is None else outcomes[place]
+        return place
 
     smallest = shrink(failure.task.problem, first_failing, trials=trials, seconds=seconds)
     return dataclasses.replace(failure, smallest=smallest, outcome=latest, shrunk=True)

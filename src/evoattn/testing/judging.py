@@ -20,8 +20,8 @@ from evoattn.testing.random_problems import RandomProblem
 
 __all__ = ["Outcome", "Run", "bits", "judge", "poisoned", "verdict"]
 
-Run = Callable[[Inputs, str, bool], Results]
-"""Runs a backend, named by the second argument, on inputs; the third asks for bits that are equal from run to run."""
+Run = Callable[..., Results]
+"""Runs a backend on inputs: `run_backend(inputs, backend, deterministic=...)`, as `testing.run`."""
 
 _LARGE = 1e6
 """No LSE is larger in size unless a bias like -1e9 is part of it."""
@@ -44,12 +44,8 @@ class Outcome:
     kinds: tuple[str, ...] = ()
 
 
-def _run(inputs: Inputs, backend: str, deterministic: bool) -> Results:
-    return run(inputs, backend, deterministic=deterministic)
-
-
 def judge(
-    problem: RandomProblem, backend: str = "auto", device: torch.device | str = "cpu", *, run_backend: Run = _run
+    problem: RandomProblem, backend: str = "auto", device: torch.device | str = "cpu", *, run_backend: Run = run
 ) -> Outcome:
     """Run a problem forward and backward on a backend, and judge all that it gives.
 
@@ -73,10 +69,9 @@ def judge(
 
     def find() -> Outcome | list[tuple[str, str]]:
         inputs = problem.make(device)
-        reasons = [] if backend == "auto" else _refusals(inputs, backend, problem.deterministic)
-        if reasons:
+        if backend != "auto" and (reasons := refusals(inputs, backend, deterministic=problem.deterministic)):
             return Outcome("refused", "; ".join(reasons))
-        return _failures(inputs, backend, problem.deterministic, run_backend)
+        return _failures(inputs, lambda x: run_backend(x, backend, deterministic=problem.deterministic), problem.deterministic)
 
     return verdict(find)
 
@@ -97,7 +92,7 @@ def verdict(find: Callable[[], Outcome | list[tuple[str, str]]]) -> Outcome:
     )
 
 
-def _refusals(inputs: Inputs, backend: str, deterministic: bool) -> list[str]:
+def refusals(inputs: Inputs, backend: str, *, deterministic: bool = False) -> list[str]:
     """The reasons of a backend to refuse a call, forward or backward."""
     tensors = {name: getattr(inputs, name) for name in GRADIENTS}
     tensors |= {name: x.detach().requires_grad_() for name, x in inputs.differentiable.items()}
@@ -107,11 +102,11 @@ def _refusals(inputs: Inputs, backend: str, deterministic: bool) -> list[str]:
     return explanation.refused.get(backend, [])
 
 
-def _failures(inputs: Inputs, backend: str, deterministic: bool, run_backend: Run) -> list[tuple[str, str]]:
+def _failures(inputs: Inputs, attend: Callable[[Inputs], Results], deterministic: bool) -> list[tuple[str, str]]:
     before = {name: bits(x) for name in _ARGUMENTS if (x := getattr(inputs, name)) is not None}
     with poisoned():
-        results = run_backend(inputs, backend, deterministic)
-        again = run_backend(inputs, backend, deterministic) if deterministic else results
+        results = attend(inputs)
+        again = attend(inputs) if deterministic else results
     failures = [(f"mutated {name}", "") for name, same in before.items() if not torch.equal(same, bits(getattr(inputs, name)))]
     failures += [
         (f"unequal bits of {name}", "two deterministic runs differ")
@@ -119,16 +114,14 @@ def _failures(inputs: Inputs, backend: str, deterministic: bool, run_backend: Ru
         if not torch.equal(bits(value), bits(again.values[name]))
     ]
     expected = oracle(inputs)
-    shapes = _shapes(inputs, results, expected)
-    if shapes:
-        return failures + shapes
+    if wrong := _shapes(inputs, results, expected):
+        return failures + wrong
     swallowed = huge(inputs)
-    anywhere = bool(swallowed.any())
     failures += _unfinite(results, expected) + _empty(inputs, results, expected)
-    failures += _errors(excess(inputs, results, expected, swallowed=anywhere))
+    failures += _errors(excess(inputs, results, expected, swallowed=bool(swallowed.any())))
     failures += _small_lses(inputs, results, expected)
-    if anywhere and not bool(swallowed.all()):
-        failures += _ordinary_queries(inputs, swallowed, lambda part: run_backend(part, backend, deterministic))
+    if bool(swallowed.any()) and not bool(swallowed.all()):
+        failures += _ordinary_queries(inputs, swallowed, attend)
     return failures
 
 
@@ -156,10 +149,8 @@ def _ordinary_queries(inputs: Inputs, swallowed: Tensor, attend: Callable[[Input
         return heads_first(torch.where(swallowed.unsqueeze(-1), 0, heads_first(x, inputs)), inputs)
 
     def ordinary(results: Results) -> Results:
-        values = dict(results.values)
-        values["o"] = without(values["o"])
-        values["lse"] = torch.where(swallowed, 0, values["lse"])
-        return Results(values)
+        o, lse = results.values["o"], results.values["lse"]
+        return Results({**results.values, "o": without(o), "lse": torch.where(swallowed, 0, lse)})
 
     dlse = None if inputs.dlse is None else torch.where(swallowed, 0, inputs.dlse)
     part = dataclasses.replace(inputs, do=without(inputs.do), dlse=dlse)

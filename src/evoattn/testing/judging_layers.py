@@ -8,6 +8,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,12 @@ _SWALLOWS = {torch.float32: 1e8, torch.bfloat16: 3e4, torch.float16: 3e4, torch.
 
 _STEADY = 0.1
 """relu_ has no cotangent where the output is below this share of its usual size: rounding may change the sign there."""
+
+_MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
 
 Values = dict[str, "Tensor | None"]
 """The output "o", and the gradient "d..." of each input and parameter."""
@@ -116,7 +123,8 @@ def _allowed(problem: RandomLayer, value: Tensor, right: Tensor, rough: list[Ten
 
 def _layer_values(problem: RandomLayer, backend: str, device: torch.device) -> tuple[Values, list[str]]:
     """The results of the layer, and the names of tensors that it changed."""
-    with _default_dtype(problem.default_dtype), _through(backend), poisoned():
+    attention = functools.partial(layers.__dict__["evoformer_attention"], backend=backend)
+    with _default_dtype(problem.default_dtype), mock.patch.object(layers, "evoformer_attention", attention), poisoned():
         layer, inputs, mask = problem.layer(device), problem.inputs(device), problem.masks(device)
         do, factor = problem.cotangents(device)
         do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
@@ -127,17 +135,15 @@ def _layer_values(problem: RandomLayer, backend: str, device: torch.device) -> t
         def call(*tensors: Tensor) -> Tensor:
             return layer(**dict(zip(inputs, tensors, strict=True)), **options)  # type: ignore[no-any-return]
 
-        with _cast(problem, device, problem.autocast is not None):
-            with _mode(problem.mode):
-                if problem.checkpoint:
-                    result = checkpoint(call, *inputs.values(), use_reentrant=problem.checkpoint == "reentrant")
-                else:
-                    result = call(*inputs.values())
-                out = _in_place(problem, result, factor)
-            if problem.backward_under_autocast:
-                _backward(out, do)
-        if not problem.backward_under_autocast:
-            _backward(out, do)
+        with _cast(problem, device, problem.autocast is not None), _MODES[problem.mode]():
+            if problem.checkpoint:
+                result = checkpoint(call, *inputs.values(), use_reentrant=problem.checkpoint == "reentrant")
+            else:
+                result = call(*inputs.values())
+            out = _in_place(problem, result, factor)
+        if out.requires_grad:
+            with _cast(problem, device, problem.autocast is not None and problem.backward_under_autocast):
+                out.backward(do.to(out.dtype))
     changed = [name for name, same in before.items() if not torch.equal(same, bits(arguments[name]))]  # type: ignore[arg-type]
     return _values(out, inputs, layer), changed
 
@@ -146,10 +152,11 @@ def _dense_values(problem: RandomLayer, device: torch.device, dtype: torch.dtype
     """The same in dense torch, with the layer and the inputs in a dtype."""
     do, factor = problem.cotangents(device)
     do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
-    with _mode(problem.mode):
+    with _MODES[problem.mode]():
         layer, inputs, result = _dense(problem, device, dtype, weights)
         out = _in_place(problem, result, factor.to(dtype))
-    _backward(out, do)
+    if out.requires_grad:
+        out.backward(do.to(out.dtype))
     return _values(out, inputs, layer)
 
 
@@ -179,20 +186,9 @@ def _in_place(problem: RandomLayer, out: Tensor, factor: Tensor) -> Tensor:
     return out.relu_() if problem.in_place == "relu_" else out
 
 
-def _backward(out: Tensor, do: Tensor) -> None:
-    if out.requires_grad:
-        out.backward(do.to(out.dtype))
-
-
 def _values(out: Tensor, inputs: dict[str, Tensor], layer: nn.Module) -> Values:
     values: Values = {"o": out.detach()}
     return values | {f"d{name}": x.grad for name, x in (*inputs.items(), *layer.named_parameters())}
-
-
-def _mode(mode: str) -> contextlib.AbstractContextManager[object]:
-    modes: dict[str, Callable[[], contextlib.AbstractContextManager[object]]]
-    modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-    return modes[mode]()
 
 
 def _cast(problem: RandomLayer, device: torch.device, on: bool) -> contextlib.AbstractContextManager[object]:
@@ -207,14 +203,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def _through(backend: str) -> Iterator[None]:
-    """Let layers compute attention by a backend."""
-    before = layers.__dict__["evoformer_attention"]
-    layers.__dict__["evoformer_attention"] = functools.partial(before, backend=backend)
-    try:
-        yield
-    finally:
-        layers.__dict__["evoformer_attention"] = before

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evoattn import nn as ours
 from evoattn.testing import dense_layers as dense
 from evoattn.testing.changes import HOOKS, IN_PLACE, INSTEAD, change
-from evoattn.testing.drawing import bell
+from evoattn.testing.drawing import bell, with_strides
 from evoattn.testing.random_problems import DTYPES, Draw
 
 __all__ = ["LAYERS", "LayerKind", "RandomLayer", "random_layer"]
@@ -214,15 +214,9 @@ class RandomLayer:
         tensors = {}
         for name, axes in LAYERS[self.kind].inputs.items():
             x = (self.scale * bell(rng, *self.shape(axes))).to(self.dtype).to(device)
-            tensors[name] = self._with_strides(x).requires_grad_(name in self.needs)
+            kind = "transposed" if self.strides == "swapped" else self.strides
+            tensors[name] = with_strides(x, kind).requires_grad_(name in self.needs)
         return tensors
-
-    def _with_strides(self, x: Tensor) -> Tensor:
-        if self.strides == "swapped":
-            return x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.ndim > 2 else x
-        if self.strides == "sliced":
-            return x.repeat_interleave(2, -1)[..., ::2]
-        return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) if self.strides == "offset" else x
 
     def masks(self, device: torch.device | str = "cpu") -> Tensor | None:
         """The mask, or None."""
@@ -250,7 +244,7 @@ class RandomLayer:
         if self.cotangent == "expanded":
             return bell(rng, 1).to(self.out_dtype).to(device).expand(shape), factor
         do = bell(rng, *shape).to(self.out_dtype).to(device)
-        return do.transpose(-1, -2).contiguous().transpose(-1, -2) if self.cotangent == "swapped" else do, factor
+        return with_strides(do, "transposed" if self.cotangent == "swapped" else "", (-1, -2)), factor
 
 
 def random_layer(seed: int, *, dtypes: Sequence[torch.dtype] = DTYPES, largest: int = 1 << 15) -> RandomLayer:

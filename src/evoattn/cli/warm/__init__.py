@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from evoattn.cli.terminal import RefusedError, add_command, among, count_progress, try_to_write_in, whole_number
+from evoattn.backends import Needed
+from evoattn.cli.terminal import RefusedError, add_command, among, count_progress, refusing_place, try_to_write_in, whole_number
 from evoattn.cli.warm.calls import COMPILERS, Call, Found, calls_of, why_not
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
@@ -52,7 +53,7 @@ exit status: 0 every kernel is kept; 1 a kernel failed; 2 bad options; 130 inter
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to compile.
+    """The kernels to compile.
 
     Args:
         models: names of families.
@@ -73,7 +74,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of the kernels of one backend.
+    """The kernels of one backend, counted.
 
     Args:
         compiled, there, failed: how many were compiled, were kept already, did not compile.
@@ -88,6 +89,12 @@ class Outcome:
     seconds: float = 0.0
     bytes: int = 0
     folders: set[Path] = dataclasses.field(default_factory=set)
+
+    def add(self, kernel: Needed, size: int) -> None:
+        """Count a kernel that is kept, and its bytes."""
+        self.bytes += size
+        if kernel.path is not None:
+            self.folders.add(kernel.path.parent)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -141,12 +148,9 @@ def _check_folders(cards: tuple[Card, ...]) -> None:
             if why_not("triton") is None:
                 wanted[_TRITON] = _triton_folder()
     for variable, place in wanted.items():
-        try:
+        with refusing_place(place, variable):
             place.mkdir(parents=True, exist_ok=True)
             try_to_write_in(place)
-        except OSError as error:
-            why = error.strerror or error
-            raise RefusedError(f"{place}: cannot be written: {why}; {variable} names another folder") from None
 
 
 def _triton_folder() -> Path:
@@ -157,7 +161,7 @@ def _triton_folder() -> Path:
 
 
 def warm(settings: Settings) -> int:
-    """Compile what is wished for, print what became of it, and return the exit status."""
+    """Compile the kernels of these settings, print a table of them, and return the exit status."""
     _tell_missing(settings.cards[0])
     outcomes: dict[str, Outcome] = {}
     unknown: list[str] = []
@@ -213,10 +217,8 @@ def _chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
     for card in settings.cards:
         lengths = COARSE if card.capability in seen and settings.lengths == LENGTHS else settings.lengths
         seen.add(card.capability)
-        calls: dict[Call, None] = {}
-        for name in settings.models:
-            calls.update(dict.fromkeys(calls_of(FAMILIES[name], lengths, settings.dtypes, settings.training)))
-        waiting = iter(calls)
+        attentions = (attention for name in settings.models for attention in FAMILIES[name])
+        waiting = iter(dict.fromkeys(calls_of(attentions, lengths, settings.dtypes, settings.training)))
         while chunk := list(itertools.islice(waiting, _CHUNK)):
             yield chunk, card
 
@@ -228,7 +230,7 @@ def _keep_all(found: list[Found], pool: Pool, outcomes: dict[str, Outcome]) -> N
         outcome = outcomes.setdefault(one.backend, Outcome())
         if one.kernel.bytes:
             outcome.there += 1
-            _add(outcome, one, one.kernel.bytes)
+            outcome.add(one.kernel, one.kernel.bytes)
         else:
             missing[one.kernel.task] = one
     with count_progress(len(missing)) as count:
@@ -238,20 +240,13 @@ def _keep_all(found: list[Found], pool: Pool, outcomes: dict[str, Outcome]) -> N
             outcome.seconds += report.seconds
             if report.result:
                 outcome.compiled += 1
-                _add(outcome, one, report.result)
+                outcome.add(one.kernel, report.result)
             else:
                 outcome.failed += 1
                 why = report.error or "it is not where a call would look for it"
                 print(f"FAILED  {one.backend} {one.kernel.name} ({one.call}): {why}", flush=True)
             counts = f"{_sum(outcomes, 'compiled')} compiled, {_sum(outcomes, 'failed')} failed"
             count(done, f"{counts}; {one.kernel.name}")
-
-
-def _add(outcome: Outcome, found: Found, size: int) -> None:
-    """Count a kernel that is kept, and its bytes."""
-    outcome.bytes += size
-    if found.kernel.path is not None:
-        outcome.folders.add(found.kernel.path.parent)
 
 
 def _sum(outcomes: dict[str, Outcome], name: str) -> int:

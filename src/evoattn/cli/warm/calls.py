@@ -21,7 +21,7 @@ from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError, backend_module
 
-__all__ = ["COMPILERS", "Call", "Found", "calls_of", "find", "find_all", "why_not"]
+__all__ = ["COMPILERS", "Call", "Found", "calls_of", "find_all", "why_not"]
 
 COMPILERS = ("hopper", "triton")
 """The backends that compile."""
@@ -104,22 +104,19 @@ class Found(NamedTuple):
     kernel: Needed
 
 
-def find(call: Call, card: Card) -> list[Found]:
-    """List the kernels that a call launches on a card; none if no backend that compiles takes it."""
-    with planned_for(card):
-        try:
-            backend = call.make()[0].backend
-        except RefusalError:
-            return []
-        if backend not in COMPILERS or why_not(backend) is not None:
-            return []
-        module = importlib.import_module(f"evoattn.backends.{backend}.ahead")
-        return [Found(call, backend, kernel) for kernel in module.needed(call.make)]
-
-
 def find_all(calls: list[Call], card: Card) -> list[Found]:
-    """List the kernels that calls launch on a card, each once."""
-    return list({(one.backend, one.kernel.key): one for call in calls for one in find(call, card)}.values())
+    """List the kernels that calls launch on a card, each once. A call that no compiling backend takes has none."""
+    found: dict[tuple[str, str], Found] = {}
+    with planned_for(card):
+        for call in calls:
+            try:
+                backend = call.make()[0].backend
+            except RefusalError:
+                continue
+            if backend in COMPILERS and why_not(backend) is None:
+                needed = importlib.import_module(f"evoattn.backends.{backend}.ahead").needed(call.make)
+                found.update({(backend, kernel.key): Found(call, backend, kernel) for kernel in needed})
+    return list(found.values())
 
 
 def why_not(backend: str) -> str | None:

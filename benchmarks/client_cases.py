@@ -8,11 +8,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))  # `clients` is there
+
+from clients.blocks import Problem, pairs
 
 __all__ = ["CLIENTS", "GROUPS", "PASSES", "Client", "Way"]
 
@@ -77,8 +83,6 @@ class Client:
 
     def build(self) -> nn.Module:
         """The blocks in float64 on the CPU. Every parameter is random, not 0, and a bfloat16 number."""
-        from clients.blocks import Problem  # of tools/, which pages do without
-
         module = Problem(self.blocks, torch.float64).fill(self.make(self.blocks))
         with torch.no_grad():
             for parameter in module.parameters():
@@ -96,17 +100,12 @@ class Client:
         return torch.ones((1, residues) if self.batched else residues, dtype=kind, device=device)
 
 
-def _pairs(mask: Tensor) -> Tensor:
-    """The mask `[*, L, L]` of pairs of residues."""
-    return mask[..., :, None] * mask[..., None, :]
-
-
 def _esmfold(blocks: int) -> nn.Module:
     from transformers.models.esm.modeling_esmfold import EsmFoldTriangularSelfAttentionBlock
 
-    from clients.esmfold import trunk_config  # of tools/, which pages do without
+    from clients.esmfold import published_config
 
-    config = trunk_config()
+    config = published_config().esmfold_config.trunk
     return nn.ModuleList([EsmFoldTriangularSelfAttentionBlock(config) for _ in range(blocks)])
 
 
@@ -140,7 +139,7 @@ def _run_openfold3(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: bo
     """For inference in place, as the client does it, on a copy."""
     if not training:
         s, z = s.clone(), z.clone()
-    s, z = module(s, z, mask, _pairs(mask), inplace_safe=not training, **options)
+    s, z = module(s, z, mask, pairs(mask), inplace_safe=not training, **options)
     return s, z
 
 
@@ -151,7 +150,7 @@ def _boltz(blocks: int) -> nn.Module:
 
 def _run_boltz(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: bool, **options: Any) -> tuple[Tensor, Tensor]:
     """For inference the module takes chunks of 128 rows, from 385 residues on."""
-    s, z = module(s, z, mask, _pairs(mask), **options)
+    s, z = module(s, z, mask, pairs(mask), **options)
     return s, z
 
 
@@ -170,7 +169,7 @@ def _run_openfold(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: boo
     if not training:
         z = z.clone()
     for block in module:
-        z = block(z, _pairs(mask), inplace_safe=not training, _mask_trans=False, **options)
+        z = block(z, pairs(mask), inplace_safe=not training, _mask_trans=False, **options)
     return s, z
 
 
@@ -189,7 +188,7 @@ def _run_protenix(module: Any, s: Tensor, z: Tensor, mask: Tensor, training: boo
     """For inference in place, as the client does it, on a copy."""
     if not training:
         s, z = s.clone(), z.clone()
-    s, z = module(s, z, _pairs(mask), inplace_safe=not training, **options)
+    s, z = module(s, z, pairs(mask), inplace_safe=not training, **options)
     return s, z
 
 

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -24,6 +25,10 @@ import numpy
 import torch
 from prediction_features import FEATURES, unpacked
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))  # `clients` is there
+
+from clients.weights import fill
 
 __all__ = ["PROGRAMS", "RECYCLES", "Program", "boltz2", "tf32"]
 
@@ -111,14 +116,10 @@ def _settings(value: Any) -> Any:
     return {name: _settings(x) for name, x in value.items()}
 
 
-@torch.no_grad()
-def fill(model: nn.Module) -> nn.Module:
-    """Give every parameter random numbers of a size that keeps activations finite."""
+def _filled(model: nn.Module) -> nn.Module:
+    """The model with random weights, drawn on its device."""
     torch.manual_seed(0)
-    for name, x in model.named_parameters():
-        noise = torch.randn_like(x, dtype=torch.float32)
-        x.copy_(noise / math.sqrt(x.shape[-1]) if x.ndim > 1 else 0.1 * noise + name.endswith("weight"))
-    return model
+    return fill(model, lambda x: torch.randn_like(x, dtype=torch.float32))
 
 
 @contextlib.contextmanager
@@ -145,9 +146,9 @@ def boltz2(device: torch.device, changes: Mapping[str, Mapping[str, Any]] = Mapp
 
     arguments = json.loads((FEATURES / "boltz2" / "arguments.json").read_text(encoding="utf-8"))
     arguments |= {name: arguments[name] | dict(x) for name, x in changes.items()}
-    with device, patch("boltz.model.layers.initialize.trunc_normal_init_"):  # it takes a minute, for weights that `fill` writes
+    with device, patch("boltz.model.layers.initialize.trunc_normal_init_"):  # it takes a minute, for weights that are filled
         model = Boltz2(**{name: _settings(x) for name, x in arguments.items()})
-    return fill(model).eval()
+    return _filled(model).eval()
 
 
 def _boltz2_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
@@ -172,28 +173,12 @@ def _boltz2_kernels(model: nn.Module, on: bool) -> None:
 
 
 def _esmfold(device: torch.device) -> nn.Module:
-    from transformers import EsmConfig
     from transformers.models.esm.modeling_esmfold import EsmForProteinFolding
 
-    letters = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO", ".", "-", "<null_1>", "<mask>"]
-    config = EsmConfig(
-        vocab_size=33,
-        mask_token_id=32,
-        pad_token_id=1,
-        hidden_size=2560,
-        num_hidden_layers=36,
-        num_attention_heads=40,
-        intermediate_size=10240,
-        max_position_embeddings=1026,
-        position_embedding_type="rotary",
-        token_dropout=True,
-        emb_layer_norm_before=False,
-        is_folding_model=True,
-        vocab_list=letters,
-        esmfold_config={"fp16_esm": True, "trunk": {"num_blocks": 48}},
-    )
+    from clients.esmfold import published_config
+
     with device:
-        model = EsmForProteinFolding(config)
+        model = EsmForProteinFolding(published_config())
     with torch.no_grad():
         for x in model.parameters():
             if not x.any():  # it begins with 0, so that nothing would reach the output
@@ -218,9 +203,9 @@ def _openfold3(device: torch.device) -> nn.Module:
     from openfold3.projects.of3_all_atom.model import OpenFold3
 
     arguments = json.loads((FEATURES / "openfold3" / "arguments.json").read_text(encoding="utf-8"))
-    with patch("openfold3.core.model.primitives.initialization.trunc_normal_init_"):  # slow, for weights that `fill` writes
+    with patch("openfold3.core.model.primitives.initialization.trunc_normal_init_"):  # slow, for weights that are filled
         model = OpenFold3(_nested(arguments))  # on the CPU: some of its constants come from a generator of the CPU
-    model = fill(model.to(device)).eval()
+    model = _filled(model.to(device)).eval()
     _openfold3_kernels(model, False)
     return model
 
@@ -248,9 +233,9 @@ def _protenix(device: torch.device) -> nn.Module:
     from protenix.model.protenix import Protenix
 
     arguments = json.loads((FEATURES / "protenix" / "arguments.json").read_text(encoding="utf-8"))
-    with tf32(True), patch("protenix.model.modules.primitives.trunc_normal_init_"):  # slow, for weights that `fill` writes
+    with tf32(True), patch("protenix.model.modules.primitives.trunc_normal_init_"):  # slow, for weights that are filled
         model = Protenix(_nested(arguments))  # some of its weights come from a generator of the CPU
-    return fill(model.to(device)).eval()
+    return _filled(model.to(device)).eval()
 
 
 def _protenix_inputs(residues: int, device: torch.device) -> dict[str, Any]:

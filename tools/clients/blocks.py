@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from clients.weights import drawn_by, fill
+
 __all__ = ["Block", "Call", "Options", "Problem", "pairs"]
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -47,16 +49,9 @@ class Problem:
         return self._mask(length, 3 * (self.residues - PADDING), first=3 * self.residues)
 
     def fill(self, module: Module) -> Module:
-        """Give every parameter random numbers other than 0: vectors are near 1 (weights) or 0 (biases), matrices keep sizes."""
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                noise = torch.randn(parameter.shape, generator=self._rng, dtype=torch.float64)
-                if parameter.ndim > 1:
-                    noise /= parameter.shape[-1] ** 0.5
-                else:
-                    noise = 0.1 * noise + name.endswith("weight")
-                parameter.copy_(noise).requires_grad_()
-                assert bool((parameter != 0).all()), name
+        """Give every parameter random numbers other than 0, as `weights.fill` does."""
+        fill(module, drawn_by(self._rng, torch.float64)).requires_grad_()
+        assert all(bool((x != 0).all()) for x in module.parameters())
         return module.to(self.dtype)
 
     def _mask(self, length: int, second: int, first: int | None = None) -> Tensor:

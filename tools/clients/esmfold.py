@@ -9,18 +9,34 @@ from transformers.models.esm.modeling_esmfold import EsmFoldTriangularSelfAttent
 
 from clients.blocks import Block, Call, Problem, pairs
 
-__all__ = ["BLOCKS", "trunk_config"]
+__all__ = ["BLOCKS", "published_config"]
 
 SEQUENCE, PAIR = 32, 16
 
 
-def trunk_config() -> Any:
-    """Of the published trunk."""
-    return EsmConfig(vocab_size=33, is_folding_model=True, esmfold_config={}, vocab_list=["<cls>"] * 33).esmfold_config.trunk
+def published_config() -> Any:
+    """The configuration of the published model. `esmfold_config.trunk` is that of its trunk."""
+    letters = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO", ".", "-", "<null_1>", "<mask>"]
+    return EsmConfig(
+        vocab_size=33,
+        mask_token_id=32,
+        pad_token_id=1,
+        hidden_size=2560,
+        num_hidden_layers=36,
+        num_attention_heads=40,
+        intermediate_size=10240,
+        max_position_embeddings=1026,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        emb_layer_norm_before=False,
+        is_folding_model=True,
+        vocab_list=letters,
+        esmfold_config={"fp16_esm": True, "trunk": {"num_blocks": 48}},
+    )
 
 
 def _trunk(problem: Problem) -> Call:
-    config = trunk_config()
+    config = published_config().esmfold_config.trunk
     config.sequence_state_dim, config.pairwise_state_dim = SEQUENCE, PAIR
     config.sequence_head_width, config.pairwise_head_width, config.dropout = 8, 8, 0.0
     module, mask, n = problem.fill(EsmFoldTriangularSelfAttentionBlock(config)), problem.mask(), problem.residues

@@ -22,8 +22,8 @@ from boltz.main import (
 from omegaconf import OmegaConf
 from rdkit import Chem
 
+from clients.weights import drawn_by, fill
 from clients.whole.components import molecule
-from clients.whole.weights import fill
 
 _ATOMS = {"atom_encoder_depth": 1, "atom_encoder_heads": 4}
 _BINS = {"num_plddt_bins": 50, "num_pde_bins": 64, "num_pae_bins": 64}
@@ -130,7 +130,7 @@ def prepare(folder: pathlib.Path, sequence: str, alignment: pathlib.Path) -> Non
         (folder / name).touch()
     for name, (model, arguments) in MODELS.items():
         made = model(**arguments)
-        fill(made)
+        fill(made, drawn_by(torch.Generator().manual_seed(0)))
         kept = {"state_dict": made.state_dict(), "hyper_parameters": arguments, "pytorch-lightning_version": "2.5.0"}
         torch.save(kept, folder / f"{name}_conf.ckpt")
     protein = f"{{id: A, sequence: {sequence}, msa: {alignment}}}"

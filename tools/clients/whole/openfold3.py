@@ -9,7 +9,7 @@ import torch
 from openfold3.projects.of3_all_atom.project_entry import ModelUpdate, OF3ProjectEntry
 from openfold3.projects.of3_all_atom.runner import OpenFold3AllAtom
 
-from clients.whole.weights import fill
+from clients.weights import drawn_by, fill
 
 MODEL = {
     "presets": ["predict"],
@@ -33,7 +33,7 @@ ENVIRONMENT = {"OPENFOLD_CACHE": "."}
 def prepare(folder: pathlib.Path, sequence: str, alignment: pathlib.Path) -> None:
     """Write the checkpoint, the settings and the input, which has no alignment. The components are biotite's."""
     model = OpenFold3AllAtom(OF3ProjectEntry().get_model_config_with_update(ModelUpdate(**MODEL)), log_dir=None)
-    fill(model)
+    fill(model, drawn_by(torch.Generator().manual_seed(0)))
     torch.save(model.model.state_dict(), folder / "checkpoint.pt")
     settings = {
         "experiment_settings": {"seeds": [1], "use_msa_server": False, "use_templates": False},

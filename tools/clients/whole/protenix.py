@@ -13,8 +13,8 @@ from biotite.structure.info.ccd import get_from_ccd
 from biotite.structure.io import pdbx
 from rdkit import Chem
 
+from clients.weights import drawn_by, fill
 from clients.whole.components import molecule
-from clients.whole.weights import fill
 
 MODEL = "protenix_tiny_default_v0.5.0"
 
@@ -41,7 +41,7 @@ def prepare(folder: pathlib.Path, sequence: str, alignment: pathlib.Path) -> Non
     configs = parse_configs(configs={**base, "data": data_configs, **inference_configs}, fill_required_with_null=True)
     configs.update(ConfigDict(model_configs[MODEL]))
     model = Protenix(configs)
-    fill(model)
+    fill(model, drawn_by(torch.Generator().manual_seed(0)))
     (folder / "checkpoint").mkdir()
     torch.save({"model": model.state_dict()}, folder / "checkpoint" / f"{MODEL}.pt")
     chain = {"proteinChain": {"sequence": sequence, "count": 1}}

@@ -41,10 +41,10 @@ __all__ = [
 
 PASSES = record.PASSES
 ROUNDINGS = 1
-"""How many times a problem rounds to its dtype, as a factor on the error that is still rounding."""
+"""Factor on the error that still counts as rounding: the number of times that a problem rounds to its dtype."""
 
 GRAPHS = False
-"""Whether each pass is timed as a CUDA graph too."""
+"""If true, each pass is timed as a CUDA graph too."""
 
 _SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
 """Scores of the truth at a time: it holds about eight float64 tensors of them."""
@@ -80,26 +80,26 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
 
 
 def held_bytes(workload: Workload, dtype: torch.dtype, device: torch.device) -> int:
-    """About what the inputs, the float64 truth and one output with its gradients hold at the most, before any is made."""
+    """Estimate the peak bytes of the inputs, the float64 truth and one output with its gradients, before any exists."""
     w = workload
     scores = w.b * w.h * w.lq * w.lk
-    given = 2 * w.b * w.n * w.d * (w.lq * w.h + w.lk * (w.kv_heads or w.h)) + (scores if w.pair_bias else 0)
+    elements = 2 * w.b * w.n * w.d * (w.lq * w.h + w.lk * (w.kv_heads or w.h)) + (scores if w.pair_bias else 0)
     rows = min(w.n, _rows_at_a_time(scores, device))
     spread = 0 if w.kv_heads in (None, w.h) else 4 * w.b * rows * w.h * w.lk * w.d  # k, v and their gradients for every head
-    values = 2 * given * (dtype.itemsize + torch.float64.itemsize)  # of the truth its parts and all of them
+    values = 2 * elements * (dtype.itemsize + torch.float64.itemsize)  # of the truth its parts and all of them
     return values + (8 * rows * scores + spread) * torch.float64.itemsize
 
 
 def too_large(workload: Workload, dtype: torch.dtype, device: torch.device) -> str | None:
-    """In words, if that is more than the free memory allows."""
+    """Say so if that is more than the free memory allows."""
     reason = too_much(held_bytes(workload, dtype, device), device)
     return f"inputs, float64 truth and gradients would hold {reason}" if reason else None
 
 
 def io_bytes(inputs: Inputs) -> int:
     """Bytes of the inputs and the output, each once: the least a forward can move."""
-    given = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.pair_bias)
-    return sum(x.nbytes for x in given if x is not None) + inputs.do.nbytes
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.pair_bias)
+    return sum(x.nbytes for x in tensors if x is not None) + inputs.do.nbytes
 
 
 def scores_of(inputs: Inputs) -> int:
@@ -119,7 +119,7 @@ def first_rows(inputs: Inputs, rows: slice) -> Inputs:
 
 
 def _rows_at_a_time(scores: int, device: torch.device) -> int:
-    """Of which the truth is found together, where one row has so many scores."""
+    """The number of rows whose truth is computed at once, if one row has so many scores."""
     return max(1, _SCORES[device.type] // max(1, scores))
 
 
@@ -131,7 +131,7 @@ def _parts(inputs: Inputs) -> Iterator[slice]:
 
 
 def first_part(inputs: Inputs) -> Inputs:
-    """As many rows as the truth takes at a time: without a pair bias the others have nothing to do with them."""
+    """The rows that the truth computes at once. Without a pair bias they do not depend on the other rows."""
     return first_rows(inputs, next(_parts(inputs)))
 
 
@@ -139,21 +139,21 @@ def truth(inputs: Inputs, between: Callable[[float], None] = lambda done: None) 
     """o and all gradients in float64: the dense oracle of `evoattn.testing`, some rows n at a time.
 
     Args:
-        inputs: of what.
-        between: told after each part but the last which share of the rows is done; what it raises ends the computation.
+        inputs: of the attention.
+        between: called after each part but the last with the share of the rows that is done. It may raise to end this.
     """
     by_rows: dict[str, list[Tensor]] = {name: [] for name in ("o", "dq", "dk", "dv")}
-    of_pair: Tensor | None = None
+    dpair_bias: Tensor | None = None
     for rows in _parts(inputs):
         if rows.start:
             between(rows.start / inputs.q.shape[1])
-        found = testing.oracle(first_rows(inputs, rows)).values
+        part = testing.oracle(first_rows(inputs, rows)).values
         for name, parts in by_rows.items():
-            parts.append(found[name])
-        if "dpair_bias" in found:
-            of_pair = found["dpair_bias"] if of_pair is None else of_pair + found["dpair_bias"]
+            parts.append(part[name])
+        if "dpair_bias" in part:
+            dpair_bias = part["dpair_bias"] if dpair_bias is None else dpair_bias + part["dpair_bias"]
     values = {name: torch.cat(parts, 1) for name, parts in by_rows.items()}
-    return values if of_pair is None else {**values, "dpair_bias": of_pair}
+    return values if dpair_bias is None else {**values, "dpair_bias": dpair_bias}
 
 
 def names(plan: Plan) -> list[str]:
@@ -162,18 +162,18 @@ def names(plan: Plan) -> list[str]:
 
 
 def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Contender, Result]]:
-    """Those that run on a problem, each with an empty result; a backend that `auto` takes is not measured twice."""
+    """The contenders that run on a problem, each with an empty result. A backend that `auto` chooses is not measured twice."""
     q, k, v, pair_bias = (
         None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
     )
-    taken = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)  # type: ignore[arg-type]
-    backward = taken.backward_backend if set(plan.passes) != {"forward"} else None
-    found: list[tuple[Contender, Result]] = []
+    chosen = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)  # type: ignore[arg-type]
+    backward = chosen.backward_backend if set(plan.passes) != {"forward"} else None
+    contestants: list[tuple[Contender, Result]] = []
     for backend in plan.backends:
         if backend == "auto":
-            result = Result("evoattn", backend=taken.backend or "none", backward_backend=backward or "")
-            found.insert(0, (backend_peer("auto", "evoattn"), result))
-        elif "auto" not in plan.backends or backend != taken.backend or backward is not None:
+            result = Result("evoattn", backend=chosen.backend or "none", backward_backend=backward or "")
+            contestants.insert(0, (backend_peer("auto", "evoattn"), result))
+        elif "auto" not in plan.backends or backend != chosen.backend or backward is not None:
             name = f"evoattn/{backend}"
-            found.append((backend_peer(backend, name), Result(name, backend=backend)))
-    return [*found, *((PEERS[name], Result(name)) for name in plan.peers)]
+            contestants.append((backend_peer(backend, name), Result(name, backend=backend)))
+    return [*contestants, *((PEERS[name], Result(name)) for name in plan.peers)]

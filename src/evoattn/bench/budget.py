@@ -1,4 +1,4 @@
-"""What a run may take: each problem's share of the time, and what is not begun for want of it."""
+"""The time budget of a run: each problem's share of it, and the reasons not to begin a contender."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from evoattn.bench.contender import Contender
 __all__ = ["LONGEST_CALL_S", "Budget"]
 
 _COMPILES_S = {"cpu": 30.0, "cuda": 4.0}
-"""What a peer that compiles is thought to take for its first problem, until it has shown it."""
+"""Seconds that a peer which compiles is expected to take, until its first problem was measured."""
 
 _FIRST_SHARE = 0.2
-"""Of the budget: what the very first compilation of a peer may take, whatever its problem's share is."""
+"""Share of the budget that a peer's first compilation may take, even if its problem's share is smaller."""
 
 _LIMIT_SHARE = 0.5
-"""Of what is left of the budget: what a peer's first calls may take before they are ended."""
+"""Share of the remaining budget after which a peer's first calls are ended."""
 
 LONGEST_CALL_S = 4.0
 _LONGEST_SHARE = 0.05
-"""A call that takes longer is not repeated: seconds, and the share of the problem's time."""
+"""A call that takes longer than this is not repeated: seconds, and a share of the problem's time."""
 
 _ROUNDS_SHARE = 0.25
-"""Of a problem's time: what its rounds have, even where compiling took all of it."""
+"""Share of a problem's time for its rounds, even if compiling used all of it."""
 
 
 class Budget:
     """The time of a run, shared by its problems one after the other.
 
     Args:
-        seconds: of the whole run; None leaves nothing out.
-        problems: how many there will be.
-        clock: whose `now()` counts.
+        seconds: of the run; None means no limit.
+        problems: the number of problems.
+        clock: its `now()` tells the time.
     """
 
     def __init__(self, seconds: float | None, problems: int, clock: Clock) -> None:
@@ -38,13 +38,12 @@ class Budget:
         self._problems, self._rounds_s = problems, 0.0
         self._end = None if seconds is None else clock.now() + seconds
         self._until: float | None = None  # when the time of the problem that was begun ends
-        self._compiled_s: dict[str, float] = {}
-        self._ended_s: dict[str, float] = {}
-
+        self.compiled_s: dict[str, float] = {}  # by peer, seconds of its first calls
+        self.ended_s: dict[str, float] = {}  # by peer, seconds after which they were ended
         self.over = f"the budget of {seconds:g} s was over" if seconds else ""
 
     def begin(self) -> bool:
-        """Give the next problem its share of what is left; False where nothing is."""
+        """Give the next problem its share of the remaining time. Return False if none remains."""
         if self._end is None:
             return True
         now = self.clock.now()
@@ -56,46 +55,38 @@ class Budget:
         return share > 0
 
     def would_measure(self, seconds: float) -> bool:
-        """True if a larger budget would measure a call of so many seconds, which this one does not."""
+        """True if a larger budget would measure a call of so many seconds."""
         return self._end is not None and seconds <= LONGEST_CALL_S
 
     def add(self, seconds: float) -> None:
-        """Let the problem take longer, while anything is left."""
+        """Let the problem take longer, up to the end of the budget."""
         if self._until is not None and self._end is not None:
             self._until = min(self._until + seconds, self._end)
 
     def first_calls(self) -> float | None:
-        """Seconds that a peer's first calls may take, or the float64 truth."""
+        """Seconds that a peer's first calls, or the float64 truth, may take."""
         return None if self._end is None else _LIMIT_SHARE * max(self._end - self.clock.now(), 0.0)
 
-    def compiled(self, peer: str, seconds: float) -> None:
-        """Remember what a peer's first calls took."""
-        self._compiled_s[peer] = seconds
-
-    def ended(self, peer: str, seconds: float) -> None:
-        """Remember after how many seconds a peer's first calls were ended."""
-        self._ended_s[peer] = seconds
-
     def not_begun(self, peer: Contender, device: str) -> str | None:
-        """Why there is no time to begin with a peer on a type of device; None where there is."""
+        """Return the reason not to begin with a peer on a type of device, or None if there is time."""
         if self._end is None or self._until is None or self.seconds is None:
             return None
         now = self.clock.now()
         if now > self._end:
             return self.over
-        limit, ended = self.first_calls(), self._ended_s.get(peer.name)
+        limit, ended = self.first_calls(), self.ended_s.get(peer.name)
         if ended is not None and limit is not None and limit <= ended:
             return f"its first calls had not ended after {ended:.0f} s on another problem"
-        takes = self._compiled_s.get(peer.name, _COMPILES_S[device]) if peer.compiles else 0.0
+        takes = self.compiled_s.get(peer.name, _COMPILES_S[device]) if peer.compiles else 0.0
         allowed = max(self._until - now, 0.0)
-        if peer.compiles and peer.name not in self._compiled_s:
+        if peer.compiles and peer.name not in self.compiled_s:
             allowed = min(self._end - now, max(allowed, _FIRST_SHARE * self.seconds))
         if takes > allowed:
             return f"compiles for about {takes:.0f} s, and this problem has {allowed:.0f} s of the budget left"
         return None
 
     def begin_rounds(self) -> None:
-        """Let a problem's rounds have their share of its time, whatever came before took."""
+        """Reserve the rounds' share of a problem's time, however long the first calls took."""
         if self._until is not None:
             self._until = max(self._until, self.clock.now() + self._rounds_s)
 

@@ -1,4 +1,4 @@
-"""What the device reaches at the most, measured in the same run: exponentials, bytes of a copy, matrix products a second."""
+"""The ceilings of a device, measured in the same run: exponentials, copied bytes and matrix products per second."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _CACHED_NUMBERS = 1 << 18
 _PROGRAMS_A_PROCESSOR = 16
 _ROUNDS_OF_EXP2 = 4096
 _SIDE = {"cpu": 1024, "cuda": 8192}
-"""Of the matrices that are multiplied."""
+"""Side of the matrices that are multiplied."""
 
 _BEST_OF = 3
 
 
 def measure(device: torch.device, clock: Clock, dtypes: tuple[str, ...]) -> Ceilings:
-    """All ceilings of a device; a reason in place of a number that cannot be had.
+    """Measure all ceilings of a device. A number that cannot be measured is replaced by the reason.
 
     Args:
-        device: whose.
-        clock: what measures.
+        device: is measured.
+        clock: measures it.
         dtypes: of the matrix products, by torch's names.
     """
     on_cpu, side = device.type == "cpu", _SIDE[device.type]

@@ -16,29 +16,29 @@ __all__ = ["Clock", "CudaClock", "TookTooLong", "WallClock", "clock_for"]
 
 
 class TookTooLong(BaseException):
-    """Raised inside what a clock's `limit` ends. No Exception, which a peer that tunes may swallow."""
+    """Raised inside the block that a clock's `limit` ends. It is no Exception, because a peer that tunes may catch those."""
 
 
 _AGAIN_S = 1.0
-"""After this the exception comes again, where something swallowed it."""
+"""Seconds after which the exception is raised again, if something caught it."""
 
 
 class Clock(abc.ABC):
     """A way to time calls; tests bring their own."""
 
     target_s: float
-    """How long one round of one pass should last: many times the clock's own error."""
+    """Seconds that one round of a pass should last: many times the clock's own error."""
 
     lead = 0
-    """Calls that come first and are not counted."""
+    """Number of calls before those that are counted."""
 
     @abc.abstractmethod
     def calls(self, call: Callable[[int], object], count: int) -> float:
-        """Seconds that `count` calls take one after the other, from call(lead) on; those before are not counted."""
+        """Seconds of `count` consecutive calls. The `lead` calls before them are not counted."""
 
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
-        """Seconds until a call returns to Python while the device still works, the median of `count`; None where calls return
-        when all is done."""
+        """Median seconds of `count` calls until one returns to Python while the device still works. None if a call returns when
+        its work is done."""
         return None
 
     def now(self) -> float:
@@ -49,8 +49,8 @@ class Clock(abc.ABC):
     def limit(self, seconds: float | None) -> Iterator[None]:
         """End what runs in this block for longer by `TookTooLong`, at the next line of Python that this thread comes to.
 
-        None sets no limit; nor is there one outside the main thread and where the system has no timer, as on Windows. What
-        autograd runs in a thread of its own, as the backward of a GPU, comes to its end first.
+        None sets no limit. Outside the main thread, and on systems without a timer such as Windows, there is no limit either.
+        Work that autograd runs in a thread of its own, such as the backward of a GPU, is finished first.
         """
         if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
             yield
@@ -75,7 +75,7 @@ class Clock(abc.ABC):
 
 
 class WallClock(Clock):
-    """For the CPU, where a call returns when it is done."""
+    """The clock of a CPU: a call returns when it is done."""
 
     target_s = 0.05
 
@@ -89,8 +89,8 @@ class WallClock(Clock):
 class CudaClock(Clock):
     """Events around calls that are queued one after the other, as a model queues them, behind another call.
 
-    Where the device waits for the host, that is part of the time; what an empty queue waits for its first call is not.
-    The device rests first: after milliseconds at its limit of power it lowers its clock, and whoever comes next would pay.
+    If the device waits for the host between calls, that is part of the time. The wait of an empty queue for its first call is
+    not. The device rests first: after milliseconds at its power limit it lowers its clock, which would slow the next contender.
     """
 
     target_s = 0.012
@@ -116,14 +116,14 @@ class CudaClock(Clock):
 
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         """One call at a time into an empty queue, so that the queue never fills, whatever the size of the problem."""
-        found = []
+        samples = []
         for number in range(count):
             torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             call(number)
-            found.append(time.perf_counter() - start)
+            samples.append(time.perf_counter() - start)
         torch.cuda.synchronize(self.device)
-        return statistics.median(found)
+        return statistics.median(samples)
 
 
 def clock_for(device: torch.device) -> Clock:

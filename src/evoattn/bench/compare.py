@@ -1,4 +1,4 @@
-"""Two records of the same problems: what became faster or slower beyond the noise of both."""
+"""Compare two records of the same problems: times and memory that changed beyond the noise of both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Change:
         return self.after / self.before if self.before and self.after else None
 
     @property
-    def ours(self) -> bool:
+    def is_evoattn(self) -> bool:
         """True if it is evoattn that changed."""
         return self.name.startswith("evoattn")
 
@@ -61,22 +61,22 @@ class Comparison:
     @property
     def regressions(self) -> list[Change]:
         """Changes of evoattn for the worse: beyond noise, and by more than the threshold; or a time that is lost."""
-        worse = [change for change in self.changes if change.ours and change.beyond_noise]
+        worse = [change for change in self.changes if change.is_evoattn and change.beyond_noise]
         return [change for change in worse if change.after is None or (change.ratio or 0) > 1 + self.threshold]
 
 
 def compare(before: Record, after: Record, threshold: float) -> Comparison:
     """Every contender on every problem of the same sizes and dtype in both."""
-    found, by_sizes = Comparison(0, [], threshold), {_sizes(problem): problem for problem in after.problems}
+    comparison, by_sizes = Comparison(0, [], threshold), {_sizes(problem): problem for problem in after.problems}
     for old in before.problems:
         if (new := by_sizes.get(_sizes(old))) is None:
             continue
-        found.pairs += 1
+        comparison.pairs += 1
         for result in old.results:
             other = new.result(result.name)
             if other is not None and other.status not in ("left out", "absent"):
-                found.changes += _changes(f"{old.workload.name}, {old.dtype}", result, other)
-    return found
+                comparison.changes += _changes(f"{old.workload.name}, {old.dtype}", result, other)
+    return comparison
 
 
 def _sizes(problem: Problem) -> tuple[object, ...]:
@@ -96,7 +96,7 @@ def _changes(problem: str, before: Result, after: Result) -> Iterator[Change]:
         yield Change(problem, before.name, "peak memory", before.peak_bytes, after.peak_bytes, differ)
 
 
-def _row(change: Change) -> list[str]:
+def _cells(change: Change) -> list[str]:
     scale, unit = (2**20, "MiB") if change.what == "peak memory" else (1, "ms")
     before = "-" if change.before is None else f"{change.before / scale:.4g} {unit}"
     after = "-" if change.after is None else f"{change.after / scale:.4g} {unit}"
@@ -104,29 +104,30 @@ def _row(change: Change) -> list[str]:
     return [f"{change.problem}, {table.title(change.name)}", change.what, before, after, ratio, change.note]
 
 
-def as_text(found: Comparison, before: Record, after: Record) -> str:
-    """For a terminal: what changed, ours first, the largest first; then how the peers moved, which is the machine's part."""
+def as_text(comparison: Comparison, before: Record, after: Record) -> str:
+    """Changes of evoattn, then of its peers, the largest first. The peers' median shows the machine's part."""
     lines = [f"before  {table.headline(before)}", f"after   {table.headline(after)}"]
     facts = ("device", "driver", "torch", "triton", "cute_dsl")
     said = {fact: {record.machine.get(fact) for record in (before, after)} for fact in facts}
     if differing := [fact for fact in facts if len(said[fact] - {None}) > 1]:  # an older record knows less
         lines.append(f"NOTE    not the same {', '.join(differing)}: that may be all the difference")
-    beyond = [change for change in found.changes if change.beyond_noise and abs((change.ratio or 9) - 1) >= 0.01]
-    for title, ours in (("evoattn", True), ("peers", False)):
-        rows = [change for change in beyond if change.ours == ours]
+    beyond = [change for change in comparison.changes if change.beyond_noise and abs((change.ratio or 9) - 1) >= 0.01]
+    for title, is_evoattn in (("evoattn", True), ("peers", False)):
+        rows = [change for change in beyond if change.is_evoattn == is_evoattn]
         rows.sort(key=lambda change: -(change.ratio or float("inf")))
-        lines.append(f"\n{title}: {len(rows)} of {sum(c.ours == ours for c in found.changes)} changed beyond noise and 1%")
+        compared = sum(change.is_evoattn == is_evoattn for change in comparison.changes)
+        lines.append(f"\n{title}: {len(rows)} of {compared} changed beyond noise and 1%")
         if rows:
-            lines.append(table.aligned([["", "", "before", "after", "change", ""], *map(_row, rows)]))
-    moved = [change.ratio for change in found.changes if not change.ours and change.what in TIMED and change.ratio]
+            lines.append(table.aligned([["", "", "before", "after", "change", ""], *map(_cells, rows)]))
+    moved = [change.ratio for change in comparison.changes if not change.is_evoattn and change.what in TIMED and change.ratio]
     if moved:
         lines.append(
             f"\nthe peers' times moved by {100 * (statistics.median(moved) - 1):+.1f}% in the median: the machine's part"
         )
-    worse = found.regressions
+    worse = comparison.regressions
     lines.append(
-        f"\nREGRESSION: {len(worse)} of evoattn's are worse by more than {100 * found.threshold:g}%"
+        f"\nREGRESSION: {len(worse)} of evoattn's are worse by more than {100 * comparison.threshold:g}%"
         if worse
-        else f"\nno regression above {100 * found.threshold:g}% in {found.pairs} problems"
+        else f"\nno regression above {100 * comparison.threshold:g}% in {comparison.pairs} problems"
     )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Who computes a problem: a contender prepares its inputs, a runner calls its passes; and why one has no time."""
+"""Contenders prepare the inputs of a problem, and runners call their passes; statuses say why one has no time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Contender", "Prepared", "RefusesError", "Runner", "copies_for", "one
 
 _MOST_COPIES = 24
 _MOST_GRAPHS = 4 << 30
-"""Bytes that the scores of kept graphs may take together."""
+"""Bytes that the scores of all kept graphs may take."""
 
 _MOST_CALLS = 200
-"""Of a pass in a round."""
+"""Calls of a pass in a round."""
 
 WRONG = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
-"""Relative errors above these are wrong results, not rounding. That of float32 lets TF32 pass: its error is in the table."""
+"""Relative errors above these are wrong results, not rounding. The limit of float32 lets TF32 pass."""
 
 _CACHES = {"cpu": 32 << 20, "cuda": 64 << 20}
-"""Second-level cache of the device (third-level of a CPU core's share), where torch does not tell."""
+"""Bytes of the device's second-level cache (of a CPU core's share of the third level), if torch does not know them."""
 
 
 class Prepared(NamedTuple):
@@ -75,7 +75,7 @@ class Contender:
 
 
 def copies_for(tensors: tuple[Tensor | None, ...], device: torch.device) -> int:
-    """Copies of these tensors that together are twice the cache, so that no call finds its own there."""
+    """Number of copies of these tensors that fill the cache twice, so that no call finds its inputs in the cache."""
     cache = _CACHES[device.type]
     if device.type == "cuda":
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or cache
@@ -89,20 +89,20 @@ class Runner:
     Raises whatever the library raises when it does not take the problem.
 
     Args:
-        contender: whose.
-        given: the problem's inputs, with a cotangent `do`.
+        contender: computes the passes.
+        inputs: of the problem, with a cotangent `do`.
     """
 
-    def __init__(self, contender: Contender, given: Any) -> None:
+    def __init__(self, contender: Contender, inputs: Any) -> None:
         self.contender = contender
-        self.prepared = contender.prepare(given)
-        self.do = self.prepared.to_library(given.do)
+        self.prepared = contender.prepare(inputs)
+        self.do = self.prepared.to_library(inputs.do)
         self.sets: list[tuple[Tensor | None, ...]] = []
         self.outputs: list[Tensor] = []
         self.rotate(1)
 
     def rotate(self, copies: int | None = None) -> None:
-        """Have this many copies of the tensors, or as many as the cache does not hold; one if there are scores in memory."""
+        """Make this many copies of the tensors. The default is more than the cache holds, or one if scores are in memory."""
         if copies is None:  # scores alone are larger than the cache
             tensors = self.prepared.tensors
             copies = 1 if self.contender.score_copies or not tensors else copies_for(tensors, self.do.device)
@@ -114,17 +114,17 @@ class Runner:
     def _leaves(self, number: int) -> list[Tensor]:
         return [x for x in (*self.sets[number % len(self.sets)], *self.prepared.parameters) if x is not None]
 
-    def _gradients(self, o: Tensor, number: int, *, keep: bool = False) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(o, self._leaves(number), self.do.to(o.dtype), retain_graph=keep)
+    def _gradients(self, o: Tensor, number: int, *, retain: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(o, self._leaves(number), self.do.to(o.dtype), retain_graph=retain)
 
     def forward(self, number: int = 0) -> Tensor:
-        """As in training: what the backward needs is kept."""
+        """The forward of training: it keeps what the backward needs."""
         return self.prepared.compute(*self.sets[number % len(self.sets)])
 
     def backward(self, number: int = 0) -> tuple[Tensor, ...]:
-        """Of outputs that `prepare` made: of each once if that is compiled, else again and again."""
+        """Gradients of outputs that `prepare` made. A compiled graph serves once, any other again and again."""
         if not self.contender.compiles:
-            return self._gradients(self.outputs[number % len(self.outputs)], number, keep=True)
+            return self._gradients(self.outputs[number % len(self.outputs)], number, retain=True)
         o, self.outputs[number] = self.outputs[number], self.do
         return self._gradients(o, number)
 
@@ -138,14 +138,14 @@ class Runner:
         return call
 
     def most_calls(self, name: str, scores: int) -> int:
-        """Calls of a pass in a row. A compiled graph gives its memory away in its backward, so each needs one of its own."""
+        """The most calls of a pass in a round. A compiled graph frees its memory in its backward, so each call needs one."""
         if name != "backward" or not self.contender.compiles:
             return _MOST_CALLS
         graph = int(self.contender.score_copies * scores * self.do.element_size())
         return max(2, min(32, _MOST_GRAPHS // max(1, graph)))
 
     def prepare(self, name: str, calls: int) -> None:
-        """Before `calls` calls of a pass: the graphs that the backward runs on, unless they are there."""
+        """Make the graphs that `calls` calls of a backward run on, unless they exist."""
         if name == "backward" and (self.contender.compiles or not self.outputs):
             self.outputs.clear()
             self.outputs += [self.forward(number) for number in range(calls if self.contender.compiles else len(self.sets))]
@@ -160,24 +160,24 @@ class Runner:
         for name, gradient in zip(self.prepared.names, self.both(), strict=False):
             parts.setdefault(f"d{name}", []).append(gradient)
         values = {
-            name: self.prepared.from_library(found[0]) if name in ("dq", "dk", "dv") else _like(found, expected[name])
-            for name, found in parts.items()
+            name: self.prepared.from_library(gradients[0]) if name in ("dq", "dk", "dv") else _like(gradients, expected[name])
+            for name, gradients in parts.items()
         }
         return _errors(values, expected)
 
 
 def _like(parts: list[Tensor], expected: Tensor) -> Tensor:
-    """Gradients of one name as the truth has them: in its shape, or one after the other."""
+    """Gradients of one name in the shape of the truth: one tensor, or all of them flattened in a row."""
     return parts[0].reshape(expected.shape) if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
 
 
 def _errors(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Over the rows n that the truth has: of a bound it has only the first."""
-    found = {}
+    """Errors over the rows n of the truth. The truth of a bound has only the first rows."""
+    errors = {}
     for name, value in values.items():
         right = expected[name]
-        found[name] = testing.relative_error(value[:, : right.shape[1]] if value.ndim > 1 else value, right)
-    return found
+        errors[name] = testing.relative_error(value[:, : right.shape[1]] if value.ndim > 1 else value, right)
+    return errors
 
 
 def worst(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> str | None:

@@ -31,13 +31,13 @@ class Graphs:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> None:
         n, h, lq, d = q.shape
         o, lse = torch.empty_like(q), torch.empty(n, h, lq, 1, dtype=torch.float32, device=q.device)
-        given, scale = {"q": q, "k": k, "v": v, "bias": bias}, d**-0.5
+        inputs, scale = {"q": q, "k": k, "v": v, "bias": bias}, d**-0.5
 
-        graph = _Graph(given)
+        graph = _Graph(inputs)
         outs = graph.node.sdpa(name="forward", **graph.tensors, attn_scale=scale, generate_stats=True)
         self.forward = graph.built(dict(zip(("o", "lse"), outs, strict=True)), {"o": o, "lse": lse})
 
-        graph = _Graph(given | {"o": o, "lse": lse, "do": torch.empty_like(q)})
+        graph = _Graph(inputs | {"o": o, "lse": lse, "do": torch.empty_like(q)})
         renamed = {{"lse": "stats", "do": "dO"}.get(name, name): tensor for name, tensor in graph.tensors.items()}
         dbias = graph.node.tensor_like(bias)
         outs = graph.node.sdpa_backward(name="backward", **renamed, attn_scale=scale, dBias=dbias)
@@ -53,13 +53,13 @@ class Graphs:
 class _Graph:
     """A graph of cuDNN that reads tensors like these."""
 
-    def __init__(self, given: dict[str, Tensor]) -> None:
+    def __init__(self, inputs: dict[str, Tensor]) -> None:
         types, self._handle = cudnn.data_type, cudnn.create_handle()
-        io_type = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}[given["q"].dtype]
+        io_type = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}[inputs["q"].dtype]
         self.node = cudnn.pygraph(
             handle=self._handle, io_data_type=io_type, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT
         )
-        self.tensors: dict[str, Any] = {name: self.node.tensor_like(x) for name, x in given.items()}
+        self.tensors: dict[str, Any] = {name: self.node.tensor_like(x) for name, x in inputs.items()}
 
     def built(self, outs: dict[str, Any], outputs: dict[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         """Build it, and give a function of named tensors to outputs like these, which each call allocates."""
@@ -75,13 +75,13 @@ class _Graph:
         graph.build_plans()
         workspace_bytes = graph.get_workspace_size()
 
-        def run(**given: Tensor) -> tuple[Tensor, ...]:
-            device = given["q"].device
+        def run(**inputs: Tensor) -> tuple[Tensor, ...]:
+            device = inputs["q"].device
             cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream(device).cuda_stream)
-            made = {name: torch.empty_like(like) for name, like in outputs.items()}
+            outs = {name: torch.empty_like(like) for name, like in outputs.items()}
             workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-            graph.execute({tensors[name]: x.detach() for name, x in (given | made).items()}, workspace, handle=self._handle)
-            return tuple(made.values())
+            graph.execute({tensors[name]: x.detach() for name, x in (inputs | outs).items()}, workspace, handle=self._handle)
+            return tuple(outs.values())
 
         return run
 

@@ -26,14 +26,14 @@ Compute = Callable[["Layer"], Tensor]
 
 def openfold3(layer: Layer) -> Compute:
     """OpenFold-3's class of this layer, with its Triton kernels on a GPU."""
-    theirs = _openfold3_class(layer).to(layer.mask.device)
-    named = dict(theirs.named_parameters())
-    places = {ours.rpartition(".")[0]: name.rpartition(".")[0] for ours, name in zip(from_openfold3(named), named, strict=True)}
+    module = _openfold3_class(layer).to(layer.mask.device)
+    named = dict(module.named_parameters())
+    places = {own.rpartition(".")[0]: name.rpartition(".")[0] for own, name in zip(from_openfold3(named), named, strict=True)}
     outer = "_msa_att." if layer.kind == "msa_column" else ""
     for name, parameter in layer.module.named_parameters():
         place, _, last = name.rpartition(".")
-        theirs.get_submodule(places[outer + place]).register_parameter(last, parameter)
-    names = [name for name, _ in theirs.named_parameters()]
+        module.get_submodule(places[outer + place]).register_parameter(last, parameter)
+    names = [name for name, _ in module.named_parameters()]
     if len(names) != len(list(layer.module.parameters())):  # one of theirs is not of ours
         raise RefusesError(f"has other parameters: {', '.join(names)}")
     kernels = {"use_triton_triangle_kernels": True} if layer.mask.is_cuda else {}
@@ -41,8 +41,8 @@ def openfold3(layer: Layer) -> Compute:
     def compute(layer: Layer) -> Tensor:
         inputs = {"x" if layer.kind == "triangle" else name: x for name, x in layer.inputs.items()}
         first = next(iter(inputs.values()))
-        made: Tensor = theirs(**inputs, mask=layer.mask.to(first.dtype), **kernels)
-        return made
+        output: Tensor = module(**inputs, mask=layer.mask.to(first.dtype), **kernels)
+        return output
 
     return compute
 
@@ -59,8 +59,8 @@ def _openfold3_class(layer: Layer) -> nn.Module:
         "single": ("attention_pair_bias", "AttentionPairBias", (width, width, width, c_s, c_z, hidden, heads)),
         "pair_bias": ("attention_pair_bias", "DiffusionAttentionPairBias", (width, width, width, c_s, c_z, hidden, heads)),
     }[layer.kind]
-    made: nn.Module = getattr(importlib.import_module(f"openfold3.core.model.layers.{room}"), name)(*sizes, inf=inf)
-    return made
+    module: nn.Module = getattr(importlib.import_module(f"openfold3.core.model.layers.{room}"), name)(*sizes, inf=inf)
+    return module
 
 
 def cuequivariance(layer: Layer) -> Compute:
@@ -69,17 +69,17 @@ def cuequivariance(layer: Layer) -> Compute:
         raise RefusesError("has attention with pair bias of the single track alone, without a condition")
     from cuequivariance_ops_torch import attention_pair_bias
 
-    ours: Any = layer.module
+    module: Any = layer.module
     options = {
-        "num_heads": ours.no_heads,
-        "inf": ours.inf,
-        "w_ln_a": ours.layer_norm_a.weight,
-        "b_ln_a": ours.layer_norm_a.bias,
-        "w_ln_z": ours.layer_norm_z.weight,
-        "b_ln_z": ours.layer_norm_z.bias,
-        "w_proj_z": ours.linear_z.weight,
-        "b_proj_q": ours.mha.linear_q.bias,
-        **{f"w_proj_{x}": getattr(ours.mha, f"linear_{x}").weight for x in "qkvgo"},
+        "num_heads": module.no_heads,
+        "inf": module.inf,
+        "w_ln_a": module.layer_norm_a.weight,
+        "b_ln_a": module.layer_norm_a.bias,
+        "w_ln_z": module.layer_norm_z.weight,
+        "b_ln_z": module.layer_norm_z.bias,
+        "w_proj_z": module.linear_z.weight,
+        "b_proj_q": module.mha.linear_q.bias,
+        **{f"w_proj_{x}": getattr(module.mha, f"linear_{x}").weight for x in "qkvgo"},
     }
 
     def compute(layer: Layer) -> Tensor:

@@ -205,12 +205,12 @@ def _one_product(x: Tensor, products: list[nn.Linear]) -> list[Tensor]:
         F.pad(p.weight.new_zeros(p.out_features) if p.bias is None else p.bias, (0, gap))
         for p, gap in zip(products, gaps, strict=True)
     ]
-    made = F.linear(x, torch.cat(weights), torch.cat(biases).to(x.dtype))
-    parts = made.split([width + gap for width, gap in zip(widths, gaps, strict=True)], -1)
+    product = F.linear(x, torch.cat(weights), torch.cat(biases).to(x.dtype))
+    parts = product.split([width + gap for width, gap in zip(widths, gaps, strict=True)], -1)
     return [part[..., :width] for part, width in zip(parts, widths, strict=True)]
 
 
-def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
     return evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias)
 
 
@@ -242,8 +242,8 @@ def _in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor |
 
 def _native(layer: Layer) -> Tensor:
     options = {"columns": True} if layer.kind == "msa_column" else {}
-    made: Tensor = layer.module(**layer.inputs, mask=layer.mask, **options)
-    return made
+    output: Tensor = layer.module(**layer.inputs, mask=layer.mask, **options)
+    return output
 
 
 def _way(
@@ -291,11 +291,11 @@ WAYS: tuple[Contender, ...] = (
     _way("evoattn", "evoattn.nn", lambda layer: _native),
     _way("evoattn/mean", "evoattn.nn, empty rows as OpenFold", lambda layer: _native, empty_rows="mean"),
     _way("evoattn/compiled", "evoattn.nn, torch.compile", lambda layer: _native, compiles=True),
-    _way("joined_compiled", "one product, torch.compile", _with(_ours, joined=True), compiles=True),
+    _way("joined_compiled", "one product, torch.compile", _with(_attend, joined=True), compiles=True),
     _way("openfold3", "OpenFold-3's layer, its Triton kernels", openfold3),
     _way("cuequivariance", "cuEquivariance's layer", cuequivariance),
     _way("cuequivariance/compiled", "cuEquivariance's layer, torch.compile", cuequivariance, compiles=True),
-    _way("written", "as models write it, evoattn inside", _with(_ours)),
+    _way("written", "as models write it, evoattn inside", _with(_attend)),
     _way("written_sdpa", "as models write it, SDPA", _with(_sdpa), dense=True),
     _way("written_dense", "as models write it, dense torch", _with(_dense), dense=True),
 )
@@ -314,10 +314,10 @@ def contenders(plan: Plan, layer: Layer) -> list[tuple[Contender, Result]]:
 
 def truth(layer: Layer, between: Callable[[float], None] = lambda done: None) -> dict[str, Tensor]:
     """Output and gradients in float64: "o", "dNAME" of each input, and "dparameters" of all parameters as one vector."""
-    exact = copy.deepcopy(layer.module).double()
+    module = copy.deepcopy(layer.module).double()
     inputs = {name: x.detach().double().requires_grad_() for name, x in layer.inputs.items()}
-    same = Layer(layer.kind, exact, inputs, layer.mask, layer.do.double())
-    o = _written(same, _in_parts)
-    found = torch.autograd.grad(o, same.leaves, same.do)
-    gradients = {f"d{name}": x for name, x in zip(inputs, found, strict=False)}
-    return {"o": o.detach(), **gradients, "dparameters": torch.cat([x.flatten() for x in found[len(inputs) :]])}
+    double = Layer(layer.kind, module, inputs, layer.mask, layer.do.double())
+    o = _written(double, _in_parts)
+    gradients = torch.autograd.grad(o, double.leaves, double.do)
+    by_input = {f"d{name}": x for name, x in zip(inputs, gradients, strict=False)}
+    return {"o": o.detach(), **by_input, "dparameters": torch.cat([x.flatten() for x in gradients[len(inputs) :]])}

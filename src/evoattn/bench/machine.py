@@ -1,4 +1,4 @@
-"""What this machine is and has: devices, names, versions, free memory."""
+"""Facts about this machine: devices, names, versions, free memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from evoattn import __version__
 from evoattn.core.tuned_tiles import driver_version
 
-__all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "threads", "version_of"]
+__all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "threads", "version_of", "versions"]
 
 _PEERS = (
     *("cuequivariance-ops-torch-cu13", "cuequivariance-ops-torch-cu12", "trifast", "turbopairformer", "openfold3"),
@@ -30,7 +30,7 @@ def devices() -> list[torch.device]:
 
 
 def name(device: torch.device) -> str:
-    """The name of a processor, such as a title wants it."""
+    """The name of a processor, for titles."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -49,12 +49,12 @@ def _processor() -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a run may take: free on the GPU; on the CPU available, and within the control group where there is one."""
+    """Bytes that a run may take: the free memory of a GPU, or the CPU's available memory within its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    found = [room for room in (_linux_available(), _control_group_room()) if room is not None]
-    if found:
-        return min(found)
+    limits = [room for room in (_linux_available(), _control_group_room()) if room is not None]
+    if limits:
+        return min(limits)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     except (AttributeError, ValueError, OSError):
@@ -104,8 +104,20 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def versions() -> dict[str, str | None]:
+    """The platform, and the versions that results depend on."""
+    return {
+        "evoattn": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "cute_dsl": version_of("nvidia-cutlass-dsl"),
+    }
+
+
 def driver() -> str | None:
-    """The version of NVIDIA's driver, where there is one."""
+    """The version of NVIDIA's driver, or None."""
     return driver_version() or _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
@@ -126,23 +138,18 @@ def _commit() -> str | None:
 
 
 def facts(device: torch.device, commit: str | None = None) -> dict[str, str | None]:
-    """Device, driver, versions, commit and date, for a record; None where that is not known or not there.
+    """Device, driver, versions, commit and date, for a record. An unknown fact is None.
 
     Args:
         device: where the benchmark runs.
-        commit: what to record where git cannot tell.
+        commit: recorded if git cannot tell.
     """
     on_gpu = device.type == "cuda"
     return {
         "device": name(device),
         "kind": "gpu" if on_gpu else "cpu",
         "driver": driver() if on_gpu else None,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "cute_dsl": version_of("nvidia-cutlass-dsl"),
-        "evoattn": __version__,
+        **versions(),
         **{package: version for package in _PEERS if (version := version_of(package))},
         "commit": commit or _commit(),
         "date": datetime.date.today().isoformat(),

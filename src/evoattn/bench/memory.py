@@ -1,4 +1,4 @@
-"""Peak memory of a call, beyond what was held before it; what is not begun for want of memory."""
+"""Peak memory of a call, beyond what was held before it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from evoattn.bench import machine
 __all__ = ["peak_bytes", "release", "too_much"]
 
 _SHARE = 0.6
-"""What would hold more of the free memory than this is not begun."""
+"""A call that would hold a larger share of the free memory than this is not begun."""
 
 
 def release(device: torch.device) -> None:
-    """Give back what nobody holds."""
+    """Free unused memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def too_much(needed: int, device: torch.device, of: str = "") -> str | None:
-    """In words, if so many bytes are more than what something may hold of the free memory."""
+    """Say so if so many bytes are more than a call may hold of the free memory."""
     free = machine.free_bytes(device)
     if needed <= _SHARE * free:
         return None

@@ -1,4 +1,4 @@
-"""What people use today, one small adapter each: the same problem in the layout and the dtypes that each likes best.
+"""The peers of evoattn, one small adapter each. Each gets the same problem in the layout and dtypes that suit it best.
 
 An adapter takes the inputs of a case and returns a function of (q, k, v, pair_bias) and those four tensors, in its own layout
 and already laid out so: only what a model would have to do at each call is timed.
@@ -22,7 +22,7 @@ __all__ = ["PEERS", "backend_peer", "dense"]
 
 
 Layout = Callable[[Tensor], Tensor]
-"""How a tensor is laid out anew."""
+"""A change of a tensor's layout."""
 
 
 def _same(x: Tensor) -> Tensor:
@@ -137,10 +137,10 @@ def _flex(inputs: Inputs) -> Prepared:
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
         pair = None if pair_bias is None else pair_bias[:, 0]
 
-        def score_mod(score: Tensor, row: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def score_mod(score: Tensor, batch: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             if pair is not None:
-                score = score + pair[row // n, h, i, j]
-            return score if key_bias is None else score + key_bias[row, j]
+                score = score + pair[batch // n, h, i, j]
+            return score if key_bias is None else score + key_bias[batch, j]
 
         out: Tensor = compiled(q, _all_heads(k, q), _all_heads(v, q), score_mod=score_mod)
         return out
@@ -238,8 +238,8 @@ def _openfold3(inputs: Inputs) -> Prepared:
         raise ModuleNotFoundError("OpenFold-3's kernel needs Triton", name="triton")
     b, n, lq, h, _ = inputs.q.shape
     _refuse([(inputs.k.shape[2] != lq, "takes as many keys as queries")])
-    given = _finite_key_bias(inputs)
-    key_bias = inputs.q.new_zeros(b, n, 1, 1, lq) if given is None else given
+    mask_bias = _finite_key_bias(inputs)
+    key_bias = inputs.q.new_zeros(b, n, 1, 1, lq) if mask_bias is None else mask_bias
     zeros = inputs.q.new_zeros(b, 1, h, lq, lq) if inputs.pair_bias is None else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Any:

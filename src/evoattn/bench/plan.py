@@ -19,7 +19,7 @@ _CPU = (
     *(workload("extra_msa_row128").with_rows(128), workload("template64"), workload("msa_global128")),
     *(workload("tri192"), workload("tri256")),
 )
-"""What a couple of CPU cores do in minutes."""
+"""Workloads that two CPU cores measure in minutes."""
 
 _QUICK = {
     "cuda": tuple(workload(name) for name in ("tri256", "tri397", "msa_row", "single768")),
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def problems(self) -> list[tuple[Workload, str]]:
-        """Workload and dtype, the most telling first: a later dtype comes to a workload later, so a cut takes some of each."""
+        """Pairs of workload and dtype, the most telling first. A later dtype reaches each workload later."""
         turns = [
             (number * (place + 1) + place, place, workload, dtype)
             for number, workload in enumerate(self.workloads)
@@ -69,7 +69,7 @@ def default_plan(device_type: str, quick: bool) -> Plan:
 
 
 def chosen(names: list[str] | None, lengths: list[int] | None, default: tuple[Workload, ...]) -> tuple[Workload, ...]:
-    """The workloads of these names, or the default ones, each at these lengths, if any are given, and none twice.
+    """The workloads of these names, or the default ones, each at these lengths if there are any, without duplicates.
 
     Raises:
         ValueError: there is no workload of a name.
@@ -111,13 +111,13 @@ def _name(problem: Problem) -> tuple[str, str]:
 
 
 def put(problem: Problem, record: Record, plan: Plan) -> None:
-    """A problem in its place, and in that of what was cut short, unless it was itself and has no more times than that."""
-    found = {_name(old): old for old in record.problems}
-    old = found.get(_name(problem))
+    """Put a problem into a record. It replaces one that was cut short, unless it was cut short too and has no more times."""
+    by_name = {_name(old): old for old in record.problems}
+    old = by_name.get(_name(problem))
     if old is None or not problem.cut or _times(problem) > _times(old):
-        found[_name(problem)] = problem
+        by_name[_name(problem)] = problem
     order = {(workload.name, dtype): place for place, (workload, dtype) in enumerate(plan.problems)}
-    record.problems[:] = sorted(found.values(), key=lambda one: order.get(_name(one), len(order)))
+    record.problems[:] = sorted(by_name.values(), key=lambda one: order.get(_name(one), len(order)))
 
 
 def _times(problem: Problem) -> int:

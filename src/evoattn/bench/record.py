@@ -1,4 +1,4 @@
-"""What was measured, as data: the form in which every result is kept, compared and drawn. JSON, versioned."""
+"""The record of a benchmark as data: versioned JSON, from which results are compared and drawn."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 SCHEMA = 1
-"""Raised when a reader of the old form would misread the new one."""
+"""Increased when a reader of the old form would misread the new one."""
 
 PASSES = ("forward", "backward", "both")
 
 TIMED = (*PASSES, "graph_forward", "graph_both")
-"""All passes that a record may have: those of a layer are timed in a CUDA graph too."""
+"""All passes that a record may have. Passes of a layer are timed in a CUDA graph too."""
 
 _KEPT_DIGITS = 5
 
@@ -106,12 +106,12 @@ class Result:
     times: dict[str, Timing] = dataclasses.field(default_factory=dict)
 
     @property
-    def ours(self) -> bool:
+    def is_evoattn(self) -> bool:
         """True if evoattn is the contender."""
         return self.name.split("/")[0] == "evoattn"
 
     def without_time(self, status: str, reason: str) -> None:
-        """Note why there is no time, or not all."""
+        """Note why some or all times are missing."""
         self.status = status
         self.reason = f"{self.reason}; {reason}" if self.reason else reason
 
@@ -189,7 +189,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
-    """Without what JSON lacks: an infinite error (of NaN) becomes the text "inf"; what is empty is left out of results."""
+    """The same in JSON's types: an infinite error (of NaN) becomes the text "inf", and empty fields are left out."""
     if isinstance(value, dict):
         return {key: _plain(x) for key, x in value.items() if x not in (None, "", {}, ()) or key == "where"}
     if isinstance(value, (list, tuple)):
@@ -200,12 +200,12 @@ def _plain(value: Any) -> Any:
 
 
 def write(record: Record, path: Path) -> None:
-    """Write a record, whole or not at all."""
+    """Write a record completely, or leave the old file."""
     write_text(record.to_json(), path)
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file, whole or not at all.
+    """Write a file completely, or leave the old one.
 
     Raises:
         OSError: it cannot be written.
@@ -255,7 +255,7 @@ def read(path: Path) -> Record:
 
 
 def _number(data: dict[str, Any], name: str, *, zero: bool = False, needed: bool = False) -> Any:
-    """A field that is a number above 0, or 0 where `zero` says that it may be, or may be absent unless it is `needed`."""
+    """A field that is a number above 0. `zero` also allows 0, and only a `needed` field may not be absent."""
     value = data.get(name)
     if value is None and not needed:
         return None

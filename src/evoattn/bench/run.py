@@ -1,8 +1,7 @@
-"""The benchmark's course: every contender on every problem, verified first, timed in interleaved rounds, within a budget."""
+"""Run a benchmark: verify every contender on every problem, then time them in interleaved rounds, within a budget."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,11 +21,11 @@ from evoattn.workloads import Workload
 __all__ = ["Progress", "run"]
 
 _SURE_SHARE = 0.25
-"""Of the time that the float64 truth may take: after so much of it, what it will take in all is known well enough."""
+"""Share of the truth's time limit after which its total time can be estimated well enough."""
 
 
 Progress = Callable[[int, int, str], None]
-"""Told before each step the number of the problem, from 1, how many there are, and what is about to be done."""
+"""Called before each step with the number of the problem, from 1, the number of problems, and the step in words."""
 
 
 class Kind(Protocol):
@@ -53,7 +52,7 @@ def run(
     progress: Progress,
     after_problem: Callable[[Record], None] = lambda record: None,
 ) -> Record:
-    """Measure of a plan what the record does not have, or was cut short, into the record, and return it.
+    """Measure the problems of a plan that the record lacks or that were cut short. Return the record.
 
     Ctrl-C ends the run and keeps what is done: `record.finished` is then "interrupted". If the budget ends, every problem that
     was not begun is in the record with the reason.
@@ -65,7 +64,10 @@ def run(
     course: _Course | None = None
     try:
         for number, (workload, dtype) in enumerate(problems, start=1):
-            say = functools.partial(_say, progress, number, len(problems), f"{workload.name}, {dtype}")
+
+            def say(what: str, number: int = number, name: str = f"{workload.name}, {dtype}") -> None:
+                progress(number, len(problems), f"{name}: {what}")
+
             course = _Course(plan, Problem(workload, dtype, None), device, clock, budget, say)
             course.run()
             put(course.problem, record, plan)
@@ -77,10 +79,6 @@ def run(
             put(_as_far_as_it_came(course.problem), record, plan)
     record.seconds = round(before + clock.now() - start, 1)
     return record
-
-
-def _say(progress: Progress, number: int, problems: int, name: str, what: str) -> None:
-    progress(number, problems, f"{name}: {what}")
 
 
 class _LeftOutError(Exception):
@@ -119,7 +117,7 @@ class _Course:
         self.problem.results = [Result(name, "left out", reason) for name in self.kind.names(self.plan)]
 
     def _cut_short(self, seconds: float = 0.0) -> None:
-        """Note that a larger budget would have measured more, unless a call of so many seconds is too long for any."""
+        """Note that a larger budget would have measured more, unless a call of so many seconds is too long for any budget."""
         if self.budget.would_measure(seconds):
             self.problem.cut = True
 
@@ -128,21 +126,21 @@ class _Course:
         reason = self.kind.too_large(self.problem.workload, self.dtype, self.device)
         if reason:
             raise _LeftOutError(reason)
-        given = self.kind.inputs_of(self.problem.workload, self.dtype, self.device)
-        self.problem.bytes, self.scores = self.kind.io_bytes(given), self.kind.scores_of(given)
-        contenders = self.kind.contenders(self.plan, given)
+        inputs = self.kind.inputs_of(self.problem.workload, self.dtype, self.device)
+        self.problem.bytes, self.scores = self.kind.io_bytes(inputs), self.kind.scores_of(inputs)
+        contenders = self.kind.contenders(self.plan, inputs)
         if any(contender.compiles for contender, _ in contenders):
             torch._dynamo.reset()
-        expected = self.kind.truth(given, self._truth_check())
+        expected = self.kind.truth(inputs, self._truth_check())
         runners: list[tuple[Result, Runner]] = []
         for contender, result in contenders:
             self.say(contender.name)
             self.problem.results.append(result)
             begun = self.clock.now()
-            runner = self._verified(contender, given, expected, result)
+            runner = self._verified(contender, inputs, expected, result)
             if runner is not None:
                 runners.append((result, runner))
-            if result.ours:  # evoattn's compiling is not its peers' loss
+            if result.is_evoattn:  # evoattn's compiling is not its peers' loss
                 self.budget.add(self.clock.now() - begun)
         del expected
         release(self.device)
@@ -154,7 +152,7 @@ class _Course:
             release(self.device)
 
     def _truth_check(self) -> Callable[[float], None]:
-        """Ends a float64 truth that takes more than what a peer's first calls may, as soon as that is sure."""
+        """Return a function that ends a float64 truth as soon as it surely exceeds the limit of a peer's first calls."""
         begun, limit = self.clock.now(), self.budget.first_calls()
 
         def check(done: float) -> None:
@@ -172,20 +170,20 @@ class _Course:
 
         return check
 
-    def _verified(self, contender: Contender, given: Any, expected: dict[str, Tensor], result: Result) -> Runner | None:
-        """A runner whose output, at least, is right; the result says what else is not."""
+    def _verified(self, contender: Contender, inputs: Any, expected: dict[str, Tensor], result: Result) -> Runner | None:
+        """Return a runner if its output is right. The result tells what else is wrong."""
         reason = self._not_begun(contender)
         if reason:
             result.without_time("left out", reason)
             return None
         begun, runner = self.clock.now(), None
         try:
-            with self.clock.limit(None if result.ours else self.budget.first_calls()):
-                runner = self._first_calls(contender, given, expected, result)
+            with self.clock.limit(None if result.is_evoattn else self.budget.first_calls()):
+                runner = self._first_calls(contender, inputs, expected, result)
         except TookTooLong:
             self._cut_short()
             seconds = self.clock.now() - begun
-            self.budget.ended(contender.name, seconds)
+            self.budget.ended_s[contender.name] = seconds
             result.status, result.reason = "left out", f"its first calls were ended after {seconds:.0f} s of the budget"
         except Exception as error:  # whatever a peer raises is its reason, and the run goes on
             result.status, result.reason = status(error), one_line(error)
@@ -193,14 +191,14 @@ class _Course:
             release(self.device)
         return runner
 
-    def _first_calls(self, contender: Contender, given: Any, expected: dict[str, Tensor], result: Result) -> Runner | None:
+    def _first_calls(self, contender: Contender, inputs: Any, expected: dict[str, Tensor], result: Result) -> Runner | None:
         if not contender.biased:
-            given = attentions.without(given, contender.leaves_out)
+            inputs = attentions.without(inputs, contender.leaves_out)
         start = self.clock.now()
-        runner = Runner(contender, given)
+        runner = Runner(contender, inputs)
         if not contender.biased:  # only now: the easier problem's truth takes as long as another, and the peer may be absent
             begun = self.clock.now()
-            expected = attentions.truth(attentions.first_part(given) if contender.leaves_out == "biases" else given)
+            expected = attentions.truth(attentions.first_part(inputs) if contender.leaves_out == "biases" else inputs)
             start += self.clock.now() - begun
         result.errors = runner.forward_error(expected)
         wrong = worst(result.errors, self.dtype, self.kind.ROUNDINGS)
@@ -223,13 +221,13 @@ class _Course:
         seconds = self.clock.now() - start
         result.first_call_s = round(seconds, 3)
         if contender.compiles:
-            self.budget.compiled(contender.name, seconds)
+            self.budget.compiled_s[contender.name] = seconds
         if not wrong:
             result.peak_bytes = peak_bytes(runner.forward if self.passes == ("forward",) else runner.both, self.device)
         return runner if result.status != "wrong" else None
 
     def _too_long(self, runner: Runner) -> float | None:
-        """The seconds of a forward, if the budget does not have them."""
+        """Return the seconds of a forward if the budget does not allow them."""
         seconds = self.clock.calls(runner.forward, 1)
         if seconds > self.budget.longest_s:  # once more: a machine that had something else to do takes long too
             seconds = min(seconds, self.clock.calls(runner.forward, 1))
@@ -246,7 +244,7 @@ class _Course:
 
 
 def _as_far_as_it_came(problem: Problem) -> Problem:
-    """An interrupted problem: whoever has no time yet says why."""
+    """Complete an interrupted problem: contenders without a time get the reason."""
     problem.cut = True
     for result in problem.results:
         if result.status in ("ok", "partial") and not result.times:

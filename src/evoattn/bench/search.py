@@ -1,4 +1,4 @@
-"""The search of `evoattn tune`: better tiles among the neighbours of the best so far. None is kept unverified."""
+"""The search of `evoattn tune`: it tries neighbours of the best tiles so far, and verifies each before it is timed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Found", "neighbours", "tune"]
 
 _WORTH_A_STEP = 0.01
 _WORTH_KEEPING = 0.03
-"""A gain below this is not kept, even beyond the noise: the built-in choice stands for all lengths, a find for a few."""
+"""A smaller gain is not kept, even beyond the noise: the built-in choice was made for all lengths, a finding for a few."""
 
 _ROUNDS = 3
 _LAST_ROUNDS = 9
@@ -40,7 +40,7 @@ _RANGES |= {"score_bytes": (1 << 18, 1 << 28)}
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The find of a search for one direction of one problem.
+    """The result of a search for one direction of one problem.
 
     Args:
         workload, dtype, backend, direction: of what.
@@ -69,7 +69,7 @@ class Found:
         return self.before_ms / self.after_ms
 
     def entry(self) -> dict[str, object]:
-        """For the user's table."""
+        """The entry of the user's table."""
         config = {} if self.config is None else self.config.given()
         numbers = {"before_ms": round(self.before_ms, 5), "after_ms": round(self.after_ms, 5)}
         return {"config": config, "workload": self.workload, **numbers}
@@ -80,13 +80,13 @@ def neighbours(config: Config) -> Iterator[Config]:
 
     Of a plan in plain torch the budget of scores is the only field: its block sizes follow from it.
     """
-    given = config.given()
-    if "score_bytes" in given:
-        given = {"score_bytes": given["score_bytes"]}
-    for name, value in given.items():
+    fields = config.given()
+    if "score_bytes" in fields:
+        fields = {"score_bytes": fields["score_bytes"]}
+    for name, value in fields.items():
         least, most = _RANGES[name]
         steps = (value + 1, value - 1) if name == "num_stages" else (value * 2, value // 2)
-        yield from (Config(**{**given, name: step}) for step in steps if least <= step <= most)
+        yield from (Config(**{**fields, name: step}) for step in steps if least <= step <= most)
 
 
 def tune(
@@ -121,13 +121,13 @@ def tune(
         until = now + (end - now) * (place + 1) / len(directions)
         with tuned_tiles.ignored():
             climb = _Climb(inputs, expected, name, direction, clock, until, say)
-            found = climb.run(chosen.config, workload.name, dtype, chosen.problem)
-        yield found
+            finding = climb.run(chosen.config, workload.name, dtype, chosen.problem)
+        yield finding
 
 
 @dataclasses.dataclass
 class _Climb:
-    """A walk from the built-in choice to better ones, for one direction."""
+    """A hill climb from the built-in choice, for one direction."""
 
     inputs: Inputs
     expected: dict[str, Tensor]
@@ -141,7 +141,7 @@ class _Climb:
     cut: bool = False
 
     def run(self, start: Config, workload: str, dtype: str, problem: Problem) -> Found:
-        """Steps while one is better; then the best and the built-in choice in turn, which decides."""
+        """Step while a neighbour is better. Then time the best and the built-in choice in turn, which decides."""
         if start.score_bytes:
             start = Config(score_bytes=start.score_bytes)
         builtin = self._runner(None)
@@ -158,11 +158,11 @@ class _Climb:
         candidates = [start] if self.direction == "backward" else []  # its three kernels have tiles of their own: one for all?
         candidates = taken([*candidates, *neighbours(start)])
         while candidates:
-            found = [
+            timed = [
                 (ms, config) for config in candidates if config not in seen or config == start if (ms := self._try(config))
             ]
             seen.update(candidates)
-            ms, config = min(found, key=lambda pair: pair[0], default=(best_ms, start))
+            ms, config = min(timed, key=lambda pair: pair[0], default=(best_ms, start))
             if ms >= best_ms * (1 - _WORTH_A_STEP):
                 break
             best, best_ms = config, ms
@@ -178,7 +178,7 @@ class _Climb:
         return Runner(backend_peer(self.backend, "evoattn", config), self.inputs)
 
     def _try(self, config: Config) -> float | None:
-        """Milliseconds of a config; None where it does not run, is wrong, or there is no time left."""
+        """Milliseconds of a config. None if it does not run, is wrong, or no time is left."""
         if self.clock.now() > self.end:
             self.cut = True
             return None
@@ -197,14 +197,14 @@ class _Climb:
             return None
 
     def _times(self, rounds: int, *runners: Runner) -> list[Timing]:
-        """Of each runner, in turn.
+        """Timings of the runners, in interleaved rounds.
 
         Raises:
             RuntimeError: one has no time.
         """
-        found = [(Result(str(number)), runner) for number, runner in enumerate(runners)]
+        pairs = [(Result(str(number)), runner) for number, runner in enumerate(runners)]
         budget, scores = Budget(None, 1, self.clock), attentions.scores_of(self.inputs)
-        time_in_turn(found, (self.direction,), rounds, scores, self.clock, budget, lambda what: None)
-        if reason := next((result.reason for result, _ in found if result.reason), None):
+        time_in_turn(pairs, (self.direction,), rounds, scores, self.clock, budget, lambda what: None)
+        if reason := next((result.reason for result, _ in pairs if result.reason), None):
             raise RuntimeError(reason)
-        return [result.times[self.direction] for result, _ in found]
+        return [result.times[self.direction] for result, _ in pairs]

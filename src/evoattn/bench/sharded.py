@@ -43,7 +43,7 @@ VERIFIED = {"cuda": 256, "cpu": 24}
 """Residues at which outputs and gradients are compared with float64."""
 
 ALLOWED, FLOOR = 1.5, 1e-4
-"""So many times the error of one process plus a floor may each output and gradient be off: sums have another order."""
+"""Each output and gradient may have this multiple of the error of one process, plus a floor: sums have another order."""
 
 WARM_UP = 2
 """Calls before the first that counts. The first compiles; the second finds the memory that the first gave back."""
@@ -93,13 +93,6 @@ class Plan(NamedTuple):
         layers = ("", *(LAYERS if self.parts else ()))
         ways = ("inference", "graph", "training") if self.device == "cuda" else ("inference", "training")
         return [Job(length, layer, way) for length in self.lengths for layer in layers for way in ways]
-
-
-def block_of(device: torch.device) -> PairformerBlock:
-    """The same parameters on all processes."""
-    block = PairformerBlock(C_S, C_Z).to(device)
-    fill(block, torch.Generator(device).manual_seed(0))
-    return block
 
 
 def example(length: int, device: torch.device) -> Example:
@@ -336,7 +329,8 @@ def work(rank: int, plan: Plan, commit: str | None, port: int, sender: Connectio
             sender.send((key, entry))
 
     send("machine", machine.facts(device, commit))
-    block = block_of(device)
+    block = PairformerBlock(C_S, C_Z).to(device)
+    fill(block, torch.Generator(device).manual_seed(0))  # the same parameters on all processes
     send("errors", errors(block, mesh, device))
     for times in measure(plan, block, mesh, device):
         send("times", times)

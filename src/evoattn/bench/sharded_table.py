@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from evoattn.bench import record as records
-from evoattn.bench.sharded import ALLOWED
 from evoattn.bench.table import aligned, headline, markdown
 
-__all__ = ["as_markdown", "as_text", "is_right", "read", "write"]
+__all__ = ["as_markdown", "as_text", "read", "write"]
 
 Data = dict[str, Any]
 """A record: "machine", "processes", "settings", "finished", and lists: "errors" of one entry, and "times" of one for each job.
@@ -20,18 +19,13 @@ Records from before the command have no settings and do not say whether they are
 _WAYS = {"inference": "inference", "graph": "inference, CUDA graph", "training": "training step"}
 
 
-def is_right(errors: Data) -> bool:
-    """True if all processes together lose hardly more than one does."""
-    return float(errors["largest ratio"]) <= ALLOWED
-
-
 def write(record: Data, path: Path) -> None:
     """Write a record, whole or not at all. An infinite error is the text "inf".
 
     Raises:
         OSError: it cannot be written.
     """
-    errors = [{key: x if math.isfinite(x) else str(x) for key, x in found.items()} for found in record.get("errors", [])]
+    errors = [{key: x if math.isfinite(x) else str(x) for key, x in entry.items()} for entry in record.get("errors", [])]
     records.write_text(json.dumps({**record, "errors": errors}, indent=1, allow_nan=False) + "\n", path)
 
 
@@ -60,10 +54,10 @@ def _about(record: Data) -> list[str]:
         "a PairformerBlock of Boltz-2's size, bfloat16 autocast around a float32 z that is split by rows",
     ]
     for errors in record.get("errors", []):
-        one, together = (f"{float(errors[key]):.3f}" for key in ("one", "all"))
+        one, several = (f"{float(errors[key]):.3f}" for key in ("one", "all"))
         lines.append(
             f"largest error of outputs and gradients against float64 at {errors.get('residues', 256)} residues: {one} of "
-            f"{_unit(record, 'one')}, {together} of {_unit(record, str(record['processes']))}; each at most "
+            f"{_unit(record, 'one')}, {several} of {_unit(record, str(record['processes']))}; each at most "
             f"{float(errors['largest ratio']):.2f} times that of {_unit(record, 'one')}"
         )
     return lines
@@ -74,15 +68,15 @@ def _rows(record: Data) -> list[list[str]]:
     processes = record["processes"]
     sides = (_unit(record, "one"), _unit(record, str(processes)))
     rows = [["residues", "pass", *(cell for x in sides for cell in (f"{x}, ms", "host ms", "GiB")), "of linear", "memory"]]
-    for found in record["times"]:
-        one, together = found["one"], found["all"]
-        row = [f"{found['length']:,}", ", ".join(filter(None, (found.get("layer"), _WAYS[found["way"]])))]
-        for side in (one, together):
+    for entry in record["times"]:
+        one, several = entry["one"], entry["all"]
+        cells = [f"{entry['length']:,}", ", ".join(filter(None, (entry.get("layer"), _WAYS[entry["way"]])))]
+        for side in (one, several):
             peak = f"{side['gib']:.1f}" if side and side["gib"] else "-"
-            row += [f"{side['ms']:.1f}", f"{side['host_ms']:.1f}", peak] if side else ["does not fit", "-", "-"]
-        row.append(f"{100 * one['ms'] / (processes * together['ms']):.0f}%" if one else "-")
-        row.append(f"{processes * together['gib'] / one['gib']:.2f}" if one and one["gib"] else "-")
-        rows.append(row)
+            cells += [f"{side['ms']:.1f}", f"{side['host_ms']:.1f}", peak] if side else ["does not fit", "-", "-"]
+        cells.append(f"{100 * one['ms'] / (processes * several['ms']):.0f}%" if one else "-")
+        cells.append(f"{processes * several['gib'] / one['gib']:.2f}" if one and one["gib"] else "-")
+        rows.append(cells)
     return rows
 
 

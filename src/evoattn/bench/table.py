@@ -32,8 +32,8 @@ def title(name: str) -> str:
     """The name of a contender in tables."""
     if name in PEERS:
         return PEERS[name].title
-    found = next((way.title for way in WAYS if way.name == name and name != "evoattn"), None)
-    return found or name.replace("evoattn/", "evoattn, ")
+    layers = (way.title for way in WAYS if way.name == name != "evoattn")
+    return next(layers, name.replace("evoattn/", "evoattn, "))
 
 
 def headline(record: Record) -> str:
@@ -74,27 +74,27 @@ def roofs(record: Record, problem: Problem, name: str) -> dict[str, float]:
     """
     if name == "both":
         return {}
-    w, found = problem.workload, record.ceilings
-    product = found.product_flops_per_s.get(problem.dtype)
+    w, measured = problem.workload, record.ceilings
+    product = measured.product_flops_per_s.get(problem.dtype)
     bounds = {
-        "exp2": found.exp2_per_s,
+        "exp2": measured.exp2_per_s,
         "products": product and product / ((4 if name == "forward" else 10) * w.d),
-        "memory": found.copy_bytes_per_s
+        "memory": measured.copy_bytes_per_s
         and problem.bytes
-        and found.copy_bytes_per_s * w.scores / (problem.bytes * (1 if name == "forward" else 2)),
+        and measured.copy_bytes_per_s * w.scores / (problem.bytes * (1 if name == "forward" else 2)),
     }
     return {what: bound / 1e9 for what, bound in bounds.items() if bound}
 
 
 def ceilings(record: Record) -> str:
     """The ceilings in words; empty where there are none."""
-    found = record.ceilings
+    measured = record.ceilings
     words = [
-        *([f"{found.exp2_per_s / 1e9:,.1f} x 10⁹ exp2/s"] if found.exp2_per_s else []),
-        *([f"{found.copy_bytes_per_s / 1e9:,.1f} GB/s copied"] if found.copy_bytes_per_s else []),
-        *(f"{flops / 1e12:,.3g} Tflop/s of {dtype} products" for dtype, flops in found.product_flops_per_s.items()),
+        *([f"{measured.exp2_per_s / 1e9:,.1f} x 10⁹ exp2/s"] if measured.exp2_per_s else []),
+        *([f"{measured.copy_bytes_per_s / 1e9:,.1f} GB/s copied"] if measured.copy_bytes_per_s else []),
+        *(f"{flops / 1e12:,.3g} Tflop/s of {dtype} products" for dtype, flops in measured.product_flops_per_s.items()),
     ]
-    return f"{', '.join(words)} ({found.how})" if words else ""
+    return f"{', '.join(words)} ({measured.how})" if words else ""
 
 
 def _number(value: float | None, digits: str = ".3f") -> str:
@@ -178,15 +178,15 @@ def as_text(record: Record) -> str:
 
 
 def _said_once(record: Record) -> dict[tuple[str, str], str]:
-    """Who has no time on any problem, always for the same reason: said once, below all tables. Name and reason to status."""
+    """(name, reason) -> status of contenders without any time, always for the same reason: told once, below all tables."""
     seen: dict[str, set[tuple[str, str]]] = {}
     for problem in record.problems:
         for result in problem.results:
             timed = bool(result.times or result.errors)
             if result.status != "left out":
                 seen.setdefault(result.name, set()).add(("", "") if timed else (result.status, result.reason))
-    alone = {name: found.pop() for name, found in seen.items() if len(found) == 1}
-    return {(name, why): status for name, (status, why) in alone.items() if why and status in ("absent", "refused", "failed")}
+    same = {name: found.pop() for name, found in seen.items() if len(found) == 1}
+    return {(name, why): status for name, (status, why) in same.items() if why and status in ("absent", "refused", "failed")}
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -1,4 +1,4 @@
-"""How passes are timed: in interleaved rounds, so that a clock that drifts drifts for all, and as CUDA graphs."""
+"""Time passes in interleaved rounds, so that a drifting clock affects all contenders, and as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["captured", "milliseconds", "time_graphs", "time_in_turn"]
 
 _HOST_CALLS = 7
 _HOST_S = 0.5
-"""Calls that the host's time is measured by: so many, or three if they take longer than this together."""
+"""Calls that measure the host's time, or three if all of them would take longer than this."""
 
 _MOST_TIMES_FORWARD = 4
-"""So many times as long as a forward may a call of another pass take."""
+"""Limit of another pass, as a multiple of the limit of a forward."""
 
 
 @dataclasses.dataclass
-class _Row:
+class _Timed:
     """A contender's pass, to be timed `count` calls at a time.
 
     Args:
@@ -41,12 +41,12 @@ class _Row:
     count: int = 1
 
     def seconds(self, clock: Clock) -> float:
-        """Of one call, in the mean of `count`."""
+        """Mean seconds of one call."""
         self.runner.prepare(self.name, clock.lead + self.count)
         return clock.calls(self.runner.call(self.name), self.count) / self.count
 
     def warm_up(self, clock: Clock, longest_s: float) -> float | None:
-        """Call it twice, to know how often it fits a round, and measure the host's time. The seconds, if they are too many."""
+        """Choose the calls of a round by two calls, and measure the host's time. Return the seconds if they are too many."""
         seconds = min(self.seconds(clock) for _ in range(2))
         if seconds > longest_s:
             return seconds
@@ -65,7 +65,7 @@ def calls_in_a_round(clock: Clock, seconds: float, most: int = 200) -> int:
 
 
 def milliseconds(call: Callable[[int], object], clock: Clock, rounds: int) -> list[float]:
-    """Of a call alone, for each round."""
+    """Milliseconds of a call, for each round."""
     count = calls_in_a_round(clock, clock.calls(call, 2) / 2)
     return [1e3 * clock.calls(call, count) / count for _ in range(rounds)]
 
@@ -79,31 +79,31 @@ def time_in_turn(
     budget: Budget,
     say: Callable[[str], None],
 ) -> bool:
-    """Give the results of these runners their times: each pass once a round, at least two rounds, more while there is time.
+    """Time these runners: each pass once a round, in at least two rounds, and in more while there is time.
 
     Args:
-        runners: what is right, each with its result. One that is partly right is timed forward alone.
-        passes: which.
-        rounds: the most.
+        runners: the verified ones, each with its result. If only the forward is right, only the forward is timed.
+        passes: names of passes.
+        rounds: the most rounds.
         scores: of the problem.
-        clock: what measures.
-        budget: which has begun with the problem.
-        say: told what is being done.
+        clock: measures the calls.
+        budget: has begun with the problem.
+        say: called with each step in words.
 
     Returns:
-        Whether a larger budget would have measured more.
+        True if a larger budget would have measured more.
     """
-    rows: list[_Row] = []
+    all_timed: list[_Timed] = []
     cut = False
     for result, runner in runners:
         say(f"{result.name}, warm-up")
         try:
             runner.rotate()
             for name in passes if result.status == "ok" else ("forward",):
-                row = _Row(result, runner, name, runner.most_calls(name, scores))
+                timed = _Timed(result, runner, name, runner.most_calls(name, scores))
                 times = 1 if name == "forward" else _MOST_TIMES_FORWARD
-                if (seconds := row.warm_up(clock, budget.longest_s * times)) is None:
-                    rows.append(row)
+                if (seconds := timed.warm_up(clock, budget.longest_s * times)) is None:
+                    all_timed.append(timed)
                 else:
                     result.without_time("partial", f"{name}: {seconds:.1f} s a call, not repeated")
                     cut |= budget.would_measure(seconds / times)
@@ -115,28 +115,28 @@ def time_in_turn(
         if number >= 2 and budget.enough():
             break
         say(f"round {number + 1} of {rounds}")
-        for row in rows:
-            if row.result.status in ("ok", "partial"):
-                _time(row, clock, samples.setdefault((row.result.name, row.name), []))
+        for timed in all_timed:
+            if timed.result.status in ("ok", "partial"):
+                _time(timed, clock, samples.setdefault((timed.result.name, timed.name), []))
     return cut
 
 
-def _time(row: _Row, clock: Clock, samples: list[float]) -> None:
+def _time(timed: _Timed, clock: Clock, samples: list[float]) -> None:
     try:
-        samples.append(1e3 * row.seconds(clock))
+        samples.append(1e3 * timed.seconds(clock))
     except Exception as error:  # such as memory that the others have filled since the warm-up
-        row.result.status, row.result.reason, row.result.times = status(error), f"{row.name}: {one_line(error)}", {}
+        timed.result.status, timed.result.reason, timed.result.times = status(error), f"{timed.name}: {one_line(error)}", {}
     else:
-        row.result.times[row.name] = Timing.of(samples)
+        timed.result.times[timed.name] = Timing.of(samples)
 
 
 def time_graphs(result: Result, runner: Runner, passes: tuple[str, ...], rounds: int, clock: Clock) -> None:
-    """Give a result the times of its passes as CUDA graphs; a capture that fails is noted, and the eager times stay."""
+    """Time passes as CUDA graphs. A capture that fails is noted in the result, and the eager times stay."""
     for name in passes:
         try:
-            replay, kept = captured(runner.call(name))
+            replay, output = captured(runner.call(name))
             result.times[f"graph_{name}"] = Timing.of(milliseconds(replay, clock, rounds))
-            del replay, kept
+            del replay, output
         except Exception as error:
             result.without_time(result.status, f"graph of {name}: {one_line(error)}")
             torch.cuda.synchronize()
@@ -145,20 +145,20 @@ def time_graphs(result: Result, runner: Runner, passes: tuple[str, ...], rounds:
 def captured(
     call: Callable[[int], object], *, warm_up: int = 2, mode: str = "global"
 ) -> tuple[Callable[[int], object], object]:
-    """Record a call as a CUDA graph: what replays it, and what its output holds.
+    """Record a call as a CUDA graph. Return a function that replays it, and its output.
 
     Args:
         call: what is recorded.
         warm_up: calls that come first, on a stream of their own.
         mode: "thread_local" if other threads may use the device meanwhile, as NCCL's does.
     """
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for number in range(warm_up):
             call(number)
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode=mode):
-        kept = call(0)
-    return lambda number: graph.replay(), kept
+        output = call(0)
+    return lambda number: graph.replay(), output

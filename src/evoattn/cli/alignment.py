@@ -136,12 +136,12 @@ def _parse(text: str, name: str) -> Alignment:
         sequence = "".join(record.parts)
         if not sequence:
             raise _UnfitError(f"{record} has no sequence; expected one after its header")
-        row = "".join(letter for letter in sequence if not letter.islower())
-        if not row:
+        letters = "".join(letter for letter in sequence if not letter.islower())
+        if not letters:
             raise _UnfitError(f"{record} is all lower case, an A3M insertion; expected aligned columns in upper case")
-        if aligned and len(row) != len(aligned[0]):
-            raise _UnfitError(f"{record} has {len(row)} aligned columns; expected {len(aligned[0])}, as in record 1")
-        aligned.append(row)
+        if aligned and len(letters) != len(aligned[0]):
+            raise _UnfitError(f"{record} has {len(letters)} aligned columns; expected {len(aligned[0])}, as in record 1")
+        aligned.append(letters)
     letters = "".join(part for record in records for part in record.parts).translate(_WITHOUT_GAPS).upper()
     if len(letters) >= _LEAST_LETTERS and _NUCLEOTIDES.issuperset(letters):
         raise _UnfitError("holds nucleotides (only the letters A, C, G, T, U, N); expected protein sequences")
@@ -150,6 +150,6 @@ def _parse(text: str, name: str) -> Alignment:
         raise _UnfitError(f"{records[0]}, the query, has {len(kept)} residues in aligned columns; expected at least 2")
     if all(aligned[0][column] in _OTHER + "X" for column in kept):
         raise _UnfitError(f"{records[0]}, the query, has no known residue; expected a protein sequence")
-    rows = ["".join(row[column] for column in kept).translate(_TO_RESIDUES) for row in aligned]
-    rows = [row for row in rows if row.strip("-")]
+    rows = ["".join(letters[column] for column in kept).translate(_TO_RESIDUES) for letters in aligned]
+    rows = [letters for letters in rows if letters.strip("-")]
     return Alignment(name=name, query=records[0].name, rows=tuple(rows), left_out=len(records) - len(rows))

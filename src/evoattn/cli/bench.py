@@ -117,25 +117,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
     if arguments.gpus is not None:
-        _alone(arguments, "--gpus measures a pair block", *_OF_ONE, "compare", "threshold")
+        _refuse_with(arguments, "--gpus measures a pair block", *_OF_ONE, "compare", "threshold")
         if not torch.distributed.is_available():
             raise RefusedError("--gpus: this torch was built without torch.distributed; expected one with it")
         from evoattn.cli import gpus  # DTensors take a while to import, and other commands need none
 
         lengths = names_in(arguments.lengths)
         return gpus.run_command(arguments, None if lengths is None else tuple(_lengths(lengths)))
-    _alone(arguments, "--parts is for --gpus", "parts")
+    _refuse_with(arguments, "--parts is for --gpus", "parts")
     if arguments.list:
         print("\n".join(f"{w.name:<16} {w.where}" for w in (*WORKLOADS, *LAYERS)))
         return 0
     begun = None if arguments.resume is None else _begun(arguments)
     if arguments.compare:
-        _alone(arguments, "--compare measures and writes nothing", *_ASKED, *_MEASURING, *_FILES, "from")
+        _refuse_with(arguments, "--compare measures and writes nothing", *_ASKED, *_MEASURING, *_FILES, "from")
         before, after = (_read(path, "--compare") for path in arguments.compare)
         return _compare(before, after, _THRESHOLD if arguments.threshold is None else arguments.threshold)
-    _alone(arguments, "--threshold is for --compare", "threshold")
+    _refuse_with(arguments, "--threshold is for --compare", "threshold")
     if arguments.source is not None:
-        _alone(arguments, "--from measures nothing", *_ASKED, *_MEASURING)
+        _refuse_with(arguments, "--from measures nothing", *_ASKED, *_MEASURING)
     outputs = _outputs(arguments)
 
     def after_problem(record: Record) -> None:
@@ -168,7 +168,7 @@ def _status(record: Record) -> int:
         f"WRONG: {problem.workload.name}, {problem.dtype}, {table.title(result.name)}: {result.reason}"
         for problem in record.problems
         for result in problem.results
-        if result.ours and "is wrong" in result.reason
+        if result.is_evoattn and "is wrong" in result.reason
     ]
     for line in [*wrong, *filter(None, [_ENDS.get(record.finished)])]:
         print(f"evoattn bench: {line}", file=sys.stderr)
@@ -204,11 +204,11 @@ def _read(path: Path, option: str) -> Record:
 
 
 def _compare(before: Record, after: Record, threshold: float) -> int:
-    found = compare.compare(before, after, threshold / 100)
-    if not found.pairs:
+    comparison = compare.compare(before, after, threshold / 100)
+    if not comparison.pairs:
         raise RefusedError("--compare: the two records have no problem of the same sizes and dtype in common")
-    print(compare.as_text(found, before, after))
-    return 1 if found.regressions else 0
+    print(compare.as_text(comparison, before, after))
+    return 1 if comparison.regressions else 0
 
 
 def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], None]) -> Record:
@@ -236,7 +236,7 @@ def _resume(arguments: argparse.Namespace, record: Record, after_problem: Callab
         return run(plan, record, device, clock_for(device), progress, after_problem)
 
 
-def _alone(arguments: argparse.Namespace, why: str, *options: str) -> None:
+def _refuse_with(arguments: argparse.Namespace, why: str, *options: str) -> None:
     """Refuse what cannot go with another option, rather than ignore it."""
     for option in options:
         value = getattr(arguments, "source" if option == "from" else option)
@@ -246,7 +246,7 @@ def _alone(arguments: argparse.Namespace, why: str, *options: str) -> None:
 
 def _begun(arguments: argparse.Namespace) -> Record:
     """The record to go on with; it is also where the result goes, unless --json names another file."""
-    _alone(arguments, "--resume goes on with what the record was begun with", *_ASKED, "from", "compare")
+    _refuse_with(arguments, "--resume goes on with what the record was begun with", *_ASKED, "from", "compare")
     record = _read(arguments.resume, "--resume")
     if record.finished != "complete" and any(problem.cut is None for problem in record.problems):
         raise RefusedError(f"--resume {str(arguments.resume)!r}: does not say what was cut short; an older version wrote it")

@@ -59,7 +59,7 @@ exit status: 0 evoattn's errors are within their budget; 1 they are not; 2 bad o
 
 _LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _SHORTEST = {"cpu": 128, "cuda": 64}
-"""Below, dense PyTorch is as fast on a CPU, and all its scores take some MB."""
+"""The shortest usual length. Below it, dense PyTorch is as fast on a CPU, and its scores take a few MB."""
 
 _QUICK = Size(sequences=32, columns=64, lengths=(32, 48, 64, 96), repeats=5, seconds=0.4, patience=10.0)
 _USUAL = {"cpu": (128, 256, 384), "cuda": (512, 384, 1024)}
@@ -124,23 +124,23 @@ def run(arguments: argparse.Namespace) -> int:
         alignment = read_alignment(path)
     size = _size(device, arguments.quick, arguments.max_length)
     busy = _busy() if device.type == "cpu" else None
-    rows = tuple(row[: size.columns] for row in alignment.rows[: size.sequences])
-    rows = tuple(row for row in rows if row.strip("-"))
+    rows = tuple(letters[: size.columns] for letters in alignment.rows[: size.sequences])
+    rows = tuple(letters for letters in rows if letters.strip("-"))
 
     with progress(2 * (4 + len(size.lengths)) + 4) as step:
-        found = sweep.four_attentions(attentions(embed(rows, arguments.seed, device), dtype), size, step)
+        measured = sweep.four_attentions(attentions(embed(rows, arguments.seed, device), dtype), size, step)
         growth = sweep.growth(alignment.rows[0], size, arguments.seed, device, dtype, step)
     unwritten = unwritable("--output", output, lambda: _draw(growth, device, output))
     lines = _about(alignment, rows, device, busy)
-    _print_report(lines, found, growth)
+    _print_report(lines, measured, growth)
     if unwritten:
         raise unwritten
     print(f"\npicture    {os.fspath(output)}")
-    return 1 if any(beyond for _, _, beyond in found) else 0
+    return 1 if any(beyond for _, _, beyond in measured) else 0
 
 
 def _draw(growth: list[Problem], device: torch.device, output: Path) -> None:
-    """Draw and write the PNG, whole or not at all."""
+    """Draw and write the PNG."""
     sizes = f"{TRIANGLE_HEADS} heads x {CHANNELS} channels, {growth[0].dtype}"
     notes = [f"{name} was not run {why}" for name, why in sweep.stops(growth).items()]
     title = f"Triangle attention, forward + backward: {sizes}"
@@ -161,10 +161,10 @@ def _busy() -> str | None:
 
 
 @contextlib.contextmanager
-def _default_alignment(given: Path | None) -> Iterator[Path]:
+def _default_alignment(path: Path | None) -> Iterator[Path]:
     """The file given, else the one that ships in the installed package, else the one of the source tree."""
-    if given is not None:
-        yield given
+    if path is not None:
+        yield path
         return
     packaged = importlib.resources.files("evoattn.cli").joinpath(_EXAMPLE)
     if packaged.is_file():
@@ -193,15 +193,15 @@ def _about(alignment: Alignment, rows: tuple[str, ...], device: torch.device, bu
     ]
 
 
-def _print_report(about: list[str], found: list[tuple[Problem, int, list[str]]], growth: list[Problem]) -> None:
-    backends = sorted({problem.results[0].backends(", backward ") for problem, _, _ in found})
+def _print_report(about: list[str], attentions: list[tuple[Problem, int, list[str]]], growth: list[Problem]) -> None:
+    backends = sorted({problem.results[0].backends(", backward ") for problem, _, _ in attentions})
     print("\n".join([*about, f"backend    {'; '.join(backends)}"]))
-    print(f"\nThe four attentions of an Evoformer block, {found[0][0].dtype}\n")
-    print(_cost_table([problem for problem, _, _ in found]))
-    parts = [f"{problem.workload.name}: the first {rows} of {problem.workload.n} rows" for problem, rows, _ in found]
-    whole = all(rows == problem.workload.n for problem, rows, _ in found)
+    print(f"\nThe four attentions of an Evoformer block, {attentions[0][0].dtype}\n")
+    print(_cost_table([problem for problem, _, _ in attentions]))
+    parts = [f"{problem.workload.name}: the first {rows} of {problem.workload.n} rows" for problem, rows, _ in attentions]
+    whole = all(rows == problem.workload.n for problem, rows, _ in attentions)
     print("\nErrors: |value - float64| / |float64| over " + ("all rows." if whole else "; ".join(parts) + "."))
-    for failure in (failure for _, _, beyond in found for failure in beyond):
+    for failure in (failure for _, _, beyond in attentions for failure in beyond):
         print(f"BEYOND ITS BUDGET  {failure}")
     print("\nTriangle attention of L x L pairs, forward + backward, against length L\n")
     print(_growth_table(growth))

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import platform
 import time
 from typing import Any
 
@@ -40,10 +39,10 @@ _CASES = (
     "one_query",
     "no_keys",
 )
-"""Of `evoattn.testing.AWKWARD`, the telling ones first: a slow backend may not get to the last."""
+"""Names in `evoattn.testing.AWKWARD`, the most telling first: a slow backend may not reach the last."""
 
 _SECONDS = 8.0
-"""All checks together, the oracle's time included."""
+"""Seconds of all checks, the oracle included."""
 
 _ABOUT = """\
 Shows the versions of what evoattn runs on, the devices, every backend with the reason where it cannot run, and
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclasses.dataclass
 class Check:
-    """What the self-check found for one backend on one device in one dtype; cases by name."""
+    """The findings of the self-check for one backend on one device in one dtype; cases by name."""
 
     backend: str
     device: str
@@ -96,7 +95,7 @@ def examine() -> dict[str, Any]:
     statuses = [dataclasses.asdict(status) for status in evoattn.backends()]
     checks = _self_check([status["name"] for status in statuses if status["available"]])
     return {
-        "versions": _versions(),
+        "versions": {**machine.versions(), "triton": _triton(), "cuda": torch.version.cuda, "rocm": torch.version.hip},
         "devices": [_device(device) for device in machine.devices()],
         "backends": statuses,
         "auto": {str(device): {_short(dtype): _auto(device, dtype) for dtype in _DTYPES} for device in machine.devices()},
@@ -109,19 +108,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _versions() -> dict[str, str | None]:
-    return {
-        "evoattn": evoattn.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "triton": _triton(),
-        "cute_dsl": machine.version_of("nvidia-cutlass-dsl"),
-        "cuda": torch.version.cuda,
-        "rocm": torch.version.hip,
-    }
-
-
 def _triton() -> str | None:
     """The version without importing it; distributions of several names hold the package."""
     if importlib.util.find_spec("triton") is None:
@@ -132,16 +118,16 @@ def _triton() -> str | None:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"device": str(device), "name": machine.name(device)}
+    entry: dict[str, Any] = {"device": str(device), "name": machine.name(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
-    return found
+        entry["capability"] = f"{properties.major}.{properties.minor}"
+        entry["memory_gib"] = round(properties.total_memory / 2**30, 1)
+    return entry
 
 
 def _auto(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What `auto` takes for a small training step of triangle attention."""
+    """The backends that `auto` chooses for a small training step of triangle attention."""
     q = torch.empty(1, 64, 64, 4, 32, device=device, dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 64, 64, device=device, dtype=torch.bool)
     pair_bias = torch.empty(1, 1, 4, 64, 64, device=device, dtype=dtype, requires_grad=True)
@@ -210,7 +196,11 @@ def _print(report: dict[str, Any]) -> None:
     unavailable = {status["name"] for status in report["backends"] if not status["available"]}
     print("\nbackend that auto takes")
     for device, by_dtype in report["auto"].items():
-        print(f"  {device:<9} " + ", ".join(f"{dtype} {_named(auto)}" for dtype, auto in by_dtype.items()))
+        names = []
+        for dtype, auto in by_dtype.items():
+            forward, backward = auto["backend"] or "none", auto["backward_backend"] or "none"
+            names.append(f"{dtype} {forward}" + (f" (backward {backward})" if backward != forward else ""))
+        print(f"  {device:<9} {', '.join(names)}")
         for dtype, auto in by_dtype.items():
             for backend, reasons in auto["refused"].items():
                 if backend in unavailable:  # its reason stands above
@@ -220,11 +210,6 @@ def _print(report: dict[str, Any]) -> None:
     for check in report["checks"]:
         _print_check(check)
     print("\nthe self-check held" if report["ok"] else "\nTHE SELF-CHECK DID NOT HOLD: do not trust the numbers of what failed")
-
-
-def _named(auto: dict[str, Any]) -> str:
-    forward, backward = auto["backend"] or "none", auto["backward_backend"] or "none"
-    return forward if backward == forward else f"{forward} (backward {backward})"
 
 
 def _print_check(check: dict[str, Any]) -> None:

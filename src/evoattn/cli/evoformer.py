@@ -1,4 +1,4 @@
-"""From an alignment to the four attentions of an Evoformer block, with random weights of a fixed seed.
+"""Make the four attentions of an Evoformer block from an alignment, with random weights of a fixed seed.
 
     m[s,i] = W_msa onehot(s,i) + W_query onehot(0,i)                     MSA representation    [N, L, 256]
     z[i,j] = W_left onehot(0,i) + W_right onehot(0,j) + W_relpos[j - i]  pair representation   [L, L, 128]
@@ -48,7 +48,8 @@ class Embedding:
 def embed(rows: tuple[str, ...], seed: int, device: torch.device) -> Embedding:
     """Embed sequences in letters of `RESIDUES`, the query first; the same seed gives the same numbers."""
     index = {letter: number for number, letter in enumerate(RESIDUES)}
-    tokens = torch.tensor([[index[letter] for letter in row] for row in rows], dtype=torch.int64, device=device)  # [N,L]
+    letters = [[index[letter] for letter in sequence] for sequence in rows]
+    tokens = torch.tensor(letters, dtype=torch.int64, device=device)  # [N,L]
     query = tokens[0]
     rng = torch.Generator().manual_seed(seed)
 

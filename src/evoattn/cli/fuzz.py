@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ _LARGEST = {JUDGE: {"cpu": 1 << 20, "cuda": 1 << 22}, LAYERS: {"cpu": 1 << 15, "
 """Scores of a problem, by judge. A layer is computed by dense torch twice, forward and backward."""
 
 _SHRUNK = 10
-"""Failures that are shrunk; the others are shown as they were drawn."""
+"""Failures that are shrunk. The others are shown as they were drawn."""
 
 _ABOUT = """\
 Draws random problems (sizes at the edges of tiles, dtypes, layouts, strides, masks, biases, scales, gradients) and runs
@@ -62,7 +61,7 @@ shown and written
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to run.
+    """Settings of a run.
 
     Args:
         cases: how many problems, or None if time decides.
@@ -89,7 +88,7 @@ class Settings:
 
     @property
     def steps(self) -> int | None:
-        """How many runs that makes, or None if time decides."""
+        """The number of runs, or None if time decides."""
         return None if self.cases is None else self.cases * len(self.backends)
 
 
@@ -162,11 +161,10 @@ def fuzz(settings: Settings, output: Path | None = None) -> int:
                     findings.failures[place] = shrunk(failure, workers)
         except KeyboardInterrupt:
             interrupted = True
-    versions = {"evoattn": evoattn.__version__, "python": platform.python_version(), "torch": torch.__version__}
     record = {
         "schema": 1,
         "finished": "interrupted" if interrupted else "complete",
-        "versions": {**versions, "triton": machine.version_of("triton")},
+        "versions": {name: machine.versions()[name] for name in ("evoattn", "python", "torch", "triton")},
         "device": machine.name(torch.device(settings.device)),
         "settings": dataclasses.asdict(settings),
         "seconds": round(time.monotonic() - begun, 1),

@@ -15,13 +15,13 @@ from evoattn.bench import sharded, sharded_table
 from evoattn.bench.sharded import Plan
 from evoattn.cli.terminal import RefusedError, check_output, progress, unwritable
 
-__all__ = ["plan_of", "run_command"]
+__all__ = ["run_command"]
 
 _LENGTHS = {"cuda": (512, 1024, 2048, 3072), "cpu": (32, 64)}
 _QUICK = {"cuda": (512, 1024), "cpu": (16,)}
 
 
-def plan_of(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> Plan:
+def _plan(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> Plan:
     """The plan that the options ask for.
 
     Args:
@@ -36,8 +36,8 @@ def plan_of(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> P
     if device == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if there < arguments.gpus:
-            found = "no GPU" if there == 0 else f"{there} GPU{'s' if there > 1 else ''}"
-            raise RefusedError(f"{asked}: torch finds {found} here; expected {arguments.gpus} or more, or --device cpu")
+            gpus = "no GPU" if there == 0 else f"{there} GPU{'s' if there > 1 else ''}"
+            raise RefusedError(f"{asked}: torch finds {gpus} here; expected {arguments.gpus} or more, or --device cpu")
     backend = "nccl" if device == "cuda" else "gloo"
     if not dist.is_backend_available(backend):
         raise RefusedError(f"{asked}: this torch was built without {backend}; expected one with it")
@@ -47,7 +47,7 @@ def plan_of(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> P
 
 def run_command(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) -> int:
     """Measure, print the table, and say how it ended."""
-    plan = plan_of(arguments, lengths)
+    plan = _plan(arguments, lengths)
     path = None if arguments.json is None else check_output(arguments.json, "--json", ".json")
     settings = {"lengths": plan.lengths, "rounds": plan.rounds, "parts": plan.parts, "note": arguments.note}
     record: dict[str, Any] = {"processes": plan.processes, "settings": settings, "finished": "interrupted"}
@@ -62,19 +62,19 @@ def run_command(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) 
 
 
 def _measure(plan: Plan, commit: str | None, record: dict[str, Any], path: Path | None) -> str | None:
-    """Fill the record, and write it after each measurement. What went wrong, if anything did."""
+    """Fill the record, and write it after each measurement. Return the problem in words, if there was one."""
     steps = iter([f"{job.length} residues, {', '.join(filter(None, (job.layer, job.way)))}" for job in plan.jobs])
     try:
-        with progress(1 + len(plan.jobs)) as step, contextlib.closing(sharded.run(plan, commit)) as found_there:
+        with progress(1 + len(plan.jobs)) as step, contextlib.closing(sharded.run(plan, commit)) as entries:
             step(f"starts {plan.processes} processes, then compares with float64")
-            for key, found in found_there:
+            for key, entry in entries:
                 if key == "machine":
-                    record["machine"] = found
+                    record["machine"] = entry
                     continue
-                record[key].append(found)
+                record[key].append(entry)
                 if path is not None:
                     _write(record, path)  # what cannot be written now is tried again at the end
-                if key == "errors" and not sharded_table.is_right(found):
+                if key == "errors" and not float(entry["largest ratio"]) <= sharded.ALLOWED:
                     record["finished"] = "wrong"
                     return "WRONG: the processes together are less exact than one of them, so nothing was timed"
                 if what := next(steps, None):

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         told = running.instructions(folder, running.modules(names, **more), **more)
         environment = {**os.environ, running.VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
         status = _wait(command, environment, signals)
-        line = f"calls were not counted: {why}" if folder is None else _found(folder, names)
+        line = f"calls were not counted: {why}" if folder is None else _summary(folder, names)
         print(f"evoattn run: {line}", file=sys.stderr, flush=True)
     return status if status >= 0 else _die_of(-status)
 
@@ -102,35 +102,35 @@ def run(arguments: argparse.Namespace) -> int:
 def _folder(at_end: contextlib.ExitStack) -> tuple[pathlib.Path | None, str]:
     """A folder for the counts that is removed at the end, or None and the reason."""
     try:
-        made = tempfile.TemporaryDirectory(prefix="evoattn-run-", ignore_cleanup_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix="evoattn-run-", ignore_cleanup_errors=True)
     except OSError as error:
         return None, f"no temporary folder can be made ({error.strerror}); TMPDIR names another place"
-    return pathlib.Path(at_end.enter_context(made)), ""
+    return pathlib.Path(at_end.enter_context(folder)), ""
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    """What to start."""
+    """Return the command to start."""
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not program:
         raise RefusedError("PROGRAM is missing: name a command, or -m and a module")
     if arguments.module:
         return [sys.executable, "-m", *program]
-    ours = os.path.dirname(sys.executable)
-    found = shutil.which(program[0], path=os.pathsep.join([ours, os.environ.get("PATH", os.defpath)]))
-    if found is None:
+    folder = os.path.dirname(sys.executable)
+    path = shutil.which(program[0], path=os.pathsep.join([folder, os.environ.get("PATH", os.defpath)]))
+    if path is None:
         if program[0].endswith(".py") and os.path.isfile(program[0]):
             raise RefusedError(f"{program[0]!r} is a script, not a command: evoattn run python {program[0]}")
         raise RefusedError(f"no command {program[0]!r} beside {sys.executable} or on PATH; a module is run with -m")
-    python = _python_of(found)
-    if python is not None and os.path.realpath(os.path.dirname(python)) != os.path.realpath(ours):
+    python = _python_of(path)
+    if python is not None and os.path.realpath(os.path.dirname(python)) != os.path.realpath(folder):
         raise RefusedError(
-            f"{found} runs with {python}, evoattn with {sys.executable}. Install evoattn beside the program and call that one"
+            f"{path} runs with {python}, evoattn with {sys.executable}. Install evoattn beside the program and call that one"
         )
-    return [found, *program[1:]]
+    return [path, *program[1:]]
 
 
 def _python_of(path: str) -> str | None:
-    """The Python that a script's first line names, if it does."""
+    """The Python that a script's first line names, or None."""
     with open(path, "rb") as file:
         first = file.readline(1000)
     if not first.startswith(b"#!"):
@@ -195,7 +195,7 @@ class _Signals:
 
 
 def _in_foreground(child: int) -> bool:
-    """Whether this process and its child are in the foreground group of their terminal."""
+    """True if this process and its child are in the foreground group of their terminal."""
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp() == os.getpgid(child)
@@ -214,7 +214,7 @@ def _wait(command: list[str], environment: dict[str, str], signals: _Signals) ->
 
 
 def _ends_with_this_process() -> Callable[[], None] | None:
-    """What a new process calls on Linux, so that the kernel kills it if this process is killed.
+    """Return a function that a new process calls on Linux, so that the kernel kills it if this process is killed.
 
     All is looked up before the fork, because other threads may hold locks then.
     """
@@ -242,16 +242,16 @@ def _die_of(number: int) -> int:
     return 128 + number  # the signal is blocked
 
 
-def _found(folder: pathlib.Path, names: tuple[str, ...]) -> str:
-    """What the processes counted, in a line."""
-    ours = 0
+def _summary(folder: pathlib.Path, names: tuple[str, ...]) -> str:
+    """Tell in a line what the processes counted."""
+    computed = 0
     passed_on: collections.Counter[str] = collections.Counter()
     steps: collections.Counter[str] = collections.Counter()
     backends, patched, refused = set(), set(), set()
     for name, count in running.totals(folder).items():
         match name:
             case ("call", _, ""):
-                ours += count
+                computed += count
             case ("call", _, reason):
                 passed_on[reason] += count
             case ("step", _, reason):
@@ -265,8 +265,8 @@ def _found(folder: pathlib.Path, names: tuple[str, ...]) -> str:
     refused |= {path.read_text() for path in folder.glob("*.lost")}
     if any(folder.glob("*.uncounted")):
         refused.add(f"not all calls were counted: {folder.parent} cannot take the counts; TMPDIR names another place")
-    if ours:
-        parts = [f"{_calls(ours)} of {_list(patched)} computed by evoattn on {_list(backends)}"]
+    if computed:
+        parts = [f"{_calls(computed)} of {_list(patched)} computed by evoattn on {_list(backends)}"]
     elif patched:
         parts = [f"{_list(patched)} patched, but no attention was called"]
     elif refused:
@@ -279,14 +279,14 @@ def _found(folder: pathlib.Path, names: tuple[str, ...]) -> str:
     return "; ".join([*parts, *_steps(steps), *sorted(refused)])
 
 
-def _steps(found: collections.Counter[str]) -> list[str]:
-    """What became of the steps and blocks that are recorded, unless the machine has no GPU."""
-    replayed = found.pop("", 0)
-    found.pop(ELSEWHERE, None)
-    if not replayed and not found:
+def _steps(counts: collections.Counter[str]) -> list[str]:
+    """Tell how many steps and blocks were replayed, unless the machine has no GPU."""
+    replayed = counts.pop("", 0)
+    counts.pop(ELSEWHERE, None)
+    if not replayed and not counts:
         return []
-    why = ", ".join(f"{count:,} {reason}" for reason, count in found.most_common())
-    ran = f" and {sum(found.values()):,} not ({why})" if why else ""
+    why = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+    ran = f" and {sum(counts.values()):,} not ({why})" if why else ""
     return [f"{replayed:,} steps and blocks replayed as CUDA graphs{ran}"]
 
 
@@ -295,6 +295,6 @@ def _calls(count: int) -> str:
 
 
 def _list(names: set[str]) -> str:
-    """Names as a sentence has them."""
+    """Names joined as in a sentence."""
     *first, last = sorted(names)
     return f"{', '.join(first)} and {last}" if first else last

@@ -1,4 +1,4 @@
-"""What the demo measures, by the contenders, the clock and the memory of the benchmark."""
+"""Measure the attentions of the demo by the contenders, the clock and the memory of the benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from evoattn.workloads import Workload, workload
 __all__ = ["Size", "four_attentions", "growth", "stops", "tiled"]
 
 PLAN = Plan((), (), PASSES, ("auto",), ("dense",))
-"""What runs: evoattn as it chooses its backend, and dense torch."""
+"""The contenders: evoattn with the backend that it chooses, and dense torch."""
 
 _PATIENCE_S = {"evoattn": 60.0, "dense": 8.0}
 """Seconds that one forward + backward may take; more is not begun."""
@@ -76,10 +76,10 @@ def measure(contender: Contender, result: Result, inputs: Inputs, passes: tuple[
         result.without_time("left out", one_line(error))
 
 
-def four_attentions(found: list[Inputs], size: Size, step: Step) -> list[tuple[Problem, int, list[str]]]:
+def four_attentions(attentions_of_block: list[Inputs], size: Size, step: Step) -> list[tuple[Problem, int, list[str]]]:
     """Each attention measured, the rows n that it was compared with float64 on, and what of evoattn is beyond its budget."""
-    made = []
-    for inputs in found:
+    measured = []
+    for inputs in attentions_of_block:
         case = inputs.case
         sizes = (1, case.n, case.h, case.lq, case.lk, case.d)
         shape = Workload(case.name, *sizes, True, inputs.pair_bias is not None, "")
@@ -89,8 +89,8 @@ def four_attentions(found: list[Inputs], size: Size, step: Step) -> list[tuple[P
             measure(contender, result, inputs, ("forward", "backward"), size, clock_for(inputs.q.device))
             problem.results.append(result)
         step(f"{case.name}, against float64")
-        made.append((problem, *_accuracy(inputs, problem)))
-    return made
+        measured.append((problem, *_accuracy(inputs, problem)))
+    return measured
 
 
 def _accuracy(inputs: Inputs, problem: Problem) -> tuple[int, list[str]]:
@@ -102,14 +102,14 @@ def _accuracy(inputs: Inputs, problem: Problem) -> tuple[int, list[str]]:
     _, n, length, heads, _ = inputs.q.shape
     rows = max(1, min(n, _ORACLE_SCORES // (heads * length * length)))
     part = attentions.first_rows(inputs, slice(0, rows))
-    expected, found = testing.oracle(part), testing.run(part)
-    ours, dense = problem.results
-    ours.errors, allowed = testing.errors(found, expected), budgets(part, found, expected)
+    expected, results = testing.oracle(part), testing.run(part)
+    own, dense = problem.results
+    own.errors, allowed = testing.errors(results, expected), budgets(part, results, expected)
     runner = Runner(PEERS[dense.name], part)
     dense.errors = runner.forward_error(expected.values) | runner.gradient_errors(expected.values)
-    beyond = [(name, error, allowed[name]) for name, error in ours.errors.items() if not error <= allowed[name]]
+    beyond = [(name, error, allowed[name]) for name, error in own.errors.items() if not error <= allowed[name]]
     if beyond and length == 1:
-        beyond = excess(part, found, expected)
+        beyond = excess(part, results, expected)
     words = "{}: {}: relative error {:.1e}, allowed {:.1e}"
     return rows, [words.format(inputs.case.name, *one) for one in beyond]
 
@@ -141,14 +141,14 @@ def growth(query: str, size: Size, seed: int, device: torch.device, dtype: torch
 
 
 def stops(problems: list[Problem]) -> dict[str, str]:
-    """For each contender that did not go through all lengths, from which length on and why."""
+    """The length at which each contender stopped before the last one, and the reason."""
     return {r.name: f"at L = {p.workload.length}: {r.reason}" for p in problems for r in p.results if r.reason}
 
 
 def _cannot_go_on(
     contender: Contender, asked: Workload, before: list[Problem], left_s: float, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Why a length is not begun. A pass is expected to take as many times as long as the last as there are scores more."""
+    """Return the reason not to begin a length. The time of a pass is expected to grow with the number of scores."""
     seconds = 0.0
     if before and (last := before[-1].result(contender.name)) and "both" in last.times:
         seconds = last.times["both"].median_ms / 1e3 * asked.scores / before[-1].workload.scores

@@ -1,4 +1,4 @@
-"""What every command needs to talk to a person: refusals, extras, progress."""
+"""Shared by all commands: options, refusals, files, progress."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 class RefusedError(Exception):
-    """Raised for what cannot be used; the message is one line that names it and says what was expected."""
+    """Raised for an option or file that cannot be used. The message is one line that names it and says what was expected."""
 
 
 def add_command(
@@ -147,7 +147,7 @@ def among(option: str, values: list[str] | None, known: tuple[str, ...], default
 
 
 def try_to_write_in(folder: Path) -> None:
-    """Make a file in a folder and remove it: what permissions say is not the whole truth, to root least of all.
+    """Make a file in a folder and remove it. Permissions alone do not tell whether that works, above all for root.
 
     Raises:
         OSError: it cannot be made.
@@ -202,10 +202,6 @@ def _bar(*, elapsed: bool = True) -> Iterator[Callable[[int, int | None, str], N
         yield lambda done, total, what: bar.update(task, total=total, completed=done, description=what)
 
 
-def _print(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
 def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
     """A bar with counts on stderr; without a terminal, a line every few seconds.
@@ -223,7 +219,7 @@ def count_progress(total: int | None, every_s: float = 5.0) -> Iterator[Count]:
                 bar(done, total, what)
             elif time.monotonic() - shown >= every_s:
                 shown = time.monotonic()
-                _print(f"[{done}{'' if total is None else f'/{total}'}] {what}")
+                print(f"[{done}{'' if total is None else f'/{total}'}] {what}", file=sys.stderr, flush=True)
 
         yield count
 
@@ -261,6 +257,7 @@ def problem_progress(budget_s: float | None) -> Iterator[Callable[[int, int, str
                 bar(problem - 1, problems, f"{left(problem, problems):>10}  {what}")
             elif problem != shown:
                 shown = problem
-                _print(f"[{problem}/{problems}] {what.partition(':')[0]}  {left(problem, problems)}")
+                line = f"[{problem}/{problems}] {what.partition(':')[0]}  {left(problem, problems)}"
+                print(line, file=sys.stderr, flush=True)
 
         yield step

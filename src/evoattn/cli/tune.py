@@ -89,9 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     with refusing_place(place, _VARIABLE):  # before minutes of search: it could not be kept after them
         place.parent.mkdir(parents=True, exist_ok=True)
         try_to_write_in(place.parent)
-    found: list[Found] = []
+    findings: list[Found] = []
     try:
-        _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget, place, found)
+        _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget, place, findings)
     except KeyboardInterrupt:
         print("evoattn tune: interrupted: the results so far are kept", file=sys.stderr)
         return 130
@@ -99,52 +99,54 @@ def run(arguments: argparse.Namespace) -> int:
         place = None
         raise
     finally:
-        _print(found, device, place)
+        _print(findings, device, place)
     return 0
 
 
-def _search(problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, place: Path, found: list[Found]) -> None:
+def _search(
+    problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, place: Path, findings: list[Found]
+) -> None:
     """Search each problem within its share of the time left, and write each finding at once."""
     clock = clock_for(device)
     end = clock.now() + budget_s
     with problem_progress(budget_s) as progress:
-        for number, (wanted, dtype) in enumerate(problems, start=1):
+        for number, (asked, dtype) in enumerate(problems, start=1):
             until = clock.now() + (end - clock.now()) / (len(problems) - number + 1)
-            what = f"{wanted.name}, {dtype}"
+            what = f"{asked.name}, {dtype}"
 
             def say(config: str, number: int = number, what: str = what) -> None:
                 progress(number, len(problems), f"{what}: {config}")
 
-            if reason := attentions.too_large(wanted, getattr(torch, dtype), device):
+            if reason := attentions.too_large(asked, getattr(torch, dtype), device):
                 print(f"{what}: left out: {reason}", file=sys.stderr)
                 continue
             say("built-in choice")
-            for one in search.tune(wanted, dtype, device, clock, until, say):
-                found.append(one)
+            for one in search.tune(asked, dtype, device, clock, until, say):
+                findings.append(one)
                 if one.config is not None:
                     with refusing_place(place, _VARIABLE):
                         tuned_tiles.save({one.key: one.entry()}, device.type == "cpu")
 
 
-def _print(found: list[Found], device: torch.device, kept_in: Path | None) -> None:
+def _print(findings: list[Found], device: torch.device, kept_in: Path | None) -> None:
     print(f"{machine.name(device)}\n")
-    if not found:
+    if not findings:
         print("nothing was searched to its end, or nothing has tiles to choose (few queries and few keys have none)")
         return
     rows = [["", "backend", "pass", "built-in ms", "tuned ms", "gain", "tried", ""]]
-    for one in found:
+    for one in findings:
         better, after, gain = "nothing better by 3%", "", ""
         if one.config is not None:
             better, after, gain = _words(one.config.given()), f"{one.after_ms:.3f}", f"{one.gain:.2f}x"
         about = (f"{one.workload}, {one.dtype}", one.backend, one.direction, f"{one.before_ms:.3f}", after, gain)
         rows.append([*about, str(one.tried), better + ("; time was over" if one.cut else "")])
     print(table.aligned(rows))
-    if kept_in and any(one.config for one in found):
+    if kept_in and any(one.config for one in findings):
         print(f"\nkept in {kept_in}; evoattn tune --clear removes it")
 
 
-def _words(given: dict[str, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in given.items())
+def _words(fields: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _show(on_cpu: bool) -> None:

@@ -135,19 +135,10 @@ class Case:
 
 def from_workload(workload: Workload, dtype: torch.dtype) -> Case:
     """A workload as a case: the key mask as a bool mask, and the pair bias in q's dtype."""
-    return Case(
-        name=workload.name,
-        lead=(workload.b,),
-        n=workload.n,
-        h=workload.h,
-        lq=workload.lq,
-        lk=workload.lk,
-        d=workload.d,
-        dtype=dtype,
-        mask="random" if workload.key_mask else None,
-        pair_bias="b1hqk" if workload.pair_bias else None,
-        kv_heads=workload.kv_heads,
-    )
+    sizes = {name: getattr(workload, name) for name in ("name", "n", "h", "lq", "lk", "d", "kv_heads")}
+    mask: Literal["random"] | None = "random" if workload.key_mask else None
+    pair_bias = "b1hqk" if workload.pair_bias else None
+    return Case(**sizes, lead=(workload.b,), dtype=dtype, mask=mask, pair_bias=pair_bias)
 
 
 _QKV = ("q", "k", "v")

@@ -37,7 +37,7 @@ class Wrapper(nn.Module):
 
 
 def _own_forward(module: nn.Module) -> None:
-    """As accelerate's hooks do it."""
+    """Give a module a forward of its own, as accelerate's hooks do."""
     right = module.forward
     module.forward = lambda x: 2 * right(x)
 

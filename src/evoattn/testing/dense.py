@@ -63,16 +63,16 @@ def shifted_biases(inputs: Inputs, mask_bias: Tensor | None, pair_bias: Tensor |
         attended = total if mask is None else torch.where(mask, total, -torch.inf)
         shift = attended.amax(-1, keepdim=True)
         shift = torch.where(shift.isfinite(), shift, 0)
-        rest = _rounded_off(*bias_terms, total) if len(bias_terms) == 2 else None
+        rounding = _rounded_off(*bias_terms, total) if len(bias_terms) == 2 else None
     total = total - shift
-    return Biases((total if rest is None else total + rest,), shift)
+    return Biases((total if rounding is None else total + rounding,), shift)
 
 
 def _rounded_off(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     """a + b - total without any error (Knuth's two-sum), 0 where it is not finite."""
     b_part = total - a
-    rest = (a - (total - b_part)) + (b - b_part)
-    return torch.where(rest.isfinite(), rest, 0)
+    rounding = (a - (total - b_part)) + (b - b_part)
+    return torch.where(rounding.isfinite(), rounding, 0)
 
 
 def scores(inputs: Inputs, q: Tensor, k: Tensor, biases: Biases) -> Tensor:
@@ -120,8 +120,8 @@ def differentiate(call: Call, inputs: Inputs, dtype: torch.dtype | None) -> Resu
     if inputs.dlse is not None and lse.requires_grad:  # it depends on all inputs but v and the gate
         outputs.append(lse)
         cotangents.append(inputs.dlse.to(lse.dtype))
-    wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
-    gradients = torch.autograd.grad(outputs, list(wanted.values()), cotangents) if wanted else ()
+    differentiable = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
+    gradients = torch.autograd.grad(outputs, list(differentiable.values()), cotangents) if differentiable else ()
     values = {"o": o.detach(), "lse": lse.detach()}
-    values.update({f"d{name}": g for name, g in zip(wanted, gradients, strict=True)})
+    values.update({f"d{name}": g for name, g in zip(differentiable, gradients, strict=True)})
     return Results(values)

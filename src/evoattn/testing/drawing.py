@@ -128,22 +128,22 @@ class _Drawing:
 
     def keys(self, shape: tuple[int, ...]) -> Tensor:
         """Seven keys of ten, the first always."""
-        keep = torch.rand(shape, generator=self.rng, dtype=torch.float32) > 0.3
-        keep[..., :1] = True
-        return keep
+        kept = torch.rand(shape, generator=self.rng, dtype=torch.float32) > 0.3
+        kept[..., :1] = True
+        return kept
 
     def mask(self) -> Tensor | None:
         case = self.case
         if case.mask is None:
             return None
-        keep = self.keys(self.sizes(case.mask_axes))
+        kept = self.keys(self.sizes(case.mask_axes))
         if case.mask == "padding" and case.mask_axes.endswith("k"):
-            keep[...] = torch.arange(case.lk) < (case.lk + 1) // 2
-        if case.mask == "empty_rows" and keep.ndim > 1:
-            keep[..., ::3, :] = False
-        if case.mask == "empty_batches" and keep.ndim > 1:
-            keep[::2] = False
-        return self.bias_with_strides(keep.to(self.device), case.mask_axes)
+            kept[...] = torch.arange(case.lk) < (case.lk + 1) // 2
+        if case.mask == "empty_rows" and kept.ndim > 1:
+            kept[..., ::3, :] = False
+        if case.mask == "empty_batches" and kept.ndim > 1:
+            kept[::2] = False
+        return self.bias_with_strides(kept.to(self.device), case.mask_axes)
 
     def mask_bias(self) -> Tensor | None:
         case = self.case

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from evoattn.api import explain
+from evoattn.core.numerics import accumulate_dtype
 from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 from evoattn.testing.dense import Results, heads_first
-from evoattn.testing.oracle import excess, huge, oracle, run
+from evoattn.testing.oracle import excess, huge_queries, oracle, run
 from evoattn.testing.random_problems import RandomProblem
 
 __all__ = ["Outcome", "Run", "bits", "judge", "poisoned", "verdict"]
@@ -116,8 +117,11 @@ def _failures(inputs: Inputs, attend: Callable[[Inputs], Results], deterministic
     expected = oracle(inputs)
     if wrong := _shapes(inputs, results, expected):
         return failures + wrong
-    swallowed = huge(inputs)
-    failures += _unfinite(results, expected) + _empty(inputs, results, expected)
+    swallowed = huge_queries(inputs)
+    for name, right in expected.values.items():
+        if count := int((right.isfinite() & ~results.values[name].isfinite()).sum()):
+            failures.append((f"not finite: {name}", f"{count} elements"))
+    failures += _empty(inputs, results, expected)
     failures += _errors(excess(inputs, results, expected, swallowed=bool(swallowed.any())))
     failures += _small_lses(inputs, results, expected)
     if bool(swallowed.any()) and not bool(swallowed.all()):
@@ -130,7 +134,7 @@ def _errors(beyond: list[tuple[str, float, float]], where: str = "") -> list[tup
 
 
 def _small_lses(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:
-    """The LSEs that no huge bias is part of, alone: beside -1e9 the norm of all of them hides any error."""
+    """Judge the LSEs without huge biases separately: a -1e9 in the norm would hide any error."""
     large = expected.values["lse"].isfinite() & (expected.values["lse"].abs() > _LARGE)
     if not bool(large.any()) or bool(large.all()):
         return []
@@ -143,7 +147,7 @@ def _small_lses(inputs: Inputs, results: Results, expected: Results) -> list[tup
 
 
 def _ordinary_queries(inputs: Inputs, swallowed: Tensor, attend: Callable[[Inputs], Results]) -> list[tuple[str, str]]:
-    """The same call with no cotangent where a huge bias swallows the scores: the budgets of the other queries stay tight."""
+    """Judge the same call without cotangents at queries whose scores a huge bias swallows: the other budgets stay tight."""
 
     def without(x: Tensor) -> Tensor:
         return heads_first(torch.where(swallowed.unsqueeze(-1), 0, heads_first(x, inputs)), inputs)
@@ -168,15 +172,10 @@ def _shapes(inputs: Inputs, results: Results, expected: Results) -> list[tuple[s
             continue
         value = results.values[name]
         source = inputs.q if name == "o" else getattr(inputs, name[1:], None) if name.startswith("d") else None
-        dtype = source.dtype if source is not None else torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+        dtype = accumulate_dtype(inputs.q.dtype) if source is None else source.dtype
         if value.shape != right.shape or value.dtype != dtype:
             failures.append((f"shape of {name}", f"{value.dtype} {tuple(value.shape)}, expected {dtype} {tuple(right.shape)}"))
     return failures
-
-
-def _unfinite(results: Results, expected: Results) -> list[tuple[str, str]]:
-    counts = {name: int((right.isfinite() & ~results.values[name].isfinite()).sum()) for name, right in expected.values.items()}
-    return [(f"not finite: {name}", f"{count} elements") for name, count in counts.items() if count]
 
 
 def _empty(inputs: Inputs, results: Results, expected: Results) -> list[tuple[str, str]]:

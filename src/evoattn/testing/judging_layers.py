@@ -82,20 +82,20 @@ def judge_layer(problem: RandomLayer, backend: str = "auto", device: torch.devic
 def _failures(problem: RandomLayer, backend: str, device: torch.device) -> list[tuple[str, str]]:
     values, changed = _layer_values(problem, backend, device)
     compute = problem.compute_dtype
-    exact = _dense_values(problem, device, torch.float64, MaskedSoftmax())
+    double = _dense_values(problem, device, torch.float64, MaskedSoftmax())
     plain = [_dense_values(problem, device, compute, MaskedSoftmax(rough=_ROUGH[compute]))]
-    failures = _wrong(problem, values, exact, plain)
+    failures = _wrong(problem, values, double, plain)
     if any(kind.startswith("error of") for kind, _ in failures):  # a few roundings may cancel by chance
         plain += [
             _dense_values(problem, device, compute, MaskedSoftmax(rough=_ROUGH[compute], seed=seed)) for seed in range(1, 5)
         ]
-        failures = _wrong(problem, values, exact, plain)
+        failures = _wrong(problem, values, double, plain)
     return [(f"mutated {name}", "") for name in changed] + failures
 
 
-def _wrong(problem: RandomLayer, results: Values, exact: Values, plain: list[Values]) -> list[tuple[str, str]]:
+def _wrong(problem: RandomLayer, results: Values, double: Values, plain: list[Values]) -> list[tuple[str, str]]:
     failures = []
-    for name, right in exact.items():
+    for name, right in double.items():
         value, rough = results[name], [x for values in plain if (x := values[name]) is not None]
         if value is None or right is None:
             if not (value is None and right is None):

@@ -92,18 +92,17 @@ def errors(results: Results, expected: Results) -> dict[str, float]:
     return {name: relative_error(value, expected.values[name]) for name, value in results.values.items()}
 
 
-def budgets(inputs: Inputs, results: Results, expected: Results) -> dict[str, float]:
+def budgets(inputs: Inputs, results: Results, expected: Results, lost: dict[str, float] | None = None) -> dict[str, float]:
     """The error allowed for every value: four times what the dense low-precision computation loses, within the dtype's bounds.
 
-    The LSE is held to the bounds of its own dtype, the others to those of the coarser of q's and their own. Scores of size x
-    that are
-    rounded to eps x change exp(S) by a share of eps x, whoever computes it: that is the least budget where LSEs are large.
+    The LSE is held to the bounds of its own dtype, the others to those of the coarser of q's and their own. If scores of size
+    x are rounded to eps x, exp(S) changes by a share of eps x, whoever computes it. That is the least budget of large LSEs.
+
+    Args:
+        inputs, results, expected: the call, a backend's results, and the float64 results.
+        lost: the errors of the dense low-precision computation, if they are known.
     """
-    return _budgets(inputs, results, expected, errors(low_precision(inputs), expected))
-
-
-def _budgets(inputs: Inputs, results: Results, expected: Results, lost: dict[str, float]) -> dict[str, float]:
-    """`budgets`, from what the dense low-precision computation loses."""
+    lost = errors(low_precision(inputs), expected) if lost is None else lost
     allowed = {}
     lse = expected.values["lse"]
     size = lse[lse.isfinite()].square().mean().sqrt().item() if lse.isfinite().any() else 0.0
@@ -140,7 +139,7 @@ def excess(
     """
     errors_by_name = errors(results, expected)
     lost = errors(only(low_precision(inputs)), expected)
-    allowed = _budgets(inputs, results, expected, lost)
+    allowed = budgets(inputs, results, expected, lost)
     if all(error <= allowed[name] for name, error in errors_by_name.items()):
         return []
     for name, bound in conditioning(inputs, expected).items():
@@ -150,11 +149,6 @@ def excess(
         if name in allowed and swallowed:
             allowed[name] = max(allowed[name], _MULTIPLE_OF_DENSE * lost[name])
     return [(name, error, allowed[name]) for name, error in errors_by_name.items() if not error <= allowed[name]]
-
-
-def huge(inputs: Inputs) -> Tensor:
-    """The queries `[*,n|1,h|1,q|1]` beside whose biases the scores are lost, by more than the dtype's ceiling."""
-    return huge_queries(inputs, _CEILING[inputs.q.dtype])
 
 
 def check(results: Results, inputs: Inputs) -> None:
@@ -199,7 +193,7 @@ class Bound:
 
 
 def conditioning(inputs: Inputs, expected: Results) -> dict[str, Bound]:
-    """For every value of a call, given its float64 results, the error by rounding alone."""
+    """The error of every value of a call by rounding alone, from its float64 results."""
     values = expected.values
     e = torch.finfo(accumulate_dtype(inputs.q.dtype)).eps * _ROUNDING
     u = torch.finfo(inputs.q.dtype).eps * _ROUNDING
@@ -279,11 +273,11 @@ def _double(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.double()
 
 
-def huge_queries(inputs: Inputs, limit: float) -> Tensor:
-    """Queries `[*,n|1,h|1,q|1]` beside whose biases the accumulation dtype swallows the scores.
+def huge_queries(inputs: Inputs) -> Tensor:
+    """Queries `[*,n|1,h|1,q|1]` whose scores the accumulation dtype swallows, because a bias is huge.
 
-    That is, rounding their largest sum of biases, measured from the row shift (docs/mathematics.md), loses more than `limit`.
-    No low precision computes these well, dense torch in the same dtype no better than a backend.
+    That is, rounding their largest sum of biases, measured from the row shift (docs/mathematics.md), loses more than the
+    ceiling of q's dtype. No low precision computes these well, dense torch in the same dtype no better than a backend.
     """
     mask_bias = _double(key_axes(inputs.mask_bias, inputs.q.ndim))
     biases = shifted_biases(inputs, _double(inputs.mask_bias), _double(inputs.pair_bias), torch.float64)
@@ -296,5 +290,5 @@ def huge_queries(inputs: Inputs, limit: float) -> Tensor:
         row_shift = attended.amax(-1, keepdim=True)
         row_shift = torch.where(row_shift.isfinite(), row_shift, 0)
     eps = torch.finfo(accumulate_dtype(inputs.q.dtype)).eps
-    huge = eps * (biases.shift - row_shift).abs() > limit
+    huge = eps * (biases.shift - row_shift).abs() > _CEILING[inputs.q.dtype]
     return huge.squeeze(-1)[(None,) * (inputs.q.ndim - huge.ndim)]

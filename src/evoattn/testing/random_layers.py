@@ -225,16 +225,16 @@ class RandomLayer:
             return None
         shape = self.shape(axes)
         shape = tuple(1 if axis - len(shape) in self.mask_ones else size for axis, size in enumerate(shape))
-        keep = bell(torch.Generator().manual_seed(self.seed + 2), *shape) > -0.5
+        kept = bell(torch.Generator().manual_seed(self.seed + 2), *shape) > -0.5
         if self.mask == "padding":
-            keep[...] = torch.arange(shape[-1]) < (shape[-1] + 1) // 2
+            kept[...] = torch.arange(shape[-1]) < (shape[-1] + 1) // 2
         elif self.mask == "rows":
-            keep[(..., slice(None, None, 3), slice(None)) if len(shape) > 1 else ...] = False
+            kept[(..., slice(None, None, 3), slice(None)) if len(shape) > 1 else ...] = False
         elif self.mask == "columns":
-            keep[..., ::3] = False
+            kept[..., ::3] = False
         elif self.mask == "nothing":
-            keep[...] = False
-        return keep.to(self.mask_dtype).to(device)
+            kept[...] = False
+        return kept.to(self.mask_dtype).to(device)
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """The cotangent of the output, and the mask `[*, 1]` that "mul_" multiplies the output by in place."""

@@ -242,11 +242,11 @@ def _memory(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
 def _factors(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     """The scale, and the factor on q that gives scores of the size wanted."""
     scale = draw.weighted({None: 70, 0.37: 10, -0.5: 10, 1.0: 6, -0.02: 4})
-    wanted = draw.weighted(_SCORES)
-    if wanted == 1.0:
+    size = draw.weighted(_SCORES)
+    if size == 1.0:
         return {"scale": scale}
     own = words["d"] ** 0.5 * abs(words["d"] ** -0.5 if scale is None else scale)
-    return {"scale": scale, "spread": float(f"{min(wanted / own, 1e4):.3g}")}
+    return {"scale": scale, "spread": float(f"{min(size / own, 1e4):.3g}")}
 
 
 def _any_scale(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:

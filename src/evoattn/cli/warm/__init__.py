@@ -135,26 +135,25 @@ def _check_folders(cards: tuple[Card, ...]) -> None:
     Raises:
         RefusedError: no folder is known, or one cannot be written. It names the variable that sets another.
     """
-    ours = folder()
-    if ours is None and VARIABLE in os.environ:
+    own = folder()
+    if own is None and VARIABLE in os.environ:
         raise RefusedError(f"{VARIABLE} is empty, which means that nothing is kept; expected a folder, or the variable unset")
-    if ours is None:
+    if own is None:
         raise RefusedError(f"no home folder is known to keep kernels in: name a folder in {VARIABLE}, and one in {_TRITON}")
-    wanted: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for card in cards:
         with planned_for(card):
             if card.capability == (9, 0) and why_not("hopper") is None:
-                wanted[VARIABLE] = ours
+                folders[VARIABLE] = own
             if why_not("triton") is None:
-                wanted[_TRITON] = _triton_folder()
-    for variable, place in wanted.items():
+                folders[_TRITON] = _triton_folder()
+    for variable, place in folders.items():
         with refusing_place(place, variable):
             place.mkdir(parents=True, exist_ok=True)
             try_to_write_in(place)
 
 
 def _triton_folder() -> Path:
-    """Where Triton keeps its kernels."""
     from triton import knobs
 
     return Path(knobs.cache.dir)
@@ -183,7 +182,7 @@ def warm(settings: Settings) -> int:
 
 
 def _tell_missing(card: Card) -> None:
-    """Say which backend that a card could use is not installed; refuse if none is."""
+    """Name each backend that a card could use and that is not installed. Refuse if none is."""
     with planned_for(card):
         missing = {name: why_not(name) for name in COMPILERS}
     if card.capability != (9, 0):
@@ -198,7 +197,7 @@ def _tell_missing(card: Card) -> None:
 def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Found]:
     """All kernels, each once, those of backwards first. Calls whose kernels cannot be found are told and added to `unknown`."""
     tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in _chunks(settings)]
-    found: dict[tuple[str, str], Found] = {}
+    kernels: dict[tuple[str, str], Found] = {}
     with count_progress(len(tasks)) as count:
         for done, report in enumerate(pool.run(tasks), 1):
             if report.error is not None:
@@ -206,13 +205,13 @@ def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Found]
                 unknown.append(f"{calls[0]} to {calls[-1]}")
                 print(f"FAILED  the kernels of calls from {unknown[-1]} are unknown: {report.error}", flush=True)
                 continue
-            found.update({(one.backend, one.kernel.key): one for one in report.result})
-            count(done, f"{len(found)} kernels found")
-    return sorted(found.values(), key=lambda one: (one.backend, not one.call.training))
+            kernels.update({(one.backend, one.kernel.key): one for one in report.result})
+            count(done, f"{len(kernels)} kernels found")
+    return sorted(kernels.values(), key=lambda one: (one.backend, not one.call.training))
 
 
 def _chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
-    """Some calls of a card at a time: all of the first card of an architecture, and of others those that may differ."""
+    """Yield calls of a card in chunks: all for the first card of an architecture, and for its others those that may differ."""
     seen: set[tuple[int, int]] = set()
     for card in settings.cards:
         lengths = COARSE if card.capability in seen and settings.lengths == LENGTHS else settings.lengths
@@ -223,10 +222,10 @@ def _chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
             yield chunk, card
 
 
-def _keep_all(found: list[Found], pool: Pool, outcomes: dict[str, Outcome]) -> None:
+def _keep_all(kernels: list[Found], pool: Pool, outcomes: dict[str, Outcome]) -> None:
     """Compile the kernels that are not kept, and count all of them."""
     missing: dict[Task, Found] = {}
-    for one in found:
+    for one in kernels:
         outcome = outcomes.setdefault(one.backend, Outcome())
         if one.kernel.bytes:
             outcome.there += 1

@@ -27,7 +27,7 @@ COMPILERS = ("hopper", "triton")
 """The backends that compile."""
 
 _LAYOUT = "bnhld"
-"""As `evoattn.compat.openfold` calls."""
+"""The layout of the calls of `evoattn.compat.openfold`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Call:
         n, lq, lk = (self.length if size is None else size for size in (of.n, of.q, of.k))
         windows = () if of.windows is None else (of.windows,)
         lead = (1, n, *windows)
-        q = self._made(None, *lead, lq, of.h, of.d).transpose(-2, -3)
-        k, v = (self._made(None, *lead, lk, 1 if of.shared else of.h, of.d).transpose(-2, -3) for _ in range(2))
-        mask = self._made(self.mask_dtype, *lead, 1, 1, lk) if of.mask else None
+        q = self._empty(None, *lead, lq, of.h, of.d).transpose(-2, -3)
+        k, v = (self._empty(None, *lead, lk, 1 if of.shared else of.h, of.d).transpose(-2, -3) for _ in range(2))
+        mask = self._empty(self.mask_dtype, *lead, 1, 1, lk) if of.mask else None
         pair = None
         if of.pair:
             lengths = (lk, lq) if of.turned else (lq, lk)
-            pair = self._made(torch.float32 if of.exact else None, 1, 1, *windows, *lengths, of.h)
+            pair = self._empty(torch.float32 if of.float32_biases else None, 1, 1, *windows, *lengths, of.h)
             pair = (pair.transpose(-2, -3) if of.turned else pair).movedim(-1, -3)
         return Inputs(q, k, v, None, mask, pair)
 
@@ -80,7 +80,7 @@ class Call:
         plan = lookup.plan(Backward(inputs, options, cotangents, outputs, needs))
         return plan, (cotangents, inputs, outputs, empty_gradients(inputs, _LAYOUT, needs))
 
-    def _made(self, dtype: torch.dtype | None, *shape: int) -> Tensor:
+    def _empty(self, dtype: torch.dtype | None, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
 
@@ -89,9 +89,9 @@ def calls_of(
 ) -> Iterator[Call]:
     """Yield all calls of attentions: masks in q's dtype and in float32, as autocast and masks of whole numbers leave them."""
     for of, dtype in itertools.product(attentions, dtypes):
-        if of.exact and dtype == torch.float32:
-            continue  # it is one that is not exact
-        masks = dict.fromkeys((torch.float32,) if of.exact or not of.mask else (dtype, torch.float32))
+        if of.float32_biases and dtype == torch.float32:
+            continue  # the same attention without this has these biases
+        masks = dict.fromkeys((torch.float32,) if of.float32_biases or not of.mask else (dtype, torch.float32))
         for length, mask, backward in itertools.product(lengths, masks, (False, True)[: 1 + training]):
             yield Call(of, length, dtype, backward, mask)
 
@@ -106,7 +106,7 @@ class Found(NamedTuple):
 
 def find_all(calls: list[Call], card: Card) -> list[Found]:
     """List the kernels that calls launch on a card, each once. A call that no compiling backend takes has none."""
-    found: dict[tuple[str, str], Found] = {}
+    kernels: dict[tuple[str, str], Found] = {}
     with planned_for(card):
         for call in calls:
             try:
@@ -115,8 +115,8 @@ def find_all(calls: list[Call], card: Card) -> list[Found]:
                 continue
             if backend in COMPILERS and why_not(backend) is None:
                 needed = importlib.import_module(f"evoattn.backends.{backend}.ahead").needed(call.make)
-                found.update({(backend, kernel.key): Found(call, backend, kernel) for kernel in needed})
-    return list(found.values())
+                kernels.update({(backend, kernel.key): Found(call, backend, kernel) for kernel in needed})
+    return list(kernels.values())
 
 
 def why_not(backend: str) -> str | None:

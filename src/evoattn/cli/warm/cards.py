@@ -1,4 +1,4 @@
-"""The GPUs that stand for an architecture where no GPU is there.
+"""The GPUs that stand for an architecture on a machine without a GPU.
 
 Plans look at the number of multiprocessors and at caches, so an architecture has several cards. Most kernels are the same for
 all of them. Numbers are those that CUDA tells of these cards, or NVIDIA's data sheets.
@@ -23,7 +23,7 @@ _AMPERE, _SMALL, _LARGE = 166_912, 101_376, 232_448
 """Bytes of shared memory that one block may use: of 8.0; of 8.6, 8.9 and 12.0; of 9.0 and 10.0."""
 
 _FEWER_CLUSTERS = (132, 66, 39, 32, 24, 19, 16, 14)
-"""Of a card whose parts are of unequal size: a cluster stays within one of them."""
+"""Resident clusters of a card whose parts are of unequal size: a cluster stays within one part."""
 
 ARCHITECTURES: dict[str, tuple[Card, ...]] = {
     "sm_80": (
@@ -58,10 +58,10 @@ def cards_of(arch: str) -> tuple[Card, ...]:
     Raises:
         RefusedError: it is not known; the message lists those that are.
     """
-    found = ARCHITECTURES.get(arch.removesuffix("a"))
-    if found is None:
+    cards = ARCHITECTURES.get(arch.removesuffix("a"))
+    if cards is None:
         raise RefusedError(f"--arch: unknown architecture {arch!r}; expected one of {', '.join(ARCHITECTURES)}, or sm_90a")
-    return found
+    return cards
 
 
 def cards_here() -> tuple[Card, ...]:
@@ -70,19 +70,19 @@ def cards_here() -> tuple[Card, ...]:
     Raises:
         RefusedError: there is none.
     """
-    found: dict[Card, None] = {}
+    cards: dict[Card, None] = {}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         known = card(device)
         if known is not None:
-            found[_complete(known, device)] = None
-    if not found:
+            cards[_complete(known, device)] = None
+    if not cards:
         raise RefusedError("there is no NVIDIA GPU here: name the one that kernels are for, such as --arch sm_90a")
-    return tuple(found)
+    return tuple(cards)
 
 
 def _complete(known: Card, device: torch.device) -> Card:
-    """The same card with all that its own plans would ask it: workers, which see no GPU, cannot."""
+    """The card with all facts that its plans ask for: workers see no GPU and cannot ask it."""
     if installed("triton"):
         from evoattn.backends.triton import launch
 

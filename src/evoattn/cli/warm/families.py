@@ -29,7 +29,7 @@ class Attention:
         shared: whether all heads share their keys, as in global attention.
         turned: whether the pair bias lies in memory as one of keys and queries, as around OpenFold-3's ending node. No kernel
             depends on how a mask lies, nor on whether k and v are parts of one projection.
-        exact: whether both biases are in float32, whatever q is.
+        float32_biases: whether both biases are in float32, whatever q is.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Attention:
     windows: int | None = None
     shared: bool = False
     turned: bool = False
-    exact: bool = False
+    float32_biases: bool = False
 
 
 def _triangles(
-    name: str = "triangle", d: int = 32, *, switch: bool = True, exact: bool = False, turned: bool = False
+    name: str = "triangle", d: int = 32, *, switch: bool = True, float32_biases: bool = False, turned: bool = False
 ) -> Iterator[Attention]:
     """Triangle attention.
 
     switch: whether the client has switches for kernels, which take q as it is.
-    exact: whether it hands them a float32 pair bias.
+    float32_biases: whether it hands them a float32 pair bias.
     turned: whether a pair bias lies transposed around the ending node.
     """
     for plain in (Attention(name, 4, d), Attention(f"{name}, ending node", 4, d, turned=True))[: 1 + turned]:
@@ -61,8 +61,8 @@ def _triangles(
         if switch:
             unscaled = dataclasses.replace(plain, name=f"{plain.name} with a kernel switch", scaled=False)
             yield unscaled
-            if exact:
-                yield dataclasses.replace(unscaled, exact=True)
+            if float32_biases:
+                yield dataclasses.replace(unscaled, float32_biases=True)
 
 
 def _tokens(*, mask: bool = True, scaled: bool = True) -> Iterator[Attention]:
@@ -89,8 +89,8 @@ FAMILIES: dict[str, tuple[Attention, ...]] = {
     "openfold3": (*_triangles(turned=True), *_triangles("template", 16, turned=True), *_tokens()),
     "boltz": (*_triangles(), *_tokens(scaled=False)),
     "boltzgen": (*_triangles(), *_tokens(scaled=False)),
-    "protenix": (*_triangles(exact=True), *_tokens(mask=False)),
-    "opendde": (*_triangles(exact=True), *_tokens(mask=False)),
+    "protenix": (*_triangles(float32_biases=True), *_tokens(mask=False)),
+    "opendde": (*_triangles(float32_biases=True), *_tokens(mask=False)),
 }
 """By the name that `evoattn.patch` takes."""
 

@@ -41,8 +41,8 @@ class Prepared(NamedTuple):
 
     compute: Callable[..., Tensor]
     tensors: tuple[Tensor | None, ...]
-    to_library: Callable[[Tensor], Tensor]
-    from_library: Callable[[Tensor], Tensor]
+    to_library: Callable[[Tensor], Tensor] = lambda x: x
+    from_library: Callable[[Tensor], Tensor] = lambda x: x
     parameters: tuple[Tensor, ...] = ()
     names: tuple[str, ...] = ("q", "k", "v", "pair_bias")
 

@@ -38,13 +38,11 @@ def name(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name" and value.strip():
                 return " ".join(value.split())
-    except OSError:
-        pass
     return platform.processor() or platform.machine() or "CPU"
 
 
@@ -52,31 +50,19 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that a run may take: the free memory of a GPU, or the CPU's available memory within its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    limits = [room for room in (_linux_available(), _control_group_room()) if room is not None]
+    limits = []
+    with contextlib.suppress(OSError, ValueError):  # not Linux
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    folder = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no control group, or its limit is "max"
+        limits.append(int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text()))
     if limits:
         return min(limits)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     except (AttributeError, ValueError, OSError):
         return 4 << 30
-
-
-def _linux_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError):
-        pass
-    return None
-
-
-def _control_group_room() -> int | None:
-    folder = Path("/sys/fs/cgroup")
-    try:
-        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or "max"
-        return None
 
 
 def synchronize(device: torch.device) -> None:

@@ -25,10 +25,6 @@ Layout = Callable[[Tensor], Tensor]
 """A change of a tensor's layout."""
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 def backend_peer(backend: str, name: str, config: Config | None = None) -> Contender:
     """evoattn itself, by the name of a backend or "auto"."""
     title = "evoattn" if backend == "auto" else f"evoattn, {backend}"
@@ -46,7 +42,7 @@ def _evoattn(inputs: Inputs, backend: str, config: Config | None) -> Prepared:
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None) -> Tensor:
         return evoattn.evoformer_attention(q, k, v, mask=mask, pair_bias=pair_bias, backend=backend, config=config)
 
-    return Prepared(attend, (q, k, v, pair_bias), _same, _same)
+    return Prepared(attend, (q, k, v, pair_bias))
 
 
 def _rows_viewed(inputs: Inputs) -> tuple[Layout, Layout]:
@@ -227,7 +223,7 @@ def _deepspeed(inputs: Inputs) -> Prepared:
         k, v = (_heads_of_query(x, q) for x in (k, v))
         return DS4Sci_EvoformerAttention(q, k, v, [key_bias, pair_bias])
 
-    return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), _same, _same)
+    return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias))
 
 
 def _openfold3(inputs: Inputs) -> Prepared:
@@ -246,7 +242,7 @@ def _openfold3(inputs: Inputs) -> Prepared:
         k, v = (_heads_of_query(x, q) for x in (k, v))
         return TritonEvoformer(q, k, v, key_bias, zeros if pair_bias is None else pair_bias, pair_bias is not None)
 
-    return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias), _same, _same)
+    return Prepared(attend, (inputs.q, inputs.k, inputs.v, inputs.pair_bias))
 
 
 def _cudnn(inputs: Inputs) -> Prepared:

@@ -132,7 +132,12 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         _refuse_with(arguments, "--compare measures and writes nothing", *_ASKED, *_MEASURING, *_FILES, "from")
         before, after = (_read(path, "--compare") for path in arguments.compare)
-        return _compare(before, after, _THRESHOLD if arguments.threshold is None else arguments.threshold)
+        threshold = _THRESHOLD if arguments.threshold is None else arguments.threshold
+        comparison = compare.compare(before, after, threshold / 100)
+        if not comparison.pairs:
+            raise RefusedError("--compare: the two records have no problem of the same sizes and dtype in common")
+        print(compare.as_text(comparison, before, after))
+        return 1 if comparison.regressions else 0
     _refuse_with(arguments, "--threshold is for --compare", "threshold")
     if arguments.source is not None:
         _refuse_with(arguments, "--from measures nothing", *_ASKED, *_MEASURING)
@@ -201,14 +206,6 @@ def _read(path: Path, option: str) -> Record:
             return read(path)
     except ValueError as error:
         raise RefusedError(f"{option} {str(path)!r}: {error}") from None
-
-
-def _compare(before: Record, after: Record, threshold: float) -> int:
-    comparison = compare.compare(before, after, threshold / 100)
-    if not comparison.pairs:
-        raise RefusedError("--compare: the two records have no problem of the same sizes and dtype in common")
-    print(compare.as_text(comparison, before, after))
-    return 1 if comparison.regressions else 0
 
 
 def _measure(arguments: argparse.Namespace, after_problem: Callable[[Record], None]) -> Record:

@@ -127,24 +127,20 @@ def run(arguments: argparse.Namespace) -> int:
     device = pick(arguments.device).type
     judge = LAYERS if arguments.layers else JUDGE
     cases = _CASES if arguments.cases is None and arguments.minutes is None else arguments.cases
+    available = (status.name for status in evoattn.backends() if status.available and status.name != "reference")
+    default = ("tiled", "reference") if device == "cpu" else ("auto", *available)
     settings = Settings(
         cases=cases,
         minutes=arguments.minutes,
         seed=arguments.seed,
         jobs=arguments.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
-        backends=among("--backends", arguments.backends, ("auto", *BACKENDS), _default_backends(device)),
+        backends=among("--backends", arguments.backends, ("auto", *BACKENDS), default),
         dtypes=among("--dtypes", arguments.dtypes, tuple(_DTYPES), tuple(_DTYPES)),
         device=device,
         largest=arguments.largest or _LARGEST[judge][device],
         judge=judge,
     )
     return fuzz(settings, None if arguments.json is None else check_output(arguments.json, "--json", ".json"))
-
-
-def _default_backends(device: str) -> tuple[str, ...]:
-    if device == "cpu":
-        return ("tiled", "reference")
-    return ("auto", *(status.name for status in evoattn.backends() if status.available and status.name != "reference"))
 
 
 def fuzz(settings: Settings, output: Path | None = None) -> int:

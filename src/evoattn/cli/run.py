@@ -85,8 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program, say what was ours, and end as it ended."""
     command = _command(arguments)
     names = tuple(arguments.patch or NAMES)
-    for name in arguments.patch or ():
-        _refuse_unknown(name)
+    for of in map(client, arguments.patch or ()):
+        if of.installed is None:
+            raise RefusedError(f"{of.name} is not installed here: no distribution {of.distribution}")
+        try:
+            check_files(of)
+        except UnknownRelease as error:
+            raise RefusedError(str(error)) from error
     with _Signals() as signals, contextlib.ExitStack() as at_end:
         folder, why = _folder(at_end)
         paths = [str(running.STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -139,16 +144,6 @@ def _python_of(path: str) -> str | None:
     if words and os.path.basename(words[0]) == "env":
         words = [shutil.which(word) or word for word in words[1:] if not word.startswith("-")]
     return words[0] if words and os.path.basename(words[0]).startswith("python") else None
-
-
-def _refuse_unknown(name: str) -> None:
-    of = client(name)
-    if of.installed is None:
-        raise RefusedError(f"{name} is not installed here: no distribution {of.distribution}")
-    try:
-        check_files(of)
-    except UnknownRelease as error:
-        raise RefusedError(str(error)) from error
 
 
 class _Signals:

@@ -182,7 +182,10 @@ def _masks(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
         drawn["mask_bias"] = draw.weighted(kinds)
         lead = "b" * bool(words["lead"])
         axes = draw.weighted({f"{lead}n11k": 6, f"{lead}nk": 3})
-        drawn["mask_bias_axes"] = _broadcast(draw, axes, 0.12) if axes.endswith("nk") else _broadcast_keys(draw, axes)
+        if axes.endswith("nk"):
+            drawn["mask_bias_axes"] = _broadcast(draw, axes, 0.12)
+        else:  # all axes stay, so it cannot be read as `[*, n, k]`
+            drawn["mask_bias_axes"] = draw.weighted({axes: 7, f"{lead}111k": 1, f"{lead}n111": 1})
     return drawn
 
 
@@ -190,11 +193,6 @@ def _broadcast(draw: Draw, axes: str, share: float) -> str:
     """A 1 in the place of any axis, each with a small chance, and now and then without the leading axes."""
     axes = "".join("1" if draw.chance(share) else axis for axis in axes)
     return axes[draw.between(1, len(axes) - 1) :] if len(axes) > 1 and draw.chance(share / 2) else axes
-
-
-def _broadcast_keys(draw: Draw, axes: str) -> str:
-    """`[*, n, 1, 1, k]` with a 1 in the place of its rows or keys; all its axes stay, so it cannot be read as `[*, n, k]`."""
-    return draw.weighted({axes: 7, axes.replace("n11k", "111k"): 1, axes.replace("n11k", "n111"): 1})
 
 
 def _pair_bias(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:

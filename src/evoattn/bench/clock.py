@@ -36,6 +36,31 @@ class Clock(abc.ABC):
     def calls(self, call: Callable[[int], object], count: int) -> float:
         """Seconds of `count` consecutive calls. The `lead` calls before them are not counted."""
 
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has finished what was launched."""
+
+    def latencies(
+        self, call: Callable[[int], object], count: int, meet: Callable[[], object] = lambda: None
+    ) -> list[tuple[float, float]]:
+        """Seconds of calls into an empty queue: until each returns to Python, and until the device is done.
+
+        Args:
+            call: takes its number, from 0.
+            count: how many.
+            meet: called before each, such as to wait for other processes.
+        """
+        seconds = []
+        for number in range(count):
+            self.synchronize()
+            meet()
+            start = time.perf_counter()
+            call(number)
+            host = time.perf_counter() - start
+            self.synchronize()
+            seconds.append((host, time.perf_counter() - start))
+        return seconds
+
     def host_s(self, call: Callable[[int], object], count: int) -> float | None:
         """Median seconds of `count` calls until one returns to Python while the device still works. None if a call returns when
         its work is done."""
@@ -85,6 +110,9 @@ class WallClock(Clock):
             call(number)
         return time.perf_counter() - start
 
+    def synchronize(self) -> None:
+        """Return at once: all work is done."""
+
 
 class CudaClock(Clock):
     """Events around calls that are queued one after the other, as a model queues them, behind another call.
@@ -102,7 +130,7 @@ class CudaClock(Clock):
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self.device)  # what is still queued would hide the host's time
+        self.synchronize()  # queued work would hide the host's time
         time.sleep(self.rest_s)
         with torch.cuda.device(self.device):
             for number in range(self.lead):
@@ -114,16 +142,12 @@ class CudaClock(Clock):
             last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
 
-    def host_s(self, call: Callable[[int], object], count: int) -> float | None:
-        """One call at a time into an empty queue, so that the queue never fills, whatever the size of the problem."""
-        samples = []
-        for number in range(count):
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            call(number)
-            samples.append(time.perf_counter() - start)
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-        return statistics.median(samples)
+
+    def host_s(self, call: Callable[[int], object], count: int) -> float | None:
+        """One call at a time, so that the queue never fills, whatever the size of the problem."""
+        return statistics.median(host for host, _ in self.latencies(call, count))
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -16,7 +16,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 
 from evoattn import testing
 from evoattn.bench import machine
+from evoattn.bench.clock import clock_for
 from evoattn.bench.layers import fill
 from evoattn.bench.memory import release
 from evoattn.bench.timing import captured
@@ -180,25 +180,18 @@ def _time(
         meet: waits for the other processes.
         graph: whether the call is recorded as a CUDA graph first.
     """
+    clock = clock_for(device)
     release(device)
     for number in range(WARM_UP):
         call(number)
-    machine.synchronize(device)
+    clock.synchronize()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if graph:
         meet()
-        machine.synchronize(device)
+        clock.synchronize()
         call, _kept = captured(call, warm_up=0, mode="thread_local")  # NCCL's thread may use the device meanwhile
-    times, hosts = [], []
-    for number in range(rounds):
-        machine.synchronize(device)
-        meet()
-        start = time.perf_counter()
-        call(number)
-        hosts.append(time.perf_counter() - start)
-        machine.synchronize(device)
-        times.append(time.perf_counter() - start)
+    hosts, times = zip(*clock.latencies(call, rounds, meet), strict=True)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return {"ms": 1e3 * sorted(times)[rounds // 2], "host_ms": 1e3 * min(hosts), "gib": peak}
 

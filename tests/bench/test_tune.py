@@ -13,7 +13,7 @@ from evoattn import cli
 from evoattn.backends import tiled
 from evoattn.backends.tiled.sizes import TiledPlan
 from evoattn.bench import search
-from evoattn.bench.search import Found
+from evoattn.bench.search import Tuned
 from evoattn.cli import tune
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_table_of_the_user
     tuned_tiles.forget()
 
 
-def searched(clock: FakeClock, end: float = 1e9) -> Found:
+def searched(clock: FakeClock, end: float = 1e9) -> Tuned:
     (found,) = search.tune(workload("tri16"), "float32", CPU, clock, end, lambda what: None)
     return found
 
@@ -145,7 +145,7 @@ def test_ctrl_c_keeps_what_was_found(folder: Path, capsys: pytest.CaptureFixture
     monkeypatch.setattr(tune, "clock_for", lambda device: clock)
     real = search.tune
 
-    def stop_at_the_second(wanted: object, *rest: object) -> Iterator[Found]:
+    def stop_at_the_second(wanted: object, *rest: object) -> Iterator[Tuned]:
         if getattr(wanted, "name", "") == "tri17":
             raise KeyboardInterrupt
         return real(wanted, *rest)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
     return tmp_path
 
 
-def warmed(call: Call) -> list[calls.Found]:
+def warmed(call: Call) -> list[calls.Launched]:
     """All kernels of a call, compiled and kept as a worker does it."""
     found = calls.find_all([call], H200)
     assert found and not any(one.kernel.bytes for one in found)

@@ -18,7 +18,7 @@ import torch
 import evoattn
 from evoattn import cli, testing
 from evoattn.cli import fuzz as command
-from evoattn.testing.fuzz import Task, Workers, shrink, smaller
+from evoattn.testing.fuzz import Trial, Workers, shrink, smaller
 
 JUDGES = "tests.helpers.fuzz_judges"
 
@@ -37,8 +37,8 @@ def wish(judge: str, **words: object) -> command.Settings:
     return command.Settings(**{**usual, **words}, judge=f"{JUDGES}:{judge}")  # type: ignore[arg-type]
 
 
-def some_tasks(count: int) -> list[Task]:
-    return [Task(testing.random_problem(seed, largest=1000), "tiled") for seed in range(count)]
+def some_trials(count: int) -> list[Trial]:
+    return [Trial(testing.random_problem(seed, largest=1000), "tiled") for seed in range(count)]
 
 
 def test_shrinks_to_the_smallest() -> None:
@@ -96,7 +96,7 @@ def test_smaller_problems_can_be_made() -> None:
 
 def test_a_worker_that_dies_fails_its_problem_alone() -> None:
     with Workers(2, f"{JUDGES}:dies") as workers:
-        reports = {report.task.problem.seed: report.outcome for report in workers.run(some_tasks(7))}
+        reports = {trial.problem.seed: outcome for trial, outcome in workers.run(some_trials(7))}
     assert {seed for seed, outcome in reports.items() if outcome.status == "held"} == {1, 2, 4, 5}
     for seed in (0, 3, 6):
         assert reports[seed] == testing.Outcome("failed", "the worker process died: signal SIGKILL", ("died",))
@@ -104,17 +104,17 @@ def test_a_worker_that_dies_fails_its_problem_alone() -> None:
 
 def test_a_problem_that_takes_too_long_fails() -> None:
     with Workers(2, f"{JUDGES}:hangs", limit_s=30.0) as workers:
-        first = next(workers.run(some_tasks(1)))
-        assert first.outcome.status == "held"
+        _, first = next(workers.run(some_trials(1)))
+        assert first.status == "held"
         for worker in workers.pool.workers:
             worker.limit_s = 1.0
-        reports = {report.task.problem.seed: report.outcome for report in workers.run(some_tasks(2)[1:])}
+        reports = {trial.problem.seed: outcome for trial, outcome in workers.run(some_trials(2)[1:])}
     assert reports[1] == testing.Outcome("failed", "took longer than 1 s", ("took longer",))
 
 
 def test_a_worker_that_lost_its_gpu_is_replaced() -> None:
     with Workers(1, f"{JUDGES}:loses_the_gpu") as workers:
-        first, second, third = (report.outcome for report in workers.run(some_tasks(3)))
+        first, second, third = (outcome for _, outcome in workers.run(some_trials(3)))
     assert first.status == "failed"
     assert second.what == third.what  # one process
     assert second.what not in first.what

@@ -16,7 +16,7 @@ from evoattn import cli
 from evoattn.cli import fuzz as command
 from evoattn.nn import project
 from evoattn.testing import Outcome
-from evoattn.testing.fuzz import Findings, Report, Task
+from evoattn.testing.fuzz import Findings, Trial
 from evoattn.testing.judging_layers import judge_layer
 from evoattn.testing.random_layers import LAYERS, RandomLayer, random_layer
 from evoattn.testing.random_problems import DTYPES
@@ -160,9 +160,9 @@ def test_a_failure_is_printed_with_a_line_that_runs(
         def __exit__(self, *_: object) -> None:
             pass
 
-        def run(self, tasks: Any) -> Any:
-            for task in tasks:
-                yield Report(task, judge_layer(task.problem, task.backend, task.device))
+        def run(self, trials: Any) -> Any:
+            for trial in trials:
+                yield trial, judge_layer(*trial)
 
     right = project.normalise_backward
     monkeypatch.setattr(command, "Workers", Here)
@@ -186,5 +186,5 @@ def test_a_failure_is_printed_with_a_line_that_runs(
 def test_counts_go_by_the_dtype_of_the_inputs() -> None:
     findings = Findings()
     layer = random_layer(1)
-    findings.add(Report(Task(layer, "tiled"), Outcome("held")))
+    findings.add(Trial(layer, "tiled"), Outcome("held"))
     assert findings.counts == {("tiled", str(layer.dtype).removeprefix("torch.")): {"held": 1, "refused": 0, "failed": 0}}

@@ -72,7 +72,7 @@ class Clock(abc.ABC):
 
     @contextmanager
     def limit(self, seconds: float | None) -> Iterator[None]:
-        """End what runs in this block for longer by `TookTooLong`, at the next line of Python that this thread comes to.
+        """Raise `TookTooLong` in a block that runs longer, at the next line of Python that this thread executes.
 
         None sets no limit. Outside the main thread, and on systems without a timer such as Windows, there is no limit either.
         Work that autograd runs in a thread of its own, such as the backward of a GPU, is finished first.

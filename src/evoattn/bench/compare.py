@@ -19,10 +19,10 @@ class Change:
     Args:
         problem: the workload's name and the dtype.
         name: the contender.
-        what: the pass, "peak memory", or "result" where a time was lost or won.
-        before, after: milliseconds or bytes; None where there is none.
-        beyond_noise: whether the ranges in which another run is expected do not meet.
-        note: in words, where there is more to say.
+        what: the pass, or "peak memory".
+        before, after: milliseconds or bytes, or None.
+        beyond_noise: true if the ranges in which another run is expected do not overlap.
+        note: a reason in words, or empty.
     """
 
     problem: str

@@ -32,10 +32,10 @@ class Prepared(NamedTuple):
 
     Args:
         compute: `tensors` -> the output, in the contender's layout.
-        tensors: what a call reads and gets a gradient, such as q, k, v and pair_bias (or None), in that layout.
-        to_library: how a tensor of the output's layout becomes one of the contender's.
+        tensors: inputs of a call that get gradients, such as q, k, v and pair_bias (or None), in that layout.
+        to_library: brings a tensor of the output's layout into the contender's.
         from_library: the inverse.
-        parameters: what every call reads and gets a gradient.
+        parameters: further tensors that every call reads, and that get gradients.
         names: of `tensors`, then of `parameters`; those of one name are compared with the truth together.
     """
 
@@ -58,7 +58,7 @@ class Contender:
             does not take the problem.
         score_copies: how many tensors of all scores forward and backward hold, in the problem's dtype; 0 if it holds none.
         compiles: whether the first call of every problem compiles for seconds.
-        leaves_out: what a bound solves an easier problem without: "biases", which are the mask and the pair bias, or "mask".
+        leaves_out: the part of the problem that a bound ignores: "biases" (the mask and the pair bias) or "mask".
     """
 
     name: str
@@ -181,7 +181,7 @@ def _errors(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str,
 
 
 def worst(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> str | None:
-    """Say what is wrong, if anything is: the value with the largest error, if that is above what the dtype explains."""
+    """Name the value with the largest error, if that error is too large for rounding. None if all are right."""
     if not errors:
         return "nothing of it was verified"
     name, limit = max(errors, key=lambda key: errors[key]), roundings * WRONG[dtype]

@@ -1,7 +1,7 @@
-"""Whole layers of other libraries, one small adapter each: they compute with the very parameters of ours.
+"""Layers of other libraries, one small adapter each. They compute with the parameters of the layer of `evoattn.nn`.
 
-An adapter takes a layer and returns what computes the output of it. It raises ImportError where the library is absent,
-RefusesError where it has no such layer; the table shows the reason.
+An adapter takes a layer and returns a function that computes its output. It raises ImportError if the library is absent,
+and RefusesError if it has no such layer. The table shows the reason.
 """
 
 from __future__ import annotations

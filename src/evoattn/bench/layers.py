@@ -73,7 +73,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 @dataclasses.dataclass
 class Layer:
-    """A layer with what it is called with.
+    """A layer and the arguments of its call.
 
     Args:
         kind: `Workload.layer`.
@@ -123,7 +123,7 @@ def fill(module: nn.Module, rng: torch.Generator) -> None:
 
 
 def too_large(workload: Workload, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Nothing is foreseen of a layer; its truth is computed in parts."""
+    """Return None: the memory of a layer is not estimated, and its truth is computed in parts."""
     return None
 
 
@@ -234,7 +234,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | Non
 
 
 def _in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
-    """`_dense`, some rows n at a time, whose scores the backward computes again."""
+    """`_dense` for some rows n at a time. The backward computes their scores again."""
     rows = max(1, _SCORES[q.device.type] // (q.shape[2] * q.shape[3] * k.shape[2]))
     parts = zip(*(x.split(rows, 1) for x in (q, k, v, mask)), strict=True)
     return torch.cat([checkpoint(_dense, *part, pair_bias, use_reentrant=False) for part in parts], 1)
@@ -259,7 +259,7 @@ def _way(
 
     Args:
         name, title, compiles: of the contender.
-        prepare: the layer -> what computes the output of a layer of its kind.
+        prepare: the layer -> a function that computes the output of such a layer.
         dense: whether it holds all scores.
         empty_rows: of the layer of `evoattn.nn`.
     """

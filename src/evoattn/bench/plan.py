@@ -1,4 +1,4 @@
-"""The plan of a benchmark run: what the user asks for, or a default; and the part of it that a record lacks."""
+"""The plan of a benchmark run, from options or by default, and the part of it that a record lacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Plan:
     """The problems, passes and contenders of a run.
 
     Args:
-        workloads, dtypes: every one of the first in every one of the second; dtypes by torch's names.
+        workloads, dtypes: each workload is measured in each dtype; dtypes have torch's names.
         passes: of "forward", "backward", "both".
         backends: names of evoattn's backends; "auto" is what a plain call takes.
         peers: names of `PEERS`.
@@ -60,7 +60,7 @@ class Plan:
 
 
 def default_plan(device_type: str, quick: bool) -> Plan:
-    """The plan for a device of "cpu" or "cuda"; a quick one leaves out what compiles for seconds, and larger problems."""
+    """The plan for a device of type "cpu" or "cuda". A quick one leaves out large problems and peers that compile."""
     dtypes = ("float32",) if device_type == "cpu" else ("bfloat16",)
     workloads = _QUICK[device_type] if quick else _CPU if device_type == "cpu" else WORKLOADS
     peers = tuple(name for name, peer in PEERS.items() if not (quick and peer.compiles))

@@ -46,7 +46,7 @@ class Timing:
 
     Args:
         median_ms: of the rounds.
-        spread_ms: the slowest round less the fastest; None where it is not known.
+        spread_ms: the slowest round less the fastest, or None.
         samples_ms: every round, in order; empty in records that did not keep them.
     """
 
@@ -82,15 +82,15 @@ class Result:
 
     Args:
         name: "evoattn" for what `auto` takes, "evoattn/NAME" for a named backend, else the peer's name.
-        status: "ok"; "partial" where a pass has no time; "absent", "refused", "failed", "wrong" or "left out" where none has.
-        reason: why there is no time, in the words of whoever refused or failed.
+        status: "ok"; "partial" if a pass has no time; "absent", "refused", "failed", "wrong" or "left out" if none has.
+        reason: why there is no time, in the words of the contender that refused or failed.
         backend: the backend of evoattn that ran.
-        backward_backend: the backend of its backward, where that is another one.
+        backward_backend: the backend of its backward, if that is another one.
         errors: relative errors against float64, as far as they were verified: of o, dq, dk, dv, dpair_bias; of a layer of o,
             the gradients of its inputs, such as dz, and dparameters, of all parameters as one vector.
         first_call_s: the first forward and backward, compilation included; Triton may find kernels in its cache on disk.
         peak_bytes: held at the most beyond the inputs, over forward and backward.
-        host_us: host time of a call by pass; empty on the CPU, where the call is the work.
+        host_us: host time of a call by pass; empty on the CPU.
         times: by pass, of `TIMED`.
     """
 
@@ -126,7 +126,7 @@ class Problem:
 
     Args:
         workload: its sizes.
-        dtype: of q, k, v and the biases; of a layer what autocast computes in, and its tensors are float32.
+        dtype: of q, k, v and the biases. A layer has float32 tensors, and this is the dtype of autocast.
         bytes: of inputs and output, read or written once: the least a forward can move; None where it is not known.
         results: in the order in which they ran.
         seconds: that measuring it took, inputs and truth included; None where it is not known.
@@ -168,7 +168,7 @@ class Record:
 
     Args:
         machine: device, driver, versions, commit, date; see `machine.facts`.
-        settings: what was asked for, in words that JSON has.
+        settings: the plan, in types that JSON has.
         ceilings: of the device.
         problems: in the order in which they were measured.
         finished: "complete", "out of time" or "interrupted".

@@ -25,7 +25,7 @@ from evoattn.dispatch.lookup import refusals
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
-__all__ = ["Found", "neighbours", "tune"]
+__all__ = ["Tuned", "neighbours", "tune"]
 
 _WORTH_A_STEP = 0.01
 _WORTH_KEEPING = 0.03
@@ -39,7 +39,7 @@ _RANGES |= {"score_bytes": (1 << 18, 1 << 28)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Tuned:
     """The result of a search for one direction of one problem.
 
     Args:
@@ -91,8 +91,8 @@ def neighbours(config: Config) -> Iterator[Config]:
 
 def tune(
     workload: Workload, dtype: str, device: torch.device, clock: Clock, end: float, say: Callable[[str], None]
-) -> Iterator[Found]:
-    """Search every direction of a workload until the clock says `end`; the user's table is left out of it.
+) -> Iterator[Tuned]:
+    """Search every direction of a workload until the clock says `end`, without the user's table.
 
     Args:
         workload, dtype, device: the problem.
@@ -140,7 +140,7 @@ class _Climb:
     failed: int = 0
     cut: bool = False
 
-    def run(self, start: Config, workload: str, dtype: str, problem: Problem) -> Found:
+    def run(self, start: Config, workload: str, dtype: str, problem: Problem) -> Tuned:
         """Step while a neighbour is better. Then time the best and the built-in choice in turn, which decides."""
         if start.score_bytes:
             start = Config(score_bytes=start.score_bytes)
@@ -172,7 +172,7 @@ class _Climb:
             if after.range_ms[1] >= before.range_ms[0] or before.median_ms / after.median_ms < 1 + _WORTH_KEEPING:
                 best = None
         key, times = tuned_tiles.key(self.backend, self.direction, problem), (before.median_ms, after.median_ms)
-        return Found(workload, dtype, self.backend, self.direction, key, best, *times, self.tried, self.failed, self.cut)
+        return Tuned(workload, dtype, self.backend, self.direction, key, best, *times, self.tried, self.failed, self.cut)
 
     def _runner(self, config: Config | None) -> Runner:
         return Runner(backend_peer(self.backend, "evoattn", config), self.inputs)

@@ -1,6 +1,6 @@
 """A PairformerBlock of Boltz-2's size over several processes, beside the same block on one: error, time, host time, memory.
 
-`run` starts the processes on this machine, and gives what the first of them measures.
+`run` starts the processes on this machine, and yields the measurements of the first.
 
 z is float32 under autocast to bfloat16 and split by rows. The first process runs the block alone, while the others wait. Then
 all run it together. Inference is a forward without gradients. A training step is a forward with dropout, a backward for s, z
@@ -287,7 +287,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _received(context: ProcessContext, receiver: Connection) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Give what arrives until all processes have ended."""
+    """Yield what arrives until all processes have ended."""
     ended = False
     while not ended:
         wait([receiver, *context.sentinels])

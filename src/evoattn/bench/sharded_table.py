@@ -64,7 +64,7 @@ def _about(record: Data) -> list[str]:
 
 
 def _rows(record: Data) -> list[list[str]]:
-    """The head, and a row for each job: what both take, of a linear speed-up, and the memory of all over that of one."""
+    """The head, and a row for each job: times and memory of one process and of all, and how both scale."""
     processes = record["processes"]
     sides = (_unit(record, "one"), _unit(record, str(processes)))
     rows = [["residues", "pass", *(cell for x in sides for cell in (f"{x}, ms", "host ms", "GiB")), "of linear", "memory"]]

@@ -87,7 +87,7 @@ def roofs(record: Record, problem: Problem, name: str) -> dict[str, float]:
 
 
 def ceilings(record: Record) -> str:
-    """The ceilings in words; empty where there are none."""
+    """The ceilings in words, or an empty text."""
     measured = record.ceilings
     words = [
         *([f"{measured.exp2_per_s / 1e9:,.1f} x 10⁹ exp2/s"] if measured.exp2_per_s else []),

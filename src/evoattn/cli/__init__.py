@@ -93,5 +93,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """Nothing may be flushed at exit to where nothing can be written."""
+    """Send further output nowhere, so that the flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

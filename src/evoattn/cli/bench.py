@@ -28,7 +28,7 @@ from evoattn.cli.terminal import (
     pick,
     problem_progress,
     refusing,
-    unwritable,
+    try_to_write,
     whole_number,
 )
 from evoattn.workloads import LAYERS, WORKLOADS, Workload
@@ -66,7 +66,7 @@ examples:
   evoattn bench --gpus 2 --lengths 1024 2048         a pair block over two GPUs, beside the same block on one
 
 exit status: 0 all is well; 1 evoattn was wrong, or slower than before by more than the threshold, or a process of
---gpus died; 2 bad options or files, or a missing extra; 130 interrupted; the results so far are shown and
+--gpus died; 2 bad options or files, or a missing extra; 130 interrupted: the results so far are shown and
 written
 """
 
@@ -195,7 +195,7 @@ def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], Refu
         need_extra("matplotlib")
 
     def write_one(kind: str, record: Record) -> RefusedError | None:
-        return unwritable(f"--{kind}", paths[kind], lambda: writers[kind][0](record, paths[kind]))
+        return try_to_write(f"--{kind}", paths[kind], lambda: writers[kind][0](record, paths[kind]))
 
     return {kind: functools.partial(write_one, kind) for kind in paths}
 
@@ -234,7 +234,7 @@ def _resume(arguments: argparse.Namespace, record: Record, after_problem: Callab
 
 
 def _refuse_with(arguments: argparse.Namespace, why: str, *options: str) -> None:
-    """Refuse what cannot go with another option, rather than ignore it."""
+    """Refuse options that cannot be combined with another one, rather than ignore them."""
     for option in options:
         value = getattr(arguments, "source" if option == "from" else option)
         if value is not None and value is not False and (option, value) != ("device", "auto"):
@@ -242,7 +242,7 @@ def _refuse_with(arguments: argparse.Namespace, why: str, *options: str) -> None
 
 
 def _begun(arguments: argparse.Namespace) -> Record:
-    """The record to go on with; it is also where the result goes, unless --json names another file."""
+    """The record to continue. The result goes into it too, unless --json names another file."""
     _refuse_with(arguments, "--resume goes on with what the record was begun with", *_ASKED, "from", "compare")
     record = _read(arguments.resume, "--resume")
     if record.finished != "complete" and any(problem.cut is None for problem in record.problems):

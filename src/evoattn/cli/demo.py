@@ -20,7 +20,7 @@ from evoattn.cli import sweep
 from evoattn.cli.alignment import Alignment, read_alignment
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, attentions, embed
 from evoattn.cli.sweep import Size
-from evoattn.cli.terminal import RefusedError, add_command, check_output, need_extra, pick, progress, unwritable, whole_number
+from evoattn.cli.terminal import RefusedError, add_command, check_output, need_extra, pick, progress, try_to_write, whole_number
 
 __all__ = ["add_parser"]
 
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress(2 * (4 + len(size.lengths)) + 4) as step:
         measured = sweep.four_attentions(attentions(embed(rows, arguments.seed, device), dtype), size, step)
         growth = sweep.growth(alignment.rows[0], size, arguments.seed, device, dtype, step)
-    unwritten = unwritable("--output", output, lambda: _draw(growth, device, output))
+    unwritten = try_to_write("--output", output, lambda: _draw(growth, device, output))
     lines = _about(alignment, rows, device, busy)
     _print_report(lines, measured, growth)
     if unwritten:
@@ -214,7 +214,7 @@ def _cell(number: float | None) -> str:
 
 
 def _numbers(result: Result | None, *names: str) -> list[float | None]:
-    """Milliseconds of passes, then the peak memory in MiB; None for what was not measured."""
+    """Milliseconds of passes, then the peak memory in MiB. None if it was not measured."""
     if result is None:
         return [None] * (len(names) + 1)
     times = [result.times[name].median_ms if name in result.times else None for name in names]

@@ -20,8 +20,18 @@ import evoattn
 from evoattn.backends import BACKENDS
 from evoattn.bench import machine
 from evoattn.bench.record import write_text
-from evoattn.cli.terminal import Count, add_command, among, check_output, count_progress, number, pick, unwritable, whole_number
-from evoattn.testing.fuzz import JUDGE, LAYERS, Findings, Problem, Task, Workers, shrunk
+from evoattn.cli.terminal import (
+    Count,
+    add_command,
+    among,
+    check_output,
+    count_progress,
+    number,
+    pick,
+    try_to_write,
+    whole_number,
+)
+from evoattn.testing.fuzz import JUDGE, LAYERS, Findings, Problem, Trial, Workers, shrunk
 from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import random_layer
 from evoattn.testing.random_problems import DTYPES, random_problem
@@ -54,7 +64,7 @@ examples:
   evoattn fuzz --backends triton --dtypes bfloat16 float16
   evoattn fuzz --layers --minutes 5                  whole layers
 
-exit status: 0 nothing failed; 1 a problem failed; 2 bad options; 130 interrupted; the results so far are
+exit status: 0 nothing failed; 1 a problem failed; 2 bad options; 130 interrupted: the results so far are
 shown and written
 """
 
@@ -153,7 +163,7 @@ def fuzz(settings: Settings, output: Path | None = None) -> int:
             with count_progress(settings.steps) as count:
                 _judge_all(settings, workers, findings, count)
                 for place, failure in enumerate(findings.failures[:_SHRUNK]):
-                    count(findings.total(), f"{findings}; shrinking seed {failure.task.problem.seed}")
+                    count(findings.total(), f"{findings}; shrinking seed {failure.trial.problem.seed}")
                     findings.failures[place] = shrunk(failure, workers)
         except KeyboardInterrupt:
             interrupted = True
@@ -169,7 +179,7 @@ def fuzz(settings: Settings, output: Path | None = None) -> int:
     }
     unwritten = None
     if output is not None:  # before the table: whoever reads that may stop early
-        unwritten = unwritable("--json", output, lambda: write_text(json.dumps(record, indent=2) + "\n", output))
+        unwritten = try_to_write("--json", output, lambda: write_text(json.dumps(record, indent=2) + "\n", output))
     _print(record, findings)
     if unwritten is not None:
         raise unwritten
@@ -193,18 +203,18 @@ def _judge_all(settings: Settings, workers: Workers, findings: Findings, count: 
         dtypes=[_DTYPES[name] for name in settings.dtypes],
         largest=settings.largest,
     )
-    tasks = (Task(problem, name, settings.device) for problem in map(draw, _seeds(settings)) for name in settings.backends)
-    for done, report in enumerate(workers.run(tasks), 1):
-        findings.add(report)
-        if report.outcome.status == "failed":  # at once, so that it is seen if the run is killed
-            print(_title(report.task, report.outcome), file=sys.stderr, flush=True)
-        count(done, f"{findings}; seed {report.task.problem.seed}")
+    trials = (Trial(problem, name, settings.device) for problem in map(draw, _seeds(settings)) for name in settings.backends)
+    for done, (trial, outcome) in enumerate(workers.run(trials), 1):
+        findings.add(trial, outcome)
+        if outcome.status == "failed":  # at once, so that it is seen if the run is killed
+            print(_title(trial, outcome), file=sys.stderr, flush=True)
+        count(done, f"{findings}; seed {trial.problem.seed}")
 
 
 def _print(record: dict[str, Any], findings: Findings) -> None:
     for failure in findings.failures:
         smallest = "smallest" if failure.shrunk else "problem "
-        print(f"{_title(failure.task, failure.outcome)}\n  {smallest}  {failure.smallest!r}\n  again     {failure.line}\n")
+        print(f"{_title(failure.trial, failure.outcome)}\n  {smallest}  {failure.smallest!r}\n  again     {failure.line}\n")
     print(f"{'backend':<10} {'dtype':<9} {'ran':>6} {'refused':>8} {'failed':>7}")
     for x in record["counts"]:
         print(f"{x['backend']:<10} {x['dtype']:<9} {x['held'] + x['failed']:>6} {x['refused']:>8} {x['failed']:>7}")
@@ -215,5 +225,5 @@ def _print(record: dict[str, Any], findings: Findings) -> None:
     print(f"seeds from {seed}{last}, {findings}, in {record['seconds']:.1f} s")
 
 
-def _title(task: Task, outcome: Outcome) -> str:
-    return f"FAILED  seed {task.problem.seed}, {task.backend} on {task.device}: {outcome.what}"
+def _title(trial: Trial, outcome: Outcome) -> str:
+    return f"FAILED  seed {trial.problem.seed}, {trial.backend} on {trial.device}: {outcome.what}"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from evoattn.bench import sharded, sharded_table
 from evoattn.bench.sharded import Plan
-from evoattn.cli.terminal import RefusedError, check_output, progress, unwritable
+from evoattn.cli.terminal import RefusedError, check_output, progress, try_to_write
 
 __all__ = ["run_command"]
 
@@ -89,4 +89,4 @@ def _measure(plan: Plan, commit: str | None, record: dict[str, Any], path: Path 
 
 
 def _write(record: dict[str, Any], path: Path) -> RefusedError | None:
-    return unwritable("--json", path, lambda: sharded_table.write(record, path))
+    return try_to_write("--json", path, lambda: sharded_table.write(record, path))

@@ -82,7 +82,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the program, say what was ours, and end as it ended."""
+    """Run the program, tell which calls evoattn computed, and end as it ended."""
     command = _command(arguments)
     names = tuple(arguments.patch or NAMES)
     for of in map(client, arguments.patch or ()):

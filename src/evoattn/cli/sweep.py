@@ -77,7 +77,7 @@ def measure(contender: Contender, result: Result, inputs: Inputs, passes: tuple[
 
 
 def four_attentions(attentions_of_block: list[Inputs], size: Size, step: Step) -> list[tuple[Problem, int, list[str]]]:
-    """Each attention measured, the rows n that it was compared with float64 on, and what of evoattn is beyond its budget."""
+    """Measure each attention. Return it with the number of rows compared with float64, and evoattn's errors beyond budgets."""
     measured = []
     for inputs in attentions_of_block:
         case = inputs.case

@@ -33,8 +33,8 @@ __all__ = [
     "progress",
     "refusing",
     "refusing_place",
+    "try_to_write",
     "try_to_write_in",
-    "unwritable",
     "whole_number",
 ]
 
@@ -85,7 +85,7 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 @contextlib.contextmanager
 def refusing(option: str, path: Path, what: str = "written") -> Iterator[None]:
-    """Refuse, naming the option and the file, if what runs in this block cannot read or write it."""
+    """Refuse if this block cannot read or write the file of an option. The message names both."""
     try:
         yield
     except OSError as error:
@@ -102,8 +102,8 @@ def refusing_place(place: Path, variable: str) -> Iterator[None]:
         raise RefusedError(f"{place}: cannot be written: {why}; {variable} names another folder") from None
 
 
-def unwritable(option: str, path: Path, write: Callable[[], None]) -> RefusedError | None:
-    """Write a file of an option, and return the refusal if that is not possible: results are shown first."""
+def try_to_write(option: str, path: Path, write: Callable[[], None]) -> RefusedError | None:
+    """Write a file of an option. Return the refusal if that fails, so that results are shown first."""
     try:
         with refusing(option, path):
             write()
@@ -179,10 +179,10 @@ def check_output(output: Path, option: str, *suffixes: str) -> Path:
 
 
 Step = Callable[[str], None]
-"""Called before each step of a long run with what is about to be done."""
+"""Called before each step of a long run with the step in words."""
 
 Count = Callable[[int, str], None]
-"""Called with how many steps are done and what there is to say about them."""
+"""Called with the number of finished steps and a text."""
 
 
 @contextlib.contextmanager

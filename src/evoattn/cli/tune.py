@@ -12,7 +12,7 @@ import torch
 from evoattn.bench import attentions, machine, search, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.plan import default_plan
-from evoattn.bench.search import Found
+from evoattn.bench.search import Tuned
 from evoattn.cli.bench import workloads_of
 from evoattn.cli.terminal import (
     RefusedError,
@@ -45,7 +45,7 @@ examples:
 The table is a file a device, in EVOATTN_CACHE_DIR or the user's cache. It is good for the driver, the Triton and the
 evoattn that it was made with; otherwise it is ignored, with a warning. `explain()` tells where a call uses it.
 
-exit status: 0 all is well; 2 bad options, or a table that cannot be written; 130 interrupted; the results so far
+exit status: 0 all is well; 2 bad options, or a table that cannot be written; 130 interrupted: the results so far
 are kept
 """
 
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     with refusing_place(place, _VARIABLE):  # before minutes of search: it could not be kept after them
         place.parent.mkdir(parents=True, exist_ok=True)
         try_to_write_in(place.parent)
-    findings: list[Found] = []
+    findings: list[Tuned] = []
     try:
         _search([(w, dtype) for w in workloads for dtype in dtypes], device, arguments.budget, place, findings)
     except KeyboardInterrupt:
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _search(
-    problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, place: Path, findings: list[Found]
+    problems: list[tuple[Workload, str]], device: torch.device, budget_s: int, place: Path, findings: list[Tuned]
 ) -> None:
     """Search each problem within its share of the time left, and write each finding at once."""
     clock = clock_for(device)
@@ -128,7 +128,7 @@ def _search(
                         tuned_tiles.save({one.key: one.entry()}, device.type == "cpu")
 
 
-def _print(findings: list[Found], device: torch.device, kept_in: Path | None) -> None:
+def _print(findings: list[Tuned], device: torch.device, kept_in: Path | None) -> None:
     print(f"{machine.name(device)}\n")
     if not findings:
         print("nothing was searched to its end, or nothing has tiles to choose (few queries and few keys have none)")

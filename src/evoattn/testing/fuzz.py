@@ -14,7 +14,7 @@ from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import RandomLayer
 from evoattn.testing.random_problems import RandomProblem
 
-__all__ = ["JUDGE", "LAYERS", "Failure", "Findings", "Problem", "Report", "Task", "Workers", "shrink", "shrunk", "smaller"]
+__all__ = ["JUDGE", "LAYERS", "Failure", "Findings", "Problem", "Trial", "Workers", "shrink", "shrunk", "smaller"]
 
 JUDGE = "evoattn.testing.judging:judge"
 LAYERS = "evoattn.testing.judging_layers:judge_layer"
@@ -25,7 +25,7 @@ _LOST = ("CUDA error", "AcceleratorError", "HIP error")
 """Words of an outcome after which a process can use its GPU no more."""
 
 
-class Task(NamedTuple):
+class Trial(NamedTuple):
     """One problem for one backend on one device, by its name."""
 
     problem: Problem
@@ -33,20 +33,13 @@ class Task(NamedTuple):
     device: str = "cpu"
 
 
-class Report(NamedTuple):
-    """The outcome of a task."""
-
-    task: Task
-    outcome: Outcome
-
-
 class Workers:
-    """A fixed number of processes that see the GPU, each with one task at a time; use it as a context manager.
+    """A fixed number of processes that see the GPU, each with one trial at a time; use it as a context manager.
 
     Args:
         jobs: how many processes.
         judge: "module:function" of (problem, backend, device), imported in each process.
-        limit_s: seconds that a task may take, with what it compiles. Then its process is killed.
+        limit_s: seconds that a trial may take, with what it compiles. Then its process is killed.
     """
 
     def __init__(self, jobs: int, judge: str = JUDGE, limit_s: float = 120.0) -> None:
@@ -64,13 +57,13 @@ class Workers:
     def __exit__(self, *raised: object) -> None:
         self.pool.__exit__(*raised)
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Report]:
-        """Yield the reports of tasks as they come in. The next task is drawn when a worker is free."""
-        for report in self.pool.run(processes.Task(self.judge, tuple(task)) for task in tasks):
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        """Yield the outcomes of trials as they come in. The next one is drawn when a worker is free."""
+        for report in self.pool.run(processes.Task(self.judge, tuple(trial)) for trial in trials):
             outcome = report.result
             if report.error is not None:
                 outcome = Outcome("failed", report.error, ("took longer" if "took longer" in report.error else "died",))
-            yield Report(Task(*report.task.arguments), outcome)
+            yield Trial(*report.task.arguments), outcome
 
 
 class _Worker(processes.Worker):
@@ -87,7 +80,7 @@ class _Worker(processes.Worker):
 class Failure:
     """A problem that failed, and the smallest one found that fails in the same way."""
 
-    task: Task
+    trial: Trial
     outcome: Outcome
     smallest: Problem
     shrunk: bool = False
@@ -95,17 +88,17 @@ class Failure:
     @property
     def line(self) -> str:
         """A command that judges the smallest problem again."""
-        return self.smallest.command(self.task.backend, self.task.device)
+        return self.smallest.command(self.trial.backend, self.trial.device)
 
     def as_json(self) -> dict[str, Any]:
         """The failure in types that JSON has."""
         return {
-            "seed": self.task.problem.seed,
-            "backend": self.task.backend,
-            "device": self.task.device,
+            "seed": self.trial.problem.seed,
+            "backend": self.trial.backend,
+            "device": self.trial.device,
             "what": self.outcome.what,
             "kinds": list(self.outcome.kinds),
-            "problem": repr(self.task.problem),
+            "problem": repr(self.trial.problem),
             "smallest": repr(self.smallest),
             "line": self.line,
         }
@@ -113,51 +106,50 @@ class Failure:
 
 @dataclasses.dataclass
 class Findings:
-    """The results so far: counts of held, refused and failed tasks by backend and dtype, and failures in the order of seeds."""
+    """The results so far: counts of trials by backend, dtype and outcome, and failures in the order of seeds."""
 
     counts: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
     failures: list[Failure] = dataclasses.field(default_factory=list)
 
-    def add(self, report: Report) -> None:
-        """Count one more report."""
-        task, outcome = report.task, report.outcome
-        place = (task.backend, str(task.problem.dtype).removeprefix("torch."))
+    def add(self, trial: Trial, outcome: Outcome) -> None:
+        """Count one more outcome."""
+        place = (trial.backend, str(trial.problem.dtype).removeprefix("torch."))
         counts = self.counts.setdefault(place, {"held": 0, "refused": 0, "failed": 0})
         counts[outcome.status] += 1
         if outcome.status == "failed":
-            self.failures.append(Failure(task, outcome, task.problem))
-            self.failures.sort(key=lambda failure: failure.task.problem.seed)
+            self.failures.append(Failure(trial, outcome, trial.problem))
+            self.failures.sort(key=lambda failure: failure.trial.problem.seed)
 
     def total(self, *statuses: str) -> int:
-        """The number of tasks with one of these outcomes, or of all."""
+        """The number of trials with one of these outcomes, or of all."""
         return sum(counts[status] for counts in self.counts.values() for status in statuses or counts)
 
     def __str__(self) -> str:
         return ", ".join(f"{self.total(status)} {status}" for status in ("held", "refused", "failed"))
 
 
-def shrunk(failure: Failure, workers: Workers, trials: int = 200, seconds: float = 60.0) -> Failure:
+def shrunk(failure: Failure, workers: Workers) -> Failure:
     """The failure with the smallest problem found that has one of its kinds of failure, and what goes wrong there.
 
     Layers stay as they are.
     """
-    if not isinstance(failure.task.problem, RandomProblem):
+    if not isinstance(failure.trial.problem, RandomProblem):
         return failure
     latest = failure.outcome
 
     def first_failing(problems: Sequence[RandomProblem]) -> int | None:
         nonlocal latest
-        candidates = [failure.task._replace(problem=problem) for problem in problems]
+        candidates = [failure.trial._replace(problem=problem) for problem in problems]
         outcomes = {
-            candidates.index(report.task): report.outcome
-            for report in workers.run(candidates)
-            if set(report.outcome.kinds) & set(failure.outcome.kinds)
+            candidates.index(trial): outcome
+            for trial, outcome in workers.run(candidates)
+            if set(outcome.kinds) & set(failure.outcome.kinds)
         }
         place = min(outcomes, default=None)
         latest = latest if place is None else outcomes[place]
         return place
 
-    smallest = shrink(failure.task.problem, first_failing, trials=trials, seconds=seconds)
+    smallest = shrink(failure.trial.problem, first_failing)
     return dataclasses.replace(failure, smallest=smallest, outcome=latest, shrunk=True)
 
 
@@ -196,7 +188,7 @@ _PARTS = {
     "mask": ("mask_axes",),
     "gate": ("gate_strides",),
 }
-"""Tensors that a problem may lack, and what describes them."""
+"""Optional tensors of a problem, and the fields that describe them."""
 
 _SIZES = ("n", "h", "lq", "lk", "d")
 
@@ -211,7 +203,7 @@ _PLAINER = {"gate": "random", "mask_bias": "finite"}
 
 
 def smaller(problem: RandomProblem) -> Iterator[RandomProblem]:
-    """Problems one step smaller or plainer, what takes away most first."""
+    """Yield problems that are one step smaller or plainer, the largest steps first."""
     case = problem.case
     for words in _steps(case):
         changed = dataclasses.replace(case, **words)

@@ -48,7 +48,7 @@ class Outcome:
 def judge(
     problem: RandomProblem, backend: str = "auto", device: torch.device | str = "cpu", *, run_backend: Run = run
 ) -> Outcome:
-    """Run a problem forward and backward on a backend, and judge all that it gives.
+    """Run a problem forward and backward on a backend, and judge all results.
 
     Errors have to stay within their budgets, shapes and dtypes have to be right, values finite where the oracle's are, queries
     without a key exactly 0, and arguments have to keep their bits. A deterministic problem runs twice and gives equal bits.
@@ -78,7 +78,7 @@ def judge(
 
 
 def verdict(find: Callable[[], Outcome | list[tuple[str, str]]]) -> Outcome:
-    """The outcome of a search that returns one, or the kinds of failure with what went wrong, or raises."""
+    """The outcome of `find`, which returns an outcome, or kinds of failure with texts, or raises."""
     try:
         failures = find()
     except Exception as error:  # whatever a broken backend raises is a finding

@@ -35,7 +35,7 @@ _SWALLOWS = {torch.float32: 1e8, torch.bfloat16: 3e4, torch.float16: 3e4, torch.
 """The least `inf` that leaves the scores of a masked row no digits, by compute dtype."""
 
 _STEADY = 0.1
-"""relu_ has no cotangent where the output is below this share of its usual size: rounding may change the sign there."""
+"""relu_ gets no cotangent if the output is below this share of its usual size, because rounding may change its sign."""
 
 _MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "grad": torch.enable_grad,
@@ -48,7 +48,7 @@ Values = dict[str, "Tensor | None"]
 
 
 def judge_layer(problem: RandomLayer, backend: str = "auto", device: torch.device | str = "cpu") -> Outcome:
-    """Run a layer forward and backward, and judge all that it gives.
+    """Run a layer forward and backward, and judge all results.
 
     The truth calls the same sub-modules one after the other, in dense torch and float64. The budget is what the same dense
     torch loses in the compute dtype, times 3, and times 1 + 2 / sqrt(n) for the n numbers of a value, since few errors vary

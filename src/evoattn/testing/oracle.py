@@ -1,4 +1,4 @@
-"""The float64 oracle, and the budget of error: a small multiple of what a dense computation in the same dtype loses itself.
+"""The float64 oracle, and error budgets: a small multiple of the loss of a dense computation in the same dtype.
 
 `conditioning` is the bound of docs/mathematics.md in numbers: how far rounding alone can move each value. To first order, with
 independent roundings of unit size / sqrt(3), it is the root of the mean square of what a backend loses that keeps scores in the
@@ -114,7 +114,7 @@ def budgets(inputs: Inputs, results: Results, expected: Results, lost: dict[str,
 
 
 def _coarser(name: str, inputs: Inputs, results: Results) -> torch.dtype:
-    """The dtype whose bounds a value is held to."""
+    """The dtype whose bounds apply to a value."""
     dtype = results.values[name].dtype
     return inputs.q.dtype if name != "lse" and torch.finfo(inputs.q.dtype).eps > torch.finfo(dtype).eps else dtype
 

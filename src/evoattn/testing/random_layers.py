@@ -1,4 +1,4 @@
-"""Random layers: a layer of `evoattn.nn` with what people do to its modules, its inputs and its output, drawn from one seed."""
+"""Random layers of `evoattn.nn`, with random changes of their modules, inputs and outputs, drawn from one seed."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def _sizes(draw: Draw, largest: int) -> tuple[tuple[int, ...], dict[str, int]]:
 
 
 def _change(draw: Draw, module: nn.Module) -> tuple[str, str]:
-    """A linear module or a norm of the layer, and what is done to it."""
+    """A linear module or a norm of the layer, and its change."""
     kinds = {path: type(x) for path, x in module.named_modules() if type(x) in (nn.Linear, nn.LayerNorm)}
     path = draw.one(tuple(kinds))
     return path, draw.one((*IN_PLACE, *INSTEAD) if kinds[path] is nn.Linear else (*HOOKS, "wrapper"))

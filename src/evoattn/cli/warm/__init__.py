@@ -15,14 +15,14 @@ import torch
 
 from evoattn.backends import Needed
 from evoattn.cli.terminal import RefusedError, add_command, among, count_progress, refusing_place, try_to_write_in, whole_number
-from evoattn.cli.warm.calls import COMPILERS, Call, Found, calls_of, why_not
+from evoattn.cli.warm.calls import COMPILERS, Call, Launched, calls_of, why_not
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
 from evoattn.compile.cache import VARIABLE, folder
 from evoattn.compile.workers import Pool, Task, cores
 from evoattn.core.devices import Card, planned_for
 
-__all__ = ["Outcome", "Settings", "add_parser", "warm"]
+__all__ = ["Counts", "Settings", "add_parser", "warm"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TRITON = "TRITON_CACHE_DIR"
@@ -47,7 +47,7 @@ examples:
 families: {", ".join(FAMILIES)}
 architectures: {", ".join(ARCHITECTURES)} (sm_90a is sm_90)
 
-exit status: 0 every kernel is kept; 1 a kernel failed; 2 bad options; 130 interrupted; the finished kernels are kept
+exit status: 0 every kernel is kept; 1 a kernel failed; 2 bad options; 130 interrupted: the finished kernels are kept
 """
 
 
@@ -60,7 +60,7 @@ class Settings:
         lengths: residues or tokens.
         dtypes: of q, k and v.
         training: whether backwards are compiled too.
-        cards: what GPUs for.
+        cards: the GPUs that they are for.
         jobs: worker processes.
     """
 
@@ -73,14 +73,14 @@ class Settings:
 
 
 @dataclasses.dataclass
-class Outcome:
+class Counts:
     """The kernels of one backend, counted.
 
     Args:
         compiled, there, failed: how many were compiled, were kept already, did not compile.
-        seconds: that compilers took, of all processes together.
-        bytes: of all that are kept.
-        folders: where.
+        seconds: of all compilers.
+        bytes: of all kept kernels.
+        folders: that hold them.
     """
 
     compiled: int = 0
@@ -162,23 +162,23 @@ def _triton_folder() -> Path:
 def warm(settings: Settings) -> int:
     """Compile the kernels of these settings, print a table of them, and return the exit status."""
     _tell_missing(settings.cards[0])
-    outcomes: dict[str, Outcome] = {}
+    counts: dict[str, Counts] = {}
     unknown: list[str] = []
     interrupted, begun = False, time.monotonic()
     with Pool(settings.jobs) as pool:
         try:
-            _keep_all(_find_all(settings, pool, unknown), pool, outcomes)
+            _keep_all(_find_all(settings, pool, unknown), pool, counts)
         except KeyboardInterrupt:
             interrupted = True
     print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
-    for name, x in sorted(outcomes.items()):
+    for name, x in sorted(counts.items()):
         folders = ", ".join(map(str, sorted(x.folders))) or "-"
         print(f"{name:<8} {x.compiled:>8} {x.there:>6} {x.failed:>7} {x.seconds:>7.1f} {x.bytes / 1e6:>7.1f}  {folders}")
-    print(f"{_sum(outcomes, 'compiled')} kernels compiled in {time.monotonic() - begun:.1f} s")
+    print(f"{_sum(counts, 'compiled')} kernels compiled in {time.monotonic() - begun:.1f} s")
     if interrupted:
         print("evoattn warm: interrupted: the kernels above are kept", file=sys.stderr)
         return 130
-    return 1 if unknown or _sum(outcomes, "failed") else 0
+    return 1 if unknown or _sum(counts, "failed") else 0
 
 
 def _tell_missing(card: Card) -> None:
@@ -194,10 +194,10 @@ def _tell_missing(card: Card) -> None:
             print(f"evoattn warm: without {name}: {why}", file=sys.stderr)
 
 
-def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Found]:
+def _find_all(settings: Settings, pool: Pool, unknown: list[str]) -> list[Launched]:
     """All kernels, each once, those of backwards first. Calls whose kernels cannot be found are told and added to `unknown`."""
     tasks = [Task("evoattn.cli.warm.calls:find_all", chunk) for chunk in _chunks(settings)]
-    kernels: dict[tuple[str, str], Found] = {}
+    kernels: dict[tuple[str, str], Launched] = {}
     with count_progress(len(tasks)) as count:
         for done, report in enumerate(pool.run(tasks), 1):
             if report.error is not None:
@@ -222,31 +222,31 @@ def _chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
             yield chunk, card
 
 
-def _keep_all(kernels: list[Found], pool: Pool, outcomes: dict[str, Outcome]) -> None:
+def _keep_all(kernels: list[Launched], pool: Pool, counts: dict[str, Counts]) -> None:
     """Compile the kernels that are not kept, and count all of them."""
-    missing: dict[Task, Found] = {}
+    missing: dict[Task, Launched] = {}
     for one in kernels:
-        outcome = outcomes.setdefault(one.backend, Outcome())
+        backend = counts.setdefault(one.backend, Counts())
         if one.kernel.bytes:
-            outcome.there += 1
-            outcome.add(one.kernel, one.kernel.bytes)
+            backend.there += 1
+            backend.add(one.kernel, one.kernel.bytes)
         else:
             missing[one.kernel.task] = one
     with count_progress(len(missing)) as count:
         for done, report in enumerate(pool.run(missing), 1):
             one = missing[report.task]
-            outcome = outcomes[one.backend]
-            outcome.seconds += report.seconds
+            backend = counts[one.backend]
+            backend.seconds += report.seconds
             if report.result:
-                outcome.compiled += 1
-                outcome.add(one.kernel, report.result)
+                backend.compiled += 1
+                backend.add(one.kernel, report.result)
             else:
-                outcome.failed += 1
+                backend.failed += 1
                 why = report.error or "it is not where a call would look for it"
                 print(f"FAILED  {one.backend} {one.kernel.name} ({one.call}): {why}", flush=True)
-            counts = f"{_sum(outcomes, 'compiled')} compiled, {_sum(outcomes, 'failed')} failed"
-            count(done, f"{counts}; {one.kernel.name}")
+            totals = f"{_sum(counts, 'compiled')} compiled, {_sum(counts, 'failed')} failed"
+            count(done, f"{totals}; {one.kernel.name}")
 
 
-def _sum(outcomes: dict[str, Outcome], name: str) -> int:
-    return sum(getattr(outcome, name) for outcome in outcomes.values())
+def _sum(counts: dict[str, Counts], name: str) -> int:
+    return sum(getattr(backend, name) for backend in counts.values())

@@ -21,7 +21,7 @@ from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError, backend_module
 
-__all__ = ["COMPILERS", "Call", "Found", "calls_of", "find_all", "why_not"]
+__all__ = ["COMPILERS", "Call", "Launched", "calls_of", "find_all", "why_not"]
 
 COMPILERS = ("hopper", "triton")
 """The backends that compile."""
@@ -69,7 +69,7 @@ class Call:
         return Inputs(q, k, v, None, mask, pair)
 
     def make(self) -> tuple[Plan, tuple[Any, ...]]:
-        """Make its plan for the card that is planned for, and what the plan is run with."""
+        """Make its plan for the current card, and the arguments of the plan's `run`."""
         options = Options(1.0 if self.attention.scaled else None, _LAYOUT).settled()
         inputs = canonicalise(self.inputs(), _LAYOUT).inputs
         outputs = empty_outputs(inputs, _LAYOUT)
@@ -96,7 +96,7 @@ def calls_of(
             yield Call(of, length, dtype, backward, mask)
 
 
-class Found(NamedTuple):
+class Launched(NamedTuple):
     """A kernel that a call launches, and the backend that makes it."""
 
     call: Call
@@ -104,9 +104,9 @@ class Found(NamedTuple):
     kernel: Needed
 
 
-def find_all(calls: list[Call], card: Card) -> list[Found]:
+def find_all(calls: list[Call], card: Card) -> list[Launched]:
     """List the kernels that calls launch on a card, each once. A call that no compiling backend takes has none."""
-    kernels: dict[tuple[str, str], Found] = {}
+    kernels: dict[tuple[str, str], Launched] = {}
     with planned_for(card):
         for call in calls:
             try:
@@ -115,12 +115,12 @@ def find_all(calls: list[Call], card: Card) -> list[Found]:
                 continue
             if backend in COMPILERS and why_not(backend) is None:
                 needed = importlib.import_module(f"evoattn.backends.{backend}.ahead").needed(call.make)
-                kernels.update({(backend, kernel.key): Found(call, backend, kernel) for kernel in needed})
+                kernels.update({(backend, kernel.key): Launched(call, backend, kernel) for kernel in needed})
     return list(kernels.values())
 
 
 def why_not(backend: str) -> str | None:
-    """Say why a backend cannot compile for the card that is planned for, and what to do; None if it can."""
+    """Return the reason why a backend cannot compile for the current card, and the remedy. None if it can."""
     missing = backend_module(backend).availability()
     if missing is None and backend == "triton" and importlib.util.find_spec("triton.runtime._async_compile") is None:
         return "this Triton compiles no kernel ahead: pip install 'triton>=3.6'"

@@ -9,11 +9,13 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import os
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 
 import evoattn
 from clients.compare import Watch
-from evoattn.bench.clock import clock_for
+from evoattn.bench.machine import synchronize
 from evoattn.bench.memory import peak_bytes, release
 from evoattn.dispatch import lookup
 
@@ -138,14 +140,26 @@ def errors(values: Values, expected: Values) -> dict[str, float]:
 
 
 def timed(call: Callable[[], object], device: torch.device) -> list[float]:
-    """Milliseconds of each call, by the benchmark's clock."""
-    clock = clock_for(device)
-
-    def once() -> float:
-        return clock.calls(lambda number: call(), 1)
-
-    count = max(LEAST, min(MOST, int(SECONDS / once())))
-    return [1e3 * once() for _ in range(count)]
+    """Milliseconds of calls that are queued one after the other, by events on a GPU. The first calls are not counted."""
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    count = max(LEAST, min(MOST, int(SECONDS / (time.perf_counter() - start))))
+    if device.type != "cuda":
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            call()
+            found.append(1e3 * (time.perf_counter() - start))
+        return found
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    call()
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    marks[-1].synchronize()
+    return [float(a.elapsed_time(b)) for a, b in itertools.pairwise(marks)]
 
 
 class Worker:

@@ -178,9 +178,9 @@ def test_two_deterministic_runs_are_bit_equal(length: int, pattern: str) -> None
 @pytest.fixture
 def nine_rows_a_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where rows are so long that the cache holds few of them."""
-    from evoattn.backends.triton import bwd_pair
+    from evoattn.backends.triton import pair_in_order
 
-    monkeypatch.setattr(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 9))
+    monkeypatch.setattr(pair_in_order, "rows_of_a_turn", lambda share, *_: min(share, 9))
     testing.forget()
     yield
     testing.forget()

@@ -171,19 +171,19 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
     pytest.importorskip("triton")
     from evoattn.backends.hopper.host import clusters
-    from evoattn.backends.triton import launch
+    from evoattn.backends.triton import cards as of_triton
 
     a100, h200 = (dataclasses.replace(cards_of(arch)[0], shared_memory=0, cache_bytes=0) for arch in ("sm_80", "sm_90"))
     found = [a100, h200, h200]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
     monkeypatch.setattr(devices, "_found", lambda device: found[device.index])
-    monkeypatch.setattr(launch, "_shared_memory_of", lambda device: 1000 + device.index)
-    monkeypatch.setattr(launch, "_cache_of", lambda device: 2000)
+    monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000 + device.index)
+    monkeypatch.setattr(of_triton, "_cache", lambda device: 2000)
     monkeypatch.setattr(clusters, "_of_this_machine", lambda size, shared, device: 132 // size - 1)
     here = cards_here()
     assert [(card.shared_memory, card.cache_bytes) for card in here] == [(1000, 2000), (1001, 2000), (1002, 2000)]
     assert here[0].clusters == () and here[1].clusters == (131, 65, 43, 32, 25, 21, 17, 15)
-    monkeypatch.setattr(launch, "_shared_memory_of", lambda device: 1000)
+    monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000)
     assert len(cards_here()) == 2
 
 

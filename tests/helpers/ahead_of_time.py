@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from evoattn.backends.triton import launch
+from evoattn.backends.triton import cards
 
 __all__ = ["SHARED_LIMITS", "TARGETS", "TWINS", "Report", "counted", "ptxas", "report", "target"]
 
@@ -140,9 +140,9 @@ def target(name: str) -> Iterator[list[Any]]:
     with contextlib.ExitStack() as patches:
         for owner, attribute, value in (
             (JITFunction, "run", compile_only),
-            (launch, "shared_memory_limit", lambda device: SHARED_LIMITS[name]),
-            (launch, "capability", lambda device: divmod(gpu.arch, 10) if gpu.backend == "cuda" else None),
-            (launch, "on_amd", lambda: gpu.backend == "hip"),
+            (cards, "shared_memory_limit", lambda device: SHARED_LIMITS[name]),
+            (cards, "capability", lambda device: divmod(gpu.arch, 10) if gpu.backend == "cuda" else None),
+            (cards, "on_amd", lambda: gpu.backend == "hip"),
         ):
             patches.enter_context(unittest.mock.patch.object(owner, attribute, value))
         yield compiled

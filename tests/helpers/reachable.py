@@ -14,8 +14,9 @@ import itertools
 
 import torch
 
-from evoattn.backends.triton import fwd_plan, launch
-from evoattn.backends.triton.bwd_pair import _strip_warps, _strips
+from evoattn.backends.triton.forward_plan import tail as tail_of
+from evoattn.backends.triton.pair_in_order import strip_warps, strips
+from evoattn.backends.triton.strides import split
 from evoattn.backends.triton.tiles.backward import backward_tiles
 from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.backends.triton.tiles.forward import LEFT_OVER_WARPS, forward_tiles
@@ -23,6 +24,7 @@ from evoattn.backends.triton.tiles.limits import most_warps
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
+from evoattn.core.sizes import power_of_two
 
 __all__ = ["CARDS", "Launched", "launches", "reachable"]
 
@@ -78,12 +80,12 @@ class Launched:
 def launches(problem: Problem, shared_limit: int, config: Config | None = None) -> set[Launched]:
     """The launches of both passes of a problem, without those of few queries and keys."""
     config = config or Config()
-    common = (problem.dtype, launch.head_block(problem.d), launch.head_block(problem.c))
+    common = (problem.dtype, power_of_two(problem.d), power_of_two(problem.c))
     found = set()
     if few_tiles("forward", problem, config) is None:
         tiles = forward_tiles(problem, config, shared_limit)
-        for _, _, block_q in launch.split(problem.lq, tiles.block_q):
-            tail = fwd_plan._tail(problem.lk, tiles) if block_q == tiles.block_q else tiles.block_k
+        for _, _, block_q in split(problem.lq, tiles.block_q):
+            tail = tail_of(problem.lk, tiles) if block_q == tiles.block_q else tiles.block_k
             warps = tiles.warps(block_q, LEFT_OVER_WARPS)
             found.add(Launched("forward", block_q, tiles.block_k, warps, tiles.num_stages, 1, *common, tail))
     if few_tiles("backward", problem, config) is None:
@@ -92,8 +94,8 @@ def launches(problem: Problem, shared_limit: int, config: Config | None = None) 
             found.add(Launched(kernel, tile.block_q, tile.block_k, tile.num_warps, tile.num_stages, tile.rows, *common))
         if problem.pair_bias is not None and problem.deterministic:
             tile = backward.pair
-            for q, k in _strips(problem.lq, problem.lk, tile):
-                warps = _strip_warps(problem, tile, q, k)
+            for q, k in strips(problem.lq, problem.lk, tile):
+                warps = strip_warps(problem, tile, q, k)
                 found.add(Launched("pair", q.block, k.block, warps, tile.num_stages, 1, *common))
     return found
 

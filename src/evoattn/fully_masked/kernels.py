@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.backends.triton import alone
-from evoattn.backends.triton.launch import Kernel
-from evoattn.backends.triton.primitives import load_tile, sigmoid
+from evoattn.backends.triton.kernels.primitives import load_tile, sigmoid
+from evoattn.backends.triton.launch import Kernel, launch_kernel
 
 __all__ = ["Rows", "add_to_inputs", "add_to_pairs", "fill", "find"]
 
@@ -314,7 +313,7 @@ def find(mask_bias: Tensor, limit: float, equal: float) -> Rows:
     stats = torch.empty(2, b * n, dtype=torch.float32, device=mask_bias.device)
     block_k = min(1024, max(16, triton.next_power_of_2(lk)))
     numbers = (limit, equal, *mask_bias.stride(), n, lk, b * n)
-    alone.start(find_kernel, b * n, (mask_bias, alive, stats), *numbers, BLOCK_K=block_k, num_warps=4)
+    launch_kernel(find_kernel, b * n, (mask_bias, alive, stats), *numbers, BLOCK_K=block_k, num_warps=4)
     return Rows(alive.view(torch.bool), stats)
 
 
@@ -330,7 +329,7 @@ def fill(o: Tensor, v: Tensor, gate: Tensor | None, mask_bias: Tensor, stats: Te
     gate_or_o = o if gate is None else gate
     numbers = (*v.stride(), *o.stride(), *gate_or_o.stride(), *mask_bias.stride(), n, h, lq, v.shape[-2], b * n)
     tiles = {"C": c, "BLOCK_C": block_c, "BLOCK_L": block_l, "GATED": gate is not None, "num_warps": warps}
-    alone.start(fill_kernel, b * n * h, (v, o, gate_or_o, means, mask_bias, stats), *numbers, **tiles)
+    launch_kernel(fill_kernel, b * n * h, (v, o, gate_or_o, means, mask_bias, stats), *numbers, **tiles)
     return means
 
 
@@ -358,7 +357,7 @@ def add_to_inputs(
     needs["GATED"] = gate is not None
     numbers = (scale, *strides, n, h, lq, lk, b * n)
     options = {**tiles, **needs, "num_warps": warps, "num_stages": 1}
-    alone.start(inputs_kernel, b * n * h * blocks_d, (*tensors, mask_bias, stats, means), *numbers, **options)
+    launch_kernel(inputs_kernel, b * n * h * blocks_d, (*tensors, mask_bias, stats, means), *numbers, **options)
 
 
 def add_to_pairs(
@@ -375,7 +374,7 @@ def add_to_pairs(
     numbers = (*strides, n, h, lq, lk, b * n, b * n // dpair.shape[0], blocks_q, blocks_k)
     tiles = {"C": c, "BLOCK_C": block_c, "BLOCK_L": block_l, "FLAGS": _FLAGS, "GATED": gate is not None}
     tensors = (v, gate_or_do, do, dpair, mask_bias, stats, means)
-    alone.start(pairs_kernel, programs, tensors, *numbers, **tiles, num_warps=warps, num_stages=1)
+    launch_kernel(pairs_kernel, programs, tensors, *numbers, **tiles, num_warps=warps, num_stages=1)
 
 
 def _blocks(d: int, c: int) -> tuple[int, int, int, int]:

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evoattn.backends.triton import alone
-from evoattn.backends.triton.launch import Kernel
+from evoattn.backends.triton.launch import Kernel, launch_kernel
 from evoattn.core.devices import processors
 
 __all__ = ["normalise", "normalise_backward"]
@@ -102,7 +101,7 @@ def normalise(
     tiles = {"C": channels, "BLOCK_R": block_r, "BLOCK_C": block_c}
     flags = {"HAS_SCALE": scale is not None, "HAS_SHIFT": shift is not None}
     tensors = (rows, *(rows if x is None else x for x in (scale, shift)), out, mean, rstd)
-    alone.start(norm_kernel, triton.cdiv(count, block_r), tensors, count, rows.stride(0), eps, **tiles, **flags)
+    launch_kernel(norm_kernel, triton.cdiv(count, block_r), tensors, count, rows.stride(0), eps, **tiles, **flags)
     return out, mean, rstd
 
 
@@ -128,7 +127,7 @@ def normalise_backward(
     tiles = {"C": channels, "BLOCK_R": block_r, "BLOCK_C": block_c}
     flags = {"HAS_SCALE": scale is not None, "NEEDS_X": needs[0], "NEEDS_SUMS": summed}
     tensors = (d_normed, rows, rows if scale is None else scale, mean, rstd, *(rows if x is None else x for x in (dx, sums)))
-    alone.start(norm_backward_kernel, programs, tensors, count, rows.stride(0), **tiles, **flags)
+    launch_kernel(norm_backward_kernel, programs, tensors, count, rows.stride(0), **tiles, **flags)
     if sums is None:
         return dx, None, None
     dscale, dshift = sums.sum(0).unbind()

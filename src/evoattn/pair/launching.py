@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton.launch import head_block
 from evoattn.core.devices import constant
+from evoattn.core.sizes import power_of_two
 
 __all__ = ["Tile", "affine", "narrowed", "shift"]
 
@@ -26,7 +26,7 @@ class Tile(NamedTuple):
 @functools.cache
 def narrowed(tile: Tile, channels: int, dtype: torch.dtype) -> Tile:
     """A tile that suits 128 channels in 16 bits, or a smaller one if a row takes more registers."""
-    wider = max(1, head_block(channels) // 128) * (dtype.itemsize // 2)
+    wider = max(1, power_of_two(channels) // 128) * (dtype.itemsize // 2)
     return Tile(max(16, tile.rows // wider), max(16, tile.channels // wider), tile.warps, tile.stages if wider == 1 else 1)
 
 

@@ -23,8 +23,9 @@ from triton.runtime.jit import JITFunction
 
 from evoattn.backends import triton as backend
 from evoattn.backends.triton import ahead as ahead_module
-from evoattn.backends.triton import bwd_bias, bwd_dkdv, bwd_dq, bwd_pair, bwd_preprocess, bwd_total, fwd, prepare
+from evoattn.backends.triton import pair_in_order
 from evoattn.backends.triton.ahead import compile_ahead
+from evoattn.backends.triton.kernels import dkdv, dq, forward, pair_copies, pair_gradient, row_bias, statistics
 from evoattn.backends.triton.launch import Kernel
 from evoattn.core import devices
 from evoattn.core.config import Config
@@ -33,7 +34,7 @@ from tests.helpers.ahead_of_time import target
 
 KERNELS = [
     each
-    for module in (bwd_bias, bwd_dkdv, bwd_dq, bwd_preprocess, bwd_total, fwd, prepare)
+    for module in (dkdv, dq, forward, pair_copies, pair_gradient, row_bias, statistics)
     for each in vars(module).values()
     if isinstance(each, Kernel)
 ]
@@ -74,7 +75,7 @@ def planned(backward: bool, deterministic: bool = False) -> tuple[Any, tuple[Any
 def test_all_kernels_of_a_call_are_ready_before_the_first(
     backward: bool, deterministic: bool, loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bwd_pair, "cache_bytes", lambda device: 1 << 16)
+    monkeypatch.setattr(pair_in_order, "cache_bytes", lambda device: 1 << 16)
     asked: list[tuple[str, bool]] = []
     with target("sm_90") as compiled, monkeypatch.context() as patch:
         compile_only = JITFunction.run

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from evoattn.backends.triton.arguments import Constant, Inner, Number, Pointer, View, kernel, view
-from evoattn.backends.triton.launch import contiguous
+from evoattn.backends.triton.strides import contiguous
 
 
 class Sizes(NamedTuple):

@@ -28,8 +28,10 @@ else:
 
     import evoattn
     from evoattn import testing
-    from evoattn.backends.triton import bwd, bwd_pair, bwd_total, few, launch
-    from evoattn.backends.triton.tiles.backward import BackwardTiles, Tiles
+    from evoattn.backends.triton import backward_call, backward_launches, backward_plan, few_plan, pair_in_order
+    from evoattn.backends.triton.kernels import pair_gradient
+    from evoattn.backends.triton.tiles.backward import BackwardTiles
+    from evoattn.backends.triton.tiles.limits import Tiles
     from evoattn.core.config import Config
 
     pytestmark = [
@@ -54,7 +56,7 @@ else:
     }
 
     def use(monkeypatch: pytest.MonkeyPatch, tiles: BackwardTiles) -> None:
-        monkeypatch.setattr(bwd, "backward_tiles", lambda *_: tiles)
+        monkeypatch.setattr(backward_plan, "backward_tiles", lambda *_: tiles)
         testing.forget()
 
     def check(inputs: testing.Inputs, *, deterministic: bool = False, config: Config | None = None) -> None:
@@ -87,7 +89,7 @@ else:
     )
     def test_few_with_long_offsets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Both passes with offsets of 64 bits, in float32 and bfloat16."""
-        monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(few_plan, "_extent", lambda tensor: 1 << 31)
         case = next(case for case in testing.AWKWARD if case.name == name)
         for dtype in (torch.float32, torch.bfloat16):
             testing.forget()
@@ -127,7 +129,7 @@ else:
     def test_heads_in_turns(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """As many heads as the cache has room for; each of two b and six heads has its programs."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
-        monkeypatch.setattr(bwd, "_heads_together", lambda *_: together)
+        monkeypatch.setattr(backward_launches, "_heads_at_once", lambda *_: together)
         case = testing.Case("turns", lead=(2,), n=3, h=6, lq=20, lk=33, d=8, mask="random", pair_bias="b1hqk")
         check(case.make(seed=4))
 
@@ -163,7 +165,7 @@ else:
         """Every shape that the pair bias can have, with several tiles along each axis that it broadcasts."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
         if way == "added_up_by_torch":
-            monkeypatch.setattr(bwd_total, "_MOST_IN_SERIES", 0)
+            monkeypatch.setattr(pair_gradient, "_MOST_IN_SERIES", 0)
         case = testing.Case("shape", lead=(2,), n=3, lq=37, lk=35, mask="random", pair_bias=pair_bias, lse_gradient=True)
         check(case.make(seed=4), deterministic=way != "default")
 
@@ -197,9 +199,9 @@ else:
     def test_rows_in_turns(monkeypatch: pytest.MonkeyPatch, pair_bias: str, spans: bool) -> None:
         """Two shares of seven rows, at most three rows of each in a turn; queries and keys left over in tiles of their own."""
         use(monkeypatch, ALL_TILES["left_over"])
-        monkeypatch.setattr(bwd_pair, "shares", lambda *_: 2)
-        monkeypatch.setattr(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 3))
-        monkeypatch.setattr(bwd_pair, "_ROWS_WORTH_SPANS", 1 if spans else 8)
+        monkeypatch.setattr(pair_in_order, "shares", lambda *_: 2)
+        monkeypatch.setattr(pair_in_order, "rows_of_a_turn", lambda share, *_: min(share, 3))
+        monkeypatch.setattr(pair_in_order, "_ROWS_WORTH_SPANS", 1 if spans else 8)
         sizes = {"lead": (2,), "n": 7, "h": 1, "lq": 70, "lk": 71, "d": 12}
         case = testing.Case("turns", **sizes, mask="padding", pair_bias=pair_bias, lse_gradient=True)  # type: ignore[arg-type]
         check(case.make(seed=4), deterministic=True)
@@ -298,5 +300,5 @@ else:
 
     def test_long_strides(monkeypatch: pytest.MonkeyPatch) -> None:
         """64-bit offsets inside tiles give what 32-bit ones give."""
-        monkeypatch.setattr(launch, "is_wide", lambda *_: True)
+        monkeypatch.setattr(backward_call, "is_long", lambda *_: True)
         check(testing.Case("wide", lq=33, lk=40, mask="random", mask_bias="finite", pair_bias="b1hqk").make(seed=11))

@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from evoattn.backends import Cotangents, Description, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import few, launch
+from evoattn.backends.triton import few_plan
 from evoattn.backends.triton.launch import Kernel, Launch
+from evoattn.backends.triton.strides import Strided, grain, strided, units
 from evoattn.backends.triton.tiles.few import FewTiles, few_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
@@ -85,20 +86,20 @@ def test_a_launch_a_pass_and_few_variants(monkeypatch: pytest.MonkeyPatch, long:
         backend.plan_backward(*values, needs=needs, deterministic=True, **options)
     assert len(launches) == 8
     assert [each.programs for each in launches[:2]] == [-(-4 * n // 16), -(-4 * n // 8)] if long else [26, 51]
-    assert {each.constants["WIDE"] for each in launches} == {long}
+    assert {each.constants["LONG"] for each in launches} == {long}
     assert len({repr(each.constants) for each in launches}) == 4, "two kernels, with four keys and with fewer"
 
 
-@pytest.mark.parametrize(("step", "grain"), [((1 << 31) - 16, 16), (1 << 31, 1)])
-def test_rows_far_apart_are_no_units(step: int, grain: int) -> None:
+@pytest.mark.parametrize(("step", "common"), [((1 << 31) - 16, 16), (1 << 31, 1)])
+def test_rows_far_apart_are_no_units(step: int, common: int) -> None:
     """Kernels multiply units by the grain in 32 bits."""
-    far = few.Strided((1, 1, 1, 2, 16), (0, 0, 0, step, 1), torch.bfloat16)
-    near = few.Strided((1, 1, 1, 2, 16), (1 << 33, 1 << 33, 1 << 33, 16, 1), torch.bfloat16)
-    assert launch.grain(near) == 16
-    assert launch.layout_for(near, far).grain == grain
-    assert launch.layout_for(near, far).strides[8] == step // grain
+    far = Strided((1, 1, 1, 2, 16), (0, 0, 0, step, 1), torch.bfloat16)
+    near = Strided((1, 1, 1, 2, 16), (1 << 33, 1 << 33, 1 << 33, 16, 1), torch.bfloat16)
+    assert grain(near) == 16
+    assert grain(near, far) == common
+    assert units(far, 5, common)[3] == step // common
 
 
 def test_the_extent_of_a_tensor() -> None:
-    assert few._extent(few.strided(torch.empty(3, 4, 5))) == 59
-    assert few._extent(few.strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14
+    assert few_plan._extent(strided(torch.empty(3, 4, 5))) == 59
+    assert few_plan._extent(strided(torch.empty(3, 1, 5).expand(3, 4, 5))) == 14

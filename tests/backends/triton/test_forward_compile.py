@@ -14,7 +14,7 @@ import triton
 
 from evoattn.backends import Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import launch
+from evoattn.backends.triton import cards
 from evoattn.backends.triton.tiles.forward import forward_shared_bytes, forward_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
@@ -246,8 +246,8 @@ def test_float32_products_follow_torch() -> None:
     try:
         for tf32, exact, split in ((False, "ieee", "tf32x3"), (True, "tf32", "tf32")):
             matmul.allow_tf32 = tf32
-            assert (launch.precision(torch.float32), launch.split_precision(torch.float32, 128)) == (exact, split)
-            assert launch.split_precision(torch.float32, 129) == exact
-            assert launch.split_precision(torch.bfloat16, 64) == "ieee"
+            assert cards.split_precision(torch.float32, 128) == split
+            assert cards.split_precision(torch.float32, 129) == exact
+            assert cards.split_precision(torch.bfloat16, 64) == "ieee"
     finally:
         matmul.allow_tf32 = before

@@ -29,10 +29,11 @@ else:
     interpreter.patch()
 
     from evoattn import evoformer_attention, explain, testing
-    from evoattn.backends.triton import launch, release
+    from evoattn.backends.triton import cards, forward_plan
     from evoattn.backends.triton import overlap as overlap_module
+    from evoattn.backends.triton.kernels.row_bias import plan_row_bias
     from evoattn.backends.triton.overlap import overlap
-    from evoattn.backends.triton.prepare import plan_rows
+    from evoattn.backends.triton.strides import split
     from evoattn.core.config import Config
 
     pytestmark = [
@@ -97,7 +98,7 @@ else:
     def test_runs_of_live_tiles(length: int) -> None:
         generator = torch.Generator().manual_seed(length)
         mask = torch.rand(2, 3, length, generator=generator) < 0.04
-        rows = plan_rows(mask, None, length, mask.device, 16)
+        rows = plan_row_bias(mask, None, length, mask.device, 16, scale=0.0)  # which is not folded
         overlap(mask.device, (rows.launch, ()))
         bias, runs_of = rows(mask, None)
         padded = torch.nn.functional.pad(mask, (0, bias.shape[-1] - length))
@@ -109,10 +110,10 @@ else:
             assert [tile for first, last in runs for tile in range(first, last)] == [i for i, on in enumerate(live) if on]
             assert all(before[1] < after[0] for before, after in itertools.pairwise(runs))
 
-    @pytest.mark.skipif(not release.TENSOR_MAPS, reason="this Triton has no tensor maps")
+    @pytest.mark.skipif(not forward_plan._HAS_TENSOR_MAPS, reason="this Triton has no tensor maps")
     def test_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
         """The way in which Hopper loads the pair bias: batch and head broadcast, ragged ends, a copied odd length."""
-        monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+        monkeypatch.setattr(cards, "capability", lambda device: (9, 0))
         for name in ("_wait", "_launch_dependents"):  # the interpreter knows neither, and ends a kernel before the next
             monkeypatch.setattr(overlap_module, name, lambda: None)
         for pair_bias, length in (("b1hqk", 32), ("11hqk", 45), ("b11qk", 72)):
@@ -171,6 +172,6 @@ else:
 
     def test_split_covers_every_row_once() -> None:
         for length in range(1, 300):
-            pieces = list(launch.split(length, 128))
+            pieces = list(split(length, 128))
             assert [row for first, rows, _ in pieces for row in range(first, first + rows)] == list(range(length))
             assert all(rows % block == 0 or rows == pieces[-1][1] for _, rows, block in pieces)

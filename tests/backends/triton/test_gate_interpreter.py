@@ -26,7 +26,7 @@ else:
     import evoattn
     from evoattn.backends import GATED_BACKWARD, GATED_FORWARD, Cotangents
     from evoattn.backends import triton as backend
-    from evoattn.backends.triton import few, launch
+    from evoattn.backends.triton import few_plan, strides
     from evoattn.core.config import Config
     from evoattn.core.layouts import empty_outputs
     from tests.helpers.gates import ALL, ONLY_GATE, Gated
@@ -68,8 +68,8 @@ else:
     @pytest.mark.parametrize("case", [TILES, FEW], ids=lambda case: case.name)
     def test_long_offsets(case: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
         """As if tensors were larger than 32 bits can address."""
-        monkeypatch.setattr(few, "_extent", lambda tensor: 1 << 31)
-        monkeypatch.setattr(launch, "_extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(few_plan, "_extent", lambda tensor: 1 << 31)
+        monkeypatch.setattr(strides, "_extent", lambda tensor: 1 << 31)
         assert case.wrong(backend) == []
 
     def test_explain_says_where_the_gate_is_multiplied() -> None:

@@ -8,21 +8,22 @@ pytest.importorskip("triton.runtime._async_compile", reason="no Triton, or one w
 
 from triton.runtime.jit import JITFunction
 
-from evoattn.backends.triton import (
-    bwd_bias,
-    bwd_dkdv,
-    bwd_dq,
-    bwd_preprocess,
-    bwd_total,
+from evoattn.backends.triton import overlap
+from evoattn.backends.triton.kernels import (
+    backward,
+    dkdv,
+    dq,
     few,
-    fwd,
-    overlap,
-    prepare,
+    forward,
+    pair_copies,
+    pair_gradient,
     primitives,
+    row_bias,
+    statistics,
 )
 from evoattn.backends.triton.launch import Kernel, settle_key
 
-MODULES = (bwd_bias, bwd_dkdv, bwd_dq, bwd_preprocess, bwd_total, few, fwd, overlap, prepare, primitives)
+MODULES = (backward, dkdv, dq, few, forward, overlap, pair_copies, pair_gradient, primitives, row_bias, statistics)
 KERNELS = list(dict.fromkeys(x.jitted for module in MODULES for x in vars(module).values() if isinstance(x, Kernel)))
 
 

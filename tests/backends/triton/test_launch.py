@@ -18,9 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import bwd, bwd_pair, launch
-from evoattn.backends.triton.bwd_pair import rows_of_a_turn, shares
-from evoattn.backends.triton.launch import Kernel, Launch, strided
+from evoattn.backends.triton import backward_launches, backward_plan, cards, launch, pair_in_order, strides
+from evoattn.backends.triton.launch import Kernel, Launch
+from evoattn.backends.triton.pair_in_order import rows_of_a_turn, shares
+from evoattn.backends.triton.strides import strided
 from evoattn.core.config import Config
 from evoattn.core.problem import describe
 
@@ -46,13 +47,13 @@ def test_shares_of_rows_fill_the_processors(programs: int, n: int, expected: int
 
 @pytest.mark.parametrize(("length", "most"), [(100, 16), (128, 16), (129, 8), (384, 8)])
 def test_short_lengths_have_more_shares(monkeypatch: pytest.MonkeyPatch, length: int, most: int) -> None:
-    monkeypatch.setattr(bwd_pair, "programs_at_once", lambda *_: 1 << 20)
+    monkeypatch.setattr(pair_in_order, "programs_at_once", lambda *_: 1 << 20)
     q, pair = torch.empty(1, 64, 1, length, 32, dtype=torch.bfloat16), torch.empty(1, 1, length, length, dtype=torch.bfloat16)
     lse = torch.empty(1, 64, 1, length)
     needs = (True, True, True, False, True, False)
     options = {"scale": 1.0, "layout": "bnhld", "needs": needs, "deterministic": True, "config": Config()}
     values = Cotangents(q), Inputs(q, q, q, pair_bias=pair), Outputs(q, lse, lse)
-    planned = bwd.plan_backward(*values, **options).run
+    planned = backward_plan.plan_backward(*values, **options).run
     assert planned.pair.in_order.partial.shape[1] == most
 
 
@@ -79,15 +80,16 @@ def test_heads_share_half_of_the_cache(
     heads: int, length: int, sums: torch.dtype | None, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pair bias in 16 bits, and its gradient where it is added up in memory."""
-    monkeypatch.setattr(launch, "cache_bytes", lambda device: 60 * 2**20)
+    monkeypatch.setattr(cards, "cache_bytes", lambda device: 60 * 2**20)
     q = torch.empty(1, 2, heads, length, 32, dtype=torch.bfloat16, device="meta")
     shape = (1, heads, length, length)
-    bias, of_sums = (launch.contiguous(shape, dtype) for dtype in (torch.bfloat16, sums or torch.float32))
-    found = bwd._heads_together(describe(Inputs(q, q, q)), bias, None if sums is None else of_sums, torch.device("cpu"))
+    bias, of_sums = (strides.contiguous(shape, dtype) for dtype in (torch.bfloat16, sums or torch.float32))
+    problem, added = describe(Inputs(q, q, q)), None if sums is None else of_sums
+    found = backward_launches._heads_at_once(problem, bias, added, torch.device("cpu"))
     assert found == together
     for of_all in ((1, 1, length, length), (1, heads, 1, length)):  # what heads share, or is small, is no reason to part them
-        small = launch.contiguous(of_all, torch.bfloat16)
-        assert bwd._heads_together(describe(Inputs(q, q, q)), small, None, torch.device("cpu")) == heads
+        small = strides.contiguous(of_all, torch.bfloat16)
+        assert backward_launches._heads_at_once(problem, small, None, torch.device("cpu")) == heads
 
 
 class Compiled:
@@ -126,7 +128,7 @@ class Jitted:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launch, "keeps_compiled", lambda tensor: True)
+    monkeypatch.setattr(launch, "repeats", lambda tensor: True)
     driver.set_active(types.SimpleNamespace(get_current_stream=lambda device: 99))
     yield
     with contextlib.suppress(RuntimeError):  # without a GPU there is no driver to go back to
@@ -153,7 +155,7 @@ def test_a_first_launch_that_fails_is_a_first_launch_again(stub: None, monkeypat
     """No memory for the kernel's code, say, or Ctrl-C: nothing half made is launched later."""
     jitted = Jitted()
     start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2)
-    for place, name in ((Jitted, "__getitem__"), (launch, "keeps_compiled")):
+    for place, name in ((Jitted, "__getitem__"), (launch, "repeats")):
         with monkeypatch.context() as patch:
 
             def fail(*_: Any) -> None:
@@ -195,12 +197,12 @@ def test_elsewhere_every_launch_goes_through_the_jit() -> None:
 
 def test_a_tensor_map_is_what_its_constructor_would_make(stub: None) -> None:
     pair = torch.zeros(1, 2, 32, 48)
-    planned = launch.tensor_map(strided(pair), (1, 1, 16, 32))
+    planned = launch.tensor_map(1, strided(pair), (1, 1, 16, 32))
     jitted = Jitted()
-    start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2, through_map=(1, planned))
+    start = Kernel(jitted).plan(3, 12, FIRST=1, SECOND=2, through_map=planned)
     start(X, pair)
     start(X, pair)
-    checked = TensorDescriptor(pair, planned["shape"], planned["strides"], planned["block_shape"])
+    checked = TensorDescriptor(pair, planned.fields["shape"], planned.fields["strides"], planned.fields["block_shape"])
     for given in (jitted.launched[0][1][1], jitted.compiled.run_with[0][10]):
         assert isinstance(given, TensorDescriptor)
         assert given.base is pair
@@ -215,7 +217,7 @@ def test_statistics_far_from_one_another(monkeypatch: pytest.MonkeyPatch, n: int
     plan = Kernel.plan
 
     def planned(kernel: Kernel, programs: int, *numbers: float, **constants: Any) -> Launch:
-        seen[kernel.jitted.__name__] = constants.get("WIDE", False)
+        seen[kernel.jitted.__name__] = constants.get("LONG", False)
         return plan(kernel, programs, *numbers, **constants)
 
     monkeypatch.setattr(Kernel, "plan", planned)
@@ -225,7 +227,7 @@ def test_statistics_far_from_one_another(monkeypatch: pytest.MonkeyPatch, n: int
     options = {"scale": 1.0, "layout": "bnhld", "needs": (*(True,) * 5, False), "config": Config()}
     for deterministic in (False, True):
         values = Cotangents(q), Inputs(q, k, k, None, row, pair), Outputs(q, lse, lse)
-        bwd.plan_backward(*values, deterministic=deterministic, **options)  # type: ignore[arg-type]
+        backward_plan.plan_backward(*values, deterministic=deterministic, **options)  # type: ignore[arg-type]
     kernels = ("statistics_kernel", "dq_kernel", "dkdv_kernel", "pair_gradient_kernel")
     assert {name: seen.get(name) for name in kernels} == dict.fromkeys(kernels, long), seen
 
@@ -251,7 +253,7 @@ def test_a_backward_describes_what_it_launches(
         plan = backend.plan_backward(*values, needs=needs, deterministic=deterministic, **options)
         told = plan.describe()
         assert list(told.kernels) == kernels
-        assert told.kernels["dkdv"] == plan.run.tiles.dkdv.given()
+        assert told.kernels["dkdv"] == plan.run.call.tiles.dkdv.as_dict()
         if needs[4]:
             assert len(told.copies) == len(copies)
             assert all(word in text for word, text in zip(copies, told.copies, strict=True))
@@ -283,8 +285,8 @@ class Counter:
             return self.launches[-1]
 
         monkeypatch.setattr(Kernel, "plan", counted)
-        monkeypatch.setattr(launch, "capability", lambda device: capability)
-        monkeypatch.setattr(launch, "shared_memory_limit", lambda device: 232_448)
+        monkeypatch.setattr(cards, "capability", lambda device: capability)
+        monkeypatch.setattr(cards, "shared_memory_limit", lambda device: 232_448)
 
     @staticmethod
     def look(param: Any, number: float) -> Any:
@@ -299,7 +301,7 @@ class Counter:
             jitted, numbers = each.kernel.jitted, each.numbers
             params = [p for p in jitted.params if not p.is_constexpr][-len(numbers) :]
             looks = tuple(self.look(p, x) for p, x in zip(params, numbers, strict=True))
-            block = None if each.through_map is None else each.through_map[1]["block_shape"]
+            block = None if each.through_map is None else each.through_map.fields["block_shape"]
             variants[jitted.fn.__name__].add((looks, repr(sorted(each.constants.items())), repr(block)))
         return {name.removesuffix("_kernel"): len(seen) for name, seen in variants.items()}
 
@@ -308,9 +310,9 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 
 @pytest.mark.parametrize(("capability", "mask", "lengths", "counts"), [
-    (HOPPER, True, range(1, 301), {"forward": 16, "dq": 24, "dkdv": 16, "rows": 3, "pack": 13, "statistics": 1}),
-    (AMPERE, True, range(1, 301), {"forward": 16, "dq": 20, "dkdv": 14, "rows": 3, "pack": 13, "statistics": 1}),
-    (HOPPER, False, range(1, 301), {"forward": 16, "dq": 25, "dkdv": 16, "rows": 3, "pack": 15, "statistics": 1}),
+    (HOPPER, True, range(1, 301), {"forward": 16, "dq": 24, "dkdv": 16, "row_bias": 3, "pack": 13, "statistics": 1}),
+    (AMPERE, True, range(1, 301), {"forward": 16, "dq": 20, "dkdv": 14, "row_bias": 3, "pack": 13, "statistics": 1}),
+    (HOPPER, False, range(1, 301), {"forward": 16, "dq": 25, "dkdv": 16, "row_bias": 3, "pack": 15, "statistics": 1}),
 ])  # fmt: skip
 def test_three_hundred_lengths(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mask: bool, lengths: range, counts: dict[str, int]
@@ -328,11 +330,11 @@ def test_a_length_past_640_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     for length in range(129, 384):
         plan_training_step(length, 512, True)
     short = counter.counts()
-    assert short == {"forward": 8, "dq": 6, "dkdv": 6, "rows": 1, "pack": 11, "statistics": 1}
+    assert short == {"forward": 8, "dq": 6, "dkdv": 6, "row_bias": 1, "pack": 11, "statistics": 1}
     for length in range(384, 641):
         plan_training_step(length, 512, True)
     before = counter.counts()
-    assert before == short | {"forward": 15, "rows": 2}
+    assert before == short | {"forward": 15, "row_bias": 2}
     for length in (*range(641, 900, 3), 1024, 1031, 2048):
         plan_training_step(length, 512, True)
     assert counter.counts() == before

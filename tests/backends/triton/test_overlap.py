@@ -16,11 +16,10 @@ pytest.importorskip("triton")
 
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
-from evoattn.backends.triton import bwd, bwd_pair, fwd_plan, launch
-from evoattn.backends.triton.bwd_bias import pair_gradient_kernel
+from evoattn.backends.triton import backward_plan, cards, forward_plan, pair_in_order
+from evoattn.backends.triton.kernels.pair_gradient import pair_gradient_kernel
 from evoattn.backends.triton.launch import Kernel, Launch
-from evoattn.backends.triton.overlap import overlap
-from evoattn.backends.triton.release import OVERLAPS
+from evoattn.backends.triton.overlap import OVERLAPS, overlap
 from evoattn.core.config import Config
 from tests.helpers.ahead_of_time import target
 
@@ -32,7 +31,7 @@ TO_LOAD, TO_STORE = 1, 2
 QUIET = {"empty_strided", "as_strided"}
 """What torch may do between our launches: nothing of it runs in the stream."""
 
-MADE = {"p_row", "p_runs", "p_spans", "p_stats", "p_pair", "p_shares"}
+MADE = {"row_p", "runs_p", "spans_p", "stats_p", "stats_distant", "pair_p", "shares"}
 """Arguments that an earlier kernel of the call may have written."""
 
 NEEDS = (
@@ -131,11 +130,11 @@ def recorded(capability: tuple[int, int] | None) -> Iterator[Stream]:
     with contextlib.ExitStack() as patches:
         for owner, attribute, value in (
             (Launch, "__call__", record),
-            (fwd_plan, "overlap", noted),
-            (bwd, "overlap", noted),
-            (bwd_pair, "_ROWS_WORTH_SPANS", 2),
-            (launch, "capability", lambda device: capability),
-            (launch, "shared_memory_limit", lambda device: 232_448),
+            (forward_plan, "overlap", noted),
+            (backward_plan, "overlap", noted),
+            (pair_in_order, "_ROWS_WORTH_SPANS", 2),
+            (cards, "capability", lambda device: capability),
+            (cards, "shared_memory_limit", lambda device: 232_448),
         ):
             patches.enter_context(unittest.mock.patch.object(owner, attribute, value))
         patches.enter_context(stream)
@@ -186,7 +185,7 @@ def test_what_the_gate_multiplies_is_complete(length: int) -> None:
     assert {kernel.metadata.name: found for kernel in kernels if (found := faults(kernel.asm["ptx"]))} == {}
     dq = next(kernel for kernel in kernels if kernel.metadata.name == "dq_kernel")
     assert constant(dq, "WAIT") == TO_LOAD
-    assert loaded_early(dq, MADE | {"p_do"}) == []
+    assert loaded_early(dq, MADE | {"dO_p"}) == []
 
 
 def test_what_a_kernel_waits_for() -> None:
@@ -217,7 +216,7 @@ def test_other_cards_launch_one_after_another(capability: tuple[int, int] | None
 def test_a_chain() -> None:
     """Who waits early lets the next one start with all before itself complete; who waits late, with what it found complete."""
     a, b, c, d, e = (Launch(Kernel(None), 1, (), {}, None) for _ in range(5))
-    with unittest.mock.patch.object(launch, "capability", return_value=HOPPER):
+    with unittest.mock.patch.object(cards, "capability", return_value=HOPPER):
         overlap(torch.device("cuda"), (a, ()), (None, (a,)), (b, ()), (c, (a,)), (d, (b, None)), (e, (d,)))
     assert [x.constants["WAIT"] for x in (a, b, c, d, e)] == [TO_STORE, TO_STORE, TO_LOAD, TO_STORE, TO_LOAD]
     assert ["launch_pdl" in x.constants for x in (a, b, c, d, e)] == [False, True, True, True, True]
@@ -271,7 +270,7 @@ def compiled_for(arch: str) -> list[Any]:
             forward(call(397, 384, mask, False, pair, dtype, "cpu"))
         backward(call(397, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False)
         backward(call(384, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
-        with unittest.mock.patch.object(bwd_pair, "rows_of_a_turn", lambda share, *_: min(share, 40)):
+        with unittest.mock.patch.object(pair_in_order, "rows_of_a_turn", lambda share, *_: min(share, 40)):
             backward(call(397, 384, True, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
         backward(call(384, 384, False, False, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], True)
         backward(call(384, 1, False, True, (1, 4, 0, 0), torch.bfloat16), NEEDS[0], False, "do dlse")
@@ -289,7 +288,7 @@ def test_the_ptx_waits() -> None:
     assert {kernel.metadata.name: found for kernel in waiting if (found := loaded_early(kernel, MADE))} == {}
     going_on = [kernel for kernel in kernels if constant(kernel, "GOES_ON")]
     assert len(going_on) >= 3
-    assert [found for kernel in going_on if (found := loaded_early(kernel, {"p_partial"}))] == []
+    assert [found for kernel in going_on if (found := loaded_early(kernel, {"partial"}))] == []
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ from evoattn.backends import triton as backend
 from evoattn.backends.triton.tiles import backward as heuristics_backward
 from evoattn.backends.triton.tiles import forward as heuristics
 from evoattn.backends.triton.tiles import limits as validity
-from evoattn.backends.triton.tiles.backward import Tiles, backward_tiles
-from evoattn.backends.triton.tiles.forward import ForwardTiles, forward_tiles
+from evoattn.backends.triton.tiles.backward import backward_tiles
+from evoattn.backends.triton.tiles.forward import forward_tiles
+from evoattn.backends.triton.tiles.limits import Tiles
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
@@ -55,9 +56,9 @@ TABLES = (
 """By capability and dtype. Hopper's forward has no table: `test_the_rule_changes_no_workload` goes through it."""
 
 
-def lines(tables: tuple[Any, ...]) -> list[tuple[str, ForwardTiles | Tiles]]:
+def lines(tables: tuple[Any, ...]) -> list[tuple[str, Tiles | Tiles]]:
     """Each tile of some tables, with its kernel."""
-    found: list[tuple[str, ForwardTiles | Tiles]] = []
+    found: list[tuple[str, Tiles | Tiles]] = []
     for line in itertools.chain(*tables):
         if isinstance(line, tuple):
             found.append(("forward", line[1]))
@@ -218,7 +219,7 @@ def test_the_comparison_finds_the_fault(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(validity, "fit", lambda *_: {})
     heuristics_backward._tiles.cache_clear()
     (first, *_) = faults(FEW_QUERIES, "sm_90")
-    assert first.startswith("dkdv_kernel with 8 warps: bwd_dkdv.py:")
+    assert first.startswith("dkdv_kernel with 8 warps: dkdv.py:")
     heuristics_backward._tiles.cache_clear()
 
 

@@ -27,12 +27,12 @@ def problems() -> list[Problem]:
     if not torch.cuda.is_available():
         return []
     pytest.importorskip("triton")
-    from evoattn.backends.triton import launch
+    from evoattn.backends.triton import cards
     from tests.helpers.reachable import reachable
 
     device = torch.device("cuda", torch.cuda.current_device())
     found = []
-    for problem, _ in reachable(launch.capability(device), launch.shared_memory_limit(device)):
+    for problem, _ in reachable(cards.capability(device), cards.shared_memory_limit(device)):
         full = dataclasses.replace(problem, lq=power_of_two(problem.lq), lk=power_of_two(problem.lk))
         found += [problem, full] if full.scores <= MOST_SCORES else [problem]
     return list(dict.fromkeys(found))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,7 @@ from evoattn.core.devices import installed, on_device_of, planned
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.problem import Needs, Problem
 
-__all__ = [
-    "NAME",
-    "availability",
-    "faster",
-    "plan_backward",
-    "plan_forward",
-    "unsupported",
-]
+__all__ = ["NAME", "availability", "faster", "plan_backward", "plan_forward", "unsupported"]
 
 NAME = "triton"
 
@@ -41,14 +34,14 @@ _LARGEST_TILE = {"block_q": 256, "block_k": 128}
 
 
 def availability() -> str | None:
-    """None where Triton kernels can run, or can be compiled for the card that is planned for, else why not and what to do."""
+    """None if Triton kernels can run, or can be compiled for the card that is planned for; else why not and what to do."""
     if planned() is not None and installed("triton"):
         return None
-    return _of_this_machine()
+    return _missing()
 
 
 @functools.cache
-def _of_this_machine() -> str | None:
+def _missing() -> str | None:
     if not installed("triton"):
         return "Triton is not installed: pip install triton (or triton-rocm for AMD)"
     if _interprets() or torch.cuda.is_available():
@@ -57,7 +50,7 @@ def _of_this_machine() -> str | None:
 
 
 def unsupported(problem: Problem, config: Config) -> list[str]:
-    """Every reason why this backend does not take the problem; empty when it does."""
+    """List all reasons why this backend refuses a problem; empty if it takes it."""
     reasons = []
     if problem.device != "cuda" and not _interprets():
         reasons.append(f"needs tensors on a GPU, got device {problem.device}")
@@ -82,7 +75,7 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 
 
 def _too_many_warps(problem: Problem, config: Config) -> list[str]:
-    """Why the tile that the user gave cannot hold the warps that the user gave; what is not given fits itself to the rest."""
+    """List the reasons why a tile of the config cannot hold its warps. Fields that are None fit themselves to the others."""
     reasons = []
     for kernel, name, rows, runs in (
         ("forward", "the forward and dQ", config.block_q, True),
@@ -93,22 +86,20 @@ def _too_many_warps(problem: Problem, config: Config) -> list[str]:
         block_q, block_k = (config.block_q or _LARGEST_TILE["block_q"]), (config.block_k or _LARGEST_TILE["block_k"])
         most = most_warps(kernel, block_q, block_k, problem.dtype, problem.capability)
         if config.num_warps > most:
-            given = " and ".join(f"config.{field}={size}" for field in _LARGEST_TILE if (size := getattr(config, field)))
-            reasons.append(f"config.num_warps must be at most {most} with {given} in {name}, got {config.num_warps}")
+            tile = " and ".join(f"config.{field}={size}" for field in _LARGEST_TILE if (size := getattr(config, field)))
+            reasons.append(f"config.num_warps must be at most {most} with {tile} in {name}, got {config.num_warps}")
     return reasons
 
 
 def faster(problem: Problem) -> None:
-    """Knows of none."""
+    """None: no other backend is known to be faster."""
 
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
-    """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
-    from evoattn.backends.triton import fwd_plan
+    """Plan a forward; see `evoattn.backends`."""
+    from evoattn.backends.triton import forward_plan
 
-    with _device_of(inputs.q):
-        plan = fwd_plan.plan_forward(inputs, scale=scale, layout=layout, config=config)
-    return _compiled_ahead(plan, inputs.q)
+    return _on_device(inputs.q, lambda: forward_plan.plan_forward(inputs, scale=scale, layout=layout, config=config))
 
 
 def plan_backward(
@@ -123,25 +114,20 @@ def plan_backward(
     config: Config,
     into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
-    """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
-    from evoattn.backends.triton import bwd
+    """Plan a backward; see `evoattn.backends`."""
+    from evoattn.backends.triton import backward_plan
 
-    options: dict[str, Any] = {"scale": scale, "layout": layout, "config": config}
-    with _device_of(inputs.q):
-        plan = bwd.plan_backward(cotangents, inputs, outputs, needs=needs, deterministic=deterministic, **options)
-    return _compiled_ahead(plan, inputs.q)
+    options: dict[str, Any] = {"scale": scale, "layout": layout, "config": config, "deterministic": deterministic}
+    return _on_device(inputs.q, lambda: backward_plan.plan_backward(cotangents, inputs, outputs, needs=needs, **options))
 
 
-def _compiled_ahead(plan: Plan, tensor: Tensor) -> Plan:
-    """The same plan on the tensor's device, whose kernels are compiled together before the first run."""
+def _on_device(tensor: Tensor, plan: Callable[[], Plan]) -> Plan:
+    """Plan and run on a tensor's device, since Triton launches on the current one; compile the kernels before the first run."""
     from evoattn.backends.triton.ahead import compile_ahead
 
-    return dataclasses.replace(plan, run=on_device_of(tensor, plan.run, first=compile_ahead))
-
-
-def _device_of(tensor: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device: make it the tensor's own (a device of -1 changes nothing, for CPU tensors)."""
-    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+    with torch.cuda.device(tensor.device if tensor.is_cuda else -1):  # -1 changes nothing
+        planned = plan()
+    return dataclasses.replace(planned, run=on_device_of(tensor, planned.run, first=compile_ahead))
 
 
 @functools.cache

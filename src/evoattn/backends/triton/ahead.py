@@ -2,8 +2,8 @@
 
 Triton compiles a kernel when it is first launched, and up to 3.6 it makes a launcher for it with the C compiler. At `tri384`
 these are two kernels forward and five backward, one after another. So the first call of a plan runs twice. In the first run
-launches only ask Triton for their kernels, which are then compiled together. If all of them are compiled already, this run
-costs the host as much as a call.
+launches only ask Triton for their kernels, which are then compiled on several threads. If all of them are compiled already,
+this run costs the host as much as a call.
 
 `evoattn warm` runs plans in the same way, with tensors on "meta" and a driver that only names the GPU. So Triton names kernels
 by the keys under which a launch looks for them.
@@ -30,13 +30,15 @@ from triton.runtime import driver
 
 from evoattn.backends import Needed, Plan
 from evoattn.backends.triton import launch
-from evoattn.backends.triton.release import COMPILES_AHEAD
 from evoattn.compile.workers import Task
 from evoattn.core import devices
 
 __all__ = ["compile_ahead", "keep", "needed"]
 
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
+
+_COMPILES_AHEAD = hasattr(triton, "AsyncCompileMode")
+"""Whether this Triton compiles kernels on other threads before they are launched; 3.3, which goes with torch 2.7, does not."""
 
 _LAUNCHERS_ARE_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
 """Whether Triton makes a launcher for each signature with the C compiler, as it does up to 3.6."""
@@ -54,11 +56,11 @@ def compile_ahead(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 
     No other thread may run the same plan meanwhile: a launch that it made would start its kernel here instead of collecting it.
     """
-    if not COMPILES_AHEAD or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not _COMPILES_AHEAD or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     try:
         _try_again(run, arguments)
-    except json.JSONDecodeError as error:  # what Triton keeps beside a kernel is not whole: it would fail in every process
+    except json.JSONDecodeError as error:  # a file that Triton keeps beside a kernel is damaged: it would fail in every process
         warnings.warn(f"a kernel in Triton's cache is damaged ({error}): compiled anew", stacklevel=2)
         with triton.knobs.compilation.scope():
             triton.knobs.compilation.always_compile = True
@@ -91,31 +93,31 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _compiled(run: Callable[..., Any], arguments: tuple[Any, ...], threads: ThreadPoolExecutor) -> list[Any]:
-    """The kernels of a run that are not on the device yet, also those that another thread has compiled and not loaded."""
-    asked: list[tuple[Any, Any]] = []
+    """The kernels of a run that are not on the device, also those that another thread has compiled and not loaded."""
+    launched: list[tuple[Any, Any]] = []
     try:
-        _collect(asked, triton.AsyncCompileMode(threads), run, arguments)
-        kernels = [kernel.result() if hasattr(kernel, "result") else kernel for _, kernel in asked]
+        _collect(launched, triton.AsyncCompileMode(threads), run, arguments)
+        kernels = [kernel.result() if hasattr(kernel, "result") else kernel for _, kernel in launched]
         return [kernel for kernel in dict.fromkeys(kernels) if kernel.module is None]
     except BaseException:
-        for jitted, _ in asked:
+        for jitted, _ in launched:
             _forget(jitted)
         raise
 
 
-def _collect(asked: list[tuple[Any, Any]], mode: Any, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Add the `triton.jit` function of each launch of a run, and what Triton gives for its kernel in a mode; start none."""
-    launch.ahead.set(asked)
+def _collect(launched: list[tuple[Any, Any]], mode: Any, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Add the `triton.jit` function of each launch of a run, and what Triton returns for its kernel in a mode; start none."""
+    launch.collecting.set(launched)
     with mode:
         run(*arguments)
 
 
 def _forget(jitted: Any) -> None:
-    """Have Triton compile anew what it took for compiled: from 3.7 on it keeps kernels that failed, and fails again."""
-    for kept, *_ in list(getattr(jitted, "device_caches", {}).values()):
-        for key, kernel in list(kept.items()):  # a copy: other threads may add kernels and forget them
+    """Have Triton compile kernels again that failed: from 3.7 on it keeps the failure, and would raise it again."""
+    for kernels, *_ in list(getattr(jitted, "device_caches", {}).values()):
+        for key, kernel in list(kernels.items()):  # a copy: other threads may add kernels and forget them
             if hasattr(kernel, "result"):
-                kept.pop(key, None)
+                kernels.pop(key, None)
 
 
 def _load(kernels: list[Any], threads: ThreadPoolExecutor) -> None:
@@ -130,7 +132,7 @@ def _load(kernels: list[Any], threads: ThreadPoolExecutor) -> None:
             for _ in threads.map(_compile_launcher, kernels):
                 pass  # what a thread raised is raised here
         for kernel in kernels:
-            kernel.run  # noqa: B018 (what it is looked up for is that it is made)
+            kernel.run  # noqa: B018 (the look-up loads it)
 
 
 def _compile_launcher(kernel: Any) -> None:
@@ -147,7 +149,7 @@ def needed(make: Make) -> list[Needed]:
 
 
 def _folder(key: str) -> pathlib.Path:
-    """The folder in which Triton keeps a kernel."""
+    """Triton's folder of a kernel."""
     return pathlib.Path(triton.knobs.cache.dir) / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
 
 
@@ -176,7 +178,7 @@ def _named(make: Make, wanted: str | None) -> dict[str, str]:
     card = devices.planned()
     if card is None:
         raise RuntimeError("kernels are found for a card that plans are made for; none is")
-    asked: list[tuple[Any, str]] = []
+    launched: list[tuple[Any, str]] = []
     mode, stand_in = triton.AsyncCompileMode(None), _Driver(card.capability)
 
     def submit(text: str, compile_one: Callable[[], Any], *after: Any) -> str:
@@ -188,7 +190,7 @@ def _named(make: Make, wanted: str | None) -> dict[str, str]:
 
     def walk() -> None:
         plan, arguments = make()
-        _collect(asked, mode, plan.run, arguments)
+        _collect(launched, mode, plan.run, arguments)
 
     mode.submit = submit
     driver.set_active(stand_in)
@@ -197,26 +199,23 @@ def _named(make: Make, wanted: str | None) -> dict[str, str]:
     finally:
         with contextlib.suppress(RuntimeError):  # without a GPU there is no driver to go back to
             driver.reset_active()
-        for jitted, _ in asked:
+        for jitted, _ in launched:
             jitted.device_caches.pop(stand_in, None)
-    return {key: jitted.__name__ for jitted, key in asked}
+    return {key: jitted.__name__ for jitted, key in launched}
 
 
 class _Driver:
-    """A Triton driver that names a GPU and can do nothing with it. Each is a device of its own, with no kernel in memory."""
+    """A Triton driver that names a GPU and can do nothing with it. It is a device of its own, with no kernel in memory."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU that Triton compiles for."""
         major, minor = self.capability
         return GPUTarget("cuda", 10 * major + minor, _WARP)
 
     def get_current_device(self) -> Any:
-        """The key by which Triton keeps kernels in memory."""
-        return self
+        return self  # the key of Triton's kernels in memory
 
     def get_current_stream(self, device: int) -> int:
-        """The default one."""
         return 0

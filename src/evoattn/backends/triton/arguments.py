@@ -1,35 +1,61 @@
-"""Kernels whose arguments are NamedTuples: a tensor with its strides is one `View`, sizes are one tuple, constants another.
+"""Kernels whose arguments are tuples: a tensor with its strides is one `View`, sizes are one tuple, constants another.
 
 Triton takes tuples itself, but not their fields one by one: `do_not_specialize` does not reach into a tuple, so each new length
 would compile anew. So `kernel` writes a flat kernel around a function. It has a parameter for each field: tensors first, then
-numbers, then constants. It makes the tuples of them and calls the function, which Triton inlines.
+numbers, then constants. It builds the tuples from them and calls the function, which Triton inlines.
 """
 
 from __future__ import annotations
 
 import linecache
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.launch import Kernel, Launch, Strided, units
+from evoattn.backends.triton.launch import Kernel, Launch
+from evoattn.backends.triton.strides import Strided, strides, units
 
-__all__ = ["Constant", "Inner", "Number", "PairView", "Pointer", "RowView", "View", "kernel", "pair_view", "view"]
+__all__ = [
+    "Constant",
+    "Inner",
+    "Number",
+    "PairView",
+    "Pointer",
+    "RowView",
+    "Sizes",
+    "View",
+    "kernel",
+    "lse_view",
+    "pair_view",
+    "row_view",
+    "view",
+]
 
-Pointer = Annotated[Any, "pointer"]
-"""A tensor. Whether it starts on 16 bytes makes another variant of the kernel."""
-Number = Annotated[Any, "number"]
-"""A number of which there are no variants."""
-Inner = Annotated[Any, "inner"]
-"""An innermost stride. Whether it is 1 or a multiple of 16 makes another variant."""
-Constant = Annotated[Any, "constant"]
-"""A constant of a variant."""
+if TYPE_CHECKING:
+    Pointer = Any  # Triton's values have no types outside of its compiler
+    Number = Any
+    Inner = Any
+    Constant = Any
+else:  # a kernel may name no global classes but named tuples
+
+    class Pointer(NamedTuple):
+        """A tensor. Whether it starts on 16 bytes makes another variant of the kernel."""
+
+    class Number(NamedTuple):
+        """A number of which there are no variants. A field of a namedtuple in lower case is one."""
+
+    class Inner(NamedTuple):
+        """An innermost stride. Whether it is 1 or a multiple of 16 makes another variant."""
+
+    class Constant(NamedTuple):
+        """A constant of a variant. A field of a namedtuple in upper case is one."""
 
 
 class View(NamedTuple):
-    """A tensor `[b,n,h,l,c]` with its strides. All but the innermost are in units of a grain (`launch.grain`)."""
+    """A tensor `[b,n,h,l,c]` with its strides. All but the innermost are in units of a grain (`strides.grain`)."""
 
     p: Pointer
     b: Number
@@ -50,11 +76,15 @@ class PairView(NamedTuple):
 
 
 class RowView(NamedTuple):
-    """What each row has of all keys, `[b|1,n|1,*]`: the row bias, or the runs of its live tiles (`prepare.RowBias`)."""
+    """A tensor `[b|1,n|1,*]` with its first two strides: the row bias, or the runs of its live tiles (`row_bias.RowBias`)."""
 
     p: Pointer
     b: Number
     n: Number
+
+
+Sizes = namedtuple("Sizes", "n h lq lk scale")
+"""Rows, heads, queries, keys, and the factor on q k."""
 
 
 def view(tensor: Strided | None, grain: int) -> View:
@@ -62,28 +92,47 @@ def view(tensor: Strided | None, grain: int) -> View:
     return View(None, *units(tensor, 5, grain))
 
 
+def lse_view(tensor: Strided | None) -> View:
+    """A view of what each query has, `[b,n,h,q]`, for a plan."""
+    b, n, h, q = strides(tensor, 4)
+    return View(None, b, n, h, q, 0)
+
+
 def pair_view(tensor: Strided | None, grain: int) -> PairView:
     """A view of a pair bias for a plan."""
     return PairView(None, *units(tensor, 4, grain))
 
 
-class _Field(NamedTuple):
-    """A field of an argument, which is a parameter of the flat kernel.
+def row_view(tensor: Strided | None, grain: int = 1) -> RowView:
+    """A view of a tensor `[b|1,n|1,*]` for a plan."""
+    b, n, _ = strides(tensor, 3)
+    return RowView(None, b // grain, n // grain)
 
-    Args:
-        name: of the parameter.
-        argument, field: of the function.
-        kind: see above.
-    """
+
+class _Field(NamedTuple):
+    """A parameter of the flat kernel: an argument of the function, or a field of one."""
 
     name: str
     argument: str
-    field: str
+    field: str | None
     kind: Any
+
+    def of(self, values: dict[str, Any]) -> Any:
+        """Its value among those of all arguments."""
+        value = values[self.argument]
+        return value if self.field is None else getattr(value, self.field)
+
+
+def _fields(argument: str, kind: Any) -> list[_Field]:
+    if not kind._fields:
+        return [_Field(argument, argument, None, kind)]
+    hints = get_type_hints(kind)
+    kinds = {field: hints.get(field, Constant if field.isupper() else Number) for field in kind._fields}
+    return [_Field(x if kind is Constant else f"{argument}_{x}", argument, x, kind) for x, kind in kinds.items()]
 
 
 class _Structured(Kernel):
-    """A kernel of a function whose parameters are annotated with NamedTuples.
+    """A kernel of a function whose parameters are annotated with one of the kinds above, or with a tuple of them.
 
     Args:
         function: the body.
@@ -91,28 +140,33 @@ class _Structured(Kernel):
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.body = triton.jit(function)
-        self.classes: dict[str, Any] = {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
-        fields = [
-            _Field(field if kind == Constant else f"{argument}_{field}", argument, field, kind)
-            for argument, group in self.classes.items()
-            for field, kind in get_type_hints(group, include_extras=True).items()
+        kinds = {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
+        self.arguments = {argument: _fields(argument, kind) for argument, kind in kinds.items()}
+        fields = [field for each in self.arguments.values() for field in each]
+        self._numbers = [x for x in fields if x.kind in (Number, Inner)]
+        self._constants = [x for x in fields if x.kind is Constant]
+        groups = {name: kind for name, kind in kinds.items() if kind._fields}
+        parameters = [
+            *(x.name for x in fields if x.kind is Pointer),
+            *(x.name for x in self._numbers),
+            *(f"{x.name}: tl.constexpr" for x in self._constants),
         ]
-        tensors = [x.name for x in fields if x.kind == Pointer]
-        self._numbers = [i for i, x in enumerate(fields) if x.kind in (Number, Inner)]
-        self._constants = [(i, x.name) for i, x in enumerate(fields) if x.kind == Constant]
-        parameters = [*tensors, *(fields[i].name for i in self._numbers), *(f"{x}: tl.constexpr" for _, x in self._constants)]
-        flat = self._flat(function, parameters, fields)
-        super().__init__(triton.jit(flat, do_not_specialize=[x.name for x in fields if x.kind == Number]))
+        flat = self._flat(function, parameters, groups)
+        super().__init__(triton.jit(flat, do_not_specialize=[x.name for x in fields if x.kind is Number]))
 
-    def _flat(self, function: Callable[..., None], parameters: list[str], fields: list[_Field]) -> Callable[..., None]:
+    def _flat(self, function: Callable[..., None], parameters: list[str], groups: dict[str, Any]) -> Callable[..., None]:
         """A function of these parameters that calls the body, with a source that Triton can read."""
         name, module = function.__name__, function.__module__
-        made = {x: ", ".join(f"{y.field}={y.name}" for y in fields if y.argument == x) for x in self.classes}
-        called = "".join(f"        {x}={self.classes[x].__name__}({given}),\n" for x, given in made.items())
+        called = ""
+        for argument, fields in self.arguments.items():
+            value = argument
+            if argument in groups:
+                value = f"{groups[argument].__name__}({', '.join(f'{x.field}={x.name}' for x in fields)})"
+            called += f"        {argument}={value},\n"
         source = f"def {name}(\n    {', '.join(parameters)},\n):\n    body(\n{called}    )\n"
         path = f"<{module}.{name}>"
         linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-        scope = {"__name__": module, "body": self.body, "tl": tl, **{x.__name__: x for x in self.classes.values()}}
+        scope = {"__name__": module, "body": self.body, "tl": tl, **{x.__name__: x for x in groups.values()}}
         exec(compile(source, path, "exec", annotations.compiler_flag), scope)
         flat: Callable[..., None] = scope[name]
         return flat
@@ -123,13 +177,14 @@ class _Structured(Kernel):
         Args:
             programs: how many.
             through_map: as there.
-            values: each argument, with None in the place of tensors; and Triton's options.
+            values: each argument but tensors, of which views have None, and but WAIT (`overlap`); and Triton's options.
         """
-        fields = [field for argument in self.classes for field in values.pop(argument)]
-        constants = {name: fields[i] for i, name in self._constants}
-        return super().plan(programs, *[fields[i] for i in self._numbers], through_map=through_map, **constants, **values)
+        numbers = [x.of(values) for x in self._numbers]
+        constants = {x.name: x.of(values) for x in self._constants if x.argument in values}
+        options = {name: value for name, value in values.items() if name not in self.arguments}
+        return super().plan(programs, *numbers, through_map=through_map, **constants, **options)
 
 
 def kernel(function: Callable[..., None]) -> _Structured:
-    """Make a kernel of a function. Annotate each of its parameters with a NamedTuple of the kinds of fields above."""
+    """Make a kernel of a function whose parameters are annotated with the kinds above, or with tuples of them."""
     return _Structured(function)

@@ -1,23 +1,22 @@
-"""Which launches of a call overlap: on NVIDIA cards from Hopper on, each starts while the one before it still runs.
+"""Programmatic dependent launch: on NVIDIA cards from Hopper on, a kernel of a call starts while the one before it still runs.
 
-The hardware (programmatic dependent launch, `griddepcontrol` in PTX) has two instructions for it. When every program of a
-kernel has *let the next one start*, or has ended, programs of the next kernel take what room there is. A program that *waits*
-goes on when the kernel before it is complete and all that it wrote is visible; before, it knows nothing of it. What kernels
-do here:
+The hardware has two instructions for it (`griddepcontrol` in PTX). When every program of a kernel has *let the next one start*,
+or has ended, programs of the next kernel start as room permits. A program that *waits* goes on when the kernel before it is
+complete and all its stores are visible. The kernels follow these rules:
 
-- Every program waits before its first store. So a complete kernel means that all before it are complete, however many of them
-  ran at a time, and no store meets a load or a store of an earlier kernel: neither in the caller's tensors, nor in memory
+- Every program waits before its first store. So a complete kernel means that all kernels before it are complete, however many
+  of them ran at a time. No store meets a load or a store of an earlier kernel: neither in the caller's tensors, nor in memory
   that torch gave out twice, nor in sums that were cleared.
-- It waits before it loads what an earlier kernel of the call makes, unless that one was complete when this one started.
-  `overlap` finds out which, from who loads whose results. A kernel that waits so early lets the next one start after that:
-  the next one starts when all before its neighbour are complete, and need not wait for those. Queries that are left over read
-  the row bias while the main tiles run, dK and dV the statistics while dQ runs. No processor has old copies of what they
-  read: nobody loads it before it is complete.
-- The inputs of the call it may load at once.
+- A program waits before it loads what an earlier kernel of the call writes, unless that one was complete when this one started.
+  `overlap` derives this from the list of launches, each with those whose results it loads. A kernel that waits so early lets
+  the next one start after that: the next one starts when all before its neighbour are complete, and need not wait for those.
+  So queries that are left over load the row bias while the main tiles run, and dK and dV load the statistics while dQ runs. No
+  processor has old copies of these values: nobody loads them before they are complete.
+- A program may load the inputs of the call at once.
 
 The first kernel of a call is launched the usual way, behind all that is in the stream: the caller's work, and what torch
-itself copies and clears for this call, which runs before it for that reason. Something else between two of these kernels
-would cost their overlap and nothing more.
+copies and clears for this call, which comes first for that reason. Other work between two of these kernels would only cost
+their overlap.
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ import torch
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton import launch
+from evoattn.backends.triton import cards
 from evoattn.backends.triton.launch import Launch
-from evoattn.backends.triton.release import OVERLAPS
 
-__all__ = ["overlap", "wait_to_load", "wait_to_store"]
+__all__ = ["OVERLAPS", "overlap", "wait_to_load", "wait_to_store"]
+
+OVERLAPS = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+"""Whether this Triton has the two instructions; 3.3, which goes with torch 2.7, has not."""
 
 _FIRST_CAPABILITY = (9, 0)
 
@@ -44,7 +45,7 @@ _STORE = tl.constexpr(_TO_STORE)
 
 @triton.jit
 def _unknown():
-    """Stands for an instruction that this Triton does not have. No kernel comes by: WAIT is 0 there."""
+    """Stand for an instruction that this Triton does not have. No kernel calls it: WAIT is 0 there."""
     tl.static_assert(False)
 
 
@@ -54,7 +55,7 @@ _launch_dependents = tl.extra.cuda.gdc_launch_dependents if OVERLAPS else _unkno
 
 @triton.jit
 def wait_to_load(WAIT: tl.constexpr):
-    """Stands once in a kernel, before the first load of what another kernel of the call makes."""
+    """Call this once in a kernel, before the first load of what another kernel of the call writes."""
     if WAIT == _LOAD:
         _wait()
     if WAIT:
@@ -63,19 +64,19 @@ def wait_to_load(WAIT: tl.constexpr):
 
 @triton.jit
 def wait_to_store(WAIT: tl.constexpr):
-    """Stands once in a kernel, after `wait_to_load` and before the first store, where every program comes by."""
+    """Call this once in a kernel, in every program, after `wait_to_load` and before the first store."""
     if WAIT == _STORE:
         _wait()
 
 
 def overlap(device: torch.device, *chain: tuple[Launch | None, tuple[Launch | None, ...]]) -> None:
-    """Let the launches of a call overlap where `device` can; elsewhere, say that they do not.
+    """Let the launches of a call overlap if `device` can; otherwise, set that they do not.
 
     Args:
-        device: where they run.
-        chain: the launches in the order of the stream, each with those whose results it loads; None for one that is not made.
+        device: of the launches.
+        chain: the launches in the order of the stream, each with those whose results it loads; None for absent ones.
     """
-    able = OVERLAPS and (launch.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
+    able = OVERLAPS and (cards.capability(device) or (0, 0)) >= _FIRST_CAPABILITY
     place: dict[Launch, int] = {}
     complete = 0  # how many of them are when the next one starts
     for one, loads in chain:

@@ -84,9 +84,9 @@ def cards_here() -> tuple[Card, ...]:
 def _complete(known: Card, device: torch.device) -> Card:
     """The card with all facts that its plans ask for: workers see no GPU and cannot ask it."""
     if installed("triton"):
-        from evoattn.backends.triton import launch
+        from evoattn.backends.triton import cards
 
-        shared, cache = launch.shared_memory_limit(device), launch.cache_bytes(device)
+        shared, cache = cards.shared_memory_limit(device), cards.cache_bytes(device)
         known = dataclasses.replace(known, shared_memory=shared, cache_bytes=cache)
     if known.capability == (9, 0) and installed("nvidia_cutlass_dsl"):
         from evoattn.backends.hopper.backward.variants import SHARED

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton import alone
-from evoattn.backends.triton.launch import capability, head_block, shared_memory_limit, split_precision
+from evoattn.backends.triton.cards import capability, shared_memory_limit, split_precision
+from evoattn.backends.triton.launch import launch_kernel
+from evoattn.core.sizes import power_of_two
 from evoattn.pair.checking import result_dtype
 from evoattn.pair.launching import Tile, affine, narrowed, shift
 from evoattn.pair.multiplication import kernels
@@ -40,7 +41,7 @@ _TILES = {
 
 def takes(z: Tensor, weights: Weights) -> bool:
     """Return whether the kernels take weights of these sizes."""
-    channels = head_block(max(weights.p_out_weight.shape))
+    channels = power_of_two(max(weights.p_out_weight.shape))
     fits = channels <= 128 or shared_memory_limit(z.device) >= _SHARED_MEMORY
     return fits and channels * weights.dtype.itemsize <= _MOST_BYTES
 
@@ -137,16 +138,16 @@ class _Launch:
         self.programs = -(-self.rows // self.tile.rows)
 
     def __call__(self, kernel: Any, tensors: tuple[Tensor, ...], **constants: int) -> None:
-        blocks = {"BLOCK_R": self.tile.rows, "BLOCK_C": head_block(constants["C"])}
+        blocks = {"BLOCK_R": self.tile.rows, "BLOCK_C": power_of_two(constants["C"])}
         if "N" in constants:
-            blocks["BLOCK_N"] = min(self.tile.channels, head_block(constants["N"]))
+            blocks["BLOCK_N"] = min(self.tile.channels, power_of_two(constants["N"]))
         if "D" in constants:
-            blocks["BLOCK_D"] = head_block(constants["D"])
+            blocks["BLOCK_D"] = power_of_two(constants["D"])
         flags: dict[str, Any] = {"PADDED": self.padded != self.length, "NARROW": self.padded < self.tile.rows}
         flags |= {"FAST": self.fast, "PRECISION": self.precision}
         compiled = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
         numbers = (self.rows, self.length, self.padded, self.eps)
-        alone.start(kernel, self.programs, tensors, *numbers, **constants, **blocks, **flags, **compiled)
+        launch_kernel(kernel, self.programs, tensors, *numbers, **constants, **blocks, **flags, **compiled)
 
 
 def _input_weights(z: Tensor, w: Weights) -> tuple[Tensor, ...]:

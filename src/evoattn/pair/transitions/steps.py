@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton import alone, launch
-from evoattn.backends.triton.launch import head_block, split_precision
+from evoattn.backends.triton import cards
+from evoattn.backends.triton.cards import split_precision
+from evoattn.backends.triton.launch import launch_kernel
+from evoattn.core.sizes import power_of_two
 from evoattn.pair.checking import result_dtype
 from evoattn.pair.launching import Tile, affine, shift
 from evoattn.pair.transitions import kernels
@@ -58,8 +60,8 @@ class Operands(NamedTuple):
 
 def takes(x: Tensor, weights: Weights) -> bool:
     """Return whether the kernels take rows of this size and dtype on this card."""
-    large = launch.shared_memory_limit(x.device) >= _SHARED_MEMORY
-    if weights.dtype == torch.float32 and (not large or (launch.capability(x.device) or (0,))[0] == _TENSOR_MEMORY):
+    large = cards.shared_memory_limit(x.device) >= _SHARED_MEMORY
+    if weights.dtype == torch.float32 and (not large or (cards.capability(x.device) or (0,))[0] == _TENSOR_MEMORY):
         return False
     return _row_bytes(weights) <= (_MOST_BYTES if large else _NARROW_BYTES)
 
@@ -118,31 +120,31 @@ def _launch(
         "C": channels,
         "H": w.hidden,
         "BLOCK_R": tile.rows,
-        "BLOCK_C": head_block(channels),
-        "BLOCK_H": min(tile.channels, head_block(w.hidden)),
+        "BLOCK_C": power_of_two(channels),
+        "BLOCK_H": min(tile.channels, power_of_two(w.hidden)),
         "GATED": w.b_weight is not None,
         "HAS_BIAS": w.a_bias is not None or w.b_bias is not None,
         "HAS_MASK": mask is not None,
         "RESIDUAL": options.residual,
-        "FAST": launch.capability(x.device) is not None,
+        "FAST": cards.capability(x.device) is not None,
         "PRECISION": split_precision(w.dtype, channels),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    alone.start(kernel, -(-rows // tile.rows), tensors, rows, options.eps, **constants, **more)
+    launch_kernel(kernel, -(-rows // tile.rows), tensors, rows, options.eps, **constants, **more)
 
 
 def _tile(step: str, x: Tensor, weights: Weights) -> Tile:
     kinds = ["wide"] if _row_bytes(weights) > _NARROW_BYTES or weights.dtype == torch.float32 else []
     kinds = ["float32", *kinds] if weights.dtype == torch.float32 else kinds
-    if not kinds and launch.shared_memory_limit(x.device) < _SHARED_MEMORY:
+    if not kinds and cards.shared_memory_limit(x.device) < _SHARED_MEMORY:
         kinds = ["little shared memory"]
     return next(_TILES[name] for name in (*(f"{step}, {kind}" for kind in kinds), step) if name in _TILES)
 
 
 def _row_bytes(weights: Weights) -> int:
     """Bytes of a row of x in the dtype of the products, in a tile."""
-    return head_block(weights.out_weight.shape[0]) * weights.dtype.itemsize
+    return power_of_two(weights.out_weight.shape[0]) * weights.dtype.itemsize
 
 
 def _input_weights(x: Tensor, w: Weights) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Which tiles the Triton backward uses: pure functions of a Problem, the user's Config and the card's shared memory."""
+"""The tiles of the backward: pure functions of a Problem, the user's Config and the card's shared memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import functools
 
 import torch
 
-from evoattn.backends.triton.tiles import limits as validity
+from evoattn.backends.triton.tiles import limits
+from evoattn.backends.triton.tiles.limits import Tiles
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import MIN_TILE, SHORT, power_of_two
 
-__all__ = ["BackwardTiles", "Tiles", "backward_shared_bytes", "backward_tiles"]
+__all__ = ["BackwardTiles", "backward_shared_bytes", "backward_tiles"]
 
 _WARPGROUP_ROWS = 64
 _WARPS_OF_A_GROUP = 4
@@ -25,34 +26,11 @@ _FEW_KEYS = 1 << 17
 
 
 _FULL_CARD = 264
-"""Programs of dQ, of one row each, that an H200 runs two of on a processor."""
+"""Grid size at which each SM of an H200 holds two dQ programs of one row each."""
 
 _SHARES_ROWS = 528
 """Programs of one row from which two share a tile of bias: at a triangle of 50 one alone takes .0146 ms, two .0163, the whole
 backward; at 100 .0352 and .0328."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """One kernel's tile; every field is set.
-
-    Args:
-        block_q, block_k, num_warps, num_stages: as in Config.
-        rows: rows n of one program (of the dQ kernel; 1 elsewhere).
-        max_registers: most registers a thread on NVIDIA cards, so that one more program fits; 0: as the compiler likes.
-    """
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    rows: int = 1
-    max_registers: int = 0
-
-    def given(self) -> dict[str, int]:
-        """The fields that say something, by name."""
-        fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if value != {"rows": 1, "max_registers": 0}.get(name)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +48,7 @@ class _Line:
 
     Args:
         most: channels that it serves.
-        dq, dq_alone, dq_few: with and without the pair-bias gradient, and with few programs; None where they are the same.
+        dq, dq_only, dq_few: with and without the pair-bias gradient, and with few programs; None where they are the same.
         dkdv, dkdv_ragged, dkdv_few: with many programs on each processor; the same where the last tile of queries is not whole,
             or channels are not a power of two; with few programs. None likewise.
         dkdv_pair: with more than few programs, a pair bias, and channels that are a power of two; goes before dkdv_ragged.
@@ -82,7 +60,7 @@ class _Line:
     dq: Tiles
     dkdv: Tiles
     pair: Tiles
-    dq_alone: Tiles | None = None
+    dq_only: Tiles | None = None
     dq_few: Tiles | None = None
     dkdv_ragged: Tiles | None = None
     dkdv_pair: Tiles | None = None
@@ -96,7 +74,7 @@ _HOPPER: tuple[_Line, ...] = (
         most=16,
         # .973 ms with the statistics at `template384`, 1.293 at `extra_msa_row`; with 168 registers 1.009 and 1.334.
         dq=Tiles(64, 32, 4, 3, rows=2, max_registers=128),
-        dq_alone=Tiles(128, 32, 4, 3, max_registers=128),
+        dq_only=Tiles(128, 32, 4, 3, max_registers=128),
         # The whole backward, (32, 32) behind it: 1.613 ms for 1.730 at `template384`, 2.16 for 2.31 at `extra_msa_row`.
         dkdv=Tiles(32, 64, 1, 3),
         dkdv_few=Tiles(128, 64, 4, 2),
@@ -107,7 +85,7 @@ _HOPPER: tuple[_Line, ...] = (
         # .268 ms at tri384; .305 without the limit of registers (2 programs a processor, not 3), .34 with one row.
         dq=Tiles(64, 32, 4, 3, rows=2, max_registers=168),
         # .195 ms at tri384, .50 at the MSA column; 64 queries .211.
-        dq_alone=Tiles(128, 32, 4, 3, max_registers=128),
+        dq_only=Tiles(128, 32, 4, 3, max_registers=128),
         # The whole backward of one row, 16 heads, D = 24: L = 384, 768 and 1,024 .023, .050, .071 ms; 32 keys .025, .054, .080.
         dq_few=Tiles(64, 128, 4, 3),
         # The whole backward of 16 and 32 sequences, N = 384, H 8: .017 and .031 ms, with 4 warps .026 and .047.
@@ -126,7 +104,7 @@ _HOPPER: tuple[_Line, ...] = (
     _Line(
         most=64,
         dq=Tiles(64, 32, 4, 3, rows=2),
-        dq_alone=Tiles(64, 32, 4, 3),
+        dq_only=Tiles(64, 32, 4, 3),
         # .678 ms at the diffusion shape; (32, 64) with 4 warps .683, and it spills.
         dkdv=Tiles(32, 128, 8, 3, max_registers=128),
         # The whole backward with 64 channels, (32, 128) behind it: .960 ms for 1.024 at 397, .465 for .469 at 768 with 64 rows,
@@ -143,64 +121,23 @@ _HOPPER: tuple[_Line, ...] = (
         dkdv=Tiles(32, 64, 4, 3),
         pair=Tiles(64, 64, 8, 2),
     ),
-    _Line(
-        most=256,
-        dq=Tiles(64, 32, 8, 1),
-        dkdv=Tiles(32, 32, 8, 1),
-        pair=Tiles(64, 64, 8, 1),
-    ),
+    _Line(256, dq=Tiles(64, 32, 8, 1), dkdv=Tiles(32, 32, 8, 1), pair=Tiles(64, 64, 8, 1)),
 )
 """16-bit inputs on compute capability 9.x, measured on an H200 (bfloat16)."""
 
 _HALF: tuple[_Line, ...] = (
-    _Line(
-        most=32,
-        dq=Tiles(64, 32, 4, 2, rows=2),
-        dq_alone=Tiles(64, 32, 4, 2),
-        dkdv=Tiles(32, 64, 4, 2),
-        pair=Tiles(64, 64, 8, 2),
-    ),
-    _Line(
-        most=128,
-        dq=Tiles(64, 32, 4, 2),
-        dkdv=Tiles(32, 64, 4, 2),
-        pair=Tiles(64, 64, 8, 2),
-    ),
-    _Line(
-        most=256,
-        dq=Tiles(64, 32, 8, 1),
-        dkdv=Tiles(32, 32, 8, 1),
-        pair=Tiles(64, 64, 8, 1),
-    ),
+    _Line(32, Tiles(64, 32, 4, 2, rows=2), Tiles(32, 64, 4, 2), Tiles(64, 64, 8, 2), dq_only=Tiles(64, 32, 4, 2)),
+    _Line(128, Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2), Tiles(64, 64, 8, 2)),
+    _Line(256, Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1)),
 )
-"""16-bit inputs elsewhere: compiled, not measured. No limits of registers, and no warp that works alone: there they spill."""
+"""16-bit inputs elsewhere: compiled, not measured. No limits of registers, and no dK, dV with one warp: there they spill."""
 
 _FLOAT: tuple[_Line, ...] = (
-    _Line(
-        most=32,
-        # Three TF32 products a matmul: 1.5 ms at tri384, where exact products take 4.7. Two rows take 1.3 and spill.
-        dq=Tiles(64, 32, 4, 2),
-        dkdv=Tiles(32, 64, 4, 2),
-        pair=Tiles(32, 64, 4, 2),
-    ),
-    _Line(
-        most=64,
-        dq=Tiles(32, 32, 4, 2),
-        dkdv=Tiles(32, 32, 4, 2),
-        pair=Tiles(32, 32, 4, 2),
-    ),
-    _Line(
-        most=128,
-        dq=Tiles(16, 32, 4, 1),
-        dkdv=Tiles(32, 16, 4, 1),
-        pair=Tiles(16, 32, 4, 1),
-    ),
-    _Line(
-        most=256,
-        dq=Tiles(16, 16, 4, 1),
-        dkdv=Tiles(16, 16, 4, 1),
-        pair=Tiles(16, 16, 4, 1),
-    ),
+    # Three TF32 products a matmul: dQ 1.5 ms at tri384, where IEEE products take 4.7. Two rows take 1.3 and spill.
+    _Line(32, Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 2)),
+    _Line(64, Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    _Line(128, Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1)),
+    _Line(256, Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 )
 """float32 inputs elsewhere: compiled, not measured. 65 to 128 channels spill up to 352 bytes in dK and dV, 416 in `pair`."""
 
@@ -231,11 +168,11 @@ def _table(dtype: torch.dtype, capability: tuple[int, int] | None) -> tuple[_Lin
 def backward_tiles(problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None) -> BackwardTiles:
     """The tiles that the backward would run: the table's, fitted to the sizes and to shared memory, under what `config` sets.
 
-    They keep the rule of `validity`.
+    They keep the rule of `tiles.limits`.
 
     Args:
         problem: the call.
-        config: what the user set; a field given there holds for all three kernels.
+        config: what the user set; each of its fields holds for all three kernels.
         shared_limit: bytes of shared memory that one program may use.
         capability: compute capability of an NVIDIA card; None elsewhere.
     """
@@ -251,7 +188,7 @@ def _tiles(
     line = next(line for line in _table(problem.dtype, capability) if channels <= line.most)
     of_heads = problem.b * problem.n * problem.h
     sums_pair = problem.pair_bias is not None and problem.needs[4] and not problem.deterministic
-    dq = line.dq if sums_pair else line.dq_alone or line.dq
+    dq = line.dq if sums_pair else line.dq_only or line.dq
     blocks = -(-problem.lq // _WARPGROUP_ROWS)
     if of_heads * blocks < _FULL_CARD:
         dq = line.dq_few or dq
@@ -270,7 +207,7 @@ def _tiles(
         dkdv = line.dkdv_pair
     elif problem.lq % dkdv.block_q or not problem.d == problem.c == channels:
         dkdv = line.dkdv_ragged or dkdv
-    given = config.tiles()
+    chosen = config.tiles()
 
     def fitted(kernel: str, tile: Tiles) -> Tiles:
         tile = dataclasses.replace(
@@ -278,18 +215,14 @@ def _tiles(
             block_q=min(tile.block_q, power_of_two(problem.lq)),
             block_k=min(tile.block_k, power_of_two(problem.lk)),
         )
-        if given:
-            tile = dataclasses.replace(tile, max_registers=0, **given)
-        while backward_shared_bytes(problem, tile) > shared_limit:
-            smaller = _smaller(tile, given)
-            if smaller is None:
-                break
-            tile = smaller
-        changed = validity.fit(kernel, tile, given if by_user else {}, problem.dtype, capability)
+        if chosen:
+            tile = dataclasses.replace(tile, max_registers=0, **chosen)
+        tile = limits.shrink(tile, chosen, lambda tile: backward_shared_bytes(problem, tile) <= shared_limit)
+        changed = limits.fit(kernel, tile, chosen if by_user else {}, problem.dtype, capability)
         return dataclasses.replace(tile, max_registers=0, **changed) if changed else tile
 
     few_queries = power_of_two(problem.lq)
-    if line.few_warps and few_queries < _WARPGROUP_ROWS and not given:
+    if line.few_warps and few_queries < _WARPGROUP_ROWS and not chosen:
         dq = dataclasses.replace(dq, num_warps=min(dq.num_warps, few_queries // MIN_TILE))
     return BackwardTiles(dq=fitted("dq", dq), dkdv=fitted("dkdv", dkdv), pair=fitted("pair", pair))
 
@@ -304,19 +237,6 @@ def backward_shared_bytes(problem: Problem, tiles: Tiles) -> int:
     stays = max(tiles.block_q, tiles.block_k) * channels * element
     exchange = area * (4 if problem.pair_bias is not None else element)
     return tiles.num_stages * (tiles.rows * streamed + pair) + tiles.rows * stays + exchange
-
-
-def _smaller(tiles: Tiles, given: dict[str, int]) -> Tiles | None:
-    """The next smaller tiles: fewer stages, then one row, then fewer keys, then fewer queries; never what the user set."""
-    if tiles.num_stages > 1 and "num_stages" not in given:
-        return dataclasses.replace(tiles, num_stages=tiles.num_stages - 1)
-    if tiles.rows > 1:
-        return dataclasses.replace(tiles, rows=1)
-    for name in ("block_k", "block_q"):
-        size = getattr(tiles, name)
-        if size > MIN_TILE and name not in given:
-            return dataclasses.replace(tiles, **{name: size // 2})
-    return None
 
 
 def _padding(length: int, block: int) -> float:

@@ -1,4 +1,4 @@
-"""Which tiles the Triton forward uses: pure functions of a Problem, the user's Config and the card's shared memory."""
+"""The tiles of the forward: pure functions of a Problem, the user's Config and the card's shared memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 
 import torch
 
-from evoattn.backends.triton.tiles import limits as validity
+from evoattn.backends.triton.tiles import limits
+from evoattn.backends.triton.tiles.limits import Tiles
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
-from evoattn.core.sizes import MIN_TILE, power_of_two
+from evoattn.core.sizes import power_of_two
 
-__all__ = ["LEFT_OVER_WARPS", "ForwardTiles", "forward_shared_bytes", "forward_tiles"]
+__all__ = ["LEFT_OVER_WARPS", "forward_shared_bytes", "forward_tiles"]
 
 _FULL_CARD = 256
 """Programs below which halving the query tile beats its lower reuse: fewer than two for each of an H200's 132 processors."""
@@ -22,53 +23,33 @@ LEFT_OVER_WARPS = 2
 D = 128 0.222, 0.265; float32, D = 64 0.588, 0.627 (four 0.606), D = 32 0.303, 0.306 (0.314)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardTiles:
-    """A resolved configuration of the forward kernel; every field is set.
-
-    `max_registers`: most registers a thread on NVIDIA cards, so that one more program fits; 0: as the compiler likes.
-    """
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    max_registers: int = 0
-
-    def warps(self, block_q: int, least: int = 1) -> int:
-        """Warps for a tile of block_q rows, which is smaller than self.block_q where a few queries are left over."""
-        if block_q >= self.block_q:
-            return self.num_warps
-        return min(self.num_warps, max(least, block_q // MIN_TILE))
-
-
-_Family = tuple[tuple[int, ForwardTiles], ...]
+_Family = tuple[tuple[int, Tiles], ...]
 """The first line whose number holds the channels."""
 
 _HALF: _Family = (
-    (64, ForwardTiles(64, 64, 4, 3)),
-    (128, ForwardTiles(64, 32, 4, 3)),
-    (256, ForwardTiles(64, 32, 8, 2)),
+    (64, Tiles(64, 64, 4, 3)),
+    (128, Tiles(64, 32, 4, 3)),
+    (256, Tiles(64, 32, 8, 2)),
 )
 """16-bit inputs; mma.sync keeps more registers alive than wgmma."""
 
 _HALF_BLACKWELL: _Family = (
-    (32, ForwardTiles(128, 32, 4, 3)),
+    (32, Tiles(128, 32, 4, 3)),
     *_HALF[:2],
-    (256, ForwardTiles(32, 32, 4, 2)),
+    (256, Tiles(32, 32, 4, 2)),
 )
 """16-bit inputs on compute capability 10: what does not spill."""
 
 _FLOAT: _Family = (
-    (32, ForwardTiles(64, 32, 4, 2)),
-    (64, ForwardTiles(32, 32, 4, 2)),
-    (256, ForwardTiles(32, 32, 8, 1)),
+    (32, Tiles(64, 32, 4, 2)),
+    (64, Tiles(32, 32, 4, 2)),
+    (256, Tiles(32, 32, 8, 1)),
 )
 """float32 inputs; chosen so that nothing spills, but where keys are left over: with 65 to 128 channels some 900 bytes there."""
 
 _FLOAT_BLACKWELL: _Family = (
     _FLOAT[0],
-    (64, ForwardTiles(64, 32, 8, 2)),
+    (64, Tiles(64, 32, 8, 2)),
     *_FLOAT[2:],
 )
 
@@ -78,7 +59,7 @@ _LONG_AND_RAGGED = 512
 """Queries and keys from which tiles of 64 keys are faster, where they are whole and where the last one is not."""
 
 
-def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
+def _hopper_half(problem: Problem, channels: int) -> Tiles:
     """16-bit inputs on Hopper, each with what it was measured against on an H200, ms.
 
     A limit of registers keeps one more program on a processor, and up to 64 bytes spill for it. The code for a ragged last tile
@@ -89,51 +70,51 @@ def _hopper_half(problem: Problem, channels: int) -> ForwardTiles:
     long = min(problem.lq, problem.lk) >= (_LONG_AND_RAGGED if ragged else _LONG)
     if channels > 128:
         # N = 64, L = 512, D = 256: 0.221; 64 x 32 with 4 warps 0.259
-        return ForwardTiles(128, 64, 8, 2)
+        return Tiles(128, 64, 8, 2)
     if channels > 64:
         # N = 96, D = 128: L = 384 0.111, 64 x 32 with 4 warps 0.128; without a pair bias L = 512 0.156, 0.204
-        return ForwardTiles(128, 32, 8, 3, max_registers=128)
+        return Tiles(128, 32, 8, 3, max_registers=128)
     if channels > 32:
         if problem.pair_bias is not None and long:
             # `diffusion768` 0.425, 4 warps 0.460; `wide384` 0.243, 0.258; N = 200, L = 765 0.450, 0.479; `wide397` 0.363, 0.349
-            return ForwardTiles(128, 64, 8, 3, max_registers=128)
+            return Tiles(128, 64, 8, 3, max_registers=128)
         # N = L = 384, D = 48 and 64: 0.274 and 0.258, 64 x 64 0.284 and 0.260; without a pair bias L = 512 0.229, 0.254
-        return ForwardTiles(128, 64, 4, 3)
+        return Tiles(128, 64, 4, 3)
     if problem.pair_bias is None and problem.lq > _FEW_QUERIES:
         # `msa_column` 0.477, three stages 0.486, 64 x 64 0.530; 397 sequences 0.374, 0.372, 0.411; 128 sequences 0.053, 0.053,
         # 0.059. Of 64 x 64 five programs fit with 96 registers.
-        return ForwardTiles(64, 64, 4, 3, max_registers=96) if few_programs else ForwardTiles(128, 64, 4, 4, max_registers=128)
+        return Tiles(64, 64, 4, 3, max_registers=96) if few_programs else Tiles(128, 64, 4, 4, max_registers=128)
     if problem.pair_bias is not None and few_programs:
         # 16 heads, D = 24, one row: L = 384 0.0080, 64 x 32 0.0102; 768 0.0182, 0.0206; 1,024 0.0241, 0.0267
-        return ForwardTiles(64, 128, 4, 3)
+        return Tiles(64, 128, 4, 3)
     if problem.pair_bias is not None and long:
         # `tri384` 0.175, 128 x 32 0.178; `tri512` 0.381, 0.396; `tri1024` 2.74, 2.89; `template384` 0.597, 0.641;
         # `extra_msa_row` 0.806, 0.862; 765 1.24, 1.27; 1,001 2.70, 2.78. The same at 256 and 448; slower at 320 (0.117, 0.114)
         # and 397 (0.239, 0.232)
-        return ForwardTiles(128, 64, 4, 3, max_registers=168)
+        return Tiles(128, 64, 4, 3, max_registers=168)
     # 127 registers, so that four programs fit; 0.254 and not 0.277 at N = L = 397
-    return ForwardTiles(128, 32, 4, 3, max_registers=128)
+    return Tiles(128, 32, 4, 3, max_registers=128)
 
 
-def _hopper_float(problem: Problem, channels: int) -> ForwardTiles:
+def _hopper_float(problem: Problem, channels: int) -> Tiles:
     """float32 inputs on Hopper, likewise; `tests/backends/triton/test_forward_compile.py` holds what they spill."""
     if channels > 128:
-        return ForwardTiles(32, 32, 8, 1)
+        return Tiles(32, 32, 8, 1)
     if channels > 64:
         # N = 24, D = 128: L = 384 0.326, 64 x 64 with 4 warps 0.459; L = 397 0.384, 128 x 64 1.018; exact products 0.813, 7.855
-        return ForwardTiles(128, 32, 8, 2)
+        return Tiles(128, 32, 8, 2)
     if channels > 32:
         # N = 128, D = 64: L = 384 0.458, 64 x 32 with 4 warps 0.580, without a pair bias 0.432, 0.560; L = 397 0.712, 128 x 32
         # 0.623, 64 x 32 0.699
-        return ForwardTiles(128, 32, 4, 2) if problem.lk % 64 else ForwardTiles(128, 64, 8, 2)
+        return Tiles(128, 32, 4, 2) if problem.lk % 64 else Tiles(128, 64, 8, 2)
     # `template384` 2.01, without the limit 2.14: three programs fit, not two, and 40 bytes spill. A ragged last tile would
     # spill 200, 32 channels 160.
     limited = channels == 16 and problem.pair_bias is not None and problem.lk % 32 == 0
     # N = L = 384: 0.769, with two stages 0.814, 64 x 32 0.962; four templates of 16 channels 2.166, 2.333 and 2.198
-    return ForwardTiles(128, 32, 4, 3, max_registers=168 if limited else 0)
+    return Tiles(128, 32, 4, 3, max_registers=168 if limited else 0)
 
 
-def _table(problem: Problem) -> ForwardTiles:
+def _table(problem: Problem) -> Tiles:
     """The tiles for a problem's channels, dtype and card, whatever its size."""
     channels = power_of_two(max(problem.d, problem.c))
     major = problem.capability[0] if problem.capability else 0
@@ -144,14 +125,14 @@ def _table(problem: Problem) -> ForwardTiles:
     return next(tiles for most, tiles in family if channels <= most)
 
 
-def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> ForwardTiles:
+def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Tiles:
     """Choose the tiles of the forward: those of the table, made smaller for small sizes and to fit in shared memory.
 
     Fields that `config` or `evoattn tune` sets override the table. The result keeps the rule of `tiles.limits`.
 
     Args:
         problem: the call.
-        config: what the user set; a field given there is kept as it is.
+        config: what the user set; its fields are kept.
         shared_limit: bytes of shared memory that one program may use.
     """
     set_by_user, config = config.tiles(), tuned_tiles.preferred("triton", "forward", problem, config)
@@ -159,21 +140,16 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Forwar
     block_q, block_k = table.block_q, table.block_k
     if problem.b * problem.n * problem.h * -(-problem.lq // block_q) < _FULL_CARD and block_q > 64:
         block_q = 64
-    block_q = min(block_q, power_of_two(problem.lq))
-    block_k = min(block_k, power_of_two(problem.lk))
+    block_q, block_k = min(block_q, power_of_two(problem.lq)), min(block_k, power_of_two(problem.lk))
     tiles = dataclasses.replace(table, block_q=block_q, block_k=block_k, num_warps=table.warps(block_q))
-    given = config.tiles()
-    tiles = dataclasses.replace(tiles, **given)
-    while forward_shared_bytes(problem, tiles) > shared_limit:
-        smaller = _smaller(tiles, given)
-        if smaller is None:
-            break
-        tiles = smaller
-    tiles = dataclasses.replace(tiles, **validity.fit("forward", tiles, set_by_user, problem.dtype, problem.capability))
+    chosen = config.tiles()
+    tiles = dataclasses.replace(tiles, **chosen)
+    tiles = limits.shrink(tiles, chosen, lambda tiles: forward_shared_bytes(problem, tiles) <= shared_limit)
+    tiles = dataclasses.replace(tiles, **limits.fit("forward", tiles, set_by_user, problem.dtype, problem.capability))
     return tiles if tiles == table else dataclasses.replace(tiles, max_registers=0)
 
 
-def forward_shared_bytes(problem: Problem, tiles: ForwardTiles) -> int:
+def forward_shared_bytes(problem: Problem, tiles: Tiles) -> int:
     """Shared memory of one forward program: `num_stages` tiles of keys, values, pair bias and row bias, and the queries."""
     element = problem.dtype.itemsize
     channels = power_of_two(problem.d) + power_of_two(problem.c)
@@ -181,14 +157,3 @@ def forward_shared_bytes(problem: Problem, tiles: ForwardTiles) -> int:
     row = 4 * tiles.block_k if problem.mask or problem.mask_bias is not None else 0
     stage = tiles.block_k * channels * element + pair + row
     return tiles.num_stages * stage + tiles.block_q * power_of_two(problem.d) * element
-
-
-def _smaller(tiles: ForwardTiles, given: dict[str, int]) -> ForwardTiles | None:
-    """The next smaller tiles: fewer stages, then fewer keys, then fewer queries; never what the user set."""
-    if tiles.num_stages > 1 and "num_stages" not in given:
-        return dataclasses.replace(tiles, num_stages=tiles.num_stages - 1)
-    for name in ("block_k", "block_q"):
-        size = getattr(tiles, name)
-        if size > MIN_TILE and name not in given:
-            return dataclasses.replace(tiles, **{name: size // 2})
-    return None

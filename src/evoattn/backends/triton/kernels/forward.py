@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Constant, Number, PairView, Pointer, RowView, View, kernel
-from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.primitives import (
+from evoattn.backends.triton.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
+from evoattn.backends.triton.kernels.primitives import (
     FLOOR,
     LN2,
     LOG2E,
@@ -17,84 +16,41 @@ from evoattn.backends.triton.primitives import (
     at,
     decode,
     finish,
-    load_pair_bias,
-    load_row_bias,
-    load_rows,
     load_tile,
+    load_view,
     measured,
     natural,
+    offsets,
     online_softmax,
     pair_at,
     row_at,
     scores,
     sigmoid,
     store_tile,
-    wide,
 )
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
-__all__ = ["Results", "Sizes", "Variant", "forward_kernel"]
+__all__ = ["Variant", "forward_kernel"]
 
 FAR = tl.constexpr(256.0)
-"""If a query's largest score, in log2 units, is beyond this, a pair bias may have swallowed them all: they are made again."""
+"""If a query's largest score, in log2 units, is beyond this, a pair bias may have rounded all of them away: so repeat them."""
 
 
-class Results(NamedTuple):
-    """What is written: o, contiguous, and lse and reference `[b,n,h,q]`."""
+Variant = namedtuple(
+    "Variant",
+    "D C BLOCK_D BLOCK_C BLOCK_Q BLOCK_K TAIL_K STAGES GRAIN GRAIN_PAIR GRAIN_GATE HAS_PAIR HAS_ROW HAS_GATE EVEN_K "
+    "HEADS_INSIDE TENSOR_MAP FOLD PRECISION LONG WAIT",
+    defaults=[0],
+)
+"""What the kernel is compiled for.
 
-    o: Pointer
-    lse: Pointer
-    ref: Pointer
-
-
-class Sizes(NamedTuple):
-    """Sizes of a launch: `blocks` blocks of queries from first_q on."""
-
-    n: Number
-    h: Number
-    lq: Number
-    lk: Number
-    first_q: Number
-    blocks: Number
-    scale: Number
+D and C are channels of keys and values, BLOCK_D and BLOCK_C the powers of two that hold them. TAIL_K: keys of the ragged last
+tile. HEADS_INSIDE: o is [b,n,q,h,c] in memory. FOLD: see `scores`. LONG: offsets are 64 bits long. WAIT: see `overlap`.
+"""
 
 
-class Variant(NamedTuple):
-    """What a kernel is compiled for.
-
-    D and C are channels of keys and values, BLOCK_D and BLOCK_C the powers of two that hold them. TAIL_K: keys of the ragged
-    last tile. FOLD: see `primitives.scores`. WIDE: offsets are 64 bits long. WAIT: see `overlap`.
-    """
-
-    D: Constant
-    C: Constant
-    BLOCK_D: Constant
-    BLOCK_C: Constant
-    BLOCK_Q: Constant
-    BLOCK_K: Constant
-    TAIL_K: Constant
-    STAGES: Constant
-    GRAIN: Constant
-    GRAIN_PAIR: Constant
-    GRAIN_GATE: Constant
-    HAS_PAIR: Constant
-    HAS_ROW: Constant
-    HAS_GATE: Constant
-    EVEN_K: Constant
-    HEADS_INSIDE: Constant
-    TENSOR_MAP: Constant
-    FOLD: Constant
-    PRECISION: Constant
-    WIDE: Constant
-    WAIT: Constant = 0
-
-
-class Place(NamedTuple):
-    """The pair bias of a program: its (b, h) and first query in a tensor map, and the offsets of queries elsewhere."""
-
-    b: object
-    h: object
-    q: object
-    o_q: object
+Place = namedtuple("Place", "b h q o_q")
+"""The pair bias of a program: its (b, h) and first query in a tensor map, and the offsets of queries elsewhere."""
 
 
 @triton.jit
@@ -105,9 +61,9 @@ def _load_pair(pair, place, step_q, first_k, start, left, V, BLOCK_K: tl.constex
         if BLOCK_K < V.BLOCK_K:  # a map loads tiles of one size: of two halves the first
             b_pair, _ = tl.split(b_pair.reshape([V.BLOCK_Q, 2, BLOCK_K]).permute(0, 2, 1))
     else:
-        o_k = wide(tl.arange(0, BLOCK_K), V.WIDE)
+        o_k = offsets(tl.arange(0, BLOCK_K), V.LONG)
         p_tile = pair.p + start * pair.k
-        b_pair = load_pair_bias(p_tile, place.o_q, o_k, step_q, pair.k, 0, left, MASK_Q=False, MASK_K=TAIL)
+        b_pair = load_tile(p_tile, place.o_q, o_k, step_q, pair.k, 0, left, MASK_ROWS=False, MASK_COLS=TAIL)
     return b_pair
 
 
@@ -122,13 +78,13 @@ def _step(
     """
     step_k, step_v, step_q = k.l * V.GRAIN, v.l * V.GRAIN, pair.q * V.GRAIN_PAIR
     o_in = tl.arange(0, BLOCK_K)
-    o_k = wide(o_in, V.WIDE)
-    o_d = wide(tl.arange(0, V.BLOCK_D), V.WIDE)
-    o_c = wide(tl.arange(0, V.BLOCK_C), V.WIDE)
-    start = tl.cast(first_k, tl.int64) if V.WIDE else first_k
+    o_k = offsets(o_in, V.LONG)
+    o_d = offsets(tl.arange(0, V.BLOCK_D), V.LONG)
+    o_c = offsets(tl.arange(0, V.BLOCK_C), V.LONG)
+    start = tl.cast(first_k, tl.int64) if V.LONG else first_k
     left = lk - first_k
-    b_k = load_tile(k.p + start * step_k, o_k, o_d, step_k, k.c, left, V.D, MASK_ROWS=TAIL, MASK_COLS=V.D != V.BLOCK_D)  # [k,d]
-    b_v = load_tile(v.p + start * step_v, o_k, o_c, step_v, v.c, left, V.C, MASK_ROWS=TAIL, MASK_COLS=V.C != V.BLOCK_C)  # [k,c]
+    b_k = load_view(k.p + start * step_k, k, o_k, o_d, left, COLS=V.D, GRAIN=V.GRAIN, MASK=TAIL)  # [k,d]
+    b_v = load_view(v.p + start * step_v, v, o_k, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=TAIL)  # [k,c]
     b_pair = 0.0
     b_row = 0.0
     if V.HAS_PAIR:
@@ -136,10 +92,10 @@ def _step(
         if b_ref is not None:
             b_pair = measured(b_pair, b_ref[:, None])
     if V.HAS_ROW:
-        b_row = load_row_bias(row.p + first_k, o_in)  # [k]
+        b_row = tl.load(row.p + first_k + o_in)  # [k]
     b_s = scores(
         b_q, b_k, b_pair, b_row, unit,
-        FOLD=V.FOLD, HAS_PAIR=V.HAS_PAIR, HAS_ROW=V.HAS_ROW, PRECISION=V.PRECISION, ROW_FOLDED=True,
+        FOLD=V.FOLD, HAS_PAIR=V.HAS_PAIR, HAS_ROW=V.HAS_ROW, PRECISION=V.PRECISION,
     )  # [q,k]  # fmt: skip
     if TAIL and not V.HAS_ROW:
         b_s = tl.where((o_in < left)[None, :], b_s, float("-inf"))
@@ -151,8 +107,8 @@ def _step(
 @triton.jit
 def _gated(b_o, gate, o_q, left, V):
     """b_o [q,c] * sigmoid(gate); gate begins at the first query."""
-    o_c = wide(tl.arange(0, V.BLOCK_C), V.WIDE)
-    b_gate = load_rows(gate.p, gate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN_GATE, MASK=True)
+    o_c = offsets(tl.arange(0, V.BLOCK_C), V.LONG)
+    b_gate = load_view(gate.p, gate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN_GATE, MASK=True)
     return b_o * sigmoid(b_gate)  # [q,c]
 
 
@@ -161,26 +117,27 @@ def _largest_bias(b_top, row, pair, place, first_k, unit, lk, V):
     """b_top [q] and the largest sum of pair bias and row bias of the keys from first_k on, in natural units."""
     step_q = pair.q * V.GRAIN_PAIR
     o_in = tl.arange(0, V.BLOCK_K)
-    start = tl.cast(first_k, tl.int64) if V.WIDE else first_k
+    start = tl.cast(first_k, tl.int64) if V.LONG else first_k
     b_bias = natural(_load_pair(pair, place, step_q, first_k, start, lk - first_k, V, BLOCK_K=V.BLOCK_K, TAIL=True))  # [q,k]
     if V.HAS_ROW:
-        b_bias += (load_row_bias(row.p + first_k, o_in) * ((unit if V.FOLD else 1.0) * LN2))[None, :]
+        b_bias += (tl.load(row.p + first_k + o_in) * ((unit if V.FOLD else 1.0) * LN2))[None, :]
     return tl.maximum(b_top, tl.max(tl.where((o_in < lk - first_k)[None, :], b_bias, float("-inf")), 1))
 
 
 @kernel
 def forward_kernel(
-    q: View, k: View, v: View, row: RowView, runs: RowView, pair: PairView, out: Results, gate: View, sizes: Sizes, V: Variant
-) -> None:
-    """One program owns BLOCK_Q queries of one (b, n, h).
+    q: View, k: View, v: View, row: RowView, runs: RowView, pair: PairView, out: Pointer, lse: Pointer, ref: Pointer,
+    gate: View, sizes: Sizes, first_q: Number, blocks: Number, V: Variant,
+) -> None:  # fmt: skip
+    """One program owns BLOCK_Q queries of one (b, n, h): of those from first_q on, in `blocks` blocks.
 
     It loops over the live key tiles of its row, run by run, with the online softmax; a ragged last tile comes after the loop.
-    It writes o, gated if there is a gate, lse and reference once. Queries whose pair bias swallows their scores are computed
+    It writes o, gated if there is a gate, lse and reference once. Queries whose pair bias rounds their scores away are computed
     and written again.
     """
-    block, n, h, b = decode(tl.program_id(0), sizes.blocks, sizes.n, sizes.h)
+    block, n, h, b = decode(tl.program_id(0), blocks, sizes.n, sizes.h)
     lk = sizes.lk
-    start_q = sizes.first_q + block * V.BLOCK_Q
+    start_q = first_q + block * V.BLOCK_Q
     left_q = sizes.lq - start_q
     pair_b = tl.where(pair.b == 0, 0, b)
     pair_h = tl.where(pair.h == 0, 0, h)
@@ -188,8 +145,8 @@ def forward_kernel(
     n = n.to(tl.int64)
     h = h.to(tl.int64)
     o_in = tl.arange(0, V.BLOCK_Q)
-    o_q = wide(o_in, V.WIDE)
-    o_d = wide(tl.arange(0, V.BLOCK_D), V.WIDE)
+    o_q = offsets(o_in, V.LONG)
+    o_d = offsets(tl.arange(0, V.BLOCK_D), V.LONG)
     unit = sizes.scale * LOG2E
 
     q = at(q, b, h, V.GRAIN, n=n, first=start_q)
@@ -199,16 +156,16 @@ def forward_kernel(
     runs = row_at(runs, b, n)
     if not V.TENSOR_MAP:
         pair = pair_at(pair, b, h, V.GRAIN_PAIR, first_q=start_q)
-    # Rows past the end read the last row's bias: nothing of them is stored, and no mask slows the loop down.
+    # Queries past the end read the last one's bias: nothing of theirs is stored, and no mask slows the loop down.
     place = Place(pair_b, pair_h, start_q, tl.minimum(o_q, left_q - 1))
 
-    b_q = load_rows(q.p, q, o_q, o_d, left_q, COLS=V.D, GRAIN=V.GRAIN, MASK=True)  # [q,d]
+    b_q = load_view(q.p, q, o_q, o_d, left_q, COLS=V.D, GRAIN=V.GRAIN, MASK=True)  # [q,d]
     b_acc = tl.zeros([V.BLOCK_Q, V.BLOCK_C], tl.float32)  # [q,c]
     b_max = tl.full([V.BLOCK_Q], FLOOR, tl.float32)
     b_sum = tl.zeros([V.BLOCK_Q], tl.float32)
     wait_to_load(V.WAIT)
 
-    whole = lk // V.BLOCK_K
+    full = lk // V.BLOCK_K
     count = 1
     end = tl.cdiv(lk, V.BLOCK_K)
     if V.HAS_ROW:
@@ -216,19 +173,19 @@ def forward_kernel(
         end = 0
     for run in tl.range(0, count, num_stages=1):
         begin = 0
-        stop = whole
+        stop = full
         if V.HAS_ROW:
             begin = tl.load(runs.p + 1 + 2 * run)
             end = tl.load(runs.p + 2 + 2 * run)
-            stop = tl.minimum(end, whole)
+            stop = tl.minimum(end, full)
         for tile in tl.range(begin, stop, num_stages=V.STAGES):
             b_acc, b_max, b_sum = _step(
                 b_q, b_acc, b_max, b_sum, k, v, row, pair, place, tile * V.BLOCK_K, unit, lk, V, BLOCK_K=V.BLOCK_K, TAIL=False
             )
     if not V.EVEN_K:  # noqa: SIM102 (this one is resolved when the kernel is compiled, the next one when it runs)
-        if end > whole:
+        if end > full:
             b_acc, b_max, b_sum = _step(
-                b_q, b_acc, b_max, b_sum, k, v, row, pair, place, whole * V.BLOCK_K, unit, lk, V, BLOCK_K=V.TAIL_K, TAIL=True
+                b_q, b_acc, b_max, b_sum, k, v, row, pair, place, full * V.BLOCK_K, unit, lk, V, BLOCK_K=V.TAIL_K, TAIL=True
             )
 
     wait_to_store(V.WAIT)
@@ -237,8 +194,8 @@ def forward_kernel(
         gate = at(gate, b, h, V.GRAIN_GATE, n=n, first=start_q)
         b_o = _gated(b_o, gate, o_q, left_q, V)
     line = (b * sizes.n + n) * sizes.h + h
-    p_lse = out.lse + (line * sizes.lq + start_q)
-    p_ref = out.ref + (line * sizes.lq + start_q)
+    p_lse = lse + (line * sizes.lq + start_q)
+    p_ref = ref + (line * sizes.lq + start_q)
     tl.store(p_lse + o_in, b_lse, mask=o_in < left_q)
     tl.store(p_ref + o_in, tl.zeros([V.BLOCK_Q], tl.float32), mask=o_in < left_q)
     stride_o = V.C
@@ -247,9 +204,7 @@ def forward_kernel(
         stride_o = V.C * sizes.h
         first = ((b * sizes.n + n) * sizes.lq + start_q) * sizes.h + h
     o_c = tl.arange(0, V.BLOCK_C)
-    store_tile(
-        out.o + first * V.C, b_o, o_in, o_c, stride_o, 1, left_q, V.C, MASK_ROWS=True, MASK_COLS=V.C != V.BLOCK_C
-    )  # fmt: skip
+    store_tile(out + first * V.C, b_o, o_in, o_c, stride_o, 1, left_q, V.C, MASK_ROWS=True, MASK_COLS=V.C != V.BLOCK_C)
     if V.HAS_PAIR:
         # A query that attends to nothing so far may have biases that were infinite only in other units.
         far = tl.max(((tl.abs(b_max) > FAR) & (o_in < left_q)).to(tl.int32), 0)
@@ -274,5 +229,5 @@ def forward_kernel(
             tl.debug_barrier()  # another thread may have stored the same element before
             tl.store(p_lse + o_in, b_lse, mask=b_again)
             tl.store(p_ref + o_in, b_ref, mask=b_again)
-            p_tile = out.o + first * V.C + o_in[:, None] * stride_o + o_c[None, :]
-            tl.store(p_tile, b_o.to(out.o.dtype.element_ty), mask=b_again[:, None] & (o_c < V.C)[None, :])
+            p_tile = out + first * V.C + o_in[:, None] * stride_o + o_c[None, :]
+            tl.store(p_tile, b_o.to(out.dtype.element_ty), mask=b_again[:, None] & (o_c < V.C)[None, :])

@@ -1,51 +1,34 @@
 # ruff: noqa: RUF005 (Triton does not unpack tuples with a star)
 # mypy: disable-error-code="assignment, var-annotated"
-"""dQ and, where one pass is fastest, the pair-bias gradient."""
+"""dQ and, if one pass is fastest, the pair-bias gradient."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from evoattn.backends.triton.arguments import Constant, Number, PairView, Pointer, RowView, View, kernel
-from evoattn.backends.triton.bwd_plan import Tile
-from evoattn.backends.triton.bwd_preprocess import Saved, Stats, store_statistics
+from evoattn.backends.triton.arguments import Number, PairView, Pointer, RowView, Sizes, View, kernel
+from evoattn.backends.triton.kernels.backward import PADDED, Stats, Tile, score_gradient, store_statistics
+from evoattn.backends.triton.kernels.primitives import LOG2E, at, load_tile, load_view, measured, offsets, pair_at, store_tile
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
-from evoattn.backends.triton.primitives import (
-    LOG2E,
-    at,
-    load_pair_bias,
-    load_row_bias,
-    load_rows,
-    measured,
-    pair_at,
-    scores,
-    store_tile,
-    wide,
+
+__all__ = ["Variant", "dq_kernel"]
+
+Variant = namedtuple(
+    "Variant",
+    "ROWS GRAIN_PAIR GRAIN_DPAIR HAS_PAIR MASK_PAIR MAKE_STATS HAS_DLSE LOADS_DO_LATE NEED_DQ PAIR_MODE FULL_Q FULL_K "
+    "DISTANT_ONLY WAIT",
+    defaults=[0],
 )
+"""What the kernel is compiled for, besides `Tile`.
 
-__all__ = ["PAIR_ADD", "PAIR_NONE", "PAIR_STORE", "Gradient", "PairSums", "Sizes", "Variant", "dq_kernel"]
-
-PAIR_NONE = 0
-PAIR_ADD = 1
-PAIR_STORE = 2
-
-_NONE = tl.constexpr(PAIR_NONE)
-_ADD = tl.constexpr(PAIR_ADD)
-
-
-@triton.jit
-def score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_pair, b_row, unit, T, HAS_PAIR: tl.constexpr):
-    """dS [q,k] = P (dP - delta), P recomputed from the saved statistic."""
-    b_s = scores(
-        b_q, b_k, b_pair, b_row, unit,
-        FOLD=T.FOLD, HAS_PAIR=HAS_PAIR, HAS_ROW=T.HAS_ROW, PRECISION=T.PRECISION, ROW_FOLDED=True,
-    )  # [q,k]  # fmt: skip
-    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=T.PRECISION)  # [q,k]
-    b_p = tl.math.exp2(b_s * (unit if T.FOLD else 1.0) - b_lse[:, None])  # [q,k]
-    return b_p * (b_dp - b_delta[:, None])
+MAKE_STATS: it writes the statistics of its queries, which it otherwise reads. LOADS_DO_LATE: the kernel before writes dO.
+PAIR_MODE: dS is summed in memory ("add"), stored ("store") or dropped ("none"). FULL_Q, FULL_K: the pair bias has the axis.
+DISTANT_ONLY: a launch of its own writes what belongs to distant queries
+(`backward.store_statistics`), and adds their dS, if there are any.
+"""
 
 
 @triton.jit
@@ -55,11 +38,11 @@ def _add_pair_gradient(
 ):  # fmt: skip
     """One tile of the pair-bias gradient, summed over the axes that the bias broadcasts; MODE says add or store.
 
-    Where not `live`, nothing is, but for whole tiles that are added: p_dpair then points to lines that nobody reads.
+    If not `live`, nothing is, but for full tiles that are added: p_dpair then points to lines that nobody reads.
     """
     if FULL_Q:
         p_tile = p_dpair + o_q[:, None] * stride_q + o_k[None, :]
-        if MODE == _ADD:
+        if MODE == "add":
             tl.atomic_add(p_tile, b_ds, sem="relaxed")
         elif DISTANT_ONLY:
             inside = (o_q[:, None] < left_q) & (o_k[None, :] < left_k) & (b_lse != float("inf"))[:, None]
@@ -73,112 +56,60 @@ def _add_pair_gradient(
         tl.atomic_add(p_dpair + o_k, tl.sum(b_ds, 0), mask=live, sem="relaxed")
 
 
-class Gradient(NamedTuple):
-    """dQ, contiguous."""
-
-    p: Pointer
-
-
-class PairSums(NamedTuple):
-    """The pair-bias gradient, or the sums that it is made of, with stride 1 along keys."""
-
-    p: Pointer
-    b: Number
-    h: Number
-    q: Number
-
-
-class Sizes(NamedTuple):
-    """Sizes of a launch: blocks of queries, groups of ROWS rows, heads that are worked on at a time."""
-
-    n: Number
-    h: Number
-    lq: Number
-    lk: Number
-    blocks: Number
-    groups: Number
-    together: Number
-    scale: Number
-
-
-class Variant(NamedTuple):
-    """What the kernel is compiled for, besides `Tile`.
-
-    MAKE_STATS: it writes the statistics of its queries, which it otherwise reads. DO_IS_MADE: the kernel before writes dO.
-    FULL_Q, FULL_K: the pair bias has the axis. DISTANT_ONLY: a launch of its own writes what belongs to distant queries
-    (`bwd_preprocess.store_statistics`), and adds their dS, if there are any.
-    """
-
-    ROWS: Constant
-    GRAIN_PAIR: Constant
-    GRAIN_DPAIR: Constant
-    HAS_PAIR: Constant
-    MASK_PAIR: Constant
-    MAKE_STATS: Constant
-    HAS_DLSE: Constant
-    DO_IS_MADE: Constant
-    NEED_DQ: Constant
-    PAIR_MODE: Constant
-    FULL_Q: Constant
-    FULL_K: Constant
-    HEADS_INSIDE: Constant
-    DISTANT_ONLY: Constant
-    WAIT: Constant = 0
-
-
 @kernel
 def dq_kernel(
-    q: View, k: View, v: View, dO: View, stats: Stats, o: View, saved: Saved, row: RowView, runs: RowView, pair: PairView,
-    dq: Gradient, dpair: PairSums, sizes: Sizes, T: Tile, V: Variant,
+    q: View, k: View, v: View, dO: View, stats: Stats, o: View, lse: Pointer, ref: Pointer, dlse: View, row: RowView,
+    runs: RowView, pair: PairView, dq: Pointer, dpair: PairView, sizes: Sizes, blocks: Number, groups: Number,
+    heads_at_once: Number, T: Tile, V: Variant,
 ) -> None:  # fmt: skip
     """One program owns BLOCK_Q queries of ROWS neighbouring rows n of one (b, h), which share every tile of pair bias.
 
-    It loops over the key tiles from the first to the last that is live in any of its rows (over the first where none is, for
+    It loops over the key tiles from the first to the last that is live in any of its rows (over the first if none is, for
     nothing), and sums dQ in registers.
     It writes dQ once, each tile of dS summed over its rows once (one addition in memory for ROWS rows), and, with MAKE_STATS,
-    the statistics of its queries, which it otherwise reads (a kernel of their own takes .035 ms at tri384 on an H200).
+    the statistics of its queries, which it otherwise reads (their own kernel takes .035 ms at tri384 on an H200).
     """
     if V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
         wait_to_store(V.WAIT)
         if tl.load(stats.distant) == 0:
             return
-    # Heads run fastest, then queries, then rows n: programs that run together add to different tiles of the gradient. But only
-    # `together` heads at a time, whose pair bias and gradient the cache holds.
+    # Heads run fastest, then queries, then rows n: programs that run at a time add to different tiles of the gradient. But only
+    # `heads_at_once` heads run at a time, whose pair bias and gradient the cache holds.
     pid = tl.program_id(0)
-    h = pid % sizes.together
-    rest = pid // sizes.together
-    start_q = (rest % sizes.blocks) * T.BLOCK_Q
-    rest = rest // sizes.blocks
-    group = rest % sizes.groups
-    rest = rest // sizes.groups
-    h = (h + rest % (sizes.h // sizes.together) * sizes.together).to(tl.int64)
-    b = (rest // (sizes.h // sizes.together)).to(tl.int64)
+    h = pid % heads_at_once
+    outer = pid // heads_at_once
+    start_q = (outer % blocks) * T.BLOCK_Q
+    outer = outer // blocks
+    group = outer % groups
+    outer = outer // groups
+    h = (h + outer % (sizes.h // heads_at_once) * heads_at_once).to(tl.int64)
+    b = (outer // (sizes.h // heads_at_once)).to(tl.int64)
     left_q = sizes.lq - start_q
     o_in = tl.arange(0, T.BLOCK_Q)
-    o_q = wide(o_in, T.WIDE)
-    o_d = wide(tl.arange(0, T.BLOCK_D), T.WIDE)
-    o_c = wide(tl.arange(0, T.BLOCK_C), T.WIDE)
+    o_q = offsets(o_in, T.LONG)
+    o_d = offsets(tl.arange(0, T.BLOCK_D), T.LONG)
+    o_c = offsets(tl.arange(0, T.BLOCK_C), T.LONG)
     o_in_k = tl.arange(0, T.BLOCK_K)
-    o_k = wide(o_in_k, T.WIDE)
+    o_k = offsets(o_in_k, T.LONG)
     unit = sizes.scale * LOG2E
-    plane = wide(stats.half, T.WIDE) * T.PAD
+    plane = offsets(stats.half, T.LONG) * PADDED
     start = start_q.to(tl.int64)
     q = at(q, b, h, T.GRAIN, first=start)
     dO = at(dO, b, h, T.GRAIN, first=start)
     k = at(k, b, h, T.GRAIN)
     v = at(v, b, h, T.GRAIN)
-    p_row = row.p + b * row.b * T.PAD
+    p_row = row.p + b * row.b * PADDED
     pair = pair_at(pair, b, h, V.GRAIN_PAIR, first_q=start)
     p_dpair = dpair.p + (b * dpair.b + h * dpair.h) * V.GRAIN_DPAIR
     p_stats = stats.p + start
     o = at(o, b, h, T.GRAIN, first=start)
-    p_dlse = saved.dlse + (b * saved.b + h * saved.h + start * saved.q)
+    p_dlse = dlse.p + (b * dlse.b + h * dlse.h + start * dlse.l)
 
-    if V.DO_IS_MADE and not V.DISTANT_ONLY:
+    if V.LOADS_DO_LATE and not V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
         wait_to_store(V.WAIT)
-    # All loads first, so that they are on their way together.
+    # All loads first, so that they are in flight at the same time.
     ns = ()
     b_qs = ()
     b_dos = ()
@@ -188,15 +119,15 @@ def dq_kernel(
         n = tl.minimum(group * V.ROWS + r, sizes.n - 1).to(tl.int64)
         ns = ns + (n,)
         p_this = q.p + n * q.n * T.GRAIN
-        b_qs = b_qs + (load_rows(p_this, q, o_q, o_d, left_q, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_Q),)  # [q,d]
+        b_qs = b_qs + (load_view(p_this, q, o_q, o_d, left_q, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_Q),)  # [q,d]
         p_this = dO.p + n * dO.n * T.GRAIN
-        b_do = load_rows(p_this, dO, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
+        b_do = load_view(p_this, dO, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
         b_dos = b_dos + (b_do,)
         if V.MAKE_STATS:
             p_this = o.p + n * o.n * T.GRAIN
-            b_o = load_rows(p_this, o, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
+            b_o = load_view(p_this, o, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
             b_os = b_os + (b_o,)
-    if not V.DO_IS_MADE and not V.DISTANT_ONLY:
+    if not V.LOADS_DO_LATE and not V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
         wait_to_store(V.WAIT)  # the statistics are stored soon, and then each tile of the pair-bias gradient
     b_lses = ()
@@ -207,15 +138,15 @@ def dq_kernel(
             line = (b * sizes.n + ns[r]) * sizes.h + h
             stat = line * sizes.lq + start
             store_statistics(
-                p_stats + line * (stats.padded_q * T.PAD), stats.distant, saved.lse + stat, saved.ref + stat,
-                p_dlse + ns[r] * saved.n, b_os[r], b_dos[r], o_in, left_q, saved.q, plane,
+                p_stats + line * (stats.padded_q * PADDED), stats.distant, lse + stat, ref + stat,
+                p_dlse + ns[r] * dlse.n, b_os[r], b_dos[r], o_in, left_q, dlse.l, plane,
                 HAS_DLSE=V.HAS_DLSE, HAS_PAIR=V.HAS_PAIR,
             )  # fmt: skip
     if V.MAKE_STATS:
         # Read back what was written, in the layout of the loop.
         tl.debug_barrier()
     for r in tl.static_range(V.ROWS):
-        p_this = p_stats + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * T.PAD) + o_in
+        p_this = p_stats + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED) + o_in
         b_lse = tl.load(p_this + (2 * plane if V.DISTANT_ONLY else 0))  # [q]
         b_delta = tl.load(p_this + plane)  # [q]
         if V.ROWS > 1:
@@ -236,8 +167,8 @@ def dq_kernel(
             count = tl.load(p_this)
             begin = tl.where(count > 0, tl.minimum(begin, tl.load(p_this + 1)), begin)
             end = tl.where(count > 0, tl.maximum(end, tl.load(p_this + 2 * tl.maximum(count, 1))), end)
-    # At least one tile, and nothing of it goes out where none is live. Were there a way around the loop, it would bring zeros
-    # to where the last product of the loop may still run, and ptxas then serialises all products (C7515).
+    # At least one tile, of which nothing is stored if none is live: if a loop can run zero times, its sums also come from the
+    # zeros before it, and ptxas then serialises all products (C7515).
     live = True
     if T.HAS_ROW:
         live = end > 0
@@ -245,32 +176,32 @@ def dq_kernel(
     begin = tl.minimum(begin, end - 1)
     tl.assume(begin < end)
     # Sums have a tile of lines past the last queries for what is not live: a condition on each addition costs registers.
-    p_dpair += tl.where(live, start, (sizes.blocks * T.BLOCK_Q).to(tl.int64)) * dpair.q * V.GRAIN_DPAIR
+    p_dpair += tl.where(live, start, (blocks * T.BLOCK_Q).to(tl.int64)) * dpair.q * V.GRAIN_DPAIR
     for tile in tl.range(begin, end, num_stages=T.STAGES):
         first = tile * T.BLOCK_K
         start_k = tl.cast(first, tl.int64)
         left_k = sizes.lk - first
         b_pair = 0.0
         if V.HAS_PAIR:
-            b_pair = load_pair_bias(
+            b_pair = load_tile(
                 pair.p + start_k * pair.k, o_q, o_k, pair.q * V.GRAIN_PAIR, pair.k, left_q, left_k,
-                MASK_Q=V.MASK_PAIR and not T.EVEN_Q, MASK_K=V.MASK_PAIR and not T.EVEN_K,
+                MASK_ROWS=V.MASK_PAIR and not T.EVEN_Q, MASK_COLS=V.MASK_PAIR and not T.EVEN_K,
             )  # [q,k]  # fmt: skip
         b_new = ()
         for r in tl.static_range(V.ROWS):
             p_k = k.p + (ns[r] * k.n + start_k * k.l) * T.GRAIN
             p_v = v.p + (ns[r] * v.n + start_k * v.l) * T.GRAIN
-            b_k = load_rows(p_k, k, o_k, o_d, left_k, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,d]
-            b_v = load_rows(p_v, v, o_k, o_c, left_k, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,c]
+            b_k = load_view(p_k, k, o_k, o_d, left_k, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,d]
+            b_v = load_view(p_v, v, o_k, o_c, left_k, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,c]
             b_row = 0.0
             if T.HAS_ROW:
-                b_row = load_row_bias(p_row + ns[r] * row.n * T.PAD + first, o_in_k)  # [k]
-            b_mine = b_pair
+                b_row = tl.load(p_row + ns[r] * row.n * PADDED + first + o_in_k)  # [k]
+            b_measured = b_pair
             if V.DISTANT_ONLY:
-                p_origin = p_stats + 3 * plane + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * T.PAD)
-                b_mine = measured(b_pair, tl.load(p_origin + o_in)[:, None])
+                p_origin = p_stats + 3 * plane + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED)
+                b_measured = measured(b_pair, tl.load(p_origin + o_in)[:, None])
             b_ds = score_gradient(
-                b_qs[r], b_dos[r], b_k, b_v, b_lses[r], b_deltas[r], b_mine, b_row, unit, T, HAS_PAIR=V.HAS_PAIR
+                b_qs[r], b_dos[r], b_k, b_v, b_lses[r], b_deltas[r], b_measured, b_row, unit, T, HAS_PAIR=V.HAS_PAIR
             )  # [q,k]
             if V.NEED_DQ:
                 b_new = b_new + (tl.dot(b_ds.to(b_k.dtype), b_k, b_dqs[r], input_precision=T.PRECISION),)  # [q,d]
@@ -280,7 +211,7 @@ def dq_kernel(
                 b_ds_all += b_ds
         if V.NEED_DQ:
             b_dqs = b_new
-        if V.PAIR_MODE != _NONE:
+        if V.PAIR_MODE != "none":
             if V.FULL_K:
                 _add_pair_gradient(
                     p_dpair + start_k, b_ds_all, o_q, o_k, dpair.q * V.GRAIN_DPAIR, left_q, left_k, live, b_lse,
@@ -289,7 +220,7 @@ def dq_kernel(
             else:
                 b_dpair_q += tl.sum(b_ds_all, 1)
 
-    if V.PAIR_MODE != _NONE and not V.FULL_K:
+    if V.PAIR_MODE != "none" and not V.FULL_K:
         b_dpair_q = tl.where(live, b_dpair_q, 0.0)
         if V.FULL_Q:
             tl.atomic_add(p_dpair + o_q * dpair.q * V.GRAIN_DPAIR, b_dpair_q, sem="relaxed")
@@ -302,15 +233,15 @@ def dq_kernel(
             if T.HAS_ROW:
                 b_dq = tl.where((b_lses[r] == float("inf"))[:, None], 0.0, b_dq)
             stride_dq = T.D
-            p_out = dq.p + (((b * sizes.n + n) * sizes.h + h) * sizes.lq + start) * T.D
-            if V.HEADS_INSIDE:
+            p_out = dq + (((b * sizes.n + n) * sizes.h + h) * sizes.lq + start) * T.D
+            if T.HEADS_INSIDE:
                 stride_dq = T.D * sizes.h
-                p_out = dq.p + (((b * sizes.n + n) * sizes.lq + start) * sizes.h + h) * T.D
+                p_out = dq + (((b * sizes.n + n) * sizes.lq + start) * sizes.h + h) * T.D
             rows = tl.where(n < sizes.n, left_q, 0)
             if V.DISTANT_ONLY:
                 p_tile = p_out + o_q[:, None] * stride_dq + o_d[None, :]
                 inside = ((o_q < rows) & (b_lses[r] != float("inf")))[:, None] & (o_d < T.D)[None, :]
-                tl.store(p_tile, (b_dq * sizes.scale).to(dq.p.dtype.element_ty), mask=inside)
+                tl.store(p_tile, (b_dq * sizes.scale).to(dq.dtype.element_ty), mask=inside)
             else:
                 store_tile(
                     p_out, b_dq * sizes.scale, o_q, o_d, stride_dq, 1, rows, T.D,

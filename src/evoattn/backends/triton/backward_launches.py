@@ -1,0 +1,147 @@
+"""The launches of dQ, and of dK with dV, and the mask-bias gradient that the second one writes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evoattn.backends.triton import cards
+from evoattn.backends.triton.arguments import lse_view, pair_view, view
+from evoattn.backends.triton.backward_call import Call, round_up
+from evoattn.backends.triton.kernels import dkdv, dq
+from evoattn.backends.triton.kernels.dkdv import dkdv_kernel
+from evoattn.backends.triton.kernels.dq import dq_kernel
+from evoattn.backends.triton.kernels.row_bias import row_views
+from evoattn.backends.triton.launch import Launch
+from evoattn.backends.triton.pair_plan import Pair
+from evoattn.backends.triton.strides import Strided, contiguous, empty, grain
+from evoattn.core.problem import Problem
+
+__all__ = ["MaskGradient", "plan_dkdv", "plan_dq", "plan_mask_gradient", "writes_statistics"]
+
+_WARPGROUP = 4
+"""Warps from which Hopper multiplies by wgmma, whose accumulators have to be written first: a start value is free below."""
+
+
+def writes_statistics(call: Call, pair: Pair) -> bool:
+    """Whether the dQ kernel writes the statistics that later kernels read, so that no other kernel needs to.
+
+    With a gate, all kernels read the gated do of the statistics kernel. With a row bias and additions in memory, ptxas would
+    branch around each small load of the loop: .326 ms at tri384 instead of .275. And past the end the other kernels may read
+    further than this one's tiles write.
+    """
+    launched = call.problem.needs[0] or pair.mode != "none"
+    light = pair.mode != "add" or call.row_bias is None
+    covered = call.stats.shape[-1] == round_up(call.problem.lq, call.tiles.dq.block_q)
+    return launched and light and call.gate is None and covered
+
+
+def plan_dq(call: Call, pair: Pair, *, distant_only: bool = False) -> Launch | None:
+    """The dQ kernel, if dQ or the pair-bias gradient needs it."""
+    problem, tiles = call.problem, call.tiles.dq
+    if not problem.needs[0] and pair.mode == "none":
+        return None
+    bias = pair.by_query
+    sums = None if pair.mode == "none" else pair.sums or pair.result
+    blocks, groups = -(-problem.lq // tiles.block_q), -(-problem.n // tiles.rows)
+    return dq_kernel.plan(
+        blocks * groups * problem.h * problem.b,
+        **call.arguments(tiles, bias, sums),
+        o=view(call.o, call.grain),
+        dlse=lse_view(call.dlse),
+        runs=row_views(call.row_bias)["runs"],
+        pair=pair_view(bias, grain(bias)),
+        dpair=pair_view(sums, grain(sums)),
+        blocks=blocks,
+        groups=groups,
+        heads_at_once=_heads_at_once(problem, bias, sums, call.device),
+        V=dq.Variant(
+            ROWS=tiles.rows,
+            GRAIN_PAIR=grain(bias),
+            GRAIN_DPAIR=grain(sums),
+            HAS_PAIR=bias is not None,
+            MASK_PAIR=pair.masked(bias, tiles),
+            MAKE_STATS=writes_statistics(call, pair) and not distant_only,
+            HAS_DLSE=call.dlse is not None,
+            LOADS_DO_LATE=call.gate is not None,
+            NEED_DQ=problem.needs[0],
+            PAIR_MODE=pair.mode,
+            FULL_Q=pair.full_q,
+            FULL_K=pair.full_k,
+            DISTANT_ONLY=distant_only,
+        ),
+    )
+
+
+def _heads_at_once(problem: Problem, bias: Strided | None, sums: Strided | None, device: torch.device) -> int:
+    """Heads that dQ's programs work on at a time: as many as half of the cache holds the pair bias and its gradient of."""
+    head_bytes = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in (bias, sums) if x is not None and x.shape[1] > 1)
+    divisors = (x for x in range(problem.h, 1, -1) if problem.h % x == 0)
+    return next((x for x in divisors if x * head_bytes <= cards.cache_bytes(device) // 2), 1)
+
+
+def plan_dkdv(call: Call, pair: Pair, mask: MaskGradient | None, *, distant_only: bool = False) -> Launch | None:
+    """The dK and dV kernel, if dK, dV or the mask-bias gradient needs it."""
+    problem, tiles = call.problem, call.tiles.dkdv
+    _, need_dk, need_dv, *_ = problem.needs
+    if not need_dk and not need_dv and mask is None:
+        return None
+    bias = seen = pair.by_key
+    transposed = bias is not None and bias.stride[-1] != 1 and bias.stride[-2] == 1
+    if bias is not None and transposed:
+        (*outer, size_q, size_k), (*steps, step_q, step_k) = bias.shape, bias.stride
+        seen = bias._replace(shape=(*outer, size_k, size_q), stride=(*steps, step_k, step_q))
+    blocks = -(-problem.lk // tiles.block_k)
+    return dkdv_kernel.plan(
+        blocks * problem.n * problem.h * problem.b,
+        **call.arguments(tiles, bias),
+        pair=pair_view(seen, grain(seen)),
+        dmask=lse_view(None if mask is None else mask.sums),
+        blocks=blocks,
+        V=dkdv.Variant(
+            GRAIN_PAIR=grain(seen),
+            HAS_PAIR=bias is not None,
+            MASK_PAIR=pair.masked(bias, tiles),
+            PAIR_TRANSPOSED=transposed,
+            NEED_DK=need_dk,
+            NEED_DV=need_dv,
+            MASK_MODE="none" if mask is None else "store" if problem.deterministic else "add",
+            SEED=tiles.num_warps < _WARPGROUP,
+            DISTANT_ONLY=distant_only,
+        ),
+    )
+
+
+class MaskGradient(NamedTuple):
+    """The gradient of a mask bias: added up in memory or, if it is deterministic, stored a head each and summed by torch.
+
+    Args:
+        sums: [b, n, h, k], with 1 for what the kernel sums over.
+        summed: its axes that torch sums over.
+        dtype: of the gradient.
+    """
+
+    sums: Strided
+    summed: tuple[int, ...]
+    dtype: torch.dtype
+
+    def begin(self, call: Call) -> Tensor:
+        """Memory for the sums."""
+        sums = empty(self.sums, call.device)
+        return sums if call.problem.deterministic else sums.zero_()
+
+    def finish(self, sums: Tensor) -> Tensor:
+        """The gradient, [b|1,n|1,k]."""
+        total = sums.sum(self.summed, keepdim=True) if self.summed else sums
+        return total.squeeze(2).to(self.dtype)
+
+
+def plan_mask_gradient(problem: Problem, mask_bias: Tensor) -> MaskGradient:
+    """Plan the gradient of a mask bias `[b|1,n|1,k]`."""
+    b, n, _ = mask_bias.shape
+    shape = (problem.b, problem.n, problem.h, problem.lk) if problem.deterministic else (b, n, 1, problem.lk)
+    summed = tuple(axis for axis in (0, 1, 2) if shape[axis] > 1 and (axis == 2 or mask_bias.shape[axis] == 1))
+    return MaskGradient(contiguous(shape, torch.float32), summed, mask_bias.dtype)

@@ -1,0 +1,1 @@
+"""The kernels, a file for each. Beside a kernel stands the function that plans one launch of it."""

@@ -1,0 +1,109 @@
+"""Copies of the pair bias that kernels load faster than the tensor of the caller."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from evoattn.backends.triton.arguments import Constant, Number, PairView, Pointer, kernel, pair_view
+from evoattn.backends.triton.kernels.backward import PAD, PADDED
+from evoattn.backends.triton.kernels.primitives import decode
+from evoattn.backends.triton.launch import Launch
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
+from evoattn.backends.triton.strides import Strided, grain, loads_vectors
+
+__all__ = ["COPIED", "ROWS_WORTH_A_COPY", "aligned_copy", "needs_copy", "plan_pack"]
+
+_ALIGNMENT = 16
+"""The keys of each query of a copy start on multiples of so many elements."""
+
+_PACK_TILE = 64
+
+ROWS_WORTH_A_COPY = 4
+"""A copy moves each bias element twice; a kernel that cannot load 16 bytes at a time pays more than that on every row n."""
+
+COPIED = "pair_bias: its rows are not 16-byte aligned with stride 1, so it is laid out anew once a call"
+"""Why a pair bias is copied, as `explain` says it."""
+
+
+def needs_copy(pair_bias: Strided, n: int) -> bool:
+    """Whether copying a pair bias first is cheaper than loading it with the strides that it has.
+
+    An odd length or a permuted bias would be loaded element by element, on every row n.
+    """
+    return n >= ROWS_WORTH_A_COPY and pair_bias.shape[-1] > 1 and not loads_vectors(pair_bias)
+
+
+def aligned_copy(pair_bias: Strided) -> Strided:
+    """The same shape, with stride 1 along keys, and queries that start on multiples of 16 elements."""
+    _, h, lq, lk = pair_bias.shape
+    padded = -(-lk // _ALIGNMENT) * _ALIGNMENT
+    return Strided(pair_bias.shape, (h * lq * padded, lq * padded, padded, 1), pair_bias.dtype)
+
+
+@kernel
+def pack_kernel(
+    pair: PairView, packed: Pointer, heads: Number, lq: Number, lk: Number, units_q: Number, units_k: Number,
+    blocks_q: Number, blocks_k: Number, BLOCK: Constant, GRAIN: Constant, EVEN: Constant, TRANSPOSE: Constant,
+    WAIT: Constant,
+) -> None:  # fmt: skip
+    """One program owns a BLOCK x BLOCK tile of one (b, h) of the pair bias.
+
+    It loops over nothing.
+    It writes the tile once, transposed or not, with zeros past the ends.
+    """
+    wait_to_load(WAIT)
+    block_q, block_k, h, b = decode(tl.program_id(0), blocks_q, blocks_k, heads)
+    o_q = (block_q * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    o_k = (block_k * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    padded_q = units_q.to(tl.int64) * PADDED
+    padded_k = units_k.to(tl.int64) * PADDED
+    p_tile = pair.p + (b.to(tl.int64) * pair.b + h.to(tl.int64) * pair.h) * GRAIN
+    p_tile += o_q[:, None] * pair.q * GRAIN + o_k[None, :] * pair.k
+    p_packed = packed + (b * heads + h).to(tl.int64) * padded_q * padded_k
+    if TRANSPOSE:
+        p_packed += o_k[None, :] * padded_q + o_q[:, None]
+    else:
+        p_packed += o_q[:, None] * padded_k + o_k[None, :]
+    if EVEN:
+        b_pair = tl.load(p_tile)  # [q,k]
+        wait_to_store(WAIT)
+        tl.store(p_packed, b_pair)
+    else:
+        b_pair = tl.load(p_tile, mask=(o_q[:, None] < lq) & (o_k[None, :] < lk), other=0.0)  # [q,k]
+        wait_to_store(WAIT)
+        tl.store(p_packed, b_pair, mask=(o_q[:, None] < padded_q) & (o_k[None, :] < padded_k))
+
+
+def plan_pack(pair_bias: Strided, padded_q: int, padded_k: int, *, transpose: bool) -> tuple[Strided, Launch]:
+    """Plan a copy of a full pair bias [b,h,q,k] in full tiles, which load unmasked: zeros up to padded_q and padded_k.
+
+    Args:
+        pair_bias: any strides.
+        padded_q, padded_k: sizes of the last two axes of the result, multiples of PAD.
+        transpose: lay it out in memory as [b,h,k,q]; the axes of the result stay [b,h,q,k].
+
+    Returns:
+        The copy, and the launch of (pair_bias, copy) that fills it.
+    """
+    b, h, lq, lk = pair_bias.shape
+    area = padded_q * padded_k
+    stride = (h * area, area, 1, padded_q) if transpose else (h * area, area, padded_k, 1)
+    blocks_q, blocks_k = -(-padded_q // _PACK_TILE), -(-padded_k // _PACK_TILE)
+    units = grain(pair_bias)
+    fill = pack_kernel.plan(
+        blocks_q * blocks_k * h * b,
+        pair=pair_view(pair_bias, units),
+        heads=h,
+        lq=lq,
+        lk=lk,
+        units_q=padded_q // PAD,
+        units_k=padded_k // PAD,
+        blocks_q=blocks_q,
+        blocks_k=blocks_k,
+        BLOCK=_PACK_TILE,
+        GRAIN=units,
+        EVEN=(padded_q, padded_k) == (lq, lk) and lq % _PACK_TILE == 0 and lk % _PACK_TILE == 0,
+        TRANSPOSE=transpose,
+        num_warps=4,
+    )
+    return Strided((b, h, padded_q, padded_k), stride, pair_bias.dtype), fill

@@ -1,0 +1,201 @@
+"""The row bias: mask and mask bias as one number a key, with the runs of key tiles and the rows n that are live."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from evoattn.backends.triton.arguments import Constant, Number, Pointer, RowView, kernel, row_view
+from evoattn.backends.triton.cards import folds
+from evoattn.backends.triton.kernels.primitives import natural
+from evoattn.backends.triton.launch import Launch
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
+from evoattn.backends.triton.strides import Strided, contiguous, empty, strided, strides
+from evoattn.core.numerics import LOG2E
+
+__all__ = ["PADDING", "RowBias", "plan_row_bias", "plan_row_spans", "row_tile", "row_views"]
+
+PADDING = 128
+"""The row bias is padded with -inf to a multiple of this, the widest key tile, so that no kernel masks its loads."""
+
+_CHUNK = 512
+_ROWS_AT_ONCE = 256
+_WARPS_AT_ONCE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBias:
+    """The launch that joins a mask and a mask bias. Call it with both, or None, for bias and runs.
+
+    Args:
+        bias: float32 [b|1, n|1, padded], in log2 units over `unit`, measured from each row's largest entry, -inf for keys that
+            are off or past the end.
+        runs: int32 [b|1, n|1, 1 + 2 * runs]: how many runs of live tiles, then (first tile, last tile + 1) of each.
+            A tile of `block_k` keys is live when any of them is above -inf.
+        device: of both.
+        launch: fills them.
+    """
+
+    bias: Strided
+    runs: Strided
+    device: torch.device
+    launch: Launch
+
+    def __call__(self, mask: Tensor | None, mask_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias, runs = empty(self.bias, self.device), empty(self.runs, self.device)
+        self.launch(bias if mask is None else mask, bias if mask_bias is None else mask_bias, bias, runs)
+        return bias, runs
+
+
+def row_views(rows: RowBias | None, grain: int = 1) -> dict[str, RowView]:
+    """Views of the bias, with strides in units of a grain, and of its runs."""
+    bias, runs = (None, None) if rows is None else (rows.bias, rows.runs)
+    return {"row": row_view(bias, grain), "runs": row_view(runs)}
+
+
+@triton.jit
+def row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """mask_bias of keys that the mask allows, -inf for the others and outside [0, lk). Natural units, not shifted."""
+    inside = (o_k >= 0) & (o_k < lk)
+    b_row = tl.where(inside, 0.0, float("-inf"))
+    if HAS_BIAS:
+        b_row += natural(tl.load(p_bias + o_k.to(tl.int64) * stride_bias, mask=inside, other=0.0))
+    if HAS_MASK:
+        b_mask = tl.load(p_mask + o_k.to(tl.int64) * stride_mask, mask=inside, other=0)
+        b_row = tl.where(b_mask != 0, b_row, float("-inf"))
+    return b_row
+
+
+@kernel
+def row_bias_kernel(
+    mask: RowView, bias: RowView, out: Pointer, runs: Pointer, stride_mask: Number, stride_bias: Number, n_rows: Number,
+    lk: Number, padded: Number, runs_width: Number, factor: Number,
+    HAS_MASK: Constant, HAS_BIAS: Constant, BLOCK_K: Constant, TILES: Constant, WAIT: Constant,
+) -> None:  # fmt: skip
+    """One program owns one row (b, n) of keys.
+
+    It loops over chunks of keys twice: for the largest entry (only with a mask_bias), then to write.
+    It writes the row bias once, padding included, and the runs of live tiles as it meets their two ends.
+    """
+    wait_to_load(WAIT)
+    pid = tl.program_id(0)
+    b = (pid // n_rows).to(tl.int64)
+    n = (pid % n_rows).to(tl.int64)
+    p_mask = mask.p + (b * mask.b + n * mask.n)
+    p_bias = bias.p + (b * bias.b + n * bias.n)
+    p_out = out + pid.to(tl.int64) * padded
+    p_runs = runs + pid.to(tl.int64) * runs_width
+    o_tile = tl.arange(0, TILES)
+    o_in = o_tile[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [tile,k]
+
+    shift = 0.0
+    if HAS_BIAS:
+        b_top = tl.full([TILES, BLOCK_K], float("-inf"), tl.float32)  # [tile,k]
+        for first in tl.range(0, lk, TILES * BLOCK_K):
+            b_top = tl.maximum(b_top, row_tile(p_mask, p_bias, first + o_in, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS))
+        top = tl.max(tl.max(b_top, 1), 0)
+        shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+
+    wait_to_store(WAIT)
+    begun = 0
+    ended = 0
+    # One tile past the last, which is dead, closes a run that reaches the end.
+    for first in tl.range(0, padded + BLOCK_K, TILES * BLOCK_K):
+        o_k = first + o_in
+        b_row = row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)  # [tile,k]
+        tl.store(p_out + o_k, (b_row - shift) * factor, mask=o_k < padded)
+        b_before = row_tile(p_mask, p_bias, o_k - BLOCK_K, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)
+        # NaN counts as live: it has to reach the output.
+        b_live = tl.max((b_row != float("-inf")).to(tl.int32), 1)  # [tile]
+        b_lived = tl.max((b_before != float("-inf")).to(tl.int32), 1)
+        b_begins = b_live * (1 - b_lived)
+        b_ends = b_lived * (1 - b_live)
+        o_begin = begun + tl.cumsum(b_begins, 0) - 1
+        o_end = ended + tl.cumsum(b_ends, 0) - 1
+        b_number = first // BLOCK_K + o_tile
+        tl.store(p_runs + 1 + 2 * o_begin, b_number, mask=b_begins != 0)
+        tl.store(p_runs + 2 + 2 * o_end, b_number, mask=b_ends != 0)
+        begun += tl.sum(b_begins, 0)
+        ended += tl.sum(b_ends, 0)
+    tl.store(p_runs, begun)
+
+
+def plan_row_bias(
+    mask: Tensor | None, mask_bias: Tensor | None, lk: int, device: torch.device, block_k: int, scale: float
+) -> RowBias:
+    """Join mask and mask_bias, both [b|1,n|1,k] with any strides; without either, what is -inf past the last of lk keys.
+
+    Args:
+        mask: True = attend.
+        mask_bias: additive, any float dtype.
+        lk: keys.
+        device: where the kernels run.
+        block_k: keys of a tile, for the runs of live tiles.
+        scale: of the scores. If it can be folded (`cards.folds`), the bias is divided by it.
+    """
+    b, n = (max([1, *(x.shape[axis] for x in (mask, mask_bias) if x is not None)]) for axis in (0, 1))
+    padded = -(-lk // PADDING) * PADDING
+    bias = contiguous((b, n, padded), torch.float32)
+    runs = contiguous((b, n, 1 + 2 * (padded // block_k // 2 + 1)), torch.int32)
+    mask_strides, bias_strides = (None if x is None else strided(x) for x in (mask, mask_bias))
+    launch = row_bias_kernel.plan(
+        b * n,
+        mask=row_view(mask_strides),
+        bias=row_view(bias_strides),
+        stride_mask=strides(mask_strides, 3)[2],
+        stride_bias=strides(bias_strides, 3)[2],
+        n_rows=n,
+        lk=lk,
+        padded=padded,
+        runs_width=runs.shape[2],
+        factor=LOG2E / (scale * LOG2E if folds(scale) else 1.0),
+        HAS_MASK=mask is not None,
+        HAS_BIAS=mask_bias is not None,
+        BLOCK_K=block_k,
+        TILES=_CHUNK // block_k,
+    )
+    return RowBias(bias, runs, device, launch)
+
+
+@kernel
+def row_spans_kernel(
+    row: RowView, spans: Pointer, n_rows: Number, tiles: Number, BLOCK_K: Constant, BLOCK_N: Constant, WAIT: Constant
+) -> None:
+    """One program owns one key tile of one b.
+
+    It loops over the rows n, BLOCK_N at a time.
+    It writes the first row that has a live key in the tile, and the last plus one.
+    """
+    wait_to_load(WAIT)
+    pid = tl.program_id(0)
+    o_in = tl.arange(0, BLOCK_N)
+    p_tile = row.p + (pid // tiles).to(tl.int64) * row.b + (pid % tiles) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    b_first = tl.full([BLOCK_N], 2147483647, tl.int32)
+    b_end = tl.zeros([BLOCK_N], tl.int32)
+    for first in tl.range(0, n_rows, BLOCK_N):
+        o_n = first + o_in
+        p_here = p_tile + o_n.to(tl.int64)[:, None] * row.n
+        b_row = tl.load(p_here, mask=o_n[:, None] < n_rows, other=float("-inf"))  # [n,k]
+        b_live = tl.max((b_row != float("-inf")).to(tl.int32), 1) != 0  # [n]
+        b_first = tl.where(b_live, tl.minimum(b_first, o_n), b_first)
+        b_end = tl.where(b_live, o_n + 1, b_end)
+    # A tile without a live row spans 0 to 0. From 2**31 - 1 to 0 a pipelined loop would count past 2**31 before its test.
+    end = tl.max(b_end, 0)
+    wait_to_store(WAIT)
+    tl.store(spans + 2 * pid, tl.minimum(tl.min(b_first, 0), end))
+    tl.store(spans + 2 * pid + 1, end)
+
+
+def plan_row_spans(rows: RowBias, b: int, n: int, block_k: int) -> tuple[Strided, Launch]:
+    """int32 `[b, tiles, 2]`, and the launch of (row bias, spans) that fills it.
+
+    For each key tile it has the first row n with a live key in it, and the last plus one.
+    """
+    tiles = rows.bias.shape[-1] // block_k
+    sizes = {"n_rows": n, "tiles": tiles, "BLOCK_K": block_k, "BLOCK_N": _ROWS_AT_ONCE}
+    fill = row_spans_kernel.plan(b * tiles, row=row_view(rows.bias), **sizes, num_warps=_WARPS_AT_ONCE)
+    return contiguous((b, tiles, 2), torch.int32), fill

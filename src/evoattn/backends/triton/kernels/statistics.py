@@ -1,0 +1,132 @@
+"""The statistics: delta, and lse in log2 units; with a gate, dO * sigmoid(gate) and the gradient of the gate."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import NamedTuple
+
+import triton.language as tl
+
+from evoattn.backends.triton.arguments import Number, Pointer, View, kernel, lse_view, view
+from evoattn.backends.triton.kernels.backward import PAD, PADDED, Stats, gate_gradient, store_statistics
+from evoattn.backends.triton.kernels.primitives import at, decode, load_view, offsets, sigmoid, store_view
+from evoattn.backends.triton.launch import Launch
+from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
+from evoattn.backends.triton.strides import Strided, grain, is_long
+from evoattn.core.sizes import power_of_two
+
+__all__ = ["GatePass", "plan_statistics", "statistics_kernel"]
+
+_STATISTICS_ROWS = 64
+_GATE_ELEMENTS = 2048
+"""Elements of a tile, at most, if there is a gate too: with more, 128 channels spill on every card."""
+
+Variant = namedtuple("Variant", "C BLOCK_C BLOCK_Q GRAIN HAS_DLSE HAS_PAIR GATED_DO DGATE LONG WAIT", defaults=[0])
+"""What the kernel is compiled for. GATED_DO, DGATE: which of the two it writes."""
+
+
+@kernel
+def statistics_kernel(
+    o: View, dO: View, lse: Pointer, ref: Pointer, dlse: View, stats: Stats, gate: View, gated: View, dgate: View,
+    n_rows: Number, heads: Number, lq: Number, blocks: Number, V: Variant,
+) -> None:  # fmt: skip
+    """One program owns BLOCK_Q queries of one (b, n, h).
+
+    It reads o, dO and the gate once and loops over nothing.
+    It writes what `store_statistics` says, with GATED_DO dO * sigmoid(gate), with DGATE the gradient of the gate, each once.
+    """
+    wait_to_load(V.WAIT)
+    # Heads run fastest: in the layout bnlhd they are neighbours in memory.
+    h, block, n, b = decode(tl.program_id(0), heads, blocks, n_rows)
+    b = b.to(tl.int64)
+    n = n.to(tl.int64)
+    h = h.to(tl.int64)
+    line = (b * n_rows + n) * heads + h
+    o_in = tl.arange(0, V.BLOCK_Q)
+    o_q = offsets(o_in, V.LONG)
+    o_c = offsets(tl.arange(0, V.BLOCK_C), V.LONG)
+    start = (block * V.BLOCK_Q).to(tl.int64)
+    left = lq - block * V.BLOCK_Q
+    o = at(o, b, h, V.GRAIN, n=n, first=start)
+    dO = at(dO, b, h, V.GRAIN, n=n, first=start)
+    b_o = load_view(o.p, o, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)  # [q,c]
+    b_do = load_view(dO.p, dO, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)  # [q,c]
+    p_dlse = dlse.p + (b * dlse.b + n * dlse.n + h * dlse.h + start * dlse.l)
+    p_stats = stats.p + (line * (stats.padded_q * PADDED) + start)
+    inside = o_in < stats.padded_q * PADDED - block * V.BLOCK_Q
+    first = line * lq + start
+    if V.GATED_DO or V.DGATE:
+        gate = at(gate, b, h, V.GRAIN, n=n, first=start)
+        b_gate = load_view(gate.p, gate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)  # [q,c]
+    wait_to_store(V.WAIT)
+    store_statistics(
+        p_stats, stats.distant, lse + first, ref + first, p_dlse, b_o, b_do, o_in, left, dlse.l,
+        offsets(stats.half, V.LONG) * PADDED, HAS_DLSE=V.HAS_DLSE, HAS_PAIR=V.HAS_PAIR, inside=inside,
+    )  # fmt: skip
+    if V.GATED_DO:
+        gated = at(gated, b, h, V.GRAIN, n=n, first=start)
+        b_gated = b_do.to(tl.float32) * sigmoid(b_gate)  # [q,c]
+        store_view(gated, b_gated, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)
+    if V.DGATE:
+        dgate = at(dgate, b, h, V.GRAIN, n=n, first=start)
+        b_dgate = gate_gradient(b_o, b_do, b_gate)  # [q,c]
+        store_view(dgate, b_dgate, o_q, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=True)
+
+
+class GatePass(NamedTuple):
+    """What the statistics kernel does with a gate besides. Tensors are [b,n,h,q,c].
+
+    Args:
+        gate: before the sigmoid.
+        do: the cotangent of the gated o.
+        written: strides of do * sigmoid(gate), which later kernels read in the place of do, and of the gradient of the gate.
+        needs_do, needs_dgate: which of the two are written.
+    """
+
+    gate: Strided
+    do: Strided
+    written: Strided
+    needs_do: bool
+    needs_dgate: bool
+
+
+def plan_statistics(stats: Strided, o: Strided, do: Strided, dlse: Strided | None, gate: GatePass | None = None) -> Launch:
+    """Plan the launch of (o, do, lse, reference, dlse or lse, stats, distant, gate, gated do, dgate) that fills `stats`
+    [2 or 4, b, n, h, padded_q].
+
+    The first two are lse and delta, the others, with a pair bias, are for queries with a reference (`store_statistics`). It
+    touches of the last three tensors what `gate` asks for.
+    """
+    b, n, h, lq, c = o.shape
+    padded_q = stats.shape[-1]
+    of_gate, written = (None, None) if gate is None else (gate.gate, gate.written)
+    tensors = (o, do if gate is None else gate.do, of_gate, written)
+    units = grain(*tensors)
+    rows = _STATISTICS_ROWS if gate is None else max(PAD, min(_STATISTICS_ROWS, _GATE_ELEMENTS // power_of_two(c)))
+    blocks = -(-padded_q // rows)
+    return statistics_kernel.plan(
+        blocks * n * h * b,
+        o=view(o, units),
+        dO=view(tensors[1], units),
+        dlse=lse_view(dlse),
+        stats=Stats(None, None, padded_q // PAD, b * n * h * padded_q // PAD),
+        gate=view(of_gate, units),
+        gated=view(written, units),
+        dgate=view(written, units),
+        n_rows=n,
+        heads=h,
+        lq=lq,
+        blocks=blocks,
+        V=Variant(
+            C=c,
+            BLOCK_C=power_of_two(c),
+            BLOCK_Q=rows,
+            GRAIN=units,
+            HAS_DLSE=dlse is not None,
+            HAS_PAIR=stats.shape[0] == 4,
+            GATED_DO=gate is not None and gate.needs_do,
+            DGATE=gate is not None and gate.needs_dgate,
+            LONG=is_long(*tensors) or stats.stride[0] >= 1 << 31,
+        ),
+        num_warps=4 if c <= 128 else 8,  # with 4, 256 channels of float32 spill 208 bytes on 8.6
+    )

@@ -23,6 +23,7 @@ from evoattn.core.problem import Problem
 __all__ = [
     "AUTO_ORDER",
     "BACKENDS",
+    "COMPILERS",
     "GATED_AFTER",
     "GATED_BACKWARD",
     "GATED_FORWARD",
@@ -45,6 +46,14 @@ AUTO_ORDER = ("hopper", "triton", "tiled")
 
 BACKENDS = (*AUTO_ORDER, "reference")
 """Every name that `backend=` takes besides "auto"."""
+
+COMPILERS = {name: f"evoattn.backends.{name}.ahead" for name in ("hopper", "triton")}
+"""The module of each backend that compiles kernels before they are launched. It imports the backend's compiler.
+
+Its function `needed(make)` lists the kernels of a plan as `Needed`, and launches nothing. `make` makes the plan, for the card
+of `devices.planned_for`, and the arguments that it would be run with, on the device "meta". `evoattn warm` runs the tasks. The
+workers of `compile.first_calls` import the module before they have a task.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +129,7 @@ class Needed(NamedTuple):
 
 
 class Backend(Protocol):
-    """What every backend module has.
-
-    One that compiles kernels also has a module `ahead`, which imports its compiler. `ahead.needed(make)` finds the kernels of a
-    plan as `Needed`, and launches nothing. `make` makes the plan, for the card of `devices.planned_for`, and what it would be
-    run with on the device "meta".
-    """
+    """The names of every backend module. One that compiles kernels has a second module, see `COMPILERS`."""
 
     NAME: str
     """What users pass as `backend=`."""

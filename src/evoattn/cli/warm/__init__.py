@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from evoattn.backends import Needed
+from evoattn.backends import COMPILERS, Needed
 from evoattn.cli.terminal import RefusedError, add_command, among, count_progress, refusing_place, try_to_write_in, whole_number
-from evoattn.cli.warm.calls import COMPILERS, Call, Launched, calls_of, why_not
+from evoattn.cli.warm.calls import Call, Launched, calls_of, why_not
 from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
 from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
 from evoattn.compile.cache import VARIABLE, folder

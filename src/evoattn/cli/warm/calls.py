@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evoattn.backends import Needed, Plan
+from evoattn.backends import COMPILERS, Needed, Plan
 from evoattn.cli.warm.families import Attention
 from evoattn.core.devices import Card, planned_for
 from evoattn.core.inputs import Cotangents, Inputs
@@ -21,10 +21,7 @@ from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError, backend_module
 
-__all__ = ["COMPILERS", "Call", "Launched", "calls_of", "find_all", "why_not"]
-
-COMPILERS = ("hopper", "triton")
-"""The backends that compile."""
+__all__ = ["Call", "Launched", "calls_of", "find_all", "why_not"]
 
 _LAYOUT = "bnhld"
 """The layout of the calls of `evoattn.compat.openfold`."""
@@ -114,7 +111,7 @@ def find_all(calls: list[Call], card: Card) -> list[Launched]:
             except RefusalError:
                 continue
             if backend in COMPILERS and why_not(backend) is None:
-                needed = importlib.import_module(f"evoattn.backends.{backend}.ahead").needed(call.make)
+                needed = importlib.import_module(COMPILERS[backend]).needed(call.make)
                 kernels.update({(backend, kernel.key): Launched(call, backend, kernel) for kernel in needed})
     return list(kernels.values())
 

@@ -61,18 +61,18 @@ def test_a_find_is_used_where_the_user_sets_nothing() -> None:
 
 
 def test_the_triton_tables_look_too() -> None:
-    before = backward_tiles(ON_GPU, Config(), SHARED, (9, 0))
+    before = backward_tiles(ON_GPU, Config(), SHARED)
     save(ON_GPU, "triton", "forward", block_q=64, block_k=64, num_warps=8, num_stages=2)
     save(ON_GPU, "triton", "backward", block_q=32, block_k=64, num_warps=4, num_stages=2)
     forward = forward_tiles(ON_GPU, Config(), SHARED)
-    assert dataclasses.astuple(forward) == (64, 64, 8, 2, 0)
+    assert dataclasses.astuple(forward) == (64, 64, 8, 2, 1, 0)
     assert forward_tiles(ON_GPU, Config(block_q=32), SHARED).num_warps != 8, "a config of the user's replaces all of it"
-    backward = backward_tiles(ON_GPU, Config(), SHARED, (9, 0))
+    backward = backward_tiles(ON_GPU, Config(), SHARED)
     assert {(tiles.block_q, tiles.block_k) for tiles in (backward.dq, backward.dkdv, backward.pair)} == {(32, 64)}
     with tuned_tiles.ignored():
-        assert backward_tiles(ON_GPU, Config(), SHARED, (9, 0)) == before
+        assert backward_tiles(ON_GPU, Config(), SHARED) == before
     other = dataclasses.replace(ON_GPU, d=64, c=64)
-    assert dataclasses.astuple(forward_tiles(other, Config(), SHARED)) != (64, 64, 8, 2, 0)
+    assert dataclasses.astuple(forward_tiles(other, Config(), SHARED)) != (64, 64, 8, 2, 1, 0)
 
 
 def test_few_queries_and_keys_ask_no_table() -> None:

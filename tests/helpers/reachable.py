@@ -89,7 +89,7 @@ def launches(problem: Problem, shared_limit: int, config: Config | None = None) 
             warps = tiles.warps(block_q, LEFT_OVER_WARPS)
             found.add(Launched("forward", block_q, tiles.block_k, warps, tiles.num_stages, 1, *common, tail))
     if few_tiles("backward", problem, config) is None:
-        backward = backward_tiles(problem, config, shared_limit, problem.capability)
+        backward = backward_tiles(problem, config, shared_limit)
         for kernel, tile in (("dq", backward.dq), ("dkdv", backward.dkdv)):
             found.add(Launched(kernel, tile.block_q, tile.block_k, tile.num_warps, tile.num_stages, tile.rows, *common))
         if problem.pair_bias is not None and problem.deterministic:

@@ -92,13 +92,11 @@ def test_the_rule_changes_no_workload(monkeypatch: pytest.MonkeyPatch, dtype: to
     ]  # fmt: skip
     before = [launches(problem, LIMIT) for problem in problems]
     monkeypatch.setattr(validity, "fit", lambda *_: {})
-    heuristics_backward._tiles.cache_clear()
     assert [launches(problem, LIMIT) for problem in problems] == before
-    heuristics_backward._tiles.cache_clear()
 
 
 def test_few_queries_take_fewer_warps() -> None:
-    tile = backward_tiles(FEW_QUERIES, Config(), LIMIT, (9, 0)).dkdv
+    tile = backward_tiles(FEW_QUERIES, Config(), LIMIT).dkdv
     assert (tile.block_q, tile.block_k, tile.num_warps) == (16, 64, 4)
     assert validity.most_warps("dkdv", 16, 64, torch.float32, (9, 0)) == 4
     assert validity.most_warps("dkdv", 64, 16, torch.float32, (9, 0)) == 16
@@ -122,7 +120,7 @@ def test_what_a_user_gives_stays_or_is_refused(dtype: torch.dtype, lk: int, lq: 
         config = Config(**given)
         reasons = [reason for reason in backend.unsupported(problem, config) if "num_warps" in reason]
         refused += bool(reasons)
-        backward = backward_tiles(problem, config, LIMIT, (9, 0))
+        backward = backward_tiles(problem, config, LIMIT)
         tiles: dict[str, Any] = {"forward": forward_tiles(problem, config, LIMIT)}
         tiles |= {kernel: getattr(backward, kernel) for kernel in ("dq", "dkdv", "pair")}
         assert all(validity.keeps_rule(kernel, tile, dtype, (9, 0)) for kernel, tile in tiles.items()), given
@@ -143,7 +141,7 @@ def test_what_is_refused_says_what_fits() -> None:
 def test_a_find_for_another_length_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Config(block_q=64, block_k=16, num_warps=8, num_stages=2)
     monkeypatch.setattr(tuned_tiles, "tuned", lambda *_: found)
-    backward = backward_tiles(FEW_QUERIES, Config(), LIMIT, (9, 0))
+    backward = backward_tiles(FEW_QUERIES, Config(), LIMIT)
     assert [tile.num_warps for tile in (backward.dq, backward.dkdv, backward.pair)] == [4, 8, 4]
     assert forward_tiles(FEW_QUERIES, Config(), LIMIT).num_warps == 4
 
@@ -217,10 +215,8 @@ def test_what_crashed_is_right(problem: Problem) -> None:
 @pytest.mark.skipif(not ptxas()[1].startswith("12.8"), reason="this ptxas makes right code of shared rows")
 def test_the_comparison_finds_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validity, "fit", lambda *_: {})
-    heuristics_backward._tiles.cache_clear()
     (first, *_) = faults(FEW_QUERIES, "sm_90")
     assert first.startswith("dkdv_kernel with 8 warps: dkdv.py:")
-    heuristics_backward._tiles.cache_clear()
 
 
 if __name__ == "__main__":

@@ -132,5 +132,5 @@ def _on_device(tensor: Tensor, plan: Callable[[], Plan]) -> Plan:
 
 @functools.cache
 def _interprets() -> bool:
-    """Whether Triton runs its kernels on the CPU; Triton too reads this once, when a kernel is defined."""
+    """Return whether Triton runs its kernels on the CPU; Triton too reads this once, when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

@@ -43,8 +43,6 @@ _COMPILES_AHEAD = hasattr(triton, "AsyncCompileMode")
 _LAUNCHERS_ARE_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
 """Whether Triton makes a launcher for each signature with the C compiler, as it does up to 3.6."""
 
-_WARP = 32
-
 _loading = threading.Lock()
 
 
@@ -212,7 +210,7 @@ class _Driver:
 
     def get_current_target(self) -> GPUTarget:
         major, minor = self.capability
-        return GPUTarget("cuda", 10 * major + minor, _WARP)
+        return GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_device(self) -> Any:
         return self  # the key of Triton's kernels in memory

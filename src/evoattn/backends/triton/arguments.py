@@ -131,12 +131,8 @@ def _fields(argument: str, kind: Any) -> list[_Field]:
     return [_Field(x if kind is Constant else f"{argument}_{x}", argument, x, kind) for x, kind in kinds.items()]
 
 
-class _Structured(Kernel):
-    """A kernel of a function whose parameters are annotated with one of the kinds above, or with a tuple of them.
-
-    Args:
-        function: the body.
-    """
+class StructuredKernel(Kernel):
+    """A kernel of a function whose parameters are annotated with one of the kinds above, or with a tuple of them."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.body = triton.jit(function)
@@ -145,28 +141,20 @@ class _Structured(Kernel):
         fields = [field for each in self.arguments.values() for field in each]
         self._numbers = [x for x in fields if x.kind in (Number, Inner)]
         self._constants = [x for x in fields if x.kind is Constant]
-        groups = {name: kind for name, kind in kinds.items() if kind._fields}
-        parameters = [
-            *(x.name for x in fields if x.kind is Pointer),
-            *(x.name for x in self._numbers),
-            *(f"{x.name}: tl.constexpr" for x in self._constants),
-        ]
-        flat = self._flat(function, parameters, groups)
+        names = [x.name for x in fields if x.kind is Pointer] + [x.name for x in self._numbers]
+        flat = self._flat(function, [*names, *(f"{x.name}: tl.constexpr" for x in self._constants)], kinds)
         super().__init__(triton.jit(flat, do_not_specialize=[x.name for x in fields if x.kind is Number]))
 
-    def _flat(self, function: Callable[..., None], parameters: list[str], groups: dict[str, Any]) -> Callable[..., None]:
+    def _flat(self, function: Callable[..., None], parameters: list[str], kinds: dict[str, Any]) -> Callable[..., None]:
         """A function of these parameters that calls the body, with a source that Triton can read."""
-        name, module = function.__name__, function.__module__
-        called = ""
+        name, module, called = function.__name__, function.__module__, ""
         for argument, fields in self.arguments.items():
-            value = argument
-            if argument in groups:
-                value = f"{groups[argument].__name__}({', '.join(f'{x.field}={x.name}' for x in fields)})"
-            called += f"        {argument}={value},\n"
+            group = f"{kinds[argument].__name__}({', '.join(f'{x.field}={x.name}' for x in fields)})"
+            called += f"        {argument}={group if kinds[argument]._fields else argument},\n"
         source = f"def {name}(\n    {', '.join(parameters)},\n):\n    body(\n{called}    )\n"
         path = f"<{module}.{name}>"
         linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-        scope = {"__name__": module, "body": self.body, "tl": tl, **{x.__name__: x for x in groups.values()}}
+        scope = {"__name__": module, "body": self.body, "tl": tl, **{x.__name__: x for x in kinds.values()}}
         exec(compile(source, path, "exec", annotations.compiler_flag), scope)
         flat: Callable[..., None] = scope[name]
         return flat
@@ -185,6 +173,5 @@ class _Structured(Kernel):
         return super().plan(programs, *numbers, through_map=through_map, **constants, **options)
 
 
-def kernel(function: Callable[..., None]) -> _Structured:
-    """Make a kernel of a function whose parameters are annotated with the kinds above, or with tuples of them."""
-    return _Structured(function)
+kernel = StructuredKernel
+"""The decorator of such a function."""

@@ -28,14 +28,9 @@ class Call:
     """One backward call before its tensors.
 
     Args:
-        problem: sizes, dtypes and wanted gradients.
-        tiles: of the kernels.
-        device: of all tensors.
-        qkv, o, dlse: their strides.
         do: what the kernels multiply: the cotangent of O or, with a gate, do * sigmoid(gate) of the statistics kernel.
         stats: [2, b, n, h, padded_q]: lse and delta; with a pair bias [4, ...], see `backward.store_statistics`.
         row_bias: mask and mask bias, if there are any, or if a key tile reaches past the end.
-        scale: of the scores.
         heads_inside: whether gradients are [b,n,l,h,c] in memory.
         gate: what the statistics kernel does with a gate, if there is one and O has a cotangent.
     """
@@ -131,7 +126,7 @@ def describe_call(
 def gate_pass(
     cotangents: Cotangents, inputs: Inputs, outputs: Outputs, layout: str, needs: tuple[bool, ...]
 ) -> GatePass | None:
-    """What the statistics kernel does with the gate; None without one, and if o has no cotangent: then all of it is 0."""
+    """Plan the gate in the statistics kernel; None without one, and if o has no cotangent, so that its gradient is 0."""
     if inputs.gate is None or cotangents.do is None:
         return None
     written = strided(layouts.empty(outputs.o.shape, layout, outputs.o, "meta"))

@@ -27,7 +27,7 @@ _WARPGROUP = 4
 
 
 def writes_statistics(call: Call, pair: Pair) -> bool:
-    """Whether the dQ kernel writes the statistics that later kernels read, so that no other kernel needs to.
+    """Return whether the dQ kernel writes the statistics that later kernels read, so that no other kernel needs to.
 
     With a gate, all kernels read the gated do of the statistics kernel. With a row bias and additions in memory, ptxas would
     branch around each small load of the loop: .326 ms at tri384 instead of .275. And past the end the other kernels may read
@@ -118,10 +118,7 @@ def plan_dkdv(call: Call, pair: Pair, mask: MaskGradient | None, *, distant_only
 class MaskGradient(NamedTuple):
     """The gradient of a mask bias: added up in memory or, if it is deterministic, stored a head each and summed by torch.
 
-    Args:
-        sums: [b, n, h, k], with 1 for what the kernel sums over.
-        summed: its axes that torch sums over.
-        dtype: of the gradient.
+    `sums` is [b, n, h, k], with 1 for what the kernel sums over, and torch sums over its axes `summed`.
     """
 
     sums: Strided

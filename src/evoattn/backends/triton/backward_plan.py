@@ -146,14 +146,13 @@ def plan_backward(
         return Plan(_zeros(inputs, needs), Description)
     few = few_tiles("backward", problem, config)
     if few is not None:
-        run = plan_backward_few(cotangents, inputs, outputs, few, scale=scale, layout=layout, needs=(*needs[:3], needs[5]))
+        few_run = plan_backward_few(cotangents, inputs, outputs, few, scale=scale, layout=layout, needs=(*needs[:3], needs[5]))
         gated = None if inputs.gate is None else GATED_BACKWARD
-        return Plan(run, functools.partial(Description, kernels={"few": dataclasses.asdict(few)}, gate=gated))
+        return Plan(few_run, functools.partial(Description, kernels={"few": dataclasses.asdict(few)}, gate=gated))
     if only_gate:
-        return Plan(
-            _gate_gradient(cotangents, inputs, outputs, layout, needs), functools.partial(Description, gate=GATED_BACKWARD)
-        )
-    tiles = backward_tiles(problem, config, cards.shared_memory_limit(device), problem.capability)
+        run = _gate_gradient(cotangents, inputs, outputs, layout, needs)
+        return Plan(run, functools.partial(Description, gate=GATED_BACKWARD))
+    tiles = backward_tiles(problem, config, cards.shared_memory_limit(device))
     call = describe_call(problem, tiles, cotangents, inputs, outputs, scale=scale, layout=layout)
     backward = _launches(call, inputs, outputs, tuned_tiles.is_tuned("triton", "backward", problem, config))
     _overlap(backward)

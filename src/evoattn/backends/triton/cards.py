@@ -22,7 +22,7 @@ _UNKNOWN_PROGRAMS = 396  # three on each processor of an H200
 
 
 def on_amd() -> bool:
-    """Whether torch was built for AMD's GPUs, whose Triton backend knows no TF32 in general."""
+    """Return whether torch was built for AMD's GPUs, whose Triton backend knows no TF32 in general."""
     return torch.version.hip is not None
 
 
@@ -42,7 +42,7 @@ def split_precision(dtype: torch.dtype, channels: int) -> str:
 
 
 def folds(scale: float) -> bool:
-    """Whether biases may be divided by the scale, so that the matmul's accumulator starts from them."""
+    """Return whether biases may be divided by the scale, so that the matmul's accumulator starts from them."""
     return scale >= _FOLDABLE_SCALE and math.isfinite(scale)
 
 

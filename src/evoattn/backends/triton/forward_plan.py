@@ -107,15 +107,8 @@ def _launches(
     b, n, h, lq, lk, d, c = problem.b, problem.n, problem.h, problem.lq, problem.lk, problem.d, problem.c
     qkv = [strided(x) for x in inputs.qkv]
     gate = None if inputs.gate is None else strided(inputs.gate)
-    maps = (
-        _HAS_TENSOR_MAPS
-        and problem.capability is not None
-        and problem.capability[0] == 9
-        and pair is not None
-        and loads_vectors(pair)
-        and pair.shape[-2:] == (lq, lk)
-        and pair.stride[-2] > 0
-    )
+    maps = _HAS_TENSOR_MAPS and problem.capability is not None and problem.capability[0] == 9
+    maps = maps and pair is not None and loads_vectors(pair) and pair.shape[-2:] == (lq, lk) and pair.stride[-2] > 0
     grain_qkv, grain_gate = grain(*qkv), 1 if gate is None else grain(gate)
     grain_pair = 1 if maps else grain(pair)  # a map needs none: one variant less for every length
     variant = Variant(
@@ -146,9 +139,7 @@ def _launches(
     launches = []
     for first_q, queries, block_q in split(lq, tiles.block_q):
         blocks, full = -(-queries // block_q), block_q == tiles.block_q
-        through_map = None
-        if pair is not None and maps:
-            through_map = tensor_map(_PAIR_ARGUMENT, pair, (1, 1, block_q, tiles.block_k))
+        block = (1, 1, block_q, tiles.block_k)
         start = forward_kernel.plan(
             blocks * n * h * b,
             **views,
@@ -161,7 +152,7 @@ def _launches(
             V=variant._replace(BLOCK_Q=block_q, TAIL_K=tail(lk, tiles) if full else tiles.block_k),
             num_warps=tiles.warps(block_q, LEFT_OVER_WARPS),
             num_stages=tiles.num_stages,
-            through_map=through_map,
+            through_map=tensor_map(_PAIR_ARGUMENT, pair, block) if pair is not None and maps else None,
             **(limit if full else {}),
         )
         launches.append(start)

@@ -151,7 +151,7 @@ class Launch:
 
 
 def repeats(tensor: Tensor) -> bool:
-    """Whether a launch for this tensor can be repeated directly.
+    """Return whether a launch for this tensor can be repeated directly.
 
     Triton 3.3 has no knobs. AMD's compiler also depends on the size of tensors.
     """

@@ -35,9 +35,7 @@ OVERLAPS = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
 
 _FIRST_CAPABILITY = (9, 0)
 
-_NEVER = 0
-_TO_LOAD = 1
-_TO_STORE = 2
+_NEVER, _TO_LOAD, _TO_STORE = 0, 1, 2
 
 _LOAD = tl.constexpr(_TO_LOAD)
 _STORE = tl.constexpr(_TO_STORE)

@@ -69,12 +69,12 @@ class Pair:
 
     @property
     def full_q(self) -> bool:
-        """Whether the bias varies along queries."""
+        """Return whether the bias varies along queries."""
         return self.bias is not None and self.bias.shape[2] == self.call.problem.lq
 
     @property
     def full_k(self) -> bool:
-        """Whether the bias varies along keys."""
+        """Return whether the bias varies along keys."""
         return self.bias is not None and self.bias.shape[3] == self.call.problem.lk
 
     @property
@@ -88,7 +88,7 @@ class Pair:
         return self.by_query if self.transposed is None else self.transposed[0]
 
     def masked(self, view: Strided | None, tile: Tiles) -> bool:
-        """Whether loads of this view need a mask: the caller's bias, unless it has full tiles. A copy is padded to them."""
+        """Return whether loads of this view need a mask, as those of the caller's bias if its last tiles are not full."""
         problem = self.call.problem
         return view is not None and view is self.bias and bool(problem.lq % tile.block_q or problem.lk % tile.block_k)
 

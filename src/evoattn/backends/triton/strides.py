@@ -72,7 +72,7 @@ def units(tensor: Strided | None, axes: int, grain: int) -> tuple[int, ...]:
 
 
 def is_long(*tensors: Strided | None) -> bool:
-    """Whether offsets inside one (b, n, h) can pass 2**31 elements, so that kernels count them in 64 bits."""
+    """Return whether offsets inside one (b, n, h) can pass 2**31 elements, so that kernels count them in 64 bits."""
     return any(_extent(tensor) >= 1 << 31 for tensor in tensors if tensor is not None)
 
 
@@ -81,7 +81,7 @@ def _extent(tensor: Strided) -> int:
 
 
 def loads_vectors(pair_bias: Strided) -> bool:
-    """Whether the keys of each query start on 16 bytes and have stride 1, so that a thread loads 16 bytes at a time."""
+    """Return whether the keys of each query start on 16 bytes and have stride 1, so that a thread loads 16 bytes at a time."""
     per_load = 16 // pair_bias.dtype.itemsize
     *outer, inner = pair_bias.stride
     aligned = all(step % per_load == 0 for step, size in zip(outer, pair_bias.shape[:-1], strict=True) if size > 1)

@@ -30,7 +30,7 @@ past the end. FOLD: see `scores`. HEADS_INSIDE: gradients are [b,n,l,h,c] in mem
 
 
 class Stats(NamedTuple):
-    """What the kernels read of each query (`store_statistics`), and a number that says if one is distant.
+    """The statistics of each query (`store_statistics`), and a number that says if one is distant.
 
     `padded_q` is the queries of a row, and `half` lies between an lse and its delta, both in units of PAD.
     """

@@ -42,7 +42,8 @@ DISTANT_ONLY: a launch of its own adds what distant queries give (`backward.stor
 def transposed_scores(b_k, b_q, b_pair, b_row, unit, T, HAS_PAIR: tl.constexpr, SEED: tl.constexpr):
     """`scores` as [k,q], from b_k [k,d], b_q [q,d], b_pair [k,q], b_row [k] (divided by unit if FOLD)."""
     if T.FOLD and HAS_PAIR:
-        b_start = natural(b_pair) * (1.0 / unit * LOG2E)  # [k,q]
+        inverse = 1.0 / unit
+        b_start = natural(b_pair) * (inverse * LOG2E)  # [k,q]
         if T.HAS_ROW:
             b_start += b_row[:, None]
         return tl.dot(b_k, tl.trans(b_q), b_start, input_precision=T.PRECISION)
@@ -57,15 +58,6 @@ def transposed_scores(b_k, b_q, b_pair, b_row, unit, T, HAS_PAIR: tl.constexpr, 
     if T.HAS_ROW:
         b_s += b_row[:, None]
     return b_s
-
-
-@triton.jit
-def _store_keys(p_out, b_sum, o_k, o_c, stride_k, left_k, T, ADD: tl.constexpr, COLS: tl.constexpr):
-    """Write the gradient of keys or values, [k,c], or add to it."""
-    out = View(p_out, 0, 0, 0, stride_k, 1)
-    if ADD:
-        b_sum += load_view(out.p, out, o_k, o_c, left_k, COLS=COLS, GRAIN=1, MASK=not T.EVEN_K).to(tl.float32)
-    store_view(out, b_sum, o_k, o_c, left_k, COLS=COLS, GRAIN=1, MASK=not T.EVEN_K)
 
 
 @kernel
@@ -166,9 +158,17 @@ def dkdv_kernel(
         begin = ((b * sizes.n + n) * sizes.lk + start) * sizes.h + h
         stride_out = sizes.h
     if V.NEED_DK:
-        _store_keys(dk + begin * T.D, b_dk * sizes.scale, o_k, o_d, stride_out * T.D, left_k, T, V.DISTANT_ONLY, COLS=T.D)
+        p_dk = dk + begin * T.D
+        b_dk *= sizes.scale
+        out = View(p_dk, 0, 0, 0, stride_out * T.D, 1)
+        if V.DISTANT_ONLY:
+            b_dk += load_view(out.p, out, o_k, o_d, left_k, COLS=T.D, GRAIN=1, MASK=not T.EVEN_K).to(tl.float32)
+        store_view(out, b_dk, o_k, o_d, left_k, COLS=T.D, GRAIN=1, MASK=not T.EVEN_K)
     if V.NEED_DV:
-        _store_keys(dv + begin * T.C, b_dv, o_k, o_c, stride_out * T.C, left_k, T, V.DISTANT_ONLY, COLS=T.C)
+        out = View(dv + begin * T.C, 0, 0, 0, stride_out * T.C, 1)
+        if V.DISTANT_ONLY:
+            b_dv += load_view(out.p, out, o_k, o_c, left_k, COLS=T.C, GRAIN=1, MASK=not T.EVEN_K).to(tl.float32)
+        store_view(out, b_dv, o_k, o_c, left_k, COLS=T.C, GRAIN=1, MASK=not T.EVEN_K)
     if V.MASK_MODE != "none":
         p_dmask = dmask.p + (b * dmask.b + n * dmask.n + h * dmask.h + start)
         if V.MASK_MODE == "add":

@@ -118,14 +118,12 @@ def dq_kernel(
         # A group that hangs over the end repeats its last row, with P = 0.
         n = tl.minimum(group * V.ROWS + r, sizes.n - 1).to(tl.int64)
         ns = ns + (n,)
-        p_this = q.p + n * q.n * T.GRAIN
-        b_qs = b_qs + (load_view(p_this, q, o_q, o_d, left_q, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_Q),)  # [q,d]
-        p_this = dO.p + n * dO.n * T.GRAIN
-        b_do = load_view(p_this, dO, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
+        b_q = load_view(q.p + n * q.n * T.GRAIN, q, o_q, o_d, left_q, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,d]
+        b_do = load_view(dO.p + n * dO.n * T.GRAIN, dO, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
+        b_qs = b_qs + (b_q,)
         b_dos = b_dos + (b_do,)
         if V.MAKE_STATS:
-            p_this = o.p + n * o.n * T.GRAIN
-            b_o = load_view(p_this, o, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
+            b_o = load_view(o.p + n * o.n * T.GRAIN, o, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
             b_os = b_os + (b_o,)
     if not V.LOADS_DO_LATE and not V.DISTANT_ONLY:
         wait_to_load(V.WAIT)

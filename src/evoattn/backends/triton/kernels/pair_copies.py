@@ -26,7 +26,7 @@ COPIED = "pair_bias: its rows are not 16-byte aligned with stride 1, so it is la
 
 
 def needs_copy(pair_bias: Strided, n: int) -> bool:
-    """Whether copying a pair bias first is cheaper than loading it with the strides that it has.
+    """Return whether copying a pair bias first is cheaper than loading it with the strides that it has.
 
     An odd length or a permuted bias would be loaded element by element, on every row n.
     """

@@ -82,8 +82,12 @@ def store_view(x, b_tile, o_l, o_c, left, COLS: tl.constexpr, GRAIN: tl.constexp
 def load_tile(p_base, o_row, o_col, stride_row, stride_col, rows, cols, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
     """[row, col] from p_base + o_row * stride_row + o_col * stride_col; 0 from row `rows` and column `cols` on."""
     p_tile = p_base + o_row[:, None] * stride_row + o_col[None, :] * stride_col
-    if MASK_ROWS or MASK_COLS:
-        return tl.load(p_tile, mask=_inside(o_row, o_col, rows, cols, MASK_ROWS, MASK_COLS), other=0.0)
+    if MASK_ROWS and MASK_COLS:
+        return tl.load(p_tile, mask=(o_row[:, None] < rows) & (o_col[None, :] < cols), other=0.0)
+    if MASK_ROWS:
+        return tl.load(p_tile, mask=o_row[:, None] < rows, other=0.0)
+    if MASK_COLS:
+        return tl.load(p_tile, mask=o_col[None, :] < cols, other=0.0)
     return tl.load(p_tile)
 
 
@@ -91,25 +95,17 @@ def load_tile(p_base, o_row, o_col, stride_row, stride_col, rows, cols, MASK_ROW
 def store_tile(
     p_base, b_tile, o_row, o_col, stride_row, stride_col, rows, cols, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr
 ):
-    """Write [row, col], cast to the pointer's dtype; rows and columns outside are left alone."""
+    """Write [row, col], cast to the pointer's dtype, but for rows from `rows` and columns from `cols` on."""
     p_tile = p_base + o_row[:, None] * stride_row + o_col[None, :] * stride_col
     b_tile = b_tile.to(p_base.dtype.element_ty)
-    if MASK_ROWS or MASK_COLS:
-        tl.store(p_tile, b_tile, mask=_inside(o_row, o_col, rows, cols, MASK_ROWS, MASK_COLS))
+    if MASK_ROWS and MASK_COLS:
+        tl.store(p_tile, b_tile, mask=(o_row[:, None] < rows) & (o_col[None, :] < cols))
+    elif MASK_ROWS:
+        tl.store(p_tile, b_tile, mask=o_row[:, None] < rows)
+    elif MASK_COLS:
+        tl.store(p_tile, b_tile, mask=o_col[None, :] < cols)
     else:
         tl.store(p_tile, b_tile)
-
-
-@triton.jit
-def _inside(o_row, o_col, rows, cols, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
-    """Which elements of a tile are inside of both ends, or of the one that can be passed."""
-    if MASK_ROWS and MASK_COLS:
-        inside = (o_row[:, None] < rows) & (o_col[None, :] < cols)
-    elif MASK_ROWS:
-        inside = o_row[:, None] < rows
-    else:
-        inside = o_col[None, :] < cols
-    return inside
 
 
 @triton.jit
@@ -142,7 +138,8 @@ def scores(
     not safe (`cards.folds`).
     """
     if FOLD and HAS_PAIR:
-        b_start = natural(b_pair) * (1.0 / unit * LOG2E)  # [q,k]
+        inverse = 1.0 / unit
+        b_start = natural(b_pair) * (inverse * LOG2E)  # [q,k]
         if HAS_ROW:
             b_start += b_row[None, :]
         return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)

@@ -74,7 +74,7 @@ def statistics_kernel(
 
 
 class GatePass(NamedTuple):
-    """What the statistics kernel does with a gate besides. Tensors are [b,n,h,q,c].
+    """The gate in the statistics kernel. Tensors are [b,n,h,q,c].
 
     Args:
         gate: before the sigmoid.

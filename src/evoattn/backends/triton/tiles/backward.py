@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
@@ -48,8 +47,8 @@ class _Line:
 
     Args:
         most: channels that it serves.
-        dq, dq_only, dq_few: with and without the pair-bias gradient, and with few programs; None where they are the same.
-        dkdv, dkdv_ragged, dkdv_few: with many programs on each processor; the same where the last tile of queries is not whole,
+        dq, dq_only, dq_few: with and without the pair-bias gradient, and with few programs; None if they are the same.
+        dkdv, dkdv_ragged, dkdv_few: with many programs on each processor; the same if the last tile of queries is not full,
             or channels are not a power of two; with few programs. None likewise.
         dkdv_pair: with more than few programs, a pair bias, and channels that are a power of two; goes before dkdv_ragged.
         few_warps: whether dQ takes one warp for each 16 of less than 64 queries.
@@ -149,8 +148,8 @@ _FLOAT_HOPPER: tuple[_Line, ...] = (
     _Line(most=32, dq=Tiles(128, 32, 8, 2, max_registers=128), dkdv=Tiles(32, 64, 4, 3), pair=_FLOAT[0].pair),
     # N = 128, L = 384, D = 64: dQ alone 1.77 ms, dK and dV alone 1.91, 2.09
     _Line(most=64, dq=Tiles(128, 64, 8, 1), dkdv=Tiles(32, 128, 8, 1), pair=_FLOAT[1].pair),
-    # N = 24, L = 384, D = 128: dQ alone 1.29 ms, (64, 32) 1.42, exact products 4.64; dK and dV alone 1.26, one stage 1.43,
-    # (32, 64) 1.50, exact 4.84; in a fixed order 1.88, exact 6.59, (64, 64) with one stage 1.74, but for queries that are left
+    # N = 24, L = 384, D = 128: dQ alone 1.29 ms, (64, 32) 1.42, IEEE products 4.64; dK and dV alone 1.26, one stage 1.43,
+    # (32, 64) 1.50, IEEE 4.84; in a fixed order 1.88, IEEE 6.59, (64, 64) with one stage 1.74, but for queries that are left
     # over that spills 5 KB.
     _Line(most=128, dq=Tiles(32, 32, 4, 2), dkdv=Tiles(32, 32, 4, 2), pair=Tiles(16, 32, 4, 2)),
     _FLOAT[3],
@@ -158,41 +157,33 @@ _FLOAT_HOPPER: tuple[_Line, ...] = (
 """float32 inputs on compute capability 9.x, measured on an H200."""
 
 
-def _table(dtype: torch.dtype, capability: tuple[int, int] | None) -> tuple[_Line, ...]:
-    major = 0 if capability is None else capability[0]
-    if dtype == torch.float32:
+def _table(problem: Problem) -> tuple[_Line, ...]:
+    major = 0 if problem.capability is None else problem.capability[0]
+    if problem.dtype == torch.float32:
         return _FLOAT_HOPPER if major == 9 else _FLOAT
     return _HOPPER if major == 9 else _HALF
 
 
-def backward_tiles(problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None) -> BackwardTiles:
-    """The tiles that the backward would run: the table's, fitted to the sizes and to shared memory, under what `config` sets.
+def backward_tiles(problem: Problem, config: Config, shared_limit: int) -> BackwardTiles:
+    """Choose the tiles of the backward: those of the table, fitted to the sizes and to shared memory.
 
-    They keep the rule of `tiles.limits`.
+    Fields that `config` or `evoattn tune` sets override the table. The results keep the rule of `tiles.limits`.
 
     Args:
         problem: the call.
         config: what the user set; each of its fields holds for all three kernels.
         shared_limit: bytes of shared memory that one program may use.
-        capability: compute capability of an NVIDIA card; None elsewhere.
     """
-    preferred = tuned_tiles.preferred("triton", "backward", problem, config)
-    return _tiles(problem, preferred, shared_limit, capability, by_user=preferred is config)
-
-
-@functools.lru_cache(maxsize=256)
-def _tiles(
-    problem: Problem, config: Config, shared_limit: int, capability: tuple[int, int] | None, *, by_user: bool
-) -> BackwardTiles:
+    set_by_user, chosen = config.tiles(), tuned_tiles.preferred("triton", "backward", problem, config).tiles()
     channels = power_of_two(max(problem.d, problem.c))
-    line = next(line for line in _table(problem.dtype, capability) if channels <= line.most)
-    of_heads = problem.b * problem.n * problem.h
+    line = next(line for line in _table(problem) if channels <= line.most)
+    heads = problem.b * problem.n * problem.h
     sums_pair = problem.pair_bias is not None and problem.needs[4] and not problem.deterministic
     dq = line.dq if sums_pair else line.dq_only or line.dq
     blocks = -(-problem.lq // _WARPGROUP_ROWS)
-    if of_heads * blocks < _FULL_CARD:
+    if heads * blocks < _FULL_CARD:
         dq = line.dq_few or dq
-    if problem.n == 1 or of_heads * blocks < _SHARES_ROWS:
+    if problem.n == 1 or heads * blocks < _SHARES_ROWS:
         dq = dataclasses.replace(dq, rows=1)
     saved = _padding(problem.lq, dq.block_q) - _padding(problem.lq, _WARPGROUP_ROWS)
     if dq.block_q > _WARPGROUP_ROWS and saved > _WORTH_A_TILE:
@@ -201,13 +192,12 @@ def _tiles(
     short = max(problem.lq, problem.lk) <= SHORT
     pair = (line.pair_short if short else None) or line.pair
     dkdv = line.dkdv
-    if of_heads * problem.lk < _FEW_KEYS and problem.lq > SHORT:
+    if heads * problem.lk < _FEW_KEYS and problem.lq > SHORT:
         dkdv = line.dkdv_few or dkdv
     elif line.dkdv_pair and problem.pair_bias is not None and problem.d == problem.c == channels:
         dkdv = line.dkdv_pair
     elif problem.lq % dkdv.block_q or not problem.d == problem.c == channels:
         dkdv = line.dkdv_ragged or dkdv
-    chosen = config.tiles()
 
     def fitted(kernel: str, tile: Tiles) -> Tiles:
         tile = dataclasses.replace(
@@ -218,7 +208,7 @@ def _tiles(
         if chosen:
             tile = dataclasses.replace(tile, max_registers=0, **chosen)
         tile = limits.shrink(tile, chosen, lambda tile: backward_shared_bytes(problem, tile) <= shared_limit)
-        changed = limits.fit(kernel, tile, chosen if by_user else {}, problem.dtype, capability)
+        changed = limits.fit(kernel, tile, set_by_user, problem.dtype, problem.capability)
         return dataclasses.replace(tile, max_registers=0, **changed) if changed else tile
 
     few_queries = power_of_two(problem.lq)
@@ -240,5 +230,5 @@ def backward_shared_bytes(problem: Problem, tiles: Tiles) -> int:
 
 
 def _padding(length: int, block: int) -> float:
-    """What a whole number of blocks computes beyond `length`, as a share of it."""
+    """The queries past the end of the last block, as a share of `length`."""
     return -length % block / max(length, 1)

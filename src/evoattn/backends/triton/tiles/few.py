@@ -1,4 +1,4 @@
-"""Which problems have so few queries and keys that the Triton backend needs no tiles of scores, and its programs for them."""
+"""Problems with so few queries and keys that they need no tiles of scores, and the programs for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PROGRAM_BITS = 1 << 14
 """Of the keys of all rows of a program: 1,024 elements of 16 bits, 32 a thread."""
 
 _MORE_PROGRAM_BITS = 1 << 15
-"""The same where it is faster: one query, forward (32 keys 133 us, not 150) and from 16 keys on backward (141, not 155), and
+"""The same if it is faster: one query, forward (32 keys 133 us, not 150) and from 16 keys on backward (141, not 155), and
 several with 16 keys, backward (8 x 16 132 us, not 217)."""
 
 _LEAST_BLOCK = 4
@@ -44,7 +44,7 @@ _LEAST_BLOCK = 4
 
 @dataclasses.dataclass(frozen=True)
 class FewTiles:
-    """What one program of the kernels for few queries and keys computes.
+    """The work of one program of the kernels for few queries and keys.
 
     Args:
         rows: rows (b, n, h) of a program, a power of two.
@@ -60,8 +60,8 @@ class FewTiles:
 def few_tiles(direction: str, problem: Problem, config: Config) -> FewTiles | None:
     """Tiles for the kernels of few queries and keys; None for a problem that goes the usual way.
 
-    Those kernels take no pair bias, and no gradient of the mask bias. Tiles that the user sets are those of the usual way; what
-    `evoattn tune` found is not asked, since its table tells no lengths up to 16 apart.
+    Those kernels take no pair bias, and no gradient of the mask bias. Tiles that the user sets are those of the usual way.
+    Results of `evoattn tune` do not count, since its table has one entry for all lengths up to 16.
 
     Args:
         direction: "forward" or "backward".

@@ -33,11 +33,7 @@ _HALF: _Family = (
 )
 """16-bit inputs; mma.sync keeps more registers alive than wgmma."""
 
-_HALF_BLACKWELL: _Family = (
-    (32, Tiles(128, 32, 4, 3)),
-    *_HALF[:2],
-    (256, Tiles(32, 32, 4, 2)),
-)
+_HALF_BLACKWELL: _Family = ((32, Tiles(128, 32, 4, 3)), *_HALF[:2], (256, Tiles(32, 32, 4, 2)))
 """16-bit inputs on compute capability 10: what does not spill."""
 
 _FLOAT: _Family = (
@@ -45,18 +41,14 @@ _FLOAT: _Family = (
     (64, Tiles(32, 32, 4, 2)),
     (256, Tiles(32, 32, 8, 1)),
 )
-"""float32 inputs; chosen so that nothing spills, but where keys are left over: with 65 to 128 channels some 900 bytes there."""
+"""float32 inputs; chosen so that nothing spills, unless keys are left over: then with 65 to 128 channels some 900 bytes."""
 
-_FLOAT_BLACKWELL: _Family = (
-    _FLOAT[0],
-    (64, Tiles(64, 32, 8, 2)),
-    *_FLOAT[2:],
-)
+_FLOAT_BLACKWELL: _Family = (_FLOAT[0], (64, Tiles(64, 32, 8, 2)), *_FLOAT[2:])
 
 _FEW_QUERIES = 64
 _LONG = 384
 _LONG_AND_RAGGED = 512
-"""Queries and keys from which tiles of 64 keys are faster, where they are whole and where the last one is not."""
+"""Queries and keys from which tiles of 64 keys are faster, if all are full and if the last one is not."""
 
 
 def _hopper_half(problem: Problem, channels: int) -> Tiles:
@@ -101,7 +93,7 @@ def _hopper_float(problem: Problem, channels: int) -> Tiles:
     if channels > 128:
         return Tiles(32, 32, 8, 1)
     if channels > 64:
-        # N = 24, D = 128: L = 384 0.326, 64 x 64 with 4 warps 0.459; L = 397 0.384, 128 x 64 1.018; exact products 0.813, 7.855
+        # N = 24, D = 128: L = 384 0.326, 64 x 64 with 4 warps 0.459; L = 397 0.384, 128 x 64 1.018; IEEE products 0.813, 7.855
         return Tiles(128, 32, 8, 2)
     if channels > 32:
         # N = 128, D = 64: L = 384 0.458, 64 x 32 with 4 warps 0.580, without a pair bias 0.432, 0.560; L = 397 0.712, 128 x 32

@@ -109,7 +109,7 @@ def most_warps(kernel: str, block_q: int, block_k: int, dtype: torch.dtype, capa
 
 
 def keeps_rule(kernel: str, tile: Tiles, dtype: torch.dtype, capability: Capability) -> bool:
-    """Whether the tile can hold its warps."""
+    """Return whether the tile can hold its warps."""
     return tile.num_warps <= most_warps(kernel, tile.block_q, tile.block_k, dtype, capability)
 
 

@@ -1,22 +1,23 @@
-"""Print the digests of installed clients' functions, for `evoattn.clients.sources`: client_sources.py NAME ..."""
+"""Write the digests of installed clients' functions to `evoattn/clients/sources.json`: client_sources.py NAME ..."""
 
+import json
 import sys
 
 from evoattn.clients.patching import client
-from evoattn.clients.releases import digest
+from evoattn.clients.releases import SOURCES, digest, sources
 
 
 def main(names: list[str]) -> None:
-    """A block of lines a client."""
+    """Add the installed release of each client, or replace its digests."""
     for name in names:
-        of = client(name)
-        print(f'    "{name}": {{\n        "{of.installed}": {{')
+        of, digests = client(name), {}
         for site in (*of.sites, *of.layers, *of.steps):
             function = site.find()[2]
             if function is None:
                 sys.exit(f"{name} {of.installed} has no {site}")
-            print(f'            "{site}": "{digest(function)}",')
-        print("        },\n    },")
+            digests[str(site)] = digest(function)
+        sources().setdefault(name, {})[str(of.installed)] = digests
+    SOURCES.write_text(json.dumps(sources(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

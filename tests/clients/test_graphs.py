@@ -19,9 +19,8 @@ from torch import Tensor, nn
 import evoattn
 from evoattn.clients import graphs, patching
 from evoattn.clients.graphs import ELSEWHERE, FIRST, kept, recorder, trees
-from evoattn.clients.releases import digest
+from evoattn.clients.releases import digest, sources
 from evoattn.clients.site import Client, Count, Site
-from evoattn.clients.sources import SOURCES
 from tests.helpers.recorders import Traced
 
 OF_ATTENTION = Count()
@@ -421,7 +420,7 @@ def test_expanded_and_strided_arguments(watched: Watched) -> None:
 
 
 def recordings(watched: Watched) -> int:
-    return sum(kind.is_recorded for known in watched.steps._known.values() for kind in known.group.kinds.values())
+    return sum(kind.is_recorded for known in watched.steps._known.values() for kind in known.kinds.values())
 
 
 def test_the_least_recently_used_recording_goes(watched: Watched) -> None:
@@ -622,8 +621,8 @@ def stepping(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(patching, "client", known.__getitem__)
     module = importlib.import_module("stepping_client")
     found = {str(SITE): digest(module.Denoiser.forward), str(LAYER): digest(module.Denoiser.activate)}
-    monkeypatch.setitem(SOURCES, "stepping", {"1.0": found})
-    monkeypatch.setitem(SOURCES, "still", {"1.0": {}})
+    monkeypatch.setitem(sources(), "stepping", {"1.0": found})
+    monkeypatch.setitem(sources(), "still", {"1.0": {}})
     yield module.Denoiser().eval()
     sys.modules.pop("stepping_client", None)
     patching._active.clear()
@@ -673,7 +672,7 @@ def test_what_has_no_steps_and_what_has_moved(stepping: Any, monkeypatch: pytest
         evoattn.patch("still", layers=False, graphs=True)
     with evoattn.patch(layers=False, graphs=True) as every:
         assert every.sites == (str(SITE),)
-    monkeypatch.setitem(SOURCES, "stepping", {"1.0": {str(SITE): "another"}})
+    monkeypatch.setitem(sources(), "stepping", {"1.0": {str(SITE): "another"}})
     original = type(stepping).forward
     with pytest.raises(evoattn.clients.UnknownRelease, match="stepping_client:Denoiser"):
         evoattn.patch("stepping", layers=False, graphs=True)
@@ -967,7 +966,7 @@ def test_a_block_that_draws_more_when_it_is_replayed_is_not_replayed() -> None:
 
 def kinds(trunk: Trunk) -> list[kept.CallKind]:
     """The kinds of calls of all blocks."""
-    return [kind for group in trunk.steps._groups.values() for kind in group.kinds.values()]
+    return [kind for group in trunk.steps._kinds.values() for kind in group.values()]
 
 
 def test_recordings_of_blocks_are_freed() -> None:
@@ -1125,7 +1124,7 @@ def test_blocks_are_ours_at_any_length_if_they_are_recorded(monkeypatch: pytest.
 
     seen: list[bool] = []
     monkeypatch.setattr(layers, "residues", lambda _: 6)
-    monkeypatch.setattr(layers, "_of", lambda module: seen.append(site.is_repeated()))
+    monkeypatch.setattr(layers, "_counterpart", lambda module: (seen.append(site.is_repeated()), ""))
     count = Count()
     forward = graphs.step(layers.layer(Block.original, count, least=100), Count(), Traced(), shared=True)
     kind = type("Block", (Block,), {"forward": forward})

@@ -21,9 +21,8 @@ from evoattn.clients import calls as shared
 from evoattn.clients import layers as client_layers
 from evoattn.clients.calls import additive, is_float32_on_gpu, kernel, residues
 from evoattn.clients.layers import layer, sites
-from evoattn.clients.releases import digest, digests_in_file
+from evoattn.clients.releases import digest, digests_in_file, sources
 from evoattn.clients.site import Client, Count, Site, repeated
-from evoattn.clients.sources import SOURCES
 from evoattn.nn.known import LAYERS
 
 TOY = {
@@ -111,7 +110,7 @@ def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     found = {str(site): digest(_at(site)) for site in (*SITES, *whole)}
     openfolds = "openfold.model.triangular_attention.TriangleAttention"
     monkeypatch.setitem(LAYERS, "toy_client.triangle.Triangle", LAYERS[openfolds])
-    monkeypatch.setitem(SOURCES, "toy", {"0.9": {}, "1.0": found})
+    monkeypatch.setitem(sources(), "toy", {"0.9": {}, "1.0": found})
     model.layers = layers
     yield model
     for name in ("toy_client", "toy_client.layers", "toy_client.model", "toy_client.triangle"):
@@ -227,7 +226,7 @@ def test_what_others_put_over_ours_stays_when_patched_again(toy: Any) -> None:
 def test_code_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = toy.layers._attention
     if change == "text":
-        monkeypatch.setitem(SOURCES["toy"]["1.0"], "toy_client.layers:dispatch", "another")
+        monkeypatch.setitem(sources()["toy"]["1.0"], "toy_client.layers:dispatch", "another")
     elif change == "gone":
         monkeypatch.delattr(toy.layers, "dispatch")
     else:
@@ -402,7 +401,7 @@ def test_arguments_of_layers_by_position(triangle: Any) -> None:
 
 def test_a_layer_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     original = toy.layers._attention
-    monkeypatch.setitem(SOURCES["toy"]["1.0"], "toy_client.triangle:Triangle.forward", "another")
+    monkeypatch.setitem(sources()["toy"]["1.0"], "toy_client.triangle:Triangle.forward", "another")
     with pytest.raises(evoattn.clients.UnknownRelease, match="has another toy_client.triangle:Triangle.forward"):
         evoattn.patch("toy")
     assert toy.layers._attention is original and not patching._active
@@ -412,8 +411,8 @@ def test_a_layer_that_has_moved_is_refused_and_nothing_is_replaced(toy: Any, mon
 def test_every_site_of_a_client_is_known(name: str) -> None:
     of = patching.client(name)
     assert of.name == name
-    for version, sources in SOURCES[name].items():
-        assert set(sources) == {str(site) for site in (*of.sites, *of.layers, *of.steps)}, version
+    for version, digests in sources()[name].items():
+        assert set(digests) == {str(site) for site in (*of.sites, *of.layers, *of.steps)}, version
     assert len({str(site) for site in of.sites}) == len(of.sites)
 
 
@@ -542,10 +541,11 @@ def test_float32_attention_with_pair_bias_of_few_residues_is_left_to_the_client(
     """Fewer if a gradient may be wanted; none that is replayed as a CUDA graph, and no other layer."""
     monkeypatch.setattr(client_layers, "is_float32_on_gpu", lambda given: given[0] is not None)
     monkeypatch.setattr(client_layers, "residues", lambda given, axes: given[0])
-    single, triangle = (types.SimpleNamespace(layer=x) for x in (evoattn.nn.AttentionPairBias(8, 4, 4, 2), torch.nn.Identity()))
+    layers = evoattn.nn.AttentionPairBias(8, 4, 4, 2), torch.nn.Identity()
+    single, triangle = (types.SimpleNamespace(layer=x, is_block=False) for x in layers)
 
-    def left(ours: Any, length: int) -> bool:
-        return client_layers._has_few_residues(ours, (length,))
+    def left(counterpart: Any, length: int) -> bool:
+        return bool(client_layers._slower_in_float32(counterpart, (length,)))
 
     assert [left(single, x) for x in (287, 288)] == [True, False] and not left(triangle, 5)
     with torch.no_grad():

@@ -59,11 +59,11 @@ def long(x):
 # What makes the toy known in a program, before it is imported.
 PREPARE = """
 import evoattn.clients.patching, evoattn.clients.releases, torch
-from evoattn.clients.sources import SOURCES
+from evoattn.clients.releases import sources
 evoattn.clients.__path__.append({folder!r})
 evoattn.clients.patching.NAMES = ("toy",)
 from evoattn.clients.toy import CLIENTS
-SOURCES["toy"] = {{"1.0": {{str(site): {known} for site in CLIENTS["toy"].sites}}}}
+sources()["toy"] = {{"1.0": {{str(site): {known} for site in CLIENTS["toy"].sites}}}}
 x = torch.randn(1, 2, 5, 8)
 """
 KNOWN = "max(evoattn.clients.releases.digests_in_file(site))"

@@ -1,11 +1,17 @@
-"""Checks that an installed client is one that its patch was written for, by digests of the source of its functions."""
+"""Checks that an installed client is one that its patch was written for, by digests of the source of its functions.
+
+`python tools/client_sources.py NAME` writes the digests of the release that is installed to `sources.json`.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
+import json
 import pathlib
 import textwrap
 import tokenize
@@ -13,13 +19,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from evoattn.clients.site import Client, Site
-from evoattn.clients.sources import SOURCES
 
-__all__ = ["UnknownRelease", "check_files", "check_function", "digest", "digests_in_file"]
+__all__ = ["SOURCES", "UnknownRelease", "check_files", "check_function", "digest", "digests_in_file", "sources"]
+
+SOURCES = pathlib.Path(__file__).with_name("sources.json")
 
 
 class UnknownRelease(RuntimeError):  # noqa: N818
     """A client's code is not the code that the patch was written for."""
+
+
+@functools.cache
+def sources() -> dict[str, dict[str, dict[str, str]]]:
+    """Digests of the functions of the releases that are known, by client, release and site."""
+    known: dict[str, dict[str, dict[str, str]]] = json.loads(SOURCES.read_text())
+    return known
 
 
 def digest(function: Callable[..., Any]) -> str:
@@ -70,7 +84,7 @@ def check_files(of: Client) -> None:
 
 
 def _known(of: Client, site: Site) -> set[str]:
-    return {sites[str(site)] for sites in SOURCES[of.name].values() if str(site) in sites}
+    return {sites[str(site)] for sites in sources()[of.name].values() if str(site) in sites}
 
 
 def _digest(source: str) -> str:
@@ -88,23 +102,16 @@ def _defined(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _file_of(module: str) -> pathlib.Path | None:
-    """A module's file, from where its outermost package lies."""
+    """A module's file. No package is imported."""
     first, *parts = module.split(".")
     spec = importlib.util.find_spec(first)
-    if spec is None:
-        return None
-    if not parts:
-        return None if spec.origin is None else pathlib.Path(spec.origin)
-    for folder in spec.submodule_search_locations or ():
-        stem = pathlib.Path(folder, *parts)
-        for path in (stem.with_name(stem.name + ".py"), stem / "__init__.py"):
-            if path.is_file():
-                return path
-    return None
+    for part in parts:
+        spec = spec and importlib.machinery.PathFinder.find_spec(part, spec.submodule_search_locations or [])
+    return None if spec is None or spec.origin is None else pathlib.Path(spec.origin)
 
 
 def _unknown(of: Client, what: str) -> str:
     return (
-        f"{of.name} {of.installed} {what}; known are {', '.join(SOURCES[of.name])}. Install one of these, or replace the calls "
-        "by those of evoattn.compat"
+        f"{of.name} {of.installed} {what}; known are {', '.join(sources()[of.name])}. "
+        "Install one of these, or replace the calls by those of evoattn.compat"
     )

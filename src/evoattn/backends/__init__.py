@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evoattn.compile.workers import Task
 from evoattn.core.config import Config
-from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.problem import Problem
 
 __all__ = [
@@ -91,9 +91,9 @@ class Plan:
         describe: what `run` runs; asked seldom, and never by a call.
         backend: who made it.
         refused: the other backends that were asked before, with all their reasons.
-        keep: of a forward whose backend can start a backward from kept probabilities: a function of (inputs, o) that writes O
-            and returns `Kept`. It returns None, having written nothing, if these inputs need `run`. The backward's planner and
-            its `run` then take `Kept` for outputs. None for all other forwards.
+        save_probabilities: of a forward whose backend can start a backward from probabilities: a function of (inputs, o) that
+            writes O and returns `SavedProbabilities`. It returns None, having written nothing, if these inputs need `run`. The
+            backward's planner and its `run` then take `SavedProbabilities` for outputs. None for all other forwards.
         writes_into: of a backward, whether its planner was given `into` and took it.
         kernels: what `run` launches, of a backend that can compile the kernels of several plans together.
         compile_together: of a forward of such a backend: compile in other processes what the plans of a call need, while their
@@ -104,7 +104,7 @@ class Plan:
     describe: Callable[[], Description]
     backend: str = ""
     refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    keep: Callable[..., Any] | None = None
+    save_probabilities: Callable[..., Any] | None = None
     writes_into: bool = False
     kernels: tuple[Any, ...] = ()
     compile_together: Callable[[Callable[[], Sequence[Plan]]], None] | None = None
@@ -153,7 +153,7 @@ class Backend(Protocol):
         self,
         cotangents: Cotangents,
         inputs: Inputs,
-        outputs: Outputs | Kept,
+        outputs: Outputs | SavedProbabilities,
         *,
         scale: float,
         layout: str,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Cotangents", "Inputs", "Kept", "Outputs"]
+__all__ = ["Cotangents", "Inputs", "Outputs", "SavedProbabilities"]
 
 
 class Inputs(NamedTuple):
@@ -48,8 +48,8 @@ class Outputs(NamedTuple):
     reference: Tensor
 
 
-class Kept(NamedTuple):
-    """What a forward keeps in place of `Outputs`, if its plan can keep the probabilities (`evoattn.backends.Plan.keep`).
+class SavedProbabilities(NamedTuple):
+    """What a forward saves in place of `Outputs`, if its plan has `evoattn.backends.Plan.save_probabilities`.
 
     Args:
         o: O, gated. None in a backward without a gate.

@@ -8,6 +8,7 @@ checked and worked out once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def attend(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     call = find(inputs, options)
     if call is None:
         check_arguments(inputs, options)
-        if distributed.is_sharded(inputs):
+        if any(map(distributed.is_distributed, inputs)):
             return distributed.attend(lambda local: attend(local, options), inputs, options.layout)
         call = _work_out(inputs, options)
     made = call(inputs)
@@ -121,17 +122,14 @@ def _straight(inputs: Inputs, options: Options, casts: bool, return_lse: bool) -
     watched = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     records = watched and any(x is not None and x.requires_grad for x in inputs)
     plan = lookup.plan(Forward(folded, options))
-    keeps = plan.keep is not None and not return_lse
+    saves_p = plan.save_probabilities is not None and not return_lse
     if records:
-
-        def both() -> tuple[Plan, ...]:
-            return _both(inputs, Forward(folded, options), plan)
-
+        both = functools.partial(_both, inputs, Forward(folded, options), plan)
         if plan.compile_together is not None:
             plan.compile_together(both)
         # If another backend runs the backward, that starts from the statistic.
-        keeps = keeps and bool(both())
-    return Straight(options, casts, records, plan, keeps, *makers)
+        saves_p = saves_p and bool(both())
+    return Straight(options, casts, records, plan, saves_p, *makers)
 
 
 def _both(inputs: Inputs, work: Forward, plan: Plan) -> tuple[Plan, ...]:
@@ -198,7 +196,7 @@ def _settings(values: dict[str, int]) -> str:
 def explain(inputs: Inputs, asked: Options) -> Explanation:
     """What a call of these arguments would run: its plans, made and not run. Raises what the call raises for bad ones."""
     check_arguments(inputs, asked)
-    if distributed.is_sharded(inputs):
+    if any(map(distributed.is_distributed, inputs)):
         inputs = distributed.outlines(inputs, asked.layout)
     needs = tuple([torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs.differentiable])
     inputs, options = _with_memory(inputs), asked.settled()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evoattn.backends import Plan
 from evoattn.core import guards
-from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.layouts import columns_of, empty_gradients
 from evoattn.core.problem import GRADIENTS
 from evoattn.dispatch import lookup, operators
@@ -39,7 +39,7 @@ class Straight:
         casts: whether autocast was on, which then would cast nothing.
         records: whether autograd has to know of the call.
         plan: of the forward.
-        keeps: whether the plan may keep the probabilities in place of the statistic.
+        saves_p: whether the plan may save the probabilities in place of the statistic.
         make_o, make_lse: make them, uninitialised, of a tensor like q; the reference is like lse.
     """
 
@@ -47,7 +47,7 @@ class Straight:
     casts: bool
     records: bool
     plan: Plan
-    keeps: bool
+    saves_p: bool
     make_o: Callable[[Tensor], Tensor]
     make_lse: Callable[[Tensor], Tensor]
 
@@ -55,13 +55,13 @@ class Straight:
         """o, lse and reference, in the user's axes, of tensors in the user's axes; o alone if the LSE is not wished for."""
         return _record(self, *inputs) if self.records else self.compute(inputs)
 
-    def compute(self, inputs: Inputs) -> Outputs | Kept:
+    def compute(self, inputs: Inputs) -> Outputs | SavedProbabilities:
         """The outputs, of which autograd knows nothing."""
         o = self.make_o(inputs.q)
-        if self.keeps:
-            kept: Kept | None = self.plan.keep(inputs, o)  # type: ignore[misc]
-            if kept is not None:
-                return kept
+        if self.saves_p:
+            saved: SavedProbabilities | None = self.plan.save_probabilities(inputs, o)  # type: ignore[misc]
+            if saved is not None:
+                return saved
         lse = self.make_lse(inputs.q)
         outputs = Outputs(o, lse, torch.empty_like(lse))
         self.plan.run(inputs, outputs)
@@ -87,7 +87,7 @@ def same_memory(given: Tensor | None, canonical: Tensor | None) -> bool:
     return whole and canonical.numel() > 0 and given.data_ptr() == canonical.data_ptr()
 
 
-def _save(ctx: Any, inputs: Inputs, outputs: Outputs | Kept, way: Straight | Options) -> None:
+def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, way: Straight | Options) -> None:
     """Keep what the backward needs. `way` is a call whose tensors have the user's axes, or the options of an operator."""
     ctx.way = way
     ctx.set_materialize_grads(False)
@@ -114,8 +114,8 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
     saved, way, count = ctx.saved_tensors, ctx.way, len(Inputs._fields)
-    kept = len(saved) == count + len(Kept._fields)
-    outputs = Kept._make(saved[count:]) if kept else Outputs._make(saved[count:])
+    kept = len(saved) == count + len(SavedProbabilities._fields)
+    outputs = SavedProbabilities._make(saved[count:]) if kept else Outputs._make(saved[count:])
     options = way if way.__class__ is Options else way.options
     work = Backward(Inputs._make(saved[:count]), options, Cotangents(do, dlse), outputs, asked[:3] + asked[4:])
     run = None if seen or torch.is_grad_enabled() else _find(way, work, kept)
@@ -174,10 +174,10 @@ def _four(gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
 def _by_operator(way: Straight | Options, work: Backward) -> Gradients:
     """By the operator, which torch can trace and transform, and which refuses a second derivative.
 
-    It starts from the statistic. A forward that kept the probabilities instead is done again.
+    It starts from the statistic. A forward that saved the probabilities instead is done again.
     """
     folded, axes = _canonical(way, work)
-    if isinstance(work.outputs, Kept):
+    if isinstance(work.outputs, SavedProbabilities):
         with torch.no_grad():
             folded = folded._replace(outputs=Outputs(*operators.forward(*operators.arguments_of(folded.inputs, work.options))))
     made = operators.differentiate(folded)
@@ -192,10 +192,12 @@ def _canonical(way: Straight | Options, work: Backward) -> tuple[Backward, Axes]
     if isinstance(way, Options):
         return work, CANONICAL
     folded, axes = canonicalise(work.inputs, work.options.layout, narrow=not work.needs[4])
-    (do, dlse), given = work.cotangents, work.outputs
-    do, o = (None if x is None else axes.fold_queries(x) for x in (do, given.o))
+    (do, dlse), saved = work.cotangents, work.outputs
+    do, o = (None if x is None else axes.fold_queries(x) for x in (do, saved.o))
     cotangents = Cotangents(do, None if dlse is None else axes.fold_statistic(dlse))
-    outputs: Any = Kept(o, given.p) if isinstance(given, Kept) else Outputs(o, *map(axes.fold_statistic, tuple(given)[1:]))  # type: ignore[arg-type]
+    outputs: Any = SavedProbabilities(o, saved[1])
+    if isinstance(saved, Outputs):
+        outputs = Outputs(o, axes.fold_statistic(saved.lse), axes.fold_statistic(saved.reference))  # type: ignore[arg-type]
     return work._replace(inputs=folded, cotangents=cotangents, outputs=outputs), axes
 
 
@@ -209,11 +211,11 @@ class EvoformerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Straight, *tensors: Any) -> tuple[Tensor | None, ...]:
-        """o, lse and reference in the user's axes; o alone if the probabilities are kept."""
+        """o, lse and reference in the user's axes; o alone if the probabilities are saved."""
         inputs = Inputs._make(tensors)
         outputs = call.compute(inputs)
         _save(ctx, inputs, outputs, call)
-        return (outputs.o, None, None) if isinstance(outputs, Kept) else outputs
+        return (outputs.o, None, None) if isinstance(outputs, SavedProbabilities) else outputs
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
@@ -266,8 +268,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not sources:
             return made
         gradients = made if isinstance(made, tuple) else (made,)
-        kept = [x for x in gradients if x is not None]
-        ended = iter(_End.apply(len(kept), *kept, *sources))  # type: ignore[no-untyped-call]
+        present = [x for x in gradients if x is not None]
+        ended = iter(_End.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
         gradients = tuple(None if x is None else next(ended) for x in gradients)
         return gradients if isinstance(made, tuple) else gradients[0]
 

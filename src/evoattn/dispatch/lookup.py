@@ -15,7 +15,7 @@ from torch import Tensor
 from evoattn.backends import AUTO_ORDER, Backend, Plan
 from evoattn.core.config import Config
 from evoattn.core.devices import planned
-from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.numerics import float32_products
 from evoattn.core.problem import Problem, describe
 
@@ -75,7 +75,7 @@ class Backward(NamedTuple):
     inputs: Inputs
     options: Options
     cotangents: Cotangents
-    outputs: Outputs | Kept
+    outputs: Outputs | SavedProbabilities
     needs: tuple[bool, ...]
     into: tuple[Tensor | None, ...] = ()
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from evoattn import testing
+from evoattn.backends.tiled import dense, threads
 from evoattn.backends.tiled import sizes as tiled
-from evoattn.backends.tiled import threads, whole
 from evoattn.backends.tiled.sizes import tiled_plan
 from evoattn.core.config import Config
 
@@ -38,7 +38,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Iterator[list[
         return share(pieces, worker, count)
 
     monkeypatch.setattr(tiled, "_LEAST_SHARED", 1)
-    monkeypatch.setattr(whole, "fits", lambda problem: False)
+    monkeypatch.setattr(dense, "fits", lambda problem: False)
     monkeypatch.setattr(threads, "share", noted)
     yield found
     assert max(found) > 1

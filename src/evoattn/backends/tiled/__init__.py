@@ -10,7 +10,7 @@ and output are rescaled as the running maximum m grows:
 
 The backward walks the same blocks, recomputes P = exp(S - LSE) from the saved statistic and sums the bias gradients in place.
 
-If all scores of a call on the CPU are few, the call is dense (`whole`), and its backward can start from kept probabilities.
+If all scores of a call on the CPU are few, the call is dense (`dense`), and its backward can start from saved probabilities.
 
 On a CPU threads share the blocks, and each does all operations of a block alone (`evoattn.backends.tiled.threads`).
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Description, Plan
-from evoattn.backends.tiled import threads, whole
+from evoattn.backends.tiled import dense, threads
 from evoattn.backends.tiled.backward import Work, shares
 from evoattn.backends.tiled.forward import forward_pieces
 from evoattn.backends.tiled.scores import Rows, Scores, spans, statistic, subtrahends
@@ -36,7 +36,7 @@ from evoattn.backends.tiled.sizes import TiledPlan, tiled_plan
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.devices import without_autocast
-from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.layouts import as_planned, empty_gradients, empty_outputs
 from evoattn.core.numerics import LOG2E, accumulate_dtype, row_bias
 from evoattn.core.problem import Problem, describe
@@ -75,21 +75,21 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
 
     def run(inputs: Inputs, outputs: Outputs) -> None:
         inputs, outputs = Inputs(*view_inputs(inputs)), Outputs(*view_outputs(outputs))
-        if not (blocks.whole and whole.write(inputs, outputs, scale)):
+        if not blocks.dense or dense.forward(inputs, outputs.o, scale, outputs) is None:
             _forward(inputs, outputs, scale, blocks)
 
-    def keep(inputs: Inputs, o: Tensor) -> Kept | None:
-        p = whole.keep(Inputs(*view_inputs(inputs)), view_o((o,))[0], scale)
-        return None if p is None else Kept(o, p)
+    def save_probabilities(inputs: Inputs, o: Tensor) -> SavedProbabilities | None:
+        p = dense.forward(Inputs(*view_inputs(inputs)), view_o((o,))[0], scale)
+        return None if p is None else SavedProbabilities(o, p)
 
-    keeps = without_autocast(inputs.q, keep) if blocks.whole else None
-    return Plan(without_autocast(inputs.q, run), blocks.describe, keep=keeps)
+    saves = without_autocast(inputs.q, save_probabilities) if blocks.dense else None
+    return Plan(without_autocast(inputs.q, run), blocks.describe, save_probabilities=saves)
 
 
 def plan_backward(
     cotangents: Cotangents,
     inputs: Inputs,
-    outputs: Outputs | Kept,
+    outputs: Outputs | SavedProbabilities,
     *,
     scale: float,
     layout: str,
@@ -102,19 +102,14 @@ def plan_backward(
     blocks = _Blocks(describe(inputs), config)
     wanted = empty_gradients(inputs, layout, needs, "meta") if into is None else into
     views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
-
-    kept = isinstance(outputs, Kept)
+    saved = isinstance(outputs, SavedProbabilities)
 
     def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         cotangents, inputs, outputs, gradients = [view(each) for view, each in zip(views, given, strict=True)]
         tensors = Cotangents(*cotangents), Inputs(*inputs)
-        p = None
-        if kept:
-            p = outputs[1]
-        elif blocks.whole:
-            p = whole.probabilities(tensors[1], scale)
+        p = outputs[1] if saved else dense.probabilities(tensors[1], scale) if blocks.dense else None
         if p is not None:
-            return whole.backward(*tensors, Kept(outputs[0], p), gradients, scale, needs)
+            return dense.backward(*tensors, SavedProbabilities(outputs[0], p), gradients, scale, needs)
         return _backward(*tensors, Outputs(*outputs), gradients, scale, needs, blocks)
 
     return Plan(without_autocast(inputs.q, run), blocks.describe, writes_into=into is not None)
@@ -126,22 +121,20 @@ class _Blocks:
     def __init__(self, problem: Problem, config: Config) -> None:
         self.problem, self.config = problem, config
         self.tuned = tuned_tiles.is_tuned(NAME, "both", problem, config)
-        self.whole = not config.given() and not self.tuned and whole.fits(problem)
+        self.dense = not config.given() and not self.tuned and dense.fits(problem)
         self._plans: dict[int, TiledPlan] = {}
 
     def plan(self) -> TiledPlan:
         """For the threads that there are now."""
         several = threads.available() if self.problem.device == "cpu" else 1
-        plan = self._plans.get(several)
-        if plan is None:
-            plan = self._plans[several] = tiled_plan(self.problem, self.config, several)
-        return plan
+        if several not in self._plans:
+            self._plans[several] = tiled_plan(self.problem, self.config, several)
+        return self._plans[several]
 
     def rows(self, plan: TiledPlan) -> list[Rows]:
         """The pieces b, n, h; those that share a pair bias come one after another."""
         p = self.problem
-        of_b, of_n, of_h = spans(p.b, plan.b), spans(p.n, plan.n), spans(p.h, plan.h)
-        return [(b, n, h) for b, h, n in itertools.product(of_b, of_h, of_n)]
+        return [(b, n, h) for b, h, n in itertools.product(spans(p.b, plan.b), spans(p.h, plan.h), spans(p.n, plan.n))]
 
     def describe(self) -> Description:
         """See `evoattn.backends`."""
@@ -163,8 +156,8 @@ def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: _Blocks) ->
         scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
         threads.share(pieces, lambda taken: forward_pieces(taken, scores, inputs, outputs), several)
         if scores.plain:
-            for saved, found in zip((lse, reference), statistic(reference, lse, None), strict=True):
-                saved.copy_(found)
+            for saved, value in zip((lse, reference), statistic(reference, lse, None), strict=True):
+                saved.copy_(value)
 
 
 def _backward(
@@ -194,10 +187,9 @@ def _backward(
         parts = shares(rows, 1 if several == 1 else min(_SHARES * several, len(rows)), *sums)
         with threads.alone(several):
             scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
-            of_query = subtrahends(lse, reference, None) if scores.plain else (lse, reference)
-            work = Work(scores, (q, k, v, do, o), gate, of_query, None if dlse is None else dlse * LOG2E, gradients)
+            numbers = subtrahends(lse, reference, None) if scores.plain else (lse, reference)
+            work = Work(scores, (q, k, v, do, o), gate, numbers, None if dlse is None else dlse * LOG2E, gradients)
             threads.share(parts, work.run, several)
             for part in parts:
                 part.add_up()
-    found = zip(sums, biases, strict=True)
-    return tuple([None if x is None or bias is None else x.to(bias.dtype) for x, bias in found])
+    return tuple([None if x is None or bias is None else x.to(bias.dtype) for x, bias in zip(sums, biases, strict=True)])

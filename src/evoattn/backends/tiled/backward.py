@@ -30,7 +30,7 @@ class Share:
         self.rows = rows
         self._mask, self._pair = dmask_bias, dpair_bias
         names = {"mask"} | {self._name(part) for part in rows}
-        self._not_ours = names & taken
+        self._shared = names & taken
         self._own: dict[str, tuple[Tensor, Tensor]] = {}  # the part of a gradient, and the sums to be added to it
         taken |= names
 
@@ -42,8 +42,8 @@ class Share:
     def add(self, ds: Tensor, rows: Rows, qs: slice, ks: slice) -> None:
         """Add dS `[b,n,h,q,k]` of a block to the gradients of the biases that are wanted."""
         if self._pair is not None:
-            whole = cut(self._pair, (rows[0], rows[2], slice(None), slice(None)))
-            part = cut(self._sums(self._name(rows), whole), (slice(None), slice(None), qs, ks))
+            gradient = cut(self._pair, (rows[0], rows[2], slice(None), slice(None)))
+            part = cut(self._sums(self._name(rows), gradient), (slice(None), slice(None), qs, ks))
             part += ds.sum(1).sum_to_size(part.shape)
         if self._mask is not None:
             part = cut(self._sums("mask", self._mask), (rows[0], rows[1], ks))
@@ -51,16 +51,16 @@ class Share:
 
     def add_up(self) -> None:
         """Add the sums that are its own to the gradients."""
-        for whole, sums in self._own.values():
-            whole += sums
+        for gradient, sums in self._own.values():
+            gradient += sums
         self._own.clear()
 
-    def _sums(self, name: str, whole: Tensor) -> Tensor:
+    def _sums(self, name: str, gradient: Tensor) -> Tensor:
         """Where to add: the gradient itself, or sums of this share."""
-        if name not in self._not_ours:
-            return whole
+        if name not in self._shared:
+            return gradient
         if name not in self._own:
-            self._own[name] = whole, torch.zeros_like(whole)
+            self._own[name] = gradient, torch.zeros_like(gradient)
         return self._own[name][1]
 
     def _name(self, rows: Rows) -> str:
@@ -86,7 +86,7 @@ class Work:
         scores: of the problem.
         inputs: q, k, v, do and o, gated if there is a gate.
         gate: `[b,n,h,q,c]`, or None.
-        of_query: lse and reference; or what `subtrahends` makes of them, if nothing but the row shift is taken from scores.
+        numbers: lse and reference; or what `subtrahends` makes of them, if nothing but the row shift is taken from scores.
         dlse: the gradient of the LSE in log2 units, `[b,n,h,q]`, if there is one.
         gradients: dq, dk, dv and dgate, those that are wanted.
     """
@@ -94,7 +94,7 @@ class Work:
     scores: Scores
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     gate: Tensor | None
-    of_query: tuple[Tensor, ...]
+    numbers: tuple[Tensor, ...]
     dlse: Tensor | None
     gradients: Sequence[Tensor | None]
 
@@ -103,17 +103,17 @@ class Work:
         buffers = tuple(self.scores.new_buffer(self.inputs[0]) for _ in range(2))
         for share in taken:
             for rows in share.rows:
-                sums = self._of_rows(rows, share, buffers)
+                sums = self._row_gradients(rows, share, buffers)
                 for gradient, total in zip(self.gradients, sums, strict=True):
                     if gradient is not None and total is not None:
                         gradient[rows] = unflatten(total, (*rows, slice(None)))
 
-    def _of_rows(self, rows: Rows, share: Share, buffers: tuple[Tensor, ...]) -> list[Tensor | None]:
+    def _row_gradients(self, rows: Rows, share: Share, buffers: tuple[Tensor, ...]) -> list[Tensor | None]:
         """dq, dk, dv and dgate of rows, `[g,l,d]`; those of biases are added to the share."""
         scores = self.scores
         q, k, v, do, o = (stack(x[rows], scores.dtype) for x in self.inputs)
         shift = scores.shift((*rows, slice(0, q.shape[1])))
-        numbers = tuple(x[rows] for x in self.of_query)
+        numbers = tuple(x[rows] for x in self.numbers)
         if shift is not None:
             numbers = subtrahends(numbers[0], numbers[1], shift)
         numbers = tuple(_column(x) for x in numbers)  # [g,q,1]
@@ -121,28 +121,30 @@ class Work:
         if self.dlse is not None:
             delta -= _column(self.dlse[rows])
         delta.masked_fill_(numbers[-1] == torch.inf, 0)
-        of_q, of_k, of_v, of_gate = (gradient is not None for gradient in self.gradients)
-        needs_ds = of_q or of_k or share.wanted
+        needs_dq, needs_dk, needs_dv, needs_dgate = (gradient is not None for gradient in self.gradients)
+        needs_ds = needs_dq or needs_dk or share.wanted
         sums: list[Tensor | None] = [None, None, None, None]
         if self.gate is not None:
             gate = stack(self.gate[rows], scores.dtype)
-            sums[3] = torch.sigmoid(-gate).mul_(o).mul_(do) if of_gate else None  # 1 - sigmoid(gate), exact where it is small
+            sums[3] = (
+                torch.sigmoid(-gate).mul_(o).mul_(do) if needs_dgate else None
+            )  # 1 - sigmoid(gate), exact where it is small
             do = torch.sigmoid(gate).mul_(do)
         for qs, ks in itertools.product(spans(q.shape[1], scores.plan.q), spans(k.shape[1], scores.plan.k)):
-            of_queries = None if shift is None else shift[..., qs if shift.shape[-2] > 1 else slice(None), :]
-            p = scores.block(buffers[0], (*rows, qs), ks, q[:, qs], k[:, ks], of_queries)
+            query_shift = None if shift is None else shift[..., qs if shift.shape[-2] > 1 else slice(None), :]
+            p = scores.block(buffers[0], (*rows, qs), ks, q[:, qs], k[:, ks], query_shift)
             for number in numbers:
                 p.sub_(number[:, qs])
             p.exp2_()  # [g,q,k]
-            if of_v:
+            if needs_dv:
                 _add(sums, 2, v, ks, p.transpose(1, 2), do[:, qs])
             if not needs_ds:
                 continue
             ds = torch.bmm(do[:, qs], v[:, ks].transpose(1, 2), out=view(buffers[1], p.shape))  # dP [g,q,k]
             ds.sub_(delta[:, qs]).mul_(p)
-            if of_q:
+            if needs_dq:
                 _add(sums, 0, q, qs, ds, k[:, ks], scores.scale)
-            if of_k:
+            if needs_dk:
                 _add(sums, 1, k, ks, ds.transpose(1, 2), q[:, qs], scores.scale)
             share.add(unflatten(ds, (*rows, qs)), rows, qs, ks)
         return sums

@@ -1,4 +1,4 @@
-"""Small calls, of which all scores are held at once: dense attention, whose backward may start from kept probabilities.
+"""Dense attention of small calls, which holds all scores at once. Its backward may start from saved probabilities.
 
     P = softmax(scale q k^T + bias)     o = sigmoid(gate) * P v     dS = softmax's backward of (P, do' v^T)
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.tiled.scores import is_plain, statistic
-from evoattn.core.inputs import Cotangents, Inputs, Kept, Outputs
+from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.numerics import LOG2E, accumulate_dtype, row_bias
 from evoattn.core.problem import Problem
 
-__all__ = ["backward", "fits", "keep", "probabilities", "write"]
+__all__ = ["backward", "fits", "forward", "probabilities"]
 
 _MOST_CHANNELS = 1 << 18
 """Elements of q, k or v in a call that has more of them than scores: 1 MiB in float32."""
@@ -35,28 +35,20 @@ def fits(problem: Problem) -> bool:
     return few and p.device == "cpu" and p.dtype == accumulate_dtype(p.dtype)
 
 
-def write(inputs: Inputs, outputs: Outputs, scale: float) -> bool:
-    """Write the outputs; False, and nothing is written, if the pair bias cannot be added as it is."""
+def forward(inputs: Inputs, o: Tensor, scale: float, outputs: Outputs | None = None) -> Tensor | None:
+    """Write O, and the statistic of `outputs` if it is given. Return P `[g,q,k]`.
+
+    Return None, and write nothing, if the pair bias cannot be added as it is.
+    """
     p = probabilities(inputs, scale, outputs)
-    if p is not None:
-        _write_o(p, inputs, outputs.o)
-    return p is not None
-
-
-def keep(inputs: Inputs, o: Tensor, scale: float) -> Tensor | None:
-    """Write O and return the probabilities; None, and nothing is written, if the pair bias cannot be added as it is."""
-    p = probabilities(inputs, scale)
-    if p is not None:
-        _write_o(p, inputs, o)
-    return p
-
-
-def _write_o(p: Tensor, inputs: Inputs, o: Tensor) -> None:
+    if p is None:
+        return None
     values = torch.bmm(p, inputs.v.flatten(0, 2)).view(o.shape)
     if inputs.gate is None:
         o.copy_(values)
     else:
         torch.mul(values, torch.sigmoid(inputs.gate), out=o)
+    return p
 
 
 def probabilities(inputs: Inputs, scale: float, outputs: Outputs | None = None) -> Tensor | None:
@@ -89,7 +81,7 @@ def probabilities(inputs: Inputs, scale: float, outputs: Outputs | None = None) 
 def backward(
     cotangents: Cotangents,
     inputs: Inputs,
-    kept: Kept,
+    saved: SavedProbabilities,
     gradients: Sequence[Tensor | None],
     scale: float,
     needs: tuple[bool, ...],
@@ -98,29 +90,29 @@ def backward(
 
     Softmax's backward subtracts the sum over keys of P dP, which is the sum over channels of O do.
     """
-    (o, p), (do, dlse), gate, q = kept, cotangents, inputs.gate, inputs.q
-    of_q, of_k, of_v, of_gate = gradients
+    (o, p), (do, dlse), gate, q = saved, cotangents, inputs.gate, inputs.q
+    dq, dk, dv, dgate = gradients
     if do is None:
         do = torch.zeros((), dtype=q.dtype, device=q.device).expand(*q.shape[:-1], inputs.v.shape[-1])
     if gate is not None:
-        if of_gate is not None and o is not None:
-            torch.mul(torch.sigmoid(-gate).mul_(o), do, out=of_gate)  # 1 - sigmoid(gate), exact where it is small
+        if dgate is not None and o is not None:
+            torch.mul(torch.sigmoid(-gate).mul_(o), do, out=dgate)  # 1 - sigmoid(gate), exact where it is small
         do = torch.sigmoid(gate).mul_(do)
     do = do.flatten(0, 2)
-    if of_v is not None:
-        of_v.copy_(torch.bmm(p.transpose(1, 2), do).view(of_v.shape))
-    if of_q is None and of_k is None and not any(needs[3:5]):
+    if dv is not None:
+        dv.copy_(torch.bmm(p.transpose(1, 2), do).view(dv.shape))
+    if dq is None and dk is None and not any(needs[3:5]):
         return None, None
     ds = torch.bmm(do, inputs.v.flatten(0, 2).transpose(1, 2))  # dP [g,q,k]
     del do
     torch.ops.aten._softmax_backward_data.out(ds, p, -1, p.dtype, grad_input=ds)
     if dlse is not None:  # of the logarithm to base 2
         ds.addcmul_(p, dlse.reshape(*ds.shape[:2], 1), value=LOG2E)
-    if of_q is not None:
-        of_q.copy_(_times(ds, inputs.k.flatten(0, 2), scale).view(of_q.shape))
-    if of_k is not None:
-        of_k.copy_(_times(ds.transpose(1, 2), inputs.q.flatten(0, 2), scale).view(of_k.shape))
-    return _of_biases(ds.view(*inputs.q.shape[:-1], -1), inputs, needs)
+    if dq is not None:
+        dq.copy_(_times(ds, inputs.k.flatten(0, 2), scale).view(dq.shape))
+    if dk is not None:
+        dk.copy_(_times(ds.transpose(1, 2), inputs.q.flatten(0, 2), scale).view(dk.shape))
+    return _bias_gradients(ds.view(*inputs.q.shape[:-1], -1), inputs, needs)
 
 
 def _times(x: Tensor, y: Tensor, scale: float) -> Tensor:
@@ -129,23 +121,21 @@ def _times(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 def _write_biases(s: Tensor, row: Tensor | None, pair_bias: Tensor | None) -> bool:
     """Fill s `[b,n,h,q,k]` with the sum of the biases; whether there is one."""
-    if row is not None:
-        row = row[:, :, None, None, :]
-    if pair_bias is not None and row is not None:
-        torch.add(pair_bias.unsqueeze(1).expand_as(s), row, out=s)
-    elif pair_bias is not None:
-        s.copy_(pair_bias.unsqueeze(1))
-    elif row is not None:
-        s.copy_(row)
-    return pair_bias is not None or row is not None
+    biases = [] if pair_bias is None else [pair_bias.unsqueeze(1)]
+    biases += [] if row is None else [row[:, :, None, None, :]]
+    if len(biases) == 2:
+        torch.add(biases[0].expand_as(s), biases[1], out=s)
+    elif biases:
+        s.copy_(biases[0])
+    return bool(biases)
 
 
-def _of_biases(ds: Tensor, inputs: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
+def _bias_gradients(ds: Tensor, inputs: Inputs, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
     """dmask_bias and dpair_bias of dS `[b,n,h,q,k]`, which is not read afterwards."""
-    of_mask = of_pair = None
+    dmask = dpair = None
     if inputs.mask_bias is not None and needs[3]:
-        of_mask = ds.sum((2, 3)).sum_to_size(inputs.mask_bias.shape).to(inputs.mask_bias.dtype)
+        dmask = ds.sum((2, 3)).sum_to_size(inputs.mask_bias.shape).to(inputs.mask_bias.dtype)
     if inputs.pair_bias is not None and needs[4]:
-        of_rows = ds.squeeze(1) if ds.shape[1] == 1 else ds.sum(1)  # [b,h,q,k]
-        of_pair = of_rows.sum_to_size(inputs.pair_bias.shape).to(inputs.pair_bias.dtype)
-    return of_mask, of_pair
+        ds = ds.squeeze(1) if ds.shape[1] == 1 else ds.sum(1)  # [b,h,q,k]
+        dpair = ds.sum_to_size(inputs.pair_bias.shape).to(inputs.pair_bias.dtype)
+    return dmask, dpair

@@ -210,7 +210,7 @@ def test_a_recording_goes_with_the_tensors_that_it_reads() -> None:
     with torch.no_grad():
         for seed in range(5):
             watched.module(draw(seed, 48, SIZE), z)
-    (kind,) = next(iter(watched.steps._known.values())).group.kinds.values()
+    (kind,) = next(iter(watched.steps._known.values())).kinds.values()
     assert kind.is_recorded
     del z
     assert not kind.is_recorded

@@ -2,13 +2,12 @@
 
 The clients add the atoms of a token with `scatter_add`. On a GPU that adds in another order at each call, so two calls differ
 in their last bits, and no replay can be compared with a call. Some clients also read sizes from the GPU. What stands here
-computes in inference; where gradients are recorded, the originals do.
+computes in inference. Where gradients are recorded, the originals do.
 """
 
 from __future__ import annotations
 
 import contextvars
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +46,6 @@ def sums(x: Tensor, group: Tensor, groups: int) -> Tensor:
 def means_by_token(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
     """`aggregate_atom_to_token` of Protenix and OpenDDE."""
 
-    @functools.wraps(original)
     def aggregate_atom_to_token(
         x_atom: Tensor, atom_to_token_idx: Tensor, n_token: int | None = None, reduce: str = "mean"
     ) -> Tensor:
@@ -62,7 +60,6 @@ def means_by_token(original: Callable[..., Tensor], count: Count) -> Callable[..
 def means_by_mask(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
     """OpenFold-3's `aggregate_atom_feat_to_tokens`, which leaves masked atoms out."""
 
-    @functools.wraps(original)
     def aggregate_atom_feat_to_tokens(
         token_mask: Tensor,
         atom_to_token_index: Tensor,
@@ -86,7 +83,6 @@ def means_by_mask(original: Callable[..., Tensor], count: Count) -> Callable[...
 def counting_atoms(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     """A `forward` of OpenFold-3 inside which `from_tokens` knows how many atoms there are."""
 
-    @functools.wraps(original)
     def forward(self: Any, batch: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         token = _atoms.set(batch["atom_mask"].shape[-1])
         try:
@@ -100,7 +96,6 @@ def counting_atoms(original: Callable[..., Any], count: Count) -> Callable[..., 
 def from_tokens(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
     """OpenFold-3's `broadcast_token_feat_to_atoms`, which waits for the number of atoms."""
 
-    @functools.wraps(original)
     def broadcast_token_feat_to_atoms(
         token_mask: Tensor,
         num_atoms_per_token: Tensor,

@@ -21,13 +21,12 @@ def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
     """`replace`, except for calls in which the host sets the pace. These are counted here if no site inside counts them."""
 
     def wrap(original: Any, count: Count) -> Any:
-        ours = replace(original, count)
+        replacement = replace(original, count)
 
-        @functools.wraps(original)
         def forward(self: Any, s: Tensor, z: Tensor, *rest: Any, **named: Any) -> Any:
             queries, keys = z.shape[-3:-1]
             if not host_sets_pace(s, queries, keys, s.shape[0] * self.num_heads * queries * keys):
-                return ours(self, s, z, *rest, **named)
+                return replacement(self, s, z, *rest, **named)
             if counted:
                 count.other(HOST_BOUND)
             return original(self, s, z, *rest, **named)

@@ -42,9 +42,9 @@ With 16 heads these are the 2^24 scores of `calls.host_sets_pace`.
 at 304. The trunk at 152 residues took 1.5 and 2.4 s.
 """
 
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], tuple[Settings, ...], Ours | str | None]]
-_kept = weakref.WeakKeyDictionary()
-"""For each layer of a client the modules in it when it was looked at, their settings, and ours of it, or why there is none."""
+_counterparts: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], tuple[Settings, ...], Ours | None, str]]
+_counterparts = weakref.WeakKeyDictionary()
+"""For each layer of a client: its modules, their settings, the layer of `evoattn.nn` for it, and why there is none, or ""."""
 
 _FEW_RESIDUES = "float32 with few residues, where the client's own layer takes less of the host"
 
@@ -56,16 +56,16 @@ The kernels multiply float32 without tensor cores, as torch does by default, and
 """
 
 
-def sites(*names: str, least: int = 0, least_trained: int | None = None) -> tuple[Site, ...]:
-    """The layers "module:Class", whose `forward` is replaced. least, least_trained: as `layer` takes them."""
-    return named(functools.partial(layer, least=least, least_trained=least_trained), *names)
+def sites(*names: str, least: int = 0, least_trained: int | None = None, method: str = ".forward") -> tuple[Site, ...]:
+    """The layers "module:Class", whose `method` is replaced. least, least_trained: as `layer` takes them."""
+    return named(functools.partial(layer, least=least, least_trained=least_trained), *names, method=method)
 
 
 def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trained: int | None = None) -> Callable[..., Any]:
     """A layer's `forward` by `evoattn.nn`.
 
-    The original computes, with its attention by ours, what ours does not know: methods that a subclass overrides, other
-    parameters, a precision or arguments of its own. It also is what torch.compile compiles.
+    The original computes what `evoattn.nn` does not know, with its attention replaced: methods that a subclass overrides, other
+    parameters, a precision or arguments of its own. torch.compile compiles the original too.
 
     Args:
         original, count: as all replacements take them.
@@ -75,70 +75,69 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
     """
 
     names = positions(original)
+    least_trained = least if least_trained is None else least_trained
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        at_least = least_trained if least_trained is not None and torch.is_grad_enabled() else least
-        if at_least and not is_repeated() and (residues((*args, *kwargs.values())) or at_least) < at_least:
-            count.other(f"fewer than {at_least} residues, where the client's own layers take less of the host")
-            return original(self, *args, **kwargs)
-        ours = _of(self)
-        if ours is None:
-            return original(self, *args, **kwargs)
-        reason = ours if isinstance(ours, str) else ours.observed()
-        if reason or isinstance(ours, str):
+        values = (*args, *kwargs.values())
+        counterpart, reason = None, _too_small(values, least_trained if torch.is_grad_enabled() else least)
+        if not reason:
+            counterpart, reason = _counterpart(self)
+        if counterpart is not None:
+            reason = counterpart.observed() or _slower_in_float32(counterpart, values)
+            if not reason:
+                try:
+                    result = counterpart(by_name(names, args, kwargs), self)
+                except UnknownArgument as error:
+                    reason = "" if isinstance(error, ClientsOwn) else str(error)
+                else:
+                    count.one()
+                    return result
+        if reason:
             count.other(reason)
-            return original(self, *args, **kwargs)
-        if _is_product_bound(ours) and is_float32_on_gpu((*args, *kwargs.values())):
-            count.other(_WIDE)
-            return original(self, *args, **kwargs)
-        if _has_few_residues(ours, (*args, *kwargs.values())):
-            count.other(_FEW_RESIDUES)
-            return original(self, *args, **kwargs)
-        try:
-            result = ours(by_name(names, args, kwargs), self)
-        except UnknownArgument as error:
-            if not isinstance(error, ClientsOwn):
-                count.other(str(error))
-            return original(self, *args, **kwargs)
-        count.one()
-        return result
+        return original(self, *args, **kwargs)
 
     return forward
 
 
-def _has_few_residues(ours: Ours, arguments: tuple[Any, ...]) -> bool:
-    """Return whether a float32 attention with pair bias has so few residues that the client's own takes less time."""
-    if is_repeated() or not isinstance(ours.layer, AttentionPairBias) or not is_float32_on_gpu(arguments):
-        return False
-    most = FEW if torch.is_grad_enabled() else _FEW_IN_SINGLE_TRACK
-    return (residues(arguments, 3) or most) < most
+def _too_small(arguments: tuple[Any, ...], least: int) -> str:
+    """The reason why a call of fewer residues than `least` is left to the client, or ""."""
+    if not least or is_repeated() or (residues(arguments) or least) >= least:
+        return ""
+    return f"fewer than {least} residues, where the client's own layers take less of the host"
 
 
-def _is_product_bound(ours: Ours) -> bool:
-    """Return whether a layer spends its time in products, not in attention."""
-    return ours.is_block or isinstance(ours.layer, (Transition, TriangleMultiplication))
+def _slower_in_float32(counterpart: Ours, arguments: tuple[Any, ...]) -> str:
+    """The reason why a float32 call on a GPU is left to the client, or ""."""
+    if not is_float32_on_gpu(arguments):
+        return ""
+    if counterpart.is_block or isinstance(counterpart.layer, (Transition, TriangleMultiplication)):
+        return _WIDE
+    if is_repeated() or not isinstance(counterpart.layer, AttentionPairBias):
+        return ""
+    least = FEW if torch.is_grad_enabled() else _FEW_IN_SINGLE_TRACK
+    return _FEW_RESIDUES if (residues(arguments, 3) or least) < least else ""
 
 
-def _of(theirs: nn.Module) -> Ours | str | None:
-    """Ours of a client's layer, why there is none, or None for a layer that is as fast as it is, which is no news to anybody.
+def _counterpart(theirs: nn.Module) -> tuple[Ours | None, str]:
+    """The layer of `evoattn.nn` for a client's layer, or None and the reason; "" if the client's own is as fast.
 
     It is made anew when a module or a setting in the layer changed.
     """
     method = overridden(theirs, entries=False)
     if method:
-        return f"a {type(theirs).__name__} overrides {method}"
+        return None, f"a {type(theirs).__name__} overrides {method}"
     modules = tuple(theirs.modules())[1:]  # not the layer itself, which must not keep itself alive
-    entry = _kept.get(theirs)
-    if entry is None or not _holds(theirs, modules, *entry[:2]):
+    known = _counterparts.get(theirs)
+    if known is None or not _holds(theirs, modules, *known[:2]):
+        counterpart, reason = None, ""
         try:
-            ours: Ours | str | None = Ours.of(theirs, entries=False)
+            counterpart = Ours.of(theirs, entries=False)
         except ValueError as error:
-            ours = str(error)
-        entry = _kept[theirs] = modules, tuple(map(settings, (theirs, *modules))), ours
-    return entry[2]
+            reason = str(error)
+        known = _counterparts[theirs] = modules, tuple(map(settings, (theirs, *modules))), counterpart, reason
+    return known[2:]
 
 
 def _holds(

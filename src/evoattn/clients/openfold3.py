@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -30,8 +29,7 @@ def _additive(original: Any, count: Count) -> Any:
         """In the dtype of the query, which the original sets as that of autocast. Sums are float32 with either precision."""
         if host_sets_pace(query, query.shape[-2], key.shape[-2], query.shape[:-1].numel() * key.shape[-2]):
             count.other(HOST_BOUND)
-            theirs: Tensor = original(query, key, value, biases, use_high_precision)
-            return theirs
+            return original(query, key, value, biases, use_high_precision)  # type: ignore[no-any-return]
         count.one()
         with torch.autocast(query.device.type, enabled=False):
             return attention(query, key.to(query.dtype), value.to(query.dtype), biases)
@@ -47,7 +45,6 @@ def _never(*_: Any, **__: Any) -> bool:
 def _rollout(original: Any, count: Count) -> Any:
     """A rollout after which recordings are dropped, and whose steps do not wait to see that no chain is cyclic."""
 
-    @functools.wraps(original)
     def forward(self: Any, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         cyclic = batch.get("cyclic_mask")
         if cyclic is not None and not torch.is_grad_enabled() and not cyclic.any():

@@ -69,8 +69,8 @@ class Patch:
         graphs: bool = False,
     ) -> None:
         self.versions: dict[str, str] = {}
+        self.sites: tuple[str, ...] = ()
         self._more: set[tuple[str, str]] = set()
-        self._sites: list[str] = []
         self._counts: dict[str, Count] = {}
         self._steps: dict[str, Count] = {}
         self._changes: list[_Change] = []
@@ -81,11 +81,6 @@ class Patch:
         self._tell = tell
         for name in names:
             self._apply(client(name), layers, graphs)
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """The functions that were replaced."""
-        return tuple(self._sites)
 
     @property
     def calls(self) -> int:
@@ -100,10 +95,7 @@ class Patch:
     @property
     def passed_on(self) -> dict[str, int]:
         """Calls that the client's own functions computed, by reason."""
-        total: collections.Counter[str] = collections.Counter()
-        for count in self._counts.values():
-            total.update(count.passed_on)
-        return dict(total)
+        return dict(sum((count.passed_on for count in self._counts.values()), collections.Counter()))
 
     @property
     def steps(self) -> dict[str, dict[str, int]]:
@@ -151,8 +143,7 @@ class Patch:
         version = of.installed
         if version is None:
             raise ImportError(f"{of.name} is not installed: no distribution {of.distribution}")
-        wanted = [(kind, sites) for kind, sites, is_wanted in _besides(of, layers, graphs) if is_wanted]
-        wanted = [(kind, sites) for kind, sites in wanted if (of.name, kind) not in self._more]
+        wanted = [(kind, sites) for kind, sites in _besides(of, layers, graphs) if (of.name, kind) not in self._more]
         for _, sites in wanted:
             for site in sites:
                 _find(of, site)
@@ -173,7 +164,7 @@ class Patch:
             for name in self.versions:
                 of = client(name)
                 self._replace(of, of.sites, of.values)
-                for kind, sites, _ in _besides(of):
+                for kind, sites in _besides(of):
                     if (name, kind) in self._more:
                         self._replace(of, sites, ())
                 _active[name] = self
@@ -190,11 +181,10 @@ class Patch:
         lost = set(self._lost())
         for sites, values in ((of.sites, of.values), (of.layers, ()), (of.steps, ())):
             again = []
-            for site in sites:
-                if site in lost:
-                    with contextlib.suppress(UnknownRelease):
-                        _find(of, site)
-                        again.append(site)
+            for site in filter(lost.__contains__, sites):
+                with contextlib.suppress(UnknownRelease):
+                    _find(of, site)
+                    again.append(site)
             owners = [sys.modules[site.module] for site in again]
             self._changes = [x for x in self._changes if x.owner not in owners or vars(x.owner).get(x.name) is x.now]
             if again:
@@ -206,21 +196,15 @@ class Patch:
         for before in self._made.values():  # what was recorded did not call what comes now
             recorded.release(before)
         changes: list[_Change] = []
-        counts: dict[str, Count] = {}
-        steps: dict[str, Count] = {}
-        replaced: list[str] = []
-        functions: dict[Site, Callable[..., Any]] = {}
+        made: dict[Site, Callable[..., Any]] = {}
         for site, owner, name, original in targets:
             if site.replace is None or (site.missing is not None and _is_installed(site.missing)):
                 continue
-            totals, counted, kind = (self._steps, steps, "step") if site in of.steps else (self._counts, counts, "call")
-            count = totals.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
-            if str(site) not in self._sites:
-                replaced.append(str(site))
+            counts, kind = (self._steps, "step") if site in of.steps else (self._counts, "call")
+            count = counts.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
             if site.counted:
-                counted[str(site)] = count
-            replacement = functools.wraps(original)(site.replace(original, count))
-            functions[site] = replacement
+                counts[str(site)] = count
+            replacement = made[site] = functools.wraps(original)(site.replace(original, count))
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
             changes += [_Change(place, where, original, replacement) for place, where in places]
         for module, name, value in values:
@@ -230,10 +214,8 @@ class Patch:
         for change in changes:
             setattr(change.owner, change.name, change.now)
         self._changes += changes
-        self._counts |= counts
-        self._steps |= steps
-        self._made |= functions
-        self._sites += replaced
+        self._made |= made
+        self.sites = tuple(dict.fromkeys((*self.sites, *map(str, made))))
 
 
 _active: dict[str, Patch] = {}
@@ -331,9 +313,8 @@ def patch_as_imported(
         _active[name] = patched
     sites = [site for site in of.sites if site.module == module]
     _active[name]._replace(of, sites, [value for value in of.values if value[0] == module])
-    for _, more, is_wanted in _besides(of, layers, graphs):
-        if is_wanted:  # over the other replacements, to which they pass on what they do not know
-            _active[name]._replace(of, [site for site in more if site.module == module], ())
+    for _, more in _besides(of, layers, graphs):  # over the other replacements, to which they pass on what they do not know
+        _active[name]._replace(of, [site for site in more if site.module == module], ())
     return _active[name]
 
 
@@ -343,9 +324,9 @@ def client(name: str) -> Client:
     return module.CLIENTS[name]  # type: ignore[no-any-return]
 
 
-def _besides(of: Client, layers: bool = True, graphs: bool = False) -> tuple[tuple[str, tuple[Site, ...], bool], ...]:
-    """List what may be replaced beside the attention: for each kind its name, its sites, and whether to replace them."""
-    return ("layers", of.layers, layers), ("steps", of.steps, graphs)
+def _besides(of: Client, layers: bool = True, graphs: bool = True) -> list[tuple[str, tuple[Site, ...]]]:
+    """List what may be replaced beside the attention: the name and the sites of each kind that is wanted."""
+    return [("layers", of.layers)] * layers + [("steps", of.steps)] * graphs
 
 
 def _find(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]]:
@@ -357,9 +338,7 @@ def _find(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]]:
 def _names_of(function: Callable[..., Any], of: Client) -> list[tuple[types.ModuleType, str]]:
     """Every name of a function in the client's modules that are imported: some import it by name."""
     packages = {site.module.partition(".")[0] for site in of.sites}
-    modules = [
-        module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages and module is not None
-    ]
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages and module]
     return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
 from evoattn.clients import aggregation, graphs
 from evoattn.clients.calls import HOST_BOUND, additive, host_sets_pace, kernel, multiplication, queries_first
-from evoattn.clients.layers import FEW, layer, sites
+from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
@@ -38,7 +37,7 @@ def _single(original: Any, count: Count) -> Any:
     return _attention
 
 
-def _sites(package: str, more: tuple[Site, ...] = ()) -> tuple[Site, ...]:
+def _sites(package: str, *more: Site) -> tuple[Site, ...]:
     layers, triangles = f"{package}.model.triangular.layers", f"{package}.model.triangular.triangular"
     return (
         Site(layers, "_attention", additive),
@@ -52,12 +51,6 @@ def _sites(package: str, more: tuple[Site, ...] = ()) -> tuple[Site, ...]:
     )
 
 
-_KERNELS = (
-    Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
-    Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
-)
-
-
 def _layers(package: str) -> tuple[Site, ...]:
     return sites(
         f"{package}.model.triangular.triangular:TriangleAttention",
@@ -68,8 +61,7 @@ def _layers(package: str) -> tuple[Site, ...]:
     )
 
 
-_BLOCK = "model.modules.pairformer"
-_block = functools.partial(layer, least_trained=FEW)
+_BLOCK = "model.modules.pairformer:PairformerBlock"
 
 
 def _steps(package: str, model: str, block: str) -> tuple[Site, ...]:
@@ -78,7 +70,7 @@ def _steps(package: str, model: str, block: str) -> tuple[Site, ...]:
         Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),
         *graphs.sites(f"{package}.model.modules.diffusion:DiffusionModule"),
         *graphs.loops(f"{package}.model.{package}:{model}.sample_diffusion"),
-        *graphs.blocks(f"{package}.{_BLOCK}:PairformerBlock", method=block, instead={"inplace_safe": False}),
+        *graphs.blocks(f"{package}.{_BLOCK}", method=block, instead={"inplace_safe": False}),
     )
 
 
@@ -86,15 +78,19 @@ CLIENTS = {
     "protenix": Client(
         "protenix",
         "protenix",
-        _sites("protenix", _KERNELS),
-        layers=(*_layers("protenix"), *sites(f"protenix.{_BLOCK}:PairformerBlock", least_trained=FEW)),
+        _sites(
+            "protenix",
+            Site("protenix.model.triangular.layers", "_tri_attention", queries_first(scaled=True)),
+            Site("protenix.model.triangular.layers", "_deepspeed_evo_attn", queries_first(scaled=False)),
+        ),
+        layers=(*_layers("protenix"), *sites(f"protenix.{_BLOCK}", least_trained=FEW)),
         steps=_steps("protenix", "Protenix", ".forward"),
     ),
     "opendde": Client(
         "opendde",
         "opendde",
         _sites("opendde"),
-        layers=(*_layers("opendde"), Site(f"opendde.{_BLOCK}", "PairformerBlock.forward_source", _block)),
+        layers=(*_layers("opendde"), *sites(f"opendde.{_BLOCK}", method=".forward_source", least_trained=FEW)),
         steps=_steps("opendde", "OpenDDE", ".forward_source"),
     ),
 }

@@ -135,16 +135,14 @@ def imported(module: str, names: list[str], folder: str | None, layers: bool = T
     for name in names:
         if name in _refused:
             continue
+
+        def tell(kind: str, reason: str, name: str = name) -> None:
+            tally.add(kind, name, reason)
+
         try:
-            tell = functools.partial(_count, tally, name)
             patched = patch_as_imported(name, module, tell, layers=layers, graphs=graphs)
         except UnknownRelease as error:
             _refused.add(name)
             tally.add("refused", name, str(error))
         else:
             tally.add("patched", name, patched.versions[name])
-
-
-def _count(tally: Tally, name: str, kind: str, reason: str) -> None:
-    """Count a call of a client."""
-    tally.add(kind, name, reason)

@@ -29,7 +29,6 @@ _BETWEEN = 4
 def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
     """A `sample_schedule` whose noise levels lie on the CPU, where the loop reads them one by one."""
 
-    @functools.wraps(original)
     def sample_schedule(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         return original(self, *args, **kwargs).cpu()
 
@@ -42,7 +41,6 @@ def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
     The original computes with potentials, contacts or forced templates, in training and where gradients are recorded.
     """
 
-    @functools.wraps(original)
     def sample(
         self: Any,
         atom_mask: Tensor,
@@ -115,7 +113,6 @@ def _steers(steering: dict[str, Any] | None, feats: Any) -> bool:
 def aligned(original: Callable[..., Tensor], count: Count) -> Callable[..., Tensor]:
     """A `weighted_rigid_align` that does not wait for the GPU. On a CPU the original computes."""
 
-    @functools.wraps(original)
     def weighted_rigid_align(true_coords: Tensor, pred_coords: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
         if not true_coords.is_cuda:
             return original(true_coords, pred_coords, weights, mask)

@@ -80,7 +80,6 @@ def step(
     """
     steps = Steps(original, count, recorder or CudaRecorder(), shared, instead)
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
@@ -109,7 +108,6 @@ def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -
     of: the keyword argument whose modules are meant. None: those of the object itself.
     """
 
-    @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
@@ -117,7 +115,7 @@ def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -
             if not torch.compiler.is_compiling():
                 owner = self if of is None else kwargs.get(of)
                 for module in () if owner is None else owner.children():
-                    if (steps := _of(type(module).forward)) is not None:
+                    if (steps := _steps_of(type(module).forward)) is not None:
                         steps.drop(module)
 
     return run
@@ -125,27 +123,23 @@ def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -
 
 def release(function: Callable[..., Any]) -> None:
     """Drop the recordings of a function that `step` made; others have none."""
-    if (steps := _of(function)) is not None:
+    if (steps := _steps_of(function)) is not None:
         steps.release()
 
 
-def _of(function: Callable[..., Any]) -> Steps | None:
+def _steps_of(function: Callable[..., Any]) -> Steps | None:
     return getattr(function, "_evoattn_steps", None)
 
 
-class _Group:
-    """Modules that share recordings, one module or all of one structure, with the kinds of their calls."""
-
-    def __init__(self) -> None:
-        self.kinds: collections.OrderedDict[Any, CallKind] = collections.OrderedDict()
+Kinds = collections.OrderedDict[Any, CallKind]
+"""The kinds of calls of modules that share recordings: one module, or all of one structure."""
 
 
 class _Known:
-    """A module as it was seen, and whom it shares recordings with."""
+    """A module as it was seen, and the kinds of its calls."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.seen = Seen(module)
-        self.group = _Group()
+        self.seen, self.kinds = Seen(module), Kinds()
 
 
 class Steps:
@@ -164,19 +158,19 @@ class Steps:
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-        self._groups: weakref.WeakValueDictionary[Hashable, _Group] = weakref.WeakValueDictionary()
+        self._kinds: weakref.WeakValueDictionary[Hashable, Kinds] = weakref.WeakValueDictionary()
 
     def release(self) -> None:
         """Drop all recordings."""
         with self._lock:
             self._known.clear()
-            self._groups.clear()
+            self._kinds.clear()
 
     def drop(self, module: nn.Module) -> None:
         """Drop the recordings of a module, but not what is known of its calls."""
         with self._lock:
             if module in self._known:
-                for kind in self._known[module].group.kinds.values():
+                for kind in self._known[module].kinds.values():
                     kind.drop()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,16 +184,17 @@ class Steps:
         with self._lock:
             call = Call(args, recorded, [])
             why, known, kind = self._classify(module, call)
-            stands = kind is not None and not why and kind.stands_for(call.tensors)
-            if known is not None and kind is not None and stands and kind.checked:
-                result = kind.replay(call.tensors, known.seen.weights)
-                kind.count()
-                self._count.one()
-                return result
-            self._count.other(why or FIRST)
             if known is not None and kind is not None and not why:
+                stands = kind.stands_for(call.tensors)
+                if stands and kind.checked:
+                    result = kind.replay(call.tensors, known.seen.weights)
+                    kind.count()
+                    self._count.one()
+                    return result
+                self._count.other(FIRST)
                 with repeated():
                     return self._compare(module, known, kind, call) if stands else self._learn(module, kind, call)
+            self._count.other(why or FIRST)
         with repeated() if kind is not None else contextlib.nullcontext():  # as its like, whatever came of their recording
             return self._original(module, *args, **kwargs)
 
@@ -234,7 +229,7 @@ class Steps:
             return "a gradient may be wanted", None, None
         if not tensors or not guards.ordinary(tensors):
             return "no argument is an ordinary tensor" if not tensors else "an argument is no ordinary tensor", None, None
-        key, kinds = (self._recorder.state(seen.device), spec), known.group.kinds
+        key, kinds = (self._recorder.state(seen.device), spec), known.kinds
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = CallKind(spec)
@@ -245,9 +240,9 @@ class Steps:
         return kind.obstacle, known, kind
 
     def _join(self, known: _Known) -> None:
-        """Let a module share the recordings of those of its structure. A group lives as long as one of its modules."""
+        """Let a module share the recordings of those of its structure. They live as long as one of its modules."""
         try:
-            known.group = self._groups.setdefault(known.seen.structure(), known.group)
+            known.kinds = self._kinds.setdefault(known.seen.structure(), known.kinds)
         except NotCaptured as error:
             known.seen.obstacle = known.seen.obstacle or str(error)
 
@@ -298,7 +293,7 @@ class Steps:
             return True
 
     def _drop_oldest(self) -> None:
-        groups = {id(known.group): known.group for known in self._known.values()}.values()
-        recorded = [kind for group in groups for kind in group.kinds.values() if kind.is_recorded]
+        kinds = {kind for known in self._known.values() for kind in known.kinds.values()}
+        recorded = [kind for kind in kinds if kind.is_recorded]
         for kind in sorted(recorded, key=lambda x: x.used)[:-_RECORDED]:
             kind.drop()

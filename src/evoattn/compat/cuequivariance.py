@@ -19,6 +19,7 @@ from torch import Tensor
 from evoattn.api import evoformer_attention
 from evoattn.compat.arguments import check_keys, check_tensors
 from evoattn.dispatch.axes import fits, with_axes
+from evoattn.dispatch.checks import dtype_name
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means_for_replaced_scores
 from evoattn.pair import triangle_multiplication
 
@@ -231,7 +232,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -
     check_keys(q, k, v, axes=5)
     if not bias.is_floating_point():
         hint = "; a bool mask goes to mask" if bias.dtype == torch.bool else ""
-        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {_text(bias.dtype)}{hint}")
+        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {dtype_name(bias.dtype)}{hint}")
     b, n = (1, *q.shape)[-5:-3]
     _check_fits("bias", bias, q, ("B", "N", "H", "Q", "K"), (b, n, q.shape[-3], q.shape[-2], k.shape[-2]))
     if mask is not None:
@@ -249,14 +250,10 @@ def _prefix_mask(kv_lengths: Tensor, q: Tensor, k: Tensor) -> Tensor:
     expected = (q.shape[0], q.shape[1], 1, 1, 1)
     check_tensors(kv_lengths=kv_lengths)
     if kv_lengths.dtype != torch.int32:
-        raise TypeError(f"kv_lengths must be int32, got {_text(kv_lengths.dtype)}")
+        raise TypeError(f"kv_lengths must be int32, got {dtype_name(kv_lengths.dtype)}")
     if tuple(kv_lengths.shape) != expected:
         raise ValueError(f"kv_lengths must be [B, N, 1, 1, 1] = {list(expected)}, got shape {list(kv_lengths.shape)}")
     return torch.arange(k.shape[-2], device=k.device) < kv_lengths
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _mean_where_empty(o: Tensor, v: Tensor, mask: Tensor) -> Tensor:

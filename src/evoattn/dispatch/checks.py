@@ -20,7 +20,7 @@ from evoattn.core.layouts import LAYOUTS
 from evoattn.dispatch.axes import fits, has_unit_axes
 from evoattn.dispatch.lookup import Options
 
-__all__ = ["check_arguments", "check_mask", "check_no_tangent", "compute_dtype"]
+__all__ = ["check_arguments", "check_mask", "check_no_tangent", "compute_dtype", "dtype_name"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AXES = {
@@ -62,11 +62,11 @@ def check_arguments(inputs: Inputs, options: Options) -> None:
     for name in ("q", "k", "v"):
         _check_tensor(name, named[name])
         if named[name].dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {_text(named[name].dtype)}")
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype_name(named[name].dtype)}")
     q, k, v, *_ = inputs
     for name, x in (("k", k), ("v", v)):
         if compute_dtype(x) != compute_dtype(q):
-            raise TypeError(f"{name} must have the dtype of q, {_text(q.dtype)}, got {_text(x.dtype)}")
+            raise TypeError(f"{name} must have the dtype of q, {dtype_name(q.dtype)}, got {dtype_name(x.dtype)}")
     _check_qkv(q, k, v, layout)
     if inputs.gate is not None:
         _check_tensor("gate", inputs.gate)
@@ -135,40 +135,40 @@ def _check_tensor(name: str, x: object) -> None:
 def _check_bias_dtype(name: str, x: Tensor) -> None:
     if name == "mask":
         if x.dtype != torch.bool:
-            raise TypeError(f"mask must be bool (True = attend), got {_text(x.dtype)}; an additive mask goes to mask_bias")
+            raise TypeError(f"mask must be bool (True = attend), got {dtype_name(x.dtype)}; an additive mask goes to mask_bias")
     elif x.dtype not in _DTYPES:
         hint = "; a bool mask goes to mask" if x.dtype == torch.bool else ""
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {_text(x.dtype)}{hint}")
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype_name(x.dtype)}{hint}")
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     q_axes, k_axes, v_axes = _AXES[layout]
     if q.ndim < 4:
-        raise ValueError(f"q must have at least 4 axes, {q_axes} in layout {layout!r}, got shape {_shape(q)}")
+        raise ValueError(f"q must have at least 4 axes, {q_axes} in layout {layout!r}, got shape {list(q.shape)}")
     heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
     for name, x, axes in (("k", k, k_axes), ("v", v, v_axes)):
         if x.ndim != q.ndim or x.shape[:-3] != q.shape[:-3]:
-            raise ValueError(f"{name} must be {axes} with the leading axes of q, {_shape(q)}, got shape {_shape(x)}")
+            raise ValueError(f"{name} must be {axes} with the leading axes of q, {list(q.shape)}, got shape {list(x.shape)}")
         if x.shape[heads] != q.shape[heads] and x.shape[heads] != 1:
-            raise ValueError(f"{name} must be {axes} with the {q.shape[heads]} heads of q, or 1, got shape {_shape(x)}")
+            raise ValueError(f"{name} must be {axes} with the {q.shape[heads]} heads of q, or 1, got shape {list(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
     if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have the {q.shape[-1]} channels of q, {k_axes}, got shape {_shape(k)}")
+        raise ValueError(f"k must have the {q.shape[-1]} channels of q, {k_axes}, got shape {list(k.shape)}")
     if v.shape[length] != k.shape[length]:
-        raise ValueError(f"v must have the {k.shape[length]} keys of k, {v_axes}, got shape {_shape(v)}")
+        raise ValueError(f"v must have the {k.shape[length]} keys of k, {v_axes}, got shape {list(v.shape)}")
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] == 0:
-            raise ValueError(f"{name} must have at least one channel, got shape {_shape(x)}")
+            raise ValueError(f"{name} must have at least one channel, got shape {list(x.shape)}")
 
 
 def _check_gate(gate: Tensor, q: Tensor, v: Tensor, layout: str) -> None:
     if compute_dtype(gate) != compute_dtype(q):
-        raise TypeError(f"gate must have the dtype of q, {_text(q.dtype)}, got {_text(gate.dtype)}")
+        raise TypeError(f"gate must have the dtype of q, {dtype_name(q.dtype)}, got {dtype_name(gate.dtype)}")
     expected = (*q.shape[:-1], v.shape[-1])
     if gate.shape != expected:
         axes = _AXES[layout][0].replace("D", "C")
-        raise ValueError(f"gate must be {axes} = {_sizes(expected)} in layout {layout!r}, got shape {_shape(gate)}")
+        raise ValueError(f"gate must be {axes} = {list(expected)} in layout {layout!r}, got shape {list(gate.shape)}")
     if gate.device != q.device:
         raise ValueError(f"gate must be on the device of q, {q.device}, got {gate.device}")
 
@@ -179,13 +179,13 @@ def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> N
     if has_unit_axes(x, q):
         if x.ndim > q.ndim or x.ndim < 3 or x.shape[-2] != 1 or x.shape[-3] != 1:
             raise ValueError(
-                f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk] and so broadcast to {_sizes(expected)}, got shape {_shape(x)};"
-                " a bias that varies over heads or queries goes to pair_bias"
+                f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk] and so broadcast to {list(expected)}, "
+                f"got shape {list(x.shape)}; a bias that varies over heads or queries goes to pair_bias"
             )
         x = x.squeeze(-2).squeeze(-2)
     elif x.ndim > 3 and x.shape[-2] == x.shape[-3] == 1 != x.shape[-4] and fits(tuple(x.shape[:-3]), expected[:-1]):
         raise ValueError(
-            f"{name} of shape {_shape(x)} can be read as [*, N, 1, 1, Lk] and as [*, N, Lk] = {_sizes(expected)};"
+            f"{name} of shape {list(x.shape)} can be read as [*, N, 1, 1, Lk] and as [*, N, Lk] = {list(expected)};"
             " give it all leading axes of q"
         )
     _check_broadcast(name, x, expected, "[*, N, Lk]")
@@ -193,16 +193,9 @@ def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> N
 
 def _check_broadcast(name: str, x: Tensor, expected: tuple[int, ...], axes: str) -> None:
     if not fits(tuple(x.shape), expected):
-        raise ValueError(f"{name} must broadcast to {axes} = {_sizes(expected)}, got shape {_shape(x)}")
+        raise ValueError(f"{name} must broadcast to {axes} = {list(expected)}, got shape {list(x.shape)}")
 
 
-def _shape(x: Tensor) -> str:
-    return _sizes(tuple(x.shape))
-
-
-def _sizes(sizes: tuple[int, ...]) -> str:
-    return "[" + ", ".join(str(size) for size in sizes) + "]"
-
-
-def _text(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")

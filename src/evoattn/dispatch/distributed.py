@@ -1,10 +1,10 @@
 """Calls of DTensors, and pair representations that lie on several processes, split along one axis.
 
-Each process runs the call of the queries that it holds, and gathers nothing that need not be whole. q decides. Along a
-dimension of the mesh that splits one of its leading axes, its heads or its queries, what has that axis too is split alike; what
-has not is whole on every process, and its gradient a sum over them. That serves rows or batches on several devices (dynamic
-axial parallelism), heads (tensor parallelism) and queries. Where q is whole, or is split along its channels or as a sum, all is
-whole. What lies otherwise is redistributed, and every gradient comes back as its tensor lies; that of a sum is whole.
+Each process runs the call of the queries that it holds, and gathers only what must be complete. The placements of q decide. If
+a dimension of the mesh splits one of q's leading axes, its heads or its queries, tensors with that axis are split alike. Others
+are replicated, and their gradients are sums over the processes. That serves rows or batches on several devices (dynamic axial
+parallelism), heads (tensor parallelism) and queries. If q is replicated, or is split along its channels or as a sum, all is
+replicated. Other tensors are redistributed. Each gradient comes back with its tensor's placements; that of a sum is replicated.
 
 All processes of a group have to make the same calls in the same order.
 """
@@ -28,16 +28,11 @@ from evoattn.dispatch.autograd import once_differentiable
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Split", "attend", "is_distributed", "is_sharded", "outlines"]
-
-
-def is_sharded(inputs: Inputs) -> bool:
-    """Whether a DTensor is among them."""
-    return any(is_distributed(x) for x in inputs)
+__all__ = ["Split", "attend", "is_distributed", "outlines"]
 
 
 def is_distributed(x: Any) -> bool:
-    """Whether a value is a DTensor. Nobody has one who has not imported them, which takes a second."""
+    """Whether a value is a DTensor. Their import takes a second, so nothing is one before somebody has imported them."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
@@ -59,19 +54,19 @@ def attend(attention: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs, la
     """
     # What this process holds of the arguments once all are split as q is. All processes have to ask for it together.
     local = [
-        None if x is None else x.redistribute(placements=lies).to_local(grad_placements=of_gradient)
-        for x, lies, of_gradient in _places(inputs, layout)
+        None if x is None else x.redistribute(placements=placements).to_local(grad_placements=grad_placements)
+        for x, placements, grad_placements in _places(inputs, layout)
     ]
-    made = attention(Inputs._make(local))
+    outputs = attention(Inputs._make(local))
     q: Any = inputs.q
     split, sizes = _split(q), q.shape
-    outputs = [_distributed(made[0], q, split, (*sizes[:-1], inputs.v.shape[-1]))]
-    if len(made) > 1:
-        heads, length = _heads_and_length(len(sizes), layout)
-        in_lse = {heads: len(sizes) - 3, length: len(sizes) - 2}
-        axes = [None if axis is None else in_lse.get(axis, axis) for axis in split]
-        outputs.append(_distributed(made[1], q, axes, (*sizes[:-3], sizes[heads], sizes[length])))
-    return tuple(outputs)
+    o = _distributed(outputs[0], q, split, (*sizes[:-1], inputs.v.shape[-1]))
+    if len(outputs) == 1:
+        return (o,)
+    heads, length = _heads_and_length(len(sizes), layout)
+    lse_axes = {heads: len(sizes) - 3, length: len(sizes) - 2}
+    axes = [None if axis is None else lse_axes.get(axis, axis) for axis in split]
+    return o, _distributed(outputs[1], q, axes, (*sizes[:-3], sizes[heads], sizes[length]))
 
 
 def outlines(inputs: Inputs, layout: str) -> Inputs:
@@ -82,43 +77,35 @@ def outlines(inputs: Inputs, layout: str) -> Inputs:
     """
     from torch.distributed.tensor import empty
 
-    held: list[Any] = []
-    for x, lies, _ in _places(inputs, layout):
-        like = None if x is None else empty(x.shape, dtype=x.dtype, device_mesh=x.device_mesh, placements=lies).to_local()
-        held.append(like if like is None else like.requires_grad_(x.requires_grad))
-    return Inputs._make(held)
+    def outline(x: Any, placements: list[Placement]) -> Any:
+        local = empty(x.shape, dtype=x.dtype, device_mesh=x.device_mesh, placements=placements).to_local()
+        return local.requires_grad_(x.requires_grad)
+
+    return Inputs._make([None if x is None else outline(x, placements) for x, placements, _ in _places(inputs, layout)])
 
 
 def _places(inputs: Inputs, layout: str) -> Iterator[tuple[Any, list[Placement], list[Placement]]]:
-    """Each argument, how it has to lie, and how the gradient of what a process holds of it does."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    _check_one_mesh(inputs)
-    q: Any = inputs.q
-    split = _split(q)
-    for name, x in inputs._asdict().items():
-        own = [None if x is None or axis is None else _own_axis(name, x, axis, q, layout) for axis in split]
-        of_gradient: list[Placement] = [
-            Replicate() if axis is None else Partial() if mine is None else Shard(mine)
-            for axis, mine in zip(split, own, strict=True)
-        ]
-        yield x, _placements(own), of_gradient
-
-
-def _check_one_mesh(inputs: Inputs) -> None:
-    from torch.distributed.tensor import DTensor
+    """Each argument, the placements that it has to have, and those of the gradient of its local part."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh = next(x.device_mesh for x in inputs if isinstance(x, DTensor))
     for name, x in inputs._asdict().items():
-        if x is None:
-            continue
-        if not isinstance(x, DTensor):
+        if x is not None and not isinstance(x, DTensor):
             raise TypeError(
                 f"{name} must be a DTensor, as others are, got a plain tensor; "
                 "torch.distributed.tensor.distribute_tensor makes one of it"
             )
-        if x.device_mesh != mesh:
+        if x is not None and x.device_mesh != mesh:
             raise ValueError(f"{name} must be on the device mesh of q, {mesh}, got {x.device_mesh}")
+    q: Any = inputs.q
+    split = _split(q)
+    for name, x in inputs._asdict().items():
+        own = [None if x is None or axis is None else _own_axis(name, x, axis, q, layout) for axis in split]
+        grad_placements: list[Placement] = [
+            Replicate() if axis is None else Partial() if mine is None else Shard(mine)
+            for axis, mine in zip(split, own, strict=True)
+        ]
+        yield x, _placements(own), grad_placements
 
 
 def _split(q: DTensor) -> list[int | None]:
@@ -190,7 +177,7 @@ class Split:
         return [max(0, min(most, length - rank * most)) for rank in range(processes)]
 
     def held(self, x: Tensor, axis: int) -> Tensor:
-        """The part that this process holds of a whole tensor that it has, a view."""
+        """The part of a full tensor that this process holds, as a view."""
         sizes = self.sizes(x.shape[axis])
         return x.narrow(axis, sum(sizes[: self.rank]), sizes[self.rank])
 
@@ -202,12 +189,12 @@ class Split:
 
     def exchange(self, x: Tensor, here: int, there: int, length: int) -> Tensor:
         """Exchange x, split along axis `here` of `length` in all, for the same tensor split along axis `there`."""
-        of_here, of_there = self.sizes(length), self.sizes(x.shape[there])
+        sizes_here, sizes_there = self.sizes(length), self.sizes(x.shape[there])
         mine = list(x.shape)
-        mine[there] = of_there[self.rank]
-        shapes = [[size if axis - x.ndim == here else whole for axis, whole in enumerate(mine)] for size in of_here]
+        mine[there] = sizes_there[self.rank]
+        shapes = [[part if axis - x.ndim == here else size for axis, size in enumerate(mine)] for part in sizes_here]
         counts = [math.prod(shape) for shape in shapes]
-        parts = x.split(of_there, there)
+        parts = x.split(sizes_there, there)
         received = x.new_empty(sum(counts))
         sent = x.reshape(-1) if _is_first(x.shape, there) else _packed(parts)
         dist.all_to_all_single(received, sent, counts, [part.numel() for part in parts], self.group)
@@ -226,15 +213,15 @@ class Split:
 
     def enter(self, x: Tensor, axis: int) -> Tensor:
         """Take this process's part of a tensor that all processes have. The gradient is that of all parts, on each."""
-        # a copy, so that nothing keeps the whole
+        # A copy, so that nothing keeps the full tensor.
         return _step(x, lambda x: self.held(x, axis).clone(), lambda dx: self._gathered(dx, axis))
 
     def leave(self, x: Tensor, axis: int) -> Tensor:
-        """Gather parts for all processes, which then do the same with the whole, so each has the whole's gradient already."""
+        """Gather parts for all processes. These then compute the same, so each has the full gradient already."""
         return _step(x, lambda x: self._gathered(x, axis), lambda dx: self.held(dx, axis))
 
     def _gathered(self, x: Tensor, axis: int) -> Tensor:
-        """The whole of a tensor of which each process holds a part along an axis of the split's length."""
+        """The full tensor of which each process holds a part along an axis of the split's length."""
         most = self.sizes(self.length)[0]
         rows = _padded(x.movedim(axis, 0), most)
         made = rows.new_empty(most * dist.get_world_size(self.group), *rows.shape[1:])
@@ -243,7 +230,7 @@ class Split:
         return made[: self.length].movedim(0, axis)
 
     def _summed(self, x: Tensor, axis: int, held: int) -> Tensor:
-        """The part that this process holds of the sum of all processes' wholes, in a fixed order."""
+        """This process's part of the sum of all processes' full tensors, added in a fixed order."""
         processes = dist.get_world_size(self.group)
         most = self.sizes(self.length)[0]
         sent = _padded(x.movedim(axis, 0), most * processes)

@@ -25,8 +25,6 @@ from evoattn.core.layouts import as_planned, empty_gradients, empty_outputs
 from evoattn.core.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shifted_biases
 from evoattn.core.problem import Problem
 
-__all__ = ["NAME", "attention", "availability", "faster", "plan_backward", "plan_forward", "unsupported"]
-
 NAME = "reference"
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from evoattn.cli.terminal import RefusedError, add_command
 from evoattn.clients import running
 from evoattn.clients.graphs import ELSEWHERE
-from evoattn.clients.patching import NAMES, UnknownRelease, client
-from evoattn.clients.releases import check_files
+from evoattn.clients.patching import NAMES, client
+from evoattn.clients.releases import UnknownRelease, check_files
 
 __all__ = ["add_parser"]
 

@@ -7,6 +7,7 @@
 One module a client says which functions compute attention there, and how each is replaced.
 """
 
-from evoattn.clients.patching import Patch, UnknownRelease, patch
+from evoattn.clients.patching import Patch, patch
+from evoattn.clients.releases import UnknownRelease
 
 __all__ = ["Patch", "UnknownRelease", "patch"]

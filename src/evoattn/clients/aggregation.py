@@ -16,8 +16,6 @@ from torch import Tensor
 
 from evoattn.clients.site import Count
 
-__all__ = ["counting_atoms", "from_tokens", "means_by_mask", "means_by_token", "sums"]
-
 _atoms: contextvars.ContextVar[int | None] = contextvars.ContextVar("atoms", default=None)
 """The number of atoms, inside calls of `counting_atoms`."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.cuequivariance import triangle_attention
 
-__all__ = ["CLIENTS"]
-
 _MODULE = "alphafold3_pytorch.attention"
 
 

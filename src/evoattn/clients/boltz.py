@@ -14,8 +14,6 @@ from evoattn.clients.layers import FEW, layer, sites
 from evoattn.clients.site import Client, Count, Replace, Site, named
 from evoattn.compat.openfold import attention
 
-__all__ = ["CLIENTS"]
-
 
 def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
     """`replace`, except for calls in which the host sets the pace. These are counted here if no site inside counts them."""

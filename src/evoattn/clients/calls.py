@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,19 +13,6 @@ from evoattn.clients.site import Count, is_repeated
 from evoattn.compat import cuequivariance
 from evoattn.compat.openfold import attention
 from evoattn.dispatch.axes import narrow_expanded
-
-__all__ = [
-    "HOST_BOUND",
-    "additive",
-    "host_sets_pace",
-    "is_float32_on_gpu",
-    "kernel",
-    "low_memory",
-    "multiplication",
-    "projected",
-    "queries_first",
-    "residues",
-]
 
 Function = Callable[..., Any]
 
@@ -142,15 +130,8 @@ def kernel(original: Function, count: Count) -> Function:
 
 
 def multiplication(original: Function, count: Count) -> Function:
-    """cuEquivariance's triangle multiplication in plain torch, for clients that want it with the attention.
-
-    A function of its own, since a replacement takes the name of the original.
-    """
-
-    def update(x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        return cuequivariance.triangle_multiplicative_update(x, *arguments, **named)
-
-    return update
+    """cuEquivariance's triangle multiplication in plain torch, for clients that want it with the attention."""
+    return functools.partial(cuequivariance.triangle_multiplicative_update)  # an object of its own, which is given a name
 
 
 def residues(arguments: Iterable[Any], axes: int = 4) -> int | None:

@@ -13,8 +13,6 @@ from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
-__all__ = ["CLIENTS"]
-
 _MODULE = "transformers.models.esm.modeling_esmfold"
 
 

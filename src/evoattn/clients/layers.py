@@ -16,8 +16,6 @@ from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
 from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden, positions, settings
 
-__all__ = ["FEW", "layer", "sites"]
-
 FEW = 288
 """Residues below which blocks are left to clients: launching kernels takes longer there than running them.
 

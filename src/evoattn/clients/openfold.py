@@ -14,8 +14,6 @@ from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site, named
 from evoattn.compat.openfold import attention
 
-__all__ = ["CLIENTS"]
-
 _MODULE = "openfold.model.primitives"
 
 

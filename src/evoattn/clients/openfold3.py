@@ -14,8 +14,6 @@ from evoattn.clients.site import Client, Count, Site, named
 from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.compat.openfold import attention
 
-__all__ = ["CLIENTS"]
-
 _MODULE = "openfold3.core.model.primitives.attention"
 _LAYERS = "openfold3.core.model.layers"
 _WINDOWS = f"{_LAYERS}.sequence_local_atom_attention"

@@ -19,8 +19,6 @@ from evoattn.clients import graphs as recorded
 from evoattn.clients.releases import UnknownRelease, check_files, check_function
 from evoattn.clients.site import Client, Count, Site
 
-__all__ = ["NAMES", "Client", "Count", "Patch", "Site", "UnknownRelease", "client", "patch", "patch_as_imported"]
-
 NAMES = ("alphafold3_pytorch", "boltz", "boltzgen", "esmfold", "opendde", "openfold", "openfold3", "protenix", "rf3")
 """Clients that `patch` knows; each has a module of this folder, or shares one (`_MODULES`)."""
 

@@ -12,8 +12,6 @@ from evoattn.clients.layers import FEW, sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
-__all__ = ["CLIENTS"]
-
 
 def _single(original: Any, count: Count) -> Any:
     def _attention(

@@ -20,8 +20,6 @@ from typing import Any
 
 from evoattn.clients.site import Client, Site
 
-__all__ = ["SOURCES", "UnknownRelease", "check_files", "check_function", "digest", "digests_in_file", "sources"]
-
 SOURCES = pathlib.Path(__file__).with_name("sources.json")
 
 

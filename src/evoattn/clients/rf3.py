@@ -14,8 +14,6 @@ from evoattn.clients.layers import sites
 from evoattn.clients.site import Client, Count, Site
 from evoattn.compat.openfold import attention
 
-__all__ = ["CLIENTS"]
-
 _TRIANGLES = "rf3.model.layers.attention"
 _UTILS = "rf3.model.layers.layer_utils"
 _PAIRFORMER = "rf3.model.layers.pairformer_layers"

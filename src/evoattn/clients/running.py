@@ -16,10 +16,9 @@ import pathlib
 import secrets
 import threading
 
-from evoattn.clients.patching import NAMES, UnknownRelease, client, patch_as_imported
+from evoattn.clients.patching import NAMES, client, patch_as_imported
+from evoattn.clients.releases import UnknownRelease
 from evoattn.dispatch import lookup
-
-__all__ = ["BEGAN", "STARTUP", "VARIABLE", "Tally", "imported", "instructions", "modules", "totals"]
 
 VARIABLE = "EVOATTN_RUN"
 """The environment's name for what `evoattn run` tells the processes of its program: see `instructions`."""

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from evoattn.clients.site import Count
 
-__all__ = ["aligned", "rotation", "sampled", "schedule"]
-
 _SQUARINGS = 32
 """Enough for two eigenvalues that differ by 1e-8 of the larger one: (1 - 1e-8)^(2^32) is 2e-19."""
 

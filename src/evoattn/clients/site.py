@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Client", "Count", "Replace", "Site", "is_repeated", "named", "repeated", "taped"]
-
 
 class Count:
     """Counts of a site's calls that ours computed, and of those passed on to the original, by reason.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["check_keys", "check_tensors"]
-
 
 def check_tensors(**tensors: object) -> None:
     """Raise TypeError unless each argument is a tensor."""

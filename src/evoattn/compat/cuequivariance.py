@@ -18,6 +18,7 @@ from torch import Tensor
 
 from evoattn.api import evoformer_attention
 from evoattn.compat.arguments import check_keys, check_tensors
+from evoattn.core.devices import uncast
 from evoattn.dispatch.axes import fits, with_axes
 from evoattn.dispatch.checks import dtype_name
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means_for_replaced_scores
@@ -126,8 +127,10 @@ def triangle_attention(
     attended = mask.any(-1).squeeze(-1).unsqueeze(2)  # [b,n|1,1,1] against [b,n,h,q]
     if kv_lengths is not None:
         return o, torch.where(attended, lse, 0).float(), torch.where(attended, largest, 0)
-    empty_lse = _MASKED + math.log(max(1, k.shape[-2]))
-    return _mean_where_empty(o, v, mask), torch.where(attended, lse, empty_lse).float(), torch.where(attended, largest, _MASKED)
+    # A row without a key to keep has every logit at -1e9, so it weighs all keys alike.
+    o = torch.where(mask.any(-1, keepdim=True), o, v.mean(-2, keepdim=True).to(o.dtype))
+    empty_lse = _MASKED + math.log(k.shape[-2])
+    return o, torch.where(attended, lse, empty_lse).float(), torch.where(attended, largest, _MASKED)
 
 
 def triangle_multiplicative_update(
@@ -256,24 +259,15 @@ def _prefix_mask(kv_lengths: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.arange(k.shape[-2], device=k.device) < kv_lengths
 
 
-def _mean_where_empty(o: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """A row without a key to keep has every logit at -1e9, so it weighs all keys alike."""
-    if v.shape[-2] == 0:
-        return o
-    mean = v.mean(-2, keepdim=True).to(o.dtype)  # [b,n,h,1,c]
-    return torch.where(mask.any(-1, keepdim=True), o, mean)
-
-
 @torch.no_grad()
 def _largest_logit(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The maximum over keys `[b,n,h,q]` in float32, a few rows at a time."""
     b, n, h, lq, _ = q.shape
     lk = k.shape[-2]
-    device = q.device.type if q.device.type != "meta" else "cpu"  # autocast knows no meta tensors
     largest = []
     rows = max(1, _BLOCK_SCORES // max(1, b * h * lq * lk))
     bias = bias.expand(b, -1, h, lq, lk)
-    with torch.autocast(device, enabled=False):
+    with uncast(q.device):
         for start in range(0, n, rows):
             part = slice(start, start + rows)
             s = torch.matmul(q[:, part].float() * scale, k[:, part].float().transpose(-1, -2))  # [b,n,h,q,k]

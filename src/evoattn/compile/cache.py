@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VARIABLE", "code", "code_bytes", "folder", "keep_code", "takes_files", "write"]
-
 VARIABLE = "EVOATTN_CACHE_DIR"
 """Names the folder; empty, nothing is kept."""
 

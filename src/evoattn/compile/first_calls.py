@@ -19,8 +19,6 @@ from pathlib import Path
 from evoattn.compile import cache
 from evoattn.compile.workers import Pool, Report, Task, Worker, cores
 
-__all__ = ["PATIENCE_S", "VARIABLE", "begin", "claim", "expect", "wanted"]
-
 VARIABLE = "EVOATTN_COMPILERS"
 """The environment variable for the number of workers at most; 0 for none."""
 

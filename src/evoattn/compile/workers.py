@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-__all__ = ["Pool", "Report", "Task", "Worker", "cores", "serve"]
-
 _BOOT = """
 import json, os, sys
 if hasattr(os, "setpgid"):

@@ -14,19 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Card",
-    "card",
-    "constant",
-    "installed",
-    "on_device_of",
-    "planned",
-    "planned_for",
-    "processors",
-    "uncast",
-    "without_autocast",
-]
-
 _OF_AN_H200 = 132
 
 

@@ -21,18 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = [
-    "autocasts",
-    "forget",
-    "forget_torch",
-    "is_plain",
-    "is_seen",
-    "only_computes",
-    "ordinary",
-    "recall",
-    "remember",
-]
-
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 _PRIVATE = (

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Cotangents", "Inputs", "Outputs", "SavedProbabilities"]
-
 
 class Inputs(NamedTuple):
     """The tensors of a call. The operators take them in this order, except for the gate, which is their last argument.

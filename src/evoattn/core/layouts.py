@@ -22,18 +22,6 @@ from evoattn.core import guards
 from evoattn.core.inputs import Inputs, Outputs
 from evoattn.core.numerics import accumulate_dtype
 
-__all__ = [
-    "LAYOUTS",
-    "Columns",
-    "as_planned",
-    "columns_of",
-    "empty",
-    "empty_gradients",
-    "empty_outputs",
-    "join",
-    "to_canonical",
-]
-
 LAYOUTS = ("bnlhd", "bnhld")
 
 

@@ -22,21 +22,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LN2",
-    "LOG2E",
-    "NEAR",
-    "accumulate_dtype",
-    "bounded",
-    "float32_products",
-    "largest_bias",
-    "natural_lse",
-    "query_shift",
-    "row_bias",
-    "row_shift",
-    "shifted_biases",
-]
-
 LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
 

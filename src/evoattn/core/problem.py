@@ -12,8 +12,6 @@ import torch
 from evoattn.core import devices
 from evoattn.core.inputs import Inputs
 
-__all__ = ["GRADIENTS", "Needs", "Problem", "describe"]
-
 GRADIENTS = ("q", "k", "v", "mask_bias", "pair_bias", "gate")
 """The inputs that can have a gradient, in the order of every `needs` tuple."""
 
@@ -65,15 +63,9 @@ class Problem:
         return self.b * self.n * self.h * self.lq * self.lk
 
     def __str__(self) -> str:
-        biases = [
-            name
-            for name, given in (
-                ("mask", self.mask),
-                (f"mask_bias {self.mask_bias}", self.mask_bias is not None),
-                (f"pair_bias {self.pair_bias}", self.pair_bias is not None),
-            )
-            if given
-        ]
+        biases = ["mask"] * self.mask
+        biases += [f"mask_bias {self.mask_bias}"] * (self.mask_bias is not None)
+        biases += [f"pair_bias {self.pair_bias}"] * (self.pair_bias is not None)
         sizes = f"b={self.b} n={self.n} h={self.h} lq={self.lq} lk={self.lk} d={self.d} c={self.c}"
         gate = ", gate" if self.gate else ""
         return f"{self.dtype} on {self.device}, {sizes}, {', '.join(biases) or 'no bias'}{gate}".replace("torch.", "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MIN_TILE", "SHORT", "power_of_two"]
-
 MIN_TILE = 16
 """Queries or keys that a matrix product takes at least."""
 

@@ -24,22 +24,6 @@ from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
 
-__all__ = [
-    "clear",
-    "driver_version",
-    "entries",
-    "forget",
-    "ignored",
-    "is_tuned",
-    "key",
-    "listeners",
-    "machine",
-    "path",
-    "preferred",
-    "save",
-    "tuned",
-]
-
 _FORMAT = 1
 _NOTHING_SET = Config()
 _LONGEST_TOLD_APART = 2048

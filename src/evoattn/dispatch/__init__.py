@@ -27,8 +27,6 @@ from evoattn.dispatch.axes import canonicalise, key_axes
 from evoattn.dispatch.checks import check_arguments, compute_dtype
 from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError
 
-__all__ = ["Explanation", "Straight", "attend", "explain", "find", "forget"]
-
 _SCALES = (type(None), float, int)
 """Classes of scales whose calls are kept; any other number takes the way of a new call each time."""
 

@@ -24,8 +24,6 @@ from evoattn.dispatch.axes import CANONICAL, Axes, canonicalise
 from evoattn.dispatch.checks import check_no_tangent
 from evoattn.dispatch.lookup import Backward, Options
 
-__all__ = ["EvoformerAttention", "Straight", "maker", "once_differentiable", "same_memory"]
-
 Gradients = tuple[Tensor | None, ...]
 """In the order of `problem.GRADIENTS`; None for one that is not wanted."""
 

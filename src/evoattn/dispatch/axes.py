@@ -22,18 +22,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from evoattn.core.inputs import Inputs
 from evoattn.core.numerics import accumulate_dtype
 
-__all__ = [
-    "CANONICAL",
-    "Axes",
-    "Canonical",
-    "canonicalise",
-    "fits",
-    "has_unit_axes",
-    "key_axes",
-    "narrow_expanded",
-    "with_axes",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Axes:

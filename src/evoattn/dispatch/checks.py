@@ -20,8 +20,6 @@ from evoattn.core.layouts import LAYOUTS
 from evoattn.dispatch.axes import fits, has_unit_axes
 from evoattn.dispatch.lookup import Options
 
-__all__ = ["check_arguments", "check_mask", "check_no_tangent", "compute_dtype", "dtype_name"]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AXES = {
     "bnlhd": ("[*, N, Lq, H, D]", "[*, N, Lk, H, D]", "[*, N, Lk, H, C]"),

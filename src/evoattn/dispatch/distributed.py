@@ -28,8 +28,6 @@ from evoattn.dispatch.autograd import once_differentiable
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Split", "attend", "is_distributed", "outlines"]
-
 
 def is_distributed(x: Any) -> bool:
     """Whether a value is a DTensor. Their import takes a second, so nothing is one before somebody has imported them."""

@@ -19,20 +19,6 @@ from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.numerics import float32_products
 from evoattn.core.problem import Problem, describe
 
-__all__ = [
-    "Backward",
-    "Forward",
-    "Options",
-    "RefusalError",
-    "backend_module",
-    "forget",
-    "listeners",
-    "plan",
-    "refusals",
-    "select",
-    "settings",
-]
-
 listeners: list[Callable[[str], None]] = []
 """Told the name of a plan's backend when a pass takes the plan for the first time; `explain` runs none and tells nothing."""
 

@@ -21,8 +21,6 @@ from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Backward, Forward, Options
 
-__all__ = ["LIBRARY", "arguments_of", "backward", "differentiate", "forward", "split", "values_of"]
-
 LIBRARY = torch.library.Library("evoattn", "DEF")
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_bias, Tensor? pair_bias"

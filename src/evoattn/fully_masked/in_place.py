@@ -20,8 +20,6 @@ from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import with_axes
 from evoattn.fully_masked import kernels
 
-__all__ = ["attend"]
-
 
 @dataclasses.dataclass
 class _Saved:
@@ -97,10 +95,9 @@ def attend(
     *,
     scale: float | None,
     layout: str,
-    limit: float,
-    equal: float,
+    limits: tuple[float, float],
 ) -> Tensor:
-    """The output of `attention`, with the mean of v in rows whose mask bias is at most `limit` at every key.
+    """The output of `attention`, with the mean of v in rows whose mask bias is low at every key.
 
     Args:
         attention: `evoformer_attention` with this scale and layout.
@@ -109,8 +106,8 @@ def attend(
         pair_bias: `[*, 1, H, Q, K]`, with all leading axes of q or all of size 1. Without a gradient the last three may be 1.
         gate: of O's shape and dtype, or None. The means are gated too.
         scale, layout: what `attention` has; a scale of None is `D ** -0.5`.
-        limit: the largest mask bias of a fully masked row.
-        equal: keys whose bias is below this times the largest of an empty row weigh nothing.
+        limits: the largest mask bias of a fully masked row. Keys whose bias is below the second number times the largest of an
+            empty row weigh nothing.
     """
     lead = q.shape[:-3]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -118,10 +115,10 @@ def attend(
         q, k, v, mask_bias = (_with_one_lead(x) for x in (q, k, v, mask_bias.expand(*lead, *mask_bias.shape[-3:])))
         pair_bias = None if pair_bias is None else _with_one_lead(with_axes(pair_bias, len(lead) + 3))
         gate = None if gate is None else _with_one_lead(gate)
-        o = attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limit=limit, equal=equal)
+        o = attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limits=limits)
         return o.reshape(*lead, *o.shape[-3:])
     keys = mask_bias.detach().expand(*lead, 1, 1, k.shape[-2 if layout == "bnhld" else -3])[:, :, 0, 0]
-    alive, stats = kernels.find(keys, limit, equal)
+    alive, stats = kernels.find(keys, *limits)
     inputs: tuple[Tensor | None, ...] = (q, k, v, pair_bias, gate)
     saved = _Saved()
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]

@@ -18,8 +18,6 @@ from torch import Tensor
 from evoattn.backends.triton.kernels.primitives import load_tile, sigmoid
 from evoattn.backends.triton.launch import Kernel, launch_kernel
 
-__all__ = ["Rows", "add_to_inputs", "add_to_pairs", "fill", "find"]
-
 _FLAGS = 128
 _SIZES = ["n_rows", "heads", "lq", "lk", "total"]
 

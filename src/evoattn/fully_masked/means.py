@@ -30,8 +30,6 @@ from evoattn.core.numerics import bounded
 from evoattn.dispatch.axes import fits, key_axes, with_axes
 from evoattn.dispatch.checks import compute_dtype
 
-__all__ = ["EmptyRows", "check_empty_rows", "with_means", "with_means_for_replaced_scores", "with_means_per_query"]
-
 EmptyRows = Literal["mean", "native"]
 
 _SWALLOWS = {torch.float32: -1e8, torch.bfloat16: -3e4, torch.float16: -3e4}
@@ -84,8 +82,8 @@ def with_means(
     if plain and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout, gate):
         from evoattn.fully_masked.in_place import attend
 
-        limit, equal = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
-        return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limit=limit, equal=equal)
+        limits = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
+        return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limits=limits)
     o = attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
     mask_bias = key_axes(mask_bias, q)[..., None, None, :]  # type: ignore[index]
     scale, keys = q.shape[-1] ** -0.5 if scale is None else scale, k.shape[-2 if layout == "bnhld" else -3]
@@ -153,9 +151,8 @@ def with_means_for_replaced_scores(
             def call(q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
                 return attention(v)
 
-            q, k = q.detach(), k.detach()
-            limit, equal = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
-            return attend(call, q, k, v, bias, None, scale=1.0, layout="bnhld", limit=limit, equal=equal)
+            limits = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
+            return attend(call, q.detach(), k.detach(), v, bias, None, scale=1.0, layout="bnhld", limits=limits)
     o = attention(v)
     attended = mask.any(-1, keepdim=True)
     if not v.shape[-2] or (plain and o.device.type == "cpu" and bool(attended.all())):

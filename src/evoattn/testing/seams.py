@@ -15,6 +15,7 @@ from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs as Arguments
 from evoattn.core.problem import Problem
 from evoattn.dispatch import lookup
+from evoattn.dispatch.autograd import Straight
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Options
 from evoattn.testing.cases import Inputs
@@ -73,7 +74,7 @@ def way(
     known = dispatch.find(Arguments(q, k, v, mask, mask_bias, pair_bias, gate), Options(**options))
     if known is None:
         return None
-    return "plan" if isinstance(known, dispatch.Straight) else "operator"
+    return "plan" if isinstance(known, Straight) else "operator"
 
 
 @contextlib.contextmanager

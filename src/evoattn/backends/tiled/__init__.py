@@ -41,8 +41,6 @@ from evoattn.core.layouts import as_planned, empty_gradients, empty_outputs
 from evoattn.core.numerics import LOG2E, accumulate_dtype, row_bias
 from evoattn.core.problem import Problem, describe
 
-__all__ = ["NAME", "availability", "faster", "plan_backward", "plan_forward", "unsupported"]
-
 NAME = "tiled"
 
 _SHARES = 2

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from evoattn.backends.tiled.scores import Rows, Scores, cut, spans, stack, subtrahends, unflatten, view
 
-__all__ = ["Share", "Work", "shares"]
-
 
 class Share:
     """Rows that one thread does one after another, and the gradients of biases that it sums over them.

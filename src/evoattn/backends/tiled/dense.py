@@ -18,8 +18,6 @@ from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.numerics import LOG2E, accumulate_dtype, row_bias
 from evoattn.core.problem import Problem
 
-__all__ = ["backward", "fits", "forward", "probabilities"]
-
 _MOST_CHANNELS = 1 << 18
 """Elements of q, k or v in a call that has more of them than scores: 1 MiB in float32."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from evoattn.backends.tiled.scores import Part, Rows, Scores, spans, stack, statistic, unflatten
 from evoattn.core.inputs import Inputs, Outputs
 
-__all__ = ["forward_pieces"]
-
 
 def forward_pieces(pieces: Iterator[Part], scores: Scores, inputs: Inputs, outputs: Outputs) -> None:
     """Write o, lse and reference of some rows and queries after the other.

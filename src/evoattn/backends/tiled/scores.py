@@ -10,8 +10,6 @@ from torch import Tensor
 from evoattn.backends.tiled.sizes import TiledPlan
 from evoattn.core.numerics import LN2, LOG2E, NEAR, largest_bias, query_shift, shifted_biases
 
-__all__ = ["Part", "Rows", "Scores", "cut", "is_plain", "spans", "stack", "statistic", "subtrahends", "unflatten", "view"]
-
 Rows = tuple[slice, slice, slice]
 """b, n and h of a piece. Where matrices are multiplied these are one axis, g."""
 

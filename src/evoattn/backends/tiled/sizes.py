@@ -8,8 +8,6 @@ from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 
-__all__ = ["TiledPlan", "tiled_plan"]
-
 _CPU_SCORE_BYTES = 4 << 20
 """Scores of one block stay in the second-level cache: on two cores, 2 to 4 MiB is the flat bottom, 8 MiB costs 5 to 10%."""
 

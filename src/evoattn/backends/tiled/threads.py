@@ -24,8 +24,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["alone", "available", "share"]
-
 Piece = TypeVar("Piece")
 
 _pools: dict[int, concurrent.futures.ThreadPoolExecutor] = {}

@@ -29,8 +29,6 @@ from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
 from evoattn.clients.site import Count, Site, named, repeated
 from evoattn.core import guards
 
-__all__ = ["ELSEWHERE", "FIRST", "Steps", "block", "blocks", "loop", "loops", "release", "sites", "step"]
-
 FIRST = "among the first calls of their kind"
 """The reason for calls that were not replayed, but may be the next time."""
 

@@ -16,8 +16,6 @@ from evoattn.clients.graphs.recorder import Recorder, Recording
 from evoattn.clients.graphs.trees import NotCaptured, Spec, copied, flat, nested, room_for, same_bits
 from evoattn.clients.site import Count, taped
 
-__all__ = ["Call", "CallKind", "addresses"]
-
 _WORTH = 8
 """Replays that pay for a recording, which takes as long as two to four calls."""
 

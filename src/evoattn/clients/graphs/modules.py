@@ -13,8 +13,6 @@ from torch.nn.modules import module as torch_modules
 
 from evoattn.clients.graphs.trees import NotCaptured
 
-__all__ = ["Seen"]
-
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 

@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from evoattn.clients.graphs.trees import NotCaptured
 from evoattn.core.numerics import float32_products
 
-__all__ = ["CudaRecorder", "Recorder", "Recording", "modes", "scout"]
-
 
 @dataclasses.dataclass
 class Recording:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from evoattn.dispatch.axes import narrow_expanded
 
-__all__ = ["NotCaptured", "Spec", "copied", "flat", "nested", "room_for", "same_bits"]
-
 Spec = tuple[Any, ...]
 """The result of `flat`: containers with their keys, layouts of tensors, and plain values. It is hashable."""
 

@@ -154,7 +154,7 @@ def test_all_of_it_is_recorded() -> None:
     for seed in range(6):
         x = draw(seed, 3, ATOMS, 4)
         assert torch.equal(module(batch, x), module.original(batch, x))
-    assert (count.ours, count.passed_on) == (3, {FIRST: 3})
+    assert (count.replaced, count.passed_on) == (3, {FIRST: 3})
 
 
 class Rollout(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import evoattn
 from evoattn.clients import graphs, patching
-from evoattn.clients.graphs import ELSEWHERE, FIRST, kept, recorder, trees
+from evoattn.clients.graphs import ELSEWHERE, FIRST, call_kinds, recorder, trees
 from evoattn.clients.releases import digest, sources
 from evoattn.clients.site import Client, Count, Site
 from tests.helpers.recorders import Traced
@@ -69,7 +69,7 @@ class Watched:
 
     @property
     def replayed(self) -> int:
-        return self.count.ours
+        return self.count.replaced
 
     @property
     def reasons(self) -> set[str]:
@@ -93,13 +93,13 @@ def test_the_fourth_call_is_the_first_that_is_replayed(watched: Watched) -> None
 
 def test_tensors_that_stay_are_read_where_they_are(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
-    original = kept._copy
+    original = call_kinds._copy
 
     def copy(there: list[Any], tensors: list[Tensor]) -> None:
         copies.append(sum(isinstance(x, Tensor) for x in there))
         original(there, tensors)
 
-    monkeypatch.setattr(kept, "_copy", copy)
+    monkeypatch.setattr(call_kinds, "_copy", copy)
     watched.agrees(6)
     assert copies == [1] * 6, "one to record, two to compare, three to replay; z is never copied"
     x = draw(9)
@@ -288,14 +288,14 @@ def test_a_recorder_that_fails_once_is_not_asked_again(watched: Watched) -> None
 
 def test_a_replay_that_fails_when_it_is_compared(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     watched.agrees(2)
-    original = kept.room_for
+    original = call_kinds.room_for
 
     def no_memory(x: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(kept, "room_for", no_memory)
+    monkeypatch.setattr(call_kinds, "room_for", no_memory)
     watched.agrees(3)
-    monkeypatch.setattr(kept, "room_for", original)
+    monkeypatch.setattr(call_kinds, "room_for", original)
     watched.agrees(3)
     assert watched.count.passed_on == {FIRST: 3, "it cannot be recorded: OutOfMemoryError: CUDA out of memory": 5}
     assert recordings(watched) == 0
@@ -510,10 +510,10 @@ def test_room_looks_like_the_tensor() -> None:
 
 
 def test_calls_in_a_replay_are_counted(watched: Watched) -> None:
-    before = OF_ATTENTION.ours
+    before = OF_ATTENTION.replaced
     for _ in range(10):
         watched(draw(1))
-    assert OF_ATTENTION.ours - before == 10
+    assert OF_ATTENTION.replaced - before == 10
 
 
 def test_a_module_that_is_gone_takes_its_recordings_along(watched: Watched) -> None:
@@ -867,9 +867,9 @@ def test_blocks_share_a_recording() -> None:
     trunk = Trunk()
     before = [[x.clone() for x in (*block.parameters(), *block.buffers())] for block in trunk.blocks]
     trunk.agrees()
-    assert (trunk.count.ours, trunk.count.passed_on, trunk.recorder.recorded) == (5, {FIRST: 3}, 1)
+    assert (trunk.count.replaced, trunk.count.passed_on, trunk.recorder.recorded) == (5, {FIRST: 3}, 1)
     trunk.agrees(3)
-    assert (trunk.count.ours, trunk.recorder.recorded) == (13, 1)
+    assert (trunk.count.replaced, trunk.recorder.recorded) == (13, 1)
     for block, were in zip(trunk.blocks, before, strict=True):
         assert all(map(torch.equal, (*block.parameters(), *block.buffers()), were)), "a block was written to"
 
@@ -882,7 +882,7 @@ def test_weights_that_change_are_read_by_a_shared_recording() -> None:
     trunk.blocks[7].norm = nn.LayerNorm(4).eval()
     trunk.blocks[5].load_state_dict(trunk.blocks[4].state_dict())
     trunk.agrees()
-    assert (trunk.count.ours, trunk.recorder.recorded) == (13, 1)
+    assert (trunk.count.replaced, trunk.recorder.recorded) == (13, 1)
 
 
 @pytest.mark.parametrize("what", ["an attribute", "a list", "a width", "a class", "an object", "training"])
@@ -903,7 +903,7 @@ def test_blocks_of_another_structure_have_a_recording_of_their_own(what: str) ->
         other.drop.train()
         other.drop.p = 0.0
     trunk.agrees()
-    assert trunk.count.ours == 4 and sum(trunk.count.passed_on.values()) == 4
+    assert trunk.count.replaced == 4 and sum(trunk.count.passed_on.values()) == 4
 
 
 def test_blocks_in_inference_mode_and_blocks_that_want_gradients() -> None:
@@ -911,7 +911,7 @@ def test_blocks_in_inference_mode_and_blocks_that_want_gradients() -> None:
     with torch.inference_mode():
         trunk.agrees()
     trunk.agrees()
-    assert trunk.count.ours == 10, "a mode has a recording of its own"
+    assert trunk.count.replaced == 10, "a mode has a recording of its own"
     x = draw(3)
     expected = trunk.blocks[0].original(x, trunk.mask)
     assert trunk.blocks[0](x, trunk.mask).requires_grad and torch.equal(trunk.blocks[0](x, trunk.mask), expected)
@@ -930,7 +930,7 @@ def test_a_block_that_draws_from_a_generator_of_its_own_is_not_recorded() -> Non
     with torch.no_grad():
         for block in trunk.blocks:
             block(draw(1), trunk.mask)
-    assert trunk.count.ours == 0
+    assert trunk.count.replaced == 0
     assert any("it draws random numbers" in reason for reason in trunk.count.passed_on)
 
 
@@ -947,24 +947,24 @@ def test_what_a_block_makes_at_its_first_call_is_not_recorded() -> None:
 
     trunk.steps._original = making
     trunk.agrees()
-    assert trunk.count.ours == 5
+    assert trunk.count.replaced == 5
 
 
 def test_a_block_that_draws_more_when_it_is_replayed_is_not_replayed() -> None:
     trunk = Trunk()
-    replay = kept.CallKind.replay
+    replay = call_kinds.CallKind.replay
 
     def more(self: Any, *given: Any) -> Any:
         torch.rand(1)
         return replay(self, *given)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(kept.CallKind, "replay", more)
+        monkeypatch.setattr(call_kinds.CallKind, "replay", more)
         trunk.agrees()
-    assert trunk.count.ours == 0 and trunk.count.passed_on["it draws other random numbers"] == 5
+    assert trunk.count.replaced == 0 and trunk.count.passed_on["it draws other random numbers"] == 5
 
 
-def kinds(trunk: Trunk) -> list[kept.CallKind]:
+def kinds(trunk: Trunk) -> list[call_kinds.CallKind]:
     """The kinds of calls of all blocks."""
     return [kind for group in trunk.steps._kinds.values() for kind in group.values()]
 
@@ -1026,7 +1026,7 @@ def test_an_object_at_the_address_of_another_one() -> None:
         trunk.agrees()
         del block, setting
         trunk.blocks.clear()
-    assert trunk.count.ours == 8
+    assert trunk.count.replaced == 8
 
 
 class Refusing:
@@ -1055,7 +1055,7 @@ def test_a_twin_that_cannot_be_made(what: str) -> None:
     else:
         trunk.steps._original = failing
     trunk.agrees()
-    assert trunk.count.ours == 0
+    assert trunk.count.replaced == 0
     assert any("there is one" in reason or "no room" in reason for reason in trunk.count.passed_on)
 
 
@@ -1072,7 +1072,7 @@ def test_tied_weights_are_another_structure() -> None:
     for block in trunk.blocks[:4]:
         block.wide.weight = block.product.weight
     trunk.agrees()
-    assert trunk.recorder.recorded == 2 and trunk.count.ours == 2
+    assert trunk.recorder.recorded == 2 and trunk.count.replaced == 2
 
 
 def test_a_recording_that_is_not_valid_any_more_is_made_anew() -> None:
@@ -1082,7 +1082,7 @@ def test_a_recording_that_is_not_valid_any_more_is_made_anew() -> None:
     assert kind._recording is not None
     kind._recording.is_valid = lambda: False
     trunk.agrees()
-    assert trunk.recorder.recorded == 2 and trunk.count.ours == 5 + 8 - 2
+    assert trunk.recorder.recorded == 2 and trunk.count.replaced == 5 + 8 - 2
 
 
 def test_the_first_call_of_a_twin_is_not_counted() -> None:
@@ -1096,7 +1096,7 @@ def test_the_first_call_of_a_twin_is_not_counted() -> None:
     with torch.no_grad():
         for block in trunk.blocks:
             block(draw(1), trunk.mask)
-    assert counted.ours == len(trunk.blocks)
+    assert counted.replaced == len(trunk.blocks)
 
 
 def test_what_is_computed_does_not_depend_on_a_clock() -> None:
@@ -1145,7 +1145,7 @@ def test_short_inputs_are_left_to_the_client(
     from evoattn.clients import layers
 
     monkeypatch.setattr(layers, "residues", lambda _: 6)
-    monkeypatch.setattr(layers, "_of", lambda _: None)
+    monkeypatch.setattr(layers, "_counterpart", lambda _: (None, ""))
     for grad, left in ((False, inference), (True, training)):
         count = Count()
         with torch.set_grad_enabled(grad):
@@ -1195,7 +1195,7 @@ def test_what_is_recorded_does_not_write_into_its_input(
             expected = block.original(x, mask)
             assert torch.equal(block(x, mask, inplace_safe=True), expected)
             assert torch.equal(x, expected if writes else draw(1))
-    assert count.passed_on == reasons and count.ours == 8 - sum(reasons.values())
+    assert count.passed_on == reasons and count.replaced == 8 - sum(reasons.values())
 
 
 def test_an_argument_that_is_not_passed_is_not_replaced() -> None:
@@ -1248,7 +1248,7 @@ def test_only_the_transformer_of_tokens_is_recorded(monkeypatch: pytest.MonkeyPa
         for beta in (None, True):
             for seed in range(6):
                 assert torch.equal(module(draw(seed), z, z, beta), original(module, draw(seed), z))
-    assert count.ours == 3
+    assert count.replaced == 3
     assert count.passed_on == {FIRST: 3, "a transformer of atoms, whose pairs take too much memory": 6}
 
 
@@ -1271,4 +1271,4 @@ def test_blocks_that_are_offloaded_are_left_alone(monkeypatch: pytest.MonkeyPatc
         z = draw(2)
         for _ in range(5):
             module(draw(1), z, inplace_safe=True)
-    assert not any(seen[5:]) and count.ours == 2
+    assert not any(seen[5:]) and count.replaced == 2

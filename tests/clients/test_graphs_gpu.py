@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import evoattn
 from evoattn.clients import graphs
-from evoattn.clients.graphs import FIRST, kept
+from evoattn.clients.graphs import FIRST, call_kinds
 from evoattn.clients.site import Count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")]
@@ -83,7 +83,7 @@ def test_a_replay_has_the_same_bits(dtype: torch.dtype | None) -> None:
     """Each call leaves autocast, so its casts of weights are gone when the next one is replayed."""
     watched = Watched()
     watched.agrees(10, dtype=dtype)
-    assert (watched.count.ours, watched.count.passed_on) == (7, {FIRST: 3})
+    assert (watched.count.replaced, watched.count.passed_on) == (7, {FIRST: 3})
 
 
 def test_one_autocast_around_all_calls() -> None:
@@ -94,7 +94,7 @@ def test_one_autocast_around_all_calls() -> None:
             assert torch.equal(watched.module(draw(seed, 48, SIZE), z)["x"], expected)
             overwrite()
     watched.agrees(4, dtype=torch.bfloat16)
-    assert watched.count.ours >= 7
+    assert watched.count.replaced >= 7
 
 
 def test_inference_mode() -> None:
@@ -104,7 +104,7 @@ def test_inference_mode() -> None:
             expected = watched.module.original(draw(seed, 48, SIZE), z)["x"]
             found = watched.module(draw(seed, 48, SIZE), z)["x"]
             assert torch.equal(found, expected) and found.is_inference()
-    assert watched.count.ours == 5, watched.count.passed_on
+    assert watched.count.replaced == 5, watched.count.passed_on
 
 
 def test_an_attention_of_torch() -> None:
@@ -117,7 +117,7 @@ def test_an_attention_of_torch() -> None:
     watched = Watched(body)
     watched.agrees(6, dtype=torch.bfloat16)
     watched.agrees(6)
-    assert watched.count.ours == 6, watched.count.passed_on
+    assert watched.count.replaced == 6, watched.count.passed_on
 
 
 def test_autocast_that_keeps_nothing() -> None:
@@ -129,7 +129,7 @@ def test_autocast_that_keeps_nothing() -> None:
             assert torch.equal(watched.module(draw(seed, 48, SIZE), z)["x"], expected)
             assert not torch.is_autocast_cache_enabled()
         overwrite()
-    assert watched.count.ours == 5, watched.count.passed_on
+    assert watched.count.replaced == 5, watched.count.passed_on
 
 
 def test_two_lengths_in_turn() -> None:
@@ -139,7 +139,7 @@ def test_two_lengths_in_turn() -> None:
             length = (32, 80)[seed % 2]
             x = draw(seed, length, SIZE)
             assert torch.equal(watched.module(x, zs[length])["x"], watched.module.original(x, zs[length])["x"])
-    assert watched.count.ours == 16 - 6
+    assert watched.count.replaced == 16 - 6
 
 
 def test_changed_weights() -> None:
@@ -153,7 +153,7 @@ def test_changed_weights() -> None:
         with torch.no_grad():
             change(watched.module.layers[0][1].weight)
     watched.agrees(6, dtype=torch.bfloat16)
-    assert watched.count.ours == 12
+    assert watched.count.replaced == 12
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_what_cannot_be_recorded(body: Any, reason: str) -> None:
     torch.cuda.empty_cache()
     other = Watched()
     other.agrees(6, dtype=torch.bfloat16)
-    assert other.count.ours == 3
+    assert other.count.replaced == 3
 
 
 def test_memory_is_free_after_release() -> None:
@@ -217,7 +217,7 @@ def test_a_recording_goes_with_the_tensors_that_it_reads() -> None:
 
 
 def test_threads_with_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_GAIN", math.inf)  # a replay of one thread may wait for the other
+    monkeypatch.setattr(call_kinds, "_GAIN", math.inf)  # a replay of one thread may wait for the other
     watched, failures = Watched(), []
 
     def work(seed: int) -> None:
@@ -235,8 +235,8 @@ def test_threads_with_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures and watched.count.ours + sum(watched.count.passed_on.values()) == 60
-    assert watched.count.ours >= 40, watched.count.passed_on
+    assert not failures and watched.count.replaced + sum(watched.count.passed_on.values()) == 60
+    assert watched.count.replaced >= 40, watched.count.passed_on
 
 
 MADE: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
@@ -284,7 +284,7 @@ def test_blocks_share_a_graph_and_draw_the_same_random_numbers(dtype: torch.dtyp
         with torch.no_grad():
             blocks[seed].product.weight.mul_(2)
         overwrite()
-    assert (count.ours, set(count.passed_on)) == (21, {FIRST})
+    assert (count.replaced, set(count.passed_on)) == (21, {FIRST})
 
 
 def test_rotations_without_a_decomposition() -> None:
@@ -326,7 +326,7 @@ def test_atoms_are_added_in_one_order_and_in_a_graph() -> None:
 
     watched = Watched(body)
     watched.agrees(10, length=tokens)
-    assert (watched.count.ours, watched.count.passed_on) == (7, {FIRST: 3})
+    assert (watched.count.replaced, watched.count.passed_on) == (7, {FIRST: 3})
 
 
 def test_pairs_without_a_batch_have_a_limit() -> None:

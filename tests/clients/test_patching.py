@@ -320,11 +320,11 @@ def test_few_residues_on_a_gpu_are_left_to_the_client(triangle: Any) -> None:
     forward = layer(type(triangle).forward, count, least=6)
     assert not forward(triangle, Z.as_subclass(OnGpu)).any() and not forward(triangle, x=Z.as_subclass(OnGpu)).any()
     reason = "fewer than 6 residues, where the client's own layers take less of the host"
-    assert (count.ours, dict(count.passed_on)) == (0, {reason: 2})
+    assert (count.replaced, dict(count.passed_on)) == (0, {reason: 2})
     assert forward(triangle, Z).any(), "on a CPU"
     forward = layer(type(triangle).forward, count, least=5)
     assert forward(triangle, Z.as_subclass(OnGpu)).any()
-    assert count.ours == 2
+    assert count.replaced == 2
 
 
 def test_layers_of_other_kinds_stay_the_clients(triangle: Any) -> None:

@@ -266,14 +266,14 @@ def test_patched() -> None:
     expected = theirs(*given)
     CALLS.clear()
     torch.testing.assert_close(forward(theirs, *given), expected)
-    assert (count.ours, dict(count.passed_on)) == (1, {}) and not CALLS
+    assert (count.replaced, dict(count.passed_on)) == (1, {}) and not CALLS
     torch.testing.assert_close(forward(theirs, given[0], given[1], window=3), expected)
     torch.testing.assert_close(
         forward(theirs, given[0], given[1][:, :1, :1].expand(2, 7, 7)), theirs(given[0], given[1][:, :1, :1].expand(2, 7, 7))
     )
     theirs.pair_transition.register_forward_hook(lambda *_: None)
     torch.testing.assert_close(forward(theirs, *given), expected)
-    assert count.ours == 2
+    assert count.replaced == 2
     assert list(count.passed_on) == [
         "evoattn.nn.replace does not know the argument 'window' of this layer",
         "pair_transition has hooks, and evoattn.nn does not call it",
@@ -325,7 +325,7 @@ def test_a_block_in_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.M
     theirs, count = blocks()[0].eval(), Count()
     given = arguments(theirs)
     torch.testing.assert_close(patched_block(Pairs.forward, count)(theirs, *given), theirs(*given))
-    assert (count.ours, dict(count.passed_on)) == (0, {layers._WIDE: 1})
+    assert (count.replaced, dict(count.passed_on)) == (0, {layers._WIDE: 1})
 
 
 @pytest.mark.parametrize("grad", [False, True])

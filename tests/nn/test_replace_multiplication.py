@@ -250,9 +250,11 @@ def test_what_is_not_known_is_left_to_the_client() -> None:
     count = Count()
     forward = patched_layer(Split.forward, count)
     torch.testing.assert_close(forward(layer, z, None, use_triton_triangle_kernels=False), layer(z))
-    assert count.ours == 1 and not count.passed_on
+    assert count.replaced == 1 and not count.passed_on
     torch.testing.assert_close(forward(layer, z, window=3), layer(z))
-    assert count.ours == 1 and list(count.passed_on) == ["evoattn.nn.replace does not know the argument 'window' of this layer"]
+    assert count.replaced == 1 and list(count.passed_on) == [
+        "evoattn.nn.replace does not know the argument 'window' of this layer"
+    ]
     ours.replace(layer)
     with pytest.raises(TypeError, match="does not know the argument 'window'"):
         layer(z, window=3)

@@ -234,7 +234,7 @@ def test_few_residues_keep_an_answer_of_their_own(kernel: str, patched: bool) ->
         layer = patched_layer(Attention.forward, count) if patched else type(made.tri_att_start).forward
         expected = theirs.tri_att_start(z, None, triangle_attention=kernel)
         assert_same([layer(made.tri_att_start, z, None, triangle_attention=kernel)], [expected])
-        assert (count.ours, dict(count.passed_on)) == (0 if own or not patched else 2, {})
+        assert (count.replaced, dict(count.passed_on)) == (0 if own or not patched else 2, {})
 
 
 def test_dropout_by_a_kernel_of_protenix(unfused: Any) -> None:
@@ -244,9 +244,9 @@ def test_dropout_by_a_kernel_of_protenix(unfused: Any) -> None:
     unfused.TRITON_FUSED_OPS_AVAILABLE = True
     _, z = inputs(theirs)
     forward(theirs, None, z, None)
-    assert count.ours == 0 and "FUSED_DROPOUT_RESIDUAL" in next(iter(count.passed_on))
+    assert count.replaced == 0 and "FUSED_DROPOUT_RESIDUAL" in next(iter(count.passed_on))
     forward(theirs.eval(), None, z, None)
-    assert count.ours == 1
+    assert count.replaced == 1
 
 
 def test_hooks_and_masks_that_ours_does_not_know() -> None:
@@ -365,7 +365,7 @@ def test_the_attention_of_the_single_track(monkeypatch: pytest.MonkeyPatch) -> N
             CALLS.clear()
             assert_same(run(layer, (), **options), run(theirs, (), **options))
             assert CALLS == ["pair bias"] * 2
-    assert (count.ours, dict(count.passed_on)) == (2, {})
+    assert (count.replaced, dict(count.passed_on)) == (2, {})
 
 
 @pytest.mark.parametrize("direction", ["Outgoing", "Incoming"])

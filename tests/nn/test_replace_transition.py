@@ -237,7 +237,7 @@ def test_a_wide_transition_is_no_call_that_was_passed_on() -> None:
     wide, count = filled(Pair(257)), Count()
     z = normal(2, 3, 257)
     torch.testing.assert_close(patched_layer(Pair.forward, count)(wide, z), wide(z))
-    assert (count.ours, dict(count.passed_on)) == (0, {})
+    assert (count.replaced, dict(count.passed_on)) == (0, {})
 
 
 def test_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch)
     forward = patched_layer(Pair.forward, count)
     torch.testing.assert_close(forward(theirs, z), theirs(z))
     torch.testing.assert_close(forward(theirs, z=z), theirs(z))
-    assert (count.ours, dict(count.passed_on)) == (0, {layers._WIDE: 2})
+    assert (count.replaced, dict(count.passed_on)) == (0, {layers._WIDE: 2})
 
 
 @pytest.mark.parametrize(("kind", "path"), [(Pair, "relu"), (Boltz, "silu"), (Gated, "swiglu.swish")])

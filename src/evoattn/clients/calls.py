@@ -19,14 +19,14 @@ Function = Callable[..., Any]
 _SHORT, _FEW_SCORES = 288, 100_000_000
 """An attention of fewer queries and keys, and with fewer scores in all, is left to the client, unless a CUDA graph replays it.
 
-A block of Boltz-2 of 256 residues took, on an H200, 4.9 ms as installed and 7.2 ms with ours as the attention of Boltz' layers.
+A block of Boltz-2 of 256 residues took, on an H200, 4.9 ms as installed and 7.2 ms with the attention of its layers replaced.
 A training step took 14.7 and 21.7 ms, and 1,712 and 1,462 MiB. Nothing between 256 and 1,024 residues was measured.
 """
 
 _FEW_IN_INFERENCE, _FEW_IN_TRAINING = 1 << 24, 1 << 22
 """A float32 attention with pair bias that has fewer scores is left to the client too; in training if it is also short.
 
-The 200 steps of a denoiser that is not replayed as a CUDA graph took, as installed and with ours, seconds: Boltz-2's on an H200
+The 200 steps of a denoiser that is not replayed as a CUDA graph took, as installed and patched, seconds: Boltz-2's on an H200
 7.6 and 13.0 at 152 residues, 11.6 and 13.6 at 988, which have 15.6 million scores; Protenix' on an H100 6.3 and 8.6 at 152
 residues, 7.8 and 9.1 at 304. A training step of four Boltz-2 blocks took, on an H100, 12.5 and 16.9 ms at 128 residues, 17.1
 and 18.5 ms at 256.
@@ -75,7 +75,7 @@ def low_memory(original: Function, count: Count) -> Function:
     """`_lma`, as OpenFold and OpenFold-3 have it."""
 
     def _lma(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int) -> Tensor:
-        """Ours holds no scores, whatever the chunks. The caller has expanded the biases: that is taken back."""
+        """No scores are held, whatever the chunks. The caller has expanded the biases, which is undone here."""
         count.one()
         return attention(q, k, v, [narrow_expanded(x) for x in biases])
 

@@ -19,9 +19,9 @@ from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden
 FEW = 288
 """Residues below which blocks are left to clients: launching kernels takes longer there than running them.
 
-A guess. At 256 residues ours are slower in some cases, at 1,024 in none, and nothing between was measured.
+A guess. At 256 residues those of `evoattn.nn` are slower in some cases, at 1,024 in none. Nothing between was measured.
 
-Blocks of 256 residues on hosts with an H100, in ms, the client's own and ours:
+Blocks of 256 residues on hosts with an H100, in ms, the client's own and those of `evoattn.nn`:
 
 | client | inference | training step |
 |---|---|---|
@@ -36,7 +36,7 @@ _FEW_IN_SINGLE_TRACK = 1024
 
 With 16 heads these are the 2^24 scores of `calls.host_sets_pace`.
 
-200 steps of OpenFold-3's denoiser took, on an H100, 12.1 s as installed and 16.4 s with ours at 152 residues, 11.9 and 15.8 s
+200 steps of OpenFold-3's denoiser took, on an H100, 12.1 s as installed and 16.4 s patched at 152 residues, 11.9 and 15.8 s
 at 304. The trunk at 152 residues took 1.5 and 2.4 s.
 """
 
@@ -118,30 +118,30 @@ def _slower_in_float32(counterpart: Ours, arguments: tuple[Any, ...]) -> str:
     return _FEW_RESIDUES if (residues(arguments, 3) or least) < least else ""
 
 
-def _counterpart(theirs: nn.Module) -> tuple[Ours | None, str]:
+def _counterpart(module: nn.Module) -> tuple[Ours | None, str]:
     """The layer of `evoattn.nn` for a client's layer, or None and the reason; "" if the client's own is as fast.
 
     It is made anew when a module or a setting in the layer changed.
     """
-    method = overridden(theirs, entries=False)
+    method = overridden(module, entries=False)
     if method:
-        return None, f"a {type(theirs).__name__} overrides {method}"
-    modules = tuple(theirs.modules())[1:]  # not the layer itself, which must not keep itself alive
-    known = _counterparts.get(theirs)
-    if known is None or not _holds(theirs, modules, *known[:2]):
+        return None, f"a {type(module).__name__} overrides {method}"
+    modules = tuple(module.modules())[1:]  # not the layer itself, which must not keep itself alive
+    known = _counterparts.get(module)
+    if known is None or not _holds(module, modules, *known[:2]):
         counterpart, reason = None, ""
         try:
-            counterpart = Ours.of(theirs, entries=False)
+            counterpart = Ours.of(module, entries=False)
         except ValueError as error:
             reason = str(error)
-        known = _counterparts[theirs] = modules, tuple(map(settings, (theirs, *modules))), counterpart, reason
+        known = _counterparts[module] = modules, tuple(map(settings, (module, *modules))), counterpart, reason
     return known[2:]
 
 
 def _holds(
-    theirs: nn.Module, now: tuple[nn.Module, ...], before: tuple[nn.Module, ...], made_with: tuple[Settings, ...]
+    module: nn.Module, now: tuple[nn.Module, ...], before: tuple[nn.Module, ...], made_with: tuple[Settings, ...]
 ) -> bool:
     """Return whether a layer has the modules and the settings that it had before."""
     if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
         return False
-    return all(map(has_settings, (theirs, *now), made_with))
+    return all(map(has_settings, (module, *now), made_with))

@@ -88,7 +88,7 @@ class Patch:
     @property
     def calls_by_site(self) -> dict[str, int]:
         """Calls that evoattn computed, by site."""
-        return {site: count.ours for site, count in self._counts.items()}
+        return {site: count.replaced for site, count in self._counts.items()}
 
     @property
     def passed_on(self) -> dict[str, int]:
@@ -98,7 +98,7 @@ class Patch:
     @property
     def steps(self) -> dict[str, dict[str, int]]:
         """For each function that is recorded as a CUDA graph, how often a graph was replayed, as "", or why it was not."""
-        return {site: {"": count.ours, **count.passed_on} for site, count in self._steps.items()}
+        return {site: {"": count.replaced, **count.passed_on} for site, count in self._steps.items()}
 
     def undo(self) -> None:
         """Put the originals back, and free the memory of CUDA graphs. Counts are kept."""
@@ -171,7 +171,7 @@ class Patch:
             raise
 
     def _lost(self) -> list[Site]:
-        """The sites at which another function stands by now, which does not call ours."""
+        """The sites at which another function stands by now, which does not call the replacement."""
         return [site for site, replacement in self._made.items() if not _calls(site.find()[2], replacement)]
 
     def _mend(self, of: Client) -> None:
@@ -340,11 +340,11 @@ def _names_of(function: Callable[..., Any], of: Client) -> list[tuple[types.Modu
     return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
 
 
-def _calls(function: Any, ours: Callable[..., Any]) -> bool:
-    """Return whether a function is ours, or wraps it."""
-    while function is not None and function is not ours:
+def _calls(function: Any, replacement: Callable[..., Any]) -> bool:
+    """Return whether a function is the replacement, or wraps it."""
+    while function is not None and function is not replacement:
         function = getattr(function, "__wrapped__", None)
-    return function is ours
+    return function is replacement
 
 
 def _is_installed(module: str) -> bool:

@@ -104,7 +104,8 @@ def _file_of(module: str) -> pathlib.Path | None:
     first, *parts = module.split(".")
     spec = importlib.util.find_spec(first)
     for part in parts:
-        spec = spec and importlib.machinery.PathFinder.find_spec(part, spec.submodule_search_locations or [])
+        locations = [str(x) for x in spec.submodule_search_locations or ()] if spec else []  # transformers has paths there
+        spec = importlib.machinery.PathFinder.find_spec(part, locations)
     return None if spec is None or spec.origin is None else pathlib.Path(spec.origin)
 
 

@@ -73,7 +73,7 @@ def _denoised(self: Any, x: Tensor, level: float, conditions: dict[str, Any]) ->
 
 
 def _moved_onto(y: Tensor, x: Tensor, atom_mask: Tensor) -> Any:
-    """Coordinates x turned and moved onto y, by Boltz' function or ours of it."""
+    """Coordinates x turned and moved onto y, by Boltz' function or its replacement."""
     mask = atom_mask.float()
     with torch.autocast(x.device.type, enabled=False):
         return _client("loss.diffusionv2").weighted_rigid_align(x.float(), y.float(), mask, mask).to(y)

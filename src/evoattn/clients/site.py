@@ -15,25 +15,25 @@ import torch
 
 
 class Count:
-    """Counts of a site's calls that ours computed, and of those passed on to the original, by reason.
+    """Counts of a site's calls that the replacement computed, and of those passed on to the original, by reason.
 
     Calls inside code that torch.compile made are not counted: a number that changes would have it compiled anew.
 
     Args:
-        tell: is told of each call: "" if ours computes it, else the reason.
+        tell: is told of each call: "" if the replacement computes it, else the reason.
     """
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        self.ours = 0
+        self.replaced = 0
         self.passed_on: collections.Counter[str] = collections.Counter()
         self._tell = tell
 
     def one(self) -> None:
-        """A call that ours computes."""
+        """Count a call that the replacement computes."""
         self.other("")
 
     def other(self, reason: str) -> None:
-        """A call that the original computes."""
+        """Count a call that the original computes."""
         if torch.compiler.is_compiling():
             return
         tape = _tape.get()
@@ -43,11 +43,11 @@ class Count:
             tape.append((self, reason))
 
     def add(self, reason: str) -> None:
-        """Count a call that ours computes, if the reason is "", or that the original computes."""
+        """Count a call that the replacement computes, if the reason is "", or that the original computes."""
         if reason:
             self.passed_on[reason] += 1
         else:
-            self.ours += 1
+            self.replaced += 1
         if self._tell is not None:
             self._tell(reason)
 

@@ -104,7 +104,7 @@ def code(path: Path | None, load: Callable[[bytes], Any], make: Callable[[], byt
     if path is not None and os.path.exists(path):  # Path.exists raises if a folder may not be entered
         try:
             return load(_checked(path))
-        except Exception as error:  # of many kinds: not whole, of another version, a folder, or not ours to read
+        except Exception as error:  # of many kinds: damaged, of another version, a folder, or not readable
             why = error if isinstance(error, OSError | ValueError) else type(error).__name__
             warnings.warn(f"{path} does not load ({why}): compiled anew", stacklevel=2)
     made = make()

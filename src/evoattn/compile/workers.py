@@ -123,8 +123,8 @@ class Worker:
             raise OSError("this program has no Python to start")
         own = self.environment
         if own is None:
-            # CuTe DSL 4.8 looks for an architecture before its first kernel, though ours name their own. If there is a driver
-            # and no visible GPU, it asks 281 times: seconds.
+            # CuTe DSL 4.8 looks for an architecture before its first kernel, even if kernels name their own. If there is a
+            # driver and no visible GPU, it asks 281 times: seconds.
             own = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": os.environ.get("CUTE_DSL_ARCH", "sm_90a")}
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT, json.dumps([sys.path, sys.pycache_prefix, sys.dont_write_bytecode])],

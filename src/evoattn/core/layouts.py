@@ -85,7 +85,7 @@ class Columns(NamedTuple):
     offsets: tuple[int, ...]
 
     def make(self, likes: Sequence[Tensor], device: torch.device | str | None = None) -> list[Tensor]:
-        """Uninitialised tensors that lie in another matrix as these do in theirs."""
+        """Uninitialised tensors that lie in another matrix as these tensors do in their own."""
         first = likes[0]
         matrix = torch.empty(self.rows * self.width, dtype=first.dtype, device=device or first.device)
         if not matrix.is_meta:

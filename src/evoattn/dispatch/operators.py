@@ -179,8 +179,8 @@ def _mapped(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | No
 def _autocast(device_type: str, key: str) -> None:
     """Under autocast q, k, v and gate take its dtype, as torch's own attention does.
 
-    Biases keep theirs: every backend reads any float dtype, and a mask bias of -1e9 does not fit in float16. A backward has the
-    dtypes of its forward, whatever is on.
+    Biases keep their dtypes: every backend reads any float dtype, and a mask bias of -1e9 does not fit in float16. A backward
+    has the dtypes of its forward, whatever is on.
     """
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 

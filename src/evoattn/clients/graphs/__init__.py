@@ -3,8 +3,8 @@
 `step` stands for the `forward` of a module. The first two calls of a signature run as they were, and the second is recorded
 after it ran. The third runs as it was and is replayed too: only if both returned the same bits, the recording is used from then
 on. Blocks of a trunk share a recording: it is made of a copy of one of them, into which a replay writes the weights of the
-block that is called. `trees` tells calls apart by their arguments and `modules` by their modules; `recorder` records; `kept`
-keeps.
+block that is called. `trees` tells calls apart by their arguments and `modules` by their modules; `recorder` records, and
+`call_kinds` has the recording of each kind of call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn.clients.calls import residues
-from evoattn.clients.graphs.kept import Call, CallKind, addresses
+from evoattn.clients.graphs.call_kinds import Call, CallKind, addresses
 from evoattn.clients.graphs.modules import Seen
 from evoattn.clients.graphs.recorder import CudaRecorder, Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat

@@ -53,7 +53,7 @@ class _Place:
         """Return whether it is this very tensor, neither moved nor written to."""
         return self._tensor() is tensor and self._at == addresses([tensor])
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Return whether the tensor exists."""
         return self._tensor() is not None
 
@@ -88,11 +88,11 @@ class CallKind:
         """Forget the recording, which frees its memory."""
         self._recording: Recording | None = None
         self.checked = False
-        self._there: list[_Place | Tensor] = []
+        self._inputs: list[_Place | Tensor] = []
         self._twin: nn.Module | None = None
         self._weights: list[Tensor] = []
-        self._made: list[Tensor] = []
-        self._as: Spec = ()
+        self._results: list[Tensor] = []
+        self._result_spec: Spec = ()
         self._calls: list[tuple[Count, str]] = []
 
     @property
@@ -102,16 +102,17 @@ class CallKind:
 
     def stands_for(self, tensors: list[Tensor]) -> bool:
         """Return whether the recording computes a call of these tensors."""
-        recording, inputs = self._recording, self._there
-        if recording is None or not recording.is_valid():
+        if self._recording is None or not self._recording.is_valid():
             return False
-        return all(x.holds(y) for x, y in zip(inputs, tensors, strict=True) if isinstance(x, _Place))
+        return all(x.holds(y) for x, y in zip(self._inputs, tensors, strict=True) if isinstance(x, _Place))
 
     def is_ready(self, tensors: list[Tensor]) -> bool:
         """Note the tensors of a call that ran as it was; whether it may be recorded now."""
         same = {i for i, (x, y) in enumerate(zip(self._last, tensors, strict=False)) if x.holds(y)}
-        for i, x in enumerate(self._there):  # another tensor came while the recorded one is in use: two computations take turns
-            if isinstance(x, _Place) and x.is_there() and not x.holds(tensors[i]):
+        for i, x in enumerate(
+            self._inputs
+        ):  # another tensor came while the recorded one is in use: two computations take turns
+            if isinstance(x, _Place) and x.exists() and not x.holds(tensors[i]):
                 self._moving.add(i)
         self._last = [_Place(x) for x in tensors]
         self._still = same - self._moving
@@ -180,22 +181,22 @@ class CallKind:
         _copy(inputs, tensors)
         recording = recorder.record(again, tensors[0].device, shared)
         results: list[Tensor] = []
-        self._as = flat(recording.made, tensors[0].device, results)
-        _check_result(self._as)
-        self._recording, self._there, self._made, self._calls = recording, inputs, results, calls
+        self._result_spec = flat(recording.made, tensors[0].device, results)
+        _check_result(self._result_spec)
+        self._recording, self._inputs, self._results, self._calls = recording, inputs, results, calls
         self._recordings += 1
 
     def replay(self, tensors: list[Tensor], weights: list[Tensor]) -> Any:
         """Replay the call, and return its result in new tensors. weights: those of the module that is called."""
         assert self._recording is not None
-        _copy(self._there, tensors)
+        _copy(self._inputs, tensors)
         if self._weights:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, weights)
         self._recording.replay()
-        results = [room_for(x) for x in self._made]  # strides stay, on which later kernels may depend
-        copied(results, self._made)
-        return nested(self._as, iter(results))
+        results = [room_for(x) for x in self._results]  # strides stay, on which later kernels may depend
+        copied(results, self._results)
+        return nested(self._result_spec, iter(results))
 
     def count(self) -> None:
         """Count what the replayed call would have counted."""
@@ -203,14 +204,14 @@ class CallKind:
         for count, reason in self._calls:
             count.add(reason)
 
-    def check(self, results: Any, replayed: Any, device: torch.device, took: float, takes: float) -> None:
-        """Compare what a call returned with what a replay returned; `took` and `takes`: their seconds."""
+    def check(self, results: Any, replayed: Any, device: torch.device, call_s: float, replay_s: float) -> None:
+        """Compare what a call returned with what a replay returned; and their seconds."""
         call_tensors: list[Tensor] = []
         replay_tensors: list[Tensor] = []
         same = flat(results, device, call_tensors) == flat(replayed, device, replay_tensors)
         if not same or not all(map(same_bits, call_tensors, replay_tensors)):
             self.obstacle = "a replay of its recording returned something else"
-        elif takes > _GAIN * took:
+        elif replay_s > _GAIN * call_s:
             self.obstacle = "a replay of its recording is not faster"
         self.checked = True
         if self.obstacle:

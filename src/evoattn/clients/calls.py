@@ -51,18 +51,14 @@ def additive(original: Function, count: Count) -> Function:
     """`_attention(query, key, value, biases)`, as OpenFold has it: q is scaled, heads come before queries."""
 
     def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
-        if query.is_cuda and not is_repeated() and _is_small(query, key):
+        may_be_small = query.is_cuda and not is_repeated() and max(query.shape[-2], key.shape[-2]) < _SHORT
+        if may_be_small and query.shape[:-1].numel() * key.shape[-2] < _FEW_SCORES:
             count.other(f"fewer than {_SHORT} residues, where the client's own attention takes less of the host")
             return original(query, key, value, biases)  # type: ignore[no-any-return]
         count.one()
         return attention(query, key, value, biases)
 
     return _attention
-
-
-def _is_small(q: Tensor, k: Tensor) -> bool:
-    """Return whether the host sets the pace of an attention of q and k `[*, L, D]`. A chunk of a long one is not small."""
-    return max(q.shape[-2], k.shape[-2]) < _SHORT and q.shape[:-1].numel() * k.shape[-2] < _FEW_SCORES
 
 
 def projected(module: Any, q_x: Tensor, kv_x: Tensor, biases: list[Tensor] | None) -> Tensor:

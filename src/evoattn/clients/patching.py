@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import inspect
 import sys
 import types
@@ -18,6 +17,7 @@ from typing import Any
 from evoattn.clients import graphs as recorded
 from evoattn.clients.releases import UnknownRelease, check_files, check_function
 from evoattn.clients.site import Client, Count, Site
+from evoattn.core.devices import installed
 
 NAMES = ("alphafold3_pytorch", "boltz", "boltzgen", "esmfold", "opendde", "openfold", "openfold3", "protenix", "rf3")
 """Clients that `patch` knows; each has a module of this folder, or shares one (`_MODULES`)."""
@@ -196,7 +196,7 @@ class Patch:
         changes: list[_Change] = []
         made: dict[Site, Callable[..., Any]] = {}
         for site, owner, name, original in targets:
-            if site.replace is None or (site.missing is not None and _is_installed(site.missing)):
+            if site.replace is None or (site.missing is not None and installed(site.missing)):
                 continue
             counts, kind = (self._steps, "step") if site in of.steps else (self._counts, "call")
             count = counts.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
@@ -345,10 +345,3 @@ def _calls(function: Any, replacement: Callable[..., Any]) -> bool:
     while function is not None and function is not replacement:
         function = getattr(function, "__wrapped__", None)
     return function is replacement
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # a stand-in in sys.modules that has no spec
-        return module in sys.modules

@@ -56,7 +56,8 @@ def _diffusion(original: Any, count: Count) -> Any:
         o = self.to_a(_attend(self, a, bias, *_normed(self, self.to_q(a), self.to_k(a))))
         return self.linear_output_project(S_I) * o  # type: ignore[no-any-return]
 
-    return _checkpointed(forward)
+    # The original has foundry's decorator.
+    return importlib.import_module("foundry.training.checkpoint").activation_checkpointing(forward)
 
 
 def _atoms(original: Any, count: Count) -> Any:
@@ -122,11 +123,6 @@ def _low_precision(self: Any, a: Tensor) -> Tensor:
     """a in bfloat16, where the original has it so."""
     low = (self.use_deepspeed_evo or self.force_bfloat16) and a.device.type != "mps"
     return a.to(torch.bfloat16) if low else a
-
-
-def _checkpointed(forward: Any) -> Any:
-    """With foundry's decorator, which the original has."""
-    return importlib.import_module("foundry.training.checkpoint").activation_checkpointing(forward)
 
 
 CLIENTS = {

@@ -7,11 +7,12 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from evoattn.core.devices import installed_version
 
 
 class Count:
@@ -146,10 +147,7 @@ class Client:
     @property
     def installed(self) -> str | None:
         """The version that is installed, or None."""
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return installed_version(self.distribution)
 
     @property
     def modules(self) -> set[str]:

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
@@ -87,6 +88,16 @@ def installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # an import hook that blocks it
         return False
+    except ValueError:  # a stand-in in sys.modules that has no spec
+        return True
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution that is installed, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def processors(device: torch.device | None = None) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -92,7 +91,7 @@ def machine(on_cpu: bool) -> dict[str, str | None]:
     return {
         "device": _device(on_cpu),
         "driver": None if on_cpu else driver_version(),
-        "triton": None if on_cpu else _installed("triton"),
+        "triton": None if on_cpu else devices.installed_version("triton"),
         "evoattn": __version__,
     }
 
@@ -124,13 +123,6 @@ def driver_version() -> str | None:
         found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
         return found[1] if found else None
     return None
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @functools.cache

@@ -17,7 +17,6 @@ that the kernels do not take, compute the means and their gradients for every ro
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -261,12 +260,10 @@ def _mean(v: Tensor, attended: Tensor) -> Tensor:
 
 def _pair_bias_gradient(do: Tensor, apart: Tensor, shape: torch.Size) -> Tensor:
     """dO (w V')^T, summed to the shape of a pair bias. The product itself sums over axes along which the bias is broadcast."""
-    lead = do.ndim - 3
-    varying = [axis for axis in range(lead) if shape[axis] != 1]
-    shared = [axis for axis in range(lead) if shape[axis] == 1]
-    apart = apart.expand(*do.shape[:lead], *apart.shape[lead:])
-    turned = [x.permute(*varying, lead, lead + 1, *shared, lead + 2) for x in (do, apart)]
-    left, right = (x.reshape(*x.shape[: len(varying) + 2], math.prod(x.shape[len(varying) + 2 :])) for x in turned)
-    dpair = torch.matmul(left, right.transpose(-1, -2))
-    dpair = dpair.reshape(*(size if shape[axis] != 1 else 1 for axis, size in enumerate(do.shape[:lead])), *dpair.shape[-3:])
+    lead = range(do.ndim - 3)
+    h, q, k, c = range(len(lead), len(lead) + 4)
+    varying = [axis for axis in lead if shape[axis] != 1]
+    dpair = torch.einsum(do, [*lead, h, q, c], apart, [*lead, h, k, c], [*varying, h, q, k])
+    for axis in lead:
+        dpair = dpair if axis in varying else dpair.unsqueeze(axis)
     return dpair.sum_to_size(shape)

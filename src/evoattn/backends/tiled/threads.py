@@ -68,9 +68,9 @@ def share(pieces: Sequence[Piece], worker: Callable[[Iterator[Piece]], None], th
     """
     left = collections.deque(pieces)
     inference, flushes = torch.is_inference_mode_enabled(), _flushes_denormals()
-    others = [_pool(threads - 1).submit(_work_as, flushes, worker, left, inference) for _ in range(threads - 1)]
+    others = [_pool(threads - 1).submit(_work, worker, left, inference, flushes) for _ in range(threads - 1)]
     try:
-        _work(worker, left, inference)
+        _work(worker, left, inference, flushes)
         for other in others:
             other.result()
     finally:  # after an error, or Ctrl-C, too: they write to memory that is the caller's
@@ -78,23 +78,19 @@ def share(pieces: Sequence[Piece], worker: Callable[[Iterator[Piece]], None], th
         concurrent.futures.wait(others)
 
 
-def _work(worker: Callable[[Iterator[Piece]], None], left: collections.deque[Piece], inference: bool) -> None:
-    try:
-        with torch.inference_mode(inference), torch.no_grad():
-            worker(_taken(left))
-    except BaseException:
-        left.clear()  # the others begin nothing more
-        raise
+def _work(worker: Callable[[Iterator[Piece]], None], left: collections.deque[Piece], inference: bool, flushes: bool) -> None:
+    """Do pieces in the caller's inference mode, and with its `torch.set_flush_denormal`.
 
-
-def _work_as(flushes: bool, worker: Callable[[Iterator[Piece]], None], left: collections.deque[Piece], inference: bool) -> None:
-    """`_work` in a thread of a pool, with the caller's `torch.set_flush_denormal`.
-
-    That setting belongs to a thread. A thread of a pool has the one of whoever called when it started.
+    The latter belongs to a thread. A thread of a pool has the one of whoever called when it started.
     """
     if _flushes_denormals() != flushes:
         torch.set_flush_denormal(flushes)
-    _work(worker, left, inference)
+    try:
+        with torch.inference_mode(inference), torch.no_grad():
+            worker(_pieces(left))
+    except BaseException:
+        left.clear()  # the others begin nothing more
+        raise
 
 
 def _flushes_denormals() -> bool:
@@ -102,8 +98,8 @@ def _flushes_denormals() -> bool:
     return _least_normal * 0.5 == 0.0
 
 
-def _taken(left: collections.deque[Piece]) -> Iterator[Piece]:
-    """Pieces that nobody else takes, until there are none."""
+def _pieces(left: collections.deque[Piece]) -> Iterator[Piece]:
+    """Yield pieces that no other thread gets, until there are none."""
     while True:
         try:
             piece = left.popleft()
@@ -152,11 +148,8 @@ def _limit_to(openmp: int, mkl: int) -> int:
 @functools.cache
 def _can_be_limited() -> bool:
     """Tried once, in a thread that ends."""
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(_limit()))
-    thread.start()
-    thread.join()
-    return found == [True]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(_limit).result()
 
 
 @functools.cache

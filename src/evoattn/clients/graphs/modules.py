@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -74,9 +74,11 @@ class Seen:
         """
         parts = []
         for kind, own, names in zip(self._types, self._own, self._names, strict=True):
-            weights = [(name, _layout_key(x)) for part in ("_parameters", "_buffers") for name, x in own[part].items()]
-            parts.append((kind, *((name, _value_key(own[name])) for name in names), *weights))
-        return (*parts, *_first_places(self._members))
+            weights = {**own["_parameters"], **own["_buffers"]}.items()
+            layouts = [(name, x if x is None else (x.dtype, x.device, tuple(x.shape), x.stride())) for name, x in weights]
+            parts.append((kind, *((name, _value_key(own[name])) for name in names), *layouts))
+        places: dict[int, int] = {}  # weights and modules may be there twice
+        return (*parts, *(places.setdefault(id(x), place) for place, x in enumerate(self._members)))
 
     def _snapshot(self) -> tuple[list[Any], list[Any]]:
         """Attributes that differ between modules, module by module, and all parameters, buffers and modules."""
@@ -85,10 +87,7 @@ class Seen:
         return [sizes, *values], list(itertools.chain.from_iterable(map(dict.values, self._parts)))
 
     def _addresses(self) -> list[int]:
-        return list(itertools.chain(self._each(Tensor.data_ptr), (x._version for x in self.weights)))
-
-    def _each(self, of: Any) -> Iterator[int]:
-        return map(of, self.weights)
+        return [*map(Tensor.data_ptr, self.weights), *(x._version for x in self.weights)]
 
     def _obstacle(self, inner: list[nn.Module]) -> str:
         if any(type(x) not in (Tensor, nn.Parameter) for x in self.weights):
@@ -102,16 +101,6 @@ class Seen:
         if any("forward" in vars(x) for x in inner):
             return "a module inside has a forward of its own"
         return ""
-
-
-def _layout_key(weight: Tensor | None) -> Hashable:
-    return None if weight is None else (weight.dtype, weight.device, tuple(weight.shape), weight.stride())
-
-
-def _first_places(members: list[Any]) -> list[int]:
-    """For each member where it came first: weights and modules may be there twice."""
-    places: dict[int, int] = {}
-    return [places.setdefault(id(x), place) for place, x in enumerate(members)]
 
 
 def _value_key(value: Any) -> Hashable:

@@ -104,7 +104,6 @@ class CudaRecorder:
         )
 
     def is_recording(self) -> bool:
-        """Return whether somebody records the current stream."""
         return torch.cuda.is_current_stream_capturing()
 
     def seconds(self, device: torch.device) -> float:
@@ -113,11 +112,9 @@ class CudaRecorder:
         return time.perf_counter()
 
     def random_state(self, device: torch.device) -> Tensor:
-        """The state of the generator of random numbers."""
         return torch.cuda.get_rng_state(device)
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
-        """Set the state of the generator."""
         torch.cuda.set_rng_state(state, device)
 
     def record(self, run: Callable[[], Any], device: torch.device, shared: bool = False) -> Recording:
@@ -243,9 +240,10 @@ class _Scout(TorchDispatchMode):
         if result is not NotImplemented:
             return result
         drawn = torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
-        if drawn and (not self._draws or _is_given_generator(args, kwargs)):
+        leaves = _pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        if drawn and (not self._draws or any(isinstance(x, torch.Generator) for x in leaves)):
             raise NotCaptured(f"it draws random numbers ({func})")
-        tensors = [x for x in _pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         indexed = func.overloadpacket.__name__.startswith(("index", "_index", "_unsafe_index"))
         if indexed:
             by_value = any(x.dtype in (torch.bool, torch.uint8) for x in tensors[1:])
@@ -264,10 +262,6 @@ class _Scout(TorchDispatchMode):
         if any(x.device != self._device for x in (*tensors, *results) if isinstance(x, Tensor)):
             raise NotCaptured(f"it computes on another device ({func})")
         return result
-
-
-def _is_given_generator(args: tuple[Any, ...], kwargs: Any) -> bool:
-    return any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values()))
 
 
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:

@@ -86,8 +86,8 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     view_inputs, view_outputs = as_planned(inputs), as_planned(empty_outputs(inputs, layout, "meta"))
 
     def run(inputs: Inputs, outputs: Outputs) -> None:
-        made = attention(Inputs(*view_inputs(inputs)), scale=scale)
-        for out, value in zip(view_outputs(outputs), made, strict=True):
+        values = attention(Inputs(*view_inputs(inputs)), scale=scale)
+        for out, value in zip(view_outputs(outputs), values, strict=True):
             out.copy_(value)
 
     return Plan(without_autocast(inputs.q, run), lambda: Description(config))
@@ -109,19 +109,19 @@ def plan_backward(
     wanted = empty_gradients(inputs, layout, needs, "meta") if into is None else into
     views = [as_planned(planned) for planned in (cotangents, inputs, outputs, wanted)]
 
-    def run(*given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        cotangents, tensors, outputs, gradients = [view(each) for view, each in zip(views, given, strict=True)]
+    def run(*arguments: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        cotangents, tensors, outputs, gradients = [view(each) for view, each in zip(views, arguments, strict=True)]
         inputs = Inputs(*tensors)
-        found, of_biases = _gradients(Cotangents(*cotangents), inputs, Outputs(*outputs), scale)
-        for out, value in zip(gradients, found, strict=True):
+        values, biases = _gradients(Cotangents(*cotangents), inputs, Outputs(*outputs), scale)
+        for out, value in zip(gradients, values, strict=True):
             if out is not None:
                 out.copy_(value)
-        return tuple([_of_bias(*each) for each in zip(inputs.differentiable[3:5], needs[3:5], of_biases, strict=True)])
+        return tuple([_bias_gradient(*each) for each in zip(inputs.differentiable[3:5], needs[3:5], biases, strict=True)])
 
     return Plan(without_autocast(inputs.q, run), lambda: Description(config), writes_into=into is not None)
 
 
-def _of_bias(bias: Tensor | None, need: bool, gradient: Tensor) -> Tensor | None:
+def _bias_gradient(bias: Tensor | None, need: bool, gradient: Tensor) -> Tensor | None:
     """The gradient of a bias, if it is wanted, summed over what it was broadcast along."""
     return gradient.sum_to_size(bias.shape).to(bias.dtype) if need and bias is not None else None
 

@@ -34,10 +34,10 @@ _PRIVATE = (
 """What this module needs of torch's internals. With a torch that lacks them every call goes through the operators."""
 
 _MOST = 16
-"""So many are kept whose tensors look different and that have the same key."""
+"""Values that are kept for one key, each for tensors with other properties."""
 
 
-class _Look:
+class _Signature:
     """What a call may depend on in its tensors. It holds none of them.
 
     Args:
@@ -46,59 +46,59 @@ class _Look:
 
     __slots__ = ("first", "guards", "misaligned")
 
-    def __init__(self, given: list[Tensor]) -> None:
-        first = [next(i for i, y in enumerate(given) if y is x) for x in given]
-        self.first = None if len(set(first)) == len(given) else first
-        self.misaligned = _misaligned(given)
-        given = [given[i] for i in sorted(set(first))]
+    def __init__(self, tensors: list[Tensor]) -> None:
+        first = [next(i for i, y in enumerate(tensors) if y is x) for x in tensors]
+        self.first = None if len(set(first)) == len(tensors) else first
+        self.misaligned = _misaligned(tensors)
+        tensors = [tensors[i] for i in sorted(set(first))]
         # "dynamic" by its own name only: a number is what a size has to be, and None would be any
-        sizes: Any = [list(x.shape) for x in given]
-        strides: Any = [list(x.stride()) for x in given]
+        sizes: Any = [list(x.shape) for x in tensors]
+        strides: Any = [list(x.stride()) for x in tensors]
         guards = torch._C._dynamo.guards.TensorGuards
-        self.guards = guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.guards = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
-    def fits(self, given: list[Any]) -> bool:
-        """Whether as many arguments look the same."""
-        distinct = given
+    def fits(self, tensors: list[Any]) -> bool:
+        """Whether as many arguments have the same properties."""
+        distinct = tensors
         if self.first is not None:
-            if any(x is not given[i] for x, i in zip(given, self.first, strict=True)):
+            if any(x is not tensors[i] for x, i in zip(tensors, self.first, strict=True)):
                 return False
-            distinct = [x for place, (x, i) in enumerate(zip(given, self.first, strict=True)) if place == i]
-        return bool(self.guards.check(*distinct)) and _misaligned(given) == self.misaligned
+            distinct = [x for place, (x, i) in enumerate(zip(tensors, self.first, strict=True)) if place == i]
+        return bool(self.guards.check(*distinct)) and _misaligned(tensors) == self.misaligned
 
 
-def _misaligned(given: list[Tensor]) -> list[int]:
+def _misaligned(tensors: list[Tensor]) -> list[int]:
     """The places of tensors that do not start on a multiple of 16 bytes."""
     addresses = 0
-    for x in given:
+    for x in tensors:
         addresses |= x.data_ptr()
-    return [place for place, x in enumerate(given) if x.data_ptr() & 15] if addresses & 15 else []
+    return [place for place, x in enumerate(tensors) if x.data_ptr() & 15] if addresses & 15 else []
 
 
 @functools.lru_cache(maxsize=8192, typed=True)
-def _kept(*key: Any) -> list[tuple[_Look, Any]]:
-    """What was found for one key, the newest first; `typed`, because 1 is not True to validation."""
+def _known(*key: Any) -> list[tuple[_Signature, Any]]:
+    """The values of one key, the newest first; `typed`, because 1 is not True to validation."""
     return []
 
 
 def forget() -> None:
-    """Find everything anew from the next call on."""
-    _kept.cache_clear()
+    """Keep no value any longer."""
+    _known.cache_clear()
 
 
-def recall(key: tuple[Any, ...], given: list[Any]) -> Any:
-    """What was kept for arguments that look like these, or None."""
-    for look, found in _kept(*key):
-        if look.fits(given):
-            return found
+def recall(key: tuple[Any, ...], tensors: list[Any]) -> Any:
+    """The value that was kept for arguments with these properties, or None."""
+    for signature, value in _known(*key):
+        if signature.fits(tensors):
+            return value
     return None
 
 
-def remember(key: tuple[Any, ...], given: list[Tensor], found: Any) -> None:
-    """Keep what was found: it is also the first that is asked. The oldest is forgotten."""
-    kept = _kept(*key)
-    kept.insert(0, (_Look(given), found))
-    del kept[_MOST:]
+def remember(key: tuple[Any, ...], tensors: list[Tensor], value: Any) -> None:
+    """Keep a value. It is the first that is asked from now on. The oldest is forgotten."""
+    known = _known(*key)
+    known.insert(0, (_Signature(tensors), value))
+    del known[_MOST:]
 
 
 def is_seen() -> bool:
@@ -131,16 +131,16 @@ def _states() -> dict[tuple[int, int], bool]:
         return {}
     states: dict[tuple[int, int], bool] = {}
 
-    def look() -> None:
+    def ask() -> None:
         for inference in (False, True):
             with torch.inference_mode(inference):
-                _look_with_autocast(states)
+                _note_states(states)
 
-    _in_a_new_thread(look)
+    _in_a_new_thread(ask)
     return states
 
 
-def _look_with_autocast(states: dict[tuple[int, int], bool]) -> None:
+def _note_states(states: dict[tuple[int, int], bool]) -> None:
     """Note the state of a thread without autocast, and what it would be with autocast for the CPU, for GPUs, or for both."""
     for devices in ((), ("cpu",), ("cuda",), ("cpu", "cuda")):
         for device in devices:
@@ -161,21 +161,21 @@ def _states_in_backward() -> dict[tuple[int, int], bool]:
     """
     states: dict[tuple[int, int], bool] = {}
 
-    def look() -> None:
-        _LookInBackward.apply(torch.zeros((), dtype=torch.float32, requires_grad=True), states).backward()  # type: ignore[no-untyped-call]
+    def ask() -> None:
+        _InBackward.apply(torch.zeros((), dtype=torch.float32, requires_grad=True), states).backward()  # type: ignore[no-untyped-call]
 
-    _in_a_new_thread(look)
+    _in_a_new_thread(ask)
     return states
 
 
-def _in_a_new_thread(look: Callable[[], None]) -> None:
-    """Look at the dispatcher in a thread that has told it nothing yet."""
-    thread = threading.Thread(target=look)
+def _in_a_new_thread(ask: Callable[[], None]) -> None:
+    """Ask the dispatcher in a thread that has told it nothing yet."""
+    thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
 
 
-class _LookInBackward(torch.autograd.Function):
+class _InBackward(torch.autograd.Function):
     """torch 2.11 tells the dispatcher more while it runs a backward: to leave out what serves named tensors."""
 
     @staticmethod
@@ -185,7 +185,7 @@ class _LookInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        _look_with_autocast(ctx.states)
+        _note_states(ctx.states)
         return dx, None
 
 
@@ -221,6 +221,6 @@ def only_computes() -> bool:
 
 
 def forget_torch() -> None:
-    """Look at torch's internals anew, and at the states of a thread that has told the dispatcher nothing."""
-    for kept in (_states, _states_in_backward, _keys_of_new):
-        kept.cache_clear()
+    """Ask torch's internals anew, and for the states of a thread that has told the dispatcher nothing."""
+    for answers in (_states, _states_in_backward, _keys_of_new):
+        answers.cache_clear()

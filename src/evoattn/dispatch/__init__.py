@@ -1,8 +1,8 @@
 """The way of a call: `attend` runs its plans, and `explain` shows them.
 
 A call goes straight to its plan when the operator `evoattn::forward` would do nothing but compute and its tensors lie in memory
-as canonical ones do; then its result is the operator's. `guards` keeps which way calls of each look go, so that a look is
-checked and worked out once.
+as canonical ones do; then its result is the operator's. `guards` remembers the way of calls with the
+same properties, so that these are checked and worked out once.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def attend(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
         if any(map(distributed.is_distributed, inputs)):
             return distributed.attend(lambda local: attend(local, options), inputs, options.layout)
         call = _work_out(inputs, options)
-    made = call(inputs)
-    return (made[0], _user_lse(inputs, made[1], made[2])) if options.return_lse else (made[0],)
+    outputs = call(inputs)
+    return (outputs[0], _user_lse(inputs, outputs[1], outputs[2])) if options.return_lse else (outputs[0],)
 
 
 def _user_lse(inputs: Inputs, lse: Tensor, reference: Tensor) -> Tensor:
@@ -88,18 +88,18 @@ def find(inputs: Inputs, options: Options) -> Straight | _ByOperator | None:
 def _work_out(inputs: Inputs, options: Options) -> Straight | _ByOperator:
     """The way of a call whose arguments have been checked, which is kept for calls that look alike."""
     settled = options.settled()
-    given = [x for x in inputs if x is not None]
+    tensors = [x for x in inputs if x is not None]
     casts = None if guards.is_seen() else guards.autocasts()
-    if casts is None or (casts and _would_cast(inputs)) or not guards.ordinary(given):
+    if casts is None or (casts and _would_cast(inputs)) or not guards.ordinary(tensors):
         return _ByOperator(settled)
     call = _straight(inputs, settled, casts, options.return_lse) or _ByOperator(settled, casts)
     if options.scale.__class__ in _SCALES:
-        guards.remember(_key(inputs, options), given, call)
+        guards.remember(_key(inputs, options), tensors, call)
     return call
 
 
 def _key(inputs: Inputs, options: Options) -> tuple[Any, ...]:
-    """All that a call depends on but for the looks of its tensors."""
+    """All that a call depends on but for the properties of its tensors."""
     q = inputs.q
     missing, deterministic = tuple([x is None for x in inputs]), torch.are_deterministic_algorithms_enabled()
     return q.shape, inputs.k.shape, missing, torch.is_grad_enabled(), deterministic, lookup.settings(q.dtype), *options
@@ -211,7 +211,7 @@ def explain(inputs: Inputs, asked: Options) -> Explanation:
     backward, refused_backward = forward, refused
     if any(needs):
         backward, refused_backward = _planned(_backward_of(Forward(folded, options), needs, dlse=asked.return_lse))
-    told = [Description() if plan is None else plan.describe() for plan in (forward, backward)]
+    descriptions = [Description() if plan is None else plan.describe() for plan in (forward, backward)]
     names = [None if plan is None else plan.backend for plan in (forward, backward)]
     reasons = {  # the passes are chosen one by one
         name: _each_once([*refused.get(name, []), *refused_backward.get(name, [])]) for name in (*refused, *refused_backward)
@@ -219,23 +219,23 @@ def explain(inputs: Inputs, asked: Options) -> Explanation:
     return Explanation(
         problem=describe(folded, scale=options.scale, needs=needs, deterministic=bool(options.deterministic)),  # type: ignore[arg-type]
         backend=names[0],
-        config=told[0].config,
+        config=descriptions[0].config,
         refused=reasons,
-        copies=_each_once([*copies, *told[0].copies, *told[1].copies]),
-        backward=told[1].kernels,
+        copies=_each_once([*copies, *descriptions[0].copies, *descriptions[1].copies]),
+        backward=descriptions[1].kernels,
         backward_backend=names[1] if names[1] != names[0] else None,
-        gate=tuple(_each_once([one.gate for one in told])),
-        tuned=tuple(_each_once([one.tuned for one in told])),
+        gate=tuple(_each_once([one.gate for one in descriptions])),
+        tuned=tuple(_each_once([one.tuned for one in descriptions])),
     )
 
 
 def _planned(work: Forward | Backward) -> tuple[Plan | None, dict[str, list[str]]]:
     """Return the plan, or None if every backend refuses, and the reasons of those that refuse."""
     try:
-        made = lookup.plan(work, runs=False)
+        plan = lookup.plan(work, runs=False)
     except RefusalError as refused:
         return None, refused.reasons
-    return made, made.refused
+    return plan, plan.refused
 
 
 def _each_once(texts: list[Any]) -> list[str]:

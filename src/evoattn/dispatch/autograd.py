@@ -74,15 +74,15 @@ def maker(x: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
     shape, stride, dtype = tuple(x.shape), x.stride(), x.dtype
     if (shape, stride, dtype) == (tuple(like.shape), like.stride(), like.dtype):
         return torch.empty_like
-    return lambda given: torch.empty_strided(shape, stride, dtype=dtype, device=given.device)
+    return lambda like: torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
 
 
-def same_memory(given: Tensor | None, canonical: Tensor | None) -> bool:
+def same_memory(x: Tensor | None, canonical: Tensor | None) -> bool:
     """Whether a canonical tensor is a view from the same start, and has all elements of one that gets a gradient."""
-    if given is None or canonical is None:
+    if x is None or canonical is None:
         return True
-    whole = not given.requires_grad or given.numel() == canonical.numel()
-    return whole and canonical.numel() > 0 and given.data_ptr() == canonical.data_ptr()
+    has_all = not x.requires_grad or x.numel() == canonical.numel()
+    return has_all and canonical.numel() > 0 and x.data_ptr() == canonical.data_ptr()
 
 
 def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, way: Straight | Options) -> None:
@@ -112,36 +112,36 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
     saved, way, count = ctx.saved_tensors, ctx.way, len(Inputs._fields)
-    kept = len(saved) == count + len(SavedProbabilities._fields)
-    outputs = SavedProbabilities._make(saved[count:]) if kept else Outputs._make(saved[count:])
+    from_p = len(saved) == count + len(SavedProbabilities._fields)
+    outputs = SavedProbabilities._make(saved[count:]) if from_p else Outputs._make(saved[count:])
     options = way if way.__class__ is Options else way.options
     work = Backward(Inputs._make(saved[:count]), options, Cotangents(do, dlse), outputs, asked[:3] + asked[4:])
-    run = None if seen or torch.is_grad_enabled() else _find(way, work, kept)
+    run = None if seen or torch.is_grad_enabled() else _find(way, work, from_p)
     return _by_operator(way, work) if run is None else run(work)
 
 
-def _find(way: Straight | Options, work: Backward, kept: bool) -> Callable[[Backward], Gradients] | None:
+def _find(way: Straight | Options, work: Backward, from_p: bool) -> Callable[[Backward], Gradients] | None:
     """What makes the gradients of backwards that look like this one, or None where the operator has to."""
     inputs, (do, dlse), needs = work.inputs, work.cotangents, work.needs
-    alike: Any = way
+    settings: Any = way
     if way.__class__ is Options:
         if guards.autocasts() is None:  # in a trace, sizes may be symbols
             return None
-        alike = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), way)
+        settings = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), way)
     # One product may have made q, k and v, and the gate if it has a gradient.
     joined = [*inputs.qkv, inputs.gate] if needs[5] and inputs.gate is not None else [*inputs.qkv]
     columns = columns_of(joined) if all(needs[:3]) and work.options.layout == "bnlhd" else None
-    key = (alike, kept, do is None, dlse is None, needs, lookup.settings(inputs.q.dtype), columns)
-    given = [x for x in work.tensors if x is not None]
-    found: Callable[[Backward], Gradients] | None = guards.recall(key, given)
-    if found is not None:
-        return found
-    if guards.autocasts() is None or not guards.ordinary(given):
+    key = (settings, from_p, do is None, dlse is None, needs, lookup.settings(inputs.q.dtype), columns)
+    tensors = [x for x in work.tensors if x is not None]
+    known: Callable[[Backward], Gradients] | None = guards.recall(key, tensors)
+    if known is not None:
+        return known
+    if guards.autocasts() is None or not guards.ordinary(tensors):
         return None
     folded, axes = _canonical(way, work)
     if not all(same_memory(x, y) for x, y in zip(work.tensors, folded.tensors, strict=True)):
         return None
-    if kept:  # only their own backend reads them
+    if from_p:  # only its own backend reads it
         folded = folded._replace(options=work.options._replace(backend=way.plan.backend))  # type: ignore[union-attr]
     if columns is not None:
         folded = folded._replace(into=axes.fold_written(_four(columns.make(joined, "meta"))))
@@ -160,7 +160,7 @@ def _find(way: Straight | Options, work: Backward, kept: bool) -> Callable[[Back
         dmask_bias, dpair_bias = plan.run(work.cotangents, inputs, work.outputs, written)
         return *written[:3], _like(dmask_bias, inputs.mask_bias), _like(dpair_bias, inputs.pair_bias), written[3]
 
-    guards.remember(key, given, run)
+    guards.remember(key, tensors, run)
     return run
 
 
@@ -227,8 +227,8 @@ _record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention)
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    given, options = operators.values_of(inputs)
-    _save(ctx, given, Outputs(*output), options)
+    tensors, options = operators.values_of(inputs)
+    _save(ctx, tensors, Outputs(*output), options)
 
 
 def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:

@@ -147,12 +147,13 @@ def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) 
         batch = tuple(axis for axis in range(len(lead)) if pair_bias.shape[axis] != 1) or batch
     rows = tuple(axis for axis in range(len(lead)) if axis not in batch)
     axes = Axes(lead, batch, rows, layout, swapped)
-    of_q = axes.fold_queries(q)
-    of_k, of_v = (axes.fold_keys(x, of_q.shape[2]) for x in (k, v))
-    biases = [None if x is None else _fold_key_axes(key_axes(x, q), axes, of_k.shape[-2], q.dtype) for x in (mask, mask_bias)]
-    of_pair = None if pair_bias is None else axes.fold(pair_bias).squeeze(1)
-    of_gate = None if gate is None else axes.fold_queries(gate)
-    return Canonical(Inputs(of_q, of_k, of_v, biases[0], biases[1], of_pair, of_gate), axes)
+    folded_q = axes.fold_queries(q)
+    folded_k, folded_v = (axes.fold_keys(x, folded_q.shape[2]) for x in (k, v))
+    keys = folded_k.shape[-2]
+    masks = [None if x is None else _fold_key_axes(key_axes(x, q), axes, keys, q.dtype) for x in (mask, mask_bias)]
+    folded_pair = None if pair_bias is None else axes.fold(pair_bias).squeeze(1)
+    folded_gate = None if gate is None else axes.fold_queries(gate)
+    return Canonical(Inputs(folded_q, folded_k, folded_v, masks[0], masks[1], folded_pair, folded_gate), axes)
 
 
 def _is_one_query_of_shared_keys(inputs: Inputs, layout: str) -> bool:

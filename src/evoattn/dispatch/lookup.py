@@ -73,14 +73,14 @@ class Backward(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """Where the plan of passes that look alike is kept; None until there is one. `told`: the listeners have heard of it."""
+    """The plan of passes with the same signature; None until there is one. `told`: the listeners have heard of it."""
 
     plan: Plan | None = None
     told: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(*alike: Any) -> _Place:
+def _place(*signature: Any) -> _Place:
     return _Place()
 
 
@@ -118,21 +118,23 @@ def _signature(work: Forward | Backward) -> tuple[Any, ...]:
     """All that a backend may look at when it plans. The device of q is that of all tensors."""
     q = work.inputs.q
     tensors, needs = ((*work.tensors, *work.into), work.needs) if isinstance(work, Backward) else (work.inputs, None)
-    looks = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
-    return q.device, settings(q.dtype), needs, *work.options, *looks
+    tensor_keys = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
+    return q.device, settings(q.dtype), needs, *work.options, *tensor_keys
 
 
 def _make(work: Forward | Backward) -> Plan:
     inputs, options = work.inputs, work.options
     scale, config = options.scale, options.config or Config()
-    wishes: Any = {"deterministic": bool(options.deterministic)} | ({"needs": work.needs} if isinstance(work, Backward) else {})
-    problem = describe(inputs, scale=scale, **wishes)
+    settings: Any = {"deterministic": bool(options.deterministic)} | (
+        {"needs": work.needs} if isinstance(work, Backward) else {}
+    )
+    problem = describe(inputs, scale=scale, **settings)
     if scale is not None and not math.isfinite(scale):  # a number that torch.compile traced as a symbol
         raise ValueError(f"scale must be finite, got {scale}")
     backend, refused = select(problem, options.backend, config)
     asked: Any = {"scale": float(problem.d) ** -0.5 if scale is None else scale, "layout": options.layout, "config": config}
     if isinstance(work, Backward):
-        made = backend.plan_backward(work.cotangents, inputs, work.outputs, into=work.into or None, **asked, **wishes)
+        made = backend.plan_backward(work.cotangents, inputs, work.outputs, into=work.into or None, **asked, **settings)
     else:
         made = backend.plan_forward(inputs, **asked)
     return dataclasses.replace(made, backend=backend.NAME, refused=refused)
@@ -173,13 +175,13 @@ def select(problem: Problem, backend: str, config: Config) -> tuple[Backend, dic
         RefusalError: the named backend (or, for "auto", every backend) refuses; the message lists all reasons.
     """
     names: Sequence[str] = AUTO_ORDER if backend == "auto" else (backend,)
-    found = {name: refusals(name, problem, config) for name in names}
-    able = [name for name in names if not found[name]]
+    objections = {name: refusals(name, problem, config) for name in names}
+    able = [name for name in names if not objections[name]]
     if not able:
-        refused = [f"{name}: {reason}" for name, reasons in found.items() for reason in reasons]
-        raise RefusalError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused), found)
+        refused = [f"{name}: {reason}" for name, reasons in objections.items() for reason in reasons]
+        raise RefusalError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused), objections)
     faster = backend_module(able[0]).faster(problem) if len(able) > 1 else None
     if faster is not None and faster[0] in able:
         while able[0] != faster[0]:
-            found[able.pop(0)] = ["leaves it to {}: {}".format(*faster)]
-    return backend_module(able[0]), {name: reasons for name, reasons in found.items() if reasons}
+            objections[able.pop(0)] = ["leaves it to {}: {}".format(*faster)]
+    return backend_module(able[0]), {name: reasons for name, reasons in objections.items() if reasons}

@@ -110,9 +110,9 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     return _in_order(written, plan.run(work.cotangents, work.inputs, work.outputs, written), work.inputs)
 
 
-def _in_order(written: tuple[Tensor | None, ...], of_biases: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor, ...]:
+def _in_order(written: tuple[Tensor | None, ...], biases: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor, ...]:
     """dq, dk, dv and dgate, and those of the biases, in the order of `GRADIENTS`; one that is not wanted has no elements."""
-    gradients = (*written[:3], *of_biases, *written[3:])
+    gradients = (*written[:3], *biases, *written[3:])
     return tuple([inputs.q.new_empty(0) if x is None else x for x in gradients])
 
 
@@ -131,8 +131,8 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
 def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The mapped axis becomes one more leading axis; a bias that is not mapped is broadcast along it."""
     inputs, options = values_of(arguments)
-    whole = tuple([name in ("q", "k", "v", "gate") for name in Inputs._fields])
-    mapped = Inputs(*_mapped(info.batch_size, split(in_dims)[0], inputs, whole))
+    expand = tuple([name in ("q", "k", "v", "gate") for name in Inputs._fields])
+    mapped = Inputs(*_mapped(info.batch_size, split(in_dims)[0], inputs, expand))
     folded, axes = canonicalise(_with_rows(mapped))
     return tuple(axes.restore(x) for x in forward(*arguments_of(folded, options))), (0, 0, 0)
 
@@ -140,15 +140,15 @@ def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -
 def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """As forward, but with every bias expanded along the mapped axis: each sample has gradients of its own."""
     work = _pass_of(arguments)
-    of_cotangents, of_forward, of_outputs, _ = _split_backward(in_dims)
-    dims = (*of_cotangents, *split(of_forward)[0], *of_outputs)
+    cotangent_dims, forward_dims, output_dims, _ = _split_backward(in_dims)
+    dims = (*cotangent_dims, *split(forward_dims)[0], *output_dims)
     do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, dims, work.tensors, (True,) * len(dims))  # type: ignore[arg-type]
-    given = _with_rows(Inputs(*mapped))
-    folded, axes = canonicalise(given, narrow=False)
+    inputs = _with_rows(Inputs(*mapped))
+    folded, axes = canonicalise(inputs, narrow=False)
     do, dlse, o, lse, reference = (None if x is None else axes.fold(x) for x in (do, dlse, o, lse, reference))
     work = work._replace(inputs=folded, cotangents=Cotangents(do, dlse), outputs=Outputs(o, lse, reference))  # type: ignore[arg-type]
     gradients, needs = list(differentiate(work)), work.needs
-    for i, x in enumerate(given.differentiable):
+    for i, x in enumerate(inputs.differentiable):
         if not needs[i]:
             gradients[i] = gradients[i].expand(info.batch_size, 0)
             continue
@@ -165,10 +165,10 @@ def _with_rows(inputs: Inputs) -> Inputs:
     return inputs._replace(pair_bias=None if pair_bias is None else pair_bias.unsqueeze(2))
 
 
-def _mapped(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None], whole: Sequence[bool]) -> tuple[Any, ...]:
-    """Each tensor with the mapped axis first, of size 1 where it is not mapped, or expanded where it has to be whole."""
+def _mapped(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None], expand: Sequence[bool]) -> tuple[Any, ...]:
+    """Each tensor with the mapped axis first, of size 1 if it is not mapped, or expanded."""
     moved: list[Tensor | None] = []
-    for x, axis, expanded in zip(tensors, dims, whole, strict=True):
+    for x, axis, expanded in zip(tensors, dims, expand, strict=True):
         if x is not None:
             x = x.unsqueeze(0) if axis is None else x.movedim(axis, 0)
             x = x.expand(size, *x.shape[1:]) if expanded else x

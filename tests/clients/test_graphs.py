@@ -630,7 +630,7 @@ def stepping(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def test_patch_records_if_it_is_asked_to(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     traced, original = Traced(), type(stepping).forward
-    monkeypatch.setattr(graphs, "CudaRecorder", lambda: traced)
+    monkeypatch.setattr(graphs, "Recorder", lambda: traced)
     z = draw(1)
     with evoattn.patch("stepping", layers=False) as patched, torch.no_grad():
         assert not patched.sites and type(stepping).forward is original
@@ -650,7 +650,7 @@ def test_patch_records_if_it_is_asked_to(stepping: Any, monkeypatch: pytest.Monk
 
 
 def test_what_is_replaced_later_is_recorded_anew(stepping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
     x, z = draw(1), draw(2)
     with evoattn.patch("stepping", layers=False, graphs=True) as patched, torch.no_grad():
         for _ in range(5):
@@ -766,7 +766,7 @@ SMALL = {
 @pytest.mark.parametrize("version", [1, 2])
 def test_boltz(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("boltz.model.modules.diffusionv2", reason="Boltz is not installed", exc_type=ImportError)
-    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
     name = "boltz.model.modules.diffusion" + ("v2" if version == 2 else "")
     kind = importlib.import_module(name).AtomDiffusion
     torch.manual_seed(0)
@@ -796,7 +796,7 @@ def test_boltz(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_boltz_trunk(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trunk's blocks share a recording, with the random numbers that Boltz' blocks draw."""
     pytest.importorskip("boltz.model.layers.pairformer", reason="Boltz is not installed", exc_type=ImportError)
-    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
     trunk = importlib.import_module("boltz.model.layers.pairformer").PairformerModule(16, 8, 6, 2, 0.25, 4, 2, v2=True).eval()
     with torch.no_grad():
         for x in trunk.parameters():
@@ -1238,7 +1238,7 @@ def test_only_the_transformer_of_tokens_is_recorded(monkeypatch: pytest.MonkeyPa
     """RosettaFold-3's transformers of atoms are of the same class, and have a pair representation of all atoms."""
     from evoattn.clients import rf3
 
-    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
     count, original = Count(), Denoiser.original
     forward = rf3._tokens(lambda self, a, s, z, beta: original(self, a, s), count)
     kind = type("Denoiser", (Denoiser,), {"forward": forward})
@@ -1255,7 +1255,7 @@ def test_only_the_transformer_of_tokens_is_recorded(monkeypatch: pytest.MonkeyPa
 def test_blocks_that_are_offloaded_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from evoattn.clients import openfold
 
-    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
     count, seen = Count(), list[Any]()
 
     def original(self: nn.Module, m: Any, z: Any, **options: Any) -> Any:

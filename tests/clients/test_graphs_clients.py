@@ -15,7 +15,7 @@ from torch.utils import _pytree
 import evoattn
 from evoattn.clients import graphs
 from evoattn.clients.graphs import FIRST
-from evoattn.clients.graphs.recorder import CudaRecorder
+from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured
 from tests.helpers.recorders import Traced
 
@@ -50,7 +50,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     """A GPU; or a CPU with a stand-in for CUDA graphs, and a `one_hot` that looks for no largest index, as on a GPU."""
     if request.param == "cuda":
         return torch.device("cuda")
-    monkeypatch.setattr(graphs, "CudaRecorder", Traced)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
     monkeypatch.setattr(
         nn.functional, "one_hot", lambda x, num_classes: (x[..., None] == torch.arange(num_classes, device=x.device)).long()
     )
@@ -93,7 +93,7 @@ def agree(
                 made.append((run(), torch.rand(2, device=device)))
         return [x for x in _pytree.tree_leaves(made) if isinstance(x, Tensor)]
 
-    nothing = mock.patch.object(CudaRecorder, "record", side_effect=NotCaptured("the test compares with this"))
+    nothing = mock.patch.object(Recorder, "record", side_effect=NotCaptured("the test compares with this"))
     with nothing, evoattn.patch(client, layers=layers, graphs=device.type == "cuda") as patched:
         expected, attended = every(eager or calls), patched.calls
     with evoattn.patch(client, layers=layers, graphs=True) as patched:

@@ -356,7 +356,7 @@ def test_steps_are_recorded_by_default(options: tuple[str, ...], graphs: bool, m
 @pytest.mark.parametrize("options", [(), ("--no-graphs",)])
 def test_steps_of_the_toy(program: Program, options: tuple[str, ...]) -> None:
     """It has no GPU, so the line at the end does not speak of steps; the report of the patch does."""
-    toy = TOY.replace("SITES)}", "SITES, steps=graphs.sites('toy_client.denoiser:Denoiser'))}")
+    toy = TOY.replace("SITES)}", "SITES, steps=(Site('toy_client.denoiser', 'Denoiser.forward', graphs.step),))}")
     (program.folder / "toy.py").write_text(f"from evoattn.clients import graphs\n{toy}")
     (program.folder / "toy_client" / "denoiser.py").write_text(
         "from torch import nn\n\n\nclass Denoiser(nn.Linear):\n    def forward(self, x):\n        return super().forward(x)\n"

@@ -99,6 +99,9 @@ def _projected(self: Any, s: Tensor, k_in: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.view(s.shape[0], -1, self.num_heads, self.head_dim) for x in qkv)
 
 
+_uncounted = functools.partial(named, method="", counted=False)
+
+
 def _client(
     package: str, multiplied: str, pairs: dict[str, Replace], diffusions: tuple[str, ...], layers: tuple[Site, ...] = ()
 ) -> Client:
@@ -135,14 +138,13 @@ def _client(
             ),
         ),
         steps=(
-            *graphs.sites(*(f"{module}:DiffusionModule" for module in diffusions)),
-            *graphs.loops(*(f"{module}:AtomDiffusion.sample" for module in diffusions)),
+            *named(graphs.step, *(f"{module}:DiffusionModule" for module in diffusions)),
+            *_uncounted(graphs.loop, *(f"{module}:AtomDiffusion.sample" for module in diffusions)),
             *graphs.blocks(*blocks),
         ),
     )  # fmt: skip
 
 
-_uncounted = functools.partial(named, method="", counted=False)
 _MODULES, _LOSS = "boltz.model.modules", "boltz.model.loss"
 
 CLIENTS = {

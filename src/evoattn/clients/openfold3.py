@@ -94,7 +94,7 @@ CLIENTS = {
                 f"{_WINDOWS}:AtomAttentionDecoder",
                 counted=False,
             ),
-            *graphs.sites(f"{_DIFFUSION}:DiffusionModule"),
+            Site(_DIFFUSION, "DiffusionModule.forward", graphs.step),
             Site(_DIFFUSION, "SampleDiffusion.forward", _rollout, counted=False),
             *graphs.blocks("openfold3.core.model.latent.pairformer:PairFormerBlock", instead={"inplace_safe": False}),
         ),

@@ -66,8 +66,8 @@ def _steps(package: str, model: str, block: str) -> tuple[Site, ...]:
     """In inference blocks write into their input; recorded ones do not."""
     return (
         Site(f"{package}.model.utils", "aggregate_atom_to_token", aggregation.means_by_token, counted=False),
-        *graphs.sites(f"{package}.model.modules.diffusion:DiffusionModule"),
-        *graphs.loops(f"{package}.model.{package}:{model}.sample_diffusion"),
+        Site(f"{package}.model.modules.diffusion", "DiffusionModule.forward", graphs.step),
+        Site(f"{package}.model.{package}", f"{model}.sample_diffusion", graphs.loop, counted=False),
         *graphs.blocks(f"{package}.{_BLOCK}", method=block, instead={"inplace_safe": False}),
     )
 

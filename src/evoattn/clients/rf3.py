@@ -18,6 +18,7 @@ _TRIANGLES = "rf3.model.layers.attention"
 _UTILS = "rf3.model.layers.layer_utils"
 _PAIRFORMER = "rf3.model.layers.pairformer_layers"
 _DIFFUSION = "rf3.model.layers.af3_diffusion_transformer"
+_SAMPLER = "rf3.diffusion_samplers.inference_sampler"
 
 
 def _triangle(original: Any, count: Count) -> Any:
@@ -125,6 +126,8 @@ def _low_precision(self: Any, a: Tensor) -> Tensor:
     return a.to(torch.bfloat16) if low else a
 
 
+_loop = functools.partial(graphs.loop, of="diffusion_module")
+
 CLIENTS = {
     "rf3": Client(
         "rf3",
@@ -146,9 +149,7 @@ CLIENTS = {
         ),
         steps=(
             Site(_DIFFUSION, "DiffusionTransformer.forward", _tokens),
-            *graphs.loops(
-                "rf3.diffusion_samplers.inference_sampler:SampleDiffusion.sample_diffusion_like_af3", of="diffusion_module"
-            ),
+            Site(_SAMPLER, "SampleDiffusion.sample_diffusion_like_af3", _loop, counted=False),
         ),
     )
 }

@@ -110,8 +110,8 @@ def modules(names: tuple[str, ...] = NAMES, *, layers: bool = True, graphs: bool
     clients_by_module: dict[str, list[str]] = {}
     for name in names:
         of = client(name)
-        besides = (of.layers if layers else ()) + (of.steps if graphs else ())
-        for module in sorted(of.modules | {site.module for site in besides}):
+        sites = tuple(x for x in of.sites if x.replace) + of.layers * layers + of.steps * graphs
+        for module in sorted({site.module for site in sites} | {module for module, _, _ in of.values}):
             clients_by_module.setdefault(module, []).append(name)
     return clients_by_module
 

@@ -148,8 +148,3 @@ class Client:
     def installed(self) -> str | None:
         """The version that is installed, or None."""
         return installed_version(self.distribution)
-
-    @property
-    def modules(self) -> set[str]:
-        """The modules in which something is replaced or set."""
-        return {site.module for site in self.sites if site.replace} | {module for module, _, _ in self.values}

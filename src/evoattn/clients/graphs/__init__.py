@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from evoattn.clients.calls import residues
 from evoattn.clients.graphs.call_kinds import Call, CallKind, addresses
 from evoattn.clients.graphs.modules import Seen
-from evoattn.clients.graphs.recorder import CudaRecorder, Recorder
+from evoattn.clients.graphs.recorder import Recorder
 from evoattn.clients.graphs.trees import NotCaptured, Spec, flat
 from evoattn.clients.site import Count, Site, named, repeated
 from evoattn.core import guards
@@ -43,11 +43,6 @@ _MOST = 512
 
 _LOOKED_AT = 64
 """Kinds of calls that are remembered for one module."""
-
-
-def sites(*names: str) -> tuple[Site, ...]:
-    """The steps "module:Class", whose `forward` is recorded."""
-    return named(step, *names)
 
 
 def blocks(*names: str, method: str = ".forward", instead: Mapping[str, Any] | None = None) -> tuple[Site, ...]:
@@ -76,7 +71,7 @@ def step(
         instead: values of keyword arguments in place of those that a call passes, if it may be recorded: a block that writes
             into its input cannot be.
     """
-    steps = Steps(original, count, recorder or CudaRecorder(), shared, instead)
+    steps = Steps(original, count, recorder or Recorder(), shared, instead)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -93,11 +88,6 @@ def step(
 def block(original: Callable[..., Any], count: Count, *, instead: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """A block's `forward`, recorded once for all of one structure, up to a number of residues. Arguments as for `step`."""
     return step(original, count, shared=True, most=_MOST, instead=instead)
-
-
-def loops(*names: str, of: str | None = None) -> tuple[Site, ...]:
-    """The methods "module:Class.method" in which the modules of the class repeat their steps; `of` as for `loop`."""
-    return named(functools.partial(loop, of=of), *names, method="", counted=False)
 
 
 def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -> Callable[..., Any]:

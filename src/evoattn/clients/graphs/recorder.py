@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,35 +33,6 @@ class Recording:
     is_valid: Callable[[], bool] = lambda: True
 
 
-class Recorder(Protocol):
-    """Records functions. The one for tests does not need a GPU."""
-
-    kind: str
-    """The type of device that it records on."""
-
-    def state(self, device: torch.device) -> tuple[Any, ...]:
-        """A key of everything but arguments and weights that selects kernels: streams, precisions, autocast."""
-
-    def is_recording(self) -> bool:
-        """Return whether the current stream is being recorded by somebody."""
-
-    def seconds(self, device: torch.device) -> float:
-        """The time, once the device has done what it was told."""
-
-    def random_state(self, device: torch.device) -> Tensor:
-        """The state of the generator of random numbers."""
-
-    def set_random_state(self, device: torch.device, state: Tensor) -> None:
-        """Set the state of the generator."""
-
-    def record(self, run: Callable[[], Any], device: torch.device, shared: bool = False) -> Recording:
-        """Record a function; NotCaptured if that is known to be impossible.
-
-        shared: modules of one structure share the recording. It then casts weights each time, since they change, and may draw
-        random numbers, as each replay draws new ones.
-        """
-
-
 def modes(kind: str) -> tuple[Any, ...]:
     """The state of this thread, and of the process, that decides what torch computes on a type of device."""
     return (
@@ -76,10 +47,14 @@ def modes(kind: str) -> tuple[Any, ...]:
     )
 
 
-class CudaRecorder:
-    """Records CUDA graphs, each in a memory pool of its own, so that graphs can run and be dropped independently."""
+class Recorder:
+    """Records CUDA graphs, each in a memory pool of its own, so that graphs can run and be dropped independently.
+
+    Tests have one with the same methods that needs no GPU.
+    """
 
     kind = "cuda"
+    """The type of device that it records on."""
     _capture_lock = threading.Lock()
     """Held while a graph is recorded: torch records one at a time in a process."""
     _broken = 0
@@ -89,7 +64,10 @@ class CudaRecorder:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def state(self, device: torch.device) -> tuple[Any, ...]:
-        """Also the current device and stream: two streams must not share the tensors that a graph reads and writes."""
+        """A key of everything but arguments and weights that selects kernels: streams, precisions, autocast.
+
+        It has the current stream, since two streams must not share the tensors that a graph reads and writes.
+        """
         matmul = torch.backends.cuda.matmul
         return (
             *modes("cuda"),
@@ -104,6 +82,7 @@ class CudaRecorder:
         )
 
     def is_recording(self) -> bool:
+        """Return whether somebody records the current stream."""
         return torch.cuda.is_current_stream_capturing()
 
     def seconds(self, device: torch.device) -> float:
@@ -112,13 +91,19 @@ class CudaRecorder:
         return time.perf_counter()
 
     def random_state(self, device: torch.device) -> Tensor:
+        """The state of the generator of random numbers."""
         return torch.cuda.get_rng_state(device)
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
+        """Set the state of the generator."""
         torch.cuda.set_rng_state(state, device)
 
     def record(self, run: Callable[[], Any], device: torch.device, shared: bool = False) -> Recording:
-        """Run a function on a stream of our own, to look at what it does, then record it there."""
+        """Record a function, on a stream of the recorder's. NotCaptured: it is known to be impossible.
+
+        shared: modules of one structure share the recording. It then casts weights each time, since they change, and may draw
+        random numbers, as each replay draws new ones.
+        """
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
         if side is None:
@@ -145,10 +130,10 @@ class CudaRecorder:
 
         The same holds for what cuBLAS works in: torch makes it anew in the pool, where nobody frees it under the graph.
         """
-        pool, graph, broken = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), CudaRecorder._broken
+        pool, graph, broken = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), Recorder._broken
 
         def is_valid() -> bool:
-            return CudaRecorder._broken == broken
+            return Recorder._broken == broken
 
         with _cleared():
             low = torch.is_autocast_enabled("cuda")
@@ -193,7 +178,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, side: torch.cuda.Stream) 
             torch._C._cuda_endAllocateToPool(side.device.index, pool)
         with contextlib.suppress(RuntimeError):
             generator.graphsafe_set_state(before)
-        CudaRecorder._broken += 1
+        Recorder._broken += 1
         raise
 
 

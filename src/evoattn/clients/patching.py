@@ -72,7 +72,7 @@ class Patch:
         self._counts: dict[str, Count] = {}
         self._steps: dict[str, Count] = {}
         self._changes: list[_Change] = []
-        self._made: dict[Site, Callable[..., Any]] = {}
+        self._replacements: dict[Site, Callable[..., Any]] = {}
         self._entered: list[bool] = []
         self._fresh = True
         self._undone = False
@@ -102,11 +102,11 @@ class Patch:
 
     def undo(self) -> None:
         """Put the originals back, and free the memory of CUDA graphs. Counts are kept."""
-        for replacement in self._made.values():
+        for replacement in self._replacements.values():
             recorded.release(replacement)
         lost = [change.name for change in reversed(self._changes) if not change.undo()]
         self._changes.clear()
-        self._made.clear()
+        self._replacements.clear()
         self._undone = True
         for name in self.versions:
             if _active.get(name) is self:
@@ -172,7 +172,7 @@ class Patch:
 
     def _lost(self) -> list[Site]:
         """The sites at which another function stands by now, which does not call the replacement."""
-        return [site for site, replacement in self._made.items() if not _calls(site.find()[2], replacement)]
+        return [site for site, replacement in self._replacements.items() if not _calls(site.find()[2], replacement)]
 
     def _mend(self, of: Client) -> None:
         """Replace what is the client's own again, because its module was reloaded. What others put there stays."""
@@ -191,10 +191,10 @@ class Patch:
     def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
         """Check these sites, then replace them."""
         targets = [(site, *_find(of, site)) for site in sites]
-        for before in self._made.values():  # what was recorded did not call what comes now
+        for before in self._replacements.values():  # what was recorded did not call what comes now
             recorded.release(before)
         changes: list[_Change] = []
-        made: dict[Site, Callable[..., Any]] = {}
+        replacements: dict[Site, Callable[..., Any]] = {}
         for site, owner, name, original in targets:
             if site.replace is None or (site.missing is not None and installed(site.missing)):
                 continue
@@ -202,7 +202,7 @@ class Patch:
             count = counts.get(str(site)) or Count(self._tell and functools.partial(self._tell, kind))
             if site.counted:
                 counts[str(site)] = count
-            replacement = made[site] = functools.wraps(original)(site.replace(original, count))
+            replacement = replacements[site] = functools.wraps(original)(site.replace(original, count))
             places = [(owner, name)] if inspect.isclass(owner) else _names_of(original, of)
             changes += [_Change(place, where, original, replacement) for place, where in places]
         for module, name, value in values:
@@ -212,8 +212,8 @@ class Patch:
         for change in changes:
             setattr(change.owner, change.name, change.now)
         self._changes += changes
-        self._made |= made
-        self.sites = tuple(dict.fromkeys((*self.sites, *map(str, made))))
+        self._replacements |= replacements
+        self.sites = tuple(dict.fromkeys((*self.sites, *map(str, replacements))))
 
 
 _active: dict[str, Patch] = {}

@@ -107,22 +107,22 @@ def code(path: Path | None, load: Callable[[bytes], Any], make: Callable[[], byt
         except Exception as error:  # of many kinds: damaged, of another version, a folder, or not readable
             why = error if isinstance(error, OSError | ValueError) else type(error).__name__
             warnings.warn(f"{path} does not load ({why}): compiled anew", stacklevel=2)
-    made = make()
+    compiled = make()
     if path is not None:
         try:
-            keep_code(path, made)
+            keep_code(path, compiled)
         except OSError as error:  # this process has the code all the same
             _cannot_keep(str(path.parent), error.strerror or str(error))
-    return load(made)
+    return load(compiled)
 
 
 def _checked(path: Path) -> bytes:
     """The code of a file, if its digest is right."""
     data = path.read_bytes()
-    made, digest = data[:-_DIGEST], data[-_DIGEST:]
-    if hashlib.sha256(made).digest() != digest:
+    contents, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if hashlib.sha256(contents).digest() != digest:
         raise ValueError(f"its {len(data)} bytes are not what was written")
-    return made
+    return contents
 
 
 @functools.cache

@@ -230,8 +230,8 @@ class Pool:
 
     def _work(self, worker: Worker) -> None:
         worker.run(self.first)
-        while (taken := self._take(worker)) is not None:
-            task, future = taken
+        while (item := self._take(worker)) is not None:
+            task, future = item
             if future.set_running_or_notify_cancel():
                 future.set_result(worker.run(task))
         worker.end()

@@ -174,7 +174,7 @@ def constant(value: float, shape: tuple[int, ...], dtype: torch.dtype, device: t
 @functools.lru_cache(maxsize=256)
 def _constant(value: float, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        made = torch.full(shape, value, dtype=dtype, device=device)
-    if made.is_cuda:  # other streams may read it next
+        tensor = torch.full(shape, value, dtype=dtype, device=device)
+    if tensor.is_cuda:  # other streams may read it next
         torch.cuda.current_stream(device).synchronize()
-    return made
+    return tensor

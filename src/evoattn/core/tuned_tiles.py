@@ -79,11 +79,11 @@ def key(backend: str, direction: str, problem: Problem) -> str:
 
 def path(on_cpu: bool) -> Path | None:
     """The file of this machine's device; None without a device, or where the user wants no file."""
-    kept, device = folder(), _device(on_cpu)
-    if kept is None or device is None:
+    cache_folder, device = folder(), _device(on_cpu)
+    if cache_folder is None or device is None:
         return None
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return kept / f"tuned-{name}.json"
+    return cache_folder / f"tuned-{name}.json"
 
 
 def machine(on_cpu: bool) -> dict[str, str | None]:

@@ -49,7 +49,7 @@ def attend(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     call = find(inputs, options)
     if call is None:
         check_arguments(inputs, options)
-        if any(map(distributed.is_distributed, inputs)):
+        if any(distributed.is_distributed(x) for x in inputs):
             return distributed.attend(lambda local: attend(local, options), inputs, options.layout)
         call = _work_out(inputs, options)
     outputs = call(inputs)
@@ -194,7 +194,7 @@ def _settings(values: dict[str, int]) -> str:
 def explain(inputs: Inputs, asked: Options) -> Explanation:
     """What a call of these arguments would run: its plans, made and not run. Raises what the call raises for bad ones."""
     check_arguments(inputs, asked)
-    if any(map(distributed.is_distributed, inputs)):
+    if any(distributed.is_distributed(x) for x in inputs):
         inputs = distributed.outlines(inputs, asked.layout)
     needs = tuple([torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs.differentiable])
     inputs, options = _with_memory(inputs), asked.settled()

@@ -178,8 +178,8 @@ def _by_operator(way: Straight | Options, work: Backward) -> Gradients:
     if isinstance(work.outputs, SavedProbabilities):
         with torch.no_grad():
             folded = folded._replace(outputs=Outputs(*operators.forward(*operators.arguments_of(folded.inputs, work.options))))
-    made = operators.differentiate(folded)
-    dq, dk, dv, dmask_bias, dpair_bias, dgate = (x if need else None for x, need in zip(made, work.needs, strict=True))
+    values = operators.differentiate(folded)
+    dq, dk, dv, dmask_bias, dpair_bias, dgate = (x if need else None for x, need in zip(values, work.needs, strict=True))
     dq, dk, dv, dgate = axes.restore_written((dq, dk, dv, dgate))
     gradients = (dq, dk, dv, dmask_bias, dpair_bias, dgate)
     return tuple([_like(*pair) for pair in zip(gradients, work.inputs.differentiable, strict=True)])
@@ -261,15 +261,15 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return backward(ctx, *cotangents)
         with torch.no_grad():
-            made = backward(ctx, *cotangents)
+            result = backward(ctx, *cotangents)
         sources = [x for x in (*cotangents, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
         if not sources:
-            return made
-        gradients = made if isinstance(made, tuple) else (made,)
+            return result
+        gradients = result if isinstance(result, tuple) else (result,)
         present = [x for x in gradients if x is not None]
         ended = iter(_End.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
         gradients = tuple(None if x is None else next(ended) for x in gradients)
-        return gradients if isinstance(made, tuple) else gradients[0]
+        return gradients if isinstance(result, tuple) else gradients[0]
 
     return once
 

@@ -222,10 +222,10 @@ class Split:
         """The full tensor of which each process holds a part along an axis of the split's length."""
         most = self.sizes(self.length)[0]
         rows = _padded(x.movedim(axis, 0), most)
-        made = rows.new_empty(most * dist.get_world_size(self.group), *rows.shape[1:])
+        gathered = rows.new_empty(most * dist.get_world_size(self.group), *rows.shape[1:])
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
-        gather(made, rows, self.group)
-        return made[: self.length].movedim(0, axis)
+        gather(gathered, rows, self.group)
+        return gathered[: self.length].movedim(0, axis)
 
     def _summed(self, x: Tensor, axis: int, held: int) -> Tensor:
         """This process's part of the sum of all processes' full tensors, added in a fixed order."""
@@ -245,8 +245,8 @@ class Split:
 
 def _step(x: Tensor, step: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """`step(x)`, with `back` for the gradient."""
-    made: Tensor = _Step.apply(x, step, back)  # type: ignore[no-untyped-call]
-    return made
+    result: Tensor = _Step.apply(x, step, back)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Step(torch.autograd.Function):
@@ -271,10 +271,10 @@ def _is_first(shape: Sequence[int], axis: int) -> bool:
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
     """All elements of parts, one part after the other."""
-    made = parts[0].new_empty(sum(part.numel() for part in parts))
-    for part, place in zip(parts, made.split([part.numel() for part in parts]), strict=True):
+    packed = parts[0].new_empty(sum(part.numel() for part in parts))
+    for part, place in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
         place.view(part.shape).copy_(part)
-    return made
+    return packed
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -104,9 +104,9 @@ def plan(work: Forward | Backward, *, runs: bool = True) -> Plan:
     # A plan for a card that need not be there has a place of its own: nobody runs it twice.
     place = _place(*_signature(work)) if planned() is None else _Place()
     if place.plan is None:
-        made = _make(work)
+        new = _make(work)
         if place.plan is None:  # else another thread was faster
-            place.plan = made
+            place.plan = new
     if runs and not place.told:
         place.told = True
         for listener in listeners:
@@ -134,10 +134,10 @@ def _make(work: Forward | Backward) -> Plan:
     backend, refused = select(problem, options.backend, config)
     asked: Any = {"scale": float(problem.d) ** -0.5 if scale is None else scale, "layout": options.layout, "config": config}
     if isinstance(work, Backward):
-        made = backend.plan_backward(work.cotangents, inputs, work.outputs, into=work.into or None, **asked, **settings)
+        plan = backend.plan_backward(work.cotangents, inputs, work.outputs, into=work.into or None, **asked, **settings)
     else:
-        made = backend.plan_forward(inputs, **asked)
-    return dataclasses.replace(made, backend=backend.NAME, refused=refused)
+        plan = backend.plan_forward(inputs, **asked)
+    return dataclasses.replace(plan, backend=backend.NAME, refused=refused)
 
 
 def backend_module(name: str) -> Backend:

@@ -90,8 +90,8 @@ def _split_backward(arguments: Sequence[Any]) -> tuple[Cotangents, tuple[Any, ..
 
 def _pass_of(arguments: Sequence[Any]) -> Backward:
     """The arguments of `backward` as a value."""
-    cotangents, rest, outputs, needs = _split_backward(arguments)
-    inputs, options = values_of(rest)
+    cotangents, forward_arguments, outputs, needs = _split_backward(arguments)
+    inputs, options = values_of(forward_arguments)
     return Backward(inputs, options, cotangents, outputs, (*needs, *(False,) * (len(GRADIENTS) - len(needs))))
 
 

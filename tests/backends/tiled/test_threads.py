@@ -55,7 +55,7 @@ def test_every_piece_is_done_once(count: int) -> None:
             done[piece] += 1
             time.sleep(0.001)
 
-    with torch.no_grad(), threads.alone(count):
+    with torch.no_grad(), threads.single_threaded(count):
         threads.share(range(40), worker, count)
     assert done == collections.Counter(range(40))
     assert len({thread for thread, _, _ in workers}) == len(workers) == count
@@ -66,7 +66,7 @@ def test_every_piece_is_done_once(count: int) -> None:
 
 def test_workers_are_in_inference_mode_where_the_caller_is() -> None:
     found = []
-    with torch.inference_mode(), threads.alone(2):
+    with torch.inference_mode(), threads.single_threaded(2):
         threads.share(range(2), lambda taken: found.append(torch.is_inference_mode_enabled()), 2)
     assert found == [True, True]
 
@@ -92,7 +92,7 @@ def test_workers_flush_denormals_if_the_caller_does(no_flush: None) -> None:
     for flushes in (False, True, False, True):
         torch.set_flush_denormal(flushes)
         found.clear()
-        with threads.alone(3):
+        with threads.single_threaded(3):
             threads.share(range(3), worker, 3)
         assert found == [flushes] * 3
 
@@ -128,12 +128,12 @@ def test_what_a_worker_raises_comes_when_all_have_stopped(error: BaseException, 
             time.sleep(0.05)
             running.remove(piece)
 
-    with pytest.raises(type(error)), threads.alone(2):
+    with pytest.raises(type(error)), threads.single_threaded(2):
         threads.share(range(1000), worker, 2)
     assert not running
     assert len(begun) < 20
     done = []
-    with threads.alone(2):
+    with threads.single_threaded(2):
         threads.share(range(9), lambda taken: done.extend(taken), 2)
     assert sorted(done) == list(range(9))
 
@@ -145,7 +145,7 @@ def in_a_new_thread() -> int:
 
 
 def test_nobody_s_number_of_threads_changes(two_threads: None) -> None:
-    with pytest.raises(ZeroDivisionError), threads.alone(2):
+    with pytest.raises(ZeroDivisionError), threads.single_threaded(2):
         threads.share(range(4), lambda taken: [1 // piece for piece in taken], 2)
     assert torch.get_num_threads() == 2
     assert in_a_new_thread() == 2
@@ -220,7 +220,7 @@ def test_a_fork_after_shared_work(shared: list[int]) -> None:
         signal.alarm(30)
         right = False
         try:
-            with threads.alone(2):  # OpenMP's threads are the parent's
+            with threads.single_threaded(2):  # OpenMP's threads are the parent's
                 torch.get_num_threads = lambda: 2
                 values = testing.run(inputs, "tiled").values
                 right = all(torch.equal(value, expected[name]) for name, value in values.items()) and max(shared) > 1

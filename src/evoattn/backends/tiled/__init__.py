@@ -150,9 +150,9 @@ def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: _Blocks) ->
     acc, plan = accumulate_dtype(q.dtype), blocks.plan()
     pieces = [(*rows, qs) for rows in blocks.rows(plan) for qs in spans(q.shape[-2], plan.q)]
     several = min(plan.threads, len(pieces))
-    with threads.alone(several):
+    with threads.single_threaded(several):
         scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
-        threads.share(pieces, lambda taken: forward_pieces(taken, scores, inputs, outputs), several)
+        threads.share(pieces, lambda own: forward_pieces(own, scores, inputs, outputs), several)
         if scores.plain:
             for saved, value in zip((lse, reference), statistic(reference, lse, None), strict=True):
                 saved.copy_(value)
@@ -183,7 +183,7 @@ def _backward(
         rows = blocks.rows(plan)
         several = min(plan.threads, len(rows))
         parts = shares(rows, 1 if several == 1 else min(_SHARES * several, len(rows)), *sums)
-        with threads.alone(several):
+        with threads.single_threaded(several):
             scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
             numbers = subtrahends(lse, reference, None) if scores.plain else (lse, reference)
             work = Work(scores, (q, k, v, do, o), gate, numbers, None if dlse is None else dlse * LOG2E, gradients)

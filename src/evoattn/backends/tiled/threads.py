@@ -38,7 +38,7 @@ def available() -> int:
 
 
 @contextlib.contextmanager
-def alone(threads: int) -> Iterator[None]:
+def single_threaded(threads: int) -> Iterator[None]:
     """In this block this thread does its operations alone, if `threads` share work; afterwards it has what it had before.
 
     What OpenMP's other threads have done last they wait for more of, with all their might, for some milliseconds. So what comes
@@ -61,7 +61,7 @@ def share(pieces: Sequence[Piece], worker: Callable[[Iterator[Piece]], None], th
     Args:
         pieces: what there is to do. They are begun in this order.
         worker: does the pieces that it is given, one after another. It is called once in each thread, without gradients.
-        threads: with more than 1, call this inside `alone`.
+        threads: with more than 1, call this inside `single_threaded`.
 
     Raises:
         What a worker raised, when all have stopped. No piece is begun after that.

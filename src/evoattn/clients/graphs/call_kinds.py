@@ -109,9 +109,8 @@ class CallKind:
     def is_ready(self, tensors: list[Tensor]) -> bool:
         """Note the tensors of a call that ran as it was; whether it may be recorded now."""
         same = {i for i, (x, y) in enumerate(zip(self._last, tensors, strict=False)) if x.holds(y)}
-        for i, x in enumerate(
-            self._inputs
-        ):  # another tensor came while the recorded one is in use: two computations take turns
+        # If another tensor came while the recorded one is in use, two computations take turns.
+        for i, x in enumerate(self._inputs):
             if isinstance(x, _Place) and x.exists() and not x.holds(tensors[i]):
                 self._moving.add(i)
         self._last = [_Place(x) for x in tensors]
@@ -181,7 +180,7 @@ class CallKind:
         _copy(inputs, tensors)
         recording = recorder.record(again, tensors[0].device, shared)
         results: list[Tensor] = []
-        self._result_spec = flat(recording.made, tensors[0].device, results)
+        self._result_spec = flat(recording.result, tensors[0].device, results)
         _check_result(self._result_spec)
         self._recording, self._inputs, self._results, self._calls = recording, inputs, results, calls
         self._recordings += 1

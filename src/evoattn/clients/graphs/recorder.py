@@ -24,12 +24,12 @@ class Recording:
 
     Args:
         replay: does again what was recorded, on the current stream.
-        made: what the function returned. A replay writes its tensors anew.
+        result: what the function returned. A replay writes its tensors anew.
         is_valid: whether a replay still does what it did.
     """
 
     replay: Callable[[], object]
-    made: Any
+    result: Any
     is_valid: Callable[[], bool] = lambda: True
 
 

@@ -132,7 +132,7 @@ class Watch:
         first_calls.claim, first_calls.Worker.run = watched_claim, watched_run
 
     def _watch_compiler(self) -> None:
-        launch: Any = sys.modules["evoattn.backends.hopper.host.launch"]
+        launch: Any = sys.modules["evoattn.backends.hopper.launch"]
         build = launch.build
         if not hasattr(build, "watched"):
 
@@ -168,7 +168,7 @@ def calls(spec: dict[str, Any]) -> dict[str, Any]:
     if spec.get("apart"):
         lasts(made, "first_backward_of_torch_s", lambda: one.sum().backward())
         if device == "cuda":
-            lasts(made, "import_cute_dsl_s", lambda: importlib.import_module("evoattn.backends.hopper.host.launch"))
+            lasts(made, "import_cute_dsl_s", lambda: importlib.import_module("evoattn.backends.hopper.launch"))
     made["calls"] = []
     for channels in spec["channels"]:
         of: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}

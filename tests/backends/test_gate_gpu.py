@@ -90,16 +90,16 @@ def test_gate_where_only_triton_goes(case: Gated, backend: Any) -> None:
 @pytest.mark.parametrize("case", [BASE, like("only_keys", needs=(False, True, True, False, False, True))], ids=lambda x: x.name)
 def test_gate_where_rows_are_left_out(case: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a mask switches off, as where a call has many scores."""
-    from evoattn.backends.hopper.backward import variants
+    from evoattn.backends.hopper import tiles
 
-    monkeypatch.setattr(variants, "_LEAST_SCORES_TO_SKIP", 0)
+    monkeypatch.setattr(tiles, "_LEAST_SCORES_TO_SKIP", 0)
     assert case.wrong(hopper, "cuda") == []
 
 
 @ON_HOPPER
 def test_gate_with_heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head at a time, as where one keeps all processors busy."""
-    from evoattn.backends.hopper.host import head_groups
+    from evoattn.backends.hopper import head_groups
 
     monkeypatch.setattr(head_groups, "divisor", lambda *_: 1)
     case = like("turns", n=3, h=4, lq=640, lk=640, d=64, c=64, gate="sliced")

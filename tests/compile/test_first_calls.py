@@ -23,9 +23,8 @@ import cutlass
 
 import evoattn
 from evoattn.backends import hopper
-from evoattn.backends.hopper import ahead
-from evoattn.backends.hopper.backward.statistics import Statistics
-from evoattn.backends.hopper.host import launch
+from evoattn.backends.hopper import ahead, launch
+from evoattn.backends.hopper.kernels.statistics import Statistics
 from evoattn.cli.warm.cards import cards_of
 from evoattn.compile import first_calls
 from evoattn.compile.workers import Report, Task, Worker

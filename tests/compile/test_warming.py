@@ -67,8 +67,7 @@ def planned(call: Call, backend: Any) -> tuple[Any, tuple[Any, ...]]:
 def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
     from evoattn.backends import hopper
-    from evoattn.backends.hopper import ahead
-    from evoattn.backends.hopper.host import launch
+    from evoattn.backends.hopper import ahead, launch
 
     call = Call(TRIANGLE, 96, torch.bfloat16, training)
     kept = warmed(call)
@@ -170,7 +169,7 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     """Each kind once, since workers compile for a kind."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
     pytest.importorskip("triton")
-    from evoattn.backends.hopper.host import clusters
+    from evoattn.backends.hopper import clusters
     from evoattn.backends.triton import cards as of_triton
 
     a100, h200 = (dataclasses.replace(cards_of(arch)[0], shared_memory=0, cache_bytes=0) for arch in ("sm_80", "sm_90"))

@@ -200,17 +200,16 @@ def test_hopper_plans_the_same_room(
     """Its kernels write statistics and parts of gradients as float32, whatever torch's default is."""
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from evoattn.backends.hopper.backward import facts
-    from evoattn.backends.hopper.backward import plan as backward
-    from evoattn.backends.hopper.forward import plan as forward
-    from evoattn.backends.hopper.host import launch, workspace
+    from evoattn.backends.hopper import backward_launches, launch, memory
+    from evoattn.backends.hopper import backward_plan as backward
+    from evoattn.backends.hopper import forward_plan as forward
 
     rooms: list[int] = []
     numbers: list[float] = []
-    add = workspace.Workspace.add
+    add = memory.Workspace.add
 
-    def noted(self: Any, x: Tensor) -> int:
-        rooms.append(x.nbytes)
+    def noted(self: Any, x: Tensor | None) -> int:
+        rooms.append(0 if x is None else x.nbytes)
         return add(self, x)
 
     def compiled(kernel: Any) -> Any:
@@ -219,8 +218,8 @@ def test_hopper_plans_the_same_room(
     monkeypatch.setattr(launch, "compiled", compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(facts, "resident_clusters", lambda *arguments: 66)
-    monkeypatch.setattr(workspace.Workspace, "add", noted)
+    monkeypatch.setattr(backward_launches, "resident_clusters", lambda *arguments: 66)
+    monkeypatch.setattr(memory.Workspace, "add", noted)
     q, k, v = (torch.zeros(1, 8, 2, 200, d, dtype=torch.bfloat16) for _ in range(3))
     pair = torch.zeros(1, 2, 200, 200, dtype=bias)
     out = empty_outputs(Inputs(q, k, v), "bnhld")

@@ -9,8 +9,8 @@ from typing import Any
 def asked_of_the_driver() -> int:
     """How often CuTe DSL starts the driver while it compiles its first kernel in this process."""
     driver = importlib.import_module("cuda.bindings.driver")
-    statistics = importlib.import_module("evoattn.backends.hopper.backward.statistics")
-    launch = importlib.import_module("evoattn.backends.hopper.host.launch")
+    statistics = importlib.import_module("evoattn.backends.hopper.kernels.statistics")
+    launch = importlib.import_module("evoattn.backends.hopper.launch")
     asked = []
 
     class Hidden:

@@ -16,8 +16,8 @@ from typing import Any
 import triton
 from cutlass.base_dsl import diagnostics
 
-from evoattn.backends.hopper.forward.kernel import CHAIN
-from evoattn.backends.hopper.host import launch
+from evoattn.backends.hopper import launch
+from evoattn.backends.hopper.tiles import CHAIN
 
 __all__ = ["Made", "count", "instructions_a_score", "make"]
 

@@ -27,7 +27,7 @@ _NOBITS = 8
 
 def _launches() -> Any:
     """The module with `compiled(kernel)`, which gives a launch its function, and `build(kernel)`, which compiles."""
-    return importlib.import_module("evoattn.backends.hopper.host.launch")
+    return importlib.import_module("evoattn.backends.hopper.launch")
 
 
 @contextlib.contextmanager

@@ -9,14 +9,17 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 pytest.importorskip("triton", reason="Triton brings the disassembler")
 
-from evoattn.backends.hopper.backward import statistics  # noqa: E402
-from evoattn.backends.hopper.backward import variants as planned  # noqa: E402
-from evoattn.backends.hopper.backward.dkdv import kernel as dkdv  # noqa: E402
-from evoattn.backends.hopper.backward.dq import bias_sum  # noqa: E402
-from evoattn.backends.hopper.backward.dq import kernel as dq  # noqa: E402
-from evoattn.backends.hopper.backward.fused import kernel as fused  # noqa: E402
-from evoattn.backends.hopper.backward.gate.kernel import GatePass  # noqa: E402
-from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402
+from evoattn.backends.hopper import tiles as planned  # noqa: E402
+from evoattn.backends.hopper.kernels import (  # noqa: E402
+    dkdv,
+    dq,
+    dq_sum,
+    fused,
+    key_bias,
+    pair_bias,
+    statistics,
+)
+from evoattn.backends.hopper.kernels.gate import GatePass  # noqa: E402
 from tests.helpers.machine_code import Made, count, make  # noqa: E402
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -231,12 +234,12 @@ def test_other_variants_of_dk_and_dv_compile(change):
     "kernel",
     [
         statistics.Statistics(cutlass.BFloat16, 24, dlse=True),
-        bias_sum.PanelSum(cutlass.Float16, vector=False),
-        bias_sum.PanelSum(cutlass.BFloat16, cluster=2),
-        bias_sum.PanelSum(cutlass.BFloat16, timed=False),
-        key_bias.Rows(cutlass.BFloat16, mask=True, bias=None, clears=True, lists=True),
-        pair_bias.Tiles(cutlass.BFloat16, wide=True),
-        pair_bias.Tiles(cutlass.Float16, wide=False),
+        dq_sum.PanelSum(cutlass.Float16, vector=False),
+        dq_sum.PanelSum(cutlass.BFloat16, cluster=2),
+        dq_sum.PanelSum(cutlass.BFloat16, timed=False),
+        key_bias.KeyBias(cutlass.BFloat16, mask=True, bias=None, clears=True, lists=True),
+        pair_bias.PairBiasTiles(cutlass.BFloat16, wide=True),
+        pair_bias.PairBiasTiles(cutlass.Float16, wide=False),
     ],
     ids=lambda kernel: kernel.name,
 )

@@ -12,8 +12,10 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 
 import cutlass
 
-from evoattn.backends.hopper.backward import schedule, variants
-from evoattn.backends.hopper.backward.dq.kernel import QueryGradients
+from evoattn.backends.hopper import tiles
+from evoattn.backends.hopper.kernels import dq_consumer, dq_producer
+from evoattn.backends.hopper.kernels.dq import QueryGradients
+from evoattn.backends.hopper.lib import schedule
 
 
 def stretches(rows: list[int], blocks: int, timed: bool = True):
@@ -99,7 +101,7 @@ def test_the_parts_of_a_deterministic_sum_are_found(panels: int, n: int, blocks:
     [(24, 384, True), (12, 64, True), (16, 256, True), (192, 4, False), (200, 1, False), (192, 48, False)],
 )
 def test_changes_count_where_blocks_have_part_of_a_panel(panels: int, n: int, counts: bool) -> None:
-    assert variants.timed(panels, n, 132) is counts
+    assert tiles.timed(panels, n, 132) is counts
 
 
 def test_blocks_that_need_not_change_do_not() -> None:
@@ -121,18 +123,20 @@ def test_panels_go_through_the_rows_together(panels: int, n: int, blocks: int, a
 )
 def test_warpgroups_share_the_keys(channels: int, keys: int, pair: bool) -> None:
     """Each slice is one warpgroup's; and where a row ends after some tiles, they are among those that are gone through."""
-    variant = variants.query_variant(channels, keys, pair)
+    variant = tiles.query_variant(channels, keys, pair)
     kernel = QueryGradients(cutlass.BFloat16, channels, pair=pair, row=True, bias_gradient=pair, skips=True, **variant)
     groups = [(rank, s) for rank in range(kernel.cluster) for s in range(kernel.groups)]
     of_all = [rank * kernel.groups + s for rank, s in groups]
-    slices = sorted(kernel.key(u, group) for group in of_all for u in range(kernel.slices))
+    slices = sorted(dq_consumer.slice_key(kernel, u, group) for group in of_all for u in range(kernel.slices))
     assert slices == list(range(0, len(slices) * 32, 32))
     for group, j in itertools.product(of_all, range(kernel.tiles)):
-        firsts = [kernel.key(j * kernel.stage + x, group) for x in range(kernel.stage)]
-        assert firsts == [kernel.tile_of(j, group) * kernel.keys + x * 32 for x in range(kernel.stage)]
+        firsts = [dq_consumer.slice_key(kernel, j * kernel.stage + x, group) for x in range(kernel.stage)]
+        assert firsts == [dq_producer.key_tile(kernel, j, group) * kernel.keys + x * 32 for x in range(kernel.stage)]
     if kernel.exits:
-        for tiles in range(len(groups) * kernel.tiles + 1):
+        for live in range(len(groups) * kernel.tiles + 1):
             through = [
-                kernel.tile_of(j, x) for x, at in zip(of_all, groups, strict=True) for j in range(kernel.live_tiles(tiles, *at))
+                dq_producer.key_tile(kernel, j, x)
+                for x, at in zip(of_all, groups, strict=True)
+                for j in range(dq_consumer.live_tiles(kernel, live, *at))
             ]
-            assert set(range(tiles)) <= set(through) and len(set(through)) == len(through)
+            assert set(range(live)) <= set(through) and len(set(through)) == len(through)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import evoattn
 from evoattn import testing
-from evoattn.backends.hopper.host import head_groups
+from evoattn.backends.hopper import head_groups
 from evoattn.workloads import WORKLOADS
 from tests.helpers.gpu_checks import check_in_turn, check_offsets, check_same_bits
 
@@ -26,16 +26,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 @pytest.fixture
 def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without a pair bias one kernel finds all gradients, as where a call has many rows, and in this test at least once."""
-    from evoattn.backends.hopper.backward import stages, variants
+    from evoattn.backends.hopper import backward_launches, tiles
 
-    kernel, made = stages.FusedGradients, []
+    kernel, made = backward_launches.FusedGradients, []
 
     def make(*args: object, **wishes: object) -> object:
         made.append(kernel(*args, **wishes))
         return made[-1]
 
-    monkeypatch.setattr(stages, "FusedGradients", make)
-    monkeypatch.setattr(variants, "fused_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
+    monkeypatch.setattr(backward_launches, "FusedGradients", make)
+    monkeypatch.setattr(tiles, "fused_tiles", lambda channels, *_: 16 if channels <= 16 else 8)
     yield
     assert made
 
@@ -43,9 +43,9 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a call has few rows."""
-    from evoattn.backends.hopper.backward import variants
+    from evoattn.backends.hopper import tiles
 
-    monkeypatch.setattr(variants, "fused_tiles", lambda *_: None)
+    monkeypatch.setattr(tiles, "fused_tiles", lambda *_: None)
 
 
 @pytest.fixture
@@ -57,16 +57,16 @@ def heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rows_left_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The backward leaves out rows that a mask switches off, as where a call has many scores; at least once in a test."""
-    from evoattn.backends.hopper.backward import stages, variants
+    from evoattn.backends.hopper import backward_launches, tiles
 
-    kernel, made = stages.KeyGradients, []
+    kernel, made = backward_launches.KeyGradients, []
 
     def make(*args: object, **wishes: object) -> object:
         made.append(wishes["skips"])
         return kernel(*args, **wishes)
 
-    monkeypatch.setattr(stages, "KeyGradients", make)
-    monkeypatch.setattr(variants, "_LEAST_SCORES_TO_SKIP", 0)
+    monkeypatch.setattr(backward_launches, "KeyGradients", make)
+    monkeypatch.setattr(tiles, "_LEAST_SCORES_TO_SKIP", 0)
     yield
     assert any(made)
 

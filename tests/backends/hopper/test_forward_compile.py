@@ -8,10 +8,8 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 pytest.importorskip("triton", reason="Triton brings the disassembler")
 
-from evoattn.backends.hopper.backward import variants as planned  # noqa: E402 (where the compiler is)
-from evoattn.backends.hopper.forward import gate  # noqa: E402
-from evoattn.backends.hopper.forward import kernel as forward_kernel  # noqa: E402
-from evoattn.backends.hopper.kernels import key_bias, pair_bias  # noqa: E402
+from evoattn.backends.hopper import tiles as planned  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper.kernels import forward, gate, key_bias, pair_bias  # noqa: E402
 from tests.helpers.machine_code import count, make  # noqa: E402
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -56,9 +54,9 @@ def main_loop(names: list[str]) -> list[str]:
     return names[products[0] : stores[-1] + 1]
 
 
-def variant(name: str, dtype: str) -> forward_kernel.Forward:
+def variant(name: str, dtype: str) -> forward.Forward:
     channels, options = VARIANTS[name]
-    return forward_kernel.Forward(DTYPES[dtype], channels, **options)
+    return forward.Forward(DTYPES[dtype], channels, **options)
 
 
 QUICK = ("d32", "d32_wide")
@@ -100,7 +98,7 @@ def test_the_product_with_the_gate_moves_16_bytes_at_a_time(channels: int, dtype
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("bias", [None, "Float32", "BFloat16"])
 def test_rows_compile(dtype: str, mask: bool, bias: str | None, more: dict[str, bool]) -> None:
-    kernel = key_bias.Rows(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias), **more)
+    kernel = key_bias.KeyBias(DTYPES[dtype], mask=mask, bias=bias and getattr(cutlass, bias), **more)
     assert make(kernel).spilled == 0
 
 
@@ -108,14 +106,14 @@ def test_rows_compile(dtype: str, mask: bool, bias: str | None, more: dict[str, 
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("width", [1, 8])
 def test_pairs_compile(width: int, bounded: bool, dtype: str) -> None:
-    assert make(pair_bias.Pairs(DTYPES[dtype], width, bounded=bounded)).spilled == 0
+    assert make(pair_bias.PairBias(DTYPES[dtype], width, bounded=bounded)).spilled == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 4])
 def test_wide_pairs_compile(width: int, dtype: str) -> None:
-    assert make(pair_bias.Pairs(cutlass.Float32, width, beside=DTYPES[dtype])).spilled == 0
+    assert make(pair_bias.PairBias(cutlass.Float32, width, beside=DTYPES[dtype])).spilled == 0
 
 
 def test_names_tell_variants_apart() -> None:

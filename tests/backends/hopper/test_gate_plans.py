@@ -11,7 +11,7 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
 from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Cotangents, hopper
-from evoattn.backends.hopper.host import head_groups
+from evoattn.backends.hopper import head_groups
 from evoattn.core.config import Config
 from evoattn.core.layouts import empty_gradients, empty_outputs
 from tests.backends.hopper.test_plans import kernels, launched  # noqa: F401 (fixtures)
@@ -32,7 +32,7 @@ STAGES = {
     "only_keys": ["Statistics", "KeyGradients"],
     "without_dgate": ["QueryGradients", "KeyGradients", "PanelSum"],
 }
-LAID_OUT = {"Rows", "Pairs", "Tiles"}
+LAID_OUT = {"KeyBias", "PairBias", "PairBiasTiles"}
 
 
 def run_backward(case: Gated) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ def test_a_backward_reads_what_the_pass_of_the_gate_makes(case: Gated, launched:
         assert gradients[3].data_ptr() in launched[0][1]
     assert {x.data_ptr() for x in gradients[:3] if x is not None} <= {x for _, given in launched for x in given}
     gated = [kernel for kernel in kernels if type(kernel).__name__ in ("QueryGradients", "FusedGradients", "Statistics")]
-    assert all(kernel.gated and kernel.dlse for kernel in gated) and gated
+    assert all(kernel.gate and kernel.dlse for kernel in gated) and gated
     assert told.gate == GATED_BACKWARD
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evoattn.backends.hopper.host.head_groups import HeadGroups, divisor, moved
+from evoattn.backends.hopper.head_groups import HeadGroups, divisor, moved
 from evoattn.workloads import workload
 
 

@@ -16,9 +16,8 @@ import pytest
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
-from evoattn.backends.hopper import ahead  # noqa: E402
-from evoattn.backends.hopper.backward.statistics import Statistics  # noqa: E402
-from evoattn.backends.hopper.host import launch  # noqa: E402 (where the compiler is)
+from evoattn.backends.hopper import ahead, launch  # noqa: E402
+from evoattn.backends.hopper.kernels.statistics import Statistics  # noqa: E402
 from evoattn.compile import cache  # noqa: E402
 
 
@@ -214,13 +213,14 @@ def test_machines_of_another_kind_share_no_kernels(folder: pathlib.Path, monkeyp
 @pytest.mark.parametrize(
     ("file", "matters"),
     [
-        ("kernels/primitives.py", True),
-        ("forward/mma.py", True),
-        ("backward/dq/mma.py", True),
-        ("host/launch.py", True),
-        ("forward/plan.py", False),
+        ("lib/primitives.py", True),
+        ("kernels/forward_mma.py", True),
+        ("kernels/dq_consumer.py", True),
+        ("launch.py", True),
+        ("tiles.py", True),
+        ("forward_plan.py", False),
         ("ahead.py", False),
-        ("host/workspace.py", False),
+        ("memory.py", False),
         ("__init__.py", False),
     ],
 )
@@ -265,8 +265,8 @@ import os, signal, sys, threading
 import cutlass
 from evoattn.compile import cache
 from evoattn.backends.hopper import ahead
-from evoattn.backends.hopper.host import launch
-from evoattn.backends.hopper.backward.statistics import Statistics
+from evoattn.backends.hopper import launch
+from evoattn.backends.hopper.kernels.statistics import Statistics
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

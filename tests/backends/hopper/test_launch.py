@@ -12,9 +12,12 @@ import torch
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
 
-from evoattn.backends.hopper import ahead  # noqa: E402
-from evoattn.backends.hopper.host import clusters, launch  # noqa: E402
-from evoattn.backends.hopper.host.workspace import Workspace  # noqa: E402
+from evoattn.backends.hopper import (  # noqa: E402
+    ahead,
+    clusters,
+    launch,
+)
+from evoattn.backends.hopper.memory import Workspace  # noqa: E402
 
 CPU = torch.device("cpu", 0)
 
@@ -27,10 +30,10 @@ class Copy(launch.Kernel):
         self.name = "Copy"
 
     def arguments(self) -> tuple[Any, ...]:
-        rows = launch.size()
-        x = launch.Stand(cutlass.BFloat16, (rows, 8), (launch.even(), 1), 16)
-        y = launch.Stand(cutlass.BFloat16, (rows, 8), (launch.free(), 1), 16)
-        z = launch.Stand(cutlass.Float32, (launch.size(),), (1,), 4) if self.third else None
+        rows, others = launch.sizes(2)
+        x = launch.Stand(cutlass.BFloat16, (rows, 8), (launch.stride(8), 1), 16)
+        y = launch.Stand(cutlass.BFloat16, (rows, 8), (launch.stride(), 1), 16)
+        z = launch.Stand(cutlass.Float32, (others,), (1,), 4) if self.third else None
         return x, y, z, cutlass.Int32(0)
 
 

@@ -19,12 +19,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'e
 
 from evoattn import testing
 from evoattn.backends import Cotangents, Description, Inputs, hopper
-from evoattn.backends.hopper.backward import facts, pair_gradient, stages, variants
-from evoattn.backends.hopper.backward import plan as backward
-from evoattn.backends.hopper.forward import plan as forward
-from evoattn.backends.hopper.host import head_groups, launch
-from evoattn.backends.hopper.host.memory import loads_wide
+from evoattn.backends.hopper import backward_launches, head_groups, launch, tiles
+from evoattn.backends.hopper import backward_plan as backward
+from evoattn.backends.hopper import forward_plan as forward
 from evoattn.backends.hopper.kernels import key_bias
+from evoattn.backends.hopper.memory import is_aligned
 from evoattn.core.config import Config
 from evoattn.core.layouts import empty_gradients, empty_outputs, to_canonical
 from evoattn.core.problem import describe
@@ -49,7 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
     monkeypatch.setattr(launch, "compiled", compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(facts, "resident_clusters", lambda *arguments: 66)
+    monkeypatch.setattr(backward_launches, "resident_clusters", lambda *arguments: 66)
     return calls
 
 
@@ -86,7 +85,7 @@ def test_a_forward_is_launched(case: testing.Case, launched: list[Any]) -> None:
     name, arguments = launched[-1]
     assert name == "Forward"
     assert {o.data_ptr(), lse.data_ptr()} <= set(arguments)
-    if loads_wide(c.q):
+    if is_aligned(c.q):
         assert arguments[2] == c.q.data_ptr()
 
 
@@ -273,7 +272,7 @@ def test_rows_without_a_pair_bias_are_done_whole(masked: bool, deterministic: bo
     of_qkv = [torch.empty(c.q.shape, dtype=o.dtype), None, torch.empty(c.v.shape, dtype=o.dtype)]
     options: dict[str, Any] = {"layout": case.layout, "needs": needs, "deterministic": deterministic}
     dmask_bias, dpair_bias = backward.plan_backward(*tensors, scale=0.2, **options)(*tensors, *of_qkv)
-    assert [name for name, _ in launched] == ["Rows", "FusedGradients"]
+    assert [name for name, _ in launched] == ["KeyBias", "FusedGradients"]
     given = dict(launched)["FusedGradients"]
     do = tensors[0]
     assert do is not None and given[2:7] == tuple(x.data_ptr() for x in (c.q, c.k, c.v, o, do))
@@ -305,7 +304,7 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
     inputs = (q, k, v, c.mask, None, pair)
     forward.plan_forward(*inputs, scale=0.2, layout="bnhld")(*inputs, o, lse, lse)
-    assert [name for name, _ in launched] == ["Pairs", "Rows", *["Forward"] * len(starts)]
+    assert [name for name, _ in launched] == ["PairBias", "KeyBias", *["Forward"] * len(starts)]
     forwards = [given for name, given in launched if name == "Forward"]
     for place, x in ((2, q), (3, k), (4, v), (10, o), (11, lse)):
         assert [given[place] for given in forwards] == addresses(x, 2)
@@ -320,7 +319,12 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     of_qkv = [torch.empty_like(x) for x in (q, k, v)]
     tensors = (do, None, q, k, v, c.mask, None, pair, o, lse, torch.zeros_like(lse))
     _, dpair = backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
-    assert [name for name, _ in launched] == ["Pairs", "Tiles", "Rows", *["QueryGradients", "KeyGradients"] * len(starts)]
+    assert [name for name, _ in launched] == [
+        "PairBias",
+        "PairBiasTiles",
+        "KeyBias",
+        *["QueryGradients", "KeyGradients"] * len(starts),
+    ]
     of_queries, of_keys = ([given for name, given in launched if name == f"{x}Gradients"] for x in ("Query", "Key"))
     for place, x in ((2, q), (3, k), (4, v), (5, o), (6, do), (9, lse), (12, of_qkv[0])):
         assert [given[place] for given in of_queries] == addresses(x, 2), place
@@ -333,14 +337,14 @@ def test_heads_in_turns(together: int, of_b: int, launched: list[Any], monkeypat
     assert [given[13] for given in of_keys] == addresses(of_qkv[0], 2), "dq, of which the kernel of the keys clears rows"
     assert [given[14:16] for given in of_keys] == [given[14:16] for given in of_queries], "the rows that a mask leaves"
     assert len({given[14:16] for given in of_keys}) == (1 if of_b == 1 else 2), "of each b"
-    assert next(given for name, given in launched if name == "Rows")[6:8] == of_keys[0][14:16]
+    assert next(given for name, given in launched if name == "KeyBias")[6:8] == of_keys[0][14:16]
 
     launched.clear()
     needs = (True, False, False, False, True, False)  # nothing streams then
     backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(
         *tensors, of_qkv[0], None, None
     )
-    assert [name for name, _ in launched] == ["Pairs", "Rows", "QueryGradients"]
+    assert [name for name, _ in launched] == ["PairBias", "KeyBias", "QueryGradients"]
 
 
 @pytest.mark.parametrize(
@@ -364,8 +368,8 @@ def test_who_rounds_the_gradient_of_the_pair_bias(changes: dict[str, Any], round
     arguments = dict(launched)
     added = arguments["QueryGradients"][13]  # after sizes, stream and eleven other tensors
     assert dpair_bias is not None and dpair_bias.shape == c.pair_bias.shape and dpair_bias.dtype == c.q.dtype  # type: ignore[union-attr]
-    if "Rows" in arguments:
-        assert added in arguments["Rows"]
+    if "KeyBias" in arguments:
+        assert added in arguments["KeyBias"]
     if rounds:
         assert arguments["KeyGradients"][11:13] == (added, dpair_bias.data_ptr())
     else:
@@ -411,14 +415,14 @@ def test_who_leaves_rows_out(
     backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)(*tensors, *of_qkv)
     assert kernels
     for kernel in kernels:
-        if isinstance(kernel, (stages.QueryGradients, stages.KeyGradients)):
+        if isinstance(kernel, (backward_launches.QueryGradients, backward_launches.KeyGradients)):
             assert kernel.skips == skips
-        if isinstance(kernel, stages.KeyGradients):
+        if isinstance(kernel, backward_launches.KeyGradients):
             assert kernel.clears == (skips and needs[0])
-        if isinstance(kernel, key_bias.Rows):
+        if isinstance(kernel, key_bias.KeyBias):
             assert kernel.lists == skips
     given = dict(launched)
-    lists = given["Rows"][-4:-2] if skips else ()  # before the number of keys, and of rows
+    lists = given["KeyBias"][-4:-2] if skips else ()  # before the number of keys, and of rows
     for name in ("QueryGradients", "KeyGradients"):
         assert name not in given or set(lists) <= set(given[name])
     if "KeyGradients" in given and of_qkv[0] is not None:
@@ -443,21 +447,21 @@ def test_who_leaves_rows_out(
 )
 def test_where_rows_are_left_out(sizes: tuple[int, int, int, int, int], channels: int, pair: bool, skips: bool) -> None:
     needs = (True, True, True, False, pair, False)
-    assert variants.skips_rows(True, needs, pair, channels, sizes) == skips
-    assert not variants.skips_rows(False, needs, pair, channels, sizes)
-    assert not variants.skips_rows(True, (True, False, False, False, pair, False), pair, channels, sizes)
+    assert tiles.skips_rows(True, needs, pair, channels, sizes) == skips
+    assert not tiles.skips_rows(False, needs, pair, channels, sizes)
+    assert not tiles.skips_rows(True, (True, False, False, False, pair, False), pair, channels, sizes)
 
 
 @pytest.mark.parametrize("most", [2 * 72 * 72 - 1, 32 * 4096 - 1], ids=["sums", "rows"])
 def test_torch_clears_more_than_32_bits_count(most: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backward, pair_gradient):
+    for module in (backward, backward_launches):
         monkeypatch.setattr(module, "MOST_IN_32_BITS", most)
     case = testing.Case("many", n=32, h=2, lq=72, lk=72, d=32, dtype=torch.bfloat16, mask="random", pair_bias="b1hqk")
     c = testing.canonical(case.make(seed=1))
     _, dpair_bias = launch_backward(c, (True, True, True, False, True, False))
     arguments = dict(launched)
     added = arguments["QueryGradients"][13]
-    assert added not in arguments["Rows"]
+    assert added not in arguments["KeyBias"]
     if added not in arguments["KeyGradients"]:  # torch rounds too
         assert dpair_bias is not None and not dpair_bias.any(), "cleared, and nothing was added"
     assert (added in arguments["KeyGradients"]) == (most >= 2 * 72 * 72)
@@ -489,7 +493,7 @@ def test_the_gradient_of_a_mask_bias_alone(
     def compiled(kernel: launch.Kernel) -> Any:
         def run(*arguments: Any) -> None:
             note(kernel)(*arguments)
-            if isinstance(kernel, stages.KeyGradients):
+            if isinstance(kernel, backward_launches.KeyGradients):
                 ctypes.memmove(arguments[11], parts.data_ptr(), parts.nbytes)  # after sizes, stream and nine other tensors
 
         return run
@@ -505,7 +509,7 @@ def test_the_gradient_of_a_mask_bias_alone(
     tensors = (torch.randn_like(o), None, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     run = backward.plan_backward(*tensors, scale=0.2, layout="bnlhd", needs=needs, deterministic=False)
     dmask_bias, dpair_bias = run(*tensors, None, None, None)
-    assert [name for name, _ in launched] == ["Pairs", "Rows", "Statistics", "KeyGradients"]
+    assert [name for name, _ in launched] == ["PairBias", "KeyBias", "Statistics", "KeyGradients"]
     assert dpair_bias is None
     expected = parts.double().sum_to_size(of_b, of_n, 1, 65)[:, :, 0]
     assert dmask_bias.shape == c.mask_bias.shape and dmask_bias.dtype == bias_dtype  # type: ignore[union-attr]
@@ -536,4 +540,4 @@ def test_a_gradient_of_the_lse_alone_is_launched(launched: list[Any]) -> None:
     tensors = (None, dlse, *tensors_of(c, needs), o, lse, torch.zeros_like(lse))
     of_qkv = [torch.empty(x.shape, dtype=x.dtype) for x in (c.q, c.k, c.v)]
     backward.plan_backward(*tensors, scale=0.2, layout="bnhld", needs=needs, deterministic=False)(*tensors, *of_qkv)
-    assert [name for name, _ in launched] == ["Pairs", "Rows", "QueryGradients", "KeyGradients"]
+    assert [name for name, _ in launched] == ["PairBias", "KeyBias", "QueryGradients", "KeyGradients"]

@@ -32,7 +32,7 @@ __all__ = [
 NAME = "hopper"
 
 _CAPABILITY = (9, 0)
-_COMPILER = "evoattn.backends.hopper.host.launch"
+_COMPILER = "evoattn.backends.hopper.launch"
 _CHANNELS = (8, 16, 24, 32, 48, 64)
 _DTYPES = (torch.float16, torch.bfloat16)
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
@@ -124,9 +124,8 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
     """The forward of all tensors that lie in memory like these; see `evoattn.backends`."""
     if _COMPILER not in sys.modules and torch.is_grad_enabled() and any(x.requires_grad for x in inputs.qkv):
         first_calls.expect(NAME)  # a backward will follow
-    from evoattn.backends.hopper.forward.gate import plan_product
-    from evoattn.backends.hopper.forward.plan import plan_forward
-    from evoattn.backends.hopper.host.launch import noting
+    from evoattn.backends.hopper.forward_plan import plan_forward, plan_product
+    from evoattn.backends.hopper.launch import noting
 
     gate = inputs.gate
     with noting() as noted:
@@ -155,9 +154,8 @@ def plan_backward(
     into: Sequence[Tensor | None] | None = None,
 ) -> Plan:
     """The backward of all tensors that lie in memory like these; see `evoattn.backends`."""
-    from evoattn.backends.hopper.backward.gate.plan import plan_gated_backward
-    from evoattn.backends.hopper.backward.plan import plan_backward
-    from evoattn.backends.hopper.host.launch import noting
+    from evoattn.backends.hopper.backward_plan import plan_backward, plan_gated_backward
+    from evoattn.backends.hopper.launch import noting
 
     options: dict[str, Any] = {"scale": scale, "layout": layout, "needs": needs, "deterministic": deterministic, "into": into}
     with noting() as noted:
@@ -192,7 +190,7 @@ def _compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
 
 def _unsupported_gradients(problem: Problem) -> list[str]:
     """What the backward refuses besides: keys that have no room."""
-    from evoattn.backends.hopper.backward.variants import query_variant
+    from evoattn.backends.hopper.tiles import query_variant
 
     of_q, _, _, _, of_pair, _ = problem.needs
     pair = problem.pair_bias is not None

@@ -26,14 +26,13 @@ from evoattn.compile.workers import Task
 from evoattn.core import numerics
 
 if TYPE_CHECKING:
-    from evoattn.backends.hopper.host.launch import Kernel
+    from evoattn.backends.hopper.launch import Kernel
 
 __all__ = ["begin", "compiled", "keep", "needed", "source"]
 
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
-_HOPPER, _KERNELS = pathlib.Path(__file__).parent, ("kernels", "forward", "backward")
-"""The folders of the kernels' text, in which plans only say what is launched."""
+_HOPPER = pathlib.Path(__file__).parent
 
 _functions: dict[str, Any] = {}
 """Compiled kernels by name."""
@@ -55,10 +54,10 @@ def source() -> bytes:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         parts.append("cu13 " + importlib.metadata.version("nvidia-cutlass-dsl-libs-cu13"))
     digest = hashlib.sha256(" ".join(parts).encode())
-    for path in sorted(path for folder in _KERNELS for path in (_HOPPER / folder).rglob("*.py")):
-        if path.name != "plan.py":
+    for pattern in ("kernels/*.py", "lib/*.py", "launch.py", "tiles.py"):
+        for path in sorted(_HOPPER.glob(pattern)):
             digest.update(path.read_bytes())
-    digest.update((_HOPPER / "host/launch.py").read_bytes() + repr(numerics.NEAR).encode())
+    digest.update(repr(numerics.NEAR).encode())
     return digest.digest()
 
 

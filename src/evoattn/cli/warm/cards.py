@@ -89,8 +89,8 @@ def _complete(known: Card, device: torch.device) -> Card:
         shared, cache = cards.shared_memory_limit(device), cards.cache_bytes(device)
         known = dataclasses.replace(known, shared_memory=shared, cache_bytes=cache)
     if known.capability == (9, 0) and installed("nvidia_cutlass_dsl"):
-        from evoattn.backends.hopper.backward.variants import SHARED
-        from evoattn.backends.hopper.host.clusters import resident_clusters
+        from evoattn.backends.hopper.clusters import resident_clusters
+        from evoattn.backends.hopper.tiles import SHARED
 
         clusters = tuple(resident_clusters(size, SHARED, device) for size in range(1, _CLUSTER + 1))
         known = dataclasses.replace(known, clusters=clusters)

@@ -7,6 +7,7 @@ a0 + a1 + a2 in the order a0 a0 a0 a1 a1 a2 VETO VETO, so that the tensor cores 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -15,31 +16,23 @@ from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr, cute, r
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
-from evoattn.backends.hopper.host.launch import (
-    Kernel,
-    Stand,
-    deep,
-    ends,
-    free,
-    live_rows,
-    size,
-    terms,
-)
-from evoattn.backends.hopper.kernels.primitives import LOWEST_KEY, VETO, finite, three_terms
-from evoattn.backends.hopper.kernels.tile_sizes import KEYS, MOST_PANELS
+from evoattn.backends.hopper.launch import Kernel, Stand, floats, key_ends, lines, live_rows, sizes, strided
+from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, finite, three_terms
+from evoattn.backends.hopper.tiles import KEYS, MOST_PANELS
 
-__all__ = ["CLEARED", "TERMS", "Rows"]
+__all__ = ["CLEARED", "TERMS", "KeyBias"]
 
 TERMS = 8
 _THREADS = 128
-_LISTING = 512  # threads of a block where one lists rows: each looks at few
+_THREADS_OF_LIST = 512
 CLEARED = 8 * _THREADS  # vectors of four words that a block clears
 _CHUNK = 8  # keys, or words of 16 keys, that a thread looks at together, from the last to the first
 _WORD = 16  # keys of a word
 _LARGEST = 2.0**127 * (2 - 2.0**-23)  # float32 number
 
 
-class Rows(Kernel):
+@dataclasses.dataclass(frozen=True)
+class KeyBias(Kernel):
     """mask [b|1,n|1,k] and mask_bias [b|1,n|1,k] -> terms [r, keys * TERMS], keys past the end masked, and ends [r].
 
     A row's end is how many keys there are up to the last one that is not masked. deep [r, keys] holds each key's bias as it
@@ -54,25 +47,27 @@ class Rows(Kernel):
         bounded: whether a finite bias below LOWEST_KEY is raised to it, as `exact` does in the forward, for the backward.
     """
 
-    def __init__(
-        self, dtype: Any, *, mask: bool, bias: Any, clears: bool = False, lists: bool = False, deep: bool = False,
-        bounded: bool = False,
-    ):  # fmt: skip
-        self.dtype, self.mask, self.bias, self.clears, self.lists = dtype, mask, bias, clears, lists
-        self.deep, self.bounded = deep, bounded
-        self.threads = _LISTING if lists else _THREADS
-        self.warps = self.threads // 32
-        self.name_after(dtype, mask=mask, bias=bias, clears=clears, lists=lists, deep=deep, bounded=bounded)
+    dtype: Any
+    _: dataclasses.KW_ONLY
+    mask: bool
+    bias: Any
+    clears: bool = False
+    lists: bool = False
+    deep: bool = False
+    bounded: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: many if one lists rows, so that each reads few."""
+        return _THREADS_OF_LIST if self.lists else _THREADS
 
     def arguments(self) -> tuple[Any, ...]:
-        def keys(dtype: Any, align: int) -> Any:
-            return Stand(dtype, (size(), size(), size()), (free(), free(), free()), align)
-
-        mask = keys(Uint8, 1) if self.mask else None
-        bias = keys(self.bias, self.bias.width // 8) if self.bias is not None else None
-        cleared = Stand(Float32, (size(), 4), (4, 1), 16) if self.clears else None
+        mask = strided(Uint8, *sizes(3)) if self.mask else None
+        bias = strided(self.bias, *sizes(3)) if self.bias is not None else None
+        deep = floats(*sizes(2)) if self.deep else None
+        cleared = Stand(Float32, (*sizes(1), 4), (4, 1), 16) if self.clears else None
         order, starts = live_rows() if self.lists else (None, None)
-        return mask, bias, terms(self.dtype), ends(), deep() if self.deep else None, cleared, order, starts, Int32(0), Int32(0)
+        return mask, bias, lines(self.dtype, *sizes(2)), key_ends(), deep, cleared, order, starts, Int32(0), Int32(0)
 
     @cute.jit
     def __call__(self, mask, bias, terms, ends, deep, cleared, order, starts, keys, n, stream: cuda.CUstream):
@@ -93,8 +88,8 @@ class Rows(Kernel):
         tid, _, _ = arch.thread_idx()
         r, _, _ = arch.block_idx()
         smem = SmemAllocator()
-        tops = cute.make_tensor(smem.allocate_array(Float32, self.warps), cute.make_layout(self.warps))
-        lasts = cute.make_tensor(smem.allocate_array(Int32, self.warps), cute.make_layout(self.warps))
+        tops = cute.make_tensor(smem.allocate_array(Float32, self.threads // 32), cute.make_layout(self.threads // 32))
+        lasts = cute.make_tensor(smem.allocate_array(Int32, self.threads // 32), cute.make_layout(self.threads // 32))
         if const_expr(self.lists):
             counts = cute.make_tensor(smem.allocate_array(Int32, MOST_PANELS + 1), cute.make_layout(MOST_PANELS + 1))
             r = r - order.shape[0]
@@ -192,7 +187,7 @@ class Rows(Kernel):
             if lane == 0:
                 tops[warp] = top
             arch.sync_threads()
-            for x in range_constexpr(self.warps):
+            for x in range_constexpr(self.threads // 32):
                 top = arch.fmax(top, tops[x])
         shift = Float32(cutlass.select_(cute.math.absf(top) < Float32.inf, top, Float32(0.0)))
         last = Int32(0)
@@ -212,7 +207,7 @@ class Rows(Kernel):
             lasts[warp] = last
         arch.sync_threads()
         if tid == 0:
-            for x in range_constexpr(self.warps):
+            for x in range_constexpr(self.threads // 32):
                 last = cutlass.max(last, lasts[x])
             ends[r] = last
 

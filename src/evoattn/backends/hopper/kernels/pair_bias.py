@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,25 +11,20 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
-from evoattn.backends.hopper.host.launch import (
-    Kernel,
-    Stand,
-    even,
-    given_pair,
-    shifts,
-    size,
-)
-from evoattn.backends.hopper.kernels.primitives import LOWEST, MASKED, SHALLOW
-from evoattn.backends.hopper.kernels.schedule import place
+from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes, strided
+from evoattn.backends.hopper.lib.primitives import LOWEST, MASKED, SHALLOW
+from evoattn.backends.hopper.lib.schedule import place
+from evoattn.backends.hopper.tiles import KEYS, ROWS
 from evoattn.core.numerics import NEAR
 
-__all__ = ["Pairs", "Tiles"]
+__all__ = ["PairBias", "PairBiasTiles"]
 
 _THREADS = 128
 _LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp each
 
 
-class Pairs(Kernel):
+@dataclasses.dataclass(frozen=True)
+class PairBias(Kernel):
     """pair_bias [b,h,q,k] of any strides -> the same, measured from the largest of each query if that is far from 0.
 
     For a query that a pair bias of -1e9 masks this is what the row shift is for a padded row (`core.numerics`): beside such
@@ -45,18 +41,20 @@ class Pairs(Kernel):
             the forward, and this for the backward.
     """
 
-    def __init__(self, dtype: Any, width: int, *, beside: Any = None, bounded: bool = False):
-        self.dtype, self.width, self.bounded = dtype, width, bounded
-        self.beside = dtype if beside is None else beside
-        self.bytes = dtype.width // 8
-        self.keeps = 32 // width if width > 1 else 16  # vectors of a thread: 1,024 keys, or 512
-        self.name_after(dtype, width=width, beside=None if self.beside is dtype else beside, bounded=bounded)
+    dtype: Any
+    width: int
+    _: dataclasses.KW_ONLY
+    beside: Any = None
+    bounded: bool = False
+
+    @property
+    def kept(self) -> int:
+        """Vectors that a thread keeps in registers: 1,024 keys of a query, or 512."""
+        return 32 // self.width if self.width > 1 else 16
 
     def arguments(self) -> tuple[Any, ...]:
-        def aligned() -> Any:
-            return Stand(self.dtype, (size(), size(), size(), size()), (even(), even(), even(), 1), 16)
-
-        return aligned() if self.width > 1 else given_pair(self.dtype), aligned(), shifts()
+        pair = lines(self.dtype, *sizes(4)) if self.width > 1 else strided(self.dtype, *sizes(4))
+        return pair, lines(self.dtype, *sizes(4)), floats(*sizes(3))
 
     @cute.jit
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, shifts: cute.Tensor, stream: cuda.CUstream):
@@ -74,78 +72,79 @@ class Pairs(Kernel):
         if line < out.shape[0] * out.shape[1] * out.shape[2]:
             i, h, b = place(line, out.shape[2], out.shape[1])
             top, vectors, across = -Float32.inf, pair.shape[3] // self.width, out.shape[3] // self.width
-            kept = [cute.make_rmem_tensor(self.width, self.dtype) for _ in range(self.keeps)]
-            for u in range_constexpr(self.keeps):
+            kept = [cute.make_rmem_tensor(self.width, self.dtype) for _ in range(self.kept)]
+            for u in range_constexpr(self.kept):
                 kept[u].fill(0.0)
                 if lane + 32 * u < vectors:
-                    cute.autovec_copy(self.part(pair, b, h, i, lane + 32 * u), kept[u])
-            for u in range_constexpr(self.keeps):
+                    cute.autovec_copy(self._vector(pair, b, h, i, lane + 32 * u), kept[u])
+            for u in range_constexpr(self.kept):
                 if lane + 32 * u < vectors:
                     for y in range_constexpr(self.width):
                         top = arch.fmax(top, kept[u][y].to(Float32))
-            for x in cutlass.range(lane + 32 * self.keeps, vectors, 32, unroll=1):
-                held = self.take(pair, b, h, i, x)
+            for x in cutlass.range(lane + 32 * self.kept, vectors, 32, unroll=1):
+                held = self._load(pair, b, h, i, x)
                 for y in range_constexpr(self.width):
                     top = arch.fmax(top, held[y].to(Float32))
             top = arch.warp_reduction_max(top)
             shift = Float32(0.0)
             if cute.math.absf(top) > NEAR and cute.math.absf(top) < Float32.inf:
                 depth = -top  # of the lowest that counts
-                for u in range_constexpr(self.keeps):
+                for u in range_constexpr(self.kept):
                     if lane + 32 * u < vectors:
                         for y in range_constexpr(self.width):
-                            depth = self.deeper(depth, kept[u][y], top)
-                for x in cutlass.range(lane + 32 * self.keeps, vectors, 32, unroll=1):
-                    held = self.take(pair, b, h, i, x)
+                            depth = self._deeper(depth, kept[u][y], top)
+                for x in cutlass.range(lane + 32 * self.kept, vectors, 32, unroll=1):
+                    held = self._load(pair, b, h, i, x)
                     for y in range_constexpr(self.width):
-                        depth = self.deeper(depth, held[y], top)
+                        depth = self._deeper(depth, held[y], top)
                 depth = arch.warp_reduction_max(depth)
                 if depth <= Float32(cutlass.select_(top > 0.0, -0.5 * top, -2.0 * top)):
                     shift = top
-            for u in range_constexpr(self.keeps):
+            for u in range_constexpr(self.kept):
                 if lane + 32 * u < across:
                     if lane + 32 * u < vectors:
                         for y in range_constexpr(self.width):
-                            kept[u][y] = self.clean(kept[u][y], shift)
-                    cute.autovec_copy(kept[u], self.part(out, b, h, i, lane + 32 * u))
-            for x in cutlass.range(lane + 32 * self.keeps, across, 32, unroll=1):
+                            kept[u][y] = self._clean(kept[u][y], shift)
+                    cute.autovec_copy(kept[u], self._vector(out, b, h, i, lane + 32 * u))
+            for x in cutlass.range(lane + 32 * self.kept, across, 32, unroll=1):
                 held = cute.make_rmem_tensor(self.width, self.dtype)
                 held.fill(0.0)
                 if x < vectors:
-                    given = self.take(pair, b, h, i, x)
+                    given = self._load(pair, b, h, i, x)
                     for y in range_constexpr(self.width):
-                        held[y] = self.clean(given[y], shift)
-                cute.autovec_copy(held, self.part(out, b, h, i, x))
+                        held[y] = self._clean(given[y], shift)
+                cute.autovec_copy(held, self._vector(out, b, h, i, x))
             if lane == 0:
                 shifts[b, h, i] = shift
 
-    def part(self, x: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
+    def _vector(self, x: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
         """The elements of a vector."""
         start = x.iterator + cute.crd2idx((b, h, i, vector * self.width), x.layout)
-        return cute.make_tensor(start.align(self.bytes * self.width), cute.make_layout(self.width))
+        return cute.make_tensor(start.align(self.dtype.width // 8 * self.width), cute.make_layout(self.width))
 
-    def take(self, pair: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
+    def _load(self, pair: cute.Tensor, b: Int32, h: Int32, i: Int32, vector: Int32) -> Any:
         """The elements of a vector, in registers."""
         held = cute.make_rmem_tensor(self.width, self.dtype)
-        cute.autovec_copy(self.part(pair, b, h, i, vector), held)
+        cute.autovec_copy(self._vector(pair, b, h, i, vector), held)
         return held
 
-    def deeper(self, depth: Float32, value: Any, top: Float32) -> Float32:
+    def _deeper(self, depth: Float32, value: Any, top: Float32) -> Float32:
         """The larger of a depth and this number's, if it is not too far below the largest to count."""
         x = value.to(Float32)
         return arch.fmax(depth, Float32(cutlass.select_(x > top + LOWEST, -x, -top)))
 
-    def clean(self, value: Any, shift: Float32) -> Any:
+    def _clean(self, value: Any, shift: Float32) -> Any:
         """Measured from the shift, and not too far below it; NaN stays."""
         x = value.to(Float32)
-        lowest = LOWEST if self.bounded else SHALLOW if self.beside is BFloat16 else -65504.0
+        lowest = LOWEST if self.bounded else SHALLOW if (self.beside or self.dtype) is BFloat16 else -65504.0
         masked = Float32(-math.inf if self.dtype is Float16 else MASKED)
         near = x - shift
         near = Float32(cutlass.select_(near < lowest, Float32(lowest), near))
         return Float32(cutlass.select_(x == -Float32.inf, masked, near)).to(self.dtype)
 
 
-class Tiles(Kernel):
+@dataclasses.dataclass(frozen=True)
+class PairBiasTiles(Kernel):
     """pair_bias [b,h,q,k] of any strides -> tiles [b,h,tiles of k,tiles of q,64 * 64], zero past the ends.
 
     Within a tile it lies as the threads of a warpgroup hold transposed scores: `dkdv` reads four numbers at a time. The
@@ -156,15 +155,17 @@ class Tiles(Kernel):
         wide: whether the tiles are float32, finite and over scale, as the accumulators hold it.
     """
 
-    def __init__(self, dtype: Any, *, wide: bool):
-        self.dtype, self.wide = dtype, wide
-        self.out = Float32 if wide else dtype
-        self.name_after(dtype, wide=wide)
+    dtype: Any
+    _: dataclasses.KW_ONLY
+    wide: bool
+
+    @property
+    def tile(self) -> Any:
+        """Type of the tiles."""
+        return Float32 if self.wide else self.dtype
 
     def arguments(self) -> tuple[Any, ...]:
-        pair = given_pair(self.dtype)
-        out = Stand(self.out, (size(), size(), size(), size(), 4096), (even(), even(), even(), even(), 1), 16)
-        return pair, out, Float32(0)
+        return strided(self.dtype, *sizes(4)), lines(self.tile, *sizes(4), ROWS * KEYS), Float32(0)
 
     @cute.jit
     def __call__(self, pair: cute.Tensor, out: cute.Tensor, scale: Float32, stream: cuda.CUstream):
@@ -179,10 +180,10 @@ class Tiles(Kernel):
         i, h, b = panel % of_k, panel // of_k % H, panel // of_k // H
         key, query = i * 64 + tid // 32 * 16 + tid % 32 // 4, j * 64 + 2 * (tid % 4)
         for x in range_constexpr(8):
-            held = cute.make_rmem_tensor(4, self.out)
+            held = cute.make_rmem_tensor(4, self.tile)
             for y in range_constexpr(4):
                 k, q = key + y // 2 * 8, query + 8 * x + y % 2
-                held[y] = self.out(0.0)
+                held[y] = self.tile(0.0)
                 if k < pair.shape[3] and q < pair.shape[2]:
                     value = pair[b, h, q, k]
                     if const_expr(self.wide):

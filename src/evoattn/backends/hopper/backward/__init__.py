@@ -1,1 +1,0 @@
-"""The backward: its plan, and a folder a kernel."""

@@ -1,1 +1,0 @@
-"""The kernel of the keys: dk, dv and d(mask bias)."""

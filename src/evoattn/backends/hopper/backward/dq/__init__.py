@@ -1,1 +1,0 @@
-"""The kernel of the queries: dq and d(pair bias)."""

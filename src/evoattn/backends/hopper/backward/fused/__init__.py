@@ -1,1 +1,0 @@
-"""All gradients of a call without a pair bias in one kernel."""

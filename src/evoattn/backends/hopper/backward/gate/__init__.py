@@ -1,1 +1,0 @@
-"""The gate in the backward: one pass before the other kernels."""

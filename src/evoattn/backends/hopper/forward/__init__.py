@@ -1,1 +1,0 @@
-"""The forward: its plan, its kernel, and the exact path behind it."""

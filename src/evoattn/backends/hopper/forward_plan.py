@@ -1,0 +1,123 @@
+"""The forward pass on a Hopper GPU: what a call launches, worked out once for calls that look alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoattn.backends.hopper.head_groups import HeadGroups, for_each_group
+from evoattn.backends.hopper.kernels.forward import Forward
+from evoattn.backends.hopper.kernels.gate import GateProduct
+from evoattn.backends.hopper.kernels.pair_bias import PairBiasTiles
+from evoattn.backends.hopper.launch import note_copy, plan, types
+from evoattn.backends.hopper.lib.primitives import padded
+from evoattn.backends.hopper.memory import Workspace, copied, floats, fold, loadable, plan_key_bias, plan_pair_bias
+from evoattn.backends.hopper.tiles import CHAIN, FORWARD_QUERIES, HALVES, KEYS, ROWS
+from evoattn.core import devices, layouts
+
+__all__ = ["plan_forward", "plan_product"]
+
+
+def plan_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None,
+    *, scale: float, layout: str,
+) -> Callable[..., None]:  # fmt: skip
+    """A function of (q, k, v, mask, mask_bias, pair_bias, o, lse, reference) that writes the last three."""
+    b, n, h, lq, d = q.shape
+    lk, device = k.shape[3], q.device
+    factor, unit = fold(scale)
+    row = mask is not None or mask_bias is not None or lk % KEYS != 0
+    wide = pair_bias is not None and pair_bias.dtype == torch.float32
+    resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS and not wide
+    given = pair = shifts = shift_pair = tiled = fill_tiles = None
+    if pair_bias is not None:
+        given = pair_bias.expand(-1, -1, lq, lk)
+        pair, shifts, shift_pair = plan_pair_bias(pair_bias, lq, lk, beside=q.dtype, bounded=False)
+        if wide:
+            tiled, fill_tiles = _plan_tiles(pair[..., :lk], q, unit)
+    exact = pair_bias is None or wide or d == 8 or _is_exact(1.0 / unit, q.dtype)
+    variant = Forward(types[q.dtype], d, pair=pair_bias is not None, row=row, exact=exact, resident=resident, wide=wide)
+
+    panels = -(-lq // FORWARD_QUERIES)
+    processors = devices.processors(device)
+    groups = HeadGroups.of(q, None if resident else pair_bias, panels * n, processors)
+    panels *= groups.b * groups.h
+    blocks = min(processors, panels * n)
+    interleave = min(max(round(blocks / panels), 1), n)
+
+    workspace = Workspace(device)
+    terms = plan_key_bias(mask, mask_bias, q, lk, workspace, always=row, deep=pair_bias is not None)
+    at_pair, at_shifts, at_tiled = map(workspace.add, (pair, shifts, tiled))
+    read = tiled if wide else pair
+    (q, copy_q), (k, copy_k), (v, copy_v) = loadable(q, factor, "q"), loadable(k, name="k"), loadable(v, name="v")
+    copies = [(i, copy) for i, copy in enumerate((copy_q, copy_k, copy_v)) if copy is not None]
+    o, lse = layouts.empty((b, n, h, lq, d), layout, q.new_empty(0, device="meta")), floats(b, n, h, lq)
+    key_terms, row_steps = (None, None, None), (0, 0)
+    if terms is not None:
+        key_terms, row_steps = terms[1:4], (terms.row_b, terms.row_n)  # type: ignore[assignment]
+    by_b = [None if terms is None else terms.by_b(x) for x in key_terms]
+    tensors = (
+        (q, 2),
+        (k, 2),
+        (v, 2),
+        *((x, None) for x in by_b),
+        (given, 1),
+        (read, 1),
+        (o, 2),
+        (lse, 2),
+        (lse, 2),
+        (shifts, 1),
+    )
+    first = [x if x is None or axis is None else groups.cut(x, axis) for x, axis in tensors]
+    kernel = plan(variant, device, *first[:3], *key_terms, *first[6:], *row_steps, unit, interleave, blocks)
+    further = groups.further(*tensors)
+
+    def run(*tensors: Any) -> None:
+        if copies:
+            tensors = copied(tensors, copies)
+        q, k, v, mask, mask_bias, given, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
+        start, pair = 0, None
+        if workspace.bytes:
+            memory = workspace.make()
+            start = memory.data_ptr()
+        if shift_pair is not None:
+            pair = start + at_pair
+            shift_pair(given, pair, start + at_shifts)
+        if fill_tiles is not None:
+            fill_tiles(pair, start + at_tiled)
+            pair = start + at_tiled
+        # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
+        keys = (None, None, None) if terms is None else terms.make(start, mask, mask_bias)[:3]
+        for_each_group(kernel, (q, k, v, *keys, given, pair, o, lse, reference, start + at_shifts), further)
+
+    return run
+
+
+def _plan_tiles(pair: Tensor, q: Tensor, unit: float) -> tuple[Tensor, Any]:
+    """Plan the tiles of a float32 pair bias [b|1,h|1,q,k], as accumulators hold it: their layout, and the launch to fill it."""
+    note_copy("pair_bias: in float32, laid out anew once a forward, to be streamed")
+    panels, blocks = -(-pair.shape[2] // FORWARD_QUERIES), -(-pair.shape[3] // KEYS)
+    tiled = floats(*pair.shape[:2], HALVES * panels, blocks, ROWS * KEYS)
+    if q.shape[-1] == 8:  # 1 / scale is rounded there
+        unit = 1.0 / torch.tensor(1.0 / unit, dtype=torch.float32).to(q.dtype).item()
+    return tiled, plan(PairBiasTiles(types[torch.float32], wide=True), q.device, pair.transpose(2, 3), tiled, unit)
+
+
+def _is_exact(x: float, dtype: torch.dtype) -> bool:
+    return math.isfinite(x) and torch.tensor(x, dtype=torch.float64).to(dtype).item() == x
+
+
+def plan_product(gate: Tensor, layout: str) -> Callable[[Tensor, Tensor], None]:
+    """Plan the product of O with sigmoid(gate): a function of (o, gate), for an o in the memory layout `layout`."""
+    like, copy = loadable(gate, name="gate")
+    o = layouts.empty(gate.shape, layout, gate, "meta")
+    kernel = plan(GateProduct(types[gate.dtype], gate.shape[-1]), gate.device, o, like)
+
+    def run(o: Tensor, gate: Tensor) -> None:
+        kernel(o.data_ptr(), (gate if copy is None else copy(gate)).data_ptr())
+
+    return run

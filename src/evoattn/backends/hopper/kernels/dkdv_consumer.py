@@ -1,0 +1,292 @@
+"""A consumer warpgroup of `KeyGradients`: 64 keys and 32 queries at a time. `FusedGradients` shares its products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+from evoattn.backends.hopper.kernels.key_bias import TERMS
+from evoattn.backends.hopper.kernels.statistics import TILE, delta_units, step_of
+from evoattn.backends.hopper.lib.primitives import (
+    LOG2E,
+    exp2,
+    finite,
+    multiply,
+    narrow,
+    of_quad,
+    padded,
+    pin_registers,
+    three_terms,
+    unseen,
+)
+from evoattn.backends.hopper.lib.ring import Ring, Slot
+from evoattn.backends.hopper.tiles import ROWS, SLICE
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+
+
+class KeyOperands(namedtuple("KeyOperands", "acc_S acc_dP acc_dK acc_dV tSrK tdPrV tSrA tdPrA tSrQ tdPrdO tdKrQ tdVrdO tSrB")):
+    """Accumulators of the transposed S and dP, and of dk and dv, and the operands of their products as fragments of a thread.
+
+    tSrK, tSrQ; tdPrV, tdPrdO; tdKrQ; tdVrdO: of K Q^T, V dO^T, dS^T Q and P^T dO. tSrA, tdPrA: what meets the statistics of the
+    queries, tSrB, in S and dP.
+    """
+
+
+class KeyRow(namedtuple("KeyRow", "copy source terms")):
+    """The copy of a row's k and v into registers, and the terms of the key-wise bias of a thread's two keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyRings:
+    """The rings of q, dO and statistics of each stream of rows, of k and v, one row a stream, and of tiles of the pair bias."""
+
+    queries: Ring
+    keys: Ring
+    bias: Ring
+
+    def at(self, first: Any, stages: int) -> KeyRings:
+        """The rings of the stream whose first stage has this number."""
+        return dataclasses.replace(self, queries=self.queries.at(first, stages))
+
+
+def right_sides(variant, sQ, sG, sQt, sGt, pS, buffers, wt):
+    """The right sides of a thread's products: q and dO, both transposed for dS^T q and P^T dO, and the statistics."""
+    S_K, P_D = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
+    fQ, fG = (
+        S_K.make_fragment_B(
+            S_K.get_slice(wt).partition_B(cute.local_tile(x, (SLICE, padded(variant.channels)), (None, 0, None)))
+        )
+        for x in (sQ, sG)
+    )
+    fQt, fGt = (P_D.make_fragment_B(P_D.get_slice(wt).partition_B(narrow(x, 16 * variant.steps))) for x in (sQt, sGt))
+    # the words of a query fill 8 of 16 channels; the other 8 are the same again, see `load_keys`
+    words = cute.make_tensor(
+        cute.recast_ptr(pS, dtype=variant.dtype),
+        cute.make_layout(((8, 4), (8, 2), (2, buffers)), stride=((8, 64), (1, 0), (8 * SLICE, 2 * TILE))),
+    )
+    return fQ, fG, fQt, fGt, S_K.make_fragment_B(S_K.get_slice(wt).partition_B(words))
+
+
+def fragments(variant, shared, buffers, wt, t4, lane):
+    """The operands of the products, and a `KeyRow`; `shared`: q, dO, both transposed, statistics, and k with v."""
+    sQ, sdO, sQt, sdOt, sS, sK = shared
+    mma_S, mma_dK = multiply(variant.dtype, False, K, SLICE), multiply(variant.dtype, False, MN, 16 * variant.steps)
+    right = right_sides(variant, sQ, sdO, sQt, sdOt, sS, buffers, wt)
+    acc_S, acc_dP = (mma_S.make_fragment_C(mma_S.partition_shape_C((ROWS, SLICE))) for _ in range(2))
+    acc_dK, acc_dV = (mma_dK.make_fragment_C(mma_dK.partition_shape_C((ROWS, 16 * variant.steps))) for _ in range(2))
+    tSrK, tdPrV = (mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, padded(variant.channels)))) for _ in range(2))
+    tSrA, tdPrA = (mma_S.make_fragment_A(mma_S.partition_shape_A((ROWS, 16))) for _ in range(2))
+    fill_delta_units(variant, tdPrA, t4, lane)
+    ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
+    loads = cute.make_tiled_copy_A(ldmatrix, mma_S).get_slice(wt)
+    row = KeyRow(loads, loads.partition_S(sK), cute.make_rmem_tensor(6, Int32))
+    row.terms.fill(0)
+    return KeyOperands(acc_S, acc_dP, acc_dK, acc_dV, tSrK, tdPrV, tSrA, tdPrA, *right), row
+
+
+def store_tile(variant, copy, tile, to):
+    """Store 16 rows from shared memory."""
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_warp()
+    copy.store(tile, to)
+    arch.cp_async_bulk_commit_group()
+
+
+def load_key_bias(variant, own, row, r, k0):
+    """Load the terms of the key-wise bias of this thread's two keys: words hi mid, lo hi, and veto veto."""
+    words = cute.recast_tensor(row, Int32)
+    for x in range(2):
+        for y, word in enumerate((0, 1) if variant.dtype is BFloat16 else (0, 1, 3)):
+            own[3 * x + y] = words[r, (k0 + 8 * x) * (TERMS // 2) + word]
+
+
+def load_keys(variant, operands, row, tiles, t4, inverse):
+    """Load k and v of 64 keys, in two `tiles` of shared memory, into registers, and what meets a query's channels.
+
+    That is 1 1 1 t0 veto t2 0 0 and 0 0 0 t1 veto 0 0 0, where t are terms of the key's bias / scale. float16 counts both
+    in STEP, which stands for 1 too.
+    """
+    own, tSrA = row.terms, operands.tSrA
+    for tile, to in zip(tiles, (operands.tSrK, operands.tdPrV), strict=True):
+        cute.copy(row.copy, row.source[None, None, None, tile], row.copy.retile(to))
+    step, zero = step_of(variant.dtype), variant.dtype(0.0)
+    # The compiler would take apart what was loaded a row ahead as soon as it is asked for, and so wait for memory there.
+    words = cute.make_rmem_tensor(6, Int32)
+    for x in range(6):
+        words[x] = unseen(own[x])
+    one, parts = variant.dtype(step), cute.recast_tensor(words, variant.dtype)
+    for x in range(2):
+        hi, mid, lo, veto = (parts[6 * x + y] for y in (0, 1, 2, 4))
+        bias = (hi.to(Float32) + mid.to(Float32) + lo.to(Float32)) * (inverse * Float32(1.0 / step))
+        if variant.dtype is not BFloat16:
+            bias = Float32(cutlass.select_(bias < -65504.0, Float32(-65504.0), bias))
+        t0, t1, t2 = three_terms(bias, variant.dtype)
+        first, second = (
+            ((one, one), (one, t0), (veto, t2), (zero, zero)),
+            ((zero, zero), (zero, t1), (veto, zero), (zero, zero)),
+        )
+        for y, two in enumerate((first, second)):
+            for z in range(2):
+                tSrA[2 * x + 4 * y + z] = of_quad(t4, *(pair[z] for pair in two))
+
+
+def fill_delta_units(variant, tdPrA, t4, lane):
+    """Fill in what meets a query's channels in V dO^T, which then has delta subtracted: 0 0 0 0 u2 0 u0 u1, and zeros."""
+    u0, u1, u2 = (variant.dtype(x) for x in delta_units(variant.dtype))
+    zero = variant.dtype(0.0)
+    tdPrA.fill(zero)
+    tdPrA[0] = tdPrA[2] = cutlass.select_(t4 == 2, u2, cutlass.select_(t4 == 3, u0, zero))
+    tdPrA[1] = tdPrA[3] = cutlass.select_(t4 == 3, u1, zero)
+    pin_registers(tdPrA, lane)
+
+
+def load_pair_bias(variant, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
+    """Load this thread's part of slice u of the pair bias, as the accumulators of the scores hold it."""
+    for x in range(4):
+        values = cute.make_rmem_tensor(4, Float32)
+        for y in range(4):
+            key, q = k0 + y // 2 * 8, u * SLICE + 8 * x + 2 * t4 + y % 2
+            bias = pair[b, h, cutlass.min(q, LQ - 1), cutlass.min(key, LK - 1)].to(Float32)
+            values[y] = finite(bias) * inverse
+        cute.autovec_copy(values, mine[None, 4 * u + x])
+
+
+def load_bias(variant, S, bias, u, inverse):
+    """Start the accumulators from slice u of a pair bias that stays, or of a tile of one that streams."""
+    if variant.pair:
+        for x in range(4):
+            four = cute.make_rmem_tensor(4, bias.element_type)
+            cute.autovec_copy(bias[None, 4 * u + x], four)
+            for y in range(4):
+                S[4 * x + y] = four[y] if bias.element_type is Float32 else four[y].to(Float32) * inverse
+
+
+def scores(variant, operands, part, stage):
+    """Issue S = K Q^T + biases - LSE and dP = V dO^T - delta of slice `part` of a stage."""
+    acc_S, acc_dP, _, _, tSrK, tdPrV, tSrA, tdPrA, tSrQ, tdPrdO, _, _, tSrB = operands
+    for kk in range(variant.steps):
+        op = multiply(variant.dtype, False, K, SLICE, kk > 0 or variant.pair)
+        cute.gemm(op, acc_S, tSrK[None, None, kk], tSrQ[None, None, kk, part, stage], acc_S)
+    op = multiply(variant.dtype, False, K, SLICE)
+    cute.gemm(op, acc_S, tSrA[None, None, 0], tSrB[None, None, 0, (part, stage)], acc_S)
+    op = multiply(variant.dtype, False, K, SLICE, False)
+    cute.gemm(op, acc_dP, tdPrA[None, None, 0], tSrB[None, None, 0, (part, stage)], acc_dP)
+    for kk in range(variant.steps):
+        op = multiply(variant.dtype, False, K, SLICE)
+        cute.gemm(op, acc_dP, tdPrV[None, None, kk], tdPrdO[None, None, kk, part, stage], acc_dP)
+
+
+def dkdv_products(variant, operands, P, dS, u, stage, started):
+    """Issue dV += P dO and dK += dS Q of slice u of a stage."""
+    for acc, left, right in ((operands.acc_dV, P, operands.tdVrdO), (operands.acc_dK, dS, operands.tdKrQ)):
+        for kk in range(2):
+            op = multiply(variant.dtype, False, MN, 16 * variant.steps, True if u > 0 or kk > 0 else started)
+            cute.gemm(op, acc, left[kk][None, None, 0], right[None, None, u * 2 + kk, stage], acc)
+
+
+def gradient(variant, operands, scale, sums):
+    """P and dS of a slice [k,q], in the dtype of a product's left side.
+
+    `sums` grow by dS of this thread's two keys, unrounded, where the mask bias has a gradient."""
+    S, T = operands.acc_S, operands.acc_dP
+    p, d = cute.make_rmem_tensor(16, Float32), cute.make_rmem_tensor(16, Float32)
+    for y in range(16):
+        p[y] = exp2(S[y] * (scale * LOG2E))
+    for y in range(16):
+        d[y] = p[y] * T[y]
+        if variant.mask_gradient:
+            sums[y // 2 % 2] += d[y]
+    return left_sides(variant, p), left_sides(variant, d)
+
+
+def left_sides(variant, values):
+    """Convert a slice's 32 columns into two left sides of a product."""
+    P_D = multiply(variant.dtype, False, MN, 16 * variant.steps)
+    out = []
+    for kk in range(2):
+        a = P_D.make_fragment_A(P_D.partition_shape_A((ROWS, 16)))
+        half = cute.make_tensor(values.iterator + 8 * kk, cute.make_layout(8))
+        cute.make_tensor(a.iterator, cute.make_layout(8)).store(half.load().to(variant.dtype))
+        out.append(a)
+    return out
+
+
+@cute.jit
+def store_mask_gradient(variant, sums: cute.Tensor, to: cute.Tensor, key: Int32, t4: Int32):
+    """Store the sums of a quad's two keys, each over the four threads that hold its queries; `key` is the first."""
+    for x in range_constexpr(2):
+        for offset in (1, 2):
+            sums[x] += arch.shuffle_sync_bfly(sums[x], offset)
+    key += 8 * t4
+    if t4 < 2 and key < to.shape[0]:
+        to[key] = cutlass.select_(t4 == 0, sums[0], sums[1])
+
+
+@cute.jit
+def row_tiles(
+    variant, operands, row, bias: Any, sums: cute.Tensor, rings, scale: Float32, inverse: Float32, more: Boolean, s: Int32,
+    turn: Int32, slot, bias_slot, NT: Int32, t4: Int32, lane: Int32,
+):  # fmt: skip
+    """Do all tiles of a row's queries, of which the first scores are there; then start those of the next row, if `more`.
+
+    `bias` is this thread's part of a pair bias that stays, or the tiles of one that streams and the thread's place there.
+    Returns the next slots of queries, and of a pair bias that streams.
+    """
+    sums.fill(0.0)
+    held = slot.stage
+    for j in cutlass.range(NT, unroll=1):
+        here = rings.at(arch.make_warp_uniform(s * variant.stages), variant.stages)
+        slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
+        old = slot.stage
+        for u in range_constexpr(2):
+            P, dS = gradient(variant, operands, scale, sums)
+            nu = 2 * j + u + 1
+            if const_expr(u == 1):
+                slot = here.queries.advance(slot)
+                last = j + 1 == NT
+                if last:
+                    nu = Int32(0)
+                    if more:
+                        rings.keys.consumer_wait(Slot(s, (turn + 1) & 1))
+                        load_keys(variant, operands, row, (2 * s, 2 * s + 1), t4, inverse)
+                if const_expr(variant.streamed):
+                    rings.bias.consumer_release(bias_slot.stage, lane)
+                    bias_slot = rings.bias.advance(bias_slot)
+                if not last or more:
+                    here.queries.consumer_wait(slot)
+                    if const_expr(variant.streamed):
+                        rings.bias.consumer_wait(bias_slot)
+            if const_expr(u == 1 and variant.run_on > 0):
+                warpgroup.wait_group(0)
+            elif const_expr(u == 0 and variant.run_on == 2):
+                if j > 0:
+                    warpgroup.wait_group(0)
+                    here.queries.consumer_release(held, lane)
+            # After the last row both start from what is there, perhaps in the middle of a copy, and nobody reads the
+            # outcome: a branch around this would make each product wait for the one before.
+            if const_expr(variant.streamed):
+                tiles, wt = bias
+                load_bias(variant, operands.acc_S, tiles[None, wt, None, bias_slot.stage], 1 - u, inverse)
+            else:
+                load_bias(variant, operands.acc_S, bias, nu, inverse)
+            warpgroup.fence()
+            scores(variant, operands, 1 - u, here.queries.index(slot.stage))
+            warpgroup.commit_group()
+            dkdv_products(variant, operands, P, dS, u, here.queries.index(old), j > 0)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1 if u < variant.run_on else 0)
+        if const_expr(variant.run_on == 2):
+            held = old
+        else:
+            here.queries.consumer_release(old, lane)
+    if const_expr(variant.run_on == 2):
+        warpgroup.wait_group(0)
+        rings.at(s * variant.stages, variant.stages).queries.consumer_release(held, lane)
+    return slot, bias_slot

@@ -1,0 +1,232 @@
+"""Sums of `QueryGradients`: dq of a row over warpgroups and clusters, and d(pair bias) over blocks in a fixed order.
+
+Each warpgroup leaves its part of dq in shared memory and goes on to the next row, while a warp that does nothing else sums
+them: warpgroups that sum in turn wait for one another at every row's end. They do so in turn if one warp takes longer than a
+row (`query_sums`), and always in a cluster: there a row's sum goes through all blocks before the next can be left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.kernels.dq_consumer import key_of_slice, release_queries
+from evoattn.backends.hopper.launch import Kernel, floats, pair_bias, sizes
+from evoattn.backends.hopper.lib.copies import store_rows
+from evoattn.backends.hopper.lib.primitives import store_remote
+from evoattn.backends.hopper.lib.ring import release, sleep_until
+from evoattn.backends.hopper.lib.schedule import change_of, first_row, place, share, stretch
+from evoattn.backends.hopper.tiles import ROWS
+
+
+class Sums(namedtuple("Sums", "part inbox left summed arrived passed")):
+    """The warpgroups' parts of dq of a row, and the barriers of their sum.
+
+    left: all parts are there. summed: they have been read. inbox, arrived, passed: dq of the next block of the cluster, the
+    barrier that counts its bytes, and the one that says that the block before has taken over that of this block.
+    """
+
+
+@cute.jit
+def leave_dq(variant, acc_dQ, sums, s: Int32, it: Int32, wt: Int32):
+    """Leave this warpgroup's part of dq of row `it` at place s, once those of the row before have been read."""
+    if it > 0:
+        arch.mbarrier_wait(sums.summed, (it - 1) & 1)
+    for x in range_constexpr(variant.channels // 8):
+        cute.autovec_copy(quad(variant, acc_dQ, x), sums.part[None, wt, x, s])
+
+
+@cute.jit
+def sum_rows(variant, sums, sX: cute.Tensor, copy_dQ, span, sizes, work: cute.Tensor, scale: Float32, lane: Int32):
+    """Sum and write dq of all rows of a block, always in the same order, by one warp."""
+    begin, end, *_ = span
+    N, H, NQ, _ = sizes
+    it, at = Int32(0), begin
+    while at < end:
+        pan, n0, n1 = stretch(at, end, N)
+        at += n1 - n0
+        i, h, b = place(pan, NQ, H)
+        more, rows_left = Boolean(True), n1 - n0
+        while more:
+            sleep_until(sums.left, it & 1)
+            n = work[it % 4, 0]
+            if const_expr(variant.skips):
+                more = work[it % 4, 1] > 0
+            else:
+                rows_left -= 1
+                more = rows_left > 0
+            arch.cp_async_bulk_wait_group(0, read=True)
+            arch.sync_warp()
+            for w in cutlass.range(4, unroll=1):
+                for y in range_constexpr(variant.steps):
+                    tile = cute.local_tile(sX[None, None, w], (16, 16), (0, y))
+                    store_rows(sum_parts(variant, sums.part, w * 32 + lane, y), scale, tile, lane, variant.dtype)
+            arch.sync_warp()
+            release(sums.summed, lane)
+            arch.fence_proxy("async.shared", space="cta")
+            arch.sync_warp()
+            for w in range_constexpr(4):
+                copy_dQ.store(w, (i * 4 + w, h, n, b))
+            arch.cp_async_bulk_commit_group()
+            it += 1
+    arch.cp_async_bulk_wait_group(0)
+
+
+def sum_parts(variant, part: cute.Tensor, wt: Any, y: int) -> cute.Tensor:
+    """Channels 16 y to 16 y + 15 of dq, as thread wt of a warpgroup holds them: 8 numbers, zero past the channels."""
+    dq = cute.make_rmem_tensor(8, Float32)
+    dq.fill(0.0)
+    for x in range(min(2, variant.channels // 8 - 2 * y)):
+        cute.autovec_copy(part[None, wt, 2 * y + x, 0], quad(variant, dq, x))
+        for s in range(1, variant.groups):
+            add_quad(variant, dq, x, part[None, wt, 2 * y + x, s])
+    return dq
+
+
+def quad(variant, R, x):
+    """Four neighbours of an accumulator."""
+    return cute.make_tensor(R.iterator + 4 * x, cute.make_layout(4))
+
+
+def add_quad(variant, R, x, others):
+    """Four more numbers of dq."""
+    other = cute.make_rmem_tensor(4, Float32)
+    cute.autovec_copy(others, other)
+    for z in range(4):
+        R[4 * x + z] = R[4 * x + z] + other[z]
+
+
+@cute.jit
+def sum_in_turn(
+    variant, acc_dQ, sums, rings, sX: cute.Tensor, copy_dQ, to, scale: Float32, s: Int32, turn: Int32, it: Int32, more:
+    Boolean, rank: Int32, wid: Int32, wt: Int32, lane: Int32,
+):  # fmt: skip
+    """One warpgroup in turn adds what the others of its block leave, and what the next block of the cluster has found."""
+    WG = variant.groups
+    if s != turn:
+        slot = s - turn - 1
+        if slot < 0:
+            slot += WG
+        leave_dq(variant, acc_dQ, sums, slot, it, wt)
+        release_queries(variant, rings, more, lane)
+        arch.barrier_arrive(barrier_id=1 + turn, number_of_threads=WG * 128)
+    else:
+        release_queries(variant, rings, more, lane)
+        arch.barrier(barrier_id=1 + turn, number_of_threads=WG * 128)
+        for y in range_constexpr(WG - 1):
+            for x in range_constexpr(variant.channels // 8):
+                add_quad(variant, acc_dQ, x, sums.part[None, wt, x, y])
+        arch.cp_async_bulk_wait_group(0, read=True)
+        arch.sync_warp()
+        release(sums.summed, lane)
+        if const_expr(variant.cluster > 1):
+            if rank < variant.cluster - 1:
+                receive_dq(variant, acc_dQ, sums, rank, it, wt, lane)
+            if rank > 0:
+                send_dq(variant, acc_dQ, sums, rank, it, wt)
+        if rank == 0:
+            store_rows(acc_dQ, scale, sX[None, None, wid], lane, variant.dtype)
+            arch.fence_proxy("async.shared", space="cta")
+            arch.sync_warp()
+            copy_dQ.store(wid, to)
+            arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def receive_dq(variant, acc_dQ, sums, rank: Int32, it: Int32, wt: Int32, lane: Int32):
+    """Add dq of the next block of the cluster."""
+    if wt == 0:
+        arch.mbarrier_arrive_and_expect_tx(sums.arrived, ROWS * variant.channels * 4)
+    arch.mbarrier_wait(sums.arrived, it & 1)
+    for x in range_constexpr(variant.channels // 8):
+        add_quad(variant, acc_dQ, x, cute.make_tensor((sums.inbox + (x * 128 + wt) * 4).align(16), cute.make_layout(4)))
+    arch.sync_warp()
+    if lane == 0:
+        arch.mbarrier_arrive(sums.passed, rank + 1)
+
+
+@cute.jit
+def send_dq(variant, acc_dQ, sums, rank: Int32, it: Int32, wt: Int32):
+    """Give dq to the block before, once that has taken over the row before."""
+    if it > 0:
+        arch.mbarrier_wait(sums.passed, (it - 1) & 1)
+    to = arch.map_dsmem_ptr(sums.inbox, rank - 1).toint()
+    barrier = arch.map_dsmem_ptr(sums.arrived, rank - 1).toint()
+    for x in range_constexpr(variant.channels // 8):
+        store_remote(to + (x * 128 + wt) * 16, [acc_dQ[4 * x + z] for z in range(4)], barrier)
+
+
+@dataclasses.dataclass(frozen=True)
+class PanelSum(Kernel):
+    """partials [slot, fragment, thread, 4] -> d(pair bias) [b,h,q,k]. A block sums one fragment of a panel of 64 queries.
+
+    Args:
+        dtype: cutlass type of d(pair bias).
+        groups, slices, cluster, interleave, timed: as the variant of `QueryGradients` that left the parts.
+        vector: whether rows of d(pair bias) start on 4 bytes.
+    """
+
+    dtype: Any
+    _: dataclasses.KW_ONLY
+    groups: int = 3
+    slices: int = 4
+    cluster: int = 1
+    interleave: int = 0
+    vector: bool = True
+    timed: bool = True
+
+    @cute.jit
+    def __call__(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32, stream: cuda.CUstream):
+        """n: rows of a (b, h); blocks: clusters that `QueryGradients` was launched with."""
+        B, H, LQ, _ = dpair.shape
+        panels = B * H * ((LQ + ROWS - 1) // ROWS)
+        self.kernel(partials, dpair, n, blocks).launch(
+            grid=(panels, 4 * self.slices, self.cluster), block=(self.groups * 128, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, partials: cute.Tensor, dpair: cute.Tensor, n: Int32, blocks: Int32):
+        tid, _, _ = arch.thread_idx()
+        pan, x, rank = arch.block_idx()
+        B, H, LQ, LK = dpair.shape
+        NQ = (LQ + ROWS - 1) // ROWS
+        panels, change = Int64(B * H * NQ), Int32(0)
+        each = Int32(share(panels * n, blocks))
+        if const_expr(self.timed and self.cluster == 1):
+            change = change_of(n, each)
+            each = Int32(share(panels * (n + change), blocks))
+        start = first_row(pan, n, change)
+        first, last = start // each, (start + n - 1) // each
+        sums = cute.make_rmem_tensor(4, Float32)
+        sums.fill(0.0)
+        for c in cutlass.range(first, last + 1):
+            part = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(partials[(c + pan) * self.cluster + rank, x, tid, None], part)
+            for y in range_constexpr(4):
+                sums[y] = sums[y] + part[y]
+        s, wt = tid // 128, tid % 128
+        q = pan % NQ * ROWS + wt // 32 * 16 + wt % 32 // 4
+        key = key_of_slice(x // 4, rank * self.groups + s, self.cluster * self.groups, self.slices, self.interleave)
+        k = key + x % 4 * 8 + wt % 4 * 2
+        for r in range_constexpr(2):
+            if q + 8 * r < LQ and k < LK:
+                line = dpair[pan // NQ // H, pan // NQ % H, q + 8 * r, None]
+                if const_expr(self.vector):
+                    two = cute.make_rmem_tensor(2, self.dtype)
+                    two[0], two[1] = sums[2 * r].to(self.dtype), sums[2 * r + 1].to(self.dtype)
+                    cute.autovec_copy(two, cute.local_tile(line, (2,), (k // 2,)))
+                else:
+                    line[k] = sums[2 * r].to(self.dtype)
+                    if k + 1 < LK:
+                        line[k + 1] = sums[2 * r + 1].to(self.dtype)
+
+    def arguments(self) -> tuple[Any, ...]:
+        slots, queries, keys = sizes(3)
+        partials = floats(slots, self.slices * 4, self.groups * 128, 4, align=16)
+        return partials, pair_bias(self.dtype, queries, keys, vector=self.vector), Int32(0), Int32(0)

@@ -1,0 +1,238 @@
+"""The steps of a row in the forward: scores by the tensor cores, softmax, output, block of keys after block of keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from evoattn.backends.hopper.lib.primitives import fma, multiply
+from evoattn.backends.hopper.lib.ring import Ring, Slot
+from evoattn.backends.hopper.tiles import CHAIN, HALVES, ROWS, SLICE
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+_LOW = -256.0  # a reference below, in units of log2, may be one of keys that a finite bias masks
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardRings:
+    """The rings of keys (with values and key-wise bias), of the pair bias, which uses the same slots, and of queries."""
+
+    keys: Ring
+    pair: Ring
+    queries: Ring
+
+    def stream(self, s: Any, stages: int) -> ForwardRings:
+        """The rings of a stream."""
+        return dataclasses.replace(self, keys=self.keys.of(s, stages))
+
+    def at(self, first: Any) -> ForwardRings:
+        """The rings of the stream whose first stage has this number."""
+        return dataclasses.replace(self, keys=self.keys.at(first, self.keys.stages))
+
+
+class ForwardRow(namedtuple("ForwardRow", "acc_S0 acc_S1 acc_O m l")):
+    """Registers of a row: scores of two slices, the output, what scores are measured from, and the sums of probabilities."""
+
+
+class ForwardOperands(namedtuple("ForwardOperands", "tSrQ tSsQ tSrA tSrK tSrB tSrP tSrI tOrV")):
+    """ForwardOperands of the products, as fragments of a thread.
+
+    tSrQ, tSsQ: queries in registers, and in shared memory. tSrA, tSrB: coefficients and terms of the key-wise bias. tSrP, tSrI:
+    the pair bias, and the identity over scale. tSrK, tOrV: keys and values.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryCopy:
+    """The copy of a row's queries into registers; `excess` is the part of the scale that 8 channels take besides."""
+
+    atom: Any
+    source: Any
+    target: Any
+    excess: Any
+
+
+def query_slot(variant, s, turn, phase):
+    """The slot of the row that is `turn` in stream s.
+
+    With one slot the queries go on into registers, and the caller counts the phase. With two, for want of registers,
+    the tensor cores read them from the slot at every step, and o leaves from there.
+    """
+    return Slot(s, phase) if variant.slots == 1 else Slot(s * 2 + turn % 2, turn // 2 % 2)
+
+
+def query_operand(variant, operands, s, half, turn):
+    """A row's queries as an operand."""
+    if variant.slots == 1:
+        return operands.tSrQ
+    return operands.tSsQ[None, None, None, query_slot(variant, s, turn, 0).stage * HALVES + half]
+
+
+@cute.jit
+def load_queries(variant, rings, copy, tSrQ, s: Int32, half: Int32, turn: Int32, phase: Int32):
+    """Wait for a row's queries. With 8 channels the other 8 are q times the excess of the scale."""
+    rings.queries.consumer_wait(query_slot(variant, s, turn, phase))
+    if const_expr(variant.slots == 1):
+        cute.copy(copy.atom, copy.source[None, None, None, s * HALVES + half], copy.target)
+        if const_expr(variant.twice):
+            for x in range_constexpr(4):
+                tSrQ[4 + x] = (tSrQ[x].to(Float32) * copy.excess).to(variant.dtype)
+
+
+@cute.jit
+def release_registers(variant, rings, s: Int32, lane: Int32):
+    """Release the slot of queries that went into registers, once a product has used these.
+
+    Earlier, loads might still be on their way: an arrival may overtake them.
+    """
+    if const_expr(variant.slots == 1):
+        rings.queries.consumer_release(s, lane)
+
+
+@cute.jit
+def release_output(variant, rings, stage: Int32, lane: Int32):
+    """Release the slot from which the o of the row before has left."""
+    arch.cp_async_bulk_wait_group(0, read=True)
+    arch.sync_warp()
+    rings.queries.consumer_release(stage, lane)
+
+
+def wait_keys(variant, rings, slot):
+    """Wait for a block of keys, and for the pair bias of it."""
+    rings.keys.consumer_wait(slot)
+    if variant.streamed:
+        rings.pair.consumer_wait(slot)
+
+
+@cute.jit
+def release_keys(variant, rings, stage: Int32, lane: Int32):
+    """Release a block of keys, and the pair bias of it."""
+    if lane == 0:
+        arch.mbarrier_arrive(rings.keys.emptied(stage))
+        if const_expr(variant.streamed):
+            arch.mbarrier_arrive(rings.pair.emptied(stage))
+
+
+def pair_tile(variant, j, slot, half):
+    """The tile of shared memory that has the pair bias of block j."""
+    return (j if variant.resident else slot.stage) * HALVES + half
+
+
+@cute.jit
+def chain_steps(
+    variant, j: cutlass.Constexpr, left: Int32, blocks: Int32, queries, operands, row, c: Float32, half: Int32, slot,
+    before: Int32, output: Int32, rings, lane: Int32,
+):  # fmt: skip
+    """Do blocks j, j + 1, ... of a row, up to CHAIN of those that are left; acc_S1 has scores of the block in `before`.
+
+    `output` is the stage of queries from which the o of the row before leaves. Returns the next slot of keys, and the stage
+    of the block whose second half is still to be done.
+    """
+    warpgroup.fence()
+    scores(variant, queries, operands, row.acc_S1, 1, pair_tile(variant, j, slot, half), rings.keys.index(slot.stage))
+    if const_expr(j > 0):
+        warpgroup.wait_group(1)
+        release_keys(variant, rings, before, lane)
+    adds = left != blocks if const_expr(j == 0 and not variant.resident) else j > 0
+    softmax(variant, row, operands, c, row.acc_S0, 0, rings.keys.index(slot.stage), adds)
+    if const_expr(variant.slots == 2 and j == 0):
+        if left == blocks:
+            release_output(variant, rings, output, lane)
+    before, slot = slot.stage, rings.keys.advance(slot)
+    if const_expr(j + 1 < CHAIN):
+        if j + 1 < left:
+            wait_keys(variant, rings, slot)
+            warpgroup.fence()
+            scores(
+                variant, queries, operands, row.acc_S0, 0, pair_tile(variant, j + 1, slot, half), rings.keys.index(slot.stage)
+            )
+            warpgroup.wait_group(1)
+            softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(before))
+            slot, before = chain_steps(
+                variant, j + 1, left, blocks, queries, operands, row, c, half, slot, before, output, rings, lane
+            )
+        else:
+            warpgroup.wait_group(0)
+    else:
+        warpgroup.wait_group(0)
+    return slot, before
+
+
+def scores(variant, queries, operands, acc_S, part, tile, stage):
+    """Issue S = Q K^T + key-wise bias + pair bias for slice `part` of a stage: one wgmma group.
+
+    With a wide pair bias the accumulators start from it.
+    """
+    _, _, tSrA, tSrK, tSrB, tSrP, tSrI, _ = operands
+    if variant.wide:
+        for x in range(4):
+            four = cute.make_tensor(acc_S.iterator + 4 * x, cute.make_layout(4))
+            cute.autovec_copy(tSrP[None, 4 * part + x, tile], four)
+        warpgroup.fence()
+    for step in range(variant.steps):
+        tiled = multiply(variant.dtype, variant.slots == 2, K, SLICE, variant.wide or step > 0)
+        cute.gemm(tiled, acc_S, queries[None, None, step], tSrK[None, None, step, part, stage], acc_S)
+    if variant.row:
+        tiled = multiply(variant.dtype, False, K, SLICE)
+        cute.gemm(tiled, acc_S, tSrA[None, None, 0], tSrB[None, None, 0, part, stage], acc_S)
+    if variant.pair and not variant.wide:
+        for term in range(variant.terms):
+            for x in range(2):
+                tiled = multiply(variant.dtype, True, K, SLICE)
+                cute.gemm(tiled, acc_S, tSrP[None, None, part * 2 + x, tile], tSrI[None, None, x, term], acc_S)
+    warpgroup.commit_group()
+
+
+def softmax(variant, row, operands, c, acc_S, part, stage, adds: Any = True):
+    """P = exp2(S c - m), its sums, and issue O += P V, or O = P V if a row begins: one wgmma group.
+
+    `adds` must be the same for all warps: if one adds to O and its neighbours do not, all get garbage.
+    """
+    _, _, acc_O, m, l = row
+    choose_reference(variant, acc_S, acc_O, m, l, c)
+    tOrP = []
+    for step in range(2):
+        e = cute.make_rmem_tensor(8, Float32)
+        for y in range(8):
+            value = cute.math.exp2(fma(acc_S[8 * step + y], c, -m[y // 2 % 2]), fastmath=True)
+            e[y] = value
+            l[y % 4] = l[y % 4] + value
+        tiled = multiply(variant.dtype, False, MN, 16 * variant.steps)
+        p = tiled.make_fragment_A(tiled.partition_shape_A((ROWS, 16)))
+        cute.make_tensor(p.iterator, cute.make_layout(8)).store(e.load().to(variant.dtype))
+        tOrP.append(p)
+    warpgroup.fence()
+    for step in range(2):
+        tiled = multiply(variant.dtype, False, MN, 16 * variant.steps, True if step > 0 else adds)
+        cute.gemm(tiled, acc_O, tOrP[step][None, None, 0], operands.tOrV[None, None, part * 2 + step, stage], acc_O)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def choose_reference(variant, acc_S: cute.Tensor, acc_O: cute.Tensor, m: cute.Tensor, l: cute.Tensor, c: Float32):
+    """Choose what the scores of a row are measured from, if only masked keys came before.
+
+    O and l then hold nothing, or too little to count.
+    """
+    if arch.vote_all_sync(arch.fmax(m[0], m[1]) < _LOW):
+        top = cute.make_rmem_tensor(2, Float32)
+        for r in range_constexpr(2):
+            a = acc_S[2 * r]
+            for i in range_constexpr(SLICE // 8):
+                a = arch.fmax(a, arch.fmax(acc_S[4 * i + 2 * r], acc_S[4 * i + 2 * r + 1]))
+            top[r] = arch.warp_reduction_max(a, threads_in_group=4) * c + variant.offset
+        # A sum that has met NaN stays as it is, so that `exact` finds it.
+        finite = l[0] + l[1] + l[2] + l[3] < Float32.inf
+        if arch.vote_all_sync(finite and arch.fmin(top[0] - m[0], top[1] - m[1]) > 100.0):
+            for r in range_constexpr(2):
+                m[r] = top[r]
+            for x in range_constexpr(4):
+                l[x] = Float32(0.0)
+            for x in range_constexpr(8 * variant.steps):
+                acc_O[x] = Float32(0.0)

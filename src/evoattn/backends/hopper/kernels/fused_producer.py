@@ -1,0 +1,123 @@
+"""The producer warps of `FusedGradients`: they load tiles, and find the statistics of the queries."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
+from evoattn.backends.hopper.lib.copies import clear_numbers, clear_rows
+from evoattn.backends.hopper.lib.primitives import LN2, LOG2E, padded
+from evoattn.backends.hopper.lib.ring import Slot, sleep_until
+from evoattn.backends.hopper.lib.schedule import place
+from evoattn.backends.hopper.tiles import QUERIES, ROWS
+
+GROUPS = 3
+"""Warpgroups that compute."""
+
+
+def third(variant, z, ends):
+    """The first tile of third z, with which warpgroup z begins, and the one past the last."""
+    first, second, third = ends
+    start = Int32(cutlass.select_(z == 0, Int32(0), cutlass.select_(z == 1, first, second)))
+    return start, Int32(cutlass.select_(z == 0, first, cutlass.select_(z == 1, second, third)))
+
+
+@cute.jit
+def live_key_tiles(variant, n: Int32, b: Int32, args, tiles: Int32) -> Int32:
+    """Tiles of 64 keys of a row that are done: up to the last key that is not masked, or one."""
+    if const_expr(variant.row):
+        end = args.ends[b * args.row_b + n * args.row_n]
+        tiles = cutlass.min(cutlass.max((end + ROWS - 1) // ROWS, 1), tiles)
+    return tiles
+
+
+@cute.jit
+def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copies, rings):
+    """Bring in the keys and values of each warpgroup, and the tiles of queries of each row."""
+    N, H, NK, NT, _, thirds = sizes
+    copy_K, copy_V, copy_Q, copy_dO = copies
+    item, count = bid, Int32(0)
+    before = cute.make_rmem_tensor(GROUPS, Int32)  # tiles of keys so far, of each warpgroup
+    before.fill(0)
+    if const_expr(variant.row):
+        arch.griddepcontrol_wait()
+    while item < items:
+        h, n, b = place(item, H, N)
+        live = live_key_tiles(variant, n, b, args, NK)
+        for r in cutlass.range((live + GROUPS - 1) // GROUPS, unroll=1):
+            for s in range_constexpr(GROUPS):
+                i = r * GROUPS + s
+                if i < live:
+                    done = before[s]
+                    before[s] = done + 1
+                    x, ring = done & 1, rings.keys.of(s, 2)
+                    ring.producer_acquire(Slot(x, done >> 1 & 1))
+                    sleep_until(rings.values_empty + s, (done & 1) ^ 1)
+                    with arch.elect_one():
+                        ring.expect(x, 2 * ROWS * padded(variant.channels) * 2)
+                    copy_K.load((i, h, n, b), 3 * s + x, ring, x)
+                    copy_V.load((i, h, n, b), 3 * s + 2, ring, x)
+            if r == 0:
+                # each third's first tiles first
+                for y in cutlass.range(3 * (NT - thirds[1]), unroll=1):
+                    start, stop = third(variant, y % 3, thirds)
+                    j = start + y // 3
+                    if j < stop:
+                        rings.queries.producer_acquire(Slot(j, count & 1), 2 * QUERIES * padded(variant.channels) * 2)
+                        copy_Q.load((j, h, n, b), j, rings.queries, j)
+                        copy_dO.load((j, h, n, b), j, rings.queries, j)
+        item += blocks
+        count += 1
+
+
+@cute.jit
+def produce_statistics(
+    variant, s: Int32, bid: Int32, blocks: Int32, items: Int32, args, sizes, inverse: Float32, sS: cute.Pointer, ring, lane:
+    Int32,
+):  # fmt: skip
+    """Find the statistics of the queries of a third of the tiles: terms of -lse / scale, and of -delta.
+
+    The warp also clears the gradients of a third of the tiles of keys that are not done.
+    """
+    N, H, NK, _, LQ, thirds = sizes
+    o, do, lse, dlse, dk, dv, dmask = args.o, args.do, args.lse, args.dlse, args.dk, args.dv, args.dmask
+    start, stop = third(variant, s, thirds)
+    if const_expr(variant.row):
+        arch.griddepcontrol_wait()
+    item, count = bid, Int32(0)
+    while item < items:
+        h, n, b = place(item, H, N)
+        for j in cutlass.range(start, stop, unroll=1):
+            low, delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+            for x in range_constexpr(2):
+                q = j * QUERIES + x * 32 + lane
+                low[x], delta[x] = Float32(NEVER), Float32(0.0)
+                if q < LQ:
+                    value = lse[b, n, h, q]
+                    for y in range_constexpr(0 if variant.gate else variant.channels // 8):
+                        one, two = cute.make_rmem_tensor(8, variant.dtype), cute.make_rmem_tensor(8, variant.dtype)
+                        cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (y,)), one)
+                        cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (y,)), two)
+                        for z in range_constexpr(8):
+                            delta[x] = delta[x] - one[z].to(Float32) * two[z].to(Float32)
+                    if value > Float32(-float("inf")):
+                        low[x] = -value * LN2
+                        if const_expr(variant.dlse):
+                            delta[x] = delta[x] + dlse[b, n, h, q] * LOG2E
+            # while the tile's last readers are still at it, these are on their way
+            ring.producer_acquire(Slot(j, count & 1))
+            to = cute.make_tensor(sS + j * TILE, cute.make_layout(TILE))
+            for x in range_constexpr(2):
+                write_statistics(to, x * 32 + lane, low[x], delta[x], inverse, variant.dtype)
+            arch.fence_proxy("async.shared", space="cta")
+            arch.sync_warp()
+            ring.producer_commit(j, lane)
+        for i in cutlass.range(live_key_tiles(variant, n, b, args, NK) + s, NK, GROUPS, unroll=1):
+            clear_rows(dk[b, n, h, None, None], i * ROWS, lane)
+            clear_rows(dv[b, n, h, None, None], i * ROWS, lane)
+            if const_expr(variant.mask_gradient):
+                clear_numbers(dmask[b, n, h, None], i * ROWS, lane)
+        item += blocks
+        count += 1

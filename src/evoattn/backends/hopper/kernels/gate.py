@@ -1,0 +1,142 @@
+"""The gate, in a pass over all channels: after the forward kernel, and before the kernels of the backward.
+
+The product with sigmoid(gate) in the forward kernel's last step takes longer (notes/gate.md): its warpgroups wait for the gate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cuda.bindings.driver as cuda
+from cutlass import Float32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes, strided
+from evoattn.backends.hopper.lib.primitives import LN2, sigmoid
+from evoattn.backends.hopper.lib.schedule import place
+
+__all__ = ["GatePass", "GateProduct"]
+
+_THREADS = 128
+_VECTOR = 8  # channels of a thread: 16 bytes
+
+
+def _lanes(channels: int) -> int:
+    """The threads of a query: a power of two, so that a warp has all of some queries."""
+    return 1 << (channels // _VECTOR - 1).bit_length()
+
+
+def _grid(o: Any, channels: int) -> tuple[Any, Any, int]:
+    """A row of blocks for each (b, n, h) of [b,n,h,q,c]."""
+    B, N, H, LQ, _ = o.shape
+    queries = _THREADS // _lanes(channels)
+    return B * N * H, (LQ + queries - 1) // queries, 1
+
+
+def _own_vector(o: Any, channels: int) -> tuple[Any, ...]:
+    """b, n, h, q of this thread, and the number of its vector of channels, which may lie past the last."""
+    tid, _, _ = arch.thread_idx()
+    row, x, _ = arch.block_idx()
+    h, n, b = place(row, o.shape[2], o.shape[1])
+    lanes = _lanes(channels)
+    return b, n, h, x * (_THREADS // lanes) + tid // lanes, tid % lanes
+
+
+def _vector(x: Any, b: Any, n: Any, h: Any, q: Any, part: Any) -> Any:
+    return cute.local_tile(x[b, n, h, q, None], (_VECTOR,), (part,))
+
+
+@dataclasses.dataclass(frozen=True)
+class GateProduct(Kernel):
+    """o, gate [b,n,h,q,c]: o <- o * sigmoid(gate). A block reads and writes the channels of its queries once.
+
+    Args:
+        dtype: cutlass type of o and the gate.
+        channels: C.
+    """
+
+    dtype: Any
+    channels: int
+
+    @cute.jit
+    def __call__(self, o: cute.Tensor, gate: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(o, gate).launch(grid=_grid(o, self.channels), block=(_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, o: cute.Tensor, gate: cute.Tensor):
+        b, n, h, q, part = _own_vector(o, self.channels)
+        if q < o.shape[3] and part < self.channels // _VECTOR:
+            rO, rG = (cute.make_rmem_tensor(_VECTOR, self.dtype) for _ in range(2))
+            gO, gG = (_vector(x, b, n, h, q, part) for x in (o, gate))
+            cute.autovec_copy(gO, rO)
+            cute.autovec_copy(gG, rG)
+            for i in range_constexpr(_VECTOR):
+                rO[i] = (rO[i].to(Float32) * sigmoid(rG[i].to(Float32))).to(self.dtype)
+            cute.autovec_copy(rO, gO)
+
+    def arguments(self) -> tuple[Any, ...]:
+        shape = (*sizes(4), self.channels)
+        return lines(self.dtype, *shape), lines(self.dtype, *shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatePass(Kernel):
+    """o, do, gate [b,n,h,q,c], dlse [b,n,h,q] -> do * sigmoid(gate), dlse - LN2 * delta, do * o * (1 - sigmoid(gate)).
+
+    o is the gated one, so delta is the sum over c of o * do. A block reads and writes the channels of its queries once.
+
+    Args:
+        dtype: cutlass type of o, do and the gate.
+        channels: C.
+        dlse: whether lse has a gradient.
+        passes: whether the first two results are wanted.
+        gradient: whether the third is.
+    """
+
+    dtype: Any
+    channels: int
+    _: dataclasses.KW_ONLY
+    dlse: bool
+    passes: bool
+    gradient: bool
+
+    @cute.jit
+    def __call__(self, o, do, gate, dlse, gated, delta, dgate, stream: cuda.CUstream):
+        self.kernel(o, do, gate, dlse, gated, delta, dgate).launch(
+            grid=_grid(o, self.channels), block=(_THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, o, do, gate, dlse, gated, delta, dgate):
+        b, n, h, q, part = _own_vector(o, self.channels)
+        total = Float32(0.0)
+        if q < o.shape[3] and part < self.channels // _VECTOR:
+            rO, rdO, rG, out = (cute.make_rmem_tensor(_VECTOR, self.dtype) for _ in range(4))
+            for x, to in ((o, rO), (do, rdO), (gate, rG)):
+                cute.autovec_copy(_vector(x, b, n, h, q, part), to)
+            for i in range_constexpr(_VECTOR):
+                total = total + rO[i].to(Float32) * rdO[i].to(Float32)
+            if const_expr(self.passes):
+                for i in range_constexpr(_VECTOR):
+                    out[i] = (rdO[i].to(Float32) * sigmoid(rG[i].to(Float32))).to(self.dtype)
+                cute.autovec_copy(out, _vector(gated, b, n, h, q, part))
+            if const_expr(self.gradient):
+                for i in range_constexpr(_VECTOR):
+                    product = rdO[i].to(Float32) * rO[i].to(Float32)
+                    out[i] = (product * sigmoid(-rG[i].to(Float32))).to(self.dtype)
+                cute.autovec_copy(out, _vector(dgate, b, n, h, q, part))
+        if const_expr(self.passes):
+            total = arch.warp_reduction_sum(total, threads_in_group=_lanes(self.channels))
+            if q < o.shape[3] and part == 0:
+                value = -total * LN2
+                if const_expr(self.dlse):
+                    value = value + dlse[b, n, h, q]
+                delta[b, n, h, q] = value
+
+    def arguments(self) -> tuple[Any, ...]:
+        queries = sizes(4)
+        o, do, gate, gated, dgate = (lines(self.dtype, *queries, self.channels) for _ in range(5))
+        dlse = strided(Float32, *queries) if self.dlse else None
+        passed = (gated, floats(*queries)) if self.passes else (None, None)
+        return o, do, gate, dlse, *passed, dgate if self.gradient else None

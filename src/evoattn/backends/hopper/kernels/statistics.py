@@ -1,0 +1,118 @@
+"""The statistics of each query for the backward kernels: terms of -LSE / scale, and of -delta."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cuda.bindings.driver as cuda
+from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes
+from evoattn.backends.hopper.lib.primitives import LN2, LOG2E, VETO, three_terms
+from evoattn.backends.hopper.lib.schedule import place
+from evoattn.backends.hopper.tiles import ROWS
+
+__all__ = ["NEVER", "STEP", "TILE", "Statistics", "delta_units", "step_of", "write_statistics"]
+
+TILE = 4 * ROWS
+"""Words of statistics of 64 queries (`write_statistics`)."""
+
+NEVER = -1e30
+"""In place of -LSE for a query without probabilities."""
+
+STEP = 16.0
+"""float16 has -LSE / scale in these units: a pair bias brings it to -524,032, and a little beyond."""
+
+
+def delta_terms(delta: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """delta in terms of dtype, counted in `delta_units`. In float16 off by 2^-23 of it, or 2^-27, and infinite from 2^25 on."""
+    if dtype is BFloat16:
+        return three_terms(delta, dtype)
+    large, small, _ = delta_units(dtype)
+    high = (delta * Float32(1.0 / large)).to(dtype)
+    return high, ((delta - high.to(Float32) * Float32(large)) * Float32(1.0 / small)).to(dtype), dtype(0.0)
+
+
+def delta_units(dtype: Any) -> tuple[float, float, float]:
+    """The units in which the terms of delta count."""
+    return (1.0, 1.0, 1.0) if dtype is BFloat16 else (512.0, 0.25, 0.0)
+
+
+def step_of(dtype: Any) -> float:
+    """The unit of -LSE / scale and of a key's bias / scale in the kernel of the keys."""
+    return 1.0 if dtype is BFloat16 else STEP
+
+
+def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
+    """Write the statistics of query q of a tile for `dkdv`, as eight channels of its products: l0 l1 l2 u w u d0 d1.
+
+    l are terms of -LSE / scale, from `low` times alpha = 1 / scale; u meets the terms of a key's bias; d are terms of -delta,
+    d2 stands in w in bfloat16. float16 has VETO there, which meets a masked key.
+    """
+    step = step_of(dtype)
+    low = arch.fmax(low * alpha * Float32(1.0 / step), Float32(NEVER if dtype is BFloat16 else -65504.0))
+    u, (d0, d1, d2) = dtype(step), delta_terms(delta, dtype)
+    w = d2 if dtype is BFloat16 else dtype(VETO)
+    terms = cute.make_rmem_tensor(8, dtype)
+    for x, term in enumerate((*three_terms(low, dtype), u, w, u, d0, d1)):
+        terms[x] = term
+    cute.autovec_copy(cute.recast_tensor(terms, Float32), cute.local_tile(to, (4,), (q,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics(Kernel):
+    """o, do [b,n,h,q,c], lse, dlse [b,n,h,q] -> stats [b,n,h,tiles * TILE]. A thread finds those of one query.
+
+    It runs if `QueryGradients`, which also finds them, does not.
+
+    Args:
+        dtype: cutlass type of o and do.
+        channels: C.
+        dlse: whether lse has a gradient.
+        gate: whether a gate multiplies O. Then `GatePass` has found delta, which comes with dlse, and o is not read.
+    """
+
+    dtype: Any
+    channels: int
+    _: dataclasses.KW_ONLY
+    dlse: bool = False
+    gate: bool = False
+
+    @cute.jit
+    def __call__(self, o, do, lse, dlse, stats, scale, stream: cuda.CUstream):
+        B, N, H, words = stats.shape
+        self.kernel(o, do, lse, dlse, stats, scale).launch(
+            grid=(B * N * H, words // TILE, 1), block=(ROWS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, o, do, lse, dlse, stats, scale):
+        tid, _, _ = arch.thread_idx()
+        row, x, _ = arch.block_idx()
+        h, n, b = place(row, o.shape[2], o.shape[1])
+        q = x * ROWS + tid
+        both = cute.make_rmem_tensor(2, Float32)  # -LSE and -delta
+        both[0], both[1] = Float32(NEVER), Float32(0.0)
+        if q < o.shape[3]:
+            delta = Float32(0.0)
+            for j in range_constexpr(0 if self.gate else self.channels // 8):
+                rO, rdO = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.dtype)
+                cute.autovec_copy(cute.local_tile(o[b, n, h, q, None], (8,), (j,)), rO)
+                cute.autovec_copy(cute.local_tile(do[b, n, h, q, None], (8,), (j,)), rdO)
+                for y in range_constexpr(8):
+                    delta = delta + rO[y].to(Float32) * rdO[y].to(Float32)
+            both[1] = -delta
+            value = lse[b, n, h, q]
+            if value > Float32(-float("inf")):
+                both[0] = -value * LN2
+                if const_expr(self.dlse):
+                    both[1] = dlse[b, n, h, q] * LOG2E - delta
+        to = cute.local_tile(stats[b, n, h, None], (TILE,), (x,))
+        write_statistics(to, tid, both[0], both[1], Float32(1.0) / scale, self.dtype)
+
+    def arguments(self) -> tuple[Any, ...]:
+        b, n, h, q, words = sizes(5)
+        o, do = (lines(self.dtype, b, n, h, q, self.channels) for _ in range(2))
+        return o, do, floats(b, n, h, q), floats(b, n, h, q), floats(b, n, h, words, align=16), Float32(0)

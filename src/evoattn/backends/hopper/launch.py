@@ -1,0 +1,277 @@
+"""Kernels as the compiler takes them, and launches that are planned once for tensors that lie in memory alike.
+
+A launch takes addresses: sizes and strides are packed when it is planned, so that a call makes no views of its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import torch
+import tvm_ffi
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_stream
+
+from evoattn.backends.hopper.ahead import compiled
+
+__all__ = [
+    "Kernel",
+    "Stand",
+    "build",
+    "floats",
+    "key_ends",
+    "lines",
+    "live_rows",
+    "note_copy",
+    "note_tiles",
+    "noting",
+    "pair_bias",
+    "plan",
+    "sizes",
+    "stride",
+    "strided",
+    "types",
+]
+
+types = {
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+    torch.float32: cutlass.Float32,
+    torch.bool: cutlass.Uint8,
+}
+
+_OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a"
+
+_noted: contextvars.ContextVar[Noted | None] = contextvars.ContextVar("noted", default=None)
+
+
+def sizes(count: int) -> list[Any]:
+    """Sizes known only when the kernel runs."""
+    return [cute.sym_int() for _ in range(count)]
+
+
+def stride(multiple: int = 1) -> Any:
+    """A stride known only when the kernel runs, a multiple of so many elements."""
+    return cute.sym_int64(divisibility=multiple)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stand:
+    """What stands for a tensor when a kernel is compiled: numbers that are fixed, and symbols for those that are not.
+
+    Args:
+        dtype: cutlass type of its elements.
+        shape, stride: numbers, or symbols of `sizes` and `stride`; one symbol is one number wherever it stands.
+        align: bytes that divide its address.
+    """
+
+    dtype: Any
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    align: int
+
+    def extents(self) -> tuple[Any, ...]:
+        """Sizes, then strides."""
+        return (*self.shape, *self.stride)
+
+
+def lines(dtype: Any, *shape: Any) -> Stand:
+    """What stands for a tensor whose last axis is contiguous and starts on 16 bytes of a 16-bit type."""
+    return Stand(dtype, shape, (*(stride(8) for _ in shape[1:]), 1), 16)
+
+
+def floats(*shape: Any, align: int = 4) -> Stand:
+    """What stands for a float32 tensor whose last axis is contiguous and starts on `align` bytes."""
+    return Stand(Float32, shape, (*(stride(align // 4) for _ in shape[1:]), 1), align)
+
+
+def strided(dtype: Any, *shape: Any) -> Stand:
+    """What stands for a tensor of any strides."""
+    return Stand(dtype, shape, tuple(stride() for _ in shape), dtype.width // 8)
+
+
+def pair_bias(dtype: Any, queries: Any, keys: Any, *, vector: bool) -> Stand:
+    """What stands for a pair bias [b|1,h|1,q,k]: of any strides, or with lines that start on two numbers."""
+    shape = (*sizes(2), queries, keys)
+    return Stand(dtype, shape, (*(stride(2) for _ in range(3)), 1), dtype.width // 4) if vector else strided(dtype, *shape)
+
+
+def key_ends() -> Stand:
+    """What stands for the rows' numbers of keys up to the last that counts, int32 [r]."""
+    return Stand(Int32, tuple(sizes(1)), (1,), 4)
+
+
+def live_rows() -> tuple[Stand, Stand]:
+    """What stands for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `lib.live_rows`."""
+    b, n, c, panels = sizes(4)
+    return Stand(Int32, (b, 2, n), (stride(), stride(), 1), 4), Stand(Int32, (c, panels), (stride(), 1), 4)
+
+
+class Kernel:
+    """A variant of a kernel: a frozen dataclass whose fields are all that its code depends on.
+
+    Subclasses give `arguments`, and `__call__`, which starts the kernel in its host function's own language.
+    """
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The class and the options of this variant."""
+        words = [type(self).__name__]
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value is not False and value is not None:
+                words.append(field.name if value is True else field.name + str(getattr(value, "__name__", value)))
+        return "-".join(words)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Stand-ins for the arguments of `__call__` when it is compiled, without the stream; sizes and strides open."""
+        raise NotImplementedError
+
+    def __call__(self, *arguments: Any) -> None:
+        """Start the kernel."""
+        raise NotImplementedError
+
+    def build(self) -> Any:
+        """Compile it."""
+        return build(self)
+
+
+def symbols(stands: tuple[Any, ...]) -> list[Any]:
+    """The symbols of all tensors, each once, in the order in which a launch takes their numbers."""
+    found: dict[int, Any] = {}
+    for stand in stands:
+        if isinstance(stand, Stand):
+            found.update((id(x), x) for x in stand.extents() if not isinstance(x, int))
+    return list(found.values())
+
+
+class Launch:
+    """A kernel as it is compiled: it takes the numbers of all symbols at once, and addresses in place of tensors."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel, self.stands = kernel, kernel.arguments()
+
+    @cute.jit
+    def __call__(self, extents: cute.Shape, stream: cuda.CUstream, *values):
+        self.kernel(*self.arguments(extents, iter(values)), stream)
+
+    def arguments(self, extents: Any, values: Iterator[Any]) -> Iterator[Any]:
+        """The kernel's own arguments: tensors, None and numbers."""
+        known = {
+            id(symbol): cute.assume(extents[i], divby=symbol.divisibility) for i, symbol in enumerate(symbols(self.stands))
+        }
+        for stand in self.stands:
+            if isinstance(stand, Stand):
+                pointer = cute.make_ptr(stand.dtype, next(values), cute.AddressSpace.gmem, assumed_align=stand.align)
+                shape, stride = (tuple(known.get(id(x), x) for x in axes) for axes in (stand.shape, stand.stride))
+                yield cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+            else:
+                yield None if stand is None else next(values)
+
+
+def build(kernel: Kernel) -> Any:
+    """Compile a kernel for compute capability 9.0, on any machine, to be written as an object file.
+
+    Callable where it stands, as the compiler would make it too, it would take 0.2 s more.
+    """
+    stands = kernel.arguments()
+    extents = tuple((Int32 if symbol.width == 32 else Int64)(symbol.divisibility) for symbol in symbols(stands))
+    values = [Int64(0) if isinstance(stand, Stand) else stand for stand in stands if stand is not None]
+    return cute.compile(Launch(kernel), extents, make_fake_stream(), *values, options=_OPTIONS, no_jit_engine=True)
+
+
+def fits(symbol: Any, value: int, extents: dict[int, int]) -> bool:
+    """Whether a number may stand where a symbol does, or a fixed number; `extents` keeps what each symbol is."""
+    if isinstance(symbol, int):
+        return value == symbol
+    return value % symbol.divisibility == 0 and extents.setdefault(id(symbol), value) == value
+
+
+def planned_strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """The strides of a tensor; that of an axis of size 1, which nobody takes, is whatever the kernel wants."""
+    wanted = [x if isinstance(x, int) else x.divisibility for x in stand.stride]
+    return [want if size == 1 else given for size, given, want in zip(shape, stride, wanted, strict=True)]
+
+
+@dataclasses.dataclass
+class Noted:
+    """What a pass is planned to do.
+
+    Args:
+        kernels: those that it launches, each as often as it does.
+        copies: what it copies or lays out anew, each with the reason.
+        tiles: of kernels that have some of their own, by name.
+    """
+
+    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    copies: list[str] = dataclasses.field(default_factory=list)
+    tiles: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[Noted]:
+    """Note what is planned meanwhile."""
+    found = Noted()
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+def note_copy(text: str) -> None:
+    """Say what a pass copies or lays out anew, and why, where it is planned to."""
+    if (noted := _noted.get()) is not None:
+        noted.copies.append(text)
+
+
+def note_tiles(kernel: str, **tiles: int) -> None:
+    """Say the tiles of a kernel, where they are chosen."""
+    if (noted := _noted.get()) is not None:
+        noted.tiles[kernel] = tiles
+
+
+def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[..., None]:
+    """The launch of a kernel for tensors that lie in memory like `arguments`, as a function of their addresses alone.
+
+    It takes one for each argument but the numbers, which come last, and passes on those that the variant takes.
+
+    Args:
+        kernel: compiled at its first launch if it is not yet, so that a plan can be described without that.
+        device: where the tensors will be.
+        arguments: tensors, on any device, None and numbers, as `kernel.arguments()` has them. Tensors give their shape and
+            strides, and are not kept; numbers stay what they are.
+    """
+    function: Any = None
+    if (noted := _noted.get()) is not None:
+        noted.kernels.append(kernel)
+    stands = kernel.arguments()
+    extents: dict[int, int] = {}
+    numbers = []
+    taken = [i for i, stand in enumerate(stands) if isinstance(stand, Stand)]
+    for stand, given in zip(stands, arguments, strict=True):
+        if isinstance(stand, Stand):
+            values = (*given.shape, *planned_strides(stand, given.shape, given.stride()))
+            if not all(fits(symbol, x, extents) for symbol, x in zip(stand.extents(), values, strict=True)):
+                raise ValueError(f"{kernel.name} takes no tensor of shape {tuple(given.shape)}, strides {given.stride()}")
+        elif stand is not None:
+            numbers.append(given)
+    known = tvm_ffi.Shape(tuple(extents[id(symbol)] for symbol in symbols(stands)))
+    index = device.index
+    # What Triton and torch's own compiler ask; torch.cuda wraps it in an object. A torch without CUDA can plan, and has none.
+    stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+    def launch(*addresses: int | None) -> None:
+        nonlocal function
+        if function is None:
+            function = compiled(kernel)
+        function(known, stream(index), *[addresses[i] for i in taken], *numbers)
+
+    return launch

@@ -1,0 +1,140 @@
+"""The rows n that `KeyGradients` does if a mask switches keys off: those with a key that counts in a panel or beyond.
+
+`KeyBias` lists for each b its rows by their panels of 64 keys up to the last not masked, most first: order[b,0,n]; order[b,1,n]
+is how many panels row n has. The rows of a panel are the first of the list, and units (panel, row) lie in a line, as in
+`schedule`: starts [b, panels + 2] says where each panel of a head begins, where the head ends, and how many panels have a row.
+These come first; empty panels are not scheduled. What is not in the line has gradients of zero.
+
+`variant` is the kernel. Without its `skips` each panel has all rows. `timed`: the time of a change to another panel counts.
+Loads bypass the first cache, which may hold what lay there before this kernel began.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, const_expr, cute, range_constexpr
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.lib.copies import clear_numbers
+from evoattn.backends.hopper.lib.schedule import CHANGE, change_of, first_row, place, share
+from evoattn.backends.hopper.tiles import ROWS
+
+__all__ = ["clear_skipped", "line_time", "next_panel", "row_at_rank"]
+
+
+def _load(x: Any, *at: Any) -> Any:
+    return arch.load(x.iterator + cute.crd2idx(at, x.layout), Int32, cop="cg")
+
+
+@cute.jit
+def line_time(variant, live, sizes, blocks: Int32):
+    """The time that all units take, that of a change to another panel, and whether any row is left out of any panel."""
+    B, N, H, NK = sizes
+    panels = Int64(B * H * NK)
+    units, some, change = panels * N, Boolean(False), Int32(0)
+    if const_expr(variant.skips):
+        _, starts = live
+        units, used = Int64(0), Int64(0)
+        for b in cutlass.range(B, unroll=1):
+            units += Int64(H) * _load(starts, b, NK)
+            if const_expr(variant.timed):
+                used += Int64(H) * _load(starts, b, NK + 1)
+        some = units < panels * N
+        if const_expr(variant.timed):
+            panels = used
+    if const_expr(variant.timed):
+        change = Int32(CHANGE)
+        if not some:
+            change = change_of(N, Int32(share(units, blocks)))
+        units += panels * change
+    return units, change, some
+
+
+@cute.jit
+def _head_time(variant, starts, b: Int32, NK: Int32, change: Int32) -> Int32:
+    """The time of a head of batch b."""
+    time = _load(starts, b, NK)
+    if const_expr(variant.timed):
+        time += change * _load(starts, b, NK + 1)
+    return time
+
+
+@cute.jit
+def next_panel(variant, at: Int32, end: Int32, change: Int32, live, sizes, lane: Int32):
+    """Of the panel that a block comes to at time `at`: its place i, h, b; the first of its rows, and past the last, that
+    the block does before `end`, which may be none; when its rows begin, and how many it has."""
+    _, N, H, NK = sizes
+    if const_expr(variant.skips):
+        _, starts = live
+        b, start = Int32(0), Int32(0)
+        head_time = _head_time(variant, starts, b, NK, change)
+        while at >= start + H * head_time:
+            start += H * head_time
+            b += 1
+            head_time = _head_time(variant, starts, b, NK, change)
+        h = (at - start) // head_time
+        start += h * head_time
+        i = Int32(0)
+        for x in cutlass.range((NK + 31) // 32, unroll=1):
+            next_ = x * 32 + lane + 1
+            begun = next_ <= NK and _load(starts, b, cutlass.min(next_, NK)) + change * next_ <= at - start
+            i += arch.popc(arch.vote_ballot_sync(begun))
+        first = _load(starts, b, i)
+        n = _load(starts, b, i + 1) - first
+        start += first + change * (i + 1)
+    else:
+        pan = at // (N + change)
+        i, h, b = place(pan, NK, H)
+        start, n = first_row(pan, N, change), N
+    n0 = cutlass.max(at - start, 0)
+    return i, h, b, n0, cutlass.max(cutlass.min(n, end - start), n0), start, n
+
+
+@cute.jit
+def row_at_rank(variant, rank: Int32, b: Int32, live, some: Boolean) -> Int32:
+    """The row of a panel of batch b with that rank; `some`: whether any row is left out of any panel."""
+    n = rank
+    if const_expr(variant.skips):
+        if some:
+            order, _ = live
+            n = arch.make_warp_uniform(_load(order, b, 0, rank))
+    return n
+
+
+@cute.jit
+def clear_skipped(variant, live, sizes, zeros: int, copies, dmask: Any, first: Int32, step: Int32, lane: Int32):
+    """Zeros for what is not in the line: a warp's share, each `step`-th from `first` on.
+
+    zeros: the tile of shared memory with 16 rows of zeros. copies: of dk and dv; of dq, for rows whose keys are all masked,
+    or None; and how many tiles dq has.
+    """
+    B, N, H, NK = sizes
+    order, starts = live
+    key_copies, copy_dQ, tiles = copies
+    if const_expr(copy_dQ is not None):
+        for b in cutlass.range(B, unroll=1):
+            for rank in cutlass.range(_load(starts, b, 1) + first, N, step, unroll=1):
+                n = _load(order, b, 0, rank)
+                for h in cutlass.range(H, unroll=1):
+                    for x in cutlass.range(tiles, unroll=1):
+                        copy_dQ.store(zeros, (x, h, n, b))
+    for panel in cutlass.range(B * NK, unroll=1):
+        b, i = panel // NK, panel % NK
+        at = _load(starts, b, i + 1) - _load(starts, b, i) + (first + panel * 31) % step
+        while at < N:
+            rows = _load(order, b, 0, cutlass.min(at + lane * step, N - 1))
+            for x in cutlass.range(cutlass.min((N - at + step - 1) // step, 32), unroll=1):
+                n = arch.make_warp_uniform(arch.shuffle_sync(rows, x))
+                for h in cutlass.range(H, unroll=1):
+                    for copy in key_copies:
+                        for w in range_constexpr(ROWS // 16):
+                            copy.store(zeros, (i * (ROWS // 16) + w, h, n, b))
+                    if const_expr(dmask is not None):
+                        clear_numbers(dmask[b, n, h, None], i * ROWS, lane)
+            at += 32 * step
+    arch.cp_async_bulk_commit_group()
+    arch.cp_async_bulk_wait_group(0)
+    # where nothing is left to do nobody else waits, and this launch must not end before the one that let it start
+    arch.griddepcontrol_wait()

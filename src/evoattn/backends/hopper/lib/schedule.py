@@ -1,0 +1,179 @@
+"""The schedules: persistent blocks share all units (panel, row n) evenly, whatever their numbers are.
+
+A panel is a tile of queries or keys of one (b, h). Units lie in a line, panel after panel. A block takes one stretch of it, so
+that it changes panels as seldom as possible. Blocks that work on different panels read the same rows of the other tensors, and
+find them in the L2 cache if they do so at the same time.
+
+**Forward.** A panel has 128 queries. Its rows are interleaved: with S blocks to a panel, consecutive positions are rows 0, S,
+2S, ..., then 1, S + 1, ..., and each block begins where the panel's first whole block begins. Rows in order took 36% longer at
+8 heads.
+
+**Backward.** The line counts time. A unit is a row long, and the time that a block takes to change to a panel lies before it.
+The rows of a panel are done in the order of time: a position that its block reaches sooner is a lower row, whichever block that
+is. All panels then go through the rows together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass import max as larger
+from cutlass import min as smaller
+from cutlass.cute import arch
+
+from evoattn.backends.hopper.tiles import FORWARD_QUERIES, ROWS
+
+__all__ = [
+    "CHANGE",
+    "change_of",
+    "first_row",
+    "interleaved_row",
+    "opening",
+    "panel_phase",
+    "panel_start",
+    "place",
+    "reached",
+    "row",
+    "share",
+    "stretch",
+    "uniform_row",
+]
+
+CHANGE = 3
+"""Rows in whose time a block of the backward changes to another panel: a pair bias is loaded, and its gradient is stored."""
+
+
+def stretch(unit: Any, end: Any, n: Any) -> tuple[Any, Any, Any]:
+    """The panel of `unit`, and the positions there that a block does before unit `end`: the first, and past the last."""
+    panel = unit // n
+    first = unit - panel * n
+    return panel, first, cutlass.min(n, first + end - unit)
+
+
+def place(panel: Any, panels: Any, heads: Any) -> tuple[Any, Any, Any]:
+    """The number of a panel in its (b, h), its h and its b."""
+    head = panel // panels
+    return panel % panels, head % heads, head // heads
+
+
+# ---- forward: `blocks`, `heads` (all (b, h)), `panels` of a head, `n` and `lq` are the sizes of a launch
+
+
+@cute.jit
+def panel_start(index: Int32, blocks: Int32, heads: Int32, panels: Int32, n: Int32, lq: Int32) -> Int32:
+    """The first unit of block `index`."""
+    weight, full_panels, head_weight = _weights(panels, n, lq)
+    each = head_weight * heads // blocks
+    position = each * index + (head_weight * heads - each * blocks) * index // blocks
+    head = position // head_weight
+    inside = position - head * head_weight
+    panel = panels - 1
+    row = (inside - full_panels + weight - 1) // weight
+    if inside < full_panels:
+        panel = inside // (8 * n)
+        row = (inside - panel * 8 * n + 7) // 8
+    return (head * panels + panel) * n + row
+
+
+@cute.jit
+def panel_phase(panel: Int32, blocks: Int32, heads: Int32, panels: Int32, n: Int32, lq: Int32) -> Int32:
+    """The position in a panel at which the first stretch begins that does not come from the panel before."""
+    _, _, head_weight = _weights(panels, n, lq)
+    begin = head_weight * (panel // panels) + 8 * n * (panel % panels)
+    each = Float32(head_weight * heads) / Float32(blocks)
+    index = Int32(Float32(begin) / each)
+    at = panel_start(index, blocks, heads, panels, n, lq)
+    while at < panel * n:
+        index += 1
+        at = panel_start(index, blocks, heads, panels, n, lq)
+    return Int32(cutlass.select_(at - panel * n < n, at - panel * n, Int32(0)))
+
+
+@cute.jit
+def _weights(panels: Int32, n: Int32, lq: Int32):
+    """The time of a row of the last panel, of all other panels of a head, and of a head, in eighths of a full panel's row.
+
+    A last panel with at most 64 queries costs 6/8 of a full one.
+    """
+    weight = Int32(cutlass.select_((lq - 1) % FORWARD_QUERIES < ROWS, Int32(6), Int32(8)))
+    full_panels = 8 * n * (panels - 1)
+    return weight, full_panels, full_panels + weight * n
+
+
+def interleaved_row(position: Any, phase: Any, interleave: Any, n: Any) -> Any:
+    """The row n at a position of a panel, whose rows are interleaved among `interleave` blocks."""
+    turned = position - phase
+    turned = cutlass.select_(turned < 0, turned + n, turned)
+    turned = Int32(turned)
+    more = n - n // interleave * interleave
+    length = n // interleave + 1
+    split = more * length
+    late = turned >= split
+    length = Int32(cutlass.select_(late, length - 1, length))
+    turned = Int32(cutlass.select_(late, turned - split, turned))
+    offset = turned // length
+    return (turned - offset * length) * interleave + offset + Int32(cutlass.select_(late, more, Int32(0)))
+
+
+# ---- backward: these also take Python's numbers, in tests
+
+
+def share(time: Any, blocks: Any) -> Any:
+    """Time of a block; the last blocks may have less, or none."""
+    return (time + blocks - 1) // blocks
+
+
+def change_of(n: Any, each: Any) -> Any:
+    """The time of a change between panels of n rows, where blocks have `each` without: none if no block has to change then."""
+    return CHANGE * _one(n % each)
+
+
+def first_row(panel: Any, n: Any, change: Any) -> Any:
+    """When the rows of a panel begin, where each has n."""
+    return panel * (n + change) + change
+
+
+def reached(time: Any, n: Any, change: Any) -> Any:
+    """The number of units of a line that come before a time, if each panel has n rows."""
+    panel = time // (n + change)
+    return panel * n + larger(time - first_row(panel, n, change), 0)
+
+
+def opening(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, ...]:
+    """The times that `row` needs: of a panel whose `n` rows begin at `start`, and of the block that comes to it at `unit`.
+
+    Up to three kinds of blocks work on a panel: one that came from the panel before, blocks that do nothing else, and one that
+    goes on to the next. Of the first it tells the phase, time modulo n, and how many of its rows lie past the turn of the phase
+    and before it; then how many blocks do nothing else, the rows of the last, the place of this block among all, and its phase.
+    """
+    past = start % each
+    mine = smaller(n, each - past)
+    phase = past % n
+    turned = larger(phase + mine - n, 0)
+    whole = (past + n) // each
+    last = (past + n) % each * _one(whole)
+    first = start // each
+    return phase, turned, mine - turned, larger(whole - 1, 0), last, block - first, (unit - block * each) % n
+
+
+def row(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:
+    """The row at a position of a block's stretch: how many rows of the panel come sooner, here or elsewhere."""
+    phase, turned, straight, between, last, place, start = panel
+    time = start + position
+    time = time - n * _one(time - n + 1)
+    late = time - phase
+    sooner = smaller(time, turned) + smaller(larger(late, 0), straight) + between * time + smaller(time, last)
+    by_first = larger(_one(turned - time), _one(late + 1) * _one(straight - late))
+    return sooner + _one(place) * (place - 1 + by_first)
+
+
+def uniform_row(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:
+    """`row`, once: without the shuffle the compiler works it out anew for each copy that a warp starts."""
+    return arch.make_warp_uniform(row(position, n, panel))
+
+
+def _one(x: Any) -> Any:
+    """1 where x is positive, else 0."""
+    return smaller(larger(x, 0), 1)

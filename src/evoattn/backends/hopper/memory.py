@@ -1,0 +1,210 @@
+"""The memory of a call: how its tensors lie for the kernels, the launches that lay them out so, and the workspace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evoattn.backends.hopper.kernels.key_bias import TERMS, KeyBias
+from evoattn.backends.hopper.kernels.pair_bias import PairBias
+from evoattn.backends.hopper.launch import note_copy, plan, types
+from evoattn.backends.hopper.tiles import KEYS
+
+__all__ = [
+    "KeyTerms",
+    "Workspace",
+    "contiguous",
+    "copied",
+    "empty_like",
+    "floats",
+    "fold",
+    "is_aligned",
+    "loadable",
+    "plan_key_bias",
+    "plan_pair_bias",
+]
+
+_LEAST, _MOST = 2.0**-12, 2.0**12
+_ALIGNMENT = 256
+
+
+class Workspace:
+    """What only the kernels of a call read and write, in one allocation. A plan adds tensors, a call allocates the memory.
+
+    Args:
+        device: where that is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes = device, 0
+
+    def add(self, like: Tensor | None) -> int:
+        """Add room for a tensor, contiguous or a permutation of it. Return where it starts, in bytes; 0 for None."""
+        start = self.bytes
+        if like is None:
+            return 0
+        self.bytes += -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return start
+
+    def make(self) -> Tensor:
+        """Allocate the memory of one call: the caller keeps it until all is launched."""
+        return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+
+
+def floats(*shape: int) -> Tensor:
+    """The layout of a contiguous float32 tensor."""
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+def empty_like(layout: Tensor, device: torch.device) -> Tensor:
+    """Allocate a tensor with this layout."""
+    return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=device)
+
+
+def plan_pair_bias(
+    pair_bias: Tensor, queries: int, keys: int, *, beside: torch.dtype, bounded: bool
+) -> tuple[Tensor, Tensor, Any]:
+    """The layouts of a pair bias [b|1,h|1,q|1,k|1] that is measured from `PairBias`' shifts, and of these; and the launch.
+
+    Its lines of keys have a multiple of 8, zero past the last key.
+    """
+    note_copy("pair_bias: laid out anew once a pass, measured from the largest of each query")
+    pair = pair_bias.expand(-1, -1, queries, keys)  # one query or key is read along all of them
+    out = pair_bias.new_empty((*pair.shape[:3], -(-keys // 8) * 8), device="meta")
+    shifts = floats(*pair.shape[:3])
+    aligned = pair_bias.shape[3] == keys and keys % 8 == 0 and is_aligned(pair_bias)
+    width = 16 // pair_bias.element_size() if aligned else 1
+    kernel = PairBias(types[pair_bias.dtype], width, beside=types[beside], bounded=bounded)
+    return out, shifts, plan(kernel, pair_bias.device, pair, out, shifts)
+
+
+class KeyTerms(NamedTuple):
+    """The launch that makes the terms of a key-wise bias, once a call, and the layouts of what it writes.
+
+    Args:
+        make: a function of the addresses of a call's workspace, mask, mask_bias, and what to clear if it clears anything. It
+            returns the addresses of terms, ends, deep, order and starts.
+        terms: [r, keys * TERMS].
+        ends: the number of keys of each row up to the last that is not masked, int32 [r].
+        deep: [r, keys], if it was asked for.
+        row_b, row_n: how far r goes from one b, and one n, to the next.
+        order, starts: as in `lib.live_rows`, if they were asked for.
+    """
+
+    make: Callable[..., tuple[int, ...]]
+    terms: Tensor
+    ends: Tensor
+    deep: Tensor | None
+    row_b: int
+    row_n: int
+    order: Tensor | None
+    starts: Tensor | None
+
+    def by_b(self, x: Tensor | None) -> Tensor | None:
+        """The terms, ends or deep, [r,...], as [b|1,n|1,...]."""
+        if x is None:
+            return None
+        return x.unflatten(0, (-1, self.row_b)) if self.row_b else x[None]
+
+
+def plan_key_bias(
+    mask: Tensor | None,
+    mask_bias: Tensor | None,
+    q: Tensor,
+    lk: int,
+    workspace: Workspace,
+    *,
+    room: int = 0,
+    always: bool,
+    clears: Tensor | None = None,
+    lists: bool = False,
+    deep: bool = False,
+    bounded: bool = False,
+) -> KeyTerms | None:
+    """The terms of a key-wise bias for at least `room` keys; None if there is none and `always` is False.
+
+    clears: the layout of float32 memory that the same launch clears.
+    lists: whether it lists the rows that the mask leaves to each panel of keys.
+    deep, bounded: as `KeyBias` has them.
+    """
+    if mask is None and mask_bias is None and not always:
+        return None
+    bias_type = None if mask_bias is None else types[mask_bias.dtype]
+    batches, rows = (max((x.shape[axis] for x in (mask, mask_bias) if x is not None), default=1) for axis in (0, 1))
+    terms = torch.empty(batches * rows, -(-max(lk, room) // KEYS) * KEYS * TERMS, dtype=q.dtype, device="meta")
+    ends = torch.empty(batches * rows, dtype=torch.int32, device="meta")
+    cleared = None if clears is None else floats(clears.numel() // 4, 4)
+    order = starts = None
+    if lists:
+        b, n = q.shape[:2]
+        order = torch.empty(b, 2, n, dtype=torch.int32, device="meta")
+        starts = torch.empty(b, -(-lk // KEYS) + 2, dtype=torch.int32, device="meta")
+    deep_bias = floats(batches * rows, lk) if deep else None
+    options = {"clears": clears is not None, "lists": lists, "deep": deep, "bounded": bounded}
+    variant = KeyBias(types[q.dtype], mask=mask is not None, bias=bias_type, **options)
+    kernel = plan(variant, q.device, mask, mask_bias, terms, ends, deep_bias, cleared, order, starts, lk, rows)
+    at_order, at_starts, at_deep, at_terms, at_ends = map(workspace.add, (order, starts, deep_bias, terms, ends))
+
+    def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, ...]:
+        made = (start + at_terms, start + at_ends, start + at_deep, start + at_order, start + at_starts)
+        kernel(mask, mask_bias, *made[:3], cleared, *made[3:])
+        return made
+
+    return KeyTerms(make, terms, ends, deep_bias, rows if batches > 1 else 0, int(rows > 1), order, starts)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """True if every line of channels or keys is contiguous and starts on 16 bytes; False if an axis is broadcast."""
+    steps = x.stride()
+    return x.data_ptr() % 16 == 0 and steps[-1] == 1 and all(step % 8 == 0 and step > 0 for step in steps[:-1])
+
+
+def loadable(x: Tensor, factor: float = 1.0, name: str = "") -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """The layout of q, k, v, o or do for the kernels, and the copy that makes it, or None.
+
+    A tensor is copied if it is multiplied by something, or its lines do not start on 16 bytes. `name`: its name in the notes.
+    """
+    if factor == 1.0 and is_aligned(x):
+        return x, None
+    why = "so that each row of channels starts on 16 bytes and is in memory once for each head"
+    if factor != 1.0:
+        why = f"multiplied by {factor:g}, since the kernels take no scale that is negative or far from 1"
+    if name:
+        note_copy(f"{name}: copied once a pass, {why}")
+    return contiguous(x, factor)
+
+
+def contiguous(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The layout of a contiguous copy of a tensor, from a multiple of 16 bytes on, and what makes it."""
+    shape, stride = x.shape, x.stride()
+
+    def copy(x: Tensor) -> Tensor:
+        view = x.as_strided(shape, stride)
+        out = (view if factor == 1.0 else view * factor).contiguous()
+        return out if out.data_ptr() % 16 == 0 else out.clone()  # a contiguous one is no copy yet
+
+    return torch.empty(shape, dtype=x.dtype, device="meta"), copy
+
+
+def copied(tensors: tuple[Any, ...], copies: Iterable[tuple[int, Callable[[Tensor], Tensor]]]) -> tuple[Any, ...]:
+    """A call's tensors, those copied that the kernels do not take as they lie in memory."""
+    found = list(tensors)
+    for i, copy in copies:
+        found[i] = copy(found[i])
+    return tuple(found)
+
+
+def fold(scale: float, least: float = _LEAST) -> tuple[float, float]:
+    """scale = factor * unit: a factor that goes into q, a sign and a power of two or zero, and what the kernels take.
+
+    They want a positive scale, not so far from 1 that a bias divided by it overflows: `least` or more, at most 2.
+    """
+    if scale == 0:
+        return 0.0, 1.0
+    size = abs(scale)
+    power = 1.0 if least <= size <= _MOST else 2.0 ** (math.frexp(size)[1] - 2)
+    return math.copysign(power, scale), size / power

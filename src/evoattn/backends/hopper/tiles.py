@@ -1,0 +1,219 @@
+"""Sizes of tiles, and the variants of the backward kernels by size. Importing this imports no CuTe DSL."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+ROWS = 64
+"""Rows of a product of a warpgroup, which the instruction fixes."""
+
+QUERIES = ROWS
+"""Queries of a tile of the backward."""
+
+KEYS = ROWS
+"""Keys of a tile, and of a panel that a block of `KeyGradients` owns."""
+
+SLICE = 32
+"""Scores of a query or key that a warpgroup holds at a time."""
+
+HALVES = 2
+"""Warpgroups of a row in the forward."""
+
+STREAMS = 2
+"""Rows n that a block of the forward does at a time."""
+
+CONSUMERS = STREAMS * HALVES
+"""Warpgroups of a block of the forward that compute."""
+
+CHAIN = 8
+"""Blocks of keys whose steps the forward lays out one after another."""
+
+FORWARD_QUERIES = HALVES * ROWS
+"""Queries of a panel in the forward."""
+
+MOST_PANELS = 128
+"""Panels of keys of rows that are listed: their numbers lie in the shared memory of one block."""
+
+SHARED = 232_448
+"""Bytes of shared memory that a block of sm_90 may have."""
+
+_CLUSTER = 8
+"""Blocks of a cluster on every card of sm_90."""
+
+# keys of a block: warpgroups, slices of 32 keys of each, slices of a stage, stages
+_ALONE = (
+    (128, 2, 2, 2, 3),
+    (192, 2, 3, 3, 3),
+    (256, 2, 4, 2, 4),
+    (288, 3, 3, 3, 2),
+    (384, 3, 4, 2, 3),
+    (448, 2, 7, 1, 5),
+    (512, 2, 8, 2, 3),
+)
+_SHARING = ((288, 3, 3, 3, 2), (384, 2, 6, 2, 3), (448, 2, 7, 1, 5), (512, 2, 8, 2, 3))
+_WITHOUT_PAIR_SHARING = ((576, 3, 6, 2, 3), (768, 3, 8, 2, 3), (1024, 4, 8, 2, 3))
+_WITHOUT_PAIR = (
+    (128, 2, 2, 2, 3),
+    (192, 3, 2, 2, 3),
+    (288, 3, 3, 3, 2),
+    (384, 3, 4, 2, 3),
+    (512, 4, 4, 2, 3),
+    *_WITHOUT_PAIR_SHARING,
+)
+_WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
+
+_MOST_IDLE = 0.15
+"""Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
+
+_LEAST_SCORES_TO_SKIP = 1 << 25
+"""`tri256` has twice as many: looking costs 1.5 of its 120 us where nothing is left out, H200."""
+
+_MOST_ROWS_TO_LIST = 1 << 16
+"""Of a batch: one block lists them."""
+
+_MOST_BATCHES_TO_LIST = 32
+"""All blocks go through them to find what they do."""
+
+
+def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None:
+    """groups, slices, stage, stages, cluster for `keys` keys of `channels`; None where no variant has room."""
+    for cluster in range(1, _CLUSTER + 1):
+        alone, sharing = (_ALONE, _SHARING) if pair else (_WITHOUT_PAIR, _WITHOUT_PAIR_SHARING)
+        variants = _WIDE if channels > 32 else alone if cluster == 1 else sharing
+        for room, groups, slices, stage, stages in variants:
+            chosen = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
+            if keys <= cluster * room and query_shared(channels, pair, **chosen) <= SHARED:
+                return chosen
+    return None
+
+
+def timed(panels: int, n: int, blocks: int) -> bool:
+    """Return whether the schedule counts the time that a block takes to change to another panel (`schedule.CHANGE`).
+
+    It does not if each block goes through whole panels. All blocks then change about as often, and a block has too few rows for
+    some of them to be given to others.
+
+    Args:
+        panels: panels of all batches and heads.
+        n: rows of a panel.
+        blocks: blocks that share all rows of all panels.
+    """
+    return n > -(-panels * n // blocks)
+
+
+def query_interleave(channels: int, slices: int, stage: int) -> int:
+    """The number of slices of keys that each warpgroup of `QueryGradients` takes in turn, or 0 if its keys lie side by side.
+
+    With interleaved keys, a row that a mask cuts short can end early. That takes registers. It costs other rows nothing with 48
+    and 64 channels, but up to 5% with fewer.
+    """
+    return stage if channels > 32 and slices // stage > 2 else 0
+
+
+def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int) -> bool:
+    """Return whether one producer warp of `QueryGradients` sums dq of each row (`reduce`). Else its warpgroups do so in turn.
+
+    The warpgroups sum in three cases: with few keys or channels, since a row then ends before one warp has summed the row
+    before; in a cluster, since the sum goes through all its blocks; and without a pair bias, which was not timed.
+    """
+    return pair and cluster == 1 and channels > 16 and groups * slices > 4
+
+
+def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int, stages: int, cluster: int) -> int:
+    """Bytes of shared memory of `QueryGradients`, with a key-wise bias."""
+    across = _padded(channels)
+    keys = groups * stages * stage * 32
+    warp_sums_dq = query_sums(channels, pair, groups, slices, cluster)
+    rows = 4 * 64 * across * 2 + (1 if warp_sums_dq else groups) * 4 * 16 * across * 2
+    sums = (groups if warp_sums_dq or cluster > 1 else groups - 1) * 64 * channels * 4 + 3 * 64 * 4
+    panel = groups * slices * 8192 if pair else 0
+    return rows + keys * (2 * across * 2 + 16) + panel + sums + 256 + (2 * groups * stages + 6) * 8
+
+
+def key_variant(channels: int, queries: int, pair: bool, skips: bool = False, *, exact: bool = False) -> dict[str, Any]:
+    """blocks, ring, wide, streams, stages, own_tiles for `queries` queries of `channels`; `exact`: the pair bias is float32."""
+    streams = 3 if channels <= 48 else 2
+    stays: dict[str, Any] = {"blocks": -(-queries // 64) if pair else 0, "ring": 0, "wide": False}
+    # 48 channels wait for L2: they take the pair bias as it is, in half the bytes, and convert it; in float32 fewer tiles fit
+    passes: dict[str, Any] = {"blocks": 0, "ring": 3 if exact and channels == 48 else 4, "wide": exact or channels != 48}
+    least = 2 if channels <= 48 else 3  # stages that what stays has to leave room for
+    wanted = [(stays, stages) for stages in range(4, least - 1, -1)] + [(passes, stages) for stages in (4, 3, 2)]
+    variants = ({**panel, "streams": streams, "stages": stages} for panel, stages in wanted)
+    chosen = next(variant for variant in variants if key_shared(channels, skips, **variant) <= SHARED)
+    # as if it skips rows, also if it does not: `skips_rows` compares the two variants
+    room = key_shared(channels, True, **chosen, own_tiles=True) <= SHARED
+    return chosen | {"own_tiles": room}
+
+
+def key_shared(
+    channels: int,
+    skips: bool = False,
+    *,
+    blocks: int,
+    ring: int,
+    wide: bool,
+    streams: int,
+    stages: int,
+    own_tiles: bool = False,
+) -> int:
+    """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
+    across = _padded(channels)
+    stage = 2 * 64 * across * 2 + 4 * 64 * 4
+    row = 2 * 64 * across * 2 + (1 + own_tiles) * 4 * 16 * across * 2
+    bias = blocks * 16384 + (ring * (64 * 64 * (4 if wide else 2) + 16) if ring else 144)  # an empty ring has its place too
+    return bias + streams * (stages * (stage + 16) + row + 32) + skips * 16 * across * 2
+
+
+def _padded(channels: int) -> int:
+    """The channels of a tile in shared memory, as `kernels.primitives.padded`, which needs CuTe DSL."""
+    return max(16, 1 << (channels - 1).bit_length())
+
+
+def fused_tiles(channels: int, sizes: tuple[int, int, int, int, int], processors: int) -> int | None:
+    """The tiles of 64 queries that `FusedGradients` has room for, where it is the faster way; sizes are b, n, h, q, k.
+
+    It is not where queries or keys are one tile, which leaves warpgroups idle, nor where the last rows leave processors idle.
+    """
+    b, n, h, queries, keys = sizes
+    tiles = {16: 16, 32: 8, 64: 0}[_padded(channels)]
+    rows = b * n * h
+    idle = 1 - rows / (-(-rows // processors) * processors)
+    return tiles if 64 < queries <= 64 * tiles and keys > 64 and idle <= _MOST_IDLE else None
+
+
+def one_kernel(
+    needs: tuple[bool, ...], pair: bool, channels: int, sizes: tuple[int, int, int, int, int], processors: int
+) -> int | None:
+    """`fused_tiles`, if one kernel may find all that a call wants: without a pair bias, what queries and what keys hold."""
+    of_q, of_k, of_v, of_mask, *_ = needs
+    both = of_q and (of_k or of_v or of_mask)
+    return fused_tiles(channels, sizes, processors) if both and not pair else None
+
+
+def skips_rows(
+    mask: bool,
+    needs: tuple[bool, ...],
+    pair: bool,
+    channels: int,
+    sizes: tuple[int, int, int, int, int],
+    *,
+    exact: bool = False,
+) -> bool:
+    """Return whether the two kernels skip masked rows; sizes are b, n, h, q, k; `exact`: the pair bias is float32.
+
+    They do not where a tile of zeros would take a stage: with 48 channels and no pair bias.
+    """
+    b, n, _, queries, keys = sizes
+    listed = n <= _MOST_ROWS_TO_LIST and b <= _MOST_BATCHES_TO_LIST and keys <= KEYS * MOST_PANELS
+    if not (mask and any(needs[1:4]) and listed and math.prod(sizes) >= _LEAST_SCORES_TO_SKIP):
+        return False
+    return key_variant(channels, queries, pair, True, exact=exact) == key_variant(channels, queries, pair, exact=exact)
+
+
+def fused_shared(channels: int, tiles: int) -> int:
+    """Bytes of shared memory of `FusedGradients`."""
+    across, width = _padded(channels), -(-channels // 16) * 16
+    queries = tiles * 64 * (2 * across * 2 + width * 4 + 16)
+    keys = 3 * (3 * 64 * across * 2 + 2 * 64 * 64 * 2)
+    return queries + keys + 3 * 4 * 8 * 4 + (5 * tiles + 15) * 8

@@ -66,7 +66,7 @@ def _of_this_machine() -> str | None:
 
 
 def _missing() -> str | None:
-    """What to install, or None."""
+    """Return what to install, or None."""
     if not installed("nvidia_cutlass_dsl"):
         extra = "hopper-cu12" if (torch.version.cuda or "").startswith("12.") else "hopper"
         return f"CuTe DSL is not installed: pip install 'evoattn[{extra}]'"
@@ -189,7 +189,7 @@ def _compile_together(plans: Callable[[], Sequence[Plan]]) -> None:
 
 
 def _unsupported_gradients(problem: Problem) -> list[str]:
-    """What the backward refuses besides: keys that have no room."""
+    """The reasons of the backward: keys that have no room."""
     from evoattn.backends.hopper.tiles import query_variant
 
     of_q, _, _, _, of_pair, _ = problem.needs

@@ -38,7 +38,7 @@ _functions: dict[str, Any] = {}
 """Compiled kernels by name."""
 
 _modules: list[Any] = []
-"""What functions were loaded from: a function that outlives its module hangs when it is called."""
+"""The modules that functions were loaded from: a function that outlives its module hangs when it is called."""
 
 _compiler = threading.Lock()
 """The compiler is one thread's at a time: two at once bring the process down."""
@@ -81,13 +81,13 @@ def compiled(kernel: Kernel) -> Any:
     function = _functions.get(kernel.name)
     if function is None:
         first_calls.claim(kernel.name)
-        made: Future[Any] = Future()
-        threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, made)).start()
-        function = made.result()
+        result: Future[Any] = Future()
+        threading.Thread(target=contextvars.copy_context().run, args=(_make, kernel, result)).start()
+        function = result.result()
     return function
 
 
-def _make(kernel: Kernel, made: Future[Any]) -> None:
+def _make(kernel: Kernel, result: Future[Any]) -> None:
     """Load or compile a kernel unless another thread has done so meanwhile."""
     name = kernel.name
     with _compiler:
@@ -95,9 +95,9 @@ def _make(kernel: Kernel, made: Future[Any]) -> None:
             if name not in _functions:
                 load = functools.partial(_loaded, symbol=_symbol(name))
                 _functions[name] = cache.code(_file(name), load, lambda: _object_file(kernel))
-            made.set_result(_functions[name])
+            result.set_result(_functions[name])
         except BaseException as error:  # raised to the caller, whatever it is
-            made.set_exception(error)
+            result.set_exception(error)
 
 
 def _object_file(kernel: Kernel) -> bytes:
@@ -109,11 +109,11 @@ def _object_file(kernel: Kernel) -> bytes:
         return file.read()
 
 
-def _loaded(made: bytes, symbol: str) -> Any:
+def _loaded(data: bytes, symbol: str) -> Any:
     """The function of an object file."""
     handle = os.memfd_create(symbol)
     with open(handle, "wb") as file:
-        file.write(made)
+        file.write(data)
         file.flush()
         module = load_module(f"/proc/self/fd/{handle}", enable_tvm_ffi=True)
     function = getattr(module, symbol)

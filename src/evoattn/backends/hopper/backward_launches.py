@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -130,28 +131,8 @@ class Facts:
         self.parts = floats(slots, self.query.get("slices", 0) * 4, self.query.get("groups", 0) * 128, 4)
 
 
-class Tensors(NamedTuple):
+class Tensors(namedtuple("Tensors", "q k v o do lse dlse dq dk dv dmask pair tiles sums dpair row ends order starts")):
     """All that the launches of a group read and write: as layouts, or as addresses."""
-
-    q: Any
-    k: Any
-    v: Any
-    o: Any
-    do: Any
-    lse: Any
-    dlse: Any
-    dq: Any
-    dk: Any
-    dv: Any
-    dmask: Any
-    pair: Any
-    tiles: Any
-    sums: Any
-    dpair: Any
-    row: Any
-    ends: Any
-    order: Any
-    starts: Any
 
 
 class KeyRows(NamedTuple):

@@ -1,7 +1,7 @@
 """The backward pass on a Hopper GPU: what a call launches, worked out once for calls that look alike.
 
 `QueryGradients` runs first, and leaves for `KeyGradients` the two statistics of each query that it finds on the way; if no
-gradient of q or the pair bias is wanted, `Statistics` finds them. Without a pair bias `FusedGradients` may do all of it.
+gradient of q or the pair bias is wanted, `Statistics` computes them. Without a pair bias `FusedGradients` may do all of it.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def plan_backward(
         dq, dk, dv = [start + at if x is None else x for x, at in zip(wanted, unwanted, strict=True)]
         dlse = lse if dlse is None else dlse
         if shift_pair is not None:
-            given, pair = pair, start + at_pair
-            shift_pair(given, pair, start + at_shifts)
+            raw_pair, pair = pair, start + at_pair
+            shift_pair(raw_pair, pair, start + at_shifts)
         pair = k if pair is None else pair
         sums = None if gradient is None else empty_like(gradient.sums, device)
         dmask = empty_like(dmask_parts, device) if needs[3] else None
@@ -165,17 +165,17 @@ def _inputs(
 ) -> tuple[tuple[Tensor, ...], list[tuple[int, Callable[[Tensor], Tensor]]]]:
     """Layouts of q, k, v, o, do, lse and dlse for the kernels; and the copies that this takes, by place among the arguments."""
     copies: list[tuple[int, Callable[[Tensor], Tensor]]] = []
-    found: list[Tensor] = []
+    loaded: list[Tensor] = []
     for i, name, x in ((0, "", o if do is None else do), (2, "q", q), (3, "k", k), (4, "v", v), (8, "", o)):
         like, copy = loadable(x, facts.factor if name == "q" else 1.0, name)
-        found.append(like)
+        loaded.append(like)
         if copy is not None:
             copies.append((i, copy))
     dlse_like = lse
     if dlse is not None:
         dlse_like, copy = contiguous(dlse)
         copies.append((1, copy))
-    do, *others = found
+    do, *others = loaded
     return (*others, do, lse, dlse_like), copies
 
 
@@ -228,15 +228,15 @@ def _plan_gate_pass(
     dgate: its layout; None: as `layout` says.
     """
     device, dlse, passes = inputs.q.device, cotangents.dlse, any(needs[:5])  # outputs may be planned on the device "meta"
-    given = ((outputs.o, ""), (cotangents.do, ""), (inputs.gate, "gate"))
-    found = [loadable(x, name=name) for x, name in given if x is not None]
-    copies = [(i, copy) for i, (_, copy) in enumerate(found) if copy is not None]
+    tensors = ((outputs.o, ""), (cotangents.do, ""), (inputs.gate, "gate"))
+    loads = [loadable(x, name=name) for x, name in tensors if x is not None]
+    copies = [(i, copy) for i, (_, copy) in enumerate(loads) if copy is not None]
     gated_like = layouts.empty(outputs.o.shape, layout, outputs.o, "meta")
     delta_like = floats(*outputs.lse.shape)
     options = {"dlse": dlse is not None and passes, "passes": passes, "gradient": needs[5]}
     kernel = GatePass(types[outputs.o.dtype], gated_like.shape[-1], **options)
     dgate = gated_like if dgate is None else dgate
-    launch = plan(kernel, device, *(x for x, _ in found), dlse, gated_like, delta_like, dgate)
+    launch = plan(kernel, device, *(x for x, _ in loads), dlse, gated_like, delta_like, dgate)
 
     def run(cotangents: Cotangents, gate: Tensor, o: Tensor, dgate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         gated, delta = (empty_like(x, device) if passes else None for x in (gated_like, delta_like))

@@ -1,4 +1,4 @@
-"""How many clusters of blocks a card runs at a time: each stays within a part of it, so that processors may be left over."""
+"""The number of clusters of blocks that a card runs at a time: each stays within a part of it, so processors may be idle."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def _ask(size: int, shared: int) -> int:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """What the driver gave besides its status."""
-    status, *given = answer
+    """The values that the driver returns besides its status."""
+    status, *values = answer
     if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"CUDA driver: {status.name}")  # what callers catch
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"CUDA driver: {status.name}")
-    return given[0] if given else None
+    return values[0] if values else None

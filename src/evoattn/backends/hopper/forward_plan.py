@@ -14,9 +14,8 @@ from evoattn.backends.hopper.kernels.forward import Forward
 from evoattn.backends.hopper.kernels.gate import GateProduct
 from evoattn.backends.hopper.kernels.pair_bias import PairBiasTiles
 from evoattn.backends.hopper.launch import note_copy, plan, types
-from evoattn.backends.hopper.lib.primitives import padded
 from evoattn.backends.hopper.memory import Workspace, copied, floats, fold, loadable, plan_key_bias, plan_pair_bias
-from evoattn.backends.hopper.tiles import CHAIN, FORWARD_QUERIES, HALVES, KEYS, ROWS
+from evoattn.backends.hopper.tiles import CHAIN, FORWARD_QUERIES, HALVES, KEYS, ROWS, padded
 from evoattn.core import devices, layouts
 
 __all__ = ["plan_forward", "plan_product"]
@@ -33,9 +32,9 @@ def plan_forward(
     row = mask is not None or mask_bias is not None or lk % KEYS != 0
     wide = pair_bias is not None and pair_bias.dtype == torch.float32
     resident = (pair_bias is None or padded(d) < 64) and lk <= CHAIN * KEYS and not wide
-    given = pair = shifts = shift_pair = tiled = fill_tiles = None
+    raw_pair = pair = shifts = shift_pair = tiled = fill_tiles = None
     if pair_bias is not None:
-        given = pair_bias.expand(-1, -1, lq, lk)
+        raw_pair = pair_bias.expand(-1, -1, lq, lk)
         pair, shifts, shift_pair = plan_pair_bias(pair_bias, lq, lk, beside=q.dtype, bounded=False)
         if wide:
             tiled, fill_tiles = _plan_tiles(pair[..., :lk], q, unit)
@@ -60,39 +59,29 @@ def plan_forward(
     if terms is not None:
         key_terms, row_steps = terms[1:4], (terms.row_b, terms.row_n)  # type: ignore[assignment]
     by_b = [None if terms is None else terms.by_b(x) for x in key_terms]
-    tensors = (
-        (q, 2),
-        (k, 2),
-        (v, 2),
-        *((x, None) for x in by_b),
-        (given, 1),
-        (read, 1),
-        (o, 2),
-        (lse, 2),
-        (lse, 2),
-        (shifts, 1),
-    )
-    first = [x if x is None or axis is None else groups.cut(x, axis) for x, axis in tensors]
+    tensors = (q, k, v, *by_b, raw_pair, read, o, lse, lse, shifts)
+    axes = (2, 2, 2, None, None, None, 1, 1, 2, 2, 2, 1)  # of their heads
+    first = [x if x is None or axis is None else groups.cut(x, axis) for x, axis in zip(tensors, axes, strict=True)]
     kernel = plan(variant, device, *first[:3], *key_terms, *first[6:], *row_steps, unit, interleave, blocks)
-    further = groups.further(*tensors)
+    further = groups.further(*zip(tensors, axes, strict=True))
 
     def run(*tensors: Any) -> None:
         if copies:
             tensors = copied(tensors, copies)
-        q, k, v, mask, mask_bias, given, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
+        q, k, v, mask, mask_bias, raw_pair, o, lse, reference = [None if x is None else x.data_ptr() for x in tensors]
         start, pair = 0, None
         if workspace.bytes:
             memory = workspace.make()
             start = memory.data_ptr()
         if shift_pair is not None:
             pair = start + at_pair
-            shift_pair(given, pair, start + at_shifts)
+            shift_pair(raw_pair, pair, start + at_shifts)
         if fill_tiles is not None:
             fill_tiles(pair, start + at_tiled)
             pair = start + at_tiled
         # The kernel starts while this runs, and only its producers wait for it: a pair bias for shared memory has to be there.
         keys = (None, None, None) if terms is None else terms.make(start, mask, mask_bias)[:3]
-        for_each_group(kernel, (q, k, v, *keys, given, pair, o, lse, reference, start + at_shifts), further)
+        for_each_group(kernel, (q, k, v, *keys, raw_pair, pair, o, lse, reference, start + at_shifts), further)
 
     return run
 

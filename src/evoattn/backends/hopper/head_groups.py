@@ -20,7 +20,7 @@ _LEAST_UNITS = 128
 
 
 class HeadGroups(NamedTuple):
-    """Which (b, h) are launched together.
+    """The (b, h) that are launched together.
 
     Args:
         b, h: how many of each.
@@ -41,13 +41,13 @@ class HeadGroups(NamedTuple):
         if streamed is None or streamed.shape[1] != h:
             return cls(b, h, ((0, 0),))
         least = -(-_LEAST_UNITS * processors // units)
-        of_h, of_b = divisor(h, least), b
+        group_h, group_b = divisor(h, least), b
         if streamed.shape[0] == b:
-            of_b = divisor(b, -(-least // h)) if of_h == h else 1
-        return cls(of_b, of_h, tuple((x, y) for x in range(0, b, of_b) for y in range(0, h, of_h)))
+            group_b = divisor(b, -(-least // h)) if group_h == h else 1
+        return cls(group_b, group_h, tuple((x, y) for x in range(0, b, group_b) for y in range(0, h, group_h)))
 
     def cut(self, x: Tensor, heads: int) -> Tensor:
-        """What the first group sees of a tensor [b|1,...], whose axis `heads` is of the heads, or of size 1."""
+        """The part of the first group of a tensor [b|1,...], whose axis `heads` is of the heads, or of size 1."""
         return x[: self.b].narrow(heads, 0, min(self.h, x.shape[heads]))
 
     def further(self, *tensors: tuple[Tensor | None, int | None]) -> tuple[tuple[int, ...], ...]:

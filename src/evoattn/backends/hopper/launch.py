@@ -1,4 +1,4 @@
-"""Kernels as the compiler takes them, and launches that are planned once for tensors that lie in memory alike.
+"""Kernels for the compiler, and launches that are planned once for tensors with the same layout.
 
 A launch takes addresses: sizes and strides are packed when it is planned, so that a call makes no views of its tensors.
 """
@@ -20,25 +20,6 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
 from evoattn.backends.hopper.ahead import compiled
-
-__all__ = [
-    "Kernel",
-    "Stand",
-    "build",
-    "floats",
-    "key_ends",
-    "lines",
-    "live_rows",
-    "note_copy",
-    "note_tiles",
-    "noting",
-    "pair_bias",
-    "plan",
-    "sizes",
-    "stride",
-    "strided",
-    "types",
-]
 
 types = {
     torch.bfloat16: cutlass.BFloat16,
@@ -64,7 +45,7 @@ def stride(multiple: int = 1) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Stand:
-    """What stands for a tensor when a kernel is compiled: numbers that are fixed, and symbols for those that are not.
+    """A stand-in for a tensor when a kernel is compiled: fixed numbers, and symbols for the others.
 
     Args:
         dtype: cutlass type of its elements.
@@ -83,33 +64,33 @@ class Stand:
 
 
 def lines(dtype: Any, *shape: Any) -> Stand:
-    """What stands for a tensor whose last axis is contiguous and starts on 16 bytes of a 16-bit type."""
+    """A stand-in for a tensor whose last axis is contiguous and starts on 16 bytes of a 16-bit type."""
     return Stand(dtype, shape, (*(stride(8) for _ in shape[1:]), 1), 16)
 
 
 def floats(*shape: Any, align: int = 4) -> Stand:
-    """What stands for a float32 tensor whose last axis is contiguous and starts on `align` bytes."""
+    """A stand-in for a float32 tensor whose last axis is contiguous and starts on `align` bytes."""
     return Stand(Float32, shape, (*(stride(align // 4) for _ in shape[1:]), 1), align)
 
 
 def strided(dtype: Any, *shape: Any) -> Stand:
-    """What stands for a tensor of any strides."""
+    """A stand-in for a tensor of any strides."""
     return Stand(dtype, shape, tuple(stride() for _ in shape), dtype.width // 8)
 
 
 def pair_bias(dtype: Any, queries: Any, keys: Any, *, vector: bool) -> Stand:
-    """What stands for a pair bias [b|1,h|1,q,k]: of any strides, or with lines that start on two numbers."""
+    """A stand-in for a pair bias [b|1,h|1,q,k]: of any strides, or with lines that start on two numbers."""
     shape = (*sizes(2), queries, keys)
     return Stand(dtype, shape, (*(stride(2) for _ in range(3)), 1), dtype.width // 4) if vector else strided(dtype, *shape)
 
 
 def key_ends() -> Stand:
-    """What stands for the rows' numbers of keys up to the last that counts, int32 [r]."""
+    """A stand-in for the rows' numbers of keys up to the last that counts, int32 [r]."""
     return Stand(Int32, tuple(sizes(1)), (1,), 4)
 
 
 def live_rows() -> tuple[Stand, Stand]:
-    """What stands for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `lib.live_rows`."""
+    """A stand-in for the rows that a mask leaves to panels of keys, int32 [b,2,n] and [b, panels + 2]: see `lib.live_rows`."""
     b, n, c, panels = sizes(4)
     return Stand(Int32, (b, 2, n), (stride(), stride(), 1), 4), Stand(Int32, (c, panels), (stride(), 1), 4)
 
@@ -119,6 +100,13 @@ class Kernel:
 
     Subclasses give `arguments`, and `__call__`, which starts the kernel in its host function's own language.
     """
+
+    channels: int
+
+    @property
+    def steps(self) -> int:
+        """Products of 16 channels."""
+        return -(-self.channels // 16)
 
     @functools.cached_property
     def name(self) -> str:
@@ -145,11 +133,11 @@ class Kernel:
 
 def symbols(stands: tuple[Any, ...]) -> list[Any]:
     """The symbols of all tensors, each once, in the order in which a launch takes their numbers."""
-    found: dict[int, Any] = {}
+    every: dict[int, Any] = {}
     for stand in stands:
         if isinstance(stand, Stand):
-            found.update((id(x), x) for x in stand.extents() if not isinstance(x, int))
-    return list(found.values())
+            every.update((id(x), x) for x in stand.extents() if not isinstance(x, int))
+    return list(every.values())
 
 
 class Launch:
@@ -179,7 +167,7 @@ class Launch:
 def build(kernel: Kernel) -> Any:
     """Compile a kernel for compute capability 9.0, on any machine, to be written as an object file.
 
-    Callable where it stands, as the compiler would make it too, it would take 0.2 s more.
+    A function that can be called at once would take 0.2 s more.
     """
     stands = kernel.arguments()
     extents = tuple((Int32 if symbol.width == 32 else Int64)(symbol.divisibility) for symbol in symbols(stands))
@@ -188,21 +176,21 @@ def build(kernel: Kernel) -> Any:
 
 
 def fits(symbol: Any, value: int, extents: dict[int, int]) -> bool:
-    """Whether a number may stand where a symbol does, or a fixed number; `extents` keeps what each symbol is."""
+    """True if a number fits a symbol, or equals a fixed number; `extents` remembers the number of each symbol."""
     if isinstance(symbol, int):
         return value == symbol
     return value % symbol.divisibility == 0 and extents.setdefault(id(symbol), value) == value
 
 
 def planned_strides(stand: Stand, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    """The strides of a tensor; that of an axis of size 1, which nobody takes, is whatever the kernel wants."""
+    """The strides of a tensor. An axis of size 1 has any stride that the kernel wants."""
     wanted = [x if isinstance(x, int) else x.divisibility for x in stand.stride]
-    return [want if size == 1 else given for size, given, want in zip(shape, stride, wanted, strict=True)]
+    return [want if size == 1 else own for size, own, want in zip(shape, stride, wanted, strict=True)]
 
 
 @dataclasses.dataclass
 class Noted:
-    """What a pass is planned to do.
+    """The steps that a pass is planned to do.
 
     Args:
         kernels: those that it launches, each as often as it does.
@@ -218,10 +206,10 @@ class Noted:
 @contextlib.contextmanager
 def noting() -> Iterator[Noted]:
     """Note what is planned meanwhile."""
-    found = Noted()
-    token = _noted.set(found)
+    noted = Noted()
+    token = _noted.set(noted)
     try:
-        yield found
+        yield noted
     finally:
         _noted.reset(token)
 
@@ -255,14 +243,14 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
     stands = kernel.arguments()
     extents: dict[int, int] = {}
     numbers = []
-    taken = [i for i, stand in enumerate(stands) if isinstance(stand, Stand)]
-    for stand, given in zip(stands, arguments, strict=True):
+    positions = [i for i, stand in enumerate(stands) if isinstance(stand, Stand)]
+    for stand, argument in zip(stands, arguments, strict=True):
         if isinstance(stand, Stand):
-            values = (*given.shape, *planned_strides(stand, given.shape, given.stride()))
+            values = (*argument.shape, *planned_strides(stand, argument.shape, argument.stride()))
             if not all(fits(symbol, x, extents) for symbol, x in zip(stand.extents(), values, strict=True)):
-                raise ValueError(f"{kernel.name} takes no tensor of shape {tuple(given.shape)}, strides {given.stride()}")
+                raise ValueError(f"{kernel.name} takes no tensor of shape {tuple(argument.shape)}, strides {argument.stride()}")
         elif stand is not None:
-            numbers.append(given)
+            numbers.append(argument)
     known = tvm_ffi.Shape(tuple(extents[id(symbol)] for symbol in symbols(stands)))
     index = device.index
     # What Triton and torch's own compiler ask; torch.cuda wraps it in an object. A torch without CUDA can plan, and has none.
@@ -272,6 +260,6 @@ def plan(kernel: Kernel, device: torch.device, *arguments: Any) -> Callable[...,
         nonlocal function
         if function is None:
             function = compiled(kernel)
-        function(known, stream(index), *[addresses[i] for i in taken], *numbers)
+        function(known, stream(index), *[addresses[i] for i in positions], *numbers)
 
     return launch

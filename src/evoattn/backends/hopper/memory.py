@@ -14,26 +14,12 @@ from evoattn.backends.hopper.kernels.pair_bias import PairBias
 from evoattn.backends.hopper.launch import note_copy, plan, types
 from evoattn.backends.hopper.tiles import KEYS
 
-__all__ = [
-    "KeyTerms",
-    "Workspace",
-    "contiguous",
-    "copied",
-    "empty_like",
-    "floats",
-    "fold",
-    "is_aligned",
-    "loadable",
-    "plan_key_bias",
-    "plan_pair_bias",
-]
-
 _LEAST, _MOST = 2.0**-12, 2.0**12
 _ALIGNMENT = 256
 
 
 class Workspace:
-    """What only the kernels of a call read and write, in one allocation. A plan adds tensors, a call allocates the memory.
+    """Memory that only the kernels of a call use, in one allocation. A plan adds tensors, a call allocates.
 
     Args:
         device: where that is.
@@ -150,9 +136,9 @@ def plan_key_bias(
     at_order, at_starts, at_deep, at_terms, at_ends = map(workspace.add, (order, starts, deep_bias, terms, ends))
 
     def make(start: int, mask: int | None, mask_bias: int | None, cleared: int | None = None) -> tuple[int, ...]:
-        made = (start + at_terms, start + at_ends, start + at_deep, start + at_order, start + at_starts)
-        kernel(mask, mask_bias, *made[:3], cleared, *made[3:])
-        return made
+        addresses = (start + at_terms, start + at_ends, start + at_deep, start + at_order, start + at_starts)
+        kernel(mask, mask_bias, *addresses[:3], cleared, *addresses[3:])
+        return addresses
 
     return KeyTerms(make, terms, ends, deep_bias, rows if batches > 1 else 0, int(rows > 1), order, starts)
 
@@ -191,11 +177,11 @@ def contiguous(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Callable[[Tensor
 
 
 def copied(tensors: tuple[Any, ...], copies: Iterable[tuple[int, Callable[[Tensor], Tensor]]]) -> tuple[Any, ...]:
-    """A call's tensors, those copied that the kernels do not take as they lie in memory."""
-    found = list(tensors)
+    """The tensors of a call, with copies of those whose layout the kernels cannot read."""
+    result = list(tensors)
     for i, copy in copies:
-        found[i] = copy(found[i])
-    return tuple(found)
+        result[i] = copy(result[i])
+    return tuple(result)
 
 
 def fold(scale: float, least: float = _LEAST) -> tuple[float, float]:

@@ -42,7 +42,7 @@ _CLUSTER = 8
 """Blocks of a cluster on every card of sm_90."""
 
 # keys of a block: warpgroups, slices of 32 keys of each, slices of a stage, stages
-_ALONE = (
+_ONE_BLOCK = (
     (128, 2, 2, 2, 3),
     (192, 2, 3, 3, 3),
     (256, 2, 4, 2, 4),
@@ -51,17 +51,17 @@ _ALONE = (
     (448, 2, 7, 1, 5),
     (512, 2, 8, 2, 3),
 )
-_SHARING = ((288, 3, 3, 3, 2), (384, 2, 6, 2, 3), (448, 2, 7, 1, 5), (512, 2, 8, 2, 3))
-_WITHOUT_PAIR_SHARING = ((576, 3, 6, 2, 3), (768, 3, 8, 2, 3), (1024, 4, 8, 2, 3))
+_CLUSTERED = ((288, 3, 3, 3, 2), (384, 2, 6, 2, 3), (448, 2, 7, 1, 5), (512, 2, 8, 2, 3))
+_WITHOUT_PAIR_CLUSTERED = ((576, 3, 6, 2, 3), (768, 3, 8, 2, 3), (1024, 4, 8, 2, 3))
 _WITHOUT_PAIR = (
     (128, 2, 2, 2, 3),
     (192, 3, 2, 2, 3),
     (288, 3, 3, 3, 2),
     (384, 3, 4, 2, 3),
     (512, 4, 4, 2, 3),
-    *_WITHOUT_PAIR_SHARING,
+    *_WITHOUT_PAIR_CLUSTERED,
 )
-_WIDE = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
+_MANY_CHANNELS = ((256, 2, 4, 2, 2), (384, 2, 6, 1, 3))
 
 _MOST_IDLE = 0.15
 """Of all processors' time, of one kernel that takes whole rows: 0.19 cost as much as it gains, at 384 queries and keys."""
@@ -76,11 +76,16 @@ _MOST_BATCHES_TO_LIST = 32
 """All blocks go through them to find what they do."""
 
 
+def padded(channels: int) -> int:
+    """The channels of a shared-memory tile: 16, 32 or 64. What lies past the tensor's own is read as zero."""
+    return max(16, 1 << (channels - 1).bit_length())
+
+
 def query_variant(channels: int, keys: int, pair: bool) -> dict[str, int] | None:
     """groups, slices, stage, stages, cluster for `keys` keys of `channels`; None where no variant has room."""
     for cluster in range(1, _CLUSTER + 1):
-        alone, sharing = (_ALONE, _SHARING) if pair else (_WITHOUT_PAIR, _WITHOUT_PAIR_SHARING)
-        variants = _WIDE if channels > 32 else alone if cluster == 1 else sharing
+        one_block, clustered = (_ONE_BLOCK, _CLUSTERED) if pair else (_WITHOUT_PAIR, _WITHOUT_PAIR_CLUSTERED)
+        variants = _MANY_CHANNELS if channels > 32 else one_block if cluster == 1 else clustered
         for room, groups, slices, stage, stages in variants:
             chosen = {"groups": groups, "slices": slices, "stage": stage, "stages": stages, "cluster": cluster}
             if keys <= cluster * room and query_shared(channels, pair, **chosen) <= SHARED:
@@ -112,7 +117,7 @@ def query_interleave(channels: int, slices: int, stage: int) -> int:
 
 
 def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int) -> bool:
-    """Return whether one producer warp of `QueryGradients` sums dq of each row (`reduce`). Else its warpgroups do so in turn.
+    """Return whether one producer warp of `QueryGradients` sums dq of each row (`dq_sum`). Else its warpgroups do so in turn.
 
     The warpgroups sum in three cases: with few keys or channels, since a row then ends before one warp has summed the row
     before; in a cluster, since the sum goes through all its blocks; and without a pair bias, which was not timed.
@@ -122,7 +127,7 @@ def query_sums(channels: int, pair: bool, groups: int, slices: int, cluster: int
 
 def query_shared(channels: int, pair: bool, groups: int, slices: int, stage: int, stages: int, cluster: int) -> int:
     """Bytes of shared memory of `QueryGradients`, with a key-wise bias."""
-    across = _padded(channels)
+    across = padded(channels)
     keys = groups * stages * stage * 32
     warp_sums_dq = query_sums(channels, pair, groups, slices, cluster)
     rows = 4 * 64 * across * 2 + (1 if warp_sums_dq else groups) * 4 * 16 * across * 2
@@ -158,16 +163,11 @@ def key_shared(
     own_tiles: bool = False,
 ) -> int:
     """Bytes of shared memory of `KeyGradients`: `blocks` tiles of the pair bias that stay, or `ring` that stream."""
-    across = _padded(channels)
+    across = padded(channels)
     stage = 2 * 64 * across * 2 + 4 * 64 * 4
     row = 2 * 64 * across * 2 + (1 + own_tiles) * 4 * 16 * across * 2
     bias = blocks * 16384 + (ring * (64 * 64 * (4 if wide else 2) + 16) if ring else 144)  # an empty ring has its place too
     return bias + streams * (stages * (stage + 16) + row + 32) + skips * 16 * across * 2
-
-
-def _padded(channels: int) -> int:
-    """The channels of a tile in shared memory, as `kernels.primitives.padded`, which needs CuTe DSL."""
-    return max(16, 1 << (channels - 1).bit_length())
 
 
 def fused_tiles(channels: int, sizes: tuple[int, int, int, int, int], processors: int) -> int | None:
@@ -176,7 +176,7 @@ def fused_tiles(channels: int, sizes: tuple[int, int, int, int, int], processors
     It is not where queries or keys are one tile, which leaves warpgroups idle, nor where the last rows leave processors idle.
     """
     b, n, h, queries, keys = sizes
-    tiles = {16: 16, 32: 8, 64: 0}[_padded(channels)]
+    tiles = {16: 16, 32: 8, 64: 0}[padded(channels)]
     rows = b * n * h
     idle = 1 - rows / (-(-rows // processors) * processors)
     return tiles if 64 < queries <= 64 * tiles and keys > 64 and idle <= _MOST_IDLE else None
@@ -186,8 +186,8 @@ def one_kernel(
     needs: tuple[bool, ...], pair: bool, channels: int, sizes: tuple[int, int, int, int, int], processors: int
 ) -> int | None:
     """`fused_tiles`, if one kernel may find all that a call wants: without a pair bias, what queries and what keys hold."""
-    of_q, of_k, of_v, of_mask, *_ = needs
-    both = of_q and (of_k or of_v or of_mask)
+    needs_q, needs_k, needs_v, needs_mask, *_ = needs
+    both = needs_q and (needs_k or needs_v or needs_mask)
     return fused_tiles(channels, sizes, processors) if both and not pair else None
 
 
@@ -213,7 +213,7 @@ def skips_rows(
 
 def fused_shared(channels: int, tiles: int) -> int:
     """Bytes of shared memory of `FusedGradients`."""
-    across, width = _padded(channels), -(-channels // 16) * 16
+    across, width = padded(channels), -(-channels // 16) * 16
     queries = tiles * 64 * (2 * across * 2 + width * 4 + 16)
     keys = 3 * (3 * 64 * across * 2 + 2 * 64 * 64 * 2)
     return queries + keys + 3 * 4 * 8 * 4 + (5 * tiles + 15) * 8

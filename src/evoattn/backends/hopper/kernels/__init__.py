@@ -1,1 +1,1 @@
-"""Pieces that the kernels of both passes share, and the kernels that lay out biases before them."""
+"""The kernels: a file each for its variant and set-up, and for the warps that copy and compute."""

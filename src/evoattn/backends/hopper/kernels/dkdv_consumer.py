@@ -13,20 +13,21 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.statistics import TILE, delta_units, step_of
+from evoattn.backends.hopper.lib.copies import store_rows
+from evoattn.backends.hopper.lib.live_rows import next_panel
 from evoattn.backends.hopper.lib.primitives import (
     LOG2E,
     exp2,
     finite,
     multiply,
     narrow,
-    of_quad,
-    padded,
     pin_registers,
+    select_quad,
     three_terms,
     unseen,
 )
-from evoattn.backends.hopper.lib.ring import Ring, Slot
-from evoattn.backends.hopper.tiles import ROWS, SLICE
+from evoattn.backends.hopper.lib.ring import Ring, Slot, sleep_until
+from evoattn.backends.hopper.tiles import ROWS, SLICE, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -134,7 +135,7 @@ def load_keys(variant, operands, row, tiles, t4, inverse):
         )
         for y, two in enumerate((first, second)):
             for z in range(2):
-                tSrA[2 * x + 4 * y + z] = of_quad(t4, *(pair[z] for pair in two))
+                tSrA[2 * x + 4 * y + z] = select_quad(t4, *(pair[z] for pair in two))
 
 
 def fill_delta_units(variant, tdPrA, t4, lane):
@@ -240,7 +241,7 @@ def row_tiles(
     Returns the next slots of queries, and of a pair bias that streams.
     """
     sums.fill(0.0)
-    held = slot.stage
+    unreleased = slot.stage
     for j in cutlass.range(NT, unroll=1):
         here = rings.at(arch.make_warp_uniform(s * variant.stages), variant.stages)
         slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
@@ -268,7 +269,7 @@ def row_tiles(
             elif const_expr(u == 0 and variant.run_on == 2):
                 if j > 0:
                     warpgroup.wait_group(0)
-                    here.queries.consumer_release(held, lane)
+                    here.queries.consumer_release(unreleased, lane)
             # After the last row both start from what is there, perhaps in the middle of a copy, and nobody reads the
             # outcome: a branch around this would make each product wait for the one before.
             if const_expr(variant.streamed):
@@ -283,10 +284,98 @@ def row_tiles(
             warpgroup.commit_group()
             warpgroup.wait_group(1 if u < variant.run_on else 0)
         if const_expr(variant.run_on == 2):
-            held = old
+            unreleased = old
         else:
             here.queries.consumer_release(old, lane)
     if const_expr(variant.run_on == 2):
         warpgroup.wait_group(0)
-        rings.at(s * variant.stages, variant.stages).queries.consumer_release(held, lane)
+        rings.at(s * variant.stages, variant.stages).queries.consumer_release(unreleased, lane)
     return slot, bias_slot
+
+
+class KeyShared(namedtuple("KeyShared", "sQ sdO sQt sdOt sS sK sX panel tiles")):
+    """Shared memory: q, dO, both transposed, statistics, k with v, what leaves, and the pair bias that stays or streams."""
+
+
+@cute.jit
+def consume(
+    variant, args, span, sizes, lengths, shared, rings, box: cute.Tensor, copies, inverse: Float32, NT: Int32, tid: Int32,
+    wid: Int32, lane: Int32,
+):  # fmt: skip
+    """Do the rows of this warpgroup's stream, panel after panel.
+
+    More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
+    """
+    begin, end, change = span
+    NS, ST, live, (LQ, LK), (copy_dK, copy_dV) = variant.streams, variant.stages, (args.order, args.starts), lengths, copies
+    scale, pair, row_b, row_n, dmask = args.scale, args.pair, args.row_b, args.row_n, args.dmask
+    s, w, wt = wid // 4, wid % 4, tid % 128
+    g, t4 = lane // 4, lane % 4
+    operands, row = fragments(variant, shared[:6], NS * ST, wt, t4, lane)
+    slot, turn, at, again = rings.queries.start(), Int32(0), begin, Boolean(False)
+    numbers = box[None, s]
+    mine = shared.panel[None, wt, None] if const_expr(variant.resident) else None
+    sums = cute.make_rmem_tensor(2, Float32)
+    bias = (shared.tiles, wt) if const_expr(variant.streamed) else mine
+    bias_slot = rings.bias.start()
+    while at < end:
+        i, h, b, n0, n1, start, length = next_panel(variant, at, end, change, live, sizes, lane)
+        at = cutlass.min(start + length, end)
+        k0 = i * ROWS + w * 16 + g
+        if const_expr(variant.resident):
+            if again:
+                arch.barrier(barrier_id=1, number_of_threads=NS * 128)
+            for u in cutlass.range(s, 2 * NT, NS, unroll=2):
+                load_pair_bias(variant, mine, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
+            arch.barrier(barrier_id=1, number_of_threads=NS * 128)
+            again = Boolean(True)
+        m, count = s, n1 - n0
+        if m < count:
+            if const_expr(variant.row):
+                arch.griddepcontrol_wait()
+                rings.keys.consumer_wait(Slot(s, turn & 1))
+                load_key_bias(variant, row.terms, args.row, b * row_b + numbers[turn & 3] * row_n, k0)
+            rings.keys.consumer_wait(Slot(s, turn & 1))
+            load_keys(variant, operands, row, (2 * s, 2 * s + 1), t4, inverse)
+            here = rings.at(s * ST, ST)
+            here.queries.consumer_wait(slot)
+            if const_expr(variant.streamed):
+                rings.bias.consumer_wait(bias_slot)
+            first = shared.tiles[None, wt, None, bias_slot.stage] if const_expr(variant.streamed) else mine
+            load_bias(variant, operands.acc_S, first, 0, inverse)
+            warpgroup.fence()
+            scores(variant, operands, 0, here.queries.index(slot.stage))
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            rings.keys.consumer_release(s, lane)  # a product has used k and v: only then have they left shared memory
+        while m < count:
+            more = m + NS < count
+            if const_expr(variant.row):
+                if more:
+                    load_key_bias(variant, row.terms, args.row, b * row_b + numbers[(turn + 1) & 3] * row_n, k0)
+            slot, bias_slot = row_tiles(
+                variant, operands, row, bias, sums, rings, scale, inverse, more, s, turn, slot, bias_slot, NT, t4, lane
+            )
+            if more:
+                rings.keys.consumer_release(s, lane)
+            n = numbers[turn & 3]
+            if const_expr(variant.mask_gradient):
+                store_mask_gradient(variant, sums, dmask[b, n, h, None], k0, t4)
+            arch.cp_async_bulk_wait_group(0, read=True)
+            arch.sync_warp()
+            store_rows(operands.acc_dK, scale, shared.sX[None, None, wid], lane, variant.dtype)
+            store_tile(variant, copy_dK, wid, (i * 4 + w, h, n, b))
+            place = wid + NS * 4 if variant.own_tiles else wid
+            if const_expr(not variant.own_tiles):
+                arch.cp_async_bulk_wait_group(0, read=True)
+                arch.sync_warp()
+            store_rows(operands.acc_dV, Float32(1.0), shared.sX[None, None, place], lane, variant.dtype)
+            store_tile(variant, copy_dV, place, (i * 4 + w, h, n, b))
+            m, turn = m + NS, turn + 1
+        if const_expr(variant.streamed):
+            if m < count + s:  # the last round has no row for this stream
+                for _ in cutlass.range(NT, unroll=1):
+                    sleep_until(rings.bias.barrier(bias_slot.stage), bias_slot.phase)
+                    rings.bias.consumer_release(bias_slot.stage, lane)
+                    bias_slot = rings.bias.advance(bias_slot)
+    arch.cp_async_bulk_wait_group(0)

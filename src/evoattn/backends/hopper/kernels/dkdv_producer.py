@@ -9,16 +9,15 @@ from cutlass.cute import arch
 from evoattn.backends.hopper.kernels.statistics import TILE
 from evoattn.backends.hopper.lib.copies import bulk_load
 from evoattn.backends.hopper.lib.live_rows import next_panel, row_at_rank
-from evoattn.backends.hopper.lib.primitives import padded
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import opening, uniform_row
-from evoattn.backends.hopper.tiles import QUERIES, ROWS
+from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
 
 
 @cute.jit
 def produce(
-    variant, s: Int32, args, span, sizes, some: Boolean, sS: cute.Pointer, rings, copies, NT: Int32, lane: Int32, box:
-    cute.Tensor,
+    variant, s: Int32, args, span, sizes, some: Boolean, sS: cute.Pointer, rings, copies, NT: Int32, lane: Int32,
+    box: cute.Tensor,
 ):  # fmt: skip
     """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other.
 

@@ -12,10 +12,11 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
+from evoattn.backends.hopper.kernels.dq_sum import add_part, leave_dq, release_queries, slice_key, store_part, sum_in_turn
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.lib.primitives import (
+    LOG2E,
     MASKED,
-    add_four,
     coefficients,
     exp2,
     finite,
@@ -24,11 +25,11 @@ from evoattn.backends.hopper.lib.primitives import (
     multiply,
     narrow,
     packed,
-    padded,
     unseen,
 )
-from evoattn.backends.hopper.lib.ring import Ring, Slot
-from evoattn.backends.hopper.tiles import ROWS, SLICE
+from evoattn.backends.hopper.lib.ring import Ring, Slot, release
+from evoattn.backends.hopper.lib.schedule import place, stretch
+from evoattn.backends.hopper.tiles import ROWS, SLICE, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -57,23 +58,6 @@ class QueryRow(namedtuple("QueryRow", "copy source tSrQ rdO rO neg_lse neg_delta
 
     neg_lse, neg_delta: -LSE in powers of two, and -delta. sN: -LSE, -delta and dLSE of all queries, in shared memory.
     """
-
-
-def key_of_slice(u: Any, group: Any, groups: int, slices: int, interleave: int) -> Any:
-    """The first key of slice u of a warpgroup in `QueryGradients`.
-
-    A warpgroup's keys lie side by side if `interleave` is 0. Else warpgroups take `interleave` slices each in turn.
-    """
-    return (
-        ((u // interleave * groups + group) * interleave + u % interleave) * SLICE
-        if interleave
-        else (group * slices + u) * SLICE
-    )
-
-
-def slice_key(variant, u, group=0):
-    """The first key of slice u of a warpgroup; of the first, how far behind its slice 0."""
-    return key_of_slice(u, group, variant.cluster * variant.groups, variant.slices, variant.interleave)
 
 
 def live_tiles(variant, tiles, rank, s):
@@ -185,8 +169,8 @@ def gradient(variant, operands, row, c, db, u):
 
 @cute.jit
 def row_tiles(
-    variant, j: cutlass.Constexpr, tiles: Int32, more: Boolean, operands, row, db: cute.Tensor, mine: Any, rings, c:
-    Float32, slot, qp: Int32, LQ: Int32, wid: Int32, lane: Int32,
+    variant, j: cutlass.Constexpr, tiles: Int32, more: Boolean, operands, row, db: cute.Tensor, mine: Any, rings, c: Float32,
+    slot, qp: Int32, LQ: Int32, wid: Int32, lane: Int32,
 ):  # fmt: skip
     """Do a row's tiles of keys from j on, up to the last of `tiles`; then the next row's first scores are on their way.
 
@@ -257,47 +241,6 @@ def next_queries(variant, row, rings, qp: Int32, wid: Int32, lane: Int32):
     return qp ^ 1
 
 
-@cute.jit
-def release_queries(variant, rings, more: Boolean, lane: Int32):
-    """Release the queries of the next row, if there is one, once its scores are there: only then has q been read."""
-    warpgroup.wait_group(0)
-    if more:
-        rings.queries.consumer_release(0, lane)
-
-
-@cute.jit
-def add_part(variant, db, dpair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32):
-    """Add this block's part of d(pair bias): two neighbours exchange halves, so that each adds four numbers of one query"""
-    odd = t4 % 2 == 1
-    q = q0 + 8 * (t4 % 2)
-    line = dpair[b, h, cutlass.min(q, LQ - 1), None].iterator
-    for u in range_constexpr(variant.slices):
-        for x in range_constexpr(4):
-            key = first_key + slice_key(variant, u) + 8 * x - 2 * (t4 % 2)
-            a, e, f, k = (db[4 * x + y, u] for y in range(4))
-            first = arch.shuffle_sync_bfly(cutlass.select_(odd, a, f), 1)
-            second = arch.shuffle_sync_bfly(cutlass.select_(odd, e, k), 1)
-            if key < LK and q < LQ:
-                add_four(
-                    line + key,
-                    cutlass.select_(odd, first, a),
-                    cutlass.select_(odd, second, e),
-                    cutlass.select_(odd, f, first),
-                    cutlass.select_(odd, k, second),
-                )
-
-
-@cute.jit
-def store_part(variant, db, partials: cute.Tensor, slot: Int32, tid: Int32):
-    """Leave this block's part of d(pair bias) as it lies in the registers, for `bias_sum.PanelSum`."""
-    for u in range_constexpr(variant.slices):
-        for x in range_constexpr(4):
-            four = cute.make_rmem_tensor(4, Float32)
-            for y in range_constexpr(4):
-                four[y] = db[4 * x + y, u]
-            cute.autovec_copy(four, partials[slot, 4 * u + x, tid, None])
-
-
 def fragments(variant, shared, inverse, wt, t4):
     """The operands of the products, and what of a `QueryRow` copies a row into registers."""
     sQ, sK, sV, sKt, sB = shared
@@ -352,3 +295,80 @@ def sync_cluster(variant):
         arch.cluster_wait()
     else:
         arch.sync_threads()
+
+
+class QueryShared(namedtuple("QueryShared", "sQ sK sV sKt sB sX pN panel")):
+    """Shared memory: q with o and dO, k, v, k transposed, terms of the key-wise bias, dq, statistics, and the pair bias."""
+
+
+@cute.jit
+def consume(
+    variant, args, begin: Int32, end: Int32, sizes, shared, sN: cute.Tensor, rings, sums, work: cute.Tensor, copy_dQ,
+    inverse: Float32, rank: Int32, bid: Int32, LK: Int32, tid: Int32, wid: Int32, lane: Int32,
+):  # fmt: skip
+    """Do the rows of a block with this warpgroup's keys, panel after panel.
+
+    More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
+    """
+    ST, WG, (N, H, NQ, LQ) = variant.stages, variant.groups, sizes
+    scale, pair, dpair = args.scale, args.pair, args.dpair
+    s, w, wt = wid // 4, wid % 4, tid % 128
+    g, t4 = lane // 4, lane % 4
+    operands, (copy, source, tSrQ, rdO, rO) = fragments(variant, shared[:5], inverse, wt, t4)
+    db = cute.make_rmem_tensor((16, variant.slices if variant.bias_gradient else 1), Float32)
+    neg_lse, neg_delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    row = QueryRow(copy, source, tSrQ, rdO, rO, neg_lse, neg_delta, sN)
+    slot, qp, it, turn, at = rings.keys.start(), Int32(0), Int32(0), Int32(0), begin
+    mine = shared.panel[None, wt, None, s] if const_expr(variant.pair) else None
+    first_key = slice_key(variant, 0, rank * WG + s) + 2 * t4
+    while at < end:
+        pan, n0, n1 = stretch(at, end, N)
+        at += n1 - n0
+        i, h, b = place(pan, NQ, H)
+        q0 = i * ROWS + w * 16 + g
+        if const_expr(variant.pair):
+            load_pair_bias(variant, mine, pair, b % pair.shape[0], h % pair.shape[1], q0, first_key, LQ, LK, inverse)
+        if const_expr(variant.bias_gradient):
+            db.fill(0.0)
+        here = rings.at(s * ST, ST)
+        qp = next_queries(variant, row, rings, qp, wid, lane)
+        here.keys.consumer_wait(slot)
+        load_bias(variant, operands.acc_S, mine, 0)
+        warpgroup.fence()
+        scores(variant, operands, qp ^ 1, 0, here.keys, slot.stage)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        rings.queries.consumer_release(0, lane)  # a product has used q: only then has it left shared memory
+        more, rows_left = Boolean(True), n1 - n0
+        while more:
+            if const_expr(variant.skips):
+                more = work[it % 4, 1] > 0
+            else:
+                rows_left -= 1
+                more = rows_left > 0
+            here = rings.at(arch.make_warp_uniform(s * ST), ST)
+            slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
+            tiles = Int32(variant.tiles)
+            if const_expr(len(variant.exits) > 0):
+                tiles = arch.make_warp_uniform(live_tiles(variant, work[it % 4, 2], rank, s))
+            c = scale * LOG2E
+            slot, qp = row_tiles(variant, 0, tiles, more, operands, row, db, mine, here, c, slot, qp, LQ, wid, lane)
+            if const_expr(variant.warp_sums_dq):
+                leave_dq(variant, operands.acc_dQ, sums, s, it, wt)
+                release_queries(variant, rings, more, lane)
+                arch.sync_warp()
+                release(sums.left, lane)
+            else:
+                to, acc_dQ = (i * 4 + w, h, work[it % 4, 0], b), operands.acc_dQ
+                sum_in_turn(variant, acc_dQ, sums, rings, shared.sX, copy_dQ, to, scale, s, turn, it, more, rank, wid, wt, lane)
+                turn += 1
+                if turn == WG:
+                    turn = Int32(0)
+            it += 1
+        if const_expr(variant.bias_gradient):
+            if const_expr(variant.partial):
+                store_part(variant, db, dpair, (bid + pan) * variant.cluster + rank, tid)
+            else:
+                add_part(variant, db, dpair, b % dpair.shape[0], h % dpair.shape[1], q0, first_key, LQ, LK, t4)
+    if const_expr(not variant.warp_sums_dq):
+        arch.cp_async_bulk_wait_group(0)

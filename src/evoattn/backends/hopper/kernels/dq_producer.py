@@ -10,10 +10,10 @@ from evoattn.backends.hopper.kernels.dq_consumer import live_tiles
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
 from evoattn.backends.hopper.lib.copies import bulk_load
-from evoattn.backends.hopper.lib.primitives import LN2, LOG2E, padded
+from evoattn.backends.hopper.lib.primitives import LN2, LOG2E
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import first_row, opening, place, row, stretch, uniform_row
-from evoattn.backends.hopper.tiles import KEYS, ROWS
+from evoattn.backends.hopper.tiles import KEYS, ROWS, padded
 
 
 @cute.jit
@@ -26,7 +26,7 @@ def produce_keys(variant, s: Int32, rank: Int32, lane: Int32, args, span, sizes,
     if const_expr(variant.row):
         arch.griddepcontrol_wait()
     if const_expr(variant.skips):
-        arch.griddepcontrol_launch_dependents()  # `dkdv` reads at once what this kernel has waited for
+        arch.griddepcontrol_launch_dependents()  # `KeyGradients` reads at once what this kernel has waited for
     while at < end:
         pan, n0, n1 = stretch(at, end, N)
         start = first_row(pan, N, change)

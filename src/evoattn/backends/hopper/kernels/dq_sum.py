@@ -15,14 +15,14 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute import arch
+from cutlass.cute.nvgpu import warpgroup
 
-from evoattn.backends.hopper.kernels.dq_consumer import key_of_slice, release_queries
 from evoattn.backends.hopper.launch import Kernel, floats, pair_bias, sizes
 from evoattn.backends.hopper.lib.copies import store_rows
-from evoattn.backends.hopper.lib.primitives import store_remote
+from evoattn.backends.hopper.lib.primitives import add_four, store_remote
 from evoattn.backends.hopper.lib.ring import release, sleep_until
 from evoattn.backends.hopper.lib.schedule import change_of, first_row, place, share, stretch
-from evoattn.backends.hopper.tiles import ROWS
+from evoattn.backends.hopper.tiles import ROWS, SLICE
 
 
 class Sums(namedtuple("Sums", "part inbox left summed arrived passed")):
@@ -104,10 +104,10 @@ def add_quad(variant, R, x, others):
 
 @cute.jit
 def sum_in_turn(
-    variant, acc_dQ, sums, rings, sX: cute.Tensor, copy_dQ, to, scale: Float32, s: Int32, turn: Int32, it: Int32, more:
-    Boolean, rank: Int32, wid: Int32, wt: Int32, lane: Int32,
+    variant, acc_dQ, sums, rings, sX: cute.Tensor, copy_dQ, to, scale: Float32, s: Int32, turn: Int32, it: Int32,
+    more: Boolean, rank: Int32, wid: Int32, wt: Int32, lane: Int32,
 ):  # fmt: skip
-    """One warpgroup in turn adds what the others of its block leave, and what the next block of the cluster has found."""
+    """Sum dq in one warpgroup, in turn: the parts of the others of its block, and that of the next block of the cluster."""
     WG = variant.groups
     if s != turn:
         slot = s - turn - 1
@@ -153,7 +153,7 @@ def receive_dq(variant, acc_dQ, sums, rank: Int32, it: Int32, wt: Int32, lane: I
 
 @cute.jit
 def send_dq(variant, acc_dQ, sums, rank: Int32, it: Int32, wt: Int32):
-    """Give dq to the block before, once that has taken over the row before."""
+    """Send dq to the block before, once it has read the row before."""
     if it > 0:
         arch.mbarrier_wait(sums.passed, (it - 1) & 1)
     to = arch.map_dsmem_ptr(sums.inbox, rank - 1).toint()
@@ -162,23 +162,75 @@ def send_dq(variant, acc_dQ, sums, rank: Int32, it: Int32, wt: Int32):
         store_remote(to + (x * 128 + wt) * 16, [acc_dQ[4 * x + z] for z in range(4)], barrier)
 
 
+def key_of_slice(u: Any, group: Any, groups: int, slices: int, interleave: int) -> Any:
+    """The first key of slice u of a warpgroup in `QueryGradients`.
+
+    A warpgroup's keys lie side by side if `interleave` is 0. Else warpgroups take `interleave` slices each in turn.
+    """
+    return (
+        ((u // interleave * groups + group) * interleave + u % interleave) * SLICE
+        if interleave
+        else (group * slices + u) * SLICE
+    )
+
+
+def slice_key(variant, u, group=0):
+    """The first key of slice u of a warpgroup; of the first, how far behind its slice 0."""
+    return key_of_slice(u, group, variant.cluster * variant.groups, variant.slices, variant.interleave)
+
+
+@cute.jit
+def release_queries(variant, rings, more: Boolean, lane: Int32):
+    """Release the queries of the next row, if there is one, once its scores are there: only then has q been read."""
+    warpgroup.wait_group(0)
+    if more:
+        rings.queries.consumer_release(0, lane)
+
+
+@cute.jit
+def add_part(variant, db, dpair: cute.Tensor, b: Int32, h: Int32, q0: Int32, first_key: Int32, LQ: Int32, LK: Int32, t4: Int32):
+    """Add this block's part of d(pair bias): two neighbours exchange halves, so that each adds four numbers of one query."""
+    odd = t4 % 2 == 1
+    q = q0 + 8 * (t4 % 2)
+    line = dpair[b, h, cutlass.min(q, LQ - 1), None].iterator
+    for u in range_constexpr(variant.slices):
+        for x in range_constexpr(4):
+            key = first_key + slice_key(variant, u) + 8 * x - 2 * (t4 % 2)
+            a, e, f, k = (db[4 * x + y, u] for y in range(4))
+            first = arch.shuffle_sync_bfly(cutlass.select_(odd, a, f), 1)
+            second = arch.shuffle_sync_bfly(cutlass.select_(odd, e, k), 1)
+            if key < LK and q < LQ:
+                add_four(
+                    line + key,
+                    cutlass.select_(odd, first, a),
+                    cutlass.select_(odd, second, e),
+                    cutlass.select_(odd, f, first),
+                    cutlass.select_(odd, k, second),
+                )
+
+
+@cute.jit
+def store_part(variant, db, partials: cute.Tensor, slot: Int32, tid: Int32):
+    """Leave this block's part of d(pair bias) as it lies in the registers, for `PanelSum`."""
+    for u in range_constexpr(variant.slices):
+        for x in range_constexpr(4):
+            four = cute.make_rmem_tensor(4, Float32)
+            for y in range_constexpr(4):
+                four[y] = db[4 * x + y, u]
+            cute.autovec_copy(four, partials[slot, 4 * u + x, tid, None])
+
+
 @dataclasses.dataclass(frozen=True)
 class PanelSum(Kernel):
-    """partials [slot, fragment, thread, 4] -> d(pair bias) [b,h,q,k]. A block sums one fragment of a panel of 64 queries.
+    """partials [slot, fragment, thread, 4] -> d(pair bias) [b,h,q,k]. A block sums one fragment of a panel of 64 queries."""
 
-    Args:
-        dtype: cutlass type of d(pair bias).
-        groups, slices, cluster, interleave, timed: as the variant of `QueryGradients` that left the parts.
-        vector: whether rows of d(pair bias) start on 4 bytes.
-    """
-
-    dtype: Any
+    dtype: Any  # cutlass type of d(pair bias)
     _: dataclasses.KW_ONLY
-    groups: int = 3
+    groups: int = 3  # as the variant of `QueryGradients` that left the parts
     slices: int = 4
     cluster: int = 1
     interleave: int = 0
-    vector: bool = True
+    vector: bool = True  # whether rows of d(pair bias) start on 4 bytes
     timed: bool = True
 
     @cute.jit

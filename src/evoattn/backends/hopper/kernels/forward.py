@@ -6,9 +6,9 @@ memory where it fits, and is streamed once for two rows where it does not; only 
 go on into registers; 64 channels leave no room there, and the tensor cores read them from shared memory at every step.
 
 Scores reach the registers complete: Q K^T, the pair bias (through an identity matrix) and the key-wise bias (as extra
-channels) all come from the tensor cores. With 8 channels half of a product's 16 are free; they take what the scale leaves over
+channels) all come from the tensor cores. With 8 channels half of a product's 16 are free; they hold the rest of the scale
 where its inverse, which a pair bias meets, is rounded. The softmax measures from the largest score of the first 32 keys instead
-of a running maximum. A row for which that overflows is found by its sum and done again, exactly, by `exact`.
+of a running maximum. A row for which that overflows is found by its sum and done again, exactly, by `repair`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.memory import SmemAllocator
 
@@ -30,47 +30,39 @@ from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES
 from evoattn.backends.hopper.launch import Kernel, floats, key_ends, lines, sizes, strided
 from evoattn.backends.hopper.lib.copies import TmaTiles, load_tma, store_tma
-from evoattn.backends.hopper.lib.primitives import k_major, mn_major, padded
+from evoattn.backends.hopper.lib.primitives import k_major, mn_major
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.lib.schedule import panel_start
-from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, ROWS, SLICE, STREAMS
+from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, ROWS, SLICE, STREAMS, padded
 
 THREADS = (CONSUMERS + 1) * 128
 
 
 class ForwardArguments(
-    namedtuple("ForwardArguments", "row ends deep given pair q k v o lse reference shifts row_b row_n scale interleave")
+    namedtuple("ForwardArguments", "row ends deep raw_pair pair q k v o lse reference shifts row_b row_n scale interleave")
 ):
     """The arguments of the kernel.
 
-    q, k, v, o: [b,n,h,l,d]. row, ends, deep: the key-wise bias as `Rows` leaves it, [r, keys * TERMS], [r] and [r, keys]; row n
-    of batch b has r = b * row_b + n * row_n. given: the pair bias as it is, [b|1,h|1,q,k]. pair, shifts: the same as `Pairs`
-    leaves it, and [b|1,h|1,q]; a wide one is in the tiles of `ForwardTiles`, an even number of q. lse, reference: [b,n,h,q].
+    q, k, v, o: [b,n,h,l,d]. row, ends, deep: the key-wise bias as `KeyBias` leaves it, [r, keys * TERMS], [r] and [r, keys];
+    row n of batch b has r = b * row_b + n * row_n. raw_pair: the pair bias as it is, [b|1,h|1,q,k]. pair, shifts: the same as
+    `PairBias` leaves it, and [b|1,h|1,q]; a float32 one is in `PairBiasTiles`, an even number of q. lse, reference: [b,n,h,q].
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward(Kernel):
-    """One variant of the kernel. Sizes, strides and scale are known when it runs.
+    """One variant of the kernel. Sizes, strides and scale are known when it runs."""
 
-    Args:
-        dtype: cutlass type of q, k and v, and of the pair bias if it is not wide.
-        channels: D = C.
-        pair: whether there is a pair bias.
-        row: whether there is a key-wise bias; a length that is no multiple of 64 needs one for its end.
-        exact: whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly.
-            With 8 channels it need not be: one term is taken, and q makes up for it.
-        resident: whether the pair bias of a panel stays in shared memory.
-        wide: whether the pair bias is float32: it streams, over scale, as the accumulators hold it (`pair_bias.ForwardTiles`).
-    """
-
-    dtype: Any
-    channels: int
+    dtype: Any  # cutlass type of q, k and v, and of the pair bias if it is not wide
+    channels: int  # D = C
     _: dataclasses.KW_ONLY
-    pair: bool
-    row: bool
+    pair: bool  # whether there is a pair bias
+    row: bool  # whether there is a key-wise bias; a length that is no multiple of 64 needs one for its end
+    # whether 1 / scale is a number of dtype; otherwise it is taken in two terms, so that a pair bias is added exactly. With 8
+    # channels it need not be: one term is taken, and q makes up for it.
     exact: bool
-    resident: bool
+    resident: bool  # whether the pair bias of a panel stays in shared memory
+    # whether the pair bias is float32: it streams, over scale, as the accumulators hold it (`pair_bias.ForwardTiles`).
     wide: bool = False
 
     @property
@@ -87,11 +79,6 @@ class Forward(Kernel):
     def key_width(self) -> int:
         """Channels of a key in shared memory."""
         return 8 if self.twice else padded(self.channels)
-
-    @property
-    def steps(self) -> int:
-        """Products of 16 channels."""
-        return -(-self.channels // 16)
 
     @property
     def prepared(self) -> bool:
@@ -114,16 +101,6 @@ class Forward(Kernel):
         if self.wide:
             return {16: 4, 32: 3, 64: 2}[padded(self.channels)]
         return 3 if self.resident and self.pair else {16: 5, 32: 5, 64: 3}[padded(self.channels)]
-
-    @property
-    def offset(self) -> float:
-        """The distance between the largest score and what the scores are measured from, in units of log2."""
-        return 0.0 if self.dtype is BFloat16 else 8.0
-
-    @property
-    def ceiling(self) -> float:
-        """A sum of probabilities from which a row is done again."""
-        return 2.0**64 if self.dtype is BFloat16 else 2.0**15
 
     @property
     def terms(self) -> int:
@@ -149,14 +126,14 @@ class Forward(Kernel):
         q, k, v, o = (lines(self.dtype, b, n, h, length, self.channels) for length in (lq, lk, lk, lq))
         row, ends = (lines(self.dtype, *sizes(2)), key_ends()) if self.row else (None, None)
         deep = floats(*sizes(2)) if self.row and self.pair else None
-        given = pair = shifts = None
+        raw_pair = pair = shifts = None
         if self.pair:
-            given = strided(Float32 if self.wide else self.dtype, *sizes(4))
+            raw_pair = strided(Float32 if self.wide else self.dtype, *sizes(4))
             pair = lines(Float32, *sizes(4), ROWS * KEYS) if self.wide else lines(self.dtype, *sizes(4))
             shifts = floats(*sizes(3))
         lse, reference = floats(b, n, h, lq), floats(b, n, h, lq)
         numbers = (Int32(0), Int32(0), Float32(0.0), Int32(0), Int32(0))
-        return q, k, v, row, ends, deep, given, pair, o, lse, reference, shifts, *numbers
+        return q, k, v, row, ends, deep, raw_pair, pair, o, lse, reference, shifts, *numbers
 
     def layouts(self):
         return (
@@ -170,7 +147,7 @@ class Forward(Kernel):
 
     @cute.jit
     def __call__(
-        self, q, k, v, row, ends, deep, given, pair, o, lse, reference, shifts, row_b, row_n, scale, interleave, blocks,
+        self, q, k, v, row, ends, deep, raw_pair, pair, o, lse, reference, shifts, row_b, row_n, scale, interleave, blocks,
         stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch the kernel; `ForwardArguments` explains the tensors."""
@@ -183,24 +160,15 @@ class Forward(Kernel):
         if const_expr(self.streamed and not self.wide):
             tma_P = load_tma(pair, lp, (ROWS, KEYS), (2, 3, 1, 0))
         args = ForwardArguments(
-            row, ends, deep, given, pair, q, k, v, o, lse, reference, shifts, row_b, row_n, scale, interleave
+            row, ends, deep, raw_pair, pair, q, k, v, o, lse, reference, shifts, row_b, row_n, scale, interleave
         )
         self.kernel(tma_Q, tma_K, tma_V, tma_P, tma_O, args).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.prepared
         )
 
-    @cute.kernel
-    def kernel(self, tma_Q, tma_K, tma_V, tma_P, tma_O, args):
-        """The roles of a block's warps, after its shared memory and its share of the work."""
-        D, ST = padded(self.channels), self.stages
-        B, N, H, LQ, _ = args.q.shape
-        key_blocks = (args.k.shape[3] + KEYS - 1) // KEYS
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
-        wid = arch.make_warp_uniform(arch.warp_idx())
-        lane = arch.lane_idx()
-        # ---- shared memory
+    def allocate(self):
+        """The shared memory of a block: tiles, terms of the key-wise bias, rings, and notes: turns, books and origins."""
+        ST = self.stages
         smem = SmemAllocator()
         lq, lk, lv, lp, li, lo = self.layouts()
         new = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, l.inner)
@@ -227,25 +195,39 @@ class Forward(Kernel):
         turns = cute.make_tensor(
             smem.allocate_array(Int32, STREAMS * 4 * 2), cute.make_layout((STREAMS, 4, 2), stride=(8, 2, 1))
         )
+        return ForwardTiles(sQ, sK, sV, sP, sI, sB, sO), sB, rings, (turns, books, origins)
+
+    @cute.kernel
+    def kernel(self, tma_Q, tma_K, tma_V, tma_P, tma_O, args):
+        """The roles of a block's warps, after its shared memory and its share of the work."""
+        D, ST = padded(self.channels), self.stages
+        B, N, H, LQ, _ = args.q.shape
+        key_blocks = (args.k.shape[3] + KEYS - 1) // KEYS
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        wid = arch.make_warp_uniform(arch.warp_idx())
+        lane = arch.lane_idx()
+        shared, sB, rings, notes = self.allocate()
         if tid == 0:
             rings.keys.initialize(consumers=HALVES * 4)
             rings.pair.initialize(consumers=CONSUMERS * 4)
             rings.queries.initialize(consumers=HALVES * 4)
         arch.mbarrier_init_fence()
         if const_expr(self.pair and not self.wide):
-            fill_identity(self, sI, args.scale, tid)
+            fill_identity(self, shared.sI, args.scale, tid)
         arch.sync_threads()
         # ---- this block's share: units (panel, n) from first to last
         panels = (LQ + HALVES * ROWS - 1) // (HALVES * ROWS)
         sizes = (blocks, B * H, panels, N, LQ)
         span = (panel_start(bid, *sizes), panel_start(bid + 1, *sizes))
-        copy_Q = TmaTiles.of(tma_Q, (ROWS, D), sQ)
-        copy_K = TmaTiles.of(tma_K, (KEYS, self.key_width), sK)
-        copy_V = TmaTiles.of(tma_V, (D, KEYS), sV, (0, None, None, None, None))
-        copy_O = TmaTiles.of(tma_O, (16, D), sO)
+        copy_Q = TmaTiles.of(tma_Q, (ROWS, D), shared.sQ)
+        copy_K = TmaTiles.of(tma_K, (KEYS, self.key_width), shared.sK)
+        copy_V = TmaTiles.of(tma_V, (D, KEYS), shared.sV, (0, None, None, None, None))
+        copy_O = TmaTiles.of(tma_O, (16, D), shared.sO)
         copy_P = None
         if const_expr(self.streamed and not self.wide):
-            copy_P = TmaTiles.of(tma_P, (ROWS, KEYS), sP, (None, None, None, None))
+            copy_P = TmaTiles.of(tma_P, (ROWS, KEYS), shared.sP, (None, None, None, None))
         if wid >= CONSUMERS * 4:
             # ================= producers: one warp a stream
             arch.setmaxregister_decrease(32)
@@ -253,26 +235,25 @@ class Forward(Kernel):
             if const_expr(self.prepared):
                 arch.griddepcontrol_wait()
             if s < STREAMS:
-                tiles_P = cute.make_tensor(sP.iterator, cute.make_layout((ROWS * KEYS, self.pair_tiles)))
+                tiles_P = cute.make_tensor(shared.sP.iterator, cute.make_layout((ROWS * KEYS, self.pair_tiles)))
                 copies = ForwardCopies(copy_Q, copy_K, copy_V, copy_P)
-                produce(self, s, args, span, sizes, key_blocks, turns, tiles_P, sB, rings.stream(s, ST), copies)
+                produce(self, s, args, span, sizes, key_blocks, notes[0], tiles_P, sB, rings.stream(s, ST), copies)
         else:
             # ================= consumers
             arch.setmaxregister_increase(112)
             wg = wid // 4
             thread = Thread(wg // HALVES, wg % HALVES, wid % 4, tid % 128, lane, lane // 4, lane % 4, tid, wid, wg)
-            shared = ForwardTiles(sQ, sK, sV, sP, sI, sB, sO)
             here = rings.stream(thread.s, ST)
-            consume(self, thread, bid, args, span, sizes, key_blocks, shared, copy_O, here, turns, books, origins)
+            consume(self, thread, bid, args, span, sizes, key_blocks, shared, copy_O, here, *notes)
 
 
 @cute.jit
 def fill_identity(variant, sI: cute.Tensor, scale: Float32, tid: Int32):
     """Write the identity over scale, which a pair bias is multiplied by, in terms of dtype."""
     for i in cutlass.range(tid, SLICE * SLICE, THREADS):
-        rest = Float32(1.0) / scale
+        remainder = Float32(1.0) / scale
         for y in range_constexpr(variant.terms):
-            alpha = rest.to(variant.dtype)
-            rest = rest - alpha.to(Float32)
+            alpha = remainder.to(variant.dtype)
+            remainder = remainder - alpha.to(Float32)
             sI[i // SLICE, i % SLICE, y] = cutlass.select_(i // SLICE == i % SLICE, alpha, variant.dtype(0.0))
     arch.fence_proxy("async.shared", space="cta")

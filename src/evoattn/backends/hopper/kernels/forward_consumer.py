@@ -10,28 +10,13 @@ from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, cute, range_c
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from evoattn.backends.hopper.kernels.forward_mma import (
-    ForwardOperands,
-    ForwardRow,
-    QueryCopy,
-    chain_steps,
-    load_queries,
-    pair_tile,
-    query_operand,
-    query_slot,
-    release_keys,
-    release_output,
-    release_registers,
-    scores,
-    softmax,
-    wait_keys,
-)
+from evoattn.backends.hopper.kernels import forward_mma as mma
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES, repair_queries
 from evoattn.backends.hopper.lib.copies import load_panel
-from evoattn.backends.hopper.lib.primitives import DEAD, LOG2E, LOWEST, VETO, coefficients, fma, multiply, padded, pin_registers
+from evoattn.backends.hopper.lib.primitives import DEAD, LOG2E, LOWEST, VETO, coefficients, fma, multiply, pin_registers
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, panel_start, place, stretch
-from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, ROWS, SLICE, STREAMS
+from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, ROWS, SLICE, STREAMS, padded
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -51,10 +36,13 @@ class ForwardTiles(namedtuple("ForwardTiles", "sQ sK sV sP sI sB sO")):
 
 @cute.jit
 def consume(
-    variant, thread, bid: Int32, args, span, sizes, blocks: Int32, tiles, copy_O, rings, turns: cute.Tensor, books:
-    cute.Tensor, origins: cute.Tensor,
+    variant, thread, bid: Int32, args, span, sizes, blocks: Int32, tiles, copy_O, rings, turns: cute.Tensor,
+    books: cute.Tensor, origins: cute.Tensor,
 ):  # fmt: skip
-    """Do the rows of this warpgroup's stream, panel after panel."""
+    """Do the rows of this warpgroup's stream, panel after panel.
+
+    More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
+    """
     s, half, w, _, lane, _, _, tid, wid, wg = thread
     _, _, panels, N, LQ = sizes
     scale, shifts = args.scale, args.shifts
@@ -101,16 +89,22 @@ def consume(
             arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
         if (ib * HALVES + half) * ROWS < LQ:
             if count > 0:
-                load_queries(variant, rings, copy, operands.tSrQ, s, half, turn, query_phase)
+                mma.load_queries(variant, rings, copy, operands.tSrQ, s, half, turn, query_phase)
                 query_phase ^= 1
-                wait_keys(variant, rings, slot)
+                mma.wait_keys(variant, rings, slot)
                 warpgroup.fence()
-                queries = query_operand(variant, operands, s, half, turn)
-                scores(
-                    variant, queries, operands, row.acc_S0, 0, pair_tile(variant, 0, slot, half), rings.keys.index(slot.stage)
+                queries = mma.query_operand(variant, operands, s, half, turn)
+                mma.scores(
+                    variant,
+                    queries,
+                    operands,
+                    row.acc_S0,
+                    0,
+                    mma.pair_tile(variant, 0, slot, half),
+                    rings.keys.index(slot.stage),
                 )
                 warpgroup.wait_group(0)
-                release_registers(variant, rings, s, lane)
+                mma.release_registers(variant, rings, s, lane)
             while count > 0:
                 slot, query_phase, count = row_keys(
                     variant, operands, row, copy, turns, rings, c, thread, turn, slot, query_phase, count, blocks
@@ -118,7 +112,7 @@ def consume(
                 tile, h, b, n = book[2], book[3], book[4], turns[s, turn, 0]
                 output = wg * 4 + w
                 if const_expr(variant.slots == 2):
-                    output = (query_slot(variant, s, turn, query_phase).stage * HALVES + half) * 4 + w
+                    output = (mma.query_slot(variant, s, turn, query_phase).stage * HALVES + half) * 4 + w
                 turn = (turn + 1) & 3
                 at = (tile, h, n, b, output)
                 again = store_row(
@@ -166,9 +160,13 @@ def fragments(variant, tiles, thread, inverse, excess):
     pin_registers(tSrA, thread.lane)
     ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
     loads = cute.make_tiled_copy_A(ldmatrix, mma_QK).get_slice(wt)
-    copy = QueryCopy(loads, loads.partition_S(sQ), loads.retile(tSrQ), excess)
+    copy = mma.QueryCopy(loads, loads.partition_S(sQ), loads.retile(tSrQ), excess)
     m, l = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
-    return ForwardOperands(tSrQ, tSsQ, tSrA, tSrK, tSrB, tSrP, tSrI, tOrV), ForwardRow(acc_S0, acc_S1, acc_O, m, l), copy
+    return (
+        mma.ForwardOperands(tSrQ, tSsQ, tSrA, tSrK, tSrB, tSrP, tSrI, tOrV),
+        mma.ForwardRow(acc_S0, acc_S1, acc_O, m, l),
+        copy,
+    )
 
 
 @cute.jit
@@ -178,7 +176,7 @@ def row_keys(
 ):  # fmt: skip
     """Do all keys of the row that is `turn` in a stream; then the next row's first scores are on their way.
 
-    Returns the slots of keys and queries to come, and how many rows are left.
+    Returns the slots of keys and queries to come, and how many rows are left. More than 60 lines: see `consume`.
     """
     s, half, _, _, lane, *_ = thread
     # A shuffle hides that these do not change (or, the stage, cycle) over the loop: otherwise the compiler hoists
@@ -189,69 +187,73 @@ def row_keys(
         row.l[x] = Float32(0.0)
     for x in range_constexpr(2):
         row.m[x] = Float32(-3e38)
-    slices, whole = 2 * blocks, blocks
+    slices, full = 2 * blocks, blocks
     if const_expr(variant.row):
         slices = turns[s, turn, 1]
         # With 48 channels, which of the two a shuffle hides decides whether ptxas serialises the products.
         if const_expr(variant.odd or variant.pair):
             slices = arch.make_warp_uniform(slices)
-        whole = cutlass.max(slices >> 1, 1)
+        full = cutlass.max(slices >> 1, 1)
         if const_expr(not (variant.odd or variant.pair)):
-            whole = arch.make_warp_uniform(whole)
-    left = whole
+            full = arch.make_warp_uniform(full)
+    left = full
     before = slot.stage
-    output = query_slot(variant, s, turn + 1, query_phase).stage
-    queries = query_operand(variant, operands, s, half, turn)
+    output = mma.query_slot(variant, s, turn + 1, query_phase).stage
+    queries = mma.query_operand(variant, operands, s, half, turn)
     count -= 1
     if const_expr(variant.resident):
         here = rings.at(first)
-        slot, before = chain_steps(variant, 0, left, whole, queries, operands, row, c, hf, slot, before, output, here, lane)
+        slot, before = mma.chain_steps(variant, 0, left, full, queries, operands, row, c, hf, slot, before, output, here, lane)
     else:
         while left > 0:
             hf, first = arch.make_warp_uniform(hf), arch.make_warp_uniform(first)
             slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
             here = rings.at(first)
-            slot, before = chain_steps(variant, 0, left, whole, queries, operands, row, c, hf, slot, before, output, here, lane)
+            slot, before = mma.chain_steps(
+                variant, 0, left, full, queries, operands, row, c, hf, slot, before, output, here, lane
+            )
             left -= CHAIN
             if left > 0:
-                wait_keys(variant, here, slot)
+                mma.wait_keys(variant, here, slot)
                 warpgroup.fence()
-                scores(variant, queries, operands, row.acc_S0, 0, pair_tile(variant, 0, slot, hf), here.keys.index(slot.stage))
-                softmax(variant, row, operands, c, row.acc_S1, 1, here.keys.index(before))
+                mma.scores(
+                    variant, queries, operands, row.acc_S0, 0, mma.pair_tile(variant, 0, slot, hf), here.keys.index(slot.stage)
+                )
+                mma.softmax(variant, row, operands, c, row.acc_S1, 1, here.keys.index(before))
                 warpgroup.wait_group(0)
-                release_keys(variant, here, before, lane)
+                mma.release_keys(variant, here, before, lane)
     rings = rings.at(first)
     tail = Int32(1) if const_expr(variant.odd) else 1
     if const_expr(variant.odd):
         if slices & 1 == 1 and slices > 1:  # a last block of one slice
-            wait_keys(variant, rings, slot)
-            softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(before))
-            scores(
+            mma.wait_keys(variant, rings, slot)
+            mma.softmax(variant, row, operands, c, row.acc_S1, 1, rings.keys.index(before))
+            mma.scores(
                 variant,
                 queries,
                 operands,
                 row.acc_S1,
                 0,
-                pair_tile(variant, slices >> 1, slot, hf),
+                mma.pair_tile(variant, slices >> 1, slot, hf),
                 rings.keys.index(slot.stage),
             )
             warpgroup.wait_group(0)
-            release_keys(variant, rings, before, lane)
+            mma.release_keys(variant, rings, before, lane)
             tail = Int32(0)
             before, slot = slot.stage, rings.keys.advance(slot)
     # the row's last slice; the first scores of the next row are on their way meanwhile
     if count > 0:
-        load_queries(variant, rings, copy, operands.tSrQ, s, half, turn + 1, query_phase)
+        mma.load_queries(variant, rings, copy, operands.tSrQ, s, half, turn + 1, query_phase)
         query_phase ^= 1
-        wait_keys(variant, rings, slot)
+        mma.wait_keys(variant, rings, slot)
     warpgroup.fence()
-    queries = query_operand(variant, operands, s, hf, turn + 1)
-    scores(variant, queries, operands, row.acc_S0, 0, pair_tile(variant, 0, slot, hf), rings.keys.index(slot.stage))
-    softmax(variant, row, operands, c, row.acc_S1, tail, rings.keys.index(before))
+    queries = mma.query_operand(variant, operands, s, hf, turn + 1)
+    mma.scores(variant, queries, operands, row.acc_S0, 0, mma.pair_tile(variant, 0, slot, hf), rings.keys.index(slot.stage))
+    mma.softmax(variant, row, operands, c, row.acc_S1, tail, rings.keys.index(before))
     warpgroup.wait_group(0)
-    release_keys(variant, rings, before, lane)
+    mma.release_keys(variant, rings, before, lane)
     if count > 0:
-        release_registers(variant, rings, s, lane)
+        mma.release_registers(variant, rings, s, lane)
     return slot, query_phase, count
 
 
@@ -263,15 +265,15 @@ def skip_rows(variant, turns: cute.Tensor, rings, thread, turn: Int32, slot, que
     """
     s, _, _, _, lane, *_ = thread
     while count > 0:
-        rings.queries.consumer_wait(query_slot(variant, s, turn, query_phase))
+        rings.queries.consumer_wait(mma.query_slot(variant, s, turn, query_phase))
         query_phase ^= 1
         slices = turns[s, turn, 1]
         turn = (turn + 1) & 3
         arch.sync_warp()
         if const_expr(variant.slots == 1):
-            release_registers(variant, rings, s, lane)
+            mma.release_registers(variant, rings, s, lane)
         else:
-            release_output(variant, rings, query_slot(variant, s, turn, query_phase).stage, lane)
+            mma.release_output(variant, rings, mma.query_slot(variant, s, turn, query_phase).stage, lane)
         for _ in cutlass.range((slices + 1) // 2, unroll=1):
             rings.keys.consumer_wait(slot)
             # not by `release`: with it ptxas gives other registers to some kernels
@@ -288,10 +290,10 @@ def skip_rows(variant, turns: cute.Tensor, rings, thread, turn: Int32, slot, que
 
 @cute.jit
 def store_row(
-    variant, row, args, at, sO: cute.Tensor, copy, floor: Float32, again: Boolean, count: Int32, book: Any, origins:
-    cute.Tensor, thread,
+    variant, row, args, at, sO: cute.Tensor, copy, floor: Float32, again: Boolean, count: Int32, book: Any,
+    origins: cute.Tensor, thread,
 ):  # fmt: skip
-    """Write a row's o, LSE and reference, but for queries that `exact` has to do again.
+    """Write a row's o, LSE and reference, but for queries that `repair` does again.
 
     Their LSE is NaN if what scores were measured from was wrong, and +inf if biases may have swallowed them.
 
@@ -319,11 +321,11 @@ def store_row(
     dead = (m[0] < floor, m[1] < floor)
     factors = [cutlass.select_(dead[x], Float32(0.0), arch.rcp_approx(l[x])) for x in range(2)]
     for x in range_constexpr(variant.steps):
-        e = cute.make_rmem_tensor(8, Float32)
+        scaled = cute.make_rmem_tensor(8, Float32)
         for y in range_constexpr(8):
-            e[y] = acc_O[8 * x + y] * factors[y // 2 % 2]
+            scaled[y] = acc_O[8 * x + y] * factors[y // 2 % 2]
         short = cute.make_rmem_tensor(8, variant.dtype)
-        short.store(e.load().to(variant.dtype))
+        short.store(scaled.load().to(variant.dtype))
         target = cute.local_tile(sO[None, None, output], (1, 8), (lane % 16, 2 * x + lane // 16))
         cute.copy(stmatrix, short, target[0, None])
     arch.fence_proxy("async.shared", space="cta")
@@ -340,7 +342,7 @@ def store_row(
     arch.cp_async_bulk_commit_group()
     for x in range_constexpr(2):
         i = tile * 16 + g + 8 * x
-        good = l[x] < variant.ceiling
+        good = l[x] < (2.0**64 if variant.dtype is BFloat16 else 2.0**15)
         far = Boolean(False)
         if const_expr(variant.pair):
             far = (m[x] < LOWEST) & (m[x] >= floor)

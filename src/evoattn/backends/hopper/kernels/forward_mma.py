@@ -7,7 +7,7 @@ from collections import namedtuple
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import BFloat16, Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -41,7 +41,7 @@ class ForwardRow(namedtuple("ForwardRow", "acc_S0 acc_S1 acc_O m l")):
 
 
 class ForwardOperands(namedtuple("ForwardOperands", "tSrQ tSsQ tSrA tSrK tSrB tSrP tSrI tOrV")):
-    """ForwardOperands of the products, as fragments of a thread.
+    """Operands of the products, as fragments of a thread.
 
     tSrQ, tSsQ: queries in registers, and in shared memory. tSrA, tSrB: coefficients and terms of the key-wise bias. tSrP, tSrI:
     the pair bias, and the identity over scale. tSrK, tOrV: keys and values.
@@ -220,14 +220,15 @@ def choose_reference(variant, acc_S: cute.Tensor, acc_O: cute.Tensor, m: cute.Te
 
     O and l then hold nothing, or too little to count.
     """
+    offset = 0.0 if variant.dtype is BFloat16 else 8.0  # float16 leaves room for larger probabilities
     if arch.vote_all_sync(arch.fmax(m[0], m[1]) < _LOW):
         top = cute.make_rmem_tensor(2, Float32)
         for r in range_constexpr(2):
             a = acc_S[2 * r]
             for i in range_constexpr(SLICE // 8):
                 a = arch.fmax(a, arch.fmax(acc_S[4 * i + 2 * r], acc_S[4 * i + 2 * r + 1]))
-            top[r] = arch.warp_reduction_max(a, threads_in_group=4) * c + variant.offset
-        # A sum that has met NaN stays as it is, so that `exact` finds it.
+            top[r] = arch.warp_reduction_max(a, threads_in_group=4) * c + offset
+        # A sum that has met NaN stays as it is, so that `repair` finds it.
         finite = l[0] + l[1] + l[2] + l[3] < Float32.inf
         if arch.vote_all_sync(finite and arch.fmin(top[0] - m[0], top[1] - m[1]) > 100.0):
             for r in range_constexpr(2):

@@ -12,10 +12,9 @@ from cutlass.cute import arch
 from evoattn.backends.hopper.kernels.forward_mma import query_slot
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.lib.copies import TmaTiles, bulk_load
-from evoattn.backends.hopper.lib.primitives import padded
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, place, stretch
-from evoattn.backends.hopper.tiles import HALVES, KEYS, ROWS, SLICE, STREAMS
+from evoattn.backends.hopper.tiles import HALVES, KEYS, ROWS, SLICE, STREAMS, padded
 
 
 @dataclasses.dataclass(frozen=True)

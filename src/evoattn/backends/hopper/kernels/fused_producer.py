@@ -8,10 +8,10 @@ from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
 from evoattn.backends.hopper.lib.copies import clear_numbers, clear_rows
-from evoattn.backends.hopper.lib.primitives import LN2, LOG2E, padded
+from evoattn.backends.hopper.lib.primitives import LN2, LOG2E
 from evoattn.backends.hopper.lib.ring import Slot, sleep_until
 from evoattn.backends.hopper.lib.schedule import place
-from evoattn.backends.hopper.tiles import QUERIES, ROWS
+from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
 
 GROUPS = 3
 """Warpgroups that compute."""
@@ -74,8 +74,8 @@ def produce(variant, bid: Int32, blocks: Int32, items: Int32, args, sizes, copie
 
 @cute.jit
 def produce_statistics(
-    variant, s: Int32, bid: Int32, blocks: Int32, items: Int32, args, sizes, inverse: Float32, sS: cute.Pointer, ring, lane:
-    Int32,
+    variant, s: Int32, bid: Int32, blocks: Int32, items: Int32, args, sizes, inverse: Float32, sS: cute.Pointer, ring,
+    lane: Int32,
 ):  # fmt: skip
     """Find the statistics of the queries of a third of the tiles: terms of -lse / scale, and of -delta.
 

@@ -49,15 +49,10 @@ def _vector(x: Any, b: Any, n: Any, h: Any, q: Any, part: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class GateProduct(Kernel):
-    """o, gate [b,n,h,q,c]: o <- o * sigmoid(gate). A block reads and writes the channels of its queries once.
+    """o, gate [b,n,h,q,c]: o <- o * sigmoid(gate). A block reads and writes the channels of its queries once."""
 
-    Args:
-        dtype: cutlass type of o and the gate.
-        channels: C.
-    """
-
-    dtype: Any
-    channels: int
+    dtype: Any  # cutlass type of o and the gate
+    channels: int  # C
 
     @cute.jit
     def __call__(self, o: cute.Tensor, gate: cute.Tensor, stream: cuda.CUstream):
@@ -85,21 +80,14 @@ class GatePass(Kernel):
     """o, do, gate [b,n,h,q,c], dlse [b,n,h,q] -> do * sigmoid(gate), dlse - LN2 * delta, do * o * (1 - sigmoid(gate)).
 
     o is the gated one, so delta is the sum over c of o * do. A block reads and writes the channels of its queries once.
-
-    Args:
-        dtype: cutlass type of o, do and the gate.
-        channels: C.
-        dlse: whether lse has a gradient.
-        passes: whether the first two results are wanted.
-        gradient: whether the third is.
     """
 
-    dtype: Any
-    channels: int
+    dtype: Any  # cutlass type of o, do and the gate
+    channels: int  # C
     _: dataclasses.KW_ONLY
-    dlse: bool
-    passes: bool
-    gradient: bool
+    dlse: bool  # whether lse has a gradient
+    passes: bool  # whether the first two results are wanted
+    gradient: bool  # whether the third is
 
     @cute.jit
     def __call__(self, o, do, gate, dlse, gated, delta, dgate, stream: cuda.CUstream):

@@ -37,23 +37,17 @@ class KeyBias(Kernel):
 
     A row's end is how many keys there are up to the last one that is not masked. deep [r, keys] holds each key's bias as it
     is, measured from the row's largest, which the terms cannot hold if it is too low.
-
-    Args:
-        dtype: cutlass type of the terms.
-        mask, bias: whether they are given, and of which type the bias is.
-        clears: whether it clears what a later kernel adds to, float32 [words, 4].
-        lists: whether it also lists the rows that `mask` leaves to each panel of 64 keys, as `live_rows` reads them.
-        deep: whether it writes deep.
-        bounded: whether a finite bias below LOWEST_KEY is raised to it, as `exact` does in the forward, for the backward.
     """
 
-    dtype: Any
+    dtype: Any  # cutlass type of the terms
     _: dataclasses.KW_ONLY
-    mask: bool
+    mask: bool  # whether they are given, and of which type the bias is
     bias: Any
-    clears: bool = False
+    clears: bool = False  # whether it clears what a later kernel adds to, float32 [words, 4]
+    # whether it also lists the rows that `mask` leaves to each panel of 64 keys, as `live_rows` reads them.
     lists: bool = False
-    deep: bool = False
+    deep: bool = False  # whether it writes deep
+    # whether a finite bias below LOWEST_KEY is raised to it, as `repair` does in the forward, for the backward.
     bounded: bool = False
 
     @property

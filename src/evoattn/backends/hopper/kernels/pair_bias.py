@@ -32,19 +32,15 @@ class PairBias(Kernel):
     less than -LOWEST below it: if they are between half and twice the largest. From 2^15 on they always are; below, float32
     scores have digits enough. A mask may switch off the largest itself, so that the others count. Rows of the result start on
     16 bytes, and -inf becomes finite if dtype allows. shifts [b,h,q] is what was subtracted.
-
-    Args:
-        dtype: cutlass type of the pair bias.
-        width: elements that load at a time (1, or as many as 16 bytes hold).
-        beside: cutlass type of q, if it is not dtype. Beside float16 no bias lies below -65,504, where masked keys begin.
-        bounded: whether what lies far below the largest is brought to LOWEST, which is as good as masked: `exact` does it in
-            the forward, and this for the backward.
     """
 
-    dtype: Any
-    width: int
+    dtype: Any  # cutlass type of the pair bias
+    width: int  # elements that load at a time (1, or as many as 16 bytes hold)
     _: dataclasses.KW_ONLY
+    # cutlass type of q, if it is not dtype. Beside float16 no bias lies below -65,504, where masked keys begin.
     beside: Any = None
+    # whether what lies far below the largest is brought to LOWEST, which is as good as masked: `repair` does it in the
+    # forward, and this for the backward.
     bounded: bool = False
 
     @property
@@ -110,9 +106,9 @@ class PairBias(Kernel):
                 held = cute.make_rmem_tensor(self.width, self.dtype)
                 held.fill(0.0)
                 if x < vectors:
-                    given = self._load(pair, b, h, i, x)
+                    values = self._load(pair, b, h, i, x)
                     for y in range_constexpr(self.width):
-                        held[y] = self._clean(given[y], shift)
+                        held[y] = self._clean(values[y], shift)
                 cute.autovec_copy(held, self._vector(out, b, h, i, x))
             if lane == 0:
                 shifts[b, h, i] = shift
@@ -147,17 +143,13 @@ class PairBias(Kernel):
 class PairBiasTiles(Kernel):
     """pair_bias [b,h,q,k] of any strides -> tiles [b,h,tiles of k,tiles of q,64 * 64], zero past the ends.
 
-    Within a tile it lies as the threads of a warpgroup hold transposed scores: `dkdv` reads four numbers at a time. The
+    Within a tile it lies as the threads of a warpgroup hold transposed scores: `KeyGradients` reads four numbers at a time. The
     forward hands over [b,h,k,q], and so finds scores that are not transposed.
-
-    Args:
-        dtype: cutlass type of the pair bias.
-        wide: whether the tiles are float32, finite and over scale, as the accumulators hold it.
     """
 
-    dtype: Any
+    dtype: Any  # cutlass type of the pair bias
     _: dataclasses.KW_ONLY
-    wide: bool
+    wide: bool  # whether the tiles are float32, finite and over scale, as the accumulators hold it
 
     @property
     def tile(self) -> Any:

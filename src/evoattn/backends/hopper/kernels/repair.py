@@ -85,10 +85,10 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
             for x in range_constexpr(4):
                 out[x, y] = sums[x]
     for x in range_constexpr(2):
-        whole = arch.warp_reduction_sum(total[x], threads_in_group=4)
+        row_sum = arch.warp_reduction_sum(total[x], threads_in_group=4)
         if const_expr(variant.pair):
             real[x] = arch.warp_reduction_max(real[x], threads_in_group=4)
-        dead = whole == 0.0
+        dead = row_sum == 0.0
         again = Float32(0.0)
         if at[x] < queries:
             again = lse[b, n, h, at[x]]
@@ -96,10 +96,10 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
         if again != again or again == Float32.inf:
             for y in range_constexpr(tiles):
                 for z in range_constexpr(2):
-                    value = Float32(cutlass.select_(dead, Float32(0.0), out[2 * x + z, y] / whole))
+                    value = Float32(cutlass.select_(dead, Float32(0.0), out[2 * x + z, y] / row_sum))
                     o[b, n, h, at[x], 8 * y + 2 * t + z] = value.to(variant.dtype)
             if t == 0:
-                value = best[x] * LOG2E + cute.math.log2(whole, fastmath=True)
+                value = best[x] * LOG2E + cute.math.log2(row_sum, fastmath=True)
                 lse[b, n, h, at[x]] = cutlass.select_(dead, -Float32.inf, value)
                 if const_expr(variant.pair):
                     raised = best[x] - real[x]
@@ -114,7 +114,7 @@ def _scores(variant, rQ, args, origins: cute.Tensor, real: cute.Tensor, at, line
     With a pair bias, biases are raised to LOWEST and LOWEST_KEY, and `real` grows to the largest score of each query
     without that.
     """
-    (b, n, h), row, deep, given, scale, keys = at, args.row, args.deep, args.given, args.scale, args.k.shape[3]
+    (b, n, h), row, deep, raw_pair, scale, keys = at, args.row, args.deep, args.raw_pair, args.scale, args.k.shape[3]
     line = args.k[b, n, h, cutlass.min(j0 + g, keys - 1), None]
     S = [Float32(0.0)] * 4
     for step in range_constexpr((variant.channels + 15) // 16):
@@ -133,14 +133,14 @@ def _scores(variant, rQ, args, origins: cute.Tensor, real: cute.Tensor, at, line
         for x in range_constexpr(2):
             s, gone = S[2 * x + y] * scale + bias, dead
             if const_expr(variant.pair):
-                more = given[cutlass.min(b, given.shape[0] - 1), cutlass.min(h, given.shape[1] - 1), lines[x], key]
+                more = raw_pair[cutlass.min(b, raw_pair.shape[0] - 1), cutlass.min(h, raw_pair.shape[1] - 1), lines[x], key]
                 more = more.to(Float32)
                 gone = dead | (more == -Float32.inf)
                 more -= origins[x]
-                whole = S[2 * x + y] * scale + more
+                score = S[2 * x + y] * scale + more
                 if const_expr(variant.row):
-                    whole += deep[r, key]
-                real[x] = arch.fmax(real[x], cutlass.select_(gone, -Float32.inf, whole))
+                    score += deep[r, key]
+                real[x] = arch.fmax(real[x], cutlass.select_(gone, -Float32.inf, score))
                 s += cutlass.select_(more < LOWEST, Float32(LOWEST), more)
             out[2 * x + y] = cutlass.select_(gone, -Float32.inf, s)
     return out

@@ -46,7 +46,7 @@ def step_of(dtype: Any) -> float:
 
 
 def write_statistics(to: Any, q: Any, low: Any, delta: Any, alpha: Any, dtype: Any) -> None:
-    """Write the statistics of query q of a tile for `dkdv`, as eight channels of its products: l0 l1 l2 u w u d0 d1.
+    """Write the statistics of query q of a tile for `KeyGradients`, as eight channels of its products: l0 l1 l2 u w u d0 d1.
 
     l are terms of -LSE / scale, from `low` times alpha = 1 / scale; u meets the terms of a key's bias; d are terms of -delta,
     d2 stands in w in bfloat16. float16 has VETO there, which meets a masked key.
@@ -66,18 +66,13 @@ class Statistics(Kernel):
     """o, do [b,n,h,q,c], lse, dlse [b,n,h,q] -> stats [b,n,h,tiles * TILE]. A thread finds those of one query.
 
     It runs if `QueryGradients`, which also finds them, does not.
-
-    Args:
-        dtype: cutlass type of o and do.
-        channels: C.
-        dlse: whether lse has a gradient.
-        gate: whether a gate multiplies O. Then `GatePass` has found delta, which comes with dlse, and o is not read.
     """
 
-    dtype: Any
-    channels: int
+    dtype: Any  # cutlass type of o and do
+    channels: int  # C
     _: dataclasses.KW_ONLY
-    dlse: bool = False
+    dlse: bool = False  # whether lse has a gradient
+    # whether a gate multiplies O. Then `GatePass` has found delta, which comes with dlse, and o is not read.
     gate: bool = False
 
     @cute.jit

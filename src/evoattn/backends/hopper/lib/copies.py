@@ -14,19 +14,6 @@ from evoattn.backends.hopper.lib.primitives import finite_two
 from evoattn.backends.hopper.lib.ring import Ring
 from evoattn.backends.hopper.tiles import KEYS, ROWS
 
-__all__ = [
-    "Tma",
-    "TmaTiles",
-    "bulk_load",
-    "clear_numbers",
-    "clear_rows",
-    "fill_zeros",
-    "load_panel",
-    "load_tma",
-    "store_rows",
-    "store_tma",
-]
-
 _VECTOR = 8  # elements of 16 bytes
 _TILES = 4  # tiles of keys of a panel that load together
 
@@ -74,12 +61,12 @@ class TmaTiles:
         return cls(tma.atom, gX, sX)
 
     def load(self, at: tuple[Any, ...], to: Any, ring: Ring, stage: Any) -> None:
-        """Load the tile at `at` into tile `to` of shared memory, for a stage of a ring, by a whole warp."""
+        """Load the tile at `at` into tile `to` of shared memory, for a stage of a ring, by all threads of a warp."""
         source = (None, *at)
         cute.copy(self.atom, self.gX[source], self.sX[None, to], tma_bar_ptr=ring.barrier(stage))
 
     def store(self, tile: Any, to: tuple[Any, ...]) -> None:
-        """Store a tile of shared memory, by a whole warp."""
+        """Store a tile of shared memory, by all threads of a warp."""
         target = (None, *to)
         cute.copy(self.atom, self.sX[None, tile], self.gX[target])
 
@@ -87,22 +74,15 @@ class TmaTiles:
 def bulk_load(source: Any, target: Any, ring: Ring, stage: Any) -> None:
     """Load a contiguous tensor into shared memory, for a stage of a ring, by one thread."""
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), target.element_type)
-    whole, part = (cute.group_modes(x, 0, cute.rank(x)) for x in (source, target))
-    cute.copy(atom, whole, part, mbar_ptr=ring.barrier(stage))
+    gX, sX = (cute.group_modes(x, 0, cute.rank(x)) for x in (source, target))
+    cute.copy(atom, gX, sX, mbar_ptr=ring.barrier(stage))
 
 
 @cute.jit
 def load_panel(
-    pair: cute.Tensor,
-    tiles: cute.Tensor,
-    b: Int32,
-    h: Int32,
-    first: Int32,
-    queries: cutlass.Constexpr,
-    blocks: Int32,
-    thread: Int32,
-    threads: cutlass.Constexpr,
-):
+    pair: cute.Tensor, tiles: cute.Tensor, b: Int32, h: Int32, first: Int32, queries: cutlass.Constexpr, blocks: Int32,
+    thread: Int32, threads: cutlass.Constexpr,
+):  # fmt: skip
     """Load pair [b|1,h|1,q,k] from query `first` on into tiles [ROWS, KEYS, blocks * queries / ROWS], zero past the end.
 
     All threads load 16 bytes at a time, once for all rows n. Keys are contiguous; each line of them starts on 16 bytes and has
@@ -126,7 +106,7 @@ def load_panel(
         for u in range_constexpr(_TILES * each):
             j = j0 + u // each
             if j < blocks:
-                if const_expr(dtype is BFloat16):  # float16's -inf ends in NaN and so in `exact`
+                if const_expr(dtype is BFloat16):  # float16's -inf ends in NaN and so in `repair`
                     for y in range_constexpr(4):
                         held[u][y] = finite_two(held[u][y])
                 row = rows[u % each]
@@ -135,7 +115,7 @@ def load_panel(
 
 
 def store_rows(values: Any, factor: Any, tile: Any, lane: Any, dtype: Any) -> None:
-    """A warp's 16 rows of an accumulator, times factor, into a swizzled 16-row tile."""
+    """Store a warp's 16 rows of an accumulator, times factor, in a swizzled tile."""
     stm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     for x in range(cute.size(values) // 8):
         scaled = cute.make_rmem_tensor(8, Float32)
@@ -149,7 +129,7 @@ def store_rows(values: Any, factor: Any, tile: Any, lane: Any, dtype: Any) -> No
 
 @cute.jit
 def fill_zeros(tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> None:
-    """Zeros in a tile of shared memory, by all threads of a block, for the copy engine to take from there."""
+    """Fill a tile of shared memory with zeros that the copy engine stores, by all threads of a block."""
     width = cute.size(tile, mode=[1])
     for x in cutlass.range(tid, cute.size(tile), threads):
         tile[x // width, x % width] = tile.element_type(0.0)
@@ -158,7 +138,7 @@ def fill_zeros(tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> Non
 
 @cute.jit
 def clear_rows(to: cute.Tensor, first: Int32, lane: Int32) -> None:
-    """Zeros in 64 rows of a tensor [l,d], or as many as there are from `first` on, by a warp."""
+    """Clear 64 rows of a tensor [l,d], or as many as there are from `first` on, by a warp."""
     each = cute.size(to, mode=[1]) // 8
     held = cute.make_rmem_tensor(8, to.element_type)
     held.fill(0.0)
@@ -170,7 +150,7 @@ def clear_rows(to: cute.Tensor, first: Int32, lane: Int32) -> None:
 
 @cute.jit
 def clear_numbers(to: cute.Tensor, first: Int32, lane: Int32) -> None:
-    """Zeros in 64 numbers of a tensor [l], or as many as there are from `first` on, by a warp."""
+    """Clear 64 numbers of a tensor [l], or as many as there are from `first` on, by a warp."""
     for x in range_constexpr(ROWS // 32):
         if first + x * 32 + lane < to.shape[0]:
             to[first + x * 32 + lane] = Float32(0.0)

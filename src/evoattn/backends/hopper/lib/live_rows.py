@@ -21,8 +21,6 @@ from evoattn.backends.hopper.lib.copies import clear_numbers
 from evoattn.backends.hopper.lib.schedule import CHANGE, change_of, first_row, place, share
 from evoattn.backends.hopper.tiles import ROWS
 
-__all__ = ["clear_skipped", "line_time", "next_panel", "row_at_rank"]
-
 
 def _load(x: Any, *at: Any) -> Any:
     return arch.load(x.iterator + cute.crd2idx(at, x.layout), Int32, cop="cg")

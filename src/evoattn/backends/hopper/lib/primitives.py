@@ -9,38 +9,6 @@ from cutlass import BFloat16, Float32, Int32, cute, select_
 from cutlass.cute import arch, make_tiled_mma, tile_to_shape
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-__all__ = [
-    "DEAD",
-    "LN2",
-    "LOG2E",
-    "LOWEST",
-    "LOWEST_KEY",
-    "MASKED",
-    "SHALLOW",
-    "VECTOR",
-    "VETO",
-    "add_four",
-    "coefficients",
-    "exp2",
-    "finite",
-    "finite_two",
-    "fma",
-    "k_major",
-    "lanes",
-    "mma_m16n8k16",
-    "mn_major",
-    "multiply",
-    "narrow",
-    "of_quad",
-    "packed",
-    "padded",
-    "pin_registers",
-    "sigmoid",
-    "store_remote",
-    "three_terms",
-    "unseen",
-]
-
 LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
 
@@ -51,8 +19,8 @@ SHALLOW = -(2.0**99)
 """The lowest finite bias: still lower ones are raised to it, so that MASKED stays lower than every finite bias."""
 
 LOWEST = -(2.0**14)
-"""Where all keys that a query attends to have a pair bias below this, they have this: divided by the scale it leaves a float32
-score its digits."""
+"""The lowest pair bias: if all keys that a query attends to lie below it, they are raised to it. Divided by the scale it leaves
+a float32 score its digits."""
 
 LOWEST_KEY = 2 * LOWEST
 """The same for key-wise biases, where a pair bias of -inf leaves a query only keys that such a bias masks."""
@@ -63,25 +31,11 @@ DEAD = -(2.0**100)
 VETO = 2.0**15
 """float16 cannot hold MASKED: two more terms of a masked key, -VETO, meet VETO in the queries' operand."""
 
-VECTOR = 8
-"""Channels that a thread of an elementwise pass loads at once: 16 bytes."""
-
 _SWIZZLED = {
     16: (warpgroup.SmemLayoutAtomKind.K_SW32, warpgroup.SmemLayoutAtomKind.MN_SW32),
     32: (warpgroup.SmemLayoutAtomKind.K_SW64, warpgroup.SmemLayoutAtomKind.MN_SW64),
     64: (warpgroup.SmemLayoutAtomKind.K_SW128, warpgroup.SmemLayoutAtomKind.MN_SW128),
 }
-
-
-def padded(channels: int) -> int:
-    """The channels of a shared-memory tile: 16, 32 or 64. What lies past the tensor's own is read as zero."""
-    return next(size for size in _SWIZZLED if size >= channels)
-
-
-def lanes(channels: int) -> int:
-    """The threads of an elementwise pass that share a query, `VECTOR` channels each: a power of two, so that a warp has whole
-    queries."""
-    return 1 << (channels // VECTOR - 1).bit_length()
 
 
 def k_major(dtype: Any, rows: int, columns: int, buffers: int) -> Any:
@@ -122,10 +76,10 @@ def coefficients(to: Any, alpha: Any, t4: Any, dtype: Any) -> None:
     a0, a1, a2 = three_terms(alpha, dtype)
     veto = dtype(0.0 if dtype is BFloat16 else VETO)
     to[0] = to[2] = select_(t4 == 2, a1, select_(t4 == 3, veto, a0))
-    to[1] = to[3] = of_quad(t4, a0, a1, a2, veto)
+    to[1] = to[3] = select_quad(t4, a0, a1, a2, veto)
 
 
-def of_quad(t4: Any, *four: Any) -> Any:
+def select_quad(t4: Any, *four: Any) -> Any:
     """The one of four values that is meant for this thread of a quad."""
     return select_(t4 == 0, four[0], select_(t4 == 1, four[1], select_(t4 == 2, four[2], four[3])))
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from cutlass import Int32, Int64, cute
 from cutlass.cute import arch
 
-__all__ = ["Ring", "Slot", "release", "sleep_until"]
-
 
 class Slot(NamedTuple):
     """A stage of a ring, and the parity of the round in which the ring comes to it."""

@@ -5,8 +5,8 @@ that it changes panels as seldom as possible. Blocks that work on different pane
 find them in the L2 cache if they do so at the same time.
 
 **Forward.** A panel has 128 queries. Its rows are interleaved: with S blocks to a panel, consecutive positions are rows 0, S,
-2S, ..., then 1, S + 1, ..., and each block begins where the panel's first whole block begins. Rows in order took 36% longer at
-8 heads.
+2S, ..., then 1, S + 1, ..., and each block begins where the panel's first full stretch begins. Rows in order took 36% longer
+at 8 heads.
 
 **Backward.** The line counts time. A unit is a row long, and the time that a block takes to change to a panel lies before it.
 The rows of a panel are done in the order of time: a position that its block reaches sooner is a lower row, whichever block that
@@ -24,22 +24,6 @@ from cutlass import min as smaller
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.tiles import FORWARD_QUERIES, ROWS
-
-__all__ = [
-    "CHANGE",
-    "change_of",
-    "first_row",
-    "interleaved_row",
-    "opening",
-    "panel_phase",
-    "panel_start",
-    "place",
-    "reached",
-    "row",
-    "share",
-    "stretch",
-    "uniform_row",
-]
 
 CHANGE = 3
 """Rows in whose time a block of the backward changes to another panel: a pair bias is loaded, and its gradient is stored."""
@@ -131,7 +115,7 @@ def change_of(n: Any, each: Any) -> Any:
 
 
 def first_row(panel: Any, n: Any, change: Any) -> Any:
-    """When the rows of a panel begin, where each has n."""
+    """The time at which the rows of a panel begin, if each panel has n."""
     return panel * (n + change) + change
 
 
@@ -152,10 +136,10 @@ def opening(start: Any, n: Any, each: Any, block: Any, unit: Any) -> tuple[Any, 
     mine = smaller(n, each - past)
     phase = past % n
     turned = larger(phase + mine - n, 0)
-    whole = (past + n) // each
-    last = (past + n) % each * _one(whole)
+    full = (past + n) // each
+    last = (past + n) % each * _one(full)
     first = start // each
-    return phase, turned, mine - turned, larger(whole - 1, 0), last, block - first, (unit - block * each) % n
+    return phase, turned, mine - turned, larger(full - 1, 0), last, block - first, (unit - block * each) % n
 
 
 def row(position: Any, n: Any, panel: tuple[Any, ...]) -> Any:

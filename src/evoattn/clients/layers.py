@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,9 +40,18 @@ With 16 heads these are the 2^24 scores of `calls.host_sets_pace`.
 at 304. The trunk at 152 residues took 1.5 and 2.4 s.
 """
 
-_counterparts: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[nn.Module, ...], tuple[Settings, ...], Ours | None, str]]
-_counterparts = weakref.WeakKeyDictionary()
-"""For each layer of a client: its modules, their settings, the layer of `evoattn.nn` for it, and why there is none, or ""."""
+
+class _Counterpart(NamedTuple):
+    """The layer of `evoattn.nn` for a client's layer, or why there is none; "" if the client's own is as fast."""
+
+    layer: Ours | None
+    reason: str
+    modules: tuple[nn.Module, ...] = ()
+    settings: tuple[Settings, ...] = ()
+
+
+_counterparts: weakref.WeakKeyDictionary[nn.Module, _Counterpart] = weakref.WeakKeyDictionary()
+"""For each layer of a client the counterpart that its last call had."""
 
 _FEW_RESIDUES = "float32 with few residues, where the client's own layer takes less of the host"
 
@@ -81,9 +90,9 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
         values = (*args, *kwargs.values())
         counterpart, reason = None, _too_small(values, least_trained if torch.is_grad_enabled() else least)
         if not reason:
-            counterpart, reason = _counterpart(self)
+            counterpart, reason = _counterpart(self, values)
         if counterpart is not None:
-            reason = counterpart.observed() or _slower_in_float32(counterpart, values)
+            reason = counterpart.observed()
             if not reason:
                 try:
                     result = counterpart(by_name(names, args, kwargs), self)
@@ -106,9 +115,9 @@ def _too_small(arguments: tuple[Any, ...], least: int) -> str:
     return f"fewer than {least} residues, where the client's own layers take less of the host"
 
 
-def _slower_in_float32(counterpart: Ours, arguments: tuple[Any, ...]) -> str:
+def _slower_in_float32(counterpart: Ours | None, arguments: tuple[Any, ...]) -> str:
     """The reason why a float32 call on a GPU is left to the client, or ""."""
-    if not is_float32_on_gpu(arguments):
+    if counterpart is None or not is_float32_on_gpu(arguments):
         return ""
     if counterpart.is_block or isinstance(counterpart.layer, (Transition, TriangleMultiplication)):
         return _WIDE
@@ -118,24 +127,32 @@ def _slower_in_float32(counterpart: Ours, arguments: tuple[Any, ...]) -> str:
     return _FEW_RESIDUES if (residues(arguments, 3) or least) < least else ""
 
 
-def _counterpart(module: nn.Module) -> tuple[Ours | None, str]:
-    """The layer of `evoattn.nn` for a client's layer, or None and the reason; "" if the client's own is as fast.
+def _counterpart(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Ours | None, str]:
+    """The layer of `evoattn.nn` that computes a call of a client's layer, or None and the reason.
 
-    It is made anew when a module or a setting in the layer changed.
+    It is made anew when a module or a setting in the layer changed. A look at all of them takes the host as long as several
+    kernels, so a layer that is left to the client anyway gets none.
     """
+    known = _counterparts.get(module)
+    if known is not None:
+        if known.layer is None and not known.reason:
+            return None, ""
+        if reason := _slower_in_float32(known.layer, arguments):
+            return None, reason
     method = overridden(module, entries=False)
     if method:
         return None, f"a {type(module).__name__} overrides {method}"
     modules = tuple(module.modules())[1:]  # not the layer itself, which must not keep itself alive
-    known = _counterparts.get(module)
-    if known is None or not _holds(module, modules, *known[:2]):
-        counterpart, reason = None, ""
+    if known is None or not _holds(module, modules, known.modules, known.settings):
+        layer, reason = None, ""
         try:
-            counterpart = Ours.of(module, entries=False)
+            layer = Ours.of(module, entries=False)
         except ValueError as error:
             reason = str(error)
-        known = _counterparts[module] = modules, tuple(map(settings, (module, *modules))), counterpart, reason
-    return known[2:]
+        known = _counterparts[module] = _Counterpart(layer, reason, modules, tuple(map(settings, (module, *modules))))
+        if reason := _slower_in_float32(layer, arguments):
+            return None, reason
+    return known.layer, known.reason
 
 
 def _holds(

@@ -30,7 +30,8 @@ from evoattn.bench.clock import Clock, clock_for
 from evoattn.bench.record import write_text
 from evoattn.pair import triangle_multiplication
 from evoattn.pair.multiplication import reference
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.values import MultiplicationOptions as Options
+from evoattn.pair.values import MultiplicationWeights as Weights
 
 CHANNELS = 128
 VERIFIED = 200

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evoattn.nn import AttentionPairBias, PairBlock, PairformerBlock, Transition, TriangleMultiplication
 from evoattn.nn.multiplication import JoinedTriangleMultiplication
-from evoattn.pair.multiplication import exchanged
+from evoattn.pair.multiplication import products
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
@@ -154,9 +154,9 @@ def of_blocks(mesh: Any, two: Any) -> dict[str, float]:
     for module in (hooked.pair_stack.tri_mul_out.linear_a_p, hooked.pair_stack.tri_mul_in.linear_z):
         module.register_forward_hook(lambda *_: None)
     errors["hooks"] = worst(together(hooked, given, mesh, rows), expected)
-    exchanged._SLICES = 1
+    products._SLICES = 1
     errors["one slice"] = worst(together(layer, given, mesh, rows), expected)
-    exchanged._SLICES = 4
+    products._SLICES = 4
     errors["fsdp"] = fsdp(mesh, given, expected)
     errors["dropout"] = dropout(mesh, given)
     return errors
@@ -266,7 +266,7 @@ def many(mesh: Any, two: Any) -> dict[str, Any]:
 
 def process(rank: int, folder: str, which: str) -> None:
     torch.set_num_threads(1)
-    exchanged._SLICE_BYTES = 1
+    products._SLICE_BYTES = 1
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
     look = {"few": few, "many": many}[which]
     found = look(init_device_mesh("cpu", (PROCESSES,)), init_device_mesh("cpu", (2, 2)))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from evoattn.pair import triangle_multiplication
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.values import MultiplicationOptions as Options
+from evoattn.pair.values import MultiplicationWeights as Weights
 from evoattn.testing import relative_error
 
 __all__ = ["call", "differentiated", "inputs", "truth", "weights", "worst"]

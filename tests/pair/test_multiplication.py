@@ -11,7 +11,8 @@ from evoattn.compat.cuequivariance import triangle_multiplicative_update
 from evoattn.nn import TriangleMultiplication
 from evoattn.pair import triangle_multiplication
 from evoattn.pair.checking import cast
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.values import MultiplicationOptions as Options
+from evoattn.pair.values import MultiplicationWeights as Weights
 from evoattn.testing import dense_layers, relative_error
 from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
 

@@ -11,7 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from evoattn.pair.multiplication import steps
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.values import MultiplicationOptions as Options
+from evoattn.pair.values import MultiplicationWeights as Weights
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, report, target
 from tests.pair.problems import weights
 

@@ -7,7 +7,7 @@ import torch
 
 from evoattn.bench.timing import captured
 from evoattn.pair.multiplication import call as multiplication
-from evoattn.pair.multiplication.values import Options
+from evoattn.pair.values import MultiplicationOptions as Options
 from evoattn.testing import relative_error
 from tests.pair.problems import call, differentiated, inputs, truth, weights
 
@@ -55,7 +55,7 @@ def test_which_calls_have_kernels() -> None:
                                  (128, torch.float64, False)):  # fmt: skip
         z = torch.empty(1, 4, 4, channels, device="cuda", dtype=dtype)
         given = weights(channels, channels, bias=False, dtype=dtype, device="cuda")
-        assert multiplication._has_kernels(z, given) == has
+        assert multiplication._OPERATOR.has_kernels(z, given) == has
 
 
 def test_two_runs_and_a_graph_are_bit_equal() -> None:

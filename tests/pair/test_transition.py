@@ -10,7 +10,8 @@ import torch
 from evoattn.pair import transition
 from evoattn.pair.checking import cast
 from evoattn.pair.transitions import call as transition_call
-from evoattn.pair.transitions.values import Options, Weights
+from evoattn.pair.values import TransitionOptions as Options
+from evoattn.pair.values import TransitionWeights as Weights
 from evoattn.testing import relative_error
 from tests.pair.problems import differentiated, worst
 from tests.pair.transitions import call, inputs, truth, weights
@@ -182,13 +183,13 @@ def test_inference_takes_some_rows_at_a_time(masked: bool, monkeypatch: pytest.M
     given, (x, mask, _) = weights(6, 10, gated=True, bias=True), inputs((3, 5), 6)
     options, rows = Options(1e-5, residual=True), list[int]()
     right = call(x, mask if masked else None, given, options).detach()
-    reference = transition_call.reference
+    dense = transition_call._dense
 
     def watched(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         rows.append(x.numel() // 6)
-        return reference(x, *rest)
+        return dense(x, *rest)
 
-    monkeypatch.setattr(transition_call, "reference", watched)
+    monkeypatch.setattr(transition_call, "_dense", watched)
     monkeypatch.setattr(transition_call, "_CHUNK", 4)
     with torch.no_grad():
         torch.testing.assert_close(call(x, mask if masked else None, given, options), right)

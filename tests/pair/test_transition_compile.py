@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from evoattn.pair.transitions import steps
-from evoattn.pair.transitions.values import Options, Weights
+from evoattn.pair.values import TransitionOptions as Options
+from evoattn.pair.values import TransitionWeights as Weights
 from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, report, target
 from tests.pair.transitions import weights
 
@@ -22,11 +23,11 @@ def compiled(arch: str, channels: int, dtype: torch.dtype, *, gated: bool = True
     given = Weights(*[y if y is None else y.detach() for y in given])  # type: ignore[arg-type]
     x, mask = torch.empty(rows, channels), torch.empty(rows) if bias else None
     widths = (channels, channels, hidden, 2 * hidden if gated else hidden)
-    operands = steps.Operands(*[torch.empty(rows, width, dtype=dtype) for width in widths])
+    operands = [torch.empty(rows, width, dtype=dtype) for width in widths]
     with target(arch) as kernels:
         sums = torch.empty(steps.programs(x, given), 3, channels)
         steps.forward(x, mask, given, options)
-        steps.backward(x, x, mask, given, options, torch.empty_like(x), operands, sums)
+        steps.launch_backward(x, x, mask, given, options, torch.empty_like(x), steps.Operands(*operands, sums))
     assert [kernel.metadata.name for kernel in kernels] == ["forward_kernel", "backward_kernel"]
     return kernels
 

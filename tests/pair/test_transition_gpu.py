@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from evoattn.bench.timing import captured
-from evoattn.pair.transitions import autograd
 from evoattn.pair.transitions import call as transition
+from evoattn.pair.transitions import steps
 from evoattn.pair.transitions.call import reference
-from evoattn.pair.transitions.values import Options
+from evoattn.pair.values import TransitionOptions as Options
 from evoattn.testing import relative_error
 from tests.pair.problems import differentiated
 from tests.pair.transitions import call, inputs, is_close, truth, weights
@@ -52,7 +52,7 @@ def test_tf32_products_are_as_exact_as_torch(gated: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_chunks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "_CHUNK", 512)
+    monkeypatch.setattr(steps, "_CHUNK", 512)
     given = weights(128, 512, gated=True, bias=True, dtype=dtype, device="cuda")
     x, mask, do = inputs((2, 1111), 128, dtype, "cuda")
     options = Options(1e-5, residual=True)
@@ -65,7 +65,7 @@ def test_which_calls_have_kernels() -> None:
                                  (128, torch.float64, False)):  # fmt: skip
         x = torch.empty(4, channels, device="cuda", dtype=dtype)
         given = weights(channels, channels, gated=True, bias=False, dtype=dtype, device="cuda")
-        assert transition._has_kernels(x, given) == has
+        assert transition._OPERATOR.has_kernels(x, given) == has
 
 
 def test_two_runs_and_a_graph_are_bit_equal() -> None:
@@ -88,8 +88,8 @@ def test_two_runs_and_a_graph_are_bit_equal() -> None:
 def test_the_result_may_be_written_to_x() -> None:
     given = weights(128, 512, gated=True, bias=False, dtype=torch.bfloat16, device="cuda")
     x = inputs((100_003,), 128, torch.float32, "cuda")[0].detach()
-    right = autograd.forward(x, None, given, Options(1e-5, True))
-    assert torch.equal(autograd.forward(x, None, given, Options(1e-5, True), out=x), right)
+    right = steps.forward(x, None, given, Options(1e-5, True))[0]
+    assert torch.equal(steps.forward(x, None, given, Options(1e-5, True), out=x)[0], right)
 
 
 def test_a_forward_allocates_its_result_alone() -> None:

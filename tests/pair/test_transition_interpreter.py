@@ -20,9 +20,10 @@ else:
     interpreter.patch()
 
     import evoattn.pair
-    from evoattn.pair.transitions import autograd, steps
-    from evoattn.pair.transitions import call as transition
-    from evoattn.pair.transitions.values import Options, Weights
+    from evoattn.pair.operators import Operator
+    from evoattn.pair.transitions import steps
+    from evoattn.pair.values import TransitionOptions as Options
+    from evoattn.pair.values import TransitionWeights as Weights
     from tests.pair.problems import differentiated, worst
     from tests.pair.transitions import call, inputs, is_close, truth, weights
 
@@ -46,9 +47,9 @@ else:
 
             return run
 
-        for name in ("forward", "backward"):
+        for name in ("forward", "launch_backward"):
             monkeypatch.setattr(steps, name, counted(name))
-        monkeypatch.setattr(transition, "_has_kernels", lambda x, weights: True)
+        monkeypatch.setattr(Operator, "has_kernels", lambda *_: True)
         return taken
 
     CASES = [(dtype, SIZES[0]) for dtype in DTYPES] + [(torch.float32, sizes) for sizes in SIZES[1:]]
@@ -65,19 +66,19 @@ else:
         found = differentiated(call(x, mask if bias else None, given, options), x, given, do)
         assert {y.dtype for y in found} == {dtype}
         assert is_close(found, x, mask if bias else None, given, options, do)
-        assert launches == ["forward", "backward"]
+        assert launches == ["forward", "launch_backward"]
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_chunks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
         """The last one is smaller."""
-        monkeypatch.setattr(autograd, "_CHUNK", 64)
+        monkeypatch.setattr(steps, "_CHUNK", 64)
         given = weights(16, 32, gated=True, bias=True, dtype=dtype)
         x, mask, do = inputs((150,), 16, dtype)
         options = Options(1e-5, residual=True)
         found = differentiated(call(x, mask, given, options), x, given, do)
         assert {y.dtype for y in found} == {dtype}
         assert is_close(found, x, mask, given, options, do)
-        assert launches == ["forward", "backward", "backward", "backward"]
+        assert launches == ["forward", "launch_backward", "launch_backward", "launch_backward"]
 
     def problem(gated: bool = True) -> tuple[Any, ...]:
         """x in float32 beside products in float32, a mask, biases, the residual: arguments of `call`, and a cotangent."""
@@ -114,7 +115,7 @@ else:
         """The gradient of x is the same bit for bit, and nothing is made for the weights."""
         (x, mask, given, options), do = problem()
         both = differentiated(call(x, mask, given, options), x, given, do)[1]
-        monkeypatch.setattr(autograd, "_with_weights", None)
+        monkeypatch.setattr(steps, "_with_weights", None)
         frozen: Any = [y.detach() for y in given]
         (alone,) = torch.autograd.grad(call(x, mask, Weights(*frozen), options), x, do)
         assert torch.equal(alone, both)
@@ -132,7 +133,7 @@ else:
     def test_into_x_without_a_copy() -> None:
         (x, mask, given, options), _ = problem()
         rows, factors = x.detach().flatten(0, 1), mask.flatten()
-        assert autograd.forward(rows, factors, given, options, out=rows) is rows
+        assert steps.forward(rows, factors, given, options, out=rows)[0] is rows
 
     def test_only_x_and_weights_are_saved() -> None:
         (x, mask, given, options), _ = problem()
@@ -153,7 +154,7 @@ else:
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         found = differentiated(compiled(x, mask, given, options), x, given, do)
         assert worst(found, truth(x, mask, given, options, do)) < 2e-6
-        assert launches == ["forward", "backward"]
+        assert launches == ["forward", "launch_backward"]
 
     @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "relu"])
     def test_the_operators_are_well_defined(gated: bool) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from evoattn.pair import transition
 from evoattn.pair.transitions.call import reference
-from evoattn.pair.transitions.values import Options, Weights
+from evoattn.pair.values import TransitionOptions as Options
+from evoattn.pair.values import TransitionWeights as Weights
 from evoattn.testing import relative_error
 from tests.pair.problems import differentiated
 

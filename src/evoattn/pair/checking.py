@@ -14,7 +14,18 @@ from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.checks import check_mask, compute_dtype
 from evoattn.dispatch.distributed import is_distributed
 
-__all__ = ["cast", "check_mask_of", "check_out", "check_shapes", "check_tensors", "direct", "norm", "result_dtype", "written"]
+__all__ = [
+    "cast",
+    "cast_gradients",
+    "check_mask_of",
+    "check_out",
+    "check_shapes",
+    "check_tensors",
+    "direct",
+    "norm",
+    "records",
+    "result_dtype",
+]
 
 Weights = TypeVar("Weights", bound=Any)
 """A named tuple of tensors, of which some may be None."""
@@ -79,6 +90,12 @@ def cast(x: Tensor, weights: Weights, product: Tensor) -> Weights:
     return type(weights)._make(values)  # type: ignore[no-any-return]
 
 
+def cast_gradients(gradients: Weights, weights: Weights) -> Weights:
+    """Cast gradients to the dtypes of their weights. A weight that is None has none."""
+    pairs = zip(gradients, weights, strict=True)
+    return type(weights)._make([None if x is None or dx is None else dx.to(x.dtype) for dx, x in pairs])  # type: ignore[no-any-return]
+
+
 def check_mask_of(name: str, x: Tensor, mask: Tensor | None) -> None:
     """Raise TypeError or ValueError unless the mask broadcasts to the leading axes of x and is on its device."""
     check_mask("mask", mask, tuple(x.shape[:-1]))
@@ -96,11 +113,9 @@ def direct(out: Tensor | None, x: Tensor, *others: Tensor | None) -> Tensor | No
     return None if any(y is not None and y.untyped_storage().data_ptr() == memory for y in (x, *others)) else out
 
 
-def written(out: Tensor) -> Tensor:
-    """`out`, which kernels have written: autograd learns that what it may have saved has changed."""
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
-    return out
+def records(*tensors: Tensor | None) -> bool:
+    """Return whether autograd would record a call with these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,17 +1,19 @@
-"""What the launches of the pair operators share: tiles, and norms and biases that are not given."""
+"""Launches of the pair operators: tiles, and norms and biases that are None."""
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from evoattn.backends.triton import cards
+from evoattn.backends.triton.cards import split_precision
+from evoattn.backends.triton.launch import Kernel, launch_kernel
 from evoattn.core.devices import constant
 from evoattn.core.sizes import power_of_two
 
-__all__ = ["Tile", "affine", "narrowed", "shift"]
+__all__ = ["Tile", "affine", "shift", "start"]
 
 
 class Tile(NamedTuple):
@@ -23,11 +25,20 @@ class Tile(NamedTuple):
     stages: int
 
 
-@functools.cache
-def narrowed(tile: Tile, channels: int, dtype: torch.dtype) -> Tile:
-    """A tile that suits 128 channels in 16 bits, or a smaller one if a row takes more registers."""
-    wider = max(1, power_of_two(channels) // 128) * (dtype.itemsize // 2)
-    return Tile(max(16, tile.rows // wider), max(16, tile.channels // wider), tile.warps, tile.stages if wider == 1 else 1)
+def start(
+    kernel: Kernel,
+    tile: Tile,
+    tensors: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    *numbers: float,
+    channels: int,
+    **constants: Any,
+) -> None:
+    """Launch a kernel over all rows of so many channels: `numbers[0]` of them. `dtype` is that of the products."""
+    constants |= {"C": channels, "BLOCK_R": tile.rows, "BLOCK_C": power_of_two(channels)}
+    constants |= {"FAST": cards.capability(tensors[0].device) is not None, "PRECISION": split_precision(dtype, channels)}
+    constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch_kernel(kernel, -(-int(numbers[0]) // tile.rows), tensors, *numbers, **constants)
 
 
 def affine(weight: Tensor | None, bias: Tensor | None, z: Tensor, channels: int) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,25 @@
-"""Operators of the pair block: schemas, fake functions and autograd.
+"""Operators of the pair block: schemas, fake functions, autograd, and the way that a call takes.
 
-An operator takes the input, the mask or None, the fields of `Weights` and those of `Options`. It returns the result, then the
-tensors that its backward reads besides. The backward returns the gradients of the input and of all weights: one that is not
-needed, or of a weight that is None, has no elements.
+An operator of torch takes the input, the mask or None, the weights and the options. It returns the result, then the tensors
+that its backward reads besides. The backward returns the gradients of the input and of all weights: one that is not needed, or
+of a weight that is None, has no elements.
 """
 
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evoattn.core import guards
+from evoattn.core.devices import installed, uncast
 from evoattn.dispatch.autograd import once_differentiable
+from evoattn.dispatch.distributed import Split
 from evoattn.dispatch.operators import LIBRARY
+from evoattn.pair.checking import check_out, direct, records, result_dtype
 
 __all__ = ["Operator"]
 
@@ -27,15 +31,30 @@ class Operator:
         name: of the operator.
         x: the name of its input.
         weights, options: the named tuples of its parameters and settings.
-        steps: the module that has `forward`, `outline` (empty tensors like the results of `forward`) and `backward`.
+        steps: returns the module of its kernels, which has `takes`, `forward` and `backward`. It needs Triton.
+        outline: returns empty tensors like the results of `forward`, from x, weights and options.
+        reference: the same in plain torch. It takes x, the mask, weights and options.
+        axes: how many axes of x the kernels take, besides one for all leading axes.
         saved: names of the tensors that the backward reads besides.
         required: weights that are never None.
     """
 
     def __init__(
-        self, name: str, x: str, weights: Any, options: Any, steps: Any, saved: tuple[str, ...] = (), required: Any = ()
+        self,
+        name: str,
+        x: str,
+        weights: Any,
+        options: Any,
+        *,
+        steps: Callable[[], Any],
+        outline: Callable[..., tuple[Tensor, ...]],
+        reference: Callable[..., Tensor],
+        axes: int,
+        saved: tuple[str, ...] = (),
+        required: tuple[str, ...] = (),
     ) -> None:
-        self.weights, self.options, self.steps = weights, options, steps
+        self.weights, self.options, self.axes = weights, options, axes
+        self.steps, self.outline, self.reference = steps, outline, reference
         self.saved, self.count = len(saved), len(weights._fields)
         kinds = typing.get_type_hints(options)
         tensors = ", ".join(f"Tensor{'' if field in required else '?'} {field}" for field in weights._fields)
@@ -55,21 +74,74 @@ class Operator:
         self.forward = getattr(torch.ops.evoattn, name).default
         self.backward = getattr(torch.ops.evoattn, f"{name}_backward").default
 
-    def record(self, x: Tensor, mask: Tensor | None, weights: Any, options: Any) -> Tensor:
-        """Compute the result, with gradients for x and the weights, without the dispatcher."""
-        return _Recorded.apply(self, x, mask, options, *weights)  # type: ignore[no-untyped-call, no-any-return]
+    def __call__(
+        self, x: Tensor, mask: Tensor | None, weights: Any, options: Any, out: Tensor | None = None, split: Split | None = None
+    ) -> Tensor:
+        """Compute the result by kernels if they take the call, else in plain torch.
+
+        Args:
+            x, mask: checked, with all leading axes.
+            weights, options: named tuples. Weights are contiguous, in the dtypes that they are used in.
+            out: the tensor that the result is written into, or None.
+            split: how x lies on several processes, or None.
+        """
+        more = {} if split is None else {"split": split}
+        if mask is not None and not mask.is_floating_point():
+            mask = mask.to(weights.dtype)
+        recorded = records(x, mask, *weights)
+        if out is not None:
+            check_out(out, x, result_dtype(x, weights, options), records=recorded)
+        mask_requires_grad = mask is not None and mask.requires_grad
+        if mask_requires_grad or not self.has_kernels(x, weights) or (more and not guards.only_computes()):
+            result = self.reference(x, mask, weights, options, **more)
+            return result if out is None else out.copy_(result)
+        folded = x.reshape(-1, *x.shape[-self.axes :]).contiguous()
+        factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(folded.shape[:-1]).contiguous()
+        into = direct(out, x, mask, *weights)
+        if not guards.only_computes():  # torch has to see an operator
+            results = self.forward(folded, factors, *weights, *options)
+            result = results[0] if self.saved else results
+        elif recorded:
+            result = _Recorded.apply(self, folded, factors, options, more, *weights)  # type: ignore[no-untyped-call]
+        else:
+            (result, *_) = self.run(folded, factors, weights, options, save=False, out=into, **more)
+            if into is not None:
+                if not into.is_inference():
+                    torch.autograd.graph.increment_version(into)  # autograd learns that what it may have saved has changed
+                return into
+        result = result.view(x.shape)
+        return result if out is None else out.copy_(result)
+
+    def has_kernels(self, x: Tensor, weights: Any) -> bool:
+        """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels, no transform."""
+        is_double = weights.dtype == torch.float64 or x.dtype == torch.float64
+        if not x.is_cuda or is_double or not x.numel() or not installed("triton"):
+            return False
+        return self.steps().takes(x, weights) and not torch._C._are_functorch_transforms_active()
+
+    def run(self, x: Tensor, mask: Tensor | None, weights: Any, options: Any, **more: Any) -> tuple[Tensor, ...]:
+        """Launch the kernels of the forward: the result, then what the backward reads besides."""
+        with uncast(x.device):
+            return self.steps().forward(x, mask, weights, options, **more)  # type: ignore[no-any-return]
+
+    def run_backward(self, do: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Any]:
+        """Launch the kernels of the backward: the gradient of x, and those of the weights, all of them or None."""
+        with uncast(do.device):
+            dx, grads = self.steps().backward(do.contiguous(), *arguments, **more)
+        return dx, grads or (None,) * self.count
 
     def _forward(self, x: Tensor, mask: Tensor | None, *rest: Any) -> Any:
-        return self.steps.forward(x, mask, self.weights(*rest[: self.count]), self.options(*rest[self.count :]))
+        results = self.run(x, mask, self.weights(*rest[: self.count]), self.options(*rest[self.count :]))
+        return results if self.saved else results[0]
 
     def _fake_forward(self, x: Tensor, mask: Tensor | None, *rest: Any) -> Any:
-        return self.steps.outline(x, self.weights(*rest[: self.count]), self.options(*rest[self.count :]))
+        results = self.outline(x, self.weights(*rest[: self.count]), self.options(*rest[self.count :]))
+        return results if self.saved else results[0]
 
     def _backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         saved, weights = rest[: self.saved], self.weights(*rest[self.saved : self.saved + self.count])
         options = self.options(*rest[self.saved + self.count : -1])
-        dx, grads = self.steps.backward(do.contiguous(), x, mask, *saved, weights, options, rest[-1])
-        grads = grads or (None,) * self.count
+        dx, grads = self.run_backward(do, x, mask, saved, weights, options, rest[-1])
         return dx, *[x.new_empty(0) if y is None else y.clone() for y in grads]  # the results of an operator share no memory
 
     def _fake_backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -90,25 +162,31 @@ class Operator:
 
 
 class _Recorded(torch.autograd.Function):
-    """The result of an operator's `forward`, with gradients for x and the weights."""
+    """An operator without the dispatcher. `more` holds what the operator of torch does not take: the split, if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, x: Tensor, mask: Tensor | None, options: Any, *weights: Tensor | None) -> Tensor:
-        results = operator.steps.forward(x, mask, operator.weights(*weights), options)
-        result, *saved = results if operator.saved else (results,)
+    def forward(
+        ctx: Any,
+        operator: Operator,
+        x: Tensor,
+        mask: Tensor | None,
+        options: Any,
+        more: dict[str, Any],
+        *weights: Tensor | None,
+    ) -> Tensor:
+        result, *saved = operator.run(x, mask, operator.weights(*weights), options, **more)
         ctx.save_for_backward(x, mask, *saved, *weights)
-        ctx.operator, ctx.options = operator, options
-        return result  # type: ignore[no-any-return]
+        ctx.operator, ctx.options, ctx.more = operator, options, more
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        operator, needs = ctx.operator, ctx.needs_input_grad[4:]
-        saved = ctx.saved_tensors
+        operator, needs = ctx.operator, ctx.needs_input_grad[5:]
+        x, mask, *saved = ctx.saved_tensors
         saved, weights = saved[: -operator.count], operator.weights(*saved[-operator.count :])
-        if guards.is_plain([do]):
-            dx, grads = operator.steps.backward(do.contiguous(), *saved, weights, ctx.options, any(needs))
+        if ctx.more or guards.is_plain([do]):
+            dx, grads = operator.run_backward(do, x, mask, saved, weights, ctx.options, any(needs), **ctx.more)
         else:  # many cotangents at once, for instance
-            dx, *grads = operator.backward(do, *saved, *weights, *ctx.options, any(needs))
-        grads = grads or (None,) * operator.count
-        return None, dx, None, None, *[x if need else None for x, need in zip(grads, needs, strict=True)]
+            dx, *grads = operator.backward(do, x, mask, *saved, *weights, *ctx.options, any(needs))
+        return None, dx, None, None, None, *[x if need else None for x, need in zip(grads, needs, strict=True)]

@@ -1,4 +1,4 @@
-"""Triangle multiplication: `call` checks and chooses, `autograd` orders the steps, `steps` launch, `kernels` compute."""
+"""Triangle multiplication: `call` checks, `steps` launch, `kernels` compute, and `products` multiply the halves."""
 
 from evoattn.pair.multiplication.call import product, reference, triangle_multiplication
 

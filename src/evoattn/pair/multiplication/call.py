@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoattn.core import guards
-from evoattn.core.devices import installed
 from evoattn.dispatch.distributed import Split
 from evoattn.pair import checking
-from evoattn.pair.multiplication import autograd, exchanged, sharded
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.pair.multiplication import products
 from evoattn.pair.operators import Operator
+from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
 __all__ = ["product", "reference", "triangle_multiplication"]
 
-_OPTIONAL = frozenset(name for name in Weights._fields if name.endswith("bias") or "norm" in name)
-
-_OPERATOR = Operator("triangle_multiplication", "z", Weights, Options, autograd, saved=("ab", "t"))
+_OPTIONAL = frozenset(name for name in MultiplicationWeights._fields if name.endswith("bias") or "norm" in name)
 
 
 def triangle_multiplication(
@@ -84,67 +81,18 @@ def triangle_multiplication(
 
     Source: Jumper et al. 2021, supplementary algorithms 11 and 12; Abramson et al. 2024, algorithms 12 and 13.
     """
-    weights = Weights(
+    weights = MultiplicationWeights(
         norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias,
         norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias,
     )  # fmt: skip
     if direction not in ("outgoing", "incoming"):
         raise ValueError(f"direction must be 'outgoing' or 'incoming', got {direction!r}")
     _check(z, mask, weights, split)
-    options = Options(direction == "outgoing", float(eps), residual)
-    weights = checking.cast(z, weights, weights.p_in_weight)
-    if mask is not None and not mask.is_floating_point():
-        mask = mask.to(weights.dtype)
-    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, mask, *weights))
-    if out is not None:
-        checking.check_out(out, z, checking.result_dtype(z, weights, options), records=records)
-    into = checking.direct(out, z, mask, *weights)
-    result = _compute(z, mask, weights, options, records, into, split)
-    return result if out is None or result is out else out.copy_(result)
+    options = MultiplicationOptions(direction == "outgoing", float(eps), residual)
+    return _OPERATOR(z, mask, checking.cast(z, weights, p_in_weight), options, out, split)
 
 
-def _compute(
-    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None, split: Split | None
-) -> Tensor:
-    """The result, in `out` if it is given and kernels compute."""
-    if not z.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(z, weights):
-        return reference(z, mask, weights, options, split)
-    square = z.reshape(math.prod(z.shape[:-3]), *z.shape[-3:]).contiguous()
-    rows = None if mask is None else mask.expand(z.shape[:-1]).reshape(square.shape[:-1]).contiguous()
-    if split is not None:
-        result = _compute_part(square, rows, weights, options, records, out, split)
-    elif not guards.only_computes():  # torch has to see an operator
-        result = _OPERATOR.forward(square, rows, *weights, *options)[0]
-    elif records:
-        result = _OPERATOR.record(square, rows, weights, options)
-    else:
-        result = autograd.forward(square, rows, weights, options, save=False, out=out)[0]
-    if out is not None and not records:
-        return checking.written(out)
-    return result.view(z.shape)
-
-
-def _compute_part(
-    z: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None, split: Split
-) -> Tensor:
-    """The result for a part of z, by kernels unless torch has to see operators."""
-    if not guards.only_computes():
-        return reference(z, mask, weights, options, split)
-    if not records:
-        return sharded.forward(z, mask, weights, options, split, save=False, out=out)[0]
-    return sharded.ShardedTriangleMultiplication.apply(z, mask, options, split, *weights)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _has_kernels(z: Tensor, weights: Weights) -> bool:
-    """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels, no transform."""
-    if not z.is_cuda or weights.dtype == torch.float64 or z.dtype == torch.float64 or not installed("triton"):
-        return False
-    from evoattn.pair.multiplication import steps
-
-    return steps.takes(z, weights) and not torch._C._are_functorch_transforms_active()
-
-
-def _check(z: Tensor, mask: Tensor | None, weights: Weights, split: Split | None) -> None:
+def _check(z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, split: Split | None) -> None:
     """Raise TypeError or ValueError for what does not fit together."""
     named = weights._asdict()
     checking.check_tensors("z", z, named, _OPTIONAL)
@@ -159,7 +107,9 @@ def _check(z: Tensor, mask: Tensor | None, weights: Weights, split: Split | None
     checking.check_mask_of("z", z, mask)
 
 
-def reference(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, split: Split | None = None) -> Tensor:
+def reference(
+    z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, options: MultiplicationOptions, split: Split | None = None
+) -> Tensor:
     """Triangle multiplication in plain torch, which differentiates it."""
     w = weights
     y = checking.norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
@@ -188,8 +138,34 @@ def product(a: Tensor, b: Tensor, split: Split | None = None, *, outgoing: bool)
     """
     if split is not None:
         parts = torch.cat([x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]).movedim(-1, 0) for x in (a, b)])  # [2 d,b,i,k]
-        return exchanged.exchanged(parts, split, outgoing=outgoing).movedim(0, -1).reshape(a.shape)
+        return products.exchanged(parts, split, outgoing=outgoing).movedim(0, -1).reshape(a.shape)
     a, b = a.movedim(-1, -3), b.movedim(-1, -3)  # [*,d,i,k]
     if a.dtype == torch.float16:
         a, b = a.float(), b.float()
     return (a @ b.mT if outgoing else a.mT @ b).movedim(-3, -1)
+
+
+def _outline(z: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, square = weights.p_out_weight.shape[1], (z.shape[0], products.side(z.shape[1]), products.side(z.shape[1]))
+    ab = z.new_empty((2 * hidden, *square), dtype=weights.dtype)
+    t = z.new_empty((hidden, *square), dtype=torch.float32 if weights.dtype == torch.float16 else weights.dtype)
+    return torch.empty_like(z, dtype=checking.result_dtype(z, weights, options)), ab, t
+
+
+def _steps() -> Any:
+    from evoattn.pair.multiplication import steps
+
+    return steps
+
+
+_OPERATOR = Operator(
+    "triangle_multiplication",
+    "z",
+    MultiplicationWeights,
+    MultiplicationOptions,
+    steps=_steps,
+    outline=_outline,
+    reference=reference,
+    axes=3,
+    saved=("ab", "t"),
+)

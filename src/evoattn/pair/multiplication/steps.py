@@ -1,4 +1,8 @@
-"""The steps of triangle multiplication and of its backward: launches of `kernels`.
+"""Triangle multiplication and its backward by kernels: the steps, what the forward saves, and the gradients.
+
+The forward keeps z, both halves and their product. The backward normalises again what it needs, in the kernels that read it.
+All steps but the product compute each position from itself. So the kernels take the part of a process that holds some rows or
+columns of z as squares of side 1, which need no padding.
 
 Shapes: z `[B, L, L, C]`, mask `[B, L, L]`. The halves, their product t and the gradients of these have channels first, and
 sides of P >= L: `[channels, B, P, P]`, with zeros outside L. What the backward makes for the weights has R = B P P rows.
@@ -13,22 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoattn.backends.triton.cards import capability, shared_memory_limit, split_precision
-from evoattn.backends.triton.launch import launch_kernel
+from evoattn.backends.triton.cards import shared_memory_limit
 from evoattn.core.sizes import power_of_two
-from evoattn.pair.checking import result_dtype
-from evoattn.pair.launching import Tile, affine, narrowed, shift
-from evoattn.pair.multiplication import kernels
-from evoattn.pair.multiplication.values import Options, Weights
+from evoattn.dispatch.distributed import Split
+from evoattn.pair.checking import cast_gradients, result_dtype
+from evoattn.pair.launching import Tile, affine, shift, start
+from evoattn.pair.multiplication import kernels, products
+from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
-__all__ = ["gate_in", "gate_in_backward", "gate_out", "gate_out_backward", "takes"]
+__all__ = ["backward", "forward", "gate_in", "gate_in_backward", "gate_out", "gate_out_backward", "takes"]
 
 _MOST_BYTES = 512
 """Of a row. The kernels hold it in the registers of one program, and the weights of a product in shared memory."""
 
 _SHARED_MEMORY = 163_840
 """Bytes that a program needs for more than 128 channels."""
-
 
 _TILES = {
     "gate_in": Tile(128, 64, 8, 2),
@@ -39,24 +42,115 @@ _TILES = {
 """For 128 channels in 16 bits: the fastest of 30, 17, 14 and 40 on an H100 at 1,024 residues."""
 
 
-def takes(z: Tensor, weights: Weights) -> bool:
+def takes(z: Tensor, weights: MultiplicationWeights) -> bool:
     """Return whether the kernels take weights of these sizes."""
     channels = power_of_two(max(weights.p_out_weight.shape))
     fits = channels <= 128 or shared_memory_limit(z.device) >= _SHARED_MEMORY
     return fits and channels * weights.dtype.itemsize <= _MOST_BYTES
 
 
-def gate_in(z: Tensor, mask: Tensor | None, weights: Weights, options: Options, padded: int) -> Tensor:
+def forward(
+    z: Tensor,
+    mask: Tensor | None,
+    weights: MultiplicationWeights,
+    options: MultiplicationOptions,
+    split: Split | None = None,
+    save: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Compute the result.
+
+    Args:
+        z: `[B, L, L, C]`, or the part `[B, I, J, C]` of this process.
+        mask: `[B, L, L]`, or a part like z's.
+        weights, options: of the operator.
+        split: how z lies on several processes, or None.
+        save: whether the backward's tensors are returned.
+        out: the result is written into it. It may be z. None: into a new tensor.
+
+    Returns:
+        The result. With `save` the tensors that `products.forward` saves, and the product t.
+    """
+    squares, padded = (z, products.side(z.shape[1])) if split is None else (_ones(z), 1)
+    ab = gate_in(squares, mask, weights, options, padded)
+    if split is not None:
+        ab = ab.view(-1, *z.shape[:-1])
+    t, saved = products.forward(ab, split, outgoing=options.outgoing, save=save)
+    del ab  # before the result is allocated
+    out = None if out is None else out.view(squares.shape)
+    result = gate_out(squares, t.view(-1, squares.shape[0], padded, padded), weights, options, out).view(z.shape)
+    return (result, *saved, t) if save else (result,)
+
+
+def backward(
+    do: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    saved: tuple[Tensor, ...],
+    weights: MultiplicationWeights,
+    options: MultiplicationOptions,
+    needs_weights: bool,
+    split: Split | None = None,
+) -> tuple[Tensor, MultiplicationWeights | None]:
+    """The gradient of z, and those of the weights, all of them or none. `saved` is what `forward` returns after its result."""
+    *factors, t = saved
+    do, squares = (do, z) if split is None else (_ones(do), _ones(z))
+    shape = (-1, *t.shape[1:]) if split is None else (-1, squares.shape[0], 1, 1)
+    dt, dg, out_operands = gate_out_backward(do, squares, t.view(shape), weights, options, needs_weights=needs_weights)
+    dab = products.backward(dt.view(t.shape), factors, split, outgoing=options.outgoing).view(shape)
+    del dt
+    dz, in_operands = gate_in_backward(dab, dg, do, squares, mask, weights, options, needs_weights=needs_weights)
+    del dab
+    if out_operands is None or in_operands is None:
+        return dz.view(z.shape), None
+    return dz.view(z.shape), _weight_gradients(dg, out_operands, in_operands, weights)
+
+
+def _ones(x: Tensor) -> Tensor:
+    """The positions of x `[B, I, J, C]` as squares of side 1."""
+    return x.view(-1, 1, 1, x.shape[-1])
+
+
+def _weight_gradients(
+    dg: Tensor, out_operands: tuple[Tensor, ...], in_operands: tuple[Tensor, ...], w: MultiplicationWeights
+) -> MultiplicationWeights:
+    """The gradients of all weights, from their operands and sums, which the steps return."""
+    du, n, norm_out = out_operands
+    dpg, y, norm_in = in_operands
+    dp_in, dg_in = dpg.chunk(2)
+    dp_weight, dg_weight = (dpg @ y).chunk(2)
+    gradients = MultiplicationWeights(
+        norm_in_weight=norm_in[0],
+        norm_in_bias=norm_in[1],
+        p_in_weight=dp_weight,
+        p_in_bias=None if w.p_in_bias is None else dp_in.sum(1),
+        g_in_weight=dg_weight,
+        g_in_bias=None if w.g_in_bias is None else dg_in.sum(1),
+        norm_out_weight=norm_out[0],
+        norm_out_bias=norm_out[1],
+        p_out_weight=du.t() @ n.t(),
+        p_out_bias=None if w.p_out_bias is None else du.sum(0),
+        g_out_weight=dg.t() @ y,
+        g_out_bias=None if w.g_out_bias is None else dg.sum(0),
+    )
+    return cast_gradients(gradients, w)
+
+
+def gate_in(
+    z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, options: MultiplicationOptions, padded: int
+) -> Tensor:
     """Make both halves, `mask * sigmoid(g_in(y)) * p_in(y)` with `y = norm_in(z)`: `[2 D, B, P, P]`."""
     w, channels = weights, weights.p_in_weight.shape[0]
     ab = torch.empty((channels, z.shape[0], padded, padded), dtype=w.dtype, device=z.device)
     tensors = (z, z if mask is None else mask, *_input_weights(z, w), ab)
-    launch = _Launch("gate_in", z, w, padded, options.eps)
-    launch(kernels.gate_in_kernel, tensors, C=z.shape[-1], N=channels, HAS_MASK=mask is not None)
+    tile = _tile("gate_in", z, w)
+    _start(kernels.gate_in_kernel, tile, tensors, z, w, padded, options.eps, N=channels, HAS_MASK=mask is not None)
     return ab
 
 
-def gate_out(z: Tensor, t: Tensor, weights: Weights, options: Options, out: Tensor | None = None) -> Tensor:
+def gate_out(
+    z: Tensor, t: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions, out: Tensor | None = None
+) -> Tensor:
     """Make the update `sigmoid(g_out(y)) * p_out(norm_out(t))`, or z + update, in `out` if it is given.
 
     `out` may be z: a program reads its rows before it writes them.
@@ -64,13 +158,13 @@ def gate_out(z: Tensor, t: Tensor, weights: Weights, options: Options, out: Tens
     if out is None:
         out = torch.empty_like(z, dtype=result_dtype(z, weights, options))
     tensors = (z, t, *_output_weights(z, weights), out)
-    launch = _Launch("gate_out", z, weights, t.shape[-1], options.eps)
-    launch(kernels.gate_out_kernel, tensors, C=z.shape[-1], D=t.shape[0], RESIDUAL=options.residual)
+    tile, flags = _tile("gate_out", z, weights), {"D": t.shape[0], "RESIDUAL": options.residual}
+    _start(kernels.gate_out_kernel, tile, tensors, z, weights, t.shape[-1], options.eps, **flags)
     return out
 
 
 def gate_out_backward(
-    do: Tensor, z: Tensor, t: Tensor, weights: Weights, options: Options, *, needs_weights: bool
+    do: Tensor, z: Tensor, t: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions, *, needs_weights: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """Differentiate `gate_out`, but for what flows through y.
 
@@ -79,15 +173,16 @@ def gate_out_backward(
         `[R, C]`, its input `[D, R]`, and the gradients of the norm's weight and bias `[2, D]`.
     """
     rows, hidden, channels = t[0].numel(), t.shape[0], z.shape[-1]
-    launch = _Launch("gate_out_backward", z, weights, t.shape[-1], options.eps)
+    tile = _tile("gate_out_backward", z, weights)
     buffer = functools.partial(torch.empty, dtype=weights.dtype, device=z.device)
     dt, dg = buffer(t.shape), buffer((rows, channels))
     du, n, sums = dt, dt, dt
     if needs_weights:
         du, n = buffer((rows, channels)), buffer((hidden, rows))
-        sums = buffer((launch.programs, 2, hidden), dtype=torch.float32)
+        sums = buffer((-(-rows // tile.rows), 2, hidden), dtype=torch.float32)
     tensors = (do, z, t, *_output_weights(z, weights), dt, dg, du, n, sums)
-    launch(kernels.gate_out_backward_kernel, tensors, C=channels, D=hidden, NEEDS_WEIGHTS=needs_weights)
+    flags = {"D": hidden, "NEEDS_WEIGHTS": needs_weights}
+    _start(kernels.gate_out_backward_kernel, tile, tensors, z, weights, t.shape[-1], options.eps, **flags)
     return dt, dg, (du, n, sums.sum(0)) if needs_weights else None
 
 
@@ -97,8 +192,8 @@ def gate_in_backward(
     do: Tensor,
     z: Tensor,
     mask: Tensor | None,
-    weights: Weights,
-    options: Options,
+    weights: MultiplicationWeights,
+    options: MultiplicationOptions,
     *,
     needs_weights: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
@@ -114,50 +209,59 @@ def gate_in_backward(
         multiplied `[R, C]`, and the gradients of the norm's weight and bias `[2, C]`.
     """
     w, rows, count, channels = weights, dab[0].numel(), dab.shape[0], z.shape[-1]
-    launch = _Launch("gate_in_backward", z, w, dab.shape[-1], options.eps)
+    tile = _tile("gate_in_backward", z, w)
     buffer = functools.partial(torch.empty, dtype=w.dtype, device=z.device)
     dz = torch.empty_like(z)
     dpg, y, sums = dz, dz, dz
     if needs_weights:
         dpg, y = buffer((2 * count, rows)), buffer((rows, channels))
-        sums = buffer((launch.programs, 2, channels), dtype=torch.float32)
+        sums = buffer((-(-rows // tile.rows), 2, channels), dtype=torch.float32)
     tensors = (dab, dg_out, do, z, z if mask is None else mask, *_input_weights(z, w), w.g_out_weight, dz, dpg, y, sums)
-    flags = {"HAS_MASK": mask is not None, "RESIDUAL": options.residual, "NEEDS_WEIGHTS": needs_weights}
-    launch(kernels.gate_in_backward_kernel, tensors, C=channels, N=count, **flags)
+    flags = {"N": count, "HAS_MASK": mask is not None, "RESIDUAL": options.residual, "NEEDS_WEIGHTS": needs_weights}
+    _start(kernels.gate_in_backward_kernel, tile, tensors, z, w, dab.shape[-1], options.eps, **flags)
     return dz, (dpg, y, sums.sum(0)) if needs_weights else None
 
 
-class _Launch:
-    """One launch of a step's kernel over all rows of the padded square. `step` is its name in the table of tiles."""
-
-    def __init__(self, step: str, z: Tensor, weights: Weights, padded: int, eps: float) -> None:
-        self.tile = narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.dtype)
-        self.length, self.padded, self.rows, self.eps = z.shape[1], padded, z.shape[0] * padded * padded, eps
-        self.fast = capability(z.device) is not None
-        self.precision = split_precision(weights.dtype, z.shape[-1])
-        self.programs = -(-self.rows // self.tile.rows)
-
-    def __call__(self, kernel: Any, tensors: tuple[Tensor, ...], **constants: int) -> None:
-        blocks = {"BLOCK_R": self.tile.rows, "BLOCK_C": power_of_two(constants["C"])}
-        if "N" in constants:
-            blocks["BLOCK_N"] = min(self.tile.channels, power_of_two(constants["N"]))
-        if "D" in constants:
-            blocks["BLOCK_D"] = power_of_two(constants["D"])
-        flags: dict[str, Any] = {"PADDED": self.padded != self.length, "NARROW": self.padded < self.tile.rows}
-        flags |= {"FAST": self.fast, "PRECISION": self.precision}
-        compiled = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
-        numbers = (self.rows, self.length, self.padded, self.eps)
-        launch_kernel(kernel, self.programs, tensors, *numbers, **constants, **blocks, **flags, **compiled)
+def _tile(step: str, z: Tensor, weights: MultiplicationWeights) -> Tile:
+    """The tile of a step's kernel."""
+    return _narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.dtype)
 
 
-def _input_weights(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
+@functools.cache
+def _narrowed(tile: Tile, channels: int, dtype: torch.dtype) -> Tile:
+    """A tile that suits 128 channels in 16 bits, or a smaller one if a row takes more registers."""
+    wider = max(1, power_of_two(channels) // 128) * (dtype.itemsize // 2)
+    return Tile(max(16, tile.rows // wider), max(16, tile.channels // wider), tile.warps, tile.stages if wider == 1 else 1)
+
+
+def _start(
+    kernel: Any,
+    tile: Tile,
+    tensors: tuple[Tensor, ...],
+    z: Tensor,
+    w: MultiplicationWeights,
+    padded: int,
+    eps: float,
+    **constants: int,
+) -> None:
+    """Launch a step's kernel over all positions of the padded squares."""
+    (batch, length), channels = z.shape[:2], z.shape[-1]
+    if "N" in constants:
+        constants["BLOCK_N"] = min(tile.channels, power_of_two(constants["N"]))
+    if "D" in constants:
+        constants["BLOCK_D"] = power_of_two(constants["D"])
+    constants |= {"PADDED": padded != length, "NARROW": padded < tile.rows}
+    start(kernel, tile, tensors, w.dtype, batch * padded * padded, length, padded, eps, channels=channels, **constants)
+
+
+def _input_weights(z: Tensor, w: MultiplicationWeights) -> tuple[Tensor, ...]:
     """Tensors that both kernels of the input read: norm and products."""
     count, channels = w.p_in_weight.shape
     norms = affine(w.norm_in_weight, w.norm_in_bias, z, channels)
     return (*norms, w.p_in_weight, shift(w.p_in_bias, z, count), w.g_in_weight, shift(w.g_in_bias, z, count))
 
 
-def _output_weights(z: Tensor, w: Weights) -> tuple[Tensor, ...]:
+def _output_weights(z: Tensor, w: MultiplicationWeights) -> tuple[Tensor, ...]:
     """Tensors that both kernels of the output read: norms, output product, gate."""
     channels, hidden = w.p_out_weight.shape
     norms = affine(w.norm_in_weight, w.norm_in_bias, z, channels) + affine(w.norm_out_weight, w.norm_out_bias, z, hidden)

@@ -1,4 +1,4 @@
-"""The transition: `call` checks and chooses, `autograd` orders the steps, `steps` launch, `kernels` compute."""
+"""The transition: `call` checks, `steps` launch, `kernels` compute."""
 
 from evoattn.pair.transitions.call import reference, transition
 

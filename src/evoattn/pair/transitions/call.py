@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from evoattn.core import guards
-from evoattn.core.devices import installed
 from evoattn.pair import checking
 from evoattn.pair.operators import Operator
-from evoattn.pair.transitions import autograd
-from evoattn.pair.transitions.values import Options, Weights
+from evoattn.pair.values import TransitionOptions, TransitionWeights
 
 __all__ = ["reference", "transition"]
 
@@ -19,8 +19,6 @@ _CHUNK = 1 << 17
 """Rows that plain torch takes at a time in inference."""
 
 _OPTIONAL = frozenset(("norm_weight", "norm_bias", "a_bias", "b_bias", "out_bias"))
-
-_OPERATOR = Operator("transition", "x", Weights, Options, autograd, required=("a_weight", "out_weight"))
 
 
 def transition(
@@ -79,60 +77,13 @@ def transition(
 
     Source: Jumper et al. 2021, supplementary algorithms 9 and 15; Abramson et al. 2024, algorithm 11.
     """
-    weights = Weights(norm_weight, norm_bias, a_weight, a_bias, b_weight, b_bias, out_weight, out_bias)
+    weights = TransitionWeights(norm_weight, norm_bias, a_weight, a_bias, b_weight, b_bias, out_weight, out_bias)
     _check(x, mask, activation, weights)
-    options = Options(float(eps), residual)
-    weights = checking.cast(x, weights, weights.a_weight)
-    if mask is not None and not mask.is_floating_point():
-        mask = mask.to(weights.dtype)
-    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, mask, *weights))
-    if out is not None:
-        checking.check_out(out, x, checking.result_dtype(x, weights, options), records=records)
-    into = checking.direct(out, x, mask, *weights)
-    result = _compute(x, mask, weights, options, records, into)
-    return result if out is None or result is out else out.copy_(result)
+    weights = checking.cast(x, weights, a_weight)
+    return _OPERATOR(x, mask, weights, TransitionOptions(float(eps), residual), out)
 
 
-def _compute(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, records: bool, out: Tensor | None) -> Tensor:
-    """The result, in `out` if it is given and kernels compute."""
-    if not x.numel() or (mask is not None and mask.requires_grad) or not _has_kernels(x, weights):
-        if records or not guards.only_computes() or x.numel() <= _CHUNK * x.shape[-1]:
-            return reference(x, mask, weights, options)
-        return _in_chunks(x, mask, weights, options)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1).contiguous()
-    if not guards.only_computes():  # torch has to see an operator
-        result = _OPERATOR.forward(rows, factors, *weights, *options)
-    elif records:
-        result = _OPERATOR.record(rows, factors, weights, options)
-    else:
-        result = autograd.forward(rows, factors, weights, options, out)
-        if out is not None:
-            return checking.written(out)
-    return result.view(x.shape)  # type: ignore[no-any-return]
-
-
-def _in_chunks(x: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
-    """The reference for some rows at a time: its hidden tensors would take several times the memory of x."""
-    rows = x.reshape(-1, x.shape[-1])
-    factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1)
-    result = rows.new_empty(rows.shape, dtype=checking.result_dtype(x, weights, options))
-    for start in range(0, rows.shape[0], _CHUNK):
-        part = slice(start, start + _CHUNK)
-        result[part] = reference(rows[part], None if factors is None else factors[part], weights, options)
-    return result.view(x.shape)
-
-
-def _has_kernels(x: Tensor, weights: Weights) -> bool:
-    """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels, no transform."""
-    if not x.is_cuda or weights.dtype == torch.float64 or x.dtype == torch.float64 or not installed("triton"):
-        return False
-    from evoattn.pair.transitions import steps
-
-    return steps.takes(x, weights) and not torch._C._are_functorch_transforms_active()
-
-
-def _check(x: Tensor, mask: Tensor | None, activation: str, weights: Weights) -> None:
+def _check(x: Tensor, mask: Tensor | None, activation: str, weights: TransitionWeights) -> None:
     """Raise TypeError or ValueError for what does not fit together."""
     if activation not in ("swiglu", "relu"):
         raise ValueError(f"activation must be 'swiglu' or 'relu', got {activation!r}")
@@ -151,9 +102,23 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: Weights) ->
     checking.check_mask_of("x", x, mask)
 
 
-def reference(x: Tensor, mask: Tensor | None, weights: Weights, options: Options) -> Tensor:
-    """The transition in plain torch, which differentiates it."""
-    w = weights
+def reference(x: Tensor, mask: Tensor | None, weights: TransitionWeights, options: TransitionOptions) -> Tensor:
+    """The transition in plain torch, which differentiates it.
+
+    If nothing records it, it takes some rows at a time: its hidden tensors would take several times the memory of x.
+    """
+    if x.numel() <= _CHUNK * x.shape[-1] or not guards.only_computes() or checking.records(x, mask, *weights):
+        return _dense(x, mask, weights, options)
+    rows = x.reshape(-1, x.shape[-1])
+    factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1)
+    result = rows.new_empty(rows.shape, dtype=checking.result_dtype(x, weights, options))
+    for first in range(0, rows.shape[0], _CHUNK):
+        part = slice(first, first + _CHUNK)
+        result[part] = _dense(rows[part], None if factors is None else factors[part], weights, options)
+    return result.view(x.shape)
+
+
+def _dense(x: Tensor, mask: Tensor | None, w: TransitionWeights, options: TransitionOptions) -> Tensor:
     y = checking.norm(x, w.norm_weight, w.norm_bias, options.eps).to(w.dtype)
     u = F.linear(y, w.a_weight, w.a_bias)
     u = F.relu(u) if w.b_weight is None else F.silu(u) * F.linear(y, w.b_weight, w.b_bias)
@@ -161,3 +126,26 @@ def reference(x: Tensor, mask: Tensor | None, weights: Weights, options: Options
     if mask is not None:
         update = update * mask.unsqueeze(-1).to(w.dtype)
     return x + update if options.residual else update
+
+
+def _outline(x: Tensor, weights: TransitionWeights, options: TransitionOptions) -> tuple[Tensor]:
+    return (torch.empty_like(x, dtype=checking.result_dtype(x, weights, options)),)
+
+
+def _steps() -> Any:
+    from evoattn.pair.transitions import steps
+
+    return steps
+
+
+_OPERATOR = Operator(
+    "transition",
+    "x",
+    TransitionWeights,
+    TransitionOptions,
+    steps=_steps,
+    outline=_outline,
+    reference=reference,
+    axes=1,
+    required=("a_weight", "out_weight"),
+)

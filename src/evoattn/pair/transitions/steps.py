@@ -1,5 +1,6 @@
-"""The steps of the transition: launches of `kernels`.
+"""The transition and its backward by kernels.
 
+The forward saves x alone. The backward takes rows in chunks, since the operands of the weights' gradients are wider than x.
 Shapes: x and what is made of it `[R, C]`, mask `[R]`. All tensors are contiguous.
 """
 
@@ -11,15 +12,19 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.triton import cards
-from evoattn.backends.triton.cards import split_precision
-from evoattn.backends.triton.launch import launch_kernel
 from evoattn.core.sizes import power_of_two
-from evoattn.pair.checking import result_dtype
-from evoattn.pair.launching import Tile, affine, shift
+from evoattn.pair.checking import cast_gradients, result_dtype
+from evoattn.pair.launching import Tile, affine, shift, start
 from evoattn.pair.transitions import kernels
-from evoattn.pair.transitions.values import Options, Weights
+from evoattn.pair.values import TransitionOptions, TransitionWeights
 
-__all__ = ["Operands", "backward", "forward", "programs", "takes"]
+__all__ = ["Operands", "backward", "forward", "launch_backward", "programs", "takes"]
+
+_CHUNK = 1 << 17
+"""Rows for which the operands of the weights' gradients are in memory: 0.4 GiB for 512 hidden channels in 16 bits."""
+
+_MM_WIDENS = hasattr(torch.ops.aten.mm, "dtype")
+"""True if torch multiplies 16 bits into float32, as it does from 2.8 on."""
 
 _NARROW_BYTES, _MOST_BYTES = 256, 512
 """Of a row in the dtype of the products. The kernels hold it in the registers of one program."""
@@ -47,18 +52,20 @@ backward for Hopper that writes wrong numbers, some of them past the end of its 
 
 
 class Operands(NamedTuple):
-    """Operands of the products that are the gradients of the weights, for a chunk of rows.
+    """What the gradients of the weights are made of, for a chunk of rows.
 
-    Shapes: y (the normalised rows) and d (mask times do) `[R, C]`, u `[R, H]`, dab (da, then db if there is one) `[R, 2 H]`.
+    Shapes: y (the normalised rows) and d (mask times do) `[R, C]`, u `[R, H]`, dab (da, then db if there is one) `[R, 2 H]`,
+    and sums `[programs, 3, C]` in float32. Each program sums its rows for the norm's weight and bias and the output's bias.
     """
 
     y: Tensor
     d: Tensor
     u: Tensor
     dab: Tensor
+    sums: Tensor
 
 
-def takes(x: Tensor, weights: Weights) -> bool:
+def takes(x: Tensor, weights: TransitionWeights) -> bool:
     """Return whether the kernels take rows of this size and dtype on this card."""
     large = cards.shared_memory_limit(x.device) >= _SHARED_MEMORY
     if weights.dtype == torch.float32 and (not large or (cards.capability(x.device) or (0,))[0] == _TENSOR_MEMORY):
@@ -66,42 +73,106 @@ def takes(x: Tensor, weights: Weights) -> bool:
     return _row_bytes(weights) <= (_MOST_BYTES if large else _NARROW_BYTES)
 
 
-def programs(x: Tensor, weights: Weights) -> int:
+def programs(x: Tensor, weights: TransitionWeights) -> int:
     """The number of programs of the backward of x."""
     return -(-x.shape[0] // _tile("backward", x, weights).rows)
 
 
-def forward(x: Tensor, mask: Tensor | None, weights: Weights, options: Options, out: Tensor | None = None) -> Tensor:
-    """Compute the update, or x + update. It is written into `out`, which may be x itself, or into a new tensor."""
+def forward(
+    x: Tensor,
+    mask: Tensor | None,
+    weights: TransitionWeights,
+    options: TransitionOptions,
+    save: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor]:
+    """Compute the update, or x + update. It is written into `out`, which may be x itself, or into a new tensor.
+
+    `save` changes nothing: the backward reads no other tensors than the arguments.
+    """
     out = torch.empty_like(x, dtype=result_dtype(x, weights, options)) if out is None else out
     w = weights
     tensors = (x, x if mask is None else mask, *_input_weights(x, w), w.out_weight, shift(w.out_bias, x, x.shape[1]), out)
     _launch("forward", kernels.forward_kernel, tensors, x, mask, weights, options)
-    return out
+    return (out,)
 
 
 def backward(
     do: Tensor,
     x: Tensor,
     mask: Tensor | None,
-    weights: Weights,
-    options: Options,
+    saved: tuple[()],
+    weights: TransitionWeights,
+    options: TransitionOptions,
+    needs_weights: bool,
+) -> tuple[Tensor, TransitionWeights | None]:
+    """The gradient of x, and those of the weights, all of them or none. `saved` is empty."""
+    dx = torch.empty_like(x)
+    if needs_weights:
+        return dx, _with_weights(do, x, mask, weights, options, dx)
+    launch_backward(do, x, mask, weights, options, dx, None)
+    return dx, None
+
+
+def launch_backward(
+    do: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: TransitionWeights,
+    options: TransitionOptions,
     dx: Tensor,
     operands: Operands | None,
-    sums: Tensor | None,
 ) -> None:
-    """Write the gradient of x, and what the gradients of the weights are made of.
-
-    Args:
-        do: the gradient of the result.
-        dx: is written.
-        operands: are written. None: none of them, nor `sums`.
-        sums: of each program over its rows, `[programs, 3, C]` in float32: the gradients of the norm's weight and bias, and of
-            the output's bias.
-    """
-    outputs = (dx,) * 5 if operands is None or sums is None else (*operands, sums)
+    """Write the gradient of x into dx, and the operands of the gradients of the weights, unless they are None."""
+    outputs = (dx,) * 5 if operands is None else operands
     tensors = (do, x, x if mask is None else mask, *_input_weights(x, weights), weights.out_weight, dx, *outputs)
     _launch("backward", kernels.backward_kernel, tensors, x, mask, weights, options, NEEDS_WEIGHTS=operands is not None)
+
+
+def _with_weights(
+    do: Tensor, x: Tensor, mask: Tensor | None, w: TransitionWeights, options: TransitionOptions, dx: Tensor
+) -> TransitionWeights:
+    """Write the gradient of x, and return those of the weights: sums over chunks, in float32 if there are several."""
+    rows, channels = x.shape
+    chunk, has_bias = min(rows, _CHUNK), w.a_bias is not None or w.b_bias is not None
+    widths = (channels, channels, w.hidden, w.hidden * (1 if w.b_weight is None else 2))
+    buffers = [torch.empty((chunk, n), dtype=w.dtype, device=x.device) for n in widths]
+    sums: list[Tensor] = []
+    totals: list[Tensor] = []
+    for first in range(0, rows, chunk):
+        part = slice(first, min(first + chunk, rows))
+        chunk_sums = x.new_empty((programs(x[part], w), 3, channels), dtype=torch.float32)
+        y, d, u, dab = (buffer[: part.stop - first] for buffer in buffers)
+        operands = Operands(y, d, u, dab, chunk_sums)
+        launch_backward(do[part], x[part], None if mask is None else mask[part], w, options, dx[part], operands)
+        sums.append(chunk_sums.sum(0))
+        products = [_product(dab, y, widens=chunk < rows), _product(d, u, widens=chunk < rows)]
+        products += [dab.sum(0, dtype=torch.float32)] if has_bias else []
+        totals = [total.add_(more) for total, more in zip(totals, products, strict=True)] if totals else products
+    return _split(totals, torch.stack(sums).sum(0), w)
+
+
+def _split(totals: list[Tensor], sums: Tensor, w: TransitionWeights) -> TransitionWeights:
+    """The gradients of all weights.
+
+    Args:
+        totals: the gradients of (a, b) and of the output. If a or b has a bias, then the sums of dab.
+        sums: `Operands.sums` of all programs.
+        w: the weights.
+    """
+    dab_weight, dout_weight, *dab_bias = totals
+    biases = dab_bias[0] if dab_bias else dab_weight.new_empty(2 * w.hidden)
+    halves = list(zip(dab_weight.split(w.hidden), biases.split(w.hidden), strict=False))
+    return cast_gradients(TransitionWeights(sums[0], sums[1], *halves[0], *halves[-1], dout_weight, sums[2]), w)
+
+
+def _product(a: Tensor, b: Tensor, *, widens: bool) -> Tensor:
+    """a^T b, in float32 if asked for and torch can."""
+    if widens and a.dtype.itemsize == 2:
+        if a.is_cuda and _MM_WIDENS:
+            return torch.mm(a.t(), b, out_dtype=torch.float32)
+        return (a.t() @ b).float()
+    return a.t() @ b
 
 
 def _launch(
@@ -110,31 +181,24 @@ def _launch(
     tensors: tuple[Tensor, ...],
     x: Tensor,
     mask: Tensor | None,
-    w: Weights,
-    options: Options,
+    w: TransitionWeights,
+    options: TransitionOptions,
     **more: Any,
 ) -> None:
     """Launch a step's kernel over all rows of x."""
-    (rows, channels), tile = x.shape, _tile(step, x, w)
+    tile = _tile(step, x, w)
     constants = {
-        "C": channels,
         "H": w.hidden,
-        "BLOCK_R": tile.rows,
-        "BLOCK_C": power_of_two(channels),
         "BLOCK_H": min(tile.channels, power_of_two(w.hidden)),
         "GATED": w.b_weight is not None,
         "HAS_BIAS": w.a_bias is not None or w.b_bias is not None,
         "HAS_MASK": mask is not None,
         "RESIDUAL": options.residual,
-        "FAST": cards.capability(x.device) is not None,
-        "PRECISION": split_precision(w.dtype, channels),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
     }
-    launch_kernel(kernel, -(-rows // tile.rows), tensors, rows, options.eps, **constants, **more)
+    start(kernel, tile, tensors, w.dtype, x.shape[0], options.eps, channels=x.shape[1], **constants, **more)
 
 
-def _tile(step: str, x: Tensor, weights: Weights) -> Tile:
+def _tile(step: str, x: Tensor, weights: TransitionWeights) -> Tile:
     kinds = ["wide"] if _row_bytes(weights) > _NARROW_BYTES or weights.dtype == torch.float32 else []
     kinds = ["float32", *kinds] if weights.dtype == torch.float32 else kinds
     if not kinds and cards.shared_memory_limit(x.device) < _SHARED_MEMORY:
@@ -142,12 +206,12 @@ def _tile(step: str, x: Tensor, weights: Weights) -> Tile:
     return next(_TILES[name] for name in (*(f"{step}, {kind}" for kind in kinds), step) if name in _TILES)
 
 
-def _row_bytes(weights: Weights) -> int:
+def _row_bytes(weights: TransitionWeights) -> int:
     """Bytes of a row of x in the dtype of the products, in a tile."""
     return power_of_two(weights.out_weight.shape[0]) * weights.dtype.itemsize
 
 
-def _input_weights(x: Tensor, w: Weights) -> tuple[Tensor, ...]:
+def _input_weights(x: Tensor, w: TransitionWeights) -> tuple[Tensor, ...]:
     """Tensors that both kernels read: norm, and the products of the hidden channels."""
     b_weight = w.a_weight if w.b_weight is None else w.b_weight
     biases = [shift(bias, x, w.hidden) for bias in (w.a_bias, w.b_bias)]

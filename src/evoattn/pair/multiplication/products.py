@@ -1,4 +1,4 @@
-"""The product of halves of which each process holds some rows or columns.
+"""The product of the halves of a triangle multiplication, also if each process holds some rows or columns of them.
 
 The product of a channel needs the whole matrices of this channel and of no other. So an all-to-all exchanges rows for channels,
 each process multiplies whole matrices of its channels as one GPU does, and another all-to-all exchanges channels for rows.
@@ -25,9 +25,14 @@ from torch import Tensor
 from evoattn.core.devices import uncast
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.distributed import Split
-from evoattn.pair.multiplication.squares import multiply, multiply_backward, side
 
-__all__ = ["backward", "exchanged", "forward"]
+__all__ = ["backward", "exchanged", "forward", "side"]
+
+_SIDES = 8
+"""The sides of the squares are multiples of this: batched products of other sides take up to five times as long."""
+
+_BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")
+"""True if torch multiplies 16 bits into float32, as it does from 2.8 on."""
 
 _SLICES, _SLICE_BYTES = 4, 1 << 26
 """At most so many slices, and so many bytes of a half in each at least: each slice costs the host three collectives.
@@ -40,19 +45,47 @@ Finish = Callable[[], Tensor]
 """Waits for an exchange that was started, and returns what was received."""
 
 
-def forward(ab: Tensor, split: Split, *, outgoing: bool, save: bool) -> tuple[Tensor, list[Tensor]]:
+def side(length: int) -> int:
+    """The side of the squares for so many residues."""
+    return length + -length % _SIDES
+
+
+def _multiply(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
+    """t[i,j] = sum over k of a[i,k] b[j,k] (outgoing) or a[k,i] b[k,j]. In float32 for float16, which cannot hold the sums."""
+    a, b = (a, b.mT) if outgoing else (a.mT, b)
+    if a.dtype != torch.float16:
+        return torch.bmm(a, b)
+    has_kernel = a.is_cuda and _BMM_WIDENS
+    return torch.bmm(a, b, out_dtype=torch.float32) if has_kernel else torch.bmm(a.float(), b.float())
+
+
+def _multiply_backward(dt: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, *, outgoing: bool) -> None:
+    """Write the gradients of a and b."""
+    if outgoing:
+        torch.bmm(dt, b, out=da)
+        torch.bmm(dt.mT, a, out=db)
+    else:
+        torch.bmm(b, dt.mT, out=da)
+        torch.bmm(a, dt, out=db)
+
+
+def forward(ab: Tensor, split: Split | None, *, outgoing: bool, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Multiply halves.
 
     Args:
-        ab: channels of both halves, a first, `[2 D, B, I, J]`, contiguous. `split` is that of z `[B, I, J, C]`.
-        split: how rows or columns lie on the processes.
+        ab: channels of both halves, a first, `[2 D, B, I, J]`, contiguous.
+        split: how rows or columns of z `[B, I, J, C]` lie on the processes. None: ab has squares.
         outgoing: whether a[i,k] b[j,k] is summed over k, or a[k,i] b[k,j].
         save: whether the squares are wanted for the backward.
 
     Returns:
-        The product `[D, B, I, J]` of this process's rows or columns, in float32 for float16. Then for each slice of channels
-        the squares a and b `[channels of this process, B, S, S]` that were multiplied, with S >= length.
+        The product `[D, B, I, J]` of this process's rows or columns, in float32 for float16. Then, for the backward, ab. With a
+        split: for each slice of channels the squares a and b `[channels of this process, B, S, S]` that were multiplied, with
+        S >= length.
     """
+    if split is None:
+        t = _multiply(*_halves(ab), outgoing=outgoing).view(-1, *ab.shape[1:])
+        return t, [ab] if save else []
     a, b = ab.chunk(2)
     t = torch.empty_like(a, dtype=torch.float32 if ab.dtype == torch.float16 else ab.dtype)
     saved: list[Tensor] = []
@@ -63,7 +96,7 @@ def forward(ab: Tensor, split: Split, *, outgoing: bool, save: bool) -> tuple[Te
         squares = [finish() for finish in coming]
         if following is not None:
             coming = [_to_squares(x[following], split) for x in (a, b)]
-        products = multiply(*(x.flatten(0, 1) for x in squares), outgoing=outgoing).view(squares[0].shape)
+        products = _multiply(*(x.flatten(0, 1) for x in squares), outgoing=outgoing).view(squares[0].shape)
         _finish(going)
         going = [_to_parts(products, t[here], split)]
         if save:
@@ -72,8 +105,13 @@ def forward(ab: Tensor, split: Split, *, outgoing: bool, save: bool) -> tuple[Te
     return t, saved
 
 
-def backward(dt: Tensor, saved: Sequence[Tensor], split: Split, *, outgoing: bool) -> Tensor:
-    """The gradient of the halves `[2 D, B, I, J]`, from that of the product, `[D, B, I, J]` in the dtype of the squares."""
+def backward(dt: Tensor, saved: Sequence[Tensor], split: Split | None, *, outgoing: bool) -> Tensor:
+    """The gradient of the halves `[2 D, B, I, J]`, from that of the product, `[D, B, I, J]` in the dtype of the halves."""
+    if split is None:
+        (ab,) = saved
+        dab = torch.empty_like(ab)
+        _multiply_backward(dt.flatten(0, 1), *_halves(ab), *_halves(dab), outgoing=outgoing)
+        return dab
     dt = dt.contiguous()
     dab = dt.new_empty(2 * dt.shape[0], *dt.shape[1:])
     da, db = dab.chunk(2)
@@ -85,7 +123,7 @@ def backward(dt: Tensor, saved: Sequence[Tensor], split: Split, *, outgoing: boo
         if following is not None:
             coming = _to_squares(dt[following], split)
         gradients = torch.empty_like(a), torch.empty_like(b)
-        multiply_backward(*(x.flatten(0, 1) for x in (square, a, b, *gradients)), outgoing=outgoing)
+        _multiply_backward(*(x.flatten(0, 1) for x in (square, a, b, *gradients)), outgoing=outgoing)
         _finish(going)
         going = [_to_parts(x, half[here], split) for x, half in zip(gradients, (da, db), strict=True)]
     _finish(going)
@@ -114,6 +152,12 @@ class _Product(torch.autograd.Function):
         saved = ctx.saved_tensors
         with uncast(dt.device):
             return backward(dt.to(saved[0].dtype), saved, ctx.split, outgoing=ctx.outgoing), None, None
+
+
+def _halves(ab: Tensor) -> tuple[Tensor, Tensor]:
+    """The halves a and b of `[2 D, B, P, P]`, as batches of squares."""
+    a, b = ab.flatten(0, 1).chunk(2)
+    return a, b
 
 
 def _finish(going: list[Finish]) -> None:

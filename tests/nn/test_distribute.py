@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from evoattn.nn import AttentionPairBias, distribute, replace
 from evoattn.nn.distribute import _KINDS
-from evoattn.nn.known import LAYERS
+from evoattn.nn.known import LAYERS, KnownLayer
 from evoattn.nn.known_blocks import BLOCKS
-from tests.nn import test_replace_blocks as standins
+from tests.nn import test_replace_blocks
+from tests.nn.standins import CHANNELS
 from tests.nn.test_replace_blocks import Attention, Pairs, Wide, get_dropout_mask
-from tests.nn.test_replace_multiplication import CHANNELS, In, Out
+from tests.nn.test_replace_multiplication import In, Out
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
@@ -111,7 +112,7 @@ def stand_in() -> None:
     openfold3, boltz = "openfold3.core.model", "boltz.model"
     names = {
         Attention: f"{openfold3}.layers.triangular_attention.TriangleAttention",
-        standins.Multiplied: f"{openfold3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
+        test_replace_blocks.Multiplied: f"{openfold3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
         Wide: f"{openfold3}.layers.transition.SwiGLUTransition",
         Out: f"{boltz}.layers.triangular_mult.TriangleMultiplicationOutgoing",
         In: f"{boltz}.layers.triangular_mult.TriangleMultiplicationIncoming",
@@ -124,7 +125,7 @@ def stand_in() -> None:
         ours._modules.update(theirs._modules)
         return ours
 
-    LAYERS[f"{__name__}.Track"] = (make, lambda ours, *given, **named: ours(*given, **named))
+    LAYERS[f"{__name__}.Track"] = KnownLayer(make, "", "", lambda ours, *given, **named: ours(*given, **named))
     of_pairs = f"{openfold3}.latent.base_blocks.PairBlock"
     BLOCKS[f"{Pairs.__module__}.Pairs"], _KINDS[f"{Pairs.__module__}.Pairs"] = BLOCKS[of_pairs], _KINDS[of_pairs]
     _KINDS[f"{__name__}.Block"] = _KINDS[f"{openfold3}.latent.pairformer.PairFormerBlock"]

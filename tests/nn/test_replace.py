@@ -6,7 +6,6 @@ import copy
 import importlib
 import pickle
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from evoattn.clients import patching
 from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.testing import relative_error
+from tests.nn.standins import filled, gradients, installed, normal
 
 
 class Toy(ours.TriangleAttention):
@@ -317,33 +317,6 @@ def test_names_of_boltz() -> None:
         "b.layer_norm_a.weight": 3,
         **dict.fromkeys(others, 4),
     }
-
-
-def installed(module: str) -> Any:
-    """A client's module; the test is skipped if the client is not installed."""
-    pytest.importorskip(module.partition(".")[0], reason="the client is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some warn when they are imported
-        return importlib.import_module(module)
-
-
-def filled(module: nn.Module) -> nn.Module:
-    """In float64, with parameters that are far from 0."""
-    torch.manual_seed(1)
-    module.double()
-    for name, x in module.named_parameters():
-        nn.init.normal_(x, std=0.3)
-        x.data += name.endswith("weight") and x.ndim == 1
-    return module
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-def gradients(made: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    cotangent = torch.randn(made.shape, generator=torch.Generator().manual_seed(3), dtype=made.dtype)
-    return [made, *torch.autograd.grad(made, leaves, cotangent)]
 
 
 MASK = (torch.arange(7) < torch.tensor([[7], [5]])).double()

@@ -16,10 +16,9 @@ import evoattn.nn as ours
 from evoattn.clients import layers
 from evoattn.clients.layers import layer as patched_block
 from evoattn.clients.site import Count
-from evoattn.nn.known import LAYERS
-from evoattn.nn.known_blocks import BLOCKS
-from tests.nn.test_replace import filled, gradients, normal
-from tests.nn.test_replace_multiplication import CHANNELS, In, Out, Split, edges
+from tests.nn import standins
+from tests.nn.standins import CHANNELS, assert_close, edges, filled, normal, register
+from tests.nn.test_replace_multiplication import In, Out, Split
 
 CALLS: list[str] = []
 """Own forwards of clients' layers that ran."""
@@ -147,19 +146,16 @@ _OF3, _BOLTZ = "openfold3.core.model", "boltz.model.layers"
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-ins are taken for the clients' layers and blocks."""
     CALLS.clear()
-    its = {
-        "Attention": f"{_OF3}.layers.triangular_attention.TriangleAttention",
-        "Multiplied": f"{_OF3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
-        "Wide": f"{_OF3}.layers.transition.SwiGLUTransition",
+    names: dict[type[nn.Module], str] = {
+        Attention: f"{_OF3}.layers.triangular_attention.TriangleAttention",
+        Multiplied: f"{_OF3}.layers.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
+        Wide: f"{_OF3}.layers.transition.SwiGLUTransition",
+        Out: f"{_BOLTZ}.triangular_mult.TriangleMultiplicationOutgoing",
+        In: f"{_BOLTZ}.triangular_mult.TriangleMultiplicationIncoming",
+        Pairs: f"{_OF3}.latent.base_blocks.PairBlock",
+        Layer: f"{_BOLTZ}.pairformer.PairformerLayer",
     }
-    for kind, name in its.items():
-        monkeypatch.setitem(LAYERS, f"{__name__}.{kind}", LAYERS[name])
-    for kind, name in (("Out", "Outgoing"), ("In", "Incoming")):
-        monkeypatch.setitem(
-            LAYERS, f"{Out.__module__}.{kind}", LAYERS[f"{_BOLTZ}.triangular_mult.TriangleMultiplication{name}"]
-        )
-    monkeypatch.setitem(BLOCKS, f"{__name__}.Pairs", BLOCKS[f"{_OF3}.latent.base_blocks.PairBlock"])
-    monkeypatch.setitem(BLOCKS, f"{__name__}.Layer", BLOCKS[f"{_BOLTZ}.pairformer.PairformerLayer"])
+    register(monkeypatch, names)
     dropout = types.ModuleType(f"{_BOLTZ}.dropout")
     dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, dropout.__name__, dropout)
@@ -182,23 +178,10 @@ OPTIONS: list[dict[str, Any]] = [{"_attn_chunk_size": 4}, {"chunk_size_tri_attn"
 """Arguments that change no answer, of each of `blocks`."""
 
 
-def outcome(block: Any, given: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
-    """Outputs, gradients, and the next random number."""
-    torch.manual_seed(3)
-    leaves = [x.clone().requires_grad_() for x in given if x.ndim > 2 and x.shape[-1] in (6, CHANNELS)]
-    rest = [x for x in given if not (x.ndim > 2 and x.shape[-1] in (6, CHANNELS))]
-    ordered = [leaves[0], *([leaves[1]] if len(leaves) > 1 else []), *rest]
-    made = block(*ordered, **options)
-    outputs = list(made) if isinstance(made, tuple) else [made]
-    after = torch.rand(3)
-    used = [x for x in (*leaves, *block.parameters()) if x.requires_grad]
-    return [*outputs, after, *gradients(sum(x.square().sum() for x in outputs), used)]  # type: ignore[arg-type]
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        limits = {"rtol": 1e-9, "atol": 1e-9} if one.dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-4}
-        torch.testing.assert_close(one, other, **limits)
+def outcome(block: nn.Module, given: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
+    """Outputs, the next random number, and gradients."""
+    count = 1 if isinstance(block, Pairs) else 2
+    return standins.outcome(block, given[:count], *given[count:], **options)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -211,7 +194,7 @@ def test_answers_gradients_and_random_numbers(which: int, training: bool) -> Non
     assert CALLS
     CALLS.clear()
     for options in ({}, OPTIONS[which]):
-        assert_same(outcome(made, given, **options), expected)
+        assert_close(outcome(made, given, **options), expected)
         assert not CALLS
 
 
@@ -224,7 +207,7 @@ def test_the_mask_of_the_transition(masked: bool) -> None:
     CALLS.clear()
     found = outcome(made, given, **options)
     assert not CALLS
-    assert_same(found, outcome(theirs, given, **options))
+    assert_close(found, outcome(theirs, given, **options))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -248,7 +231,7 @@ def test_hooks_and_arguments_that_ours_does_not_know(which: int) -> None:
     ours.replace(theirs)
     CALLS.clear()
     handle = theirs.tri_att_start.register_forward_hook(lambda *_: seen.append("hook"))
-    assert_same(outcome(theirs, given), expected)
+    assert_close(outcome(theirs, given), expected)
     assert seen == ["hook"] and not CALLS
     handle.remove()
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
@@ -256,7 +239,7 @@ def test_hooks_and_arguments_that_ours_does_not_know(which: int) -> None:
     handle.remove()
     assert seen.count("Attention") == 2
     if which == 0:
-        assert_same(outcome(theirs, given, window=4), expected)
+        assert_close(outcome(theirs, given, window=4), expected)
 
 
 def test_patched() -> None:
@@ -294,7 +277,7 @@ def test_a_block_with_a_forward_of_its_own_keeps_it() -> None:
     expected = outcome(theirs, given)
     CALLS.clear()
     assert sorted(ours.replace(theirs)) == ["pair_transition", "tri_att_end", "tri_att_start", "tri_mul_in", "tri_mul_out"]
-    assert_same(outcome(theirs, given), expected)
+    assert_close(outcome(theirs, given), expected)
     assert not CALLS
 
 
@@ -304,10 +287,10 @@ def test_copies_and_settings() -> None:
     ours.replace(theirs)
     expected = outcome(theirs, given)
     for other in (copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))):
-        assert_same(outcome(other, given), expected)
+        assert_close(outcome(other, given), expected)
     theirs.train()
     theirs.dropout = 0.0
-    assert_same(outcome(theirs, given), expected)
+    assert_close(outcome(theirs, given), expected)
     theirs.transition_z.swiglu.linear_a = nn.Linear(CHANNELS, 2 * CHANNELS, bias=False)
     assert not torch.equal(outcome(theirs, given)[1], expected[1])
 
@@ -355,10 +338,10 @@ def test_a_layer_that_is_exchanged_after_replace(which: int) -> None:
         theirs.tri_mul_in = made.tri_mul_in = Still()
         expected = outcome(theirs, given)
         CALLS.clear()
-        assert_same(outcome(made, given), expected)
+        assert_close(outcome(made, given), expected)
         assert not CALLS
         theirs.tri_mul_in, made.tri_mul_in = kept, own
-        assert_same(outcome(made, given), outcome(theirs, given))
+        assert_close(outcome(made, given), outcome(theirs, given))
 
 
 class Still(nn.Module):
@@ -404,4 +387,4 @@ def test_dropout_that_ours_does_not_know() -> None:
     CALLS.clear()
     outcome(made, given)
     assert not CALLS, "layers are ours"
-    assert_same(outcome(made, given), outcome(theirs, given))
+    assert_close(outcome(made, given), outcome(theirs, given))

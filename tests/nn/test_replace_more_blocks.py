@@ -17,13 +17,10 @@ from torch import Tensor, nn
 
 import evoattn
 import evoattn.nn as ours
-from evoattn.nn.known import LAYERS
-from evoattn.nn.known_blocks import BLOCKS
 from tests.nn import test_replace_protenix as protenix
-from tests.nn.test_replace import filled, normal
+from tests.nn.standins import CHANNELS, assert_close, edges, filled, normal, outcome, register
 from tests.nn.test_replace_blocks import CALLS, Attention, Multiplied, Pairs, Wide
-from tests.nn.test_replace_multiplication import CHANNELS, In, Out, edges
-from tests.nn.test_replace_protenix import assert_same
+from tests.nn.test_replace_multiplication import In, Out
 
 
 class Stack(Pairs):
@@ -117,36 +114,25 @@ class Dde(nn.Module):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-ins are taken for the clients' layers and blocks."""
-    for kind, name in (
-        (Attention, "openfold3.core.model.layers.triangular_attention.TriangleAttention"),
-        (Multiplied, "openfold.model.triangular_multiplicative_update.TriangleMultiplicativeUpdate"),
-        (Wide, "openfold3.core.model.layers.transition.SwiGLUTransition"),
-        (Out, "boltzgen.model.layers.triangular.TriangleMultiplicationOutgoing"),
-        (In, "boltzgen.model.layers.triangular.TriangleMultiplicationIncoming"),
-        (protenix.Attention, "opendde.model.triangular.triangular.TriangleAttention"),
-        (protenix.Multiplied, "opendde.model.triangular.triangular.TriangleMultiplicativeUpdate"),
-        (protenix.Wide, "opendde.model.modules.primitives.Transition"),
-    ):
-        monkeypatch.setitem(LAYERS, f"{kind.__module__}.{kind.__name__}", LAYERS[name])
-    monkeypatch.setitem(BLOCKS, f"{__name__}.Stack", BLOCKS["openfold.model.evoformer.PairStack"])
-    monkeypatch.setitem(BLOCKS, f"{__name__}.NoSeq", BLOCKS["boltzgen.model.layers.pairformer.PairformerNoSeqLayer"])
-    monkeypatch.setitem(BLOCKS, f"{__name__}.Dde", BLOCKS["opendde.model.modules.pairformer.PairformerBlock"])
+    names: dict[type[nn.Module], str] = {
+        Attention: "openfold3.core.model.layers.triangular_attention.TriangleAttention",
+        Multiplied: "openfold.model.triangular_multiplicative_update.TriangleMultiplicativeUpdate",
+        Wide: "openfold3.core.model.layers.transition.SwiGLUTransition",
+        Out: "boltzgen.model.layers.triangular.TriangleMultiplicationOutgoing",
+        In: "boltzgen.model.layers.triangular.TriangleMultiplicationIncoming",
+        protenix.Attention: "opendde.model.triangular.triangular.TriangleAttention",
+        protenix.Multiplied: "opendde.model.triangular.triangular.TriangleMultiplicativeUpdate",
+        protenix.Wide: "opendde.model.modules.primitives.Transition",
+        Stack: "openfold.model.evoformer.PairStack",
+        NoSeq: "boltzgen.model.layers.pairformer.PairformerNoSeqLayer",
+        Dde: "opendde.model.modules.pairformer.PairformerBlock",
+    }
+    register(monkeypatch, names)
     dropout = types.ModuleType("boltzgen.model.layers.dropout")
     dropout.get_dropout_mask = get_dropout_mask  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, dropout.__name__, dropout)
     for calls in (CALLS, protenix.CALLS, DRAWN):
         calls.clear()  # type: ignore[attr-defined]
-
-
-def outcome(block: nn.Module, leaves: list[Tensor], *more: Any, **options: Any) -> list[Tensor]:
-    """Outputs, gradients, and the next random number."""
-    torch.manual_seed(3)
-    leaves = [x.detach().clone().requires_grad_() for x in leaves]
-    made = block(*leaves, *more, **options)
-    outputs = list(made) if isinstance(made, tuple) else [made]
-    after = torch.rand(3)
-    total = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in outputs)
-    return [*outputs, after, *torch.autograd.grad(total, [*leaves, *block.parameters()])]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -157,7 +143,7 @@ def test_openfold(options: dict[str, Any], training: bool) -> None:
     assert "" in ours.replace(made)
     expected = outcome(theirs, [z], edges(2), **options)
     CALLS.clear()
-    assert_same(outcome(made, [z], edges(2), **options), expected)
+    assert_close(outcome(made, [z], edges(2), **options), expected)
     assert not CALLS
 
 
@@ -171,7 +157,7 @@ def test_random_numbers_of_boltzgen(training: bool, dtype: torch.dtype) -> None:
     if dtype == torch.float64:
         expected = outcome(theirs, [z], mask)
         CALLS.clear()
-        assert_same(outcome(made, [z], mask, 4, use_kernels=True), expected)
+        assert_close(outcome(made, [z], mask, 4, use_kernels=True), expected)
         assert not CALLS
         return
     made, theirs = made.float(), theirs.float()
@@ -190,7 +176,7 @@ def test_opendde(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "" in ours.replace(made)
     expected = outcome(theirs, leaves, edges(), extra_attn_bias=bias)
     protenix.CALLS.clear()
-    assert_same(outcome(made, leaves, edges(), "torch", "cuequivariance", extra_attn_bias=bias), expected)
+    assert_close(outcome(made, leaves, edges(), "torch", "cuequivariance", extra_attn_bias=bias), expected)
     assert not protenix.CALLS
     monkeypatch.setenv("OPENDDE_FOLDCP_MODE", "distributed")
     monkeypatch.setattr(Dde, "forward", lambda self, s, z, pair_mask: (s, -z))
@@ -221,9 +207,6 @@ LENGTHS = (torch.arange(7) < torch.tensor([[7], [5]])).long()
 
 PADDED = 1e-6
 """The limit of differences: -1e9 leaves seven digits of the scores of a row without a key."""
-
-PADDED = 1e-6
-"""What -1e9 in float64 leaves of the scores of a row without a key."""
 
 
 @pytest.fixture
@@ -256,7 +239,7 @@ def test_esmfold(mask: Tensor | None, dropout: float, training: bool, counted: l
     expected = outcome(theirs, leaves, mask=mask)
     assert len(counted) == 4
     for options in ({}, {"chunk_size": 4, "unheard_of": 1}):
-        assert_same(outcome(made, leaves, mask=mask, **options), expected, PADDED)
+        assert_close(outcome(made, leaves, mask=mask, **options), expected, PADDED)
     assert len(counted) == 4
 
 
@@ -266,7 +249,7 @@ def test_esmfold_keeps_its_input() -> None:
     with torch.no_grad():
         expected = made(s, z, LENGTHS)
         ours.replace(made)
-        assert_same(list(made(s, z, LENGTHS)), list(expected), PADDED)
+        assert_close(list(made(s, z, LENGTHS)), list(expected), PADDED)
     assert torch.equal(s, before[0]) and torch.equal(z, before[1])
 
 
@@ -277,7 +260,7 @@ def test_esmfold_with_hooks_and_shapes_that_it_refuses(counted: list[str]) -> No
     for name in ("row_drop", "tri_att_end"):
         handle = made.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
         counted.clear()
-        assert_same(outcome(made, leaves, LENGTHS), expected, PADDED)
+        assert_close(outcome(made, leaves, LENGTHS), expected, PADDED)
         handle.remove()
         assert not counted, "its layers are ours"
     assert seen == ["row_drop", "row_drop", "tri_att_end"]
@@ -289,7 +272,7 @@ def test_esmfold_patched() -> None:
     block, (s, z) = esmfold().eval(), states()
     expected = block(s, z, LENGTHS)
     with evoattn.patch("esmfold") as patched:
-        assert_same(list(block(s, z, LENGTHS)), list(expected), PADDED)
+        assert_close(list(block(s, z, LENGTHS)), list(expected), PADDED)
     calls = {site.rpartition(":")[2]: calls for site, calls in patched.calls_by_site.items() if calls}
     assert calls == {
         "EsmFoldTriangularSelfAttentionBlock.forward": 1,
@@ -297,6 +280,6 @@ def test_esmfold_patched() -> None:
         "EsmFoldResidueMLP.forward": 1,
     }
     with evoattn.patch("esmfold", layers=False) as patched:
-        assert_same(list(block(s, z, LENGTHS)), list(expected), PADDED)
+        assert_close(list(block(s, z, LENGTHS)), list(expected), PADDED)
     calls = {site.rpartition(":")[2]: calls for site, calls in patched.calls_by_site.items() if calls}
     assert calls == {"EsmFoldAttention.forward": 2, "EsmFoldSelfAttention.forward": 1}

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 import evoattn.nn as ours
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
-from evoattn.nn.known import LAYERS
-from tests.nn.test_replace import filled, gradients, installed, normal
+from tests.nn.standins import CHANNELS, assert_equal_gradients, assert_wrapped, edges, filled, installed, normal, register
 
-CHANNELS, HIDDEN = 8, 6
+HIDDEN = 6
 
 
 def dense(z: Tensor, mask: Tensor | None, outgoing: bool, norms: Any, halves: Callable[[Tensor], Any], z_and_g: Any) -> Tensor:
@@ -116,29 +115,14 @@ STAND_INS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-ins are taken for the clients' layers."""
-    monkeypatch.setitem(LAYERS, f"{__name__}.Split", LAYERS[f"{_UPDATE}.TriangleMultiplicativeUpdate"])
-    monkeypatch.setitem(LAYERS, f"{__name__}.Fused", LAYERS[f"{_UPDATE}.FusedTriangleMultiplicativeUpdate"])
-    for kind, name in ((Out, "Outgoing"), (In, "Incoming")):
-        its = LAYERS[f"boltz.model.layers.triangular_mult.TriangleMultiplication{name}"]
-        monkeypatch.setitem(LAYERS, f"{__name__}.{kind.__name__}", its)
+    boltz = "boltz.model.layers.triangular_mult.TriangleMultiplication"
+    names = {Split: f"{_UPDATE}.TriangleMultiplicativeUpdate", Fused: f"{_UPDATE}.FusedTriangleMultiplicativeUpdate"}
+    register(monkeypatch, {**names, Out: f"{boltz}Outgoing", In: f"{boltz}Incoming"})
 
 
 @pytest.fixture(params=STAND_INS)
 def theirs(request: pytest.FixtureRequest) -> nn.Module:
     return filled(STAND_INS[request.param]())
-
-
-def edges(*lead: int) -> Tensor:
-    return (torch.rand(*lead, 7, 7, generator=torch.Generator().manual_seed(5)) > 0.3).double()
-
-
-def assert_same(theirs: nn.Module, replaced: nn.Module, z: Tensor, mask: Tensor | None) -> None:
-    """Outputs and all gradients, of z and of every parameter, are equal."""
-    expected = gradients(theirs(z, mask), [z, *theirs.parameters()])
-    found = gradients(replaced(z, mask), [z, *replaced.parameters()])
-    for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -147,40 +131,20 @@ def test_answers_and_gradients(masked: bool, theirs: nn.Module, monkeypatch: pyt
     assert ours.replace(made) == [""] and list(made.state_dict()) == list(theirs.state_dict())
     for lead in ((), (2,), (2, 3)):
         z = normal(*lead, 7, 7, CHANNELS)
-        assert_same(theirs, made, z, edges(*lead) if masked else None)
+        assert_equal_gradients(theirs, made, z, edges(*lead) if masked else None)
     monkeypatch.delitem(globals(), "dense")
     made(z, None)
     with pytest.raises(NameError, match="dense"):
         theirs(z, None)
 
 
-class Doubled(nn.Module):
-    """An adapter for projections of any size."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.scale = base, nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) * self.scale  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_module_may_be_wrapped(masked: bool, theirs: nn.Module) -> None:
-    """One at a time, joined projections and norms too, after the layer was replaced."""
+    """Joined projections too."""
     z, mask = normal(2, 7, 7, CHANNELS), edges(2) if masked else None
     made = copy.deepcopy(theirs)
     ours.replace(made)
-    for name, child in list(theirs.named_children()):
-        if isinstance(child, nn.Sigmoid):
-            continue
-        kept = getattr(made, name)
-        setattr(theirs, name, Doubled(child))
-        setattr(made, name, Doubled(kept))
-        assert_same(theirs, made, z, mask)
-        setattr(theirs, name, child)
-        setattr(made, name, kept)
-    assert_same(theirs, made, z, mask)
+    assert_wrapped(theirs, made, lambda: assert_equal_gradients(theirs, made, z, mask))
 
 
 def test_hooks_on_projections_and_norms_run(theirs: nn.Module) -> None:
@@ -193,25 +157,20 @@ def test_hooks_on_projections_and_norms_run(theirs: nn.Module) -> None:
     assert sorted(seen) == sorted(children)
 
 
-def test_copies(theirs: nn.Module) -> None:
-    """They compute with parameters of their own."""
+def test_copies_and_compiles(theirs: nn.Module) -> None:
+    """Copies compute with parameters of their own."""
     z, mask = normal(2, 7, 7, CHANNELS), edges(2)
     ours.replace(theirs)
     expected = theirs(z, mask)
+    torch.compiler.reset()
+    compiled = torch.compile(theirs, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(z, mask), expected)
     copied, loaded = copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))
     with torch.no_grad():
         for x in theirs.parameters():
             x.zero_()
     assert torch.equal(copied(z, mask), expected) and torch.equal(loaded(z, mask), expected)
     assert not theirs(z, mask).any()
-
-
-def test_it_compiles(theirs: nn.Module) -> None:
-    z, mask = normal(2, 7, 7, CHANNELS), edges(2)
-    ours.replace(theirs)
-    torch.compiler.reset()
-    compiled = torch.compile(theirs, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(z, mask), theirs(z, mask))
 
 
 @pytest.mark.parametrize("kind", [Split, Fused])
@@ -241,7 +200,7 @@ def test_a_direction_that_is_changed_later(kind: Any) -> None:
     ours.replace(layer)
     layer(z)
     layer._outgoing = False
-    assert_same(other, layer, z, edges(2))
+    assert_equal_gradients(other, layer, z, edges(2))
 
 
 def test_what_is_not_known_is_left_to_the_client() -> None:
@@ -307,7 +266,7 @@ def test_openfold(module: str, name: str) -> None:
     for lead in ((2,), (2, 3)):
         for mask in (None, edges(*lead)):
             z = normal(*lead, 7, 7, CHANNELS)
-            assert_same(theirs, made, z, mask)
+            assert_equal_gradients(theirs, made, z, mask)
             with torch.no_grad():
                 one, other = z.detach().clone(), z.detach().clone()
                 options = {"inplace_safe": True, "_add_with_inplace": True, "_inplace_chunk_size": 4}

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 import evoattn.nn as ours
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
-from evoattn.nn.known import LAYERS
-from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.submodules import is_linear, is_norm
-from tests.nn.test_replace import filled, installed, normal
-from tests.nn.test_replace_multiplication import CHANNELS, Split, edges
+from tests.nn.standins import CHANNELS, assert_close, edges, filled, installed, normal, outcome, register
+from tests.nn.test_replace_multiplication import Split
 
 CALLS: list[str] = []
 """Own forwards of stand-ins that ran."""
@@ -141,13 +139,14 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-ins are taken for Protenix' classes."""
     CALLS.clear()
     monkeypatch.setenv("LAYERNORM_TYPE", "torch")  # it compiles an extension otherwise
-    for kind, name in (
-        (Attention, "triangular.triangular.TriangleAttention"),
-        (Multiplied, "triangular.triangular.TriangleMultiplicativeUpdate"),
-        (Wide, "modules.primitives.Transition"),
-    ):
-        monkeypatch.setitem(LAYERS, f"{__name__}.{kind.__name__}", LAYERS[f"protenix.model.{name}"])
-    monkeypatch.setitem(BLOCKS, f"{__name__}.Block", BLOCKS["protenix.model.modules.pairformer.PairformerBlock"])
+    names: dict[type[nn.Module], str] = {
+        Attention: "triangular.triangular.TriangleAttention",
+        Multiplied: "triangular.triangular.TriangleMultiplicativeUpdate",
+        Wide: "modules.primitives.Transition",
+        PairBias: "modules.transformer.AttentionPairBias",
+        Block: "modules.pairformer.PairformerBlock",
+    }
+    register(monkeypatch, {kind: f"protenix.model.{name}" for kind, name in names.items()})
 
 
 @pytest.fixture
@@ -169,22 +168,6 @@ def inputs(block: Any, residues: int = 7, dtype: torch.dtype = torch.float64) ->
     ]
 
 
-def outcome(block: Any, given: list[Tensor | None], *more: Any, **options: Any) -> list[Tensor]:
-    """Outputs, gradients, and the next random number."""
-    torch.manual_seed(3)
-    leaves = [None if x is None else x.clone().requires_grad_() for x in given]
-    outputs = [x for x in block(*leaves, *more, **options) if x is not None]
-    after = torch.rand(3)
-    total = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in outputs)
-    used = [x for x in (*leaves, *block.parameters()) if x is not None]
-    return [*outputs, after, *torch.autograd.grad(total, used)]  # type: ignore[arg-type]
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor], limit: float = 1e-9) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=limit, atol=limit)
-
-
 @pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("training", [False, True])
@@ -195,8 +178,8 @@ def test_answers_gradients_and_random_numbers(single: int, training: bool, maske
     assert "" in ours.replace(made)
     expected = outcome(theirs, given, mask)
     CALLS.clear()
-    assert_same(outcome(made, given, mask), expected)
-    assert_same(outcome(made, given, mask, "cuequivariance", "triattention", chunk_size=4), expected)
+    assert_close(outcome(made, given, mask), expected)
+    assert_close(outcome(made, given, mask, "cuequivariance", "triattention", chunk_size=4), expected)
     assert not CALLS
 
 
@@ -214,7 +197,7 @@ def test_z_is_overwritten_only_if_the_client_permits(training: bool) -> None:
         assert torch.equal(one, z)
         found = made.train(training)(s, other, mask, inplace_safe=True)
     assert found[1] is other
-    assert_same(list(found), list(expected))
+    assert_close(list(found), list(expected))
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -229,11 +212,11 @@ def test_few_residues_keep_an_answer_of_their_own(kernel: str, patched: bool) ->
         expected = theirs(None, z, None, triangle_attention=kernel)
         CALLS.clear()
         block = patched_layer(Block.forward, count) if patched else type(made).forward
-        assert_same([block(made, None, z, None, triangle_attention=kernel)[1]], [expected[1]])
+        assert_close([block(made, None, z, None, triangle_attention=kernel)[1]], [expected[1]])
         assert ("attention" in CALLS) == own
         layer = patched_layer(Attention.forward, count) if patched else type(made.tri_att_start).forward
         expected = theirs.tri_att_start(z, None, triangle_attention=kernel)
-        assert_same([layer(made.tri_att_start, z, None, triangle_attention=kernel)], [expected])
+        assert_close([layer(made.tri_att_start, z, None, triangle_attention=kernel)], [expected])
         assert (count.replaced, dict(count.passed_on)) == (0 if own or not patched else 2, {})
 
 
@@ -256,7 +239,7 @@ def test_hooks_and_masks_that_ours_does_not_know() -> None:
     batch = [torch.stack([x, 2 * x]) for x in given if x is not None]
     expected = outcome(theirs, batch, edges().expand(2, 7, 7))  # type: ignore[arg-type]
     CALLS.clear()
-    assert_same(outcome(made, batch, edges()), expected)  # type: ignore[arg-type]
+    assert_close(outcome(made, batch, edges()), expected)  # type: ignore[arg-type]
     made.tri_mul_in.sigmoid.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"sigmoid has hooks, and evoattn.nn does not call it"):
         outcome(made, given, None)
@@ -286,10 +269,10 @@ def test_a_real_block(training: bool) -> None:
     ]  # fmt: skip
     for mask in (None, edges()):
         for options in ({}, {"chunk_size": 4}):
-            assert_same(outcome(made, given, mask, **options), outcome(theirs, given, mask))
+            assert_close(outcome(made, given, mask, **options), outcome(theirs, given, mask))
         with torch.no_grad():
             s, z = given
-            assert_same(list(made(s, z.clone(), mask, inplace_safe=True)), list(theirs(s, z.clone(), mask, inplace_safe=True)))
+            assert_close(list(made(s, z.clone(), mask, inplace_safe=True)), list(theirs(s, z.clone(), mask, inplace_safe=True)))
 
 
 class Heads(nn.Module):
@@ -334,10 +317,8 @@ class PairBias(nn.Module):
         return self.attention(self.layernorm_a(a), bias if extra_attn_bias is None else bias + extra_attn_bias[..., None])  # type: ignore[no-any-return]
 
 
-def test_the_attention_of_the_single_track(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attention_of_the_single_track() -> None:
     """That with a condition, and calls that are not the trunk's, stay Protenix'. That is no news to anybody."""
-    name = "protenix.model.modules.transformer.AttentionPairBias"
-    monkeypatch.setitem(LAYERS, f"{__name__}.PairBias", LAYERS[name])
     theirs, count = filled(PairBias()), Count()
     made, forward = copy.deepcopy(theirs), patched_layer(PairBias.forward, count)
     model = nn.ModuleList([made, PairBias(has_s=True)])
@@ -353,8 +334,8 @@ def test_the_attention_of_the_single_track(monkeypatch: pytest.MonkeyPatch) -> N
     for lead in ((), (2,)):
         expected = run(theirs, lead)
         CALLS.clear()
-        assert_same(run(made, lead, None, None, True), expected)
-        assert_same(run(functools.partial(forward, theirs), lead, chunk_size=4), expected)
+        assert_close(run(made, lead, None, None, True), expected)
+        assert_close(run(functools.partial(forward, theirs), lead, chunk_size=4), expected)
         assert not CALLS
     for options in (
         {"extra_attn_bias": normal(7, 7).detach()},
@@ -363,7 +344,7 @@ def test_the_attention_of_the_single_track(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         for layer in (made, functools.partial(forward, theirs)):
             CALLS.clear()
-            assert_same(run(layer, (), **options), run(theirs, (), **options))
+            assert_close(run(layer, (), **options), run(theirs, (), **options))
             assert CALLS == ["pair bias"] * 2
     assert (count.replaced, dict(count.passed_on)) == (2, {})
 
@@ -376,6 +357,6 @@ def test_a_real_multiplication_in_place(direction: str) -> None:
     for mask in (None, edges()):
         with torch.no_grad():
             one, other = z.clone(), z.clone()
-            assert_same([made(one, mask, True, True)], [theirs(other, mask, True, True)])
+            assert_close([made(one, mask, True, True)], [theirs(other, mask, True, True)])
             torch.testing.assert_close(one, other)
-            assert_same([made(z, mask)], [theirs(z, mask)])
+            assert_close([made(z, mask)], [theirs(z, mask)])

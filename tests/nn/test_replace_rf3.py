@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import evoattn.nn as ours
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
-from evoattn.nn.known import LAYERS
-from tests.nn.test_replace import filled, gradients, installed, normal
+from tests.nn.standins import CHANNELS, assert_equal_gradients, filled, installed, normal, register
 
-CHANNELS = 8
 CALLS: list[str] = []
 """Own forwards of stand-ins that ran."""
 
@@ -93,12 +91,9 @@ class Wide(nn.Module):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The stand-ins are taken for RosettaFold-3's layers. The module that holds its switch is returned."""
-    for kind, name in (
-        (Triangle, "attention.TriangleAttention"),
-        (Multiplied, "attention.TriangleMultiplication"),
-        (Wide, "layer_utils.Transition"),
-    ):
-        monkeypatch.setitem(LAYERS, f"{__name__}.{kind.__name__}", LAYERS[f"rf3.model.layers.{name}"])
+    names = {Triangle: "attention.TriangleAttention", Multiplied: "attention.TriangleMultiplication"}
+    names |= {Wide: "layer_utils.Transition"}
+    register(monkeypatch, {kind: f"rf3.model.layers.{name}" for kind, name in names.items()})
     module = types.ModuleType("rf3.model.layers.attention")
     module.SHOULD_USE_CUEQUIVARIANCE = False  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -115,15 +110,6 @@ STAND_INS = {
 }
 
 
-def assert_same(made: nn.Module | Callable[[Tensor], Tensor], theirs: nn.Module, channels: int = CHANNELS) -> None:
-    """Outputs and all gradients, of z and of every parameter, are equal. `made` is a module, or calls `theirs`."""
-    z = normal(2, 7, 7, channels)
-    expected = gradients(theirs(z), [z, *theirs.parameters()])
-    found = gradients(made(z), [z, *(made if isinstance(made, nn.Module) else theirs).parameters()])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("switch", [False, True])
 @pytest.mark.parametrize("name", STAND_INS)
 def test_answers_and_gradients(name: str, switch: bool, known: Any) -> None:
@@ -131,9 +117,9 @@ def test_answers_and_gradients(name: str, switch: bool, known: Any) -> None:
     known.SHOULD_USE_CUEQUIVARIANCE = switch
     made, count = copy.deepcopy(theirs), Count()
     assert ours.replace(made) == [""]
-    assert_same(made, theirs)
+    assert_equal_gradients(theirs, made, normal(2, 7, 7, CHANNELS))
     forward = patched_layer(type(theirs).forward, count)
-    assert_same(functools.partial(forward, theirs), theirs)
+    assert_equal_gradients(theirs, functools.partial(forward, theirs), normal(2, 7, 7, CHANNELS))
     assert count.replaced == 1 and not count.passed_on
     CALLS.clear()
     made(normal(2, 7, 7, CHANNELS))
@@ -156,4 +142,4 @@ def test_real_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = filled(make(installed(f"rf3.model.layers.{module}")))
     made = copy.deepcopy(theirs)
     assert ours.replace(made) == [""]
-    assert_same(made, theirs, 32)
+    assert_equal_gradients(theirs, made, normal(2, 7, 7, 32))

@@ -16,9 +16,8 @@ import evoattn.nn as ours
 from evoattn.clients import layers
 from evoattn.clients.layers import layer as patched_layer
 from evoattn.clients.site import Count
-from evoattn.nn.known import LAYERS
 from evoattn.nn.submodules import is_linear, is_norm
-from tests.nn.test_replace import filled, gradients, installed, normal
+from tests.nn.standins import assert_equal_gradients, assert_wrapped, filled, installed, normal, register
 
 C, H = 8, 20
 
@@ -129,7 +128,7 @@ class Esm(nn.Module):
         return x + dense(x, None, self.mlp[0], lambda y: self.mlp[2](self.mlp[1](y)), lambda u: self.mlp[4](self.mlp[3](u)))
 
 
-STAND_INS = {
+STAND_INS: dict[type[nn.Module], str] = {
     Pair: "openfold.model.pair_transition.PairTransition",
     Sequences: "openfold.model.evoformer.MSATransition",
     Gated: "openfold3.core.model.layers.transition.SwiGLUTransition",
@@ -143,9 +142,7 @@ MASKED = (Pair, Sequences, Gated, Plain)
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-ins are taken for the clients' layers."""
-    for kind, name in STAND_INS.items():
-        monkeypatch.setitem(LAYERS, f"{__name__}.{kind.__name__}", LAYERS[name])
+    register(monkeypatch, STAND_INS)
 
 
 @pytest.fixture(params=STAND_INS, ids=lambda kind: kind.__name__)
@@ -157,24 +154,15 @@ def rows(*lead: int) -> Tensor:
     return (torch.rand(*lead, generator=torch.Generator().manual_seed(5)) > 0.3).double()
 
 
-def assert_same(theirs: nn.Module, replaced: nn.Module, *given: Tensor) -> None:
-    """Outputs and all gradients, of x and of every parameter, are equal."""
-    x = given[0]
-    expected = gradients(theirs(*given), [x, *theirs.parameters()])
-    found = gradients(replaced(*given), [x, *replaced.parameters()])
-    for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
-
-
 def test_answers_and_gradients(theirs: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     made = copy.deepcopy(theirs)
     assert ours.replace(made) == [""] and list(made.state_dict()) == list(theirs.state_dict())
     for lead in ((7,), (2, 7), (2, 3, 7)):
         x = normal(*lead, C)
-        assert_same(theirs, made, x)
+        assert_equal_gradients(theirs, made, x)
         if isinstance(theirs, MASKED):
-            assert_same(theirs, made, x, rows(*lead))
-            assert_same(theirs, made, x, rows(7))  # the same for all batches
+            assert_equal_gradients(theirs, made, x, rows(*lead))
+            assert_equal_gradients(theirs, made, x, rows(7))  # the same for all batches
     monkeypatch.delitem(globals(), "dense")
     chunks: dict[str, int] = {} if isinstance(theirs, Protenix | Esm) else {"chunk_size": 3}
     made(normal(7, C), **chunks, **({"ckpt_chunk_size": 2} if isinstance(theirs, Gated) else {}))
@@ -182,33 +170,10 @@ def test_answers_and_gradients(theirs: nn.Module, monkeypatch: pytest.MonkeyPatc
         theirs(normal(7, C))
 
 
-class Doubled(nn.Module):
-    """An adapter for modules of any size."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.scale = base, nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) * self.scale  # type: ignore[no-any-return]
-
-
 def test_every_norm_and_projection_may_be_wrapped(theirs: nn.Module) -> None:
-    """One at a time, after the layer was replaced."""
     x, made = normal(2, 7, C), copy.deepcopy(theirs)
     ours.replace(made)
-    for path, child in list(theirs.named_modules()):
-        if not isinstance(child, nn.Linear | nn.LayerNorm):
-            continue
-        parent, _, name = path.rpartition(".")
-        one, other = theirs.get_submodule(parent), made.get_submodule(parent)
-        kept = getattr(other, name)
-        setattr(one, name, Doubled(child))
-        setattr(other, name, Doubled(kept))
-        assert_same(theirs, made, x)
-        setattr(one, name, child)
-        setattr(other, name, kept)
-    assert_same(theirs, made, x)
+    assert_wrapped(theirs, made, lambda: assert_equal_gradients(theirs, made, x))
 
 
 def test_copies_and_compiles(theirs: nn.Module) -> None:
@@ -318,8 +283,8 @@ def test_clients(name: str) -> None:
     parts = [x for x in theirs.modules() if x._parameters]
     assert len(parts) > 2 and all(is_linear(x) or is_norm(x) for x in parts)  # so that the operator computes
     for lead in masks:
-        assert_same(theirs, made, normal(*lead, C), rows(*lead))
+        assert_equal_gradients(theirs, made, normal(*lead, C), rows(*lead))
     x = normal(2, 7, 7, C)
-    assert_same(theirs, made, x)
+    assert_equal_gradients(theirs, made, x)
     with torch.no_grad():
         torch.testing.assert_close(made.eval()(x), theirs.eval()(x), rtol=1e-10, atol=1e-10)

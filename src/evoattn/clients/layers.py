@@ -14,7 +14,7 @@ from evoattn.clients.calls import is_float32_on_gpu, residues
 from evoattn.clients.site import Count, Site, is_repeated, named
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
-from evoattn.nn.replace import Ours, Settings, by_name, has_settings, overridden, positions, settings
+from evoattn.nn.replace import Replacement, Settings, by_name, has_settings, overridden, positions, settings
 
 FEW = 288
 """Residues below which blocks are left to clients: launching kernels takes longer there than running them.
@@ -44,7 +44,7 @@ at 304. The trunk at 152 residues took 1.5 and 2.4 s.
 class _Counterpart(NamedTuple):
     """The layer of `evoattn.nn` for a client's layer, or why there is none; "" if the client's own is as fast."""
 
-    layer: Ours | None
+    layer: Replacement | None
     reason: str
     modules: tuple[nn.Module, ...] = ()
     settings: tuple[Settings, ...] = ()
@@ -115,7 +115,7 @@ def _too_small(arguments: tuple[Any, ...], least: int) -> str:
     return f"fewer than {least} residues, where the client's own layers take less of the host"
 
 
-def _slower_in_float32(counterpart: Ours | None, arguments: tuple[Any, ...]) -> str:
+def _slower_in_float32(counterpart: Replacement | None, arguments: tuple[Any, ...]) -> str:
     """The reason why a float32 call on a GPU is left to the client, or ""."""
     if counterpart is None or not is_float32_on_gpu(arguments):
         return ""
@@ -127,7 +127,7 @@ def _slower_in_float32(counterpart: Ours | None, arguments: tuple[Any, ...]) -> 
     return _FEW_RESIDUES if (residues(arguments, 3) or least) < least else ""
 
 
-def _counterpart(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Ours | None, str]:
+def _counterpart(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Replacement | None, str]:
     """The layer of `evoattn.nn` that computes a call of a client's layer, or None and the reason.
 
     It is made anew when a module or a setting in the layer changed. A look at all of them takes the host as long as several
@@ -146,7 +146,7 @@ def _counterpart(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Ours | 
     if known is None or not _holds(module, modules, known.modules, known.settings):
         layer, reason = None, ""
         try:
-            layer = Ours.of(module, entries=False)
+            layer = Replacement.of(module, entries=False)
         except ValueError as error:
             reason = str(error)
         known = _counterparts[module] = _Counterpart(layer, reason, modules, tuple(map(settings, (module, *modules))))

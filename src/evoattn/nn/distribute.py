@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split, is_distributed
 from evoattn.nn.known_blocks import BLOCKS
-from evoattn.nn.replace import Ours, by_name, positions
+from evoattn.nn.replace import Replacement, by_name, positions, subclass
 from evoattn.nn.sharded import from_parts, like, local
 
 __all__ = ["distribute"]
 
-_KEPT = "_evoattn_distributed"
+_ATTRIBUTE = "_evoattn_distributed"
 """The attribute of a block that holds its `_BlockRunner`."""
 
 
@@ -67,7 +67,7 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
     passing = _passing(model, {id(module) for _, module, _ in blocks})
     runners = [_BlockRunner(module, kind, mesh, leaves=id(module) not in passing) for _, module, kind in blocks]
     for (_, module, _), block in zip(blocks, runners, strict=True):
-        setattr(module, _KEPT, block)
+        setattr(module, _ATTRIBUTE, block)
         original: Any = type(module)
         module.__class__ = _distributed(original)
         block.hook(module)
@@ -89,7 +89,7 @@ def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, _BlockKind]]:
         kind = _kind_of(type(module))
         if kind is None or id(module) in inside:
             continue
-        if _KEPT in module.__dict__:
+        if _ATTRIBUTE in module.__dict__:
             raise ValueError(f"{name} is distributed already")
         inside |= {id(x) for x in module.modules()}
         blocks.append((name, module, kind))
@@ -102,43 +102,42 @@ class _BlockRunner:
     leaves: whether z and s are gathered after the block.
     """
 
-    def __init__(self, theirs: Any, kind: _BlockKind, mesh: Any, *, leaves: bool) -> None:
+    def __init__(self, client: Any, kind: _BlockKind, mesh: Any, *, leaves: bool) -> None:
         self.kind, self.mesh, self.leaves, self.group = kind, mesh, leaves, mesh.get_group()
-        self._ours: dict[int, Ours] = {}
+        self._replacements: dict[int, Replacement] = {}
         self._summed: dict[int, Tensor] = {}
-        self.pair_layers(theirs)
+        self.pair_layers(client)
         if kind.attention:
-            self.of(getattr(theirs, kind.attention))
+            self.of(getattr(client, kind.attention))
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ValueError("a distributed block cannot be copied: copy the model before evoattn.nn.distribute")
 
-    def of(self, theirs: nn.Module) -> Any:
-        """Ours of a layer of the client's, made again if its modules were exchanged."""
-        ours = self._ours.get(id(theirs))
-        if ours is None or not ours.holds(theirs):
-            ours = Ours.of(theirs, entries=False)
-            if ours is None:
-                raise ValueError(f"evoattn.nn has no {type(theirs).__name__}")
-            self._ours[id(theirs)] = ours
-        return ours.layer
+    def of(self, client: nn.Module) -> Any:
+        """The layer of `evoattn.nn` for a client's, made again if its modules were exchanged."""
+        replacement = self._replacements.get(id(client))
+        if replacement is None or not replacement.holds(client):
+            replacement = Replacement.of(client, entries=False)
+            if replacement is None:
+                raise ValueError(f"evoattn.nn has no {type(client).__name__}")
+            self._replacements[id(client)] = replacement
+        return replacement.layer
 
-    def pair_layers(self, theirs: nn.Module) -> tuple[Any, Any]:
-        """The module of the client that has the layers of z, and ours of these."""
-        pairs = getattr(theirs, self.kind.pair_stack) if self.kind.pair_stack else theirs
-        make, _ = BLOCKS[self.kind.pair_block]
-        return pairs, make(pairs, self.of)
+    def pair_layers(self, client: nn.Module) -> tuple[Any, Any]:
+        """The module of the client that has the layers of z, and the layers of `evoattn.nn`."""
+        pairs = getattr(client, self.kind.pair_stack) if self.kind.pair_stack else client
+        return pairs, BLOCKS[self.kind.pair_block].layer(pairs, self.of)
 
-    def hook(self, theirs: nn.Module) -> None:
+    def hook(self, client: nn.Module) -> None:
         """Have the gradients of the parameters summed over the processes."""
-        for x in theirs.parameters():
+        for x in client.parameters():
             if x.requires_grad:
                 x.register_hook(self.sum)
                 self._summed[id(x)] = x
 
-    def check_summed(self, theirs: nn.Module) -> None:
+    def check_summed(self, client: nn.Module) -> None:
         """Raise ValueError if a parameter's gradient would be that of the rows of this process alone."""
-        for name, x in theirs.named_parameters():
+        for name, x in client.named_parameters():
             if x.requires_grad and id(x) not in self._summed:
                 raise ValueError(
                     f"{name} was exchanged or unfrozen after evoattn.nn.distribute, so its gradient would not be summed over "
@@ -151,9 +150,9 @@ class _BlockRunner:
         dist.all_reduce(dx, group=self.group)
         return dx
 
-    def __call__(self, theirs: Any, arguments: dict[str, Any]) -> Any:
+    def __call__(self, client: Any, arguments: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
-            self.check_summed(theirs)
+            self.check_summed(client)
         split = Split(self.group, -3, arguments["z"].shape[-3])
 
         def left(x: Any, axis: int) -> Any:
@@ -163,13 +162,13 @@ class _BlockRunner:
         for name, axis in (("s", -2), ("z", -3), ("pair_mask", -2), (self.kind.mask, -1)):
             if arguments.get(name) is not None and not is_distributed(arguments[name]):
                 arguments[name] = self._entered(arguments[name], split, axis)
-        pairs, layers = self.pair_layers(theirs)
-        _, call = BLOCKS[self.kind.pair_block]
+        pairs, layers = self.pair_layers(client)
+        call = BLOCKS[self.kind.pair_block].call
         options = {name: arguments[name] for name in ("_mask_trans",) if name in arguments}
         z = arguments["z"] = call(layers, pairs, arguments["z"], arguments["pair_mask"], **options)
         if self.kind.update_s is None:
             return left(z, -3)
-        return left(self.kind.update_s(self, theirs, arguments), -2), left(z, -3)
+        return left(self.kind.update_s(self, client, arguments), -2), left(z, -3)
 
     def _entered(self, x: Tensor, split: Split, axis: int) -> Tensor:
         """The rows of this process of what all processes have."""
@@ -178,33 +177,33 @@ class _BlockRunner:
         return from_parts(split.enter(x, axis), self.mesh, [Shard(x.ndim + axis)], x.shape)
 
 
-def _boltz_s(block: _BlockRunner, theirs: Any, arguments: dict[str, Any]) -> Any:
+def _boltz_s(block: _BlockRunner, client: Any, arguments: dict[str, Any]) -> Any:
     with torch.autocast(arguments["z"].device.type, enabled=False):
         s, z, mask = (_to_float32(arguments[name]) for name in ("s", "z", "mask"))
-        held = local(s)
-        normed = like(theirs.pre_norm_s(held), s)
-        held = held + local(block.of(theirs.attention)(normed, z, None, mask))
-        held = held + theirs.transition_s(held)
-        return like(theirs.s_post_norm(held), s)
+        part = local(s)
+        normed = like(client.pre_norm_s(part), s)
+        part = part + local(block.of(client.attention)(normed, z, None, mask))
+        part = part + client.transition_s(part)
+        return like(client.s_post_norm(part), s)
 
 
 def _to_float32(x: Any) -> Any:
     return like(local(x).to(torch.promote_types(x.dtype, torch.float32)), x)
 
 
-def _openfold3_s(block: _BlockRunner, theirs: Any, arguments: dict[str, Any]) -> Any:
+def _openfold3_s(block: _BlockRunner, client: Any, arguments: dict[str, Any]) -> Any:
     s, mask = arguments["s"], arguments["single_mask"]
-    held = local(s) + local(block.of(theirs.attn_pair_bias)(s, arguments["z"], None, mask))
+    part = local(s) + local(block.of(client.attn_pair_bias)(s, arguments["z"], None, mask))
     counted = local(mask) if arguments.get("_mask_trans", True) else None
-    return like(held + theirs.single_transition(held, mask=counted), s)
+    return like(part + client.single_transition(part, mask=counted), s)
 
 
 class _BlockKind(NamedTuple):
-    """The way to run a class of blocks.
+    """A class of blocks, and its single track.
 
     Args:
         pair_block: the block of `known_blocks` that updates z.
-        pair_stack: the name of the module that is this block. "": the whole block.
+        pair_stack: the name of the module that is this block. "": the block itself.
         mask: the argument that is the mask of s.
         attention: the name of the attention of s, if the block updates s.
         update_s: computes the updated s.
@@ -229,7 +228,7 @@ _KINDS = {
 
 
 def _kind_of(kind: Any) -> _BlockKind | None:
-    """The way to run blocks of a class, or None if the class is unknown or overrides the known forward."""
+    """Return the kind of a class, or None if the class is unknown or overrides the known forward."""
     own = vars(kind).get("_evoattn_original", kind)
     for x in own.__mro__:
         known = _KINDS.get(f"{x.__module__}.{x.__qualname__}")
@@ -240,12 +239,11 @@ def _kind_of(kind: Any) -> _BlockKind | None:
 
 @functools.cache
 def _distributed(original: Any) -> Any:
-    """The subclass of a client's class whose forward is ours."""
+    """The subclass of a client's class whose forward is that of its `_BlockRunner`."""
     names = positions(original.forward)
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_KEPT](self, by_name(names, args, kwargs))
+        return self.__dict__[_ATTRIBUTE](self, by_name(names, args, kwargs))
 
-    kwargs = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original)(original.__name__, (original,), {**kwargs, "forward": forward})
+    return subclass(original, forward=forward)

@@ -1,38 +1,71 @@
-"""Layers of clients that `evoattn.nn` can compute: how to make ours of them, and how to call it."""
+"""Layers of clients that `evoattn.nn` can compute: the layer of each, its modules by the client's names, and its call."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from evoattn.nn import known_calls as calls
-from evoattn.nn.attention import Attention, add_residual
+from evoattn.nn.attention import add_residual
 from evoattn.nn.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttentionWithPairBias
 from evoattn.nn.multiplication import JoinedTriangleMultiplication, TriangleMultiplication
-from evoattn.nn.pair_bias import AdaLN, AttentionPairBias
+from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.submodules import has_hooks
 from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
-__all__ = ["LAYERS"]
-
-_MULTIPLICATION_MODULES = ("layer_norm_in", "layer_norm_out", "linear_z", "linear_g")
-"""Modules of a triangle multiplication that OpenFold calls as we do."""
+__all__ = ["LAYERS", "KnownLayer"]
 
 _WIDEST = 256
 """Channels of a transition. Wider ones have no kernel, and are left to the client."""
 
-_TRANSITION_MODULES = {
-    "swiglu": ("layer_norm", "swiglu.linear_a", "swiglu.linear_b", "linear_out"),
-    "relu": ("layer_norm", "linear_1", "linear_2"),
-}
-"""The modules of our transition, by its activation."""
-
 _ACTIVATIONS = {"swiglu": nn.SiLU, "relu": nn.ReLU}
+
+
+class KnownLayer:
+    """A class of a client, and the layer of `evoattn.nn` that computes it.
+
+    Args:
+        kind: makes the layer from its sizes and settings, or returns None to leave it to the client.
+        sizes: the client's attributes that `kind` takes. "c_in|mha.c_q" is the first of two that exists. "": the layer itself.
+        modules: modules that both layers share, as "path=client's path", or one path for both. An asterisk stands for each of
+            q, k, v, g and o.
+        call: calls the layer with the client's arguments by name.
+    """
+
+    def __init__(self, kind: Callable[..., nn.Module | None], sizes: str, modules: str, call: Callable[..., Tensor]) -> None:
+        self.kind, self.sizes, self.modules, self.call = kind, sizes.split(" "), modules, call
+
+    def layer(self, client: nn.Module) -> nn.Module | None:
+        """Make the layer of `evoattn.nn` for a client's."""
+        layer = self.kind(*[_attribute(client, names) for names in self.sizes])
+        if layer is not None:
+            _share(layer, client, self.modules)
+        return layer
+
+
+def _attribute(client: Any, names: str) -> Any:
+    """An attribute of a client's layer, as in `KnownLayer.sizes`."""
+    if not names:
+        return client
+    first, _, second = names.partition("|")
+    return operator.attrgetter(first if not second or hasattr(client, first) else second)(client)
+
+
+def _share(layer: nn.Module, client: nn.Module, modules: str) -> None:
+    """Let a layer hold modules of a client's. An attention may have no gate."""
+    for pair in modules.split():
+        for letter in "qkvgo" if "*" in pair else "*":
+            path, _, client_path = pair.replace("*", letter).partition("=")
+            holder, _, name = (client_path or path).rpartition(".")
+            default = (None,) if "*" in pair and letter == "g" else ()
+            parent, _, own_name = path.rpartition(".")
+            setattr(layer.get_submodule(parent), own_name, getattr(client.get_submodule(holder), name, *default))
 
 
 class _ResidueMlp(Transition):
@@ -47,155 +80,6 @@ class _ResidueMlp(Transition):
         return super().add_to(x, mask, in_place=in_place)
 
 
-def _adopt(ours: nn.Module, theirs: nn.Module, *names: str, **renamed: str) -> None:
-    """Let our layer hold modules of the client's: `names` are the same in both, `renamed` are ours=theirs."""
-    for here, there in (*zip(names, names, strict=True), *renamed.items()):
-        setattr(ours, here, getattr(theirs, there))
-
-
-def _adopt_attention(ours: Attention, theirs: nn.Module, prefix: str = "linear_") -> None:
-    for which in "qkvgo":
-        setattr(ours, f"linear_{which}", getattr(theirs, f"{prefix}{which}", None))
-
-
-def _triangle(linear: str, theirs: Any) -> nn.Module:
-    """`linear` is their name of the projection of the pair bias."""
-    mha = theirs.mha
-    channels, sizes = (theirs.c_in, theirs) if hasattr(theirs, "c_in") else (mha.c_q, mha)  # OpenDDE's layer has no sizes
-    ours = TriangleAttention(channels, sizes.c_hidden, sizes.no_heads, theirs.starting, theirs.inf)
-    _adopt(ours, theirs, "layer_norm", linear=linear)
-    _adopt_attention(ours.mha, mha)
-    return ours
-
-
-def _rows(theirs: Any) -> nn.Module:
-    ours = MSARowAttentionWithPairBias(theirs.c_in, theirs.c_z, theirs.c_hidden, theirs.no_heads, theirs.inf)
-    _adopt(ours, theirs, "layer_norm_m", "layer_norm_z", "linear_z")
-    _adopt_attention(ours.mha, theirs.mha)
-    return ours
-
-
-def _columns(theirs: Any) -> nn.Module:
-    ours = MSAColumnAttention(theirs.c_m, theirs.c_hidden, theirs.no_heads, theirs.inf)
-    _adopt(ours._msa_att, theirs._msa_att, "layer_norm_m")
-    _adopt_attention(ours._msa_att.mha, theirs._msa_att.mha)
-    return ours
-
-
-def _global(theirs: Any) -> nn.Module:
-    ours = MSAColumnGlobalAttention(theirs.c_in, theirs.c_hidden, theirs.no_heads, theirs.inf, theirs.eps)
-    _adopt(ours, theirs, "layer_norm_m")
-    _adopt_attention(ours.global_attention, theirs.global_attention)
-    return ours
-
-
-def _templates(theirs: Any) -> nn.Module:
-    ours = TemplatePointwiseAttention(theirs.c_t, theirs.c_z, theirs.c_hidden, theirs.no_heads, theirs.inf)
-    _adopt_attention(ours.mha, theirs.mha)
-    return ours
-
-
-def _pair_bias(theirs: Any) -> nn.Module:
-    """Make our layer for OpenFold-3's attention with pair bias, of the trunk or of the diffusion transformer."""
-    mha, adaptive = theirs.mha, hasattr(theirs, "linear_ada_out")
-    c_s = theirs.c_s if adaptive else None
-    ours = AttentionPairBias(theirs.c_q, theirs.c_z, mha.c_hidden, mha.no_heads, c_s, theirs.inf)
-    if adaptive:
-        _adopt(cast(AdaLN, ours.layer_norm_a), theirs.layer_norm_a, "layer_norm_a", "layer_norm_s", "linear_g", "linear_s")
-        _adopt(ours, theirs, "linear_z", "linear_ada_out")
-    else:
-        _adopt(ours, theirs, "layer_norm_a", "layer_norm_z", "linear_z")
-    _adopt_attention(ours.mha, mha)
-    return ours
-
-
-def _boltz_pair_bias(theirs: Any) -> nn.Module:
-    """Make our layer for Boltz's attention with pair bias, which may lack the norm of s and the projection of z."""
-    projects = isinstance(theirs.proj_z, nn.Sequential)
-    c_z = theirs.proj_z[1].in_features if projects else theirs.num_heads
-    ours = AttentionPairBias(theirs.c_s, c_z, theirs.head_dim, theirs.num_heads, inf=theirs.inf)
-    ours.layer_norm_a = getattr(theirs, "norm_s", None)
-    ours.layer_norm_z, ours.linear_z = (theirs.proj_z[0], theirs.proj_z[1]) if projects else (None, None)
-    _adopt_attention(ours.mha, theirs, "proj_")
-    return ours
-
-
-def _protenix_pair_bias(theirs: Any) -> nn.Module | None:
-    """Make our layer for the single track's attention of Protenix, or return None for that of samples and atoms."""
-    if theirs.has_s or theirs.cross_attention_mode:
-        return None
-    mha = theirs.attention
-    ours = AttentionPairBias(mha.c_q, _features(theirs.linear_nobias_z, "in_features"), mha.c_hidden, mha.num_heads)
-    _adopt(ours, theirs, layer_norm_a="layernorm_a", layer_norm_z="layernorm_z", linear_z="linear_nobias_z")
-    _adopt_attention(ours.mha, mha)
-    return ours
-
-
-def _multiplication(theirs: Any) -> nn.Module:
-    # ESMFold's layer has no sizes
-    channels, hidden = (theirs.c_z, theirs.c_hidden) if hasattr(theirs, "c_z") else (_normed(theirs.layer_norm_in),) * 2
-    ours = TriangleMultiplication(channels, hidden, theirs._outgoing)
-    _adopt(ours, theirs, *_MULTIPLICATION_MODULES, "linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g")
-    return ours
-
-
-def _joined_multiplication(theirs: Any) -> nn.Module:
-    ours = JoinedTriangleMultiplication(theirs.c_z, theirs.c_hidden, theirs._outgoing)
-    _adopt(ours, theirs, *_MULTIPLICATION_MODULES, "linear_ab_p", "linear_ab_g")
-    return ours
-
-
-def _boltz_multiplication(outgoing: bool, theirs: Any) -> nn.Module:
-    channels = _normed(theirs.norm_in)
-    ours = JoinedTriangleMultiplication(channels, channels, outgoing)
-    _adopt(ours, theirs, linear_ab_p="p_in", linear_ab_g="g_in", linear_z="p_out", linear_g="g_out")
-    _adopt(ours, theirs, layer_norm_in="norm_in", layer_norm_out="norm_out")
-    return ours
-
-
-def _rf3_triangle(theirs: Any) -> nn.Module:
-    ours = TriangleAttention(_features(theirs.to_q, "in_features"), theirs.dim, theirs.h, theirs.start_node)
-    _adopt(ours, theirs, layer_norm="norm", linear="to_b")
-    _adopt_attention(ours.mha, theirs, "to_")
-    ours.mha.linear_o = theirs.to_out
-    return ours
-
-
-def _rf3_multiplication(theirs: Any) -> nn.Module:
-    ours: Any = _boltz_multiplication(theirs.direction == "outgoing", theirs)
-    ours.by_cuequivariance = theirs.use_cuequivariance
-    return ours  # type: ignore[no-any-return]
-
-
-def _transition(
-    activation: str, function: str, paths: tuple[str, ...], theirs: nn.Module, kind: type[Transition] = Transition
-) -> Any:
-    """Make our transition of a client's, or return None if it is too wide or changes the number of channels.
-
-    `function` is the path of the client's module that applies SiLU or ReLU, or "" if it calls a function. `paths` are those of
-    its norm and projections, in the order of `_TRANSITION_MODULES`.
-    """
-    modules = [theirs.get_submodule(path) for path in paths]
-    channels, outputs = _features(modules[1], "in_features"), _features(modules[-1], "out_features")
-    if channels > _WIDEST or outputs != channels:
-        return None
-    if function and type(theirs.get_submodule(function)) is not _ACTIVATIONS[activation]:
-        raise TypeError(f"{function} is a {type(theirs.get_submodule(function)).__name__}")
-    ours = kind(channels, 1, activation=activation)
-    for path, module in zip(_TRANSITION_MODULES[activation], modules, strict=True):
-        parent, _, name = path.rpartition(".")
-        setattr(ours.get_submodule(parent), name, module)
-    return ours
-
-
-def _residue_mlp(theirs: Any) -> nn.Module | None:
-    """Make our transition of ESMFold's, which adds its update to its input, after a dropout."""
-    ours: nn.Module | None = _transition("relu", "mlp.2", ("mlp.0", "mlp.1", "mlp.3"), theirs, _ResidueMlp)
-    if ours is not None:
-        ours.drop = theirs.mlp[4]
-    return ours
-
-
 def _normed(norm: nn.Module) -> int:
     """The channels of a norm, which may have a wrapper."""
     shapes: list[tuple[int, ...]] = [x.normalized_shape for x in norm.modules() if isinstance(x, nn.LayerNorm)]
@@ -208,81 +92,193 @@ def _features(module: nn.Module, name: str) -> int:
     return sizes[0]
 
 
+def _pair_bias(client: Any) -> nn.Module:
+    """The attention of OpenFold-3's trunk or diffusion transformer."""
+    adaptive = hasattr(client, "linear_ada_out")
+    c_s = client.c_s if adaptive else None
+    layer = AttentionPairBias(client.c_q, client.c_z, client.mha.c_hidden, client.mha.no_heads, c_s, client.inf)
+    norms = "layer_norm_a.layer_norm_a layer_norm_a.layer_norm_s layer_norm_a.linear_g layer_norm_a.linear_s linear_ada_out"
+    _share(layer, client, norms if adaptive else "layer_norm_a layer_norm_z")
+    return layer
+
+
+def _boltz_pair_bias(client: Any) -> nn.Module:
+    """Boltz's attention may lack the norm of s and the projection of z."""
+    projects = isinstance(client.proj_z, nn.Sequential)
+    c_z = client.proj_z[1].in_features if projects else client.num_heads
+    layer = AttentionPairBias(client.c_s, c_z, client.head_dim, client.num_heads, inf=client.inf)
+    layer.layer_norm_a = getattr(client, "norm_s", None)
+    layer.layer_norm_z, layer.linear_z = (client.proj_z[0], client.proj_z[1]) if projects else (None, None)
+    return layer
+
+
+def _protenix_pair_bias(client: Any) -> nn.Module | None:
+    """The attention of the single track. That of samples and atoms is left to Protenix."""
+    if client.has_s or client.cross_attention_mode:
+        return None
+    mha = client.attention
+    return AttentionPairBias(mha.c_q, _features(client.linear_nobias_z, "in_features"), mha.c_hidden, mha.num_heads)
+
+
+def _boltz_multiplication(outgoing: bool, client: Any) -> nn.Module:
+    channels = _normed(client.norm_in)
+    return JoinedTriangleMultiplication(channels, channels, outgoing)
+
+
+def _multiplication(client: Any) -> nn.Module:
+    has_sizes = hasattr(client, "c_z")  # ESMFold's layer has none
+    channels, hidden = (client.c_z, client.c_hidden) if has_sizes else (_normed(client.layer_norm_in),) * 2
+    return TriangleMultiplication(channels, hidden, client._outgoing)
+
+
+def _rf3_triangle(client: Any) -> nn.Module:
+    return TriangleAttention(_features(client.to_q, "in_features"), client.dim, client.h, client.start_node)
+
+
+def _rf3_multiplication(client: Any) -> nn.Module:
+    layer: Any = _boltz_multiplication(client.direction == "outgoing", client)
+    layer.by_cuequivariance = client.use_cuequivariance
+    return layer  # type: ignore[no-any-return]
+
+
+_CALL = calls.forwards("x")
+
+
+def _transition(
+    modules: str, function: str, call: Callable[..., Tensor] = _CALL, kind: type[Transition] = Transition
+) -> KnownLayer:
+    """Describe a transition, which is left to the client if it is too wide or changes the number of channels.
+
+    `function` is the path of the client's module that applies SiLU or ReLU, or "" if it calls a function.
+    """
+    activation, last = ("swiglu", 3) if "swiglu.linear_a" in modules else ("relu", 2)
+    paths = [pair.rpartition("=")[2] for pair in modules.split()]  # of the norm, the projections, and a dropout
+
+    def make(client: nn.Module) -> nn.Module | None:
+        channels = _features(client.get_submodule(paths[1]), "in_features")
+        outputs = _features(client.get_submodule(paths[last]), "out_features")
+        if channels > _WIDEST or outputs != channels:
+            return None
+        if function and type(client.get_submodule(function)) is not _ACTIVATIONS[activation]:
+            raise TypeError(f"{function} is a {type(client.get_submodule(function)).__name__}")
+        return kind(channels, 1, activation=activation)
+
+    return KnownLayer(make, "", modules, call)
+
+
+def _triangle(bias: str, call: Callable[..., Tensor] = calls.triangle) -> KnownLayer:
+    """Describe a triangle attention whose projection of the pair bias is called `bias`. OpenDDE's layer has no sizes."""
+    sizes = "c_in|mha.c_q c_hidden|mha.c_hidden no_heads|mha.no_heads starting inf"
+    return KnownLayer(TriangleAttention, sizes, f"layer_norm linear={bias} mha.linear_*", call)
+
+
+_MSA_ROWS = KnownLayer(
+    MSARowAttentionWithPairBias,
+    "c_in c_z c_hidden no_heads inf",
+    "layer_norm_m layer_norm_z linear_z mha.linear_*",
+    calls.forwards("m", "z"),
+)
+_MSA_COLUMNS = KnownLayer(
+    MSAColumnAttention, "c_m c_hidden no_heads inf", "_msa_att.layer_norm_m _msa_att.mha.linear_*", calls.forwards("m")
+)
+_GLOBAL_COLUMNS = KnownLayer(
+    MSAColumnGlobalAttention, "c_in c_hidden no_heads inf eps", "layer_norm_m global_attention.linear_*", calls.forwards("m")
+)
+_TEMPLATES = KnownLayer(TemplatePointwiseAttention, "c_t c_z c_hidden no_heads inf", "mha.linear_*", calls.templates)
+_PAIR_BIAS = KnownLayer(_pair_bias, "", "linear_z mha.linear_*", calls.pair_bias)
+_BOLTZ_PAIR_BIAS = KnownLayer(_boltz_pair_bias, "", "mha.linear_*=proj_*", calls.boltz_pair_bias)
+_PROTENIX_PAIR_BIAS = KnownLayer(
+    _protenix_pair_bias,
+    "",
+    "layer_norm_a=layernorm_a layer_norm_z=layernorm_z linear_z=linear_nobias_z mha.linear_*=attention.linear_*",
+    calls.protenix_pair_bias,
+)
+
+_AROUND = "layer_norm_in layer_norm_out linear_z linear_g"
+_BOLTZ_MODULES = "layer_norm_in=norm_in layer_norm_out=norm_out linear_ab_p=p_in linear_ab_g=g_in linear_z=p_out linear_g=g_out"
+_MULTIPLICATION = KnownLayer(
+    _multiplication, "", f"{_AROUND} linear_a_p linear_a_g linear_b_p linear_b_g", calls.multiplication
+)
+_JOINED_MULTIPLICATION = KnownLayer(
+    JoinedTriangleMultiplication, "c_z c_hidden _outgoing", f"{_AROUND} linear_ab_p linear_ab_g", calls.multiplication
+)
+
 _OPENFOLD, _OPENFOLD3, _BOLTZ = "openfold.model", "openfold3.core.model.layers", "boltz.model.layers"
-_ESMFOLD = "transformers.models.esm.modeling_esmfold"
-_RF3 = "rf3.model.layers"
+_ESMFOLD, _RF3 = "transformers.models.esm.modeling_esmfold", "rf3.model.layers"
 _UPDATE = "triangular_multiplicative_update"
 
-_RELU = functools.partial(_transition, "relu", "relu", ("layer_norm", "linear_1", "linear_2"))
-_OPENFOLD3_RELU = functools.partial(
-    _transition, "relu", "transition_mlp.layers.0.1", ("layer_norm", "transition_mlp.layers.0.0", "transition_mlp.linear_out")
+_RELU = "layer_norm linear_1 linear_2"
+_RELU_3 = "layer_norm linear_1=transition_mlp.layers.0.0 linear_2=transition_mlp.linear_out"
+_SWIGLU = "layer_norm swiglu.linear_a swiglu.linear_b linear_out"
+_BOLTZ_SWIGLU = "layer_norm=norm swiglu.linear_a=fc1 swiglu.linear_b=fc2 linear_out=fc3"
+_PROTENIX_SWIGLU = (
+    "layer_norm=layernorm1 swiglu.linear_a=linear_no_bias_a swiglu.linear_b=linear_no_bias_b linear_out=linear_no_bias"
 )
-_SWIGLU = functools.partial(_transition, "swiglu", "swiglu.swish", _TRANSITION_MODULES["swiglu"])
-_BOLTZ_SWIGLU = functools.partial(_transition, "swiglu", "silu", ("norm", "fc1", "fc2", "fc3"))
-_RF3_SWIGLU = functools.partial(_transition, "swiglu", "", ("layer_norm_1", "linear_1", "linear_2", "linear_3"))
-_PROTENIX_SWIGLU = functools.partial(
-    _transition, "swiglu", "", ("layernorm1", "linear_no_bias_a", "linear_no_bias_b", "linear_no_bias")
-)
-
-_Layer = tuple[Callable[[Any], nn.Module | None], Callable[..., Tensor]]
+_RF3_SWIGLU = "layer_norm=layer_norm_1 swiglu.linear_a=linear_1 swiglu.linear_b=linear_2 linear_out=linear_3"
 
 
-def _boltz_layers(package: str, multiplications: str) -> dict[str, _Layer]:
+def _boltz_layers(package: str, multiplications: str) -> dict[str, KnownLayer]:
     """The layers that Boltz and BoltzGen share, whose triangle multiplications are in a module of another name."""
-    layers, call = f"{package}.model.layers", calls.forwards("x")
-    outgoing, incoming = (functools.partial(_boltz_multiplication, which) for which in (True, False))
-    return {
-        f"{layers}.triangular_attention.attention.TriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
-        f"{layers}.{multiplications}.TriangleMultiplicationOutgoing": (outgoing, call),
-        f"{layers}.{multiplications}.TriangleMultiplicationIncoming": (incoming, call),
-        f"{layers}.transition.Transition": (_BOLTZ_SWIGLU, calls.forwards("x")),
-    }
+    layers, known = f"{package}.model.layers", {}
+    for name in ("Outgoing", "Incoming"):
+        make = functools.partial(_boltz_multiplication, name == "Outgoing")
+        layer = KnownLayer(make, "", _BOLTZ_MODULES, _CALL)
+        known[f"{layers}.{multiplications}.TriangleMultiplication{name}"] = layer
+    known[f"{layers}.triangular_attention.attention.TriangleAttention"] = _triangle("linear")
+    known[f"{layers}.transition.Transition"] = _transition(_BOLTZ_SWIGLU, "silu")
+    return known
 
 
-def _protenix_layers(package: str, triangle: Callable[..., Tensor]) -> dict[str, _Layer]:
+def _protenix_layers(package: str, triangle: Callable[..., Tensor]) -> dict[str, KnownLayer]:
     """The layers that Protenix and OpenDDE share, and what calls their triangle attention."""
     triangles = f"{package}.model.triangular.triangular"
     return {
-        f"{triangles}.TriangleAttention": (functools.partial(_triangle, "linear"), triangle),
-        f"{triangles}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
-        f"{package}.model.modules.transformer.AttentionPairBias": (_protenix_pair_bias, calls.protenix_pair_bias),
-        f"{package}.model.modules.primitives.Transition": (_PROTENIX_SWIGLU, calls.forwards("x")),
+        f"{triangles}.TriangleAttention": _triangle("linear", triangle),
+        f"{triangles}.TriangleMultiplicativeUpdate": _MULTIPLICATION,
+        f"{package}.model.modules.transformer.AttentionPairBias": _PROTENIX_PAIR_BIAS,
+        f"{package}.model.modules.primitives.Transition": _transition(_PROTENIX_SWIGLU, ""),
     }
 
 
-LAYERS: dict[str, _Layer] = {
-    f"{_OPENFOLD}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
-    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": (_rows, calls.forwards("m", "z")),
-    f"{_OPENFOLD}.msa.MSAColumnAttention": (_columns, calls.forwards("m")),
-    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": (_global, calls.forwards("m")),
-    f"{_OPENFOLD}.template.TemplatePointwiseAttention": (_templates, calls.templates),
-    f"{_OPENFOLD}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
-    f"{_OPENFOLD}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, calls.multiplication),
-    f"{_OPENFOLD}.pair_transition.PairTransition": (_RELU, calls.forwards("z")),
-    f"{_OPENFOLD}.evoformer.MSATransition": (_RELU, calls.forwards("m")),
-    f"{_OPENFOLD3}.triangular_attention.TriangleAttention": (functools.partial(_triangle, "linear_z"), calls.triangle),
-    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": (_rows, calls.forwards("m", "z")),
-    f"{_OPENFOLD3}.msa.MSAColumnAttention": (_columns, calls.forwards("m")),
-    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": (_global, calls.forwards("m")),
-    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": (_pair_bias, calls.pair_bias),
-    f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": (_pair_bias, calls.pair_bias),
-    f"{_OPENFOLD3}.{_UPDATE}.TriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
-    f"{_OPENFOLD3}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": (_joined_multiplication, calls.multiplication),
-    f"{_OPENFOLD3}.transition.SwiGLUTransition": (_SWIGLU, calls.forwards("x")),
-    f"{_OPENFOLD3}.transition.ReLUTransition": (_OPENFOLD3_RELU, calls.forwards("x")),
-    f"{_BOLTZ}.attention.AttentionPairBias": (_boltz_pair_bias, calls.boltz_pair_bias),
-    f"{_BOLTZ}.attentionv2.AttentionPairBias": (_boltz_pair_bias, calls.boltz_pair_bias),
+LAYERS: dict[str, KnownLayer] = {
+    f"{_OPENFOLD}.triangular_attention.TriangleAttention": _triangle("linear"),
+    f"{_OPENFOLD}.msa.MSARowAttentionWithPairBias": _MSA_ROWS,
+    f"{_OPENFOLD}.msa.MSAColumnAttention": _MSA_COLUMNS,
+    f"{_OPENFOLD}.msa.MSAColumnGlobalAttention": _GLOBAL_COLUMNS,
+    f"{_OPENFOLD}.template.TemplatePointwiseAttention": _TEMPLATES,
+    f"{_OPENFOLD}.{_UPDATE}.TriangleMultiplicativeUpdate": _MULTIPLICATION,
+    f"{_OPENFOLD}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": _JOINED_MULTIPLICATION,
+    f"{_OPENFOLD}.pair_transition.PairTransition": _transition(_RELU, "relu", calls.forwards("z")),
+    f"{_OPENFOLD}.evoformer.MSATransition": _transition(_RELU, "relu", calls.forwards("m")),
+    f"{_OPENFOLD3}.triangular_attention.TriangleAttention": _triangle("linear_z"),
+    f"{_OPENFOLD3}.msa.MSARowAttentionWithPairBias": _MSA_ROWS,
+    f"{_OPENFOLD3}.msa.MSAColumnAttention": _MSA_COLUMNS,
+    f"{_OPENFOLD3}.msa.MSAColumnGlobalAttention": _GLOBAL_COLUMNS,
+    f"{_OPENFOLD3}.attention_pair_bias.AttentionPairBias": _PAIR_BIAS,
+    f"{_OPENFOLD3}.attention_pair_bias.DiffusionAttentionPairBias": _PAIR_BIAS,
+    f"{_OPENFOLD3}.{_UPDATE}.TriangleMultiplicativeUpdate": _MULTIPLICATION,
+    f"{_OPENFOLD3}.{_UPDATE}.FusedTriangleMultiplicativeUpdate": _JOINED_MULTIPLICATION,
+    f"{_OPENFOLD3}.transition.SwiGLUTransition": _transition(_SWIGLU, "swiglu.swish"),
+    f"{_OPENFOLD3}.transition.ReLUTransition": _transition(_RELU_3, "transition_mlp.layers.0.1"),
+    f"{_BOLTZ}.attention.AttentionPairBias": _BOLTZ_PAIR_BIAS,
+    f"{_BOLTZ}.attentionv2.AttentionPairBias": _BOLTZ_PAIR_BIAS,
     **_boltz_layers("boltz", "triangular_mult"),
     **_boltz_layers("boltzgen", "triangular"),
     **_protenix_layers("protenix", calls.protenix_triangle),
     **_protenix_layers("opendde", calls.triangle),
-    f"{_RF3}.attention.TriangleAttention": (_rf3_triangle, calls.rf3_triangle),
-    f"{_RF3}.attention.TriangleMultiplication": (_rf3_multiplication, calls.rf3_multiplication),
-    f"{_RF3}.layer_utils.Transition": (_RF3_SWIGLU, calls.forwards("X")),
-    f"{_ESMFOLD}.EsmFoldTriangleAttention": (functools.partial(_triangle, "linear"), calls.triangle),
-    f"{_ESMFOLD}.EsmFoldTriangleMultiplicativeUpdate": (_multiplication, calls.multiplication),
-    f"{_ESMFOLD}.EsmFoldResidueMLP": (_residue_mlp, calls.residue_mlp),
+    f"{_RF3}.attention.TriangleAttention": KnownLayer(
+        _rf3_triangle,
+        "",
+        "layer_norm=norm linear=to_b mha.linear_q=to_q mha.linear_k=to_k mha.linear_v=to_v mha.linear_g=to_g"
+        " mha.linear_o=to_out",
+        calls.rf3_triangle,
+    ),
+    f"{_RF3}.attention.TriangleMultiplication": KnownLayer(_rf3_multiplication, "", _BOLTZ_MODULES, calls.rf3_multiplication),
+    f"{_RF3}.layer_utils.Transition": _transition(_RF3_SWIGLU, "", calls.forwards("X")),
+    f"{_ESMFOLD}.EsmFoldTriangleAttention": _triangle("linear"),
+    f"{_ESMFOLD}.EsmFoldTriangleMultiplicativeUpdate": _MULTIPLICATION,
+    f"{_ESMFOLD}.EsmFoldResidueMLP": _transition(
+        "layer_norm=mlp.0 linear_1=mlp.1 linear_2=mlp.3 drop=mlp.4", "mlp.2", calls.residue_mlp, _ResidueMlp
+    ),
 }
-"""By the full name of a client's class: what makes ours of it, or None if it is left to the client, and what calls ours with
-its arguments.
-"""
+"""By the full name of a client's class."""

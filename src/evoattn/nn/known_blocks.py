@@ -1,6 +1,6 @@
 """Pair blocks of clients that `evoattn.nn` can compute: each layer adds its update to z itself.
 
-A block is a convenience for speed alone. Where ours would miss something, the client's own block runs, with layers by ours.
+A block only saves time. If it would miss a hook or an argument, the client's own block runs, with replaced layers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,10 @@ from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.sharded import local, split_of
 from evoattn.nn.submodules import has_hooks
 
-__all__ = ["BLOCKS"]
+__all__ = ["BLOCKS", "KnownBlock"]
 
-Of = Callable[[nn.Module], nn.Module]
-"""Makes the layer of `evoattn.nn` of a client's layer, or raises ValueError."""
+LayerOf = Callable[[nn.Module], nn.Module]
+"""Makes the layer of `evoattn.nn` for a client's layer, or raises ValueError."""
 
 _PAIR_LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")
 """The layers of a pair block before its transition, by the names that all clients give them."""
@@ -36,14 +36,14 @@ _END = 3
 
 
 class _PairLayers(nn.Module):
-    """Ours of the layers of a client's block, and modules of the client's that it calls as they are."""
+    """The layers of `evoattn.nn` for those of a client's block, and modules of the client's that it calls as they are."""
 
-    def __init__(self, theirs: Any, of: Of, transition: str, called: tuple[str, ...] = ()) -> None:
+    def __init__(self, block: Any, layer_of: LayerOf, transition: str, called: tuple[str, ...]) -> None:
         super().__init__()
-        self.layers: Any = nn.ModuleList(of(getattr(theirs, name)) for name in _PAIR_LAYERS)
-        self.transition: Any = of(getattr(theirs, transition))
+        self.layers: Any = nn.ModuleList(layer_of(getattr(block, name)) for name in _PAIR_LAYERS)
+        self.transition: Any = layer_of(getattr(block, transition))
         for name in called:
-            setattr(self, name, getattr(theirs, name))
+            setattr(self, name, getattr(block, name))
         self._inner = tuple(x for part in (self.layers, self.transition) for x in part.modules())
 
     def run(
@@ -87,7 +87,7 @@ class _PairLayers(nn.Module):
 
     @staticmethod
     def _drawn(z: Tensor, which: int, draw: Callable[[Tensor, int], Tensor | None]) -> Tensor | None:
-        """The dropout mask of the whole update. If z is a DTensor, it is that of the first process."""
+        """The dropout mask of the update. If z is a DTensor, it is that of the first process."""
         if not is_distributed(z):
             return draw(z, which)
         mask, split = draw(local(z).new_empty(1).expand(z.shape), which), split_of(z)
@@ -100,16 +100,9 @@ class _PairLayers(nn.Module):
         return drop(z.new_ones(sizes, dtype=self.compute_dtype(z)))
 
 
-def _transposing_block(theirs: Any, of: Of, called: tuple[str, ...] = ()) -> _PairLayers:
-    """Ours of a block that passes a transposed z to the attention around the ending node."""
-    ours = _PairLayers(theirs, of, "pair_transition", called)
-    ours.layers[_END].starting = False
-    return ours
-
-
 def _call_openfold_block(
-    ours: _PairLayers,
-    theirs: Any,
+    layers: _PairLayers,
+    block: Any,
     z: Tensor,
     pair_mask: Tensor,
     *,
@@ -119,73 +112,62 @@ def _call_openfold_block(
     end_options: dict[str, bool] | None = None,
     **switches: Any,
 ) -> Tensor:
-    """`end_options` is no argument of theirs: the options of the attention around the ending node."""
+    """`end_options` is no argument of the client: the options of the attention around the ending node."""
     ignore(switches)
-    dropout = theirs.ps_dropout_row_layer
+    dropout = block.ps_dropout_row_layer
     if dropout.training and (inplace_safe or list(dropout.batch_dim) != [-3]):
         raise UnknownArgument("dropout in place, or another one than along rows")
 
     def draw(z: Tensor, which: int) -> Tensor | None:
-        return ours.shared(z, which, dropout.dropout) if dropout.training else None
+        return layers.shared(z, which, dropout.dropout) if dropout.training else None
 
     mask = pair_mask if _mask_trans else None
-    return ours.run(z, pair_mask, draw, transition_mask=mask, in_place=inplace_safe, end_options=end_options)
-
-
-_BOLTZ_MODULES = ("pre_norm_s", "attention", "transition_s", "s_post_norm")
-
-
-_boltz_block = functools.partial(_PairLayers, transition="transition_z", called=_BOLTZ_MODULES)
-_boltz_pairs = functools.partial(_PairLayers, transition="transition_z")
+    return layers.run(z, pair_mask, draw, transition_mask=mask, in_place=inplace_safe, end_options=end_options)
 
 
 def _call_boltz_pairs(
-    ours: _PairLayers,
-    theirs: Any,
+    layers: _PairLayers,
+    block: Any,
     z: Tensor,
     pair_mask: Tensor,
     chunk_size_tri_attn: int | None = None,
     package: str = "boltz",
     **switches: Any,
 ) -> Tensor:
-    """`package` is no argument of theirs. Boltz draws dropout masks in inference too, which moves the random numbers of the
+    """`package` is no argument of the client. Boltz draws dropout masks in inference too, which moves the random numbers of the
     diffusion.
     """
     ignore(switches)
     drop = importlib.import_module(f"{package}.model.layers.dropout").get_dropout_mask
     first = z.dtype
-    z = z.to(torch.promote_types(first, torch.float32))  # as theirs becomes by its dropout mask, also in inference
+    z = z.to(torch.promote_types(first, torch.float32))  # as Boltz' z becomes by its dropout mask, also in inference
 
     def draw(z: Tensor, which: int) -> Tensor | None:
         columns = which == _END
         rows = (z[:, :1, :, :1] if columns else z[:, :, :1, :1]).to(z.dtype if which else first)
-        if theirs.training and theirs.dropout:
-            return drop(theirs.dropout, rows, True, columnwise=columns)  # type: ignore[no-any-return]
+        if block.training and block.dropout:
+            return drop(block.dropout, rows, True, columnwise=columns)  # type: ignore[no-any-return]
         torch.rand(rows.shape, dtype=torch.float32 if package == "boltz" else rows.dtype, device=z.device)
         return None
 
-    return ours.run(z, pair_mask, draw)
+    return layers.run(z, pair_mask, draw)
 
 
 def _call_boltz_block(
-    ours: Any, theirs: Any, s: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor, **switches: Any
+    layers: Any, block: Any, s: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor, **switches: Any
 ) -> tuple[Tensor, Tensor]:
-    z = _call_boltz_pairs(ours, theirs, z, pair_mask, **switches)
+    z = _call_boltz_pairs(layers, block, z, pair_mask, **switches)
     with torch.autocast("cuda", enabled=False):
-        s, wide_z, mask = (x if x.dtype == torch.float64 else x.float() for x in (s, z, mask))
-        normed = ours.pre_norm_s(s)
-        s = s + ours.attention(s=normed, z=wide_z, mask=mask, k_in=normed)
-        s = s + ours.transition_s(s)
-        return ours.s_post_norm(s), z
-
-
-def _protenix_block(theirs: Any, of: Of) -> nn.Module:
-    return _transposing_block(theirs, of, ("attention_pair_bias", "single_transition") if theirs.c_s > 0 else ())
+        s, float_z, mask = (x if x.dtype == torch.float64 else x.float() for x in (s, z, mask))
+        normed = layers.pre_norm_s(s)
+        s = s + layers.attention(s=normed, z=float_z, mask=mask, k_in=normed)
+        s = s + layers.transition_s(s)
+        return layers.s_post_norm(s), z
 
 
 def _call_protenix_block(
-    ours: Any,
-    theirs: Any,
+    layers: Any,
+    block: Any,
     s: Tensor | None,
     z: Tensor,
     pair_mask: Tensor | None,
@@ -197,27 +179,27 @@ def _call_protenix_block(
     """Protenix drops nothing if it may overwrite z."""
     ignore(switches)
     check_scaled(z, triangle_attention)
-    rate = theirs.p_drop if theirs.training and not inplace_safe else 0.0
+    rate = block.p_drop if block.training and not inplace_safe else 0.0
     if rate and importlib.import_module("protenix.model.modules.fused_ops").TRITON_FUSED_OPS_AVAILABLE:
         raise UnknownArgument("FUSED_DROPOUT_RESIDUAL, for which Protenix draws other random numbers")
 
     def draw(z: Tensor, which: int) -> Tensor | None:
-        return ours.shared(z, which, lambda ones: F.dropout(ones, rate)) if rate else None
+        return layers.shared(z, which, lambda ones: F.dropout(ones, rate)) if rate else None
 
-    z = ours.run(z, pair_mask, draw, in_place=inplace_safe)
-    return _single_of_protenix(ours, theirs, s, z), z
+    z = layers.run(z, pair_mask, draw, in_place=inplace_safe)
+    return _single_of_protenix(layers, block, s, z), z
 
 
-def _single_of_protenix(ours: Any, theirs: Any, s: Tensor | None, z: Tensor, **more: Any) -> Tensor | None:
-    if theirs.c_s > 0:
-        s = s + ours.attention_pair_bias(a=s, s=None, z=z, **more)
-        s = s + ours.single_transition(s)
+def _single_of_protenix(layers: Any, block: Any, s: Tensor | None, z: Tensor, **more: Any) -> Tensor | None:
+    if block.c_s > 0:
+        s = s + layers.attention_pair_bias(a=s, s=None, z=z, **more)
+        s = s + layers.single_transition(s)
     return s
 
 
 def _call_opendde_block(
-    ours: Any,
-    theirs: Any,
+    layers: Any,
+    block: Any,
     s: Tensor | None,
     z: Tensor,
     pair_mask: Tensor | None,
@@ -230,55 +212,80 @@ def _call_opendde_block(
     ignore(switches)
     if os.environ.get("OPENDDE_FOLDCP_MODE", "single") != "single":
         raise UnknownArgument("a pair representation that OpenDDE splits over processes")
-    z = ours.run(z, pair_mask, lambda *_: None, in_place=inplace_safe)
-    return _single_of_protenix(ours, theirs, s, z, extra_attn_bias=extra_attn_bias), z
-
-
-_ESMFOLD_MODULES = ("layernorm_1", "pair_to_sequence", "seq_attention", "drop", "mlp_seq", "sequence_to_pair")
-
-
-_esmfold_block = functools.partial(_PairLayers, transition="mlp_pair", called=_ESMFOLD_MODULES)
+    z = layers.run(z, pair_mask, lambda *_: None, in_place=inplace_safe)
+    return _single_of_protenix(layers, block, s, z, extra_attn_bias=extra_attn_bias), z
 
 
 def _call_esmfold_block(
-    ours: Any, theirs: Any, sequence_state: Tensor, pairwise_state: Tensor, mask: Tensor | None = None, **_: Any
+    layers: Any, block: Any, sequence_state: Tensor, pairwise_state: Tensor, mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """ESMFold ignores arguments that it does not know. Its dropouts are applied in turn along rows and along columns."""
     s, z, lead = sequence_state, pairwise_state, tuple(sequence_state.shape[:2])
     if s.ndim != 3 or tuple(z.shape[:-1]) != (*lead, lead[1]) or not (mask is None or tuple(mask.shape) == lead):
         raise UnknownArgument("shapes that ESMFold refuses")
-    drops = (theirs.row_drop, theirs.col_drop)
+    drops = (block.row_drop, block.col_drop)
 
     def draw(z: Tensor, which: int) -> Tensor | None:
         drop = drops[which % 2]
         if not drop.dropout.training or not drop.dropout.p:
             return None
         sizes = [1 if axis in drop.batch_dim else size for axis, size in enumerate(z.shape)]
-        return drop.dropout(z.new_ones(sizes, dtype=ours.compute_dtype(z)))  # type: ignore[no-any-return]
+        return drop.dropout(z.new_ones(sizes, dtype=layers.compute_dtype(z)))  # type: ignore[no-any-return]
 
-    update, _maps = ours.seq_attention(ours.layernorm_1(s), mask=mask, bias=ours.pair_to_sequence(z))
-    s = ours.mlp_seq(s + ours.drop(update))
-    z = z + ours.sequence_to_pair(s)
+    update, _maps = layers.seq_attention(layers.layernorm_1(s), mask=mask, bias=layers.pair_to_sequence(z))
+    s = layers.mlp_seq(s + layers.drop(update))
+    z = z + layers.sequence_to_pair(s)
     pairs = None if mask is None else mask.unsqueeze(2) * mask.unsqueeze(1)
-    return s, ours.run(z, pairs, draw, in_place=True)
+    return s, layers.run(z, pairs, draw, in_place=True)
 
 
-Make = Callable[[Any, Of], nn.Module]
+class KnownBlock(NamedTuple):
+    """A class of blocks of a client.
+
+    Args:
+        call: computes the block by `_PairLayers`. It takes these, the client's block, and its arguments by name.
+        transition: the client's name of the transition.
+        transposes: whether the client passes a transposed z to the attention around the ending node.
+        single: modules of the single track, which are called as they are.
+    """
+
+    call: Callable[..., Any]
+    transition: str
+    transposes: bool = False
+    single: tuple[str, ...] = ()
+
+    def layer(self, block: Any, layer_of: LayerOf) -> _PairLayers:
+        """Make the layers of `evoattn.nn` for a client's block."""
+        has_single = getattr(block, "c_s", 1) > 0  # Protenix' block may have no single track
+        layers = _PairLayers(block, layer_of, self.transition, self.single if has_single else ())
+        if self.transposes:
+            layers.layers[_END].starting = False
+        return layers
+
 
 _PAIRFORMER = "model.layers.pairformer"
+_BOLTZ_SINGLE = ("pre_norm_s", "attention", "transition_s", "s_post_norm")
+_PROTENIX_SINGLE = ("attention_pair_bias", "single_transition")
+_ESMFOLD_SINGLE = ("layernorm_1", "pair_to_sequence", "seq_attention", "drop", "mlp_seq", "sequence_to_pair")
+_call_openfold3_block = functools.partial(_call_openfold_block, end_options={"transpose_bias": True})
+_call_boltzgen_block = functools.partial(_call_boltz_block, package="boltzgen")
+_call_boltzgen_pairs = functools.partial(_call_boltz_pairs, package="boltzgen")
 
-BLOCKS: dict[str, tuple[Make, Callable[..., Any]]] = {
-    "openfold.model.evoformer.PairStack": (_transposing_block, _call_openfold_block),
-    "openfold3.core.model.latent.base_blocks.PairBlock": (
-        _transposing_block,
-        functools.partial(_call_openfold_block, end_options={"transpose_bias": True}),
+BLOCKS: dict[str, KnownBlock] = {
+    "openfold.model.evoformer.PairStack": KnownBlock(_call_openfold_block, "pair_transition", True),
+    "openfold3.core.model.latent.base_blocks.PairBlock": KnownBlock(_call_openfold3_block, "pair_transition", True),
+    f"boltz.{_PAIRFORMER}.PairformerLayer": KnownBlock(_call_boltz_block, "transition_z", single=_BOLTZ_SINGLE),
+    f"boltz.{_PAIRFORMER}.PairformerNoSeqLayer": KnownBlock(_call_boltz_pairs, "transition_z"),
+    f"boltzgen.{_PAIRFORMER}.PairformerLayer": KnownBlock(_call_boltzgen_block, "transition_z", single=_BOLTZ_SINGLE),
+    f"boltzgen.{_PAIRFORMER}.PairformerNoSeqLayer": KnownBlock(_call_boltzgen_pairs, "transition_z"),
+    "protenix.model.modules.pairformer.PairformerBlock": KnownBlock(
+        _call_protenix_block, "pair_transition", True, _PROTENIX_SINGLE
     ),
-    f"boltz.{_PAIRFORMER}.PairformerLayer": (_boltz_block, _call_boltz_block),
-    f"boltz.{_PAIRFORMER}.PairformerNoSeqLayer": (_boltz_pairs, _call_boltz_pairs),
-    f"boltzgen.{_PAIRFORMER}.PairformerLayer": (_boltz_block, functools.partial(_call_boltz_block, package="boltzgen")),
-    f"boltzgen.{_PAIRFORMER}.PairformerNoSeqLayer": (_boltz_pairs, functools.partial(_call_boltz_pairs, package="boltzgen")),
-    "protenix.model.modules.pairformer.PairformerBlock": (_protenix_block, _call_protenix_block),
-    "opendde.model.modules.pairformer.PairformerBlock": (_protenix_block, _call_opendde_block),
-    "transformers.models.esm.modeling_esmfold.EsmFoldTriangularSelfAttentionBlock": (_esmfold_block, _call_esmfold_block),
+    "opendde.model.modules.pairformer.PairformerBlock": KnownBlock(
+        _call_opendde_block, "pair_transition", True, _PROTENIX_SINGLE
+    ),
+    "transformers.models.esm.modeling_esmfold.EsmFoldTriangularSelfAttentionBlock": KnownBlock(
+        _call_esmfold_block, "mlp_pair", single=_ESMFOLD_SINGLE
+    ),
 }
-"""By the full name of a client's class: what makes ours of it, and what computes the block by ours with its arguments."""
+"""By the full name of a client's class."""

@@ -49,7 +49,7 @@ _IGNORED = (
 
 
 Layer = Callable[..., Tensor]
-"""A layer of ours."""
+"""A layer of `evoattn.nn`."""
 
 
 class UnknownArgument(TypeError):  # noqa: N818
@@ -68,36 +68,36 @@ def ignore(switches: dict[str, Any]) -> None:
 
 
 def forwards(*inputs: str) -> Callable[..., Tensor]:
-    """A call of our layer with the tensors that the client names `inputs`, in our order, and with its `mask`."""
+    """A call of the layer with the tensors that the client names `inputs`, in the order of the layer, and with its `mask`."""
     return functools.partial(_forward, inputs)  # which can be pickled
 
 
-def _forward(inputs: tuple[str, ...], ours: Layer, **arguments: Any) -> Tensor:
+def _forward(inputs: tuple[str, ...], layer: Layer, **arguments: Any) -> Tensor:
     tensors = [arguments.pop(name, None) for name in inputs]
     mask = arguments.pop("mask", None)
     ignore(arguments)
-    return ours(*tensors) if mask is None else ours(*tensors, mask=with_axes(mask, tensors[0].ndim - 1))
+    return layer(*tensors) if mask is None else layer(*tensors, mask=with_axes(mask, tensors[0].ndim - 1))
 
 
-def triangle(ours: Layer, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any) -> Tensor:
+def triangle(layer: Layer, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any) -> Tensor:
     ignore(switches)
-    return ours(x, None if mask is None else with_axes(mask, x.ndim - 1), transpose_bias=transpose_bias)
+    return layer(x, None if mask is None else with_axes(mask, x.ndim - 1), transpose_bias=transpose_bias)
 
 
-def protenix_triangle(ours: Layer, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
-    """Call our layer with Protenix' arguments."""
+def protenix_triangle(layer: Layer, x: Tensor, mask: Tensor | None = None, **switches: Any) -> Tensor:
+    """Call the layer with Protenix' arguments."""
     check_scaled(x, switches.get("triangle_attention", "torch"))
-    return triangle(ours, x, mask, **switches)
+    return triangle(layer, x, mask, **switches)
 
 
-def templates(ours: Layer, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
+def templates(layer: Layer, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
     ignore(switches)
-    return ours(t, z, template_mask)
+    return layer(t, z, template_mask)
 
 
-def pair_bias(ours: Layer, a: Tensor, z: Tensor, **arguments: Any) -> Tensor:
-    """Call our layer with OpenFold-3's arguments, of the trunk or of the diffusion transformer."""
-    return forwards("a", "z", "s")(ours, a=a, z=with_axes(z, a.ndim + 1), **arguments)
+def pair_bias(layer: Layer, a: Tensor, z: Tensor, **arguments: Any) -> Tensor:
+    """Call the layer with OpenFold-3's arguments, of the trunk or of the diffusion transformer."""
+    return forwards("a", "z", "s")(layer, a=a, z=with_axes(z, a.ndim + 1), **arguments)
 
 
 def check_scaled(x: Tensor, triangle_attention: str) -> None:
@@ -107,7 +107,7 @@ def check_scaled(x: Tensor, triangle_attention: str) -> None:
 
 
 def protenix_pair_bias(
-    ours: Layer,
+    layer: Layer,
     a: Tensor,
     s: None,
     z: Tensor,
@@ -118,15 +118,15 @@ def protenix_pair_bias(
     extra_attn_bias: Tensor | None = None,
     **switches: Any,
 ) -> Tensor:
-    """Call our layer with Protenix' arguments."""
+    """Call the layer with Protenix' arguments."""
     ignore(switches)
     if n_queries or n_keys or enable_efficient_fusion or extra_attn_bias is not None:
         raise ClientsOwn("windows, another product of the pair bias or one more bias")
-    return ours(a, with_axes(z, a.ndim + 1))
+    return layer(a, with_axes(z, a.ndim + 1))
 
 
 def boltz_pair_bias(
-    ours: Any,
+    layer: Any,
     s: Tensor,
     z: Tensor,
     mask: Tensor,
@@ -136,7 +136,7 @@ def boltz_pair_bias(
     to_keys: Callable[[Tensor], Tensor] | None = None,
     model_cache: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Call our layer with Boltz's arguments. The first axis of s and mask holds structures times samples.
+    """Call the layer with Boltz's arguments. The first axis of s and mask holds structures times samples.
 
     `to_keys` picks the keys of each window.
     """
@@ -144,42 +144,42 @@ def boltz_pair_bias(
         k_in, mask = to_keys(s), to_keys(mask.unsqueeze(-1)).squeeze(-1)
     pair_bias = None if model_cache is None else model_cache.get("z")
     if pair_bias is None:
-        pair_bias = ours.pair_bias(z)
+        pair_bias = layer.pair_bias(z)
         if model_cache is not None:
             model_cache["z"] = pair_bias
     samples = (-1, multiplicity)
     keys = None if k_in is None or k_in is s else k_in.unflatten(0, samples)
     mask, bias = mask.unflatten(0, samples), pair_bias.unsqueeze(1)
-    return ours(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)  # type: ignore[no-any-return]
+    return layer(s.unflatten(0, samples), None, mask=mask, keys=keys, pair_bias=bias).flatten(0, 1)  # type: ignore[no-any-return]
 
 
 def multiplication(
-    ours: Layer, z: Tensor, *, inplace_safe: bool = False, _add_with_inplace: bool = False, **arguments: Any
+    layer: Layer, z: Tensor, *, inplace_safe: bool = False, _add_with_inplace: bool = False, **arguments: Any
 ) -> Tensor:
-    """Call our layer with OpenFold's arguments. If z may be overwritten, the update may have to be added to it, in place.
+    """Call the layer with OpenFold's arguments. If z may be overwritten, the update may have to be added to it, in place.
 
     Template stacks keep z and drop what the layer returns. OpenFold-3 adds nothing if it calls cuEquivariance.
     """
-    update = forwards("z")(ours, z=z, **arguments)
+    update = forwards("z")(layer, z=z, **arguments)
     adds = inplace_safe and _add_with_inplace and not arguments.get("use_cueq_triangle_kernels")
     return z.add_(update) if adds else update
 
 
-def rf3_triangle(ours: Any, pair: Tensor) -> Tensor:
-    """Call our layer with RosettaFold-3's argument. Its pair bias is that of the pair that was not transposed."""
-    return ours(pair, transpose_bias=not ours.starting)  # type: ignore[no-any-return]
+def rf3_triangle(layer: Any, pair: Tensor) -> Tensor:
+    """Call the layer with RosettaFold-3's argument. Its pair bias is that of the pair that was not transposed."""
+    return layer(pair, transpose_bias=not layer.starting)  # type: ignore[no-any-return]
 
 
-def rf3_multiplication(ours: Any, pair: Tensor) -> Tensor:
-    """Call our layer with RosettaFold-3's argument. Without cuEquivariance it divides the product by the number of residues."""
+def rf3_multiplication(layer: Any, pair: Tensor) -> Tensor:
+    """Call the layer with RosettaFold-3's argument. Without cuEquivariance it divides the product by the number of residues."""
     mask = None
-    if not (ours.by_cuequivariance and importlib.import_module("rf3.model.layers.attention").SHOULD_USE_CUEQUIVARIANCE):
+    if not (layer.by_cuequivariance and importlib.import_module("rf3.model.layers.attention").SHOULD_USE_CUEQUIVARIANCE):
         dtype = torch.promote_types(pair.dtype, torch.float32)
         mask = pair.new_full((1,) * (pair.ndim - 1), pair.shape[-2] ** -0.5, dtype=dtype)  # a factor of both halves
-    return ours(pair, mask)  # type: ignore[no-any-return]
+    return layer(pair, mask)  # type: ignore[no-any-return]
 
 
-def residue_mlp(ours: Any, x: Tensor, **switches: Any) -> Tensor:
-    """Call our layer with ESMFold's arguments. It adds its update."""
+def residue_mlp(layer: Any, x: Tensor, **switches: Any) -> Tensor:
+    """Call the layer with ESMFold's arguments. It adds its update."""
     ignore(switches)
-    return ours.add_to(x, None, in_place=False)  # type: ignore[no-any-return]
+    return layer.add_to(x, None, in_place=False)  # type: ignore[no-any-return]

@@ -20,13 +20,13 @@ from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
 from evoattn.nn.submodules import has_hooks
 
-__all__ = ["Ours", "Settings", "by_name", "has_settings", "overridden", "positions", "replace", "settings"]
+__all__ = ["Replacement", "Settings", "by_name", "has_settings", "overridden", "positions", "replace", "settings", "subclass"]
 
 _ENTRIES = {"forward", "__call__", "_call_impl"}
 """Methods that run when a module is called."""
 
-_KEPT = "_evoattn_ours"
-"""The attribute of a replaced layer that holds its `Ours`."""
+_ATTRIBUTE = "_evoattn_ours"
+"""The attribute of a replaced layer that holds its `Replacement`."""
 
 
 def replace(model: nn.Module) -> list[str]:
@@ -45,9 +45,10 @@ def replace(model: nn.Module) -> list[str]:
 
     So are the pair blocks, whose layers add their updates to z themselves: of OpenFold 2 (`PairStack`), OpenFold-3
     (`PairBlock`), Boltz and BoltzGen (`PairformerLayer`, `PairformerNoSeqLayer`), Protenix and OpenDDE (`PairformerBlock`), and
-    ESMFold (`EsmFoldTriangularSelfAttentionBlock`). A block that ours cannot compute, because of a hook on one of its layers, a
-    forward of its own or another layer in it, runs its own forward, with layers by ours. OpenDDE's pairformer calls another
-    method of its blocks than `forward`, so they run that, with layers by ours; `evoattn.patch` replaces the method.
+    ESMFold (`EsmFoldTriangularSelfAttentionBlock`). A block that `evoattn.nn` cannot compute runs its
+    own forward, with replaced layers: there is a hook on one of its layers, a forward of its own or another layer in it.
+    OpenDDE's pairformer calls another method of its blocks than `forward`, so they run that, with replaced layers;
+    `evoattn.patch` replaces the method.
 
     Transitions of more than 256 channels, such as those of the single track, are left as they are.
 
@@ -77,22 +78,22 @@ def replace(model: nn.Module) -> list[str]:
         ValueError: no layer of Linear is known: replace takes models of openfold, openfold3, boltz, ...
     """
     candidates = [(name, module, _find(module)) for name, module in model.named_modules()]
-    replacements = [(name, module, ours) for name, module, ours in candidates if ours is not None]
+    replacements = [(name, module, replacement) for name, module, replacement in candidates if replacement is not None]
     if not replacements:
         clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in LAYERS))
         raise ValueError(f"no layer of {type(model).__name__} is known: replace takes models of {clients}")
-    for _, module, ours in replacements:
+    for _, module, replacement in replacements:
         module.__class__ = _replaced(_original(type(module)))
-        setattr(module, _KEPT, ours)
+        setattr(module, _ATTRIBUTE, replacement)
     return [name for name, _, _ in replacements]
 
 
-def _find(theirs: nn.Module) -> Ours | None:
-    """Ours of a layer or a block, or None. A block that ours would not compute keeps its forward: its layers may be known."""
+def _find(client: nn.Module) -> Replacement | None:
+    """The replacement of a layer or a block, or None. A block that has none keeps its forward: its layers may be known."""
     try:
-        return Ours.of(theirs, entries=True)
+        return Replacement.of(client, entries=True)
     except ValueError:
-        if is_block(theirs):
+        if is_block(client):
             return None
         raise
 
@@ -104,7 +105,7 @@ def _original(kind: type) -> type:
 
 @functools.cache
 def _replaced(original: Any) -> Any:
-    """The subclass of a client's class whose forward is ours.
+    """The subclass of a client's class whose forward is that of the replacement.
 
     A class, because it knows the module that is called: copies, pickled layers and the replicas of DataParallel compute with
     modules of their own.
@@ -113,14 +114,14 @@ def _replaced(original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours: Ours | None = self.__dict__.get(_KEPT)
-        if ours is None or not ours.holds(self):
-            ours = _renew(self)
-        if ours.computes and not (ours.is_block and ours.observed()):
+        replacement: Replacement | None = self.__dict__.get(_ATTRIBUTE)
+        if replacement is None or not replacement.holds(self):
+            replacement = _renew(self)
+        if replacement.computes and not (replacement.is_block and replacement.observed()):
             try:
-                return ours(by_name(names, args, kwargs), self)
+                return replacement(by_name(names, args, kwargs), self)
             except UnknownArgument as error:
-                if not (ours.is_block or isinstance(error, ClientsOwn)):
+                if not (replacement.is_block or isinstance(error, ClientsOwn)):
                     raise
         return original.forward(self, *args, **kwargs)
 
@@ -128,23 +129,27 @@ def _replaced(original: Any) -> Any:
         reduced: Any = object.__reduce_ex__(self, 2)
         return (_new, (original,), *reduced[2:])
 
-    kwargs = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    own = {"forward": forward, "__reduce_ex__": reduce, "_evoattn_original": original}
-    return type(original)(original.__name__, (original,), kwargs | own)
+    return subclass(original, forward=forward, __reduce_ex__=reduce, _evoattn_original=original)
 
 
-def _renew(theirs: nn.Module) -> Ours:
-    """Make and keep ours of a replaced layer. A block whose layers are not known any more, and a layer that is faster as it is,
-    run their own forward until they are changed again.
+def subclass(original: Any, **members: Any) -> Any:
+    """A subclass of a client's class, of the same name."""
+    named = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original)(original.__name__, (original,), named | members)
+
+
+def _renew(client: nn.Module) -> Replacement:
+    """Make and store the replacement of a layer again. A block whose layers are not known any more, and a layer that is faster
+    as it is, run their own forward until they are changed again.
     """
     try:
-        ours = Ours.of(theirs, entries=False)
+        replacement = Replacement.of(client, entries=False)
     except ValueError:
-        if not is_block(theirs):
+        if not is_block(client):
             raise
-        ours = None
-    renewed: Ours = Ours(nn.Identity(), None, theirs) if ours is None else ours
-    theirs.__dict__[_KEPT] = renewed
+        replacement = None
+    renewed = replacement or Replacement(nn.Identity(), None, client)
+    client.__dict__[_ATTRIBUTE] = renewed
     return renewed
 
 
@@ -172,28 +177,26 @@ def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-class Ours:
+class Replacement:
     """The layer of `evoattn.nn` for a client's layer, and the modules that it was made of.
 
     It does not hold the client's layer itself.
     """
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any] | None, theirs: nn.Module) -> None:
-        self.layer, self._forward, self.is_block = layer, forward, is_block(theirs)
-        self._children = tuple(theirs._modules.items())
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any] | None, client: nn.Module) -> None:
+        self.layer, self._forward, self.is_block = layer, forward, is_block(client)
+        self._children, self._settings = tuple(client._modules.items()), settings(client)
+        self._inner = tuple((x, tuple(x._modules.items()), settings(x)) for x in client.modules() if x is not client)
         adopted = {id(x) for x in layer.modules()}
-        self._inner = tuple((x, tuple(x._modules.items())) for x in theirs.modules() if x is not theirs)
-        self._settings = settings(theirs)
-        self._inner_settings = tuple((x, values) for x, _ in self._inner if (values := settings(x)))
-        self._bypassed = tuple((name, x) for name, x in theirs.named_modules() if x is not theirs and id(x) not in adopted)
+        self._bypassed = tuple((name, x) for name, x in client.named_modules() if x is not client and id(x) not in adopted)
 
     @property
     def computes(self) -> bool:
-        """Return whether there is a layer of ours. Else the client's own forward runs."""
+        """Return whether there is a layer of `evoattn.nn`. Else the client's own forward runs."""
         return self._forward is not None
 
     @classmethod
-    def of(cls, theirs: nn.Module, *, entries: bool) -> Ours | None:
+    def of(cls, client: nn.Module, *, entries: bool) -> Replacement | None:
         """Make it, or return None if the client's layer is not known, or is faster as it is.
 
         `entries` tells whether the layer must not override `forward` either.
@@ -202,35 +205,32 @@ class Ours:
             ValueError: a method is overridden, the layer has other parameters than the one of `evoattn.nn`, or it sets the
                 precision of a projection.
         """
-        kind = _known(type(theirs))
+        kind = _known(type(client))
         if kind is None:
             return None
-        method = overridden(theirs, entries=entries)
+        method = overridden(client, entries=entries)
         if method:
-            raise ValueError(f"a {type(theirs).__name__} overrides {method} of {_name(kind)}, which evoattn.nn would not call")
-        name = _name(kind)
-        make: Any
-        make, forward = LAYERS[name] if name in LAYERS else BLOCKS[name]
+            raise ValueError(f"a {type(client).__name__} overrides {method} of {_name(kind)}, which evoattn.nn would not call")
+        known: Any = LAYERS.get(_name(kind)) or BLOCKS[_name(kind)]
         try:
             with torch.device("meta"):
-                layer = make(theirs) if name in LAYERS else make(theirs, _layer_of)
+                layer = known.layer(client, _layer_of) if is_block(client) else known.layer(client)
         except (AttributeError, TypeError, IndexError) as error:
-            raise ValueError(f"a {type(theirs).__name__} has other modules than the layer that evoattn.nn knows") from error
+            raise ValueError(f"a {type(client).__name__} has other modules than the layer that evoattn.nn knows") from error
         if layer is None:
             return None
-        _check(layer, theirs)
-        ours = cls(layer, forward, theirs)
-        ours.check_classes(kind)
-        return ours
+        _check(layer, client)
+        replacement = cls(layer, known.call, client)
+        replacement.check_classes(kind)
+        return replacement
 
-    def holds(self, theirs: nn.Module) -> bool:
+    def holds(self, client: nn.Module) -> bool:
         """Return whether the modules in the client's layer are those that this was made of, with the same settings."""
-        if not (_same(theirs, self._children) and all(_same(module, children) for module, children in self._inner)):
-            return False
-        return has_settings(theirs, self._settings) and all(has_settings(x, values) for x, values in self._inner_settings)
+        parts = ((client, self._children, self._settings), *self._inner)
+        return all(_same(x, children) and has_settings(x, values) for x, children, values in parts)
 
     def check_classes(self, kind: type) -> None:
-        """Raise ValueError if a module that ours does not call is of a class that the client does not define."""
+        """Raise ValueError if a module that the layer does not call is of a class that the client does not define."""
         for name, module in self._bypassed:
             package, own = type(module).__module__.partition(".")[0], kind.__module__.partition(".")[0]
             plain = type(module).__module__.startswith("torch.nn.modules.")
@@ -238,7 +238,7 @@ class Ours:
                 raise ValueError(f"{name} is a {type(module).__qualname__}, which evoattn.nn would not call")
 
     def observed(self) -> str:
-        """The reason not to use ours: a module that it does not call has hooks or a forward of its own. Else ""."""
+        """The reason not to use the layer: a module that it does not call has hooks or a forward of its own. Else ""."""
         for name, module in self._bypassed:
             if has_hooks(module):
                 return f"{name} has hooks, and evoattn.nn does not call it"
@@ -246,30 +246,30 @@ class Ours:
                 return f"{name} has a forward of its own, and evoattn.nn does not call it"
         return "there are hooks on all modules" if self.is_block and torch_modules._has_any_global_hook() else ""
 
-    def __call__(self, arguments: dict[str, Any], theirs: nn.Module) -> Any:
+    def __call__(self, arguments: dict[str, Any], client: nn.Module) -> Any:
         """Compute the client's layer or block from its arguments by name.
 
-        A block of ours also looks at the client's own, for its dropout.
+        A block also gets the client's block, for its dropout.
         """
         missed = self.observed()
         if missed:
             raise ValueError(f"{missed}: put hooks and adapters on the layer, or on its projections and norms")
         forward: Any = self._forward
-        return forward(self.layer, theirs, **arguments) if self.is_block else forward(self.layer, **arguments)
+        return forward(self.layer, client, **arguments) if self.is_block else forward(self.layer, **arguments)
 
 
-def is_block(theirs: nn.Module) -> bool:
+def is_block(client: nn.Module) -> bool:
     """Return whether a module is a block of a client, whose layers are known too."""
-    kind = _known(type(theirs))
+    kind = _known(type(client))
     return kind is not None and _name(kind) in BLOCKS
 
 
-def _layer_of(theirs: nn.Module) -> nn.Module:
-    """Ours of a layer in a block."""
-    ours = Ours.of(theirs, entries=True)
-    if ours is None:
-        raise ValueError(f"evoattn.nn has no {type(theirs).__name__}")
-    return ours.layer
+def _layer_of(client: nn.Module) -> nn.Module:
+    """The layer of `evoattn.nn` for a layer in a block."""
+    replacement = Replacement.of(client, entries=True)
+    if replacement is None:
+        raise ValueError(f"evoattn.nn has no {type(client).__name__}")
+    return replacement.layer
 
 
 def _same(module: nn.Module, children: tuple[tuple[str, nn.Module | None], ...]) -> bool:
@@ -286,7 +286,7 @@ def settings(module: nn.Module) -> Settings:
     if type(module).__module__.startswith("torch.nn.modules."):
         return ()
     kinds = (bool, int, float, str, type(None))
-    return tuple((name, x) for name, x in module.__dict__.items() if type(x) in kinds and name not in ("training", _KEPT))
+    return tuple((name, x) for name, x in module.__dict__.items() if type(x) in kinds and name not in ("training", _ATTRIBUTE))
 
 
 def has_settings(module: nn.Module, expected: Settings) -> bool:
@@ -321,24 +321,24 @@ _METHODS: dict[type, tuple[frozenset[str], tuple[str, ...]]] = {}
 """Results of `_methods` by class. Not functools.cache, of which Dynamo warns."""
 
 
-def overridden(theirs: nn.Module, *, entries: bool) -> str:
+def overridden(client: nn.Module, *, entries: bool) -> str:
     """A method of the known class that a layer overrides, in its class or in itself. "" if there is none.
 
     entries: whether `forward` counts too. It does not if the caller stands in for the known class's own `forward`.
     """
-    kind = type(theirs)
+    kind = type(client)
     stored = _METHODS.get(kind)
     if stored is None:
         stored = _METHODS[kind] = _methods(kind)
     methods, names = stored
-    names = (*names, *(methods & theirs.__dict__.keys()))
+    names = (*names, *(methods & client.__dict__.keys()))
     return next((name for name in names if entries or name not in _ENTRIES), "")
 
 
-def _check(ours: nn.Module, theirs: nn.Module) -> None:
+def _check(layer: nn.Module, client: nn.Module) -> None:
     """Raise ValueError unless both layers have the same parameters, and no module has a precision of its own."""
-    if {id(x) for x in ours.parameters()} != {id(x) for x in theirs.parameters()}:
-        raise ValueError(f"a {type(theirs).__name__} has other parameters than the layer that evoattn.nn knows")
-    for name, module in ours.named_modules():
+    if {id(x) for x in layer.parameters()} != {id(x) for x in client.parameters()}:
+        raise ValueError(f"a {type(client).__name__} has other parameters than the layer that evoattn.nn knows")
+    for name, module in layer.named_modules():
         if getattr(module, "precision", None) is not None:
             raise ValueError(f"{name} is computed in a precision of its own, {module.precision}, which ours is not")

@@ -1,4 +1,4 @@
-"""Whole layers of the Evoformer and the pair block, from the norm to the output product.
+"""Layers of the Evoformer and the pair block, from the norm to the output product.
 
 They load the weights of OpenFold, and those of OpenFold-3 and Boltz after `from_openfold3` and `from_boltz`.
 """

@@ -245,11 +245,6 @@ def _gate(o: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return opened * o, opened
 
 
-def _gate_backward(d_gated: Tensor, o: Tensor, opened: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of o and g. If o was broadcast, autograd sums its gradient afterwards."""
-    return d_gated * opened, torch.ops.aten.sigmoid_backward(d_gated * o, opened)
-
-
 class _GatedLinear(torch.autograd.Function):
     """(o * sigmoid(g)) W^T + b, `[R, out_features]`."""
 
@@ -272,5 +267,7 @@ class _GatedLinear(torch.autograd.Function):
             if need_bias:
                 dbias = rows.sum(0)
             if need_o or need_g:
-                do, dg = _gate_backward((rows @ weight).view(g.shape), o, opened)
+                d_gated = (rows @ weight).view(g.shape)
+                do = d_gated * opened  # if o was broadcast, autograd sums its gradient afterwards
+                dg = torch.ops.aten.sigmoid_backward(d_gated * o, opened)
         return do, dg, dweight, dbias

@@ -121,18 +121,9 @@ class MSARowAttentionWithPairBias(MSAAttention):
         empty_rows: EmptyRows = "mean",
     ) -> None:
         super().__init__(
-            c_m,
-            c_hidden,
-            no_heads,
-            pair_bias=True,
-            c_z=c_z,
-            inf=inf,
-            dropout=dropout,
-            residual=residual,
-            gate_bias=gate_bias,
-            out_bias=out_bias,
-            empty_rows=empty_rows,
-        )
+            c_m, c_hidden, no_heads, True, c_z, inf,
+            dropout=dropout, residual=residual, gate_bias=gate_bias, out_bias=out_bias, empty_rows=empty_rows,
+        )  # fmt: skip
 
     def forward(self, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Compute the update of m, or m + update with `residual=True`.

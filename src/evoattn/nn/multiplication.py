@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
-from evoattn.dispatch.checks import check_mask
-from evoattn.dispatch.distributed import Split, is_distributed
-from evoattn.nn.attention import (
-    add_residual,
-    check_in_place,
-    check_input,
-    check_settings,
-    check_square,
-    dropout_mask,
-    part_of_mask,
-)
+from evoattn.dispatch.distributed import Split
+from evoattn.nn.attention import check_settings
+from evoattn.nn.pair_layer import Ending, PairLayer
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
-from evoattn.nn.sharded import run_split
 from evoattn.nn.submodules import is_linear, is_norm
 from evoattn.pair import product, triangle_multiplication
 
 __all__ = ["JoinedTriangleMultiplication", "TriangleMultiplication"]
 
 
-class TriangleMultiplication(nn.Module):
+class TriangleMultiplication(PairLayer):
     """Update each edge (i, j) from the edges (i, k) and (j, k), or from (k, i) and (k, j), over all residues k.
 
     Parameters have OpenFold's names: `layer_norm_in`, `linear_a_p`, `linear_a_g`, `linear_b_p`, `linear_b_g`, `layer_norm_out`,
@@ -56,9 +45,9 @@ class TriangleMultiplication(nn.Module):
     def __init__(
         self, c_z: int, c_hidden: int, outgoing: bool = True, *, dropout: float = 0.0, residual: bool = False, bias: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__(dropout, residual)
         check_settings(dropout, "native")
-        self.c_z, self.outgoing, self.dropout, self.residual = c_z, outgoing, dropout, residual
+        self.c_z, self.outgoing = c_z, outgoing
         self._make_projections(c_z, c_hidden, bias)
         self.linear_g, self.linear_z = nn.Linear(c_z, c_z, bias=bias), nn.Linear(c_hidden, c_z, bias=bias)
         self.layer_norm_in, self.layer_norm_out = nn.LayerNorm(c_z), nn.LayerNorm(c_hidden)
@@ -94,52 +83,21 @@ class TriangleMultiplication(nn.Module):
         Raises:
             TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
-        check_input("z", z, 3, self.c_z, distributed=True)
-        check_square("z", z)
-        check_mask("mask", mask, tuple(z.shape[:-1]))
-        if in_place:
-            check_in_place(self, "z", z, compute_dtype_of(z, *self._projections[0]))
-        if is_distributed(z) or is_distributed(mask):
-            return run_split(self, z, mask, functools.partial(self._run_part, residual=self.residual))
-        return self._run(z, mask, None, residual=self.residual, in_place=in_place)
+        self._check(z, mask, self.c_z, in_place)
+        return self._compute(z, mask, Ending(None, self.residual, in_place))
 
-    def add_to(self, z: Tensor, mask: Tensor | None, dropout_factor: Tensor | None, *, in_place: bool) -> Tensor:
-        """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
+    @property
+    def _inputs(self) -> tuple[nn.Linear, ...]:
+        return self._projections[0]
 
-        dropout_factor: multiplies the update, such as a dropout mask that the client has drawn, or None. For all processes if
-            z is a DTensor.
-        """
-        if is_distributed(z):
-            return run_split(self, z, mask, functools.partial(self._run_part, dropout_factor=dropout_factor, residual=True))
-        return self._run(z, mask, dropout_factor, residual=True, in_place=in_place)
-
-    def _run_part(
-        self, z: Tensor, mask: Tensor | None, split: Split | None, *, dropout_factor: Tensor | None = None, residual: bool
-    ) -> Tensor:
-        """The output of a process that holds rows or columns of z."""
-        dropout_factor = part_of_mask(dropout_factor, split)
-        return self._run(z, mask, dropout_factor, residual=residual, in_place=False, split=split)
-
-    def _run(
-        self,
-        z: Tensor,
-        mask: Tensor | None,
-        dropout_factor: Tensor | None,
-        *,
-        residual: bool,
-        in_place: bool,
-        split: Split | None = None,
-    ) -> Tensor:
-        drops = self.dropout > 0 and self.training
+    def _run(self, z: Tensor, mask: Tensor | None, split: Split | None, ending: Ending) -> Tensor:
         if not self._is_plain():
             update = self._by_calls(z, mask, split)
-        elif residual and not drops and dropout_factor is None:
-            return self._by_operator(z, mask, residual=True, out=z if in_place else None, split=split)
+        elif ending.residual and ending.factor is None and not (self.dropout > 0 and self.training):
+            return self._by_operator(z, mask, residual=True, out=z if ending.in_place else None, split=split)
         else:
             update = self._by_operator(z, mask, residual=False, split=split)
-        if dropout_factor is None and drops:
-            dropout_factor = dropout_mask(update, self.dropout, -3, split)
-        return add_residual(z, update, dropout_factor, residual=residual, in_place=in_place)
+        return self._add(z, update, split, ending)
 
     def _is_plain(self) -> bool:
         """Return whether the operator computes what the sub-modules define, and nobody has to see that one is called."""

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Run = Callable[[Tensor, "Tensor | None", "Split | None"], Tensor]
-"""Takes the part of z that a process holds, its mask, and the split, None if rows and columns are whole. Returns the output."""
+"""Returns the output for this process's part of z, its mask, and the split, which is None if it has all rows and columns."""
 
 
 def run_split(layer: nn.Module, z: Tensor, mask: Tensor | None, run: Run, **options: Any) -> Tensor:
@@ -139,12 +139,12 @@ def local(x: Any) -> Tensor:
 
 
 def like(part: Tensor, x: Any, placements: Any = None) -> Tensor:
-    """A DTensor with the shape, mesh and placements of x, of which this process holds `made`."""
+    """A DTensor with the shape, mesh and placements of x, of which this process holds `part`."""
     return from_parts(part, x.device_mesh, x.placements if placements is None else placements, x.shape)
 
 
 def from_parts(part: Tensor, mesh: Any, placements: Any, shape: torch.Size) -> Tensor:
-    """A contiguous DTensor of a shape, of which this process holds `held`."""
+    """A contiguous DTensor of a shape, of which this process holds `part`."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()

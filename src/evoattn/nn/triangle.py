@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
-from evoattn.dispatch.checks import check_mask
-from evoattn.dispatch.distributed import Split, is_distributed
+from evoattn.dispatch.distributed import Split
 from evoattn.fully_masked.means import EmptyRows
-from evoattn.nn.attention import (
-    Attention,
-    add_residual,
-    attend,
-    check_in_place,
-    check_input,
-    check_settings,
-    check_square,
-    dropout_mask,
-    heads,
-    part_of_mask,
-)
+from evoattn.nn.attention import Attention, attend, check_settings, heads
+from evoattn.nn.pair_layer import Ending, PairLayer
 from evoattn.nn.project import compute_dtype_of, layer_norm, project
-from evoattn.nn.sharded import run_split
 from evoattn.nn.submodules import check_container
 
 __all__ = ["TriangleAttention"]
 
 
-class TriangleAttention(nn.Module):
+class TriangleAttention(PairLayer):
     """Triangle attention around the starting or the ending node.
 
     Edge (i, j) attends to the edges (i, k) that share its start, or to the edges (k, j) that share its end.
@@ -77,10 +63,10 @@ class TriangleAttention(nn.Module):
         out_bias: bool = True,
         empty_rows: EmptyRows = "mean",
     ) -> None:
-        super().__init__()
+        super().__init__(dropout, residual)
         check_settings(dropout, empty_rows)
         self.c_in, self.no_heads, self.starting, self.inf = c_in, no_heads, starting, inf
-        self.dropout, self.residual, self.empty_rows = dropout, residual, empty_rows
+        self.empty_rows = empty_rows
         self.layer_norm = nn.LayerNorm(c_in)
         self.linear = nn.Linear(c_in, no_heads, bias=False)
         self.mha = Attention(c_in, c_in, c_hidden, no_heads, gate_bias=gate_bias, out_bias=out_bias)
@@ -102,72 +88,37 @@ class TriangleAttention(nn.Module):
         Raises:
             TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
-        check_input("z", z, 3, self.c_in, distributed=True)
-        check_square("z", z)
-        check_mask("mask", mask, tuple(z.shape[:-1]))
-        if in_place:
-            check_in_place(self, "z", z, compute_dtype_of(z, *self.mha.inputs))
-        if is_distributed(z) or is_distributed(mask):
-            run = functools.partial(self._run_part, transpose_bias=transpose_bias, residual=self.residual)
-            return run_split(self, z, mask, run, transpose_bias=transpose_bias)
-        update = self._update(z, mask, transpose_bias=transpose_bias)
-        dropout_factor = dropout_mask(update, self.dropout, self._rows) if self.dropout and self.training else None
-        return add_residual(z, update, dropout_factor, residual=self.residual, in_place=in_place)
-
-    def add_to(
-        self, z: Tensor, mask: Tensor | None, dropout_factor: Tensor | None, *, in_place: bool, transpose_bias: bool = False
-    ) -> Tensor:
-        """z + update, whatever `residual` says, for a block of a client. The arguments are not checked.
-
-        dropout_factor: multiplies the update, such as a dropout mask that the client has drawn, or None. For all processes if
-            z is a DTensor.
-        """
-        if is_distributed(z):
-            options: dict[str, Any] = {"transpose_bias": transpose_bias, "dropout_factor": dropout_factor, "residual": True}
-            return run_split(self, z, mask, functools.partial(self._run_part, **options))
-        update = self._update(z, mask, transpose_bias=transpose_bias)
-        if dropout_factor is None and self.dropout and self.training:
-            dropout_factor = dropout_mask(update, self.dropout, self._rows)
-        return add_residual(z, update, dropout_factor, residual=True, in_place=in_place)
+        self._check(z, mask, self.c_in, in_place)
+        return self._compute(z, mask, Ending(None, self.residual, in_place), transpose_bias=transpose_bias)
 
     @property
-    def _rows(self) -> int:
+    def _inputs(self) -> tuple[nn.Linear, ...]:
+        return self.mha.inputs
+
+    @property
+    def _shared(self) -> int:
         """The axis of z that holds the rows of the attention: -3 around the starting node, else -2."""
         return -3 if self.starting else -2
 
-    def _run_part(
-        self,
-        z: Tensor,
-        mask: Tensor | None,
-        split: Split | None,
-        *,
-        transpose_bias: bool,
-        residual: bool,
-        dropout_factor: Tensor | None = None,
+    def _run(
+        self, z: Tensor, mask: Tensor | None, split: Split | None, ending: Ending, *, transpose_bias: bool = False
     ) -> Tensor:
-        """The output of a process that holds rows or columns of z.
+        """The output of a process that holds all of z, or the rows or columns of a `split`.
 
         The rows of the attention are rows of z around the starting node, and columns of z around the ending node. A process
         computes whole rows of the attention. If z is split along the other axis, one all-to-all exchanges rows and columns
         before the attention, and another one after it. It exchanges the normalised z, which is the narrower tensor. Every row
         needs the pair bias of all queries, so both nodes gather it. It has H channels.
         """
-        options: dict[str, Any] = {"transpose_bias": transpose_bias}
-        if split is None:
-            update = self._update(z, mask, **options)
-        elif split.axis == self._rows:
-            update = self._update(z, mask, split.gather, **options)
+        if split is None or split.axis == self._shared:
+            update = self._update(z, mask, None if split is None else split.gather, transpose_bias=transpose_bias)
         else:
-            other = Split(split.group, self._rows, split.length)
+            other = Split(split.group, self._shared, split.length)
             mask = None if mask is None else split.turned(mask.unsqueeze(-1)).squeeze(-1)
-            update = other.turned(self._update(split.turned(self._normed(z)), mask, other.gather, normed=True, **options))
-        dropout_factor = part_of_mask(dropout_factor, split)
-        if dropout_factor is None and self.dropout and self.training:
-            dropout_factor = dropout_mask(update, self.dropout, self._rows, split)
-        return add_residual(z, update, dropout_factor, residual=residual)
-
-    def _normed(self, z: Tensor) -> Tensor:
-        return layer_norm(z, self.layer_norm, compute_dtype_of(z, *self.mha.inputs, self.linear))
+            normed = layer_norm(z, self.layer_norm, compute_dtype_of(z, *self.mha.inputs, self.linear))
+            update = self._update(split.turned(normed), mask, other.gather, normed=True, transpose_bias=transpose_bias)
+            update = other.turned(update)
+        return self._add(z, update, split, ending)
 
     def _update(
         self,

@@ -52,7 +52,7 @@ backward for Hopper that writes wrong numbers, some of them past the end of its 
 
 
 class Operands(NamedTuple):
-    """What the gradients of the weights are made of, for a chunk of rows.
+    """Operands of the gradients of the weights, for a chunk of rows.
 
     Shapes: y (the normalised rows) and d (mask times do) `[R, C]`, u `[R, H]`, dab (da, then db if there is one) `[R, 2 H]`,
     and sums `[programs, 3, C]` in float32. Each program sums its rows for the norm's weight and bias and the output's bias.

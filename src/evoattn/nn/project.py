@@ -41,7 +41,7 @@ def layer_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
     """Apply a norm to x, with the result in `dtype`. The backward keeps x, and mean and deviation of each row."""
     if not is_norm(norm):
         return call(norm, x, dtype)
-    return _Norm.apply(x, *_settings(norm), dtype)  # type: ignore[no-untyped-call, no-any-return]
+    return _NormLinear.apply(x, *_settings(norm), dtype, None, None, (0, 0))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
@@ -74,7 +74,7 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
         joined = F.linear(x.to(dtype), weight, bias)
     else:
         scale, shift, eps = _settings(norm)
-        joined = _NormLinear.apply(x, scale, shift, eps, weight, bias, biased)  # type: ignore[no-untyped-call]
+        joined = _NormLinear.apply(x, scale, shift, eps, dtype, weight, bias, biased)  # type: ignore[no-untyped-call]
         joined = joined.view(*x.shape[:-1], joined.shape[-1])
     if len(linears) == 1:  # an ordinary view, which the caller may change in place
         return [joined[..., : linears[0].out_features]]
@@ -146,27 +146,8 @@ class _Split(torch.autograd.Function):
         return join(rows, ctx.sizes).view(ctx.shape), None
 
 
-class _Norm(torch.autograd.Function):
-    """norm(x) of x `[*, C]`, with the result in a given dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-        normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, dtype)
-        ctx.save_for_backward(x, scale, shift, mean, rstd)
-        return normed.view(x.shape)  # compiled by torch 2.11, x has no gradient if this is the norm's own output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, shift, mean, rstd = ctx.saved_tensors
-        rows, needs = x.reshape(-1, x.shape[-1]), ctx.needs_input_grad[:3]
-        with uncast(x.device):
-            dx, *affine = normalise_backward(dy.reshape(rows.shape), rows, mean, rstd, scale, shift, needs)
-        return None if dx is None else dx.view(x.shape), *affine, None, None
-
-
 class _NormLinear(torch.autograd.Function):
-    """norm(x) W^T + b of x `[*, C]` as rows `[R, out_features]`, in the dtype of the weight."""
+    """norm(x) W^T + b of x `[*, C]` as rows `[R, out_features]`, or norm(x) in the shape of x if there is no weight."""
 
     @staticmethod
     def forward(
@@ -175,34 +156,37 @@ class _NormLinear(torch.autograd.Function):
         scale: Tensor | None,
         shift: Tensor | None,
         eps: float,
-        weight: Tensor,
+        dtype: torch.dtype,
+        weight: Tensor | None,
         bias: Tensor | None,
         biased: tuple[int, int],
     ) -> Tensor:
-        normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight.dtype)
+        normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, dtype)
         ctx.save_for_backward(x, scale, shift, weight, mean, rstd)
         ctx.eps, ctx.biased = eps, biased
+        if weight is None:
+            return normed.view(x.shape)  # compiled by torch 2.11, x has no gradient if this is the norm's own output
         return F.linear(normed, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, shift, weight, mean, rstd = ctx.saved_tensors
-        need_x, need_scale, need_shift, _, need_weight, need_bias, _ = ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1])
         dx = dscale = dshift = dweight = dbias = None
         with uncast(x.device):
-            if need_weight:
+            if needs[5]:
                 normed, _, _ = normalise(rows, scale, shift, ctx.eps, weight.dtype)
                 dweight = dy.t() @ normed
                 del normed
-            if need_bias:
+            if needs[6]:
                 first, last = ctx.biased
                 dbias = F.pad(dy[:, first:last].sum(0), (first, dy.shape[-1] - last))
-            if need_x or need_scale or need_shift:
-                needs = (need_x, need_scale, need_shift)
-                dx, dscale, dshift = normalise_backward(dy @ weight, rows, mean, rstd, scale, shift, needs)
-        return None if dx is None else dx.view(x.shape), dscale, dshift, None, dweight, dbias, None
+            if any(needs[:3]):
+                d_normed = dy.reshape(rows.shape) if weight is None else dy @ weight
+                dx, dscale, dshift = normalise_backward(d_normed, rows, mean, rstd, scale, shift, needs[:3])
+        return None if dx is None else dx.view(x.shape), dscale, dshift, None, None, dweight, dbias, None
 
 
 _MOST_CHANNELS = 4096

@@ -104,7 +104,7 @@ def test_wrong_numbers_are_exit_status_1(capsys: pytest.CaptureFixture[str], mon
         outputs.o.mul_(1.01)
 
     monkeypatch.setattr(tiled, "_forward", wrong)
-    monkeypatch.setattr(tiled.whole, "fits", lambda problem: False)
+    monkeypatch.setattr(tiled.dense, "fits", lambda problem: False)
     assert cli.main(SMALL) == 1
     printed = capsys.readouterr()
     assert "evoattn bench: WRONG: tri16, float32, evoattn: o is wrong: relative error 1.0e-02" in printed.err

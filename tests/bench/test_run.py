@@ -316,7 +316,7 @@ def compiles_first(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
         right(*arguments)
 
     monkeypatch.setattr(tiled, "_forward", compiled)
-    monkeypatch.setattr(tiled.whole, "fits", lambda problem: False)
+    monkeypatch.setattr(tiled.dense, "fits", lambda problem: False)
 
 
 @pytest.mark.usefixtures("compiles_first")

@@ -39,7 +39,7 @@ class ClockOfTiles(FakeClock):
             return found
 
         monkeypatch.setattr(tiled._Blocks, "plan", watched)
-        monkeypatch.setattr(tiled.whole, "fits", lambda problem: False)  # which has no blocks
+        monkeypatch.setattr(tiled.dense, "fits", lambda problem: False)  # which has no blocks
 
     def calls(self, call: Callable[[int], object], count: int) -> float:
         super().calls(call, count)

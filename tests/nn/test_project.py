@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evoattn import explain
-from evoattn.backends.tiled import whole
+from evoattn.backends.tiled import dense
 from evoattn.nn import (
     AttentionPairBias,
     MSAColumnAttention,
@@ -189,7 +189,7 @@ def test_what_is_kept_for_the_backward(
 
     Small calls on the CPU keep the probabilities too, so this one is not small.
     """
-    monkeypatch.setattr(whole, "fits", lambda problem: False)
+    monkeypatch.setattr(dense, "fits", lambda problem: False)
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     own = {x.untyped_storage().data_ptr() for x in (*inputs, *layer.parameters())}
     kept: dict[int, Tensor] = {}

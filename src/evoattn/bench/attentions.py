@@ -22,23 +22,6 @@ from evoattn.bench.record import Result
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
-__all__ = [
-    "GRAPHS",
-    "PASSES",
-    "ROUNDINGS",
-    "contenders",
-    "first_part",
-    "first_rows",
-    "held_bytes",
-    "inputs_of",
-    "io_bytes",
-    "names",
-    "scores_of",
-    "too_large",
-    "truth",
-    "without",
-]
-
 PASSES = record.PASSES
 ROUNDINGS = 1
 """Factor on the error that still counts as rounding: the number of times that a problem rounds to its dtype."""

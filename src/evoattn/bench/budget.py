@@ -5,8 +5,6 @@ from __future__ import annotations
 from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Contender
 
-__all__ = ["LONGEST_CALL_S", "Budget"]
-
 _COMPILES_S = {"cpu": 30.0, "cuda": 4.0}
 """Seconds that a peer which compiles is expected to take, until its first problem was measured."""
 

@@ -10,8 +10,6 @@ import torch
 from evoattn.bench.clock import Clock
 from evoattn.bench.record import Ceilings
 
-__all__ = ["measure"]
-
 _COPIED = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of the tensor that is copied: many times any cache."""
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Clock", "CudaClock", "TookTooLong", "WallClock", "clock_for"]
-
 
 class TookTooLong(BaseException):
     """Raised inside the block that a clock's `limit` ends. It is no Exception, because a peer that tunes may catch those."""

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from evoattn.bench import table
 from evoattn.bench.record import TIMED, Problem, Record, Result
 
-__all__ = ["Change", "Comparison", "as_text", "compare"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Change:

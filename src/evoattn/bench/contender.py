@@ -11,8 +11,6 @@ from torch import Tensor
 
 from evoattn import testing
 
-__all__ = ["Contender", "Prepared", "RefusesError", "Runner", "copies_for", "one_line", "out_of_memory", "status", "worst"]
-
 _MOST_COPIES = 24
 _MOST_GRAPHS = 4 << 30
 """Bytes that the scores of all kept graphs may take."""

@@ -13,8 +13,6 @@ import cudnn
 import torch
 from torch import Tensor
 
-__all__ = ["Graphs"]
-
 
 class Graphs:
     """The forward and the backward of one problem.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "exp2_kernel"]
-
 BLOCK = 1024
 """Eight numbers a thread of four warps: independent chains, so that the unit and not its latency is measured."""
 

@@ -18,8 +18,6 @@ from evoattn.nn import from_openfold3
 if TYPE_CHECKING:
     from evoattn.bench.layers import Layer
 
-__all__ = ["Compute", "cuequivariance", "openfold3"]
-
 Compute = Callable[["Layer"], Tensor]
 """A layer -> its output."""
 

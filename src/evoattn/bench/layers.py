@@ -28,22 +28,6 @@ from evoattn.nn.msa import MSAAttention
 from evoattn.nn.pair_bias import AdaLN
 from evoattn.workloads import Workload
 
-__all__ = [
-    "GRAPHS",
-    "PASSES",
-    "ROUNDINGS",
-    "WAYS",
-    "Layer",
-    "contenders",
-    "fill",
-    "inputs_of",
-    "io_bytes",
-    "names",
-    "scores_of",
-    "too_large",
-    "truth",
-]
-
 PASSES = ("forward", "both")
 ROUNDINGS = 2
 """A layer rounds to 16 bits before and after its attention: so many times an attention's error is still rounding."""

@@ -16,8 +16,6 @@ import torch
 from evoattn import __version__
 from evoattn.core.tuned_tiles import driver_version
 
-__all__ = ["devices", "driver", "facts", "free_bytes", "name", "synchronize", "threads", "version_of", "versions"]
-
 _PEERS = (
     *("cuequivariance-ops-torch-cu13", "cuequivariance-ops-torch-cu12", "trifast", "turbopairformer", "openfold3"),
     *("deepspeed", "nvidia-cudnn-frontend"),

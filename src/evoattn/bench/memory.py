@@ -15,8 +15,6 @@ import torch
 
 from evoattn.bench import machine
 
-__all__ = ["peak_bytes", "release", "too_much"]
-
 _SHARE = 0.6
 """A call that would hold a larger share of the free memory than this is not begun."""
 

@@ -18,9 +18,6 @@ from evoattn.bench.contender import Contender, Prepared, RefusesError
 from evoattn.core.config import Config
 from evoattn.testing import Inputs
 
-__all__ = ["PEERS", "backend_peer", "dense"]
-
-
 Layout = Callable[[Tensor], Tensor]
 """A change of a tensor's layout."""
 

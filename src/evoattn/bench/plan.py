@@ -11,8 +11,6 @@ from evoattn.bench.peers import PEERS
 from evoattn.bench.record import PASSES, Problem, Record
 from evoattn.workloads import WORKLOADS, Workload, workload
 
-__all__ = ["Plan", "chosen", "default_plan", "left", "plan_of", "plan_settings", "put"]
-
 _CPU = (
     *(workload("tri128"), workload("msa_row128").with_rows(128), workload("tri97"), workload("msa_column32")),
     *(workload("tri64"), workload("diffusion128").with_rows(8), workload("single256")),

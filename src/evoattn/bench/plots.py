@@ -18,20 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "INK",
-    "against_length",
-    "growth",
-    "logarithmic",
-    "new_figure",
-    "plain",
-    "rates",
-    "save",
-    "speedups",
-    "style",
-    "write_png",
-]
-
 _OURS = "#0072B2"
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C6BB1", "#66A61E", "#A6761D")
 _BOUND = "#9AA0A6"

@@ -14,21 +14,6 @@ from typing import Any
 
 from evoattn.workloads import Workload
 
-__all__ = [
-    "PASSES",
-    "SCHEMA",
-    "TIMED",
-    "Ceilings",
-    "Problem",
-    "Record",
-    "Result",
-    "Timing",
-    "read",
-    "replacing",
-    "write",
-    "write_text",
-]
-
 SCHEMA = 1
 """Increased when a reader of the old form would misread the new one."""
 

@@ -10,8 +10,6 @@ from evoattn.bench import table
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Record
 
-__all__ = ["page"]
-
 _UNSAFE = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 """Characters that could end the script element with the data, or break JavaScript. Reasons are other libraries' texts."""
 

@@ -18,8 +18,6 @@ from evoattn.bench.record import Problem, Record, Result
 from evoattn.bench.timing import time_graphs, time_in_turn
 from evoattn.workloads import Workload
 
-__all__ = ["Progress", "run"]
-
 _SURE_SHARE = 0.25
 """Share of the truth's time limit after which its total time can be estimated well enough."""
 

@@ -25,8 +25,6 @@ from evoattn.dispatch.lookup import refusals
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
 
-__all__ = ["Tuned", "neighbours", "tune"]
-
 _WORTH_A_STEP = 0.01
 _WORTH_KEEPING = 0.03
 """A smaller gain is not kept, even beyond the noise: the built-in choice was made for all lengths, a finding for a few."""

@@ -36,8 +36,6 @@ from evoattn.bench.memory import release
 from evoattn.bench.timing import captured
 from evoattn.nn import PairformerBlock
 
-__all__ = ["ALLOWED", "Job", "Plan", "ProcessDiedError", "errors", "measure", "run", "work"]
-
 C_S, C_Z = 384, 128
 VERIFIED = {"cuda": 256, "cpu": 24}
 """Residues at which outputs and gradients are compared with float64."""

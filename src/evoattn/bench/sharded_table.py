@@ -10,8 +10,6 @@ from typing import Any
 from evoattn.bench import record as records
 from evoattn.bench.table import aligned, headline, markdown
 
-__all__ = ["as_markdown", "as_text", "read", "write"]
-
 Data = dict[str, Any]
 """A record: "machine", "processes", "settings", "finished", and lists: "errors" of one entry, and "times" of one for each job.
 Records from before the command have no settings and do not say whether they are finished."""

@@ -10,21 +10,6 @@ from evoattn.bench.layers import WAYS
 from evoattn.bench.peers import PEERS
 from evoattn.bench.record import TIMED, Problem, Record, Result
 
-__all__ = [
-    "aligned",
-    "as_csv",
-    "as_text",
-    "ceilings",
-    "headline",
-    "markdown",
-    "problem_table",
-    "rate",
-    "roofs",
-    "share",
-    "title",
-    "worst_error",
-]
-
 _ERRORS = ("o", "dq", "dk", "dv", "dpair_bias", "da", "dm", "ds", "dz", "dparameters")
 
 

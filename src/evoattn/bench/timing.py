@@ -12,8 +12,6 @@ from evoattn.bench.clock import Clock
 from evoattn.bench.contender import Runner, one_line, status
 from evoattn.bench.record import Result, Timing
 
-__all__ = ["captured", "milliseconds", "time_graphs", "time_in_turn"]
-
 _HOST_CALLS = 7
 _HOST_S = 0.5
 """Calls that measure the host's time, or three if all of them would take longer than this."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from evoattn.cli.terminal import RefusedError
 
-__all__ = ["RESIDUES", "Alignment", "read_alignment"]
-
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYX-"
 """The classes of an aligned position: twenty amino acids, X for any other, and the gap."""
 

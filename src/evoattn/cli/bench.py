@@ -33,8 +33,6 @@ from evoattn.cli.terminal import (
 )
 from evoattn.workloads import LAYERS, WORKLOADS, Workload
 
-__all__ = ["add_parser", "workloads_of"]
-
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "device", "quick", "rounds", "note")
 _MEASURING = ("budget", "commit")

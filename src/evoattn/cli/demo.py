@@ -22,8 +22,6 @@ from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, attentions, embed
 from evoattn.cli.sweep import Size
 from evoattn.cli.terminal import RefusedError, add_command, check_output, need_extra, pick, progress, try_to_write, whole_number
 
-__all__ = ["add_parser"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _EXAMPLE = "ubiquitin.a3m"

@@ -18,8 +18,6 @@ from evoattn.bench import machine
 from evoattn.cli.terminal import add_command
 from evoattn.testing.judging import refusals
 
-__all__ = ["Check", "add_parser", "examine"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _CASES = (

@@ -18,8 +18,6 @@ from torch import Tensor
 from evoattn.cli.alignment import RESIDUES
 from evoattn.testing import Case, Inputs
 
-__all__ = ["CHANNELS", "MSA_HEADS", "TRIANGLE_HEADS", "Embedding", "attentions", "embed", "triangle_start"]
-
 MSA_HEADS, TRIANGLE_HEADS, CHANNELS = 8, 4, 32
 _MSA_WIDTH, _PAIR_WIDTH = 256, 128
 _FURTHEST = 32

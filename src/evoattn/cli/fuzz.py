@@ -36,8 +36,6 @@ from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import random_layer
 from evoattn.testing.random_problems import DTYPES, random_problem
 
-__all__ = ["Settings", "add_parser", "fuzz"]
-
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _CASES = 200
 _LARGEST = {JUDGE: {"cpu": 1 << 20, "cuda": 1 << 22}, LAYERS: {"cpu": 1 << 15, "cuda": 1 << 21}}

@@ -15,8 +15,6 @@ from evoattn.bench import sharded, sharded_table
 from evoattn.bench.sharded import Plan
 from evoattn.cli.terminal import RefusedError, check_output, progress, try_to_write
 
-__all__ = ["run_command"]
-
 _LENGTHS = {"cuda": (512, 1024, 2048, 3072), "cpu": (32, 64)}
 _QUICK = {"cuda": (512, 1024), "cpu": (16,)}
 

@@ -22,8 +22,6 @@ from evoattn.clients.graphs import ELSEWHERE
 from evoattn.clients.patching import NAMES, client
 from evoattn.clients.releases import UnknownRelease, check_files
 
-__all__ = ["add_parser"]
-
 _ABOUT = """\
 Runs a program whose attention evoattn computes, as `evoattn.patch` does, in the program and in its child processes.
 At the end one line on stderr says how many attention calls were ours, on which backends, and which were not and why.

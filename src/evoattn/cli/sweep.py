@@ -21,8 +21,6 @@ from evoattn.testing import Inputs
 from evoattn.testing.oracle import budgets, excess
 from evoattn.workloads import Workload, workload
 
-__all__ = ["Size", "four_attentions", "growth", "stops", "tiled"]
-
 PLAN = Plan((), (), PASSES, ("auto",), ("dense",))
 """The contenders: evoattn with the backend that it chooses, and dense torch."""
 

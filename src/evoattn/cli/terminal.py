@@ -17,27 +17,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = [
-    "Count",
-    "RefusedError",
-    "Step",
-    "add_command",
-    "among",
-    "check_output",
-    "count_progress",
-    "names_in",
-    "need_extra",
-    "number",
-    "pick",
-    "problem_progress",
-    "progress",
-    "refusing",
-    "refusing_place",
-    "try_to_write",
-    "try_to_write_in",
-    "whole_number",
-]
-
 _Number = TypeVar("_Number", int, float)
 
 

@@ -27,8 +27,6 @@ from evoattn.cli.terminal import (
 from evoattn.core import tuned_tiles
 from evoattn.workloads import Workload, workload
 
-__all__ = ["add_parser"]
-
 _ABOUT = """\
 Tries tile sizes around the built-in choice on this machine, and keeps what is faster beyond the noise and by 3% or
 more in a table of yours, which later calls of any program read once and use for problems of about the same size.

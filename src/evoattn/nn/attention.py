@@ -22,21 +22,6 @@ from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
 from evoattn.nn.project import linear
 from evoattn.nn.submodules import call, is_linear
 
-__all__ = [
-    "Attention",
-    "add_residual",
-    "attend",
-    "check_in_place",
-    "check_input",
-    "check_settings",
-    "check_shares",
-    "check_square",
-    "dropout_mask",
-    "gated_linear",
-    "heads",
-    "part_of_mask",
-]
-
 
 class Attention(nn.Module):
     """Projections of an attention: `linear_q`, `linear_k`, `linear_v`, the gate `linear_g` and the output product `linear_o`.

@@ -20,8 +20,6 @@ from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.replace import Replacement, by_name, positions, subclass
 from evoattn.nn.sharded import from_parts, like, local
 
-__all__ = ["distribute"]
-
 _ATTRIBUTE = "_evoattn_distributed"
 """The attribute of a block that holds its `_BlockRunner`."""
 

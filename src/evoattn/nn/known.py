@@ -19,8 +19,6 @@ from evoattn.nn.template import TemplatePointwiseAttention
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
-__all__ = ["LAYERS", "KnownLayer"]
-
 _WIDEST = 256
 """Channels of a transition. Wider ones have no kernel, and are left to the client."""
 

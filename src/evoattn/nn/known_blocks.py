@@ -23,8 +23,6 @@ from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.sharded import local, split_of
 from evoattn.nn.submodules import has_hooks
 
-__all__ = ["BLOCKS", "KnownBlock"]
-
 LayerOf = Callable[[nn.Module], nn.Module]
 """Makes the layer of `evoattn.nn` for a client's layer, or raises ValueError."""
 

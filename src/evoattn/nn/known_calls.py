@@ -15,24 +15,6 @@ from torch import Tensor
 
 from evoattn.dispatch.axes import with_axes
 
-__all__ = [
-    "ClientsOwn",
-    "UnknownArgument",
-    "boltz_pair_bias",
-    "check_scaled",
-    "forwards",
-    "ignore",
-    "multiplication",
-    "pair_bias",
-    "protenix_pair_bias",
-    "protenix_triangle",
-    "residue_mlp",
-    "rf3_multiplication",
-    "rf3_triangle",
-    "templates",
-    "triangle",
-]
-
 _FEW = 16
 """Keys up to which Protenix' triangle attention takes no kernel."""
 

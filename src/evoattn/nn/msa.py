@@ -11,8 +11,6 @@ from evoattn.nn.attention import Attention, add_residual, attend, check_input, c
 from evoattn.nn.project import compute_dtype_of, layer_norm, linear, project
 from evoattn.nn.submodules import check_container
 
-__all__ = ["MSAAttention", "MSAColumnAttention", "MSAColumnGlobalAttention", "MSARowAttentionWithPairBias"]
-
 
 class MSAAttention(nn.Module):
     """Attention along rows or columns of an alignment: the module that OpenFold builds both of them from.

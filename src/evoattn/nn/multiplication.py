@@ -12,8 +12,6 @@ from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.submodules import is_linear, is_norm
 from evoattn.pair import product, triangle_multiplication
 
-__all__ = ["JoinedTriangleMultiplication", "TriangleMultiplication"]
-
 
 class TriangleMultiplication(PairLayer):
     """Update each edge (i, j) from the edges (i, k) and (j, k), or from (k, i) and (k, j), over all residues k.

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-__all__ = ["from_boltz", "from_openfold3"]
-
-
 _PROJECTIONS = {f"proj_{x}": f"mha.linear_{x}" for x in "qkvgo"}
 _MULTIPLICATION = {
     "norm_in": "layer_norm_in",

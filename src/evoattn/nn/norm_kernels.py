@@ -13,8 +13,6 @@ from torch import Tensor
 from evoattn.backends.triton.launch import Kernel, launch_kernel
 from evoattn.core.devices import processors
 
-__all__ = ["normalise", "normalise_backward"]
-
 _TILE = 4096
 """Elements of a forward tile, 32 for each thread."""
 

@@ -16,8 +16,6 @@ from evoattn.nn.project import layer_norm, linear, project
 from evoattn.nn.sharded import check_alike, full_parameters, like, local, part_of, queries_of, split_of
 from evoattn.nn.submodules import check_container, is_norm
 
-__all__ = ["AdaLN", "AttentionPairBias"]
-
 
 class AdaLN(nn.Module):
     """Adaptive layer norm of a under a condition s: norm(a) * sigmoid(linear_g(s')) + linear_s(s'), where s' = norm(s).

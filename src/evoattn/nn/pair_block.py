@@ -12,8 +12,6 @@ from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.transition import Transition
 from evoattn.nn.triangle import TriangleAttention
 
-__all__ = ["PairBlock", "PairformerBlock"]
-
 
 class PairBlock(nn.Module):
     """Update the pair representation: two triangle multiplications, two triangle attentions and a transition, with residuals.

@@ -14,8 +14,6 @@ from evoattn.nn.attention import add_residual, check_in_place, check_input, chec
 from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.sharded import run_split
 
-__all__ = ["Ending", "PairLayer"]
-
 
 class Ending(NamedTuple):
     """Dropout and residual of one call.

@@ -26,8 +26,6 @@ from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.checks import compute_dtype
 from evoattn.nn.submodules import call, is_linear, is_norm, parameter_of
 
-__all__ = ["compute_dtype_of", "concatenate", "layer_norm", "linear", "normalise", "normalise_backward", "project"]
-
 _BYTES = 16
 """Each projection starts on a multiple of this, and so does each row: GPUs copy tiles only from such addresses."""
 

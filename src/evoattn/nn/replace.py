@@ -20,8 +20,6 @@ from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
 from evoattn.nn.submodules import has_hooks
 
-__all__ = ["Replacement", "Settings", "by_name", "has_settings", "overridden", "positions", "replace", "settings", "subclass"]
-
 _ENTRIES = {"forward", "__call__", "_call_impl"}
 """Methods that run when a module is called."""
 

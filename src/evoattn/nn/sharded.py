@@ -19,19 +19,6 @@ from evoattn.dispatch.distributed import Split, is_distributed
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = [
-    "check_alike",
-    "from_parts",
-    "full_parameters",
-    "like",
-    "local",
-    "part_of",
-    "queries_of",
-    "run_local",
-    "run_split",
-    "split_of",
-]
-
 Run = Callable[[Tensor, "Tensor | None", "Split | None"], Tensor]
 """Returns the output for this process's part of z, its mask, and the split, which is None if it has all rows and columns."""
 

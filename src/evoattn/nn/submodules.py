@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-__all__ = ["call", "check_container", "has_hooks", "is_linear", "is_norm", "parameter_of"]
-
 _LINEARS = {
     "protenix.model.triangular.layers": "OpenfoldLinear.forward",
     "opendde.model.triangular.layers": "OpenfoldLinear.forward",

@@ -10,8 +10,6 @@ from evoattn.nn.attention import Attention, add_residual, attend, check_input, c
 from evoattn.nn.project import project
 from evoattn.nn.submodules import check_container
 
-__all__ = ["TemplatePointwiseAttention"]
-
 
 class TemplatePointwiseAttention(nn.Module):
     """Template attention: pair (i, j) attends to pair (i, j) of every template. There is no norm, gate or pair bias.

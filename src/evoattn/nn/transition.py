@@ -15,8 +15,6 @@ from evoattn.nn.sharded import run_local
 from evoattn.nn.submodules import call, has_hooks, is_linear, is_norm
 from evoattn.pair import transition
 
-__all__ = ["Transition"]
-
 
 class _SwiGLU(nn.Module):
     """The first half of a SwiGLU transition, with OpenFold-3's names. The layer only calls it if its parts are not plain."""

@@ -13,8 +13,6 @@ from evoattn.nn.pair_layer import Ending, PairLayer
 from evoattn.nn.project import compute_dtype_of, layer_norm, project
 from evoattn.nn.submodules import check_container
 
-__all__ = ["TriangleAttention"]
-
 
 class TriangleAttention(PairLayer):
     """Triangle attention around the starting or the ending node.

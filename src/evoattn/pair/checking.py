@@ -14,19 +14,6 @@ from evoattn.core.numerics import accumulate_dtype
 from evoattn.dispatch.checks import check_mask, compute_dtype
 from evoattn.dispatch.distributed import is_distributed
 
-__all__ = [
-    "cast",
-    "cast_gradients",
-    "check_mask_of",
-    "check_out",
-    "check_shapes",
-    "check_tensors",
-    "direct",
-    "norm",
-    "records",
-    "result_dtype",
-]
-
 Weights = TypeVar("Weights", bound=Any)
 """A named tuple of tensors, of which some may be None."""
 

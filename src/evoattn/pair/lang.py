@@ -7,8 +7,6 @@ import triton.language as tl
 
 from evoattn.core.numerics import LOG2E
 
-__all__ = ["load_columns", "load_rows", "matrix", "product", "scaled", "sigmoid", "standard", "vector"]
-
 _UNIT = tl.constexpr(-LOG2E)
 
 

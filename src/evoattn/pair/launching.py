@@ -13,8 +13,6 @@ from evoattn.backends.triton.launch import Kernel, launch_kernel
 from evoattn.core.devices import constant
 from evoattn.core.sizes import power_of_two
 
-__all__ = ["Tile", "affine", "shift", "start"]
-
 
 class Tile(NamedTuple):
     """Rows of a program, channels of a step of its loop, and what the kernel is compiled with."""

@@ -21,8 +21,6 @@ from evoattn.dispatch.distributed import Split
 from evoattn.dispatch.operators import LIBRARY
 from evoattn.pair.checking import check_out, direct, records, result_dtype
 
-__all__ = ["Operator"]
-
 
 class Operator:
     """One operator of `torch.ops.evoattn`, and the same as an autograd function of Python.

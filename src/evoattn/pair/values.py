@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MultiplicationOptions", "MultiplicationWeights", "TransitionOptions", "TransitionWeights"]
-
 
 class MultiplicationWeights(NamedTuple):
     """The parameters of a triangle multiplication. A norm's weight that is None is 1, a bias that is None is 0.

@@ -12,8 +12,6 @@ from evoattn.core.problem import GRADIENTS
 from evoattn.testing.drawing import draw
 from evoattn.workloads import Workload
 
-__all__ = ["AWKWARD", "Case", "Inputs", "from_workload"]
-
 Strides = Literal["contiguous", "transposed", "sliced"]
 Low = Literal["minus_1e9", "minus_1e9_rows", "minus_1e10_first", "minus_inf", "minus_inf_rows", "lowest", "lowest_rows"]
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-__all__ = ["HOOKS", "INSTEAD", "IN_PLACE", "Wrapper", "change"]
-
 
 class Adapter(nn.Linear):
     """A low-rank adapter, as peft, loralib and others write it: a subclass of Linear with a forward of its own."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 
-__all__ = ["Biases", "Results", "dense", "differentiate", "heads_first", "key_axes", "plain_biases", "scores", "shifted_biases"]
-
 Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]]
 
 

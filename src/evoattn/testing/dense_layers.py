@@ -25,18 +25,6 @@ from evoattn.nn import (
 from evoattn.nn.attention import Attention
 from evoattn.nn.pair_bias import AdaLN
 
-__all__ = [
-    "MaskedSoftmax",
-    "columns",
-    "global_columns",
-    "multiplication",
-    "pair_biased",
-    "rows",
-    "templates",
-    "transition",
-    "triangle",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class MaskedSoftmax:

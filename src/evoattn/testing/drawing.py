@@ -13,8 +13,6 @@ from evoattn.core.numerics import accumulate_dtype
 if TYPE_CHECKING:
     from evoattn.testing.cases import Case
 
-__all__ = ["bell", "draw", "with_strides"]
-
 
 def draw(case: Case, seed: int, device: torch.device | str, *, portable: bool) -> dict[str, Tensor | None]:
     """Draw the tensors of `Inputs`, by name.

@@ -14,8 +14,6 @@ from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import RandomLayer
 from evoattn.testing.random_problems import RandomProblem
 
-__all__ = ["JUDGE", "LAYERS", "Failure", "Findings", "Problem", "Trial", "Workers", "shrink", "shrunk", "smaller"]
-
 JUDGE = "evoattn.testing.judging:judge"
 LAYERS = "evoattn.testing.judging_layers:judge_layer"
 

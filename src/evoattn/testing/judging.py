@@ -19,8 +19,6 @@ from evoattn.testing.dense import Results, heads_first
 from evoattn.testing.oracle import excess, huge_queries, oracle, run
 from evoattn.testing.random_problems import RandomProblem
 
-__all__ = ["Outcome", "Run", "bits", "judge", "poisoned", "verdict"]
-
 Run = Callable[..., Results]
 """Runs a backend on inputs: `run_backend(inputs, backend, deterministic=...)`, as `testing.run`."""
 

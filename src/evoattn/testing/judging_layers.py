@@ -21,8 +21,6 @@ from evoattn.testing.judging import Outcome, bits, poisoned, verdict
 from evoattn.testing.oracle import FLOOR, relative_error
 from evoattn.testing.random_layers import LAYERS, RandomLayer
 
-__all__ = ["judge_layer"]
-
 _MULTIPLE = 3.0
 """The factor on the loss of dense torch in the compute dtype, as in tests/nn. In 2,000 layers on a CPU 999 of 1,000
 values lost no more than 1.7 times as much, beyond the floor, and the worst one 2.6 times.

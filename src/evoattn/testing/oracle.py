@@ -25,20 +25,6 @@ from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Inputs
 from evoattn.testing.dense import Results, dense, differentiate, heads_first, key_axes, plain_biases, scores, shifted_biases
 
-__all__ = [
-    "FLOOR",
-    "Bound",
-    "Results",
-    "budgets",
-    "check",
-    "conditioning",
-    "errors",
-    "huge_queries",
-    "oracle",
-    "relative_error",
-    "run",
-]
-
 _MULTIPLE = 4.0
 _MULTIPLE_OF_DENSE = 3.0
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}

@@ -18,8 +18,6 @@ from evoattn.testing.changes import HOOKS, IN_PLACE, INSTEAD, change
 from evoattn.testing.drawing import bell, with_strides
 from evoattn.testing.random_problems import DTYPES, Draw
 
-__all__ = ["LAYERS", "LayerKind", "RandomLayer", "random_layer"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:

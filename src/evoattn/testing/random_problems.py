@@ -13,8 +13,6 @@ import torch
 from evoattn.core.problem import GRADIENTS
 from evoattn.testing.cases import Case, Inputs
 
-__all__ = ["DTYPES", "Draw", "RandomProblem", "random_problem"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _T = TypeVar("_T")

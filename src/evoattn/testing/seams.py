@@ -20,8 +20,6 @@ from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Options
 from evoattn.testing.cases import Inputs
 
-__all__ = ["canonical", "chosen", "forget", "taken", "way"]
-
 
 def forget(*, torch_too: bool = False) -> None:
     """Forget every plan, every known call and what `evoattn tune` found.

@@ -28,8 +28,6 @@ from evoattn.core import numerics
 if TYPE_CHECKING:
     from evoattn.backends.hopper.launch import Kernel
 
-__all__ = ["begin", "compiled", "keep", "needed", "source"]
-
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
 _HOPPER = pathlib.Path(__file__).parent

@@ -31,8 +31,6 @@ from evoattn.backends.hopper.tiles import (
 )
 from evoattn.core import devices
 
-__all__ = ["MOST_IN_32_BITS", "Facts", "KeyRows", "Launch", "PairGradient", "Tensors", "plan_launches"]
-
 MOST_IN_32_BITS = 2**31 - 1
 """The kernels that clear and round the sums of d(pair bias) count their elements in 32 bits; torch does it for more."""
 

@@ -34,8 +34,6 @@ from evoattn.backends.hopper.tiles import ROWS, SLICE
 from evoattn.core import layouts
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 
-__all__ = ["plan_backward", "plan_gated_backward"]
-
 
 def plan_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None,

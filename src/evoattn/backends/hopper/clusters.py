@@ -10,8 +10,6 @@ from cuda.bindings import driver
 
 from evoattn.core import devices
 
-__all__ = ["resident_clusters"]
-
 _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 
 

@@ -18,8 +18,6 @@ from evoattn.backends.hopper.memory import Workspace, copied, floats, fold, load
 from evoattn.backends.hopper.tiles import CHAIN, FORWARD_QUERIES, HALVES, KEYS, ROWS, padded
 from evoattn.core import devices, layouts
 
-__all__ = ["plan_forward", "plan_product"]
-
 
 def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mask_bias: Tensor | None, pair_bias: Tensor | None,

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["HeadGroups", "for_each_group", "moved"]
-
 _LEAST_UNITS = 128
 """Rows of a panel that a processor has in a group at least: a launch ends with some idle, as much as a few rows take."""
 

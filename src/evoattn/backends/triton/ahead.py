@@ -33,8 +33,6 @@ from evoattn.backends.triton import launch
 from evoattn.compile.workers import Task
 from evoattn.core import devices
 
-__all__ = ["compile_ahead", "keep", "needed"]
-
 Make = Callable[[], tuple[Plan, tuple[Any, ...]]]
 
 _COMPILES_AHEAD = hasattr(triton, "AsyncCompileMode")

@@ -18,22 +18,6 @@ import triton.language as tl
 from evoattn.backends.triton.launch import Kernel, Launch
 from evoattn.backends.triton.strides import Strided, strides, units
 
-__all__ = [
-    "Constant",
-    "Inner",
-    "Number",
-    "PairView",
-    "Pointer",
-    "RowView",
-    "Sizes",
-    "View",
-    "kernel",
-    "lse_view",
-    "pair_view",
-    "row_view",
-    "view",
-]
-
 if TYPE_CHECKING:
     Pointer = Any  # Triton's values have no types outside of its compiler
     Number = Any

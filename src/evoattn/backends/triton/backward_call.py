@@ -20,8 +20,6 @@ from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
 
-__all__ = ["Call", "describe_call", "gate_pass", "round_up"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Call:

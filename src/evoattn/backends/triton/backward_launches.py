@@ -20,8 +20,6 @@ from evoattn.backends.triton.pair_plan import Pair
 from evoattn.backends.triton.strides import Strided, contiguous, empty, grain
 from evoattn.core.problem import Problem
 
-__all__ = ["MaskGradient", "plan_dkdv", "plan_dq", "plan_mask_gradient", "writes_statistics"]
-
 _WARPGROUP = 4
 """Warps from which Hopper multiplies by wgmma, whose accumulators have to be written first: a start value is free below."""
 

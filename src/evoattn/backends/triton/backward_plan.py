@@ -36,8 +36,6 @@ from evoattn.core.config import Config
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.problem import Needs, describe
 
-__all__ = ["plan_backward"]
-
 Gradients = tuple[Tensor | None, ...]
 """dq, dk, dv and dgate; None for one that is not wanted."""
 

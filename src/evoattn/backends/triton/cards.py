@@ -10,8 +10,6 @@ import torch
 from evoattn.core import devices
 from evoattn.core.numerics import float32_products
 
-__all__ = ["cache_bytes", "capability", "folds", "on_amd", "programs_at_once", "shared_memory_limit", "split_precision"]
-
 _FOLDABLE_SCALE = 1e-3
 """Below this, bias / scale could leave float32's range for a bias that is itself in range."""
 

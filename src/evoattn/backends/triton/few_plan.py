@@ -16,8 +16,6 @@ from evoattn.backends.triton.tiles.few import FewTiles
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.sizes import power_of_two
 
-__all__ = ["plan_backward_few", "plan_forward_few"]
-
 
 def plan_forward_few(inputs: Inputs, tiles: FewTiles, *, scale: float, layout: str) -> Callable[..., None]:
     """Plan o, lse and reference of canonical tensors with these strides, for which `few_tiles` has tiles."""

@@ -25,8 +25,6 @@ from evoattn.core.inputs import Inputs, Outputs
 from evoattn.core.problem import Problem, describe
 from evoattn.core.sizes import MIN_TILE, power_of_two
 
-__all__ = ["plan_forward", "tail"]
-
 _HAS_TENSOR_MAPS = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 """Whether this Triton has descriptors that the host makes; 3.3, which goes with torch 2.7, has none."""
 

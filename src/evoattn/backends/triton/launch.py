@@ -14,8 +14,6 @@ from torch import Tensor
 from evoattn.backends.triton.cards import on_amd
 from evoattn.backends.triton.strides import Strided
 
-__all__ = ["Kernel", "Launch", "TensorMap", "collecting", "launch_kernel", "repeats", "settle_key", "tensor_map"]
-
 _OPTIONS = {"enable_fp_fusion": True}
 """What every kernel is compiled with. Triton 3.9 warns that products and sums will not be fused by default from 3.10 on."""
 

@@ -28,8 +28,6 @@ import triton.language as tl
 from evoattn.backends.triton import cards
 from evoattn.backends.triton.launch import Launch
 
-__all__ = ["OVERLAPS", "overlap", "wait_to_load", "wait_to_store"]
-
 OVERLAPS = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
 """Whether this Triton has the two instructions; 3.3, which goes with torch 2.7, has not."""
 

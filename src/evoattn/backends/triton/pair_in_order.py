@@ -21,8 +21,6 @@ from evoattn.backends.triton.tiles.limits import Tiles, most_warps
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import SHORT, power_of_two
 
-__all__ = ["InOrder", "plan_in_order", "rows_of_a_turn", "shares", "strip_warps", "strips"]
-
 _MOST_SPLITS = 8
 """Shares of the rows n, each with a float32 pair-bias gradient of its own: what they cost in memory stays small."""
 

@@ -21,8 +21,6 @@ from evoattn.backends.triton.pair_in_order import InOrder, plan_in_order
 from evoattn.backends.triton.strides import Strided, contiguous, empty, loads_vectors
 from evoattn.backends.triton.tiles.limits import Tiles
 
-__all__ = ["Pair", "PairTensors", "plan_pair"]
-
 _SMALL = 100
 """A copy of the pair bias that needs its own memory may be one hundredth as large as the outputs."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from evoattn.core.sizes import power_of_two
 
-__all__ = ["Strided", "contiguous", "empty", "grain", "is_long", "loads_vectors", "split", "strided", "strides", "units"]
-
 _MAX_GRAIN = 16
 _MAX_TILE_ROWS = 256
 

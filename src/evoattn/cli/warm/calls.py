@@ -21,8 +21,6 @@ from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError, backend_module
 
-__all__ = ["Call", "Launched", "calls_of", "find_all", "why_not"]
-
 _LAYOUT = "bnhld"
 """The layout of the calls of `evoattn.compat.openfold`."""
 

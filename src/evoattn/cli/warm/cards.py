@@ -13,8 +13,6 @@ import torch
 from evoattn.cli.terminal import RefusedError
 from evoattn.core.devices import Card, card, installed
 
-__all__ = ["ARCHITECTURES", "cards_here", "cards_of"]
-
 _CLUSTER = 8
 """Blocks of the largest cluster."""
 

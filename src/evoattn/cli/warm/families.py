@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["COARSE", "DTYPES", "FAMILIES", "LENGTHS", "Attention"]
-
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes of q in which families run unless they are told otherwise."""
 

@@ -15,8 +15,6 @@ from evoattn.pair.multiplication import products
 from evoattn.pair.operators import Operator
 from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
-__all__ = ["product", "reference", "triangle_multiplication"]
-
 _OPTIONAL = frozenset(name for name in MultiplicationWeights._fields if name.endswith("bias") or "norm" in name)
 
 

@@ -13,9 +13,6 @@ import triton.language as tl
 from evoattn.backends.triton.launch import Kernel
 from evoattn.pair.lang import load_columns, load_rows, matrix, product, scaled, sigmoid, standard, vector
 
-__all__ = ["gate_in_backward_kernel", "gate_in_kernel", "gate_out_backward_kernel", "gate_out_kernel"]
-
-
 _OUTSIDE = tl.constexpr(-(2**31))
 
 

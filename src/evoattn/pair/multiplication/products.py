@@ -26,8 +26,6 @@ from evoattn.core.devices import uncast
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.distributed import Split
 
-__all__ = ["backward", "exchanged", "forward", "side"]
-
 _SIDES = 8
 """The sides of the squares are multiples of this: batched products of other sides take up to five times as long."""
 

@@ -25,8 +25,6 @@ from evoattn.pair.launching import Tile, affine, shift, start
 from evoattn.pair.multiplication import kernels, products
 from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
-__all__ = ["backward", "forward", "gate_in", "gate_in_backward", "gate_out", "gate_out_backward", "takes"]
-
 _MOST_BYTES = 512
 """Of a row. The kernels hold it in the registers of one program, and the weights of a product in shared memory."""
 

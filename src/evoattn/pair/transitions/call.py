@@ -13,8 +13,6 @@ from evoattn.pair import checking
 from evoattn.pair.operators import Operator
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
-__all__ = ["reference", "transition"]
-
 _CHUNK = 1 << 17
 """Rows that plain torch takes at a time in inference."""
 

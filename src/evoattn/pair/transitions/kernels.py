@@ -13,8 +13,6 @@ import triton.language as tl
 from evoattn.backends.triton.launch import Kernel
 from evoattn.pair.lang import load_rows, matrix, product, scaled, sigmoid, standard, vector
 
-__all__ = ["backward_kernel", "forward_kernel"]
-
 
 @triton.jit
 def _projection(b_y, b_w, bias, o_h, H: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr):

@@ -18,8 +18,6 @@ from evoattn.pair.launching import Tile, affine, shift, start
 from evoattn.pair.transitions import kernels
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
-__all__ = ["Operands", "backward", "forward", "launch_backward", "programs", "takes"]
-
 _CHUNK = 1 << 17
 """Rows for which the operands of the weights' gradients are in memory: 0.4 GiB for 512 hidden channels in 16 bits."""
 

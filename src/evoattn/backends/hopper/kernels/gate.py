@@ -16,8 +16,6 @@ from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes, strided
 from evoattn.backends.hopper.lib.primitives import LN2, sigmoid
 from evoattn.backends.hopper.lib.schedule import place
 
-__all__ = ["GatePass", "GateProduct"]
-
 _THREADS = 128
 _VECTOR = 8  # channels of a thread: 16 bytes
 

@@ -20,8 +20,6 @@ from evoattn.backends.hopper.launch import Kernel, Stand, floats, key_ends, line
 from evoattn.backends.hopper.lib.primitives import LOWEST_KEY, VETO, finite, three_terms
 from evoattn.backends.hopper.tiles import KEYS, MOST_PANELS
 
-__all__ = ["CLEARED", "TERMS", "KeyBias"]
-
 TERMS = 8
 _THREADS = 128
 _THREADS_OF_LIST = 512

@@ -17,8 +17,6 @@ from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import KEYS, ROWS
 from evoattn.core.numerics import NEAR
 
-__all__ = ["PairBias", "PairBiasTiles"]
-
 _THREADS = 128
 _LINES = _THREADS // 32  # queries of a block that measures a pair bias: a warp each
 

@@ -14,8 +14,6 @@ from evoattn.backends.hopper.lib.primitives import LN2, LOG2E, VETO, three_terms
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import ROWS
 
-__all__ = ["NEVER", "STEP", "TILE", "Statistics", "delta_units", "step_of", "write_statistics"]
-
 TILE = 4 * ROWS
 """Words of statistics of 64 queries (`write_statistics`)."""
 

@@ -11,8 +11,6 @@ import triton.language as tl
 from evoattn.backends.triton.arguments import Number, Pointer
 from evoattn.backends.triton.kernels.primitives import DISTANT, LOG2E, scores, sigmoid
 
-__all__ = ["PAD", "PADDED", "Stats", "Tile", "gate_gradient", "score_gradient", "store_statistics", "without_empty_queries"]
-
 PAD = 16
 """Padded lengths are multiples of this. Kernels take them, and strides over them, in units of it, so that loads are aligned."""
 

@@ -22,8 +22,6 @@ from evoattn.backends.triton.kernels.primitives import (
 )
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
-__all__ = ["Variant", "dkdv_kernel"]
-
 Variant = namedtuple(
     "Variant",
     "GRAIN_PAIR HAS_PAIR MASK_PAIR PAIR_TRANSPOSED NEED_DK NEED_DV MASK_MODE SEED DISTANT_ONLY WAIT",

@@ -14,8 +14,6 @@ from evoattn.backends.triton.kernels.backward import PADDED, Stats, Tile, score_
 from evoattn.backends.triton.kernels.primitives import LOG2E, at, load_tile, load_view, measured, offsets, pair_at, store_tile
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
-__all__ = ["Variant", "dq_kernel"]
-
 Variant = namedtuple(
     "Variant",
     "ROWS GRAIN_PAIR GRAIN_DPAIR HAS_PAIR MASK_PAIR MAKE_STATS HAS_DLSE LOADS_DO_LATE NEED_DQ PAIR_MODE FULL_Q FULL_K "

@@ -19,8 +19,6 @@ from evoattn.backends.triton.kernels.backward import gate_gradient, without_empt
 from evoattn.backends.triton.kernels.primitives import FLOOR, LOG2E, finish, load_tile, offsets, sigmoid
 from evoattn.backends.triton.kernels.row_bias import row_tile
 
-__all__ = ["Sizes", "Tile", "Wanted", "backward_few_kernel", "forward_few_kernel"]
-
 
 class Sizes(NamedTuple):
     """Sizes of a launch. `total` is b * n * h.

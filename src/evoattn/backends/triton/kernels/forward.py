@@ -30,8 +30,6 @@ from evoattn.backends.triton.kernels.primitives import (
 )
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
-__all__ = ["Variant", "forward_kernel"]
-
 FAR = tl.constexpr(256.0)
 """If a query's largest score, in log2 units, is beyond this, a pair bias may have rounded all of them away: so repeat them."""
 

@@ -11,8 +11,6 @@ from evoattn.backends.triton.launch import Launch
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.strides import Strided, grain, loads_vectors
 
-__all__ = ["COPIED", "ROWS_WORTH_A_COPY", "aligned_copy", "needs_copy", "plan_pack"]
-
 _ALIGNMENT = 16
 """The keys of each query of a copy start on multiples of so many elements."""
 

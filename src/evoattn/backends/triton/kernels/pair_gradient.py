@@ -17,8 +17,6 @@ from evoattn.backends.triton.launch import Launch
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.strides import Strided
 
-__all__ = ["Grid", "Variant", "pair_gradient_kernel", "plan_total"]
-
 _AT_ONCE = (1, 8, 16)
 _TILE_Q = 16
 _TILE_K = 64

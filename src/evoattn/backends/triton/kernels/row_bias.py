@@ -17,8 +17,6 @@ from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.strides import Strided, contiguous, empty, strided, strides
 from evoattn.core.numerics import LOG2E
 
-__all__ = ["PADDING", "RowBias", "plan_row_bias", "plan_row_spans", "row_tile", "row_views"]
-
 PADDING = 128
 """The row bias is padded with -inf to a multiple of this, the widest key tile, so that no kernel masks its loads."""
 

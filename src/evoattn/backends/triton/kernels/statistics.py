@@ -15,8 +15,6 @@ from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 from evoattn.backends.triton.strides import Strided, grain, is_long
 from evoattn.core.sizes import power_of_two
 
-__all__ = ["GatePass", "plan_statistics", "statistics_kernel"]
-
 _STATISTICS_ROWS = 64
 _GATE_ELEMENTS = 2048
 """Elements of a tile, at most, if there is a gate too: with more, 128 channels spill on every card."""

@@ -13,8 +13,6 @@ from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import MIN_TILE, SHORT, power_of_two
 
-__all__ = ["BackwardTiles", "backward_shared_bytes", "backward_tiles"]
-
 _WARPGROUP_ROWS = 64
 _WARPS_OF_A_GROUP = 4
 _WORTH_A_TILE = 0.08

@@ -8,8 +8,6 @@ from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
 
-__all__ = ["FewTiles", "few_tiles"]
-
 _MOST_SCORES = {"forward": 64, "backward": 128}
 """Scores of a row (b, n, h) of several queries. H200, bfloat16, 32,768 rows of 32 channels, queries x keys, us, then in tiles:
 forward 8 x 8 42, 58; 4 x 16 45, 51; 8 x 16 73, 52; backward 8 x 8 75, 213; 8 x 16 132, 218; 16 x 16 231, 228."""

@@ -13,8 +13,6 @@ from evoattn.core.config import Config
 from evoattn.core.problem import Problem
 from evoattn.core.sizes import power_of_two
 
-__all__ = ["LEFT_OVER_WARPS", "forward_shared_bytes", "forward_tiles"]
-
 _FULL_CARD = 256
 """Programs below which halving the query tile beats its lower reuse: fewer than two for each of an H200's 132 processors."""
 

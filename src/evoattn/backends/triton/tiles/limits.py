@@ -21,8 +21,6 @@ import torch
 
 from evoattn.core.sizes import MIN_TILE
 
-__all__ = ["KERNELS", "Tiles", "fit", "keeps_rule", "most_warps", "shrink"]
-
 KERNELS = ("forward", "dq", "dkdv", "pair")
 """The kernels that have tiles."""
 

@@ -28,7 +28,7 @@ GATED = [(*case, "sm_90", True) for case in CASES if case[2] <= MOST_GATED_CHANN
 def test_fits(dtype: torch.dtype, d: int, c: int, arch: str, gated: bool) -> None:
     q, dq = (torch.empty(1, 384, 4, 384, d, dtype=dtype, device="meta") for _ in range(2))
     v, dv = (torch.empty(1, 384, 4, 384, c, dtype=dtype, device="meta") for _ in range(2))
-    keys = torch.empty(1, 384, 384, device="meta")
+    keys = torch.empty(1, 384, 1, 1, 384, device="meta")
     pair = torch.empty(1, 1, 4, 384, 384, dtype=dtype, device="meta")
     with target(arch) as compiled:
         _, stats = kernels.find(keys, -1e8, 1.25)

@@ -117,7 +117,7 @@ def attend(
         gate = None if gate is None else _with_one_lead(gate)
         o = attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limits=limits)
         return o.reshape(*lead, *o.shape[-3:])
-    keys = mask_bias.detach().expand(*lead, 1, 1, k.shape[-2 if layout == "bnhld" else -3])[:, :, 0, 0]
+    keys = mask_bias.detach().expand(*lead, 1, 1, k.shape[-2 if layout == "bnhld" else -3])
     alive, stats = kernels.find(keys, *limits)
     inputs: tuple[Tensor | None, ...] = (q, k, v, pair_bias, gate)
     saved = _Saved()

@@ -196,6 +196,36 @@ else:
         calls.clear()
         compare(calls, lambda *given: attention(*given).sum((-1, -2)), q, k, v, [mask, pair])
 
+    def far_apart(x: Tensor, axis: int) -> Tensor:
+        """A copy whose indices of an axis lie more than 2^30 elements apart. The memory between is never touched."""
+        stride = [step + (i == axis) * 2**30 for i, step in enumerate(x.stride())]
+        extent = x.numel() + (x.shape[axis] - 1) * 2**30
+        with pytest.MonkeyPatch.context() as patch:  # NaN in 4 GiB would take seconds
+            patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+            return torch.empty(extent, dtype=x.dtype).as_strided(x.shape, stride).copy_(x)
+
+    @pytest.mark.parametrize("axis", range(5))
+    def test_far_apart(axis: int) -> None:
+        """The kernels read and write the same numbers if three indices of an axis span 2^31 elements in every tensor."""
+        b, n, h, length, c = (3 if i in (3, axis) else 2 for i in range(5))
+        rng = torch.Generator().manual_seed(axis)
+        shapes = [(b, n, h, length, c)] * 10 + [(b, 1, h, length, length)]
+        near = [torch.randn(shape, generator=rng).half() for shape in shapes]
+        mask = torch.full((b, n, 1, 1, length), -4e4).half()
+        mask[..., -1] = -6e4
+
+        def run(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
+            q, k, v, gate, do, o, *gradients, dpair = tensors
+            alive, stats = kernels.find(mask, -3e4, 1.0)
+            means = kernels.fill(o, v, gate, mask, stats)
+            kernels.add_to_inputs((q, k, v), gate, do, tuple(gradients), mask, stats, means, 0.5)
+            kernels.add_to_pairs(v, gate, do, dpair, mask, stats, means)
+            return [alive, stats, means, o, *gradients, dpair]
+
+        far = [far_apart(x, axis) for x in (mask, *near)]
+        for one, other in zip(run(*far), run(mask, *near), strict=True):
+            assert torch.equal(one, other)
+
     @pytest.mark.slow
     def test_one_tensor_for_all(calls: list[int]) -> None:
         x = torch.randn(2, 5, 2, 9, 8, requires_grad=True)

@@ -31,13 +31,12 @@ from evoattn.dispatch.checks import compute_dtype
 
 EmptyRows = Literal["mean", "native"]
 
-_SWALLOWS = {torch.float32: -1e8, torch.bfloat16: -3e4, torch.float16: -3e4}
-"""A mask bias no higher than this leaves a score of the dtype no digits that count. float64 keeps them at any usual mask."""
+_LIMITS = {torch.float32: (-1e8, 1.0), torch.bfloat16: (-3e4, 1 + 2.0**-8), torch.float16: (-3e4, 1 + 2.0**-11)}
+"""Two limits of the mask bias for each compute dtype. float64 keeps the digits of a score at any usual mask.
 
-_EQUAL = {torch.float32: 1.0, torch.bfloat16: 1 + 2.0**-8, torch.float16: 1 + 2.0**-11}
-"""A key weighs something in an empty row if its bias is at least this times the largest. Other keys are masked deeper.
-
-In float32 the neighbours of -1e8 are 8 away, so only the largest bias counts. 16 bits round half a step more to it.
+A mask bias no higher than the first leaves a score no digits that count. A key weighs something in an empty row if its bias is
+at least the second times the largest. In float32 the neighbours of -1e8 are 8 away, so only the largest bias counts. 16 bits
+round half a step more to it.
 """
 
 _MAX_CHANNELS = 256
@@ -75,14 +74,13 @@ def with_means(
         layout: the order of axes in q, k, v and in the output.
         gate: as `evoformer_attention` takes it, or None. The means are gated too.
     """
-    if mask_bias is None or (isinstance(q, Tensor) and compute_dtype(q) not in _SWALLOWS):
+    if mask_bias is None or (isinstance(q, Tensor) and compute_dtype(q) not in _LIMITS):
         return attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias, gate=gate)
     plain = guards.is_plain((q, k, v, mask_bias, pair_bias, gate))
     if plain and _has_kernels(q.device) and _kernels_take(q, k, v, mask_bias, pair_bias, layout, gate):
         from evoattn.fully_masked.in_place import attend
 
-        limits = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
-        return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limits=limits)
+        return attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limits=_LIMITS[q.dtype])
     o = attention(q, k, v, mask_bias=mask_bias, pair_bias=pair_bias)
     mask_bias = key_axes(mask_bias, q)[..., None, None, :]  # type: ignore[index]
     scale, keys = q.shape[-1] ** -0.5 if scale is None else scale, k.shape[-2 if layout == "bnhld" else -3]
@@ -90,10 +88,15 @@ def with_means(
         empty, attended = _masked(mask_bias, keys, compute_dtype(q))
         if not (plain and o.device.type == "cpu") or bool(empty.any()):
             pair_bias = None if pair_bias is None else with_axes(pair_bias, q.ndim)
-            o, q, k, v = (x if layout == "bnhld" else x.transpose(-2, -3) for x in (o, q, k, v))
+            o, q, k, v = (heads_first(x, layout) for x in (o, q, k, v))
             o = _Means.apply(o, q, k, v, mask_bias, pair_bias, empty, attended, scale)  # type: ignore[no-untyped-call]
-            o = o if layout == "bnhld" else o.transpose(-2, -3)
+            o = heads_first(o, layout)
     return o if gate is None else torch.sigmoid(gate) * o
+
+
+def heads_first(x: Tensor, layout: str) -> Tensor:
+    """View x as `[*, H, L, C]`, or turn such a view back."""
+    return x if layout == "bnhld" else x.transpose(-2, -3)
 
 
 @functools.cache
@@ -118,9 +121,9 @@ def _kernels_take(
     lead, h, lq, lk = q.shape[:-3], q.shape[heads], q.shape[length], k.shape[length]
     same = all(x.shape[:-3] == lead and x.shape[heads] == h and x.dtype == compute_dtype(q) for x in (q, k, v))
     sizes = k.shape[-1] == q.shape[-1] <= _MAX_CHANNELS and v.shape[length] == lk and 0 < v.shape[-1] <= _MAX_CHANNELS
-    if not (same and sizes and q.dtype in _SWALLOWS and q.numel() and k.numel()):
+    if not (same and sizes and q.dtype in _LIMITS and q.numel() and k.numel()):
         return False
-    if mask_bias.requires_grad or mask_bias.dtype not in _SWALLOWS or not fits(tuple(mask_bias.shape), (*lead, 1, 1, lk)):
+    if mask_bias.requires_grad or mask_bias.dtype not in _LIMITS or not fits(tuple(mask_bias.shape), (*lead, 1, 1, lk)):
         return False
     if pair_bias is None:
         return True
@@ -150,8 +153,8 @@ def with_means_for_replaced_scores(
             def call(q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
                 return attention(v)
 
-            limits = _SWALLOWS[q.dtype], _EQUAL[q.dtype]
-            return attend(call, q.detach(), k.detach(), v, bias, None, scale=1.0, layout="bnhld", limits=limits)
+            q, k = q.detach(), k.detach()
+            return attend(call, q, k, v, bias, None, scale=1.0, layout="bnhld", limits=_LIMITS[q.dtype])
     o = attention(v)
     attended = mask.any(-1, keepdim=True)
     if not v.shape[-2] or (plain and o.device.type == "cpu" and bool(attended.all())):
@@ -169,7 +172,7 @@ def with_means_per_query(
         mask: `[*, 1, Q, K]`, the sum of all biases that count as masks.
         biases: all that are added to the scores.
     """
-    if compute_dtype(q) not in _SWALLOWS or not k.shape[-2]:
+    if compute_dtype(q) not in _LIMITS or not k.shape[-2]:
         return o
     empty, attended = _masked(mask, k.shape[-2], compute_dtype(q))
     weights = _weights(attended, o.dtype)
@@ -192,8 +195,9 @@ def _masked(bias: Tensor, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     """
     bias = bounded(bias.detach(), torch.float32).expand(*bias.shape[:-1], keys)
     largest = bias.amax(-1, keepdim=True)
-    empty = largest <= _SWALLOWS[dtype]
-    return empty, (bias >= _EQUAL[dtype] * largest) | ~empty  # the keys of other rows are not used, but there must be some
+    limit, equal = _LIMITS[dtype]
+    empty = largest <= limit
+    return empty, (bias >= equal * largest) | ~empty  # the keys of other rows are not used, but there must be some
 
 
 class _Means(torch.autograd.Function):
@@ -231,18 +235,18 @@ class _Means(torch.autograd.Function):
         do = torch.where(empty, do, 0)
         q, k, v = (x.to(dtype) for x in (q, k, v))  # as autocast casts them
         weights = _weights(attended, dtype).transpose(-1, -2)  # [*,1,k,1]
-        apart = weights * (v - _mean(v, attended).to(dtype))  # w V'
+        weighted = weights * (v - _mean(v, attended).to(dtype))  # w V'
         dq = dk = dv = dmask = dpair = None
         if needs[1]:
-            dq = ctx.scale * torch.matmul(do, torch.matmul(apart.transpose(-1, -2), k))
+            dq = ctx.scale * torch.matmul(do, torch.matmul(weighted.transpose(-1, -2), k))
         if needs[2]:
-            dk = ctx.scale * torch.matmul(apart, torch.matmul(do.transpose(-1, -2), q))
+            dk = ctx.scale * torch.matmul(weighted, torch.matmul(do.transpose(-1, -2), q))
         if needs[3]:
             dv = weights * do.sum(-2, keepdim=True)
         if needs[4]:
-            dmask = torch.matmul(do.sum(-2, keepdim=True), apart.transpose(-1, -2)).sum_to_size(ctx.shapes[0])
+            dmask = torch.matmul(do.sum(-2, keepdim=True), weighted.transpose(-1, -2)).sum_to_size(ctx.shapes[0])
         if needs[5]:
-            dpair = _pair_bias_gradient(do, apart, ctx.shapes[1])
+            dpair = _pair_bias_gradient(do, weighted, ctx.shapes[1])
         gradients = (passed_do, dq, dk, dv, dmask, dpair)
         return *(None if x is None else x.to(to) for x, to in zip(gradients, ctx.dtypes, strict=True)), None, None, None
 
@@ -258,12 +262,10 @@ def _mean(v: Tensor, attended: Tensor) -> Tensor:
     return torch.where(attended.transpose(-1, -2), v, 0).mean(-2, keepdim=True, dtype=torch.float32) * share
 
 
-def _pair_bias_gradient(do: Tensor, apart: Tensor, shape: torch.Size) -> Tensor:
+def _pair_bias_gradient(do: Tensor, weighted: Tensor, shape: torch.Size) -> Tensor:
     """dO (w V')^T, summed to the shape of a pair bias. The product itself sums over axes along which the bias is broadcast."""
-    lead = range(do.ndim - 3)
-    h, q, k, c = range(len(lead), len(lead) + 4)
+    h, q, k, c = range(do.ndim - 3, do.ndim + 1)
+    lead = range(h)
     varying = [axis for axis in lead if shape[axis] != 1]
-    dpair = torch.einsum(do, [*lead, h, q, c], apart, [*lead, h, k, c], [*varying, h, q, k])
-    for axis in lead:
-        dpair = dpair if axis in varying else dpair.unsqueeze(axis)
-    return dpair.sum_to_size(shape)
+    dpair = torch.einsum(do, [*lead, h, q, c], weighted, [*lead, h, k, c], [*varying, h, q, k])
+    return dpair.reshape(*shape[:h], *dpair.shape[-3:]).sum_to_size(shape)

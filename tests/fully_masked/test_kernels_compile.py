@@ -34,8 +34,7 @@ def test_fits(dtype: torch.dtype, d: int, c: int, arch: str, gated: bool) -> Non
         _, stats = kernels.find(keys, -1e8, 1.25)
         gate = v if gated else None
         means = kernels.fill(v, v, gate, keys, stats)
-        kernels.add_to_inputs((q, q, v), gate, v, (dq, dq, dv, dv if gated else None), keys, stats, means, 1.0)
-        kernels.add_to_pairs(v, gate, v, pair, keys, stats, means)
+        kernels.add_gradients((q, q, v, gate), v, (dq, dq, dv, dv if gated else None, pair), keys, stats, means, 1.0)
     reports = [report(kernel) for kernel in compiled]
     assert [r.name for r in reports] == ["find_kernel", "fill_kernel", "inputs_kernel", "pairs_kernel"]
     for r in reports:

@@ -215,12 +215,11 @@ else:
         mask[..., -1] = -6e4
 
         def run(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
-            q, k, v, gate, do, o, *gradients, dpair = tensors
+            q, k, v, gate, do, o, *gradients = tensors
             alive, stats = kernels.find(mask, -3e4, 1.0)
             means = kernels.fill(o, v, gate, mask, stats)
-            kernels.add_to_inputs((q, k, v), gate, do, tuple(gradients), mask, stats, means, 0.5)
-            kernels.add_to_pairs(v, gate, do, dpair, mask, stats, means)
-            return [alive, stats, means, o, *gradients, dpair]
+            kernels.add_gradients((q, k, v, gate), do, tuple(gradients), mask, stats, means, 0.5)
+            return [alive, stats, means, o, *gradients]
 
         far = [far_apart(x, axis) for x in (mask, *near)]
         for one, other in zip(run(*far), run(mask, *near), strict=True):

@@ -9,7 +9,6 @@ to its gradients, in place. Two autograd functions enclose the attention:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,52 +18,37 @@ from torch import Tensor
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import with_axes
 from evoattn.fully_masked import kernels
+from evoattn.fully_masked.means import heads_first
 
-
-@dataclasses.dataclass
-class _Saved:
-    """Tensors that `_SaveCotangent.backward` saves for `_AddGradients.backward`, which runs later in the same pass.
-
-    Args:
-        do: the gradient of the output.
-        means: the mean of v for each empty row, `[b,n,h,c]`.
-    """
-
-    do: Tensor | None = None
-    means: Tensor | None = None
-
-    def pop(self) -> tuple[Tensor, Tensor]:
-        """Return both. Forget `do`, so that a graph that autograd keeps holds no gradient."""
-        do, self.do = self.do, None
-        if do is None or self.means is None:
-            raise RuntimeError("the backward of the attention ran without that of its output")
-        return do, self.means
+_Saved = list[Tensor]
+"""dO and the means `[b,n,h,c]`: `_SaveCotangent.backward` leaves them for `_AddGradients.backward`, later in the same pass."""
 
 
 class _AddGradients(torch.autograd.Function):
     """Return those of q, k, v, the pair bias and the gate that require a gradient. The backward adds to their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, saved: _Saved, settings: tuple[float, str], keys: Tensor, stats: Tensor, *inputs: Any) -> Any:
+    def forward(ctx: Any, saved: _Saved, settings: tuple[float, str], mask_bias: Tensor, stats: Tensor, *inputs: Any) -> Any:
         ctx.saved, ctx.settings = saved, settings
         *qkv, _, gate = inputs
-        ctx.save_for_backward(keys, stats, *qkv, gate)
+        ctx.save_for_backward(mask_bias, stats, *qkv, gate)
         return tuple(x for x, need in zip(inputs, ctx.needs_input_grad[4:], strict=True) if need)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        keys, stats, *inputs = ctx.saved_tensors
+        mask_bias, stats, *inputs = ctx.saved_tensors
         scale, layout = ctx.settings
-        do, means = ctx.saved.pop()
-        q, k, v, gate, do = (None if x is None else _heads_first(x, layout) for x in (*inputs, do))
+        if not ctx.saved:
+            raise RuntimeError("the backward of the attention ran without that of its output")
+        do, means = ctx.saved
+        ctx.saved.clear()  # a graph that autograd retains holds no gradient
+        q, k, v, gate, do = (None if x is None else heads_first(x, layout) for x in (*inputs, do))
         remaining = iter(grads)
         dq, dk, dv, dpair, dgate = all_grads = [next(remaining) if need else None for need in ctx.needs_input_grad[4:]]
-        gradients = [None if x is None else _heads_first(x, layout) for x in (dq, dk, dv, dgate)]
-        if any(x is not None for x in gradients):
-            kernels.add_to_inputs((q, k, v), gate, do, tuple(gradients), keys, stats, means, scale)  # type: ignore[arg-type]
-        if dpair is not None:
-            kernels.add_to_pairs(v, gate, do, with_axes(dpair, 5), keys, stats, means)  # type: ignore[arg-type]
+        gradients = [None if x is None else heads_first(x, layout) for x in (dq, dk, dv, dgate)]
+        gradients.append(None if dpair is None else with_axes(dpair, 5))
+        kernels.add_gradients((q, k, v, gate), do, tuple(gradients), mask_bias, stats, means, scale)  # type: ignore[arg-type]
         return None, None, None, None, *all_grads
 
 
@@ -80,7 +64,7 @@ class _SaveCotangent(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[None, Tensor, None]:
-        ctx.saved.do, (ctx.saved.means,) = do, ctx.saved_tensors
+        ctx.saved[:] = do, *ctx.saved_tensors
         return None, do, None
 
 
@@ -117,22 +101,18 @@ def attend(
         gate = None if gate is None else _with_one_lead(gate)
         o = attend(attention, q, k, v, mask_bias, pair_bias, gate, scale=scale, layout=layout, limits=limits)
         return o.reshape(*lead, *o.shape[-3:])
-    keys = mask_bias.detach().expand(*lead, 1, 1, k.shape[-2 if layout == "bnhld" else -3])
-    alive, stats = kernels.find(keys, *limits)
+    every_key = mask_bias.detach().expand(*lead, 1, 1, k.shape[-2 if layout == "bnhld" else -3])
+    alive, stats = kernels.find(every_key, *limits)
     inputs: tuple[Tensor | None, ...] = (q, k, v, pair_bias, gate)
-    saved = _Saved()
+    saved: _Saved = []
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     if any(needs):
-        tracked = iter(_AddGradients.apply(saved, (scale, layout), keys, stats, *inputs))  # type: ignore[no-untyped-call]
+        tracked = iter(_AddGradients.apply(saved, (scale, layout), every_key, stats, *inputs))  # type: ignore[no-untyped-call]
         inputs = tuple(next(tracked) if need else x for x, need in zip(inputs, needs, strict=True))
     o = attention(*inputs[:3], mask=alive, mask_bias=mask_bias, pair_bias=inputs[3], gate=inputs[4])
-    o_view, v_view, gate_view = (None if x is None else _heads_first(x.detach(), layout) for x in (o, v, gate))
-    means = kernels.fill(o_view, v_view, gate_view, keys, stats)  # type: ignore[arg-type]
+    o_view, v_view, gate_view = (None if x is None else heads_first(x.detach(), layout) for x in (o, v, gate))
+    means = kernels.fill(o_view, v_view, gate_view, every_key, stats)  # type: ignore[arg-type]
     return _SaveCotangent.apply(saved, o, means) if any(needs) else o  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _heads_first(x: Tensor, layout: str) -> Tensor:
-    return x if layout == "bnhld" else x.transpose(-2, -3)
 
 
 def _with_one_lead(x: Tensor) -> Tensor:

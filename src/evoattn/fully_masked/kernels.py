@@ -27,7 +27,7 @@ _FLAGS = 128
 
 
 class View(NamedTuple):
-    """A tensor `[b,n,h,l,c]` with its strides in elements. Each stride is an `Inner`, since there is no common grain."""
+    """A tensor `[b,n,h,l,c]` with its strides in elements. Unlike those of `arguments.View`, each has variants and no grain."""
 
     p: Pointer
     b: Inner
@@ -154,7 +154,7 @@ def fill_kernel(v: View, o: View, gate: View, mask: View, means: Pointer, stats:
 
 @kernel
 def inputs_kernel(
-    q: View, k: View, v: View, gate: View, dO: View, dq: View, dk: View, dv: View, dgate: View, mask: View,
+    v: View, gate: View, dO: View, mask: View, q: View, k: View, dq: View, dk: View, dv: View, dgate: View,
     stats: Pointer, means: Pointer, scale: Number, sizes: Sizes, V: Gradients,
 ) -> None:  # fmt: skip
     """One program owns a row, a head and BLOCK_D channels of q and k; the first of them also owns dV and the gate's gradient.
@@ -222,7 +222,7 @@ def inputs_kernel(
 
 @kernel
 def pairs_kernel(
-    v: View, gate: View, dO: View, dpair: View, mask: View, stats: Pointer, means: Pointer,
+    v: View, gate: View, dO: View, mask: View, dpair: View, stats: Pointer, means: Pointer,
     sizes: Sizes, each: Number, blocks_q: Number, blocks_k: Number, V: Fill, FLAGS: Constant,
 ) -> None:  # fmt: skip
     """One program owns a tile of queries and keys of one (b, h) of the pair bias, which `each` rows share.
@@ -295,9 +295,8 @@ def fill(o: Tensor, v: Tensor, gate: Tensor | None, mask_bias: Tensor, stats: Te
     return means
 
 
-def add_to_inputs(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    gate: Tensor | None,
+def add_gradients(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
     do: Tensor,
     gradients: tuple[Tensor | None, ...],
     mask_bias: Tensor,
@@ -305,38 +304,37 @@ def add_to_inputs(
     means: Tensor,
     scale: float,
 ) -> None:
-    """Add the gradients of empty rows to dq, dk and dv, and write those of the gate to dgate, if they are given."""
-    q, k, v = inputs
-    b, n, h, lq, d = q.shape
-    lk, c = v.shape[-2:]
+    """Add what empty rows give to the gradients of q, k, v and the pair bias, in a fixed order, and write those of the gate.
+
+    Args:
+        inputs: q, k, v, and the gate or None.
+        do: the gradient of the output.
+        gradients: those of the inputs and of the pair bias `[b|1,1,h,q,k]`; None for each that is not wanted.
+        mask_bias, stats, means: what `find` takes and returns, and what `fill` returns.
+        scale: factor on q k.
+    """
+    q, k, v, gate = inputs
+    (b, n, h, lq, d), (lk, c) = q.shape, v.shape[-2:]
     block_d, block_c, block_l, warps = _blocks(d, c)
-    needs = [x is not None for x in gradients]
-    blocks_d = -(-d // block_d) if needs[0] or needs[1] else 1
-    views = {"q": q, "k": k, "v": v, "gate": do if gate is None else gate, "dO": do}
-    views |= {name: q if x is None else x for name, x in zip(("dq", "dk", "dv", "dgate"), gradients, strict=True)}
-    values = {"scale": scale, "sizes": Sizes(n, h, lq, lk, b * n), "num_warps": warps, "num_stages": 1}
-    variant = Gradients(d, c, block_d, block_c, block_l, blocks_d, gate is not None, *needs)
-    programs = b * n * h * blocks_d
-    _launch(inputs_kernel, programs, views | {"mask": mask_bias}, stats, means, **values, V=variant)
-
-
-def add_to_pairs(
-    v: Tensor, gate: Tensor | None, do: Tensor, dpair: Tensor, mask_bias: Tensor, stats: Tensor, means: Tensor
-) -> None:
-    """Add the gradient of empty rows to that of a pair bias `[b|1,1,h,q,k]`, in a fixed order."""
-    b, n, h, lq, c = do.shape
-    lk = v.shape[-2]
-    _, block_c, block_l, warps = _blocks(c, c)
-    blocks_q, blocks_k = -(-lq // block_l), -(-lk // block_l)
-    views = {"v": v, "gate": do if gate is None else gate, "dO": do, "dpair": dpair, "mask": mask_bias}
-    numbers = {"each": b * n // dpair.shape[0], "blocks_q": blocks_q, "blocks_k": blocks_k, "FLAGS": _FLAGS}
+    views = {"v": v, "gate": do if gate is None else gate, "dO": do, "mask": mask_bias}
     values = {"sizes": Sizes(n, h, lq, lk, b * n), "num_warps": warps, "num_stages": 1}
-    variant, programs = Fill(c, block_c, block_l, gate is not None), dpair.shape[0] * h * blocks_q * blocks_k
-    _launch(pairs_kernel, programs, views, stats, means, **numbers, **values, V=variant)
+    *input_gradients, dpair = gradients
+    needs = [x is not None for x in input_gradients]
+    if any(needs):
+        blocks_d = -(-d // block_d) if needs[0] or needs[1] else 1
+        more = {"q": q, "k": k}
+        more |= {name: q if x is None else x for name, x in zip(("dq", "dk", "dv", "dgate"), input_gradients, strict=True)}
+        variant = Gradients(d, c, block_d, block_c, block_l, blocks_d, gate is not None, *needs)
+        _launch(inputs_kernel, b * n * h * blocks_d, views | more, stats, means, **values, scale=scale, V=variant)
+    if dpair is not None:
+        blocks_q, blocks_k = -(-lq // block_l), -(-lk // block_l)
+        numbers = {"each": b * n // dpair.shape[0], "blocks_q": blocks_q, "blocks_k": blocks_k, "FLAGS": _FLAGS}
+        fill_variant, programs = Fill(c, block_c, block_l, gate is not None), dpair.shape[0] * h * blocks_q * blocks_k
+        _launch(pairs_kernel, programs, views | {"dpair": dpair}, stats, means, **values, **numbers, V=fill_variant)
 
 
 def _launch(kernel: Kernel, programs: int, views: dict[str, Tensor], *pointers: Tensor, **values: Any) -> None:
-    """Launch a kernel of named views, then pointers."""
+    """Launch a kernel of views and then pointers, both in the order of its parameters."""
     strides = {name: View(None, *x.stride()) for name, x in views.items()}
     launch_kernel(kernel, programs, (*views.values(), *pointers), **strides, **values)
 

@@ -31,6 +31,7 @@ from client_cases import CLIENTS, GROUPS, Client
 
 from evoattn.bench import machine
 from evoattn.bench.record import write_text
+from evoattn.core.devices import installed_version
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("client_worker.py")
@@ -167,7 +168,7 @@ def _read(lines: Path) -> tuple[tuple[Any, ...] | None, list[dict[str, Any]]]:
 def fresh(device: torch.device, commit: str | None) -> dict[str, Any]:
     """A record without cases."""
     facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
-    versions = {client: found for client, of in _DISTRIBUTIONS.items() if (found := machine.version_of(of))}
+    versions = {client: found for client, of in _DISTRIBUTIONS.items() if (found := installed_version(of))}
     return {"schema": SCHEMA, "machine": facts, "clients": versions, "settings": SETTLED, "ended": [], "cases": []}
 
 
@@ -190,7 +191,7 @@ def _why(case: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    installed = [name for name, of in _DISTRIBUTIONS.items() if machine.version_of(of)]
+    installed = [name for name, of in _DISTRIBUTIONS.items() if installed_version(of)]
     parser.add_argument("--clients", nargs="+", default=installed, choices=list(CLIENTS), help="default: those installed")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)

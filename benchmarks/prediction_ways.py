@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import evoattn
 from evoattn.bench import machine
 from evoattn.bench.memory import release
+from evoattn.core.devices import installed_version
 
 __all__ = ["INSTALLED", "WAYS", "Case", "Way", "begun", "each_way", "keep", "line", "options", "peak", "used"]
 
@@ -140,7 +141,7 @@ def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[s
         ValueError: the file holds the record of another machine or commit.
     """
     facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
-    versions = {x.distribution: found for x in PROGRAMS.values() if (found := machine.version_of(x.distribution))}
+    versions = {x.distribution: found for x in PROGRAMS.values() if (found := installed_version(x.distribution))}
     return case_records.begun(path, {"schema": SCHEMA, "machine": facts, "programs": versions, "cases": []})
 
 

@@ -106,6 +106,7 @@ def evoformer_attention(
     Raises:
         TypeError: an argument is of the wrong type or dtype.
         ValueError: shapes, devices or options do not fit, or the named backend cannot run the problem.
+        NotImplementedError: a tensor has a forward-mode tangent.
 
     Example:
         >>> import torch

@@ -65,8 +65,13 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_are_named_exist(path: Path) -> None:
-    names = re.findall(r"`((?:src|docs|notes|benchmarks|examples)/[\w/.-]+)`", prose(path))
-    assert [name for name in names if "NAME" not in name and not (ROOT / name).exists()] == []
+    if path.name == "tests-by-commit.md":
+        pytest.skip("its files have the names that they had on their commit")
+    names = re.findall(
+        r"`((?:src|docs|notes|benchmarks|examples|tests|tools|backends|nn|pair|clients|core|dispatch)/[\w/.-]+)`", prose(path)
+    )
+    roots = (ROOT, ROOT / "src/evoattn", ROOT / "tests")
+    assert [name for name in names if "NAME" not in name and not any((root / name).exists() for root in roots)] == []
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from evoattn import __version__
+from evoattn.core.devices import installed_version
 from evoattn.core.tuned_tiles import driver_version
 
 _PEERS = (
@@ -80,14 +80,6 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def version_of(distribution: str) -> str | None:
-    """The version of an installed distribution, without importing anything."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def versions() -> dict[str, str | None]:
     """The platform, and the versions that results depend on."""
     return {
@@ -95,8 +87,8 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "cute_dsl": version_of("nvidia-cutlass-dsl"),
+        "triton": installed_version("triton"),
+        "cute_dsl": installed_version("nvidia-cutlass-dsl"),
     }
 
 
@@ -134,7 +126,7 @@ def facts(device: torch.device, commit: str | None = None) -> dict[str, str | No
         "kind": "gpu" if on_gpu else "cpu",
         "driver": driver() if on_gpu else None,
         **versions(),
-        **{package: version for package in _PEERS if (version := version_of(package))},
+        **{package: version for package in _PEERS if (version := installed_version(package))},
         "commit": commit or _commit(),
         "date": datetime.date.today().isoformat(),
     }

@@ -16,6 +16,7 @@ import evoattn
 from evoattn import testing
 from evoattn.bench import machine
 from evoattn.cli.terminal import add_command
+from evoattn.dispatch.checks import dtype_name
 from evoattn.testing.judging import refusals
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -96,14 +97,10 @@ def examine() -> dict[str, Any]:
         "versions": {**machine.versions(), "triton": _triton(), "cuda": torch.version.cuda, "rocm": torch.version.hip},
         "devices": [_device(device) for device in machine.devices()],
         "backends": statuses,
-        "auto": {str(device): {_short(dtype): _auto(device, dtype) for dtype in _DTYPES} for device in machine.devices()},
+        "auto": {str(device): {dtype_name(dtype): _auto(device, dtype) for dtype in _DTYPES} for device in machine.devices()},
         "checks": [dataclasses.asdict(check) for check in checks],
         "ok": any(check.held for check in checks) and not any(check.failed for check in checks),
     }
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _triton() -> str | None:
@@ -147,7 +144,7 @@ def _self_check(available: list[str]) -> list[Check]:
     """
     by_name = {case.name: case for case in testing.AWKWARD}
     grid = [
-        (Check(backend, str(device), _short(dtype)), device, dtype)
+        (Check(backend, str(device), dtype_name(dtype)), device, dtype)
         for backend in available
         for device in machine.devices()
         for dtype in _DTYPES

@@ -157,7 +157,7 @@ def repeats(tensor: Tensor) -> bool:
 
 
 def launch_kernel(kernel: Kernel, programs: int, tensors: tuple[Tensor, ...], *numbers: float, **constants: Any) -> None:
-    """Launch a kernel that belongs to no plan, as those of `nn` and `compat`, on the device of its first tensor.
+    """Launch a kernel that belongs to no plan, as those of `nn`, `pair` and `fully_masked`, on the device of its first tensor.
 
     Args:
         kernel: takes the tensors, then the numbers, then the constants.

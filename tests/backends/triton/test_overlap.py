@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import re
+import types
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -285,6 +286,7 @@ def test_the_ptx_waits() -> None:
     waiting = [kernel for kernel in kernels if kernel.src.constants[(kernel.src.fn.arg_names.index("WAIT"),)] == TO_LOAD]
     assert {kernel.metadata.name for kernel in waiting} >= {"forward_kernel", "row_spans_kernel", "dq_kernel", "dkdv_kernel"}
     assert all(f"{kernel.metadata.name}_param_" in kernel.asm["ptx"] for kernel in waiting), "what loads are traced back to"
+    assert {*MADE} <= {name for kernel in kernels for name in kernel.src.fn.arg_names}, "a renamed argument is not looked for"
     assert {kernel.metadata.name: found for kernel in waiting if (found := loaded_early(kernel, MADE))} == {}
     going_on = [kernel for kernel in kernels if constant(kernel, "GOES_ON")]
     assert len(going_on) >= 3
@@ -296,6 +298,19 @@ def test_older_cards_know_nothing_of_it() -> None:
     kernels = compiled_for("sm_80")
     assert len(kernels) > 20
     assert not any("griddepcontrol" in kernel.asm["ptx"] or kernel.metadata.launch_pdl for kernel in kernels)
+
+
+def test_an_early_load_is_found() -> None:
+    address, load = "\tld.param.b64 %rd1, [some_kernel_param_1];", "\tld.global.b32 %r1, [ %rd2 + 0 ];"
+    lines = (address, "\tadd.s64 %rd2, %rd1, 16;", load, "\tgriddepcontrol.wait;")
+    kernel = types.SimpleNamespace(
+        src=types.SimpleNamespace(fn=types.SimpleNamespace(arg_names=["q_p", "row_p"])),
+        metadata=types.SimpleNamespace(name="some_kernel"),
+        asm={"ptx": "\n".join(lines)},
+    )
+    assert loaded_early(kernel, {"row_p"}) == [load] and loaded_early(kernel, {"q_p"}) == []
+    kernel.asm["ptx"] = "\n".join((address, lines[1], lines[3], load))
+    assert loaded_early(kernel, {"row_p"}) == []
 
 
 def test_faults_are_found() -> None:

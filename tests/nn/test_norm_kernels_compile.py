@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 from evoattn.nn import norm_kernels
 from tests.helpers.ahead_of_time import TARGETS, report, target
 
@@ -18,6 +20,8 @@ QUICK = ("sm_90", "gfx942")
 @pytest.mark.parametrize("channels", [64, 128, 384])
 def test_registers_and_loads(arch: str, channels: int) -> None:
     """float32 rows in, bfloat16 out: at most four spills in a loop (sm_100). sm_90 loads four channels at a time."""
+    if arch.startswith("gfx") and triton.__version__.startswith("3.3."):
+        pytest.skip("Triton 3.3 links the kernels of AMD's GPUs with a linker that only ROCm has")
     x, dy = torch.empty(4096, channels), torch.empty(4096, channels, dtype=torch.bfloat16)
     scale, shift = torch.empty(2, channels)
     with target(arch) as compiled:

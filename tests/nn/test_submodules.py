@@ -17,6 +17,7 @@ from evoattn.nn import (
     TemplatePointwiseAttention,
     TriangleAttention,
 )
+from evoattn.nn.submodules import has_global_hooks
 from evoattn.testing.changes import IN_PLACE, INSTEAD, Wrapper, change
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(weight_norm|spectral_norm|quantiz|deprecated).*")
@@ -90,6 +91,13 @@ def test_a_hook_on_all_modules_sees_each() -> None:
     with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
         layer(torch.randn(1, 6, 6, 16, dtype=torch.float64))
     assert {type(module) for module in seen} == {TriangleAttention, nn.LayerNorm, nn.Linear}
+
+
+@pytest.mark.parametrize("register", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_every_kind_of_hook_on_all_modules_is_seen(register: str) -> None:
+    with getattr(torch.nn.modules.module, f"register_module_{register}_hook")(lambda *_: None):
+        assert has_global_hooks()
+    assert not has_global_hooks()
 
 
 def test_quantised_projections_are_called() -> None:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -117,7 +118,8 @@ def replica(layer: nn.Module) -> tuple[Call, Leaves]:
     def broadcast(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[list[Tensor]]:
         return [[x.clone() for x in tensors] for _ in devices]
 
-    with mock.patch("torch.nn.parallel.replicate._broadcast_coalesced_reshape", broadcast):
+    module = sys.modules["torch.nn.parallel.replicate"]  # the function has the name of its module
+    with mock.patch.object(module, "_broadcast_coalesced_reshape", broadcast):
         (made,) = replicate(layer, [0])
     assert not list(made.parameters())
     return made, list(layer.parameters())

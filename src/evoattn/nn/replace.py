@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 
 from evoattn.nn.known import LAYERS
 from evoattn.nn.known_blocks import BLOCKS
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
-from evoattn.nn.submodules import has_hooks
+from evoattn.nn.submodules import has_global_hooks, has_hooks
 
 _ENTRIES = {"forward", "__call__", "_call_impl"}
 """Methods that run when a module is called."""
@@ -169,10 +168,11 @@ def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any
     """Name the arguments given by position, as a method of the client names them."""
     if len(args) > len(names):
         raise TypeError(f"the layer takes {len(names)} arguments by position, got {len(args)}")
-    twice = [name for name in names[: len(args)] if name in kwargs]
+    first = names[: len(args)]
+    twice = [name for name in first if name in kwargs]
     if twice:
         raise TypeError(f"the layer got two values for the argument {twice[0]!r}")
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(first, args, strict=True)), **kwargs}
 
 
 class Replacement:
@@ -242,7 +242,7 @@ class Replacement:
                 return f"{name} has hooks, and evoattn.nn does not call it"
             if "forward" in module.__dict__:
                 return f"{name} has a forward of its own, and evoattn.nn does not call it"
-        return "there are hooks on all modules" if self.is_block and torch_modules._has_any_global_hook() else ""
+        return "there are hooks on all modules" if self.is_block and has_global_hooks() else ""
 
     def __call__(self, arguments: dict[str, Any], client: nn.Module) -> Any:
         """Compute the client's layer or block from its arguments by name.

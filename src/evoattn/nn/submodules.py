@@ -105,7 +105,7 @@ def _is_plain(module: nn.Module, kind: Any, known: dict[str, str]) -> bool:
     """Return whether a call runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
     if type(module) is not kind and not _computes(type(module), kind, known):
         return False
-    if "forward" in module.__dict__ or has_hooks(module) or torch_modules._has_any_global_hook():
+    if "forward" in module.__dict__ or has_hooks(module) or has_global_hooks():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
         return False  # torch.func and torch.jit take no autograd function of Python
@@ -124,3 +124,9 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether hooks run when a module is called."""
     own = module.__dict__
     return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])
+
+
+def has_global_hooks() -> bool:
+    """Return whether hooks run when any module is called. torch 2.7 has no `_has_any_global_hook`."""
+    forward = torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks
+    return bool(forward or torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks)

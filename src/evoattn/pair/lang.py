@@ -57,7 +57,8 @@ def product(a, b, PRECISION: tl.constexpr, acc=None):
     """a b + acc. Tensor cores cut off what TF32 has no digits for, twice the error of rounding, so this rounds first."""
     if PRECISION == "tf32":
         a, b = _nearest(a), _nearest(b)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    # `tl.dot` of Triton 3.3 does not see that an acc is None if a function passes it on
+    return tl.dot(a, b, input_precision=PRECISION) if acc is None else tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

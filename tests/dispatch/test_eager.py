@@ -560,7 +560,6 @@ def test_compiled_code_sees_one_operator(planner: Planner) -> None:
     assert FORWARD in {node.target for node in graphs[0].graph.nodes}
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.7"), reason="torch 2.7 reads no property of a NamedTuple there")
 def test_a_backward_under_compiled_autograd(planner: Planner) -> None:
     torch._dynamo.reset()
     arguments = leaves()

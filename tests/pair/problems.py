@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.pair import triangle_multiplication
+from evoattn.pair.checking import by_name
 from evoattn.pair.values import MultiplicationOptions as Options
 from evoattn.pair.values import MultiplicationWeights as Weights
 from evoattn.testing import relative_error
@@ -56,7 +57,7 @@ def inputs(
 def call(z: Tensor, mask: Tensor | None, given: Weights, options: Options) -> Tensor:
     """The public call."""
     direction = "outgoing" if options.outgoing else "incoming"
-    named: Any = given._asdict()
+    named: Any = by_name(given)
     return triangle_multiplication(z, mask, direction=direction, residual=options.residual, eps=options.eps, **named)
 
 

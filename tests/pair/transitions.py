@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evoattn.pair import transition
+from evoattn.pair.checking import by_name
 from evoattn.pair.transitions.call import reference
 from evoattn.pair.values import TransitionOptions as Options
 from evoattn.pair.values import TransitionWeights as Weights
@@ -57,7 +58,7 @@ def inputs(
 def call(x: Tensor, mask: Tensor | None, given: Weights, options: Options) -> Tensor:
     """The public call."""
     activation = "relu" if given.b_weight is None else "swiglu"
-    named: Any = given._asdict()
+    named: Any = by_name(given)
     return transition(x, mask, activation=activation, residual=options.residual, eps=options.eps, **named)
 
 
@@ -92,6 +93,6 @@ def is_close(found: list[Tensor], x: Tensor, mask: Tensor | None, given: Weights
     """
     exact = truth(x, mask, given, options, do)
     plain = differentiated(reference(x, mask, given, options), x, given, do)
-    floor = _FLOOR[given.dtype]
+    floor = _FLOOR[given.product_dtype()]
     errors = [(relative_error(y, right), relative_error(z, right)) for y, z, right in zip(found, plain, exact, strict=True)]
     return all(y.isfinite().all() for y in found) and all(mine <= 2 * max(theirs, floor) for mine, theirs in errors)

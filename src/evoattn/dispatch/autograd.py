@@ -182,7 +182,8 @@ def _by_operator(way: Straight | Options, work: Backward) -> Gradients:
     dq, dk, dv, dmask_bias, dpair_bias, dgate = (x if need else None for x, need in zip(values, work.needs, strict=True))
     dq, dk, dv, dgate = axes.restore_written((dq, dk, dv, dgate))
     gradients = (dq, dk, dv, dmask_bias, dpair_bias, dgate)
-    return tuple([_like(*pair) for pair in zip(gradients, work.inputs.differentiable, strict=True)])
+    q, k, v, _, mask_bias, pair_bias, gate = work.inputs  # compiled autograd of torch 2.7 reads no property of it
+    return tuple([_like(*pair) for pair in zip(gradients, (q, k, v, mask_bias, pair_bias, gate), strict=True)])
 
 
 def _canonical(way: Straight | Options, work: Backward) -> tuple[Backward, Axes]:

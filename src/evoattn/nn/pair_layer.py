@@ -62,7 +62,8 @@ class PairLayer(nn.Module):
 
     def _compute(self, z: Tensor, mask: Tensor | None, ending: Ending, **options: Any) -> Tensor:
         if is_distributed(z) or is_distributed(mask):
-            run = functools.partial(self._run, ending=ending._replace(in_place=False), **options)
+            ending = Ending(ending.factor, ending.residual, in_place=False)  # torch.compile of torch 2.7 traces no `_replace`
+            run = functools.partial(self._run, ending=ending, **options)
             return run_split(self, z, mask, run, **options)
         return self._run(z, mask, None, ending, **options)
 

@@ -18,6 +18,11 @@ Weights = TypeVar("Weights", bound=Any)
 """A named tuple of tensors, of which some may be None."""
 
 
+def by_name(weights: Any) -> dict[str, Tensor | None]:
+    """The weights by their names. torch.compile of torch 2.7 traces neither `_asdict` nor `_make` of a named tuple."""
+    return dict(zip(type(weights)._fields, weights, strict=True))
+
+
 def check_out(out: Tensor, x: Tensor, dtype: torch.dtype, *, records: bool) -> None:
     """Raise TypeError or ValueError unless the result for x, of a dtype, can be written into `out`.
 
@@ -64,7 +69,8 @@ def check_shapes(weights: Mapping[str, Tensor | None], shapes: Mapping[str, tupl
 
 def result_dtype(x: Tensor, weights: Any, options: Any) -> torch.dtype:
     """The dtype of a result: that of the products, or with the residual that to which torch promotes x and the update."""
-    return torch.promote_types(x.dtype, weights.dtype) if options.residual else weights.dtype  # type: ignore[no-any-return]
+    dtype: torch.dtype = weights.product_dtype()
+    return torch.promote_types(x.dtype, dtype) if options.residual else dtype
 
 
 def cast(x: Tensor, weights: Weights, product: Tensor) -> Weights:
@@ -73,8 +79,8 @@ def cast(x: Tensor, weights: Weights, product: Tensor) -> Weights:
     The names of norms have "norm" in them. `product` is the weight whose dtype counts.
     """
     dtype = compute_dtype(x, product)
-    values = [y if y is None else (y if "norm" in name else y.to(dtype)).contiguous() for name, y in weights._asdict().items()]
-    return type(weights)._make(values)  # type: ignore[no-any-return]
+    values = [y if y is None else (y if "norm" in name else y.to(dtype)).contiguous() for name, y in by_name(weights).items()]
+    return type(weights)(*values)  # type: ignore[no-any-return]
 
 
 def cast_gradients(gradients: Weights, weights: Weights) -> Weights:

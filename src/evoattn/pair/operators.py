@@ -85,7 +85,7 @@ class Operator:
         """
         more = {} if split is None else {"split": split}
         if mask is not None and not mask.is_floating_point():
-            mask = mask.to(weights.dtype)
+            mask = mask.to(weights.product_dtype())
         recorded = records(x, mask, *weights)
         if out is not None:
             check_out(out, x, result_dtype(x, weights, options), records=recorded)
@@ -112,7 +112,7 @@ class Operator:
 
     def has_kernels(self, x: Tensor, weights: Any) -> bool:
         """Return whether kernels take these tensors: 16 or 32 bits on a GPU, not too many channels, no transform."""
-        is_double = weights.dtype == torch.float64 or x.dtype == torch.float64
+        is_double = weights.product_dtype() == torch.float64 or x.dtype == torch.float64
         if not x.is_cuda or is_double or not x.numel() or not installed("triton"):
             return False
         return self.steps().takes(x, weights) and not torch._C._are_functorch_transforms_active()

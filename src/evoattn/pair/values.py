@@ -28,9 +28,8 @@ class MultiplicationWeights(NamedTuple):
     g_out_weight: Tensor
     g_out_bias: Tensor | None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the products."""
+    def product_dtype(self) -> torch.dtype:
+        """The dtype of the products. No property: torch.compile of torch 2.7 cannot read one of a named tuple."""
         return self.p_in_weight.dtype
 
 
@@ -64,9 +63,8 @@ class TransitionWeights(NamedTuple):
     out_weight: Tensor
     out_bias: Tensor | None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the products."""
+    def product_dtype(self) -> torch.dtype:
+        """The dtype of the products. No property: torch.compile of torch 2.7 cannot read one of a named tuple."""
         return self.a_weight.dtype
 
     @property

@@ -92,7 +92,7 @@ def triangle_multiplication(
 
 def _check(z: Tensor, mask: Tensor | None, weights: MultiplicationWeights, split: Split | None) -> None:
     """Raise TypeError or ValueError for what does not fit together."""
-    named = weights._asdict()
+    named = checking.by_name(weights)
     checking.check_tensors("z", z, named, _OPTIONAL)
     if z.ndim < 3 or (split is None and z.shape[-2] != z.shape[-3]):
         raise ValueError(f"z must be [*, L, L, C], got shape {list(z.shape)}")
@@ -110,15 +110,15 @@ def reference(
 ) -> Tensor:
     """Triangle multiplication in plain torch, which differentiates it."""
     w = weights
-    y = checking.norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.dtype)
+    y = checking.norm(z, w.norm_in_weight, w.norm_in_bias, options.eps).to(w.product_dtype())
     ab = F.linear(y, w.p_in_weight, w.p_in_bias) * F.linear(y, w.g_in_weight, w.g_in_bias).sigmoid()
     if mask is not None:
-        ab = ab * mask.unsqueeze(-1).to(w.dtype)
+        ab = ab * mask.unsqueeze(-1).to(w.product_dtype())
     if split is not None and not ab.requires_grad and any(x is not None and x.requires_grad for x in w):
         ab = ab.detach().requires_grad_()  # the backward of a process with kernels exchanges whatever wants gradients
     a, b = ab.chunk(2, -1)
     t = product(a, b, split, outgoing=options.outgoing)
-    n = checking.norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.dtype)
+    n = checking.norm(t, w.norm_out_weight, w.norm_out_bias, options.eps).to(w.product_dtype())
     update = F.linear(n, w.p_out_weight, w.p_out_bias) * F.linear(y, w.g_out_weight, w.g_out_bias).sigmoid()
     return z + update if options.residual else update
 
@@ -145,8 +145,9 @@ def product(a: Tensor, b: Tensor, split: Split | None = None, *, outgoing: bool)
 
 def _outline(z: Tensor, weights: MultiplicationWeights, options: MultiplicationOptions) -> tuple[Tensor, Tensor, Tensor]:
     hidden, square = weights.p_out_weight.shape[1], (z.shape[0], products.side(z.shape[1]), products.side(z.shape[1]))
-    ab = z.new_empty((2 * hidden, *square), dtype=weights.dtype)
-    t = z.new_empty((hidden, *square), dtype=torch.float32 if weights.dtype == torch.float16 else weights.dtype)
+    dtype = weights.product_dtype()
+    ab = z.new_empty((2 * hidden, *square), dtype=dtype)
+    t = z.new_empty((hidden, *square), dtype=torch.float32 if dtype == torch.float16 else dtype)
     return torch.empty_like(z, dtype=checking.result_dtype(z, weights, options)), ab, t
 
 

@@ -44,7 +44,7 @@ def takes(z: Tensor, weights: MultiplicationWeights) -> bool:
     """Return whether the kernels take weights of these sizes."""
     channels = power_of_two(max(weights.p_out_weight.shape))
     fits = channels <= 128 or shared_memory_limit(z.device) >= _SHARED_MEMORY
-    return fits and channels * weights.dtype.itemsize <= _MOST_BYTES
+    return fits and channels * weights.product_dtype().itemsize <= _MOST_BYTES
 
 
 def forward(
@@ -139,7 +139,7 @@ def gate_in(
 ) -> Tensor:
     """Make both halves, `mask * sigmoid(g_in(y)) * p_in(y)` with `y = norm_in(z)`: `[2 D, B, P, P]`."""
     w, channels = weights, weights.p_in_weight.shape[0]
-    ab = torch.empty((channels, z.shape[0], padded, padded), dtype=w.dtype, device=z.device)
+    ab = torch.empty((channels, z.shape[0], padded, padded), dtype=w.product_dtype(), device=z.device)
     tensors = (z, z if mask is None else mask, *_input_weights(z, w), ab)
     tile = _tile("gate_in", z, w)
     _start(kernels.gate_in_kernel, tile, tensors, z, w, padded, options.eps, N=channels, HAS_MASK=mask is not None)
@@ -172,7 +172,7 @@ def gate_out_backward(
     """
     rows, hidden, channels = t[0].numel(), t.shape[0], z.shape[-1]
     tile = _tile("gate_out_backward", z, weights)
-    buffer = functools.partial(torch.empty, dtype=weights.dtype, device=z.device)
+    buffer = functools.partial(torch.empty, dtype=weights.product_dtype(), device=z.device)
     dt, dg = buffer(t.shape), buffer((rows, channels))
     du, n, sums = dt, dt, dt
     if needs_weights:
@@ -208,7 +208,7 @@ def gate_in_backward(
     """
     w, rows, count, channels = weights, dab[0].numel(), dab.shape[0], z.shape[-1]
     tile = _tile("gate_in_backward", z, w)
-    buffer = functools.partial(torch.empty, dtype=w.dtype, device=z.device)
+    buffer = functools.partial(torch.empty, dtype=w.product_dtype(), device=z.device)
     dz = torch.empty_like(z)
     dpg, y, sums = dz, dz, dz
     if needs_weights:
@@ -222,7 +222,7 @@ def gate_in_backward(
 
 def _tile(step: str, z: Tensor, weights: MultiplicationWeights) -> Tile:
     """The tile of a step's kernel."""
-    return _narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.dtype)
+    return _narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.product_dtype())
 
 
 @functools.cache
@@ -249,7 +249,8 @@ def _start(
     if "D" in constants:
         constants["BLOCK_D"] = power_of_two(constants["D"])
     constants |= {"PADDED": padded != length, "NARROW": padded < tile.rows}
-    start(kernel, tile, tensors, w.dtype, batch * padded * padded, length, padded, eps, channels=channels, **constants)
+    rows = batch * padded * padded
+    start(kernel, tile, tensors, w.product_dtype(), rows, length, padded, eps, channels=channels, **constants)
 
 
 def _input_weights(z: Tensor, w: MultiplicationWeights) -> tuple[Tensor, ...]:

@@ -87,7 +87,7 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: TransitionW
         raise ValueError(f"activation must be 'swiglu' or 'relu', got {activation!r}")
     if activation == "relu" and (weights.b_weight is not None or weights.b_bias is not None):
         raise ValueError("b_weight and b_bias must be None with activation='relu'")
-    named = weights._asdict()
+    named = checking.by_name(weights)
     checking.check_tensors("x", x, named, _OPTIONAL | {"b_weight"} if activation == "relu" else _OPTIONAL)
     if x.ndim < 1:
         raise ValueError("x must be [*, C], got a scalar")
@@ -117,12 +117,12 @@ def reference(x: Tensor, mask: Tensor | None, weights: TransitionWeights, option
 
 
 def _dense(x: Tensor, mask: Tensor | None, w: TransitionWeights, options: TransitionOptions) -> Tensor:
-    y = checking.norm(x, w.norm_weight, w.norm_bias, options.eps).to(w.dtype)
+    y = checking.norm(x, w.norm_weight, w.norm_bias, options.eps).to(w.product_dtype())
     u = F.linear(y, w.a_weight, w.a_bias)
     u = F.relu(u) if w.b_weight is None else F.silu(u) * F.linear(y, w.b_weight, w.b_bias)
     update = F.linear(u, w.out_weight, w.out_bias)
     if mask is not None:
-        update = update * mask.unsqueeze(-1).to(w.dtype)
+        update = update * mask.unsqueeze(-1).to(w.product_dtype())
     return x + update if options.residual else update
 
 

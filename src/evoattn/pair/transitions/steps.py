@@ -66,7 +66,7 @@ class Operands(NamedTuple):
 def takes(x: Tensor, weights: TransitionWeights) -> bool:
     """Return whether the kernels take rows of this size and dtype on this card."""
     large = cards.shared_memory_limit(x.device) >= _SHARED_MEMORY
-    if weights.dtype == torch.float32 and (not large or (cards.capability(x.device) or (0,))[0] == _TENSOR_MEMORY):
+    if weights.product_dtype() == torch.float32 and (not large or (cards.capability(x.device) or (0,))[0] == _TENSOR_MEMORY):
         return False
     return _row_bytes(weights) <= (_MOST_BYTES if large else _NARROW_BYTES)
 
@@ -134,7 +134,7 @@ def _with_weights(
     rows, channels = x.shape
     chunk, has_bias = min(rows, _CHUNK), w.a_bias is not None or w.b_bias is not None
     widths = (channels, channels, w.hidden, w.hidden * (1 if w.b_weight is None else 2))
-    buffers = [torch.empty((chunk, n), dtype=w.dtype, device=x.device) for n in widths]
+    buffers = [torch.empty((chunk, n), dtype=w.product_dtype(), device=x.device) for n in widths]
     sums: list[Tensor] = []
     totals: list[Tensor] = []
     for first in range(0, rows, chunk):
@@ -193,12 +193,12 @@ def _launch(
         "HAS_MASK": mask is not None,
         "RESIDUAL": options.residual,
     }
-    start(kernel, tile, tensors, w.dtype, x.shape[0], options.eps, channels=x.shape[1], **constants, **more)
+    start(kernel, tile, tensors, w.product_dtype(), x.shape[0], options.eps, channels=x.shape[1], **constants, **more)
 
 
 def _tile(step: str, x: Tensor, weights: TransitionWeights) -> Tile:
-    kinds = ["wide"] if _row_bytes(weights) > _NARROW_BYTES or weights.dtype == torch.float32 else []
-    kinds = ["float32", *kinds] if weights.dtype == torch.float32 else kinds
+    kinds = ["wide"] if _row_bytes(weights) > _NARROW_BYTES or weights.product_dtype() == torch.float32 else []
+    kinds = ["float32", *kinds] if weights.product_dtype() == torch.float32 else kinds
     if not kinds and cards.shared_memory_limit(x.device) < _SHARED_MEMORY:
         kinds = ["little shared memory"]
     return next(_TILES[name] for name in (*(f"{step}, {kind}" for kind in kinds), step) if name in _TILES)
@@ -206,7 +206,7 @@ def _tile(step: str, x: Tensor, weights: TransitionWeights) -> Tile:
 
 def _row_bytes(weights: TransitionWeights) -> int:
     """Bytes of a row of x in the dtype of the products, in a tile."""
-    return power_of_two(weights.out_weight.shape[0]) * weights.dtype.itemsize
+    return power_of_two(weights.out_weight.shape[0]) * weights.product_dtype().itemsize
 
 
 def _input_weights(x: Tensor, w: TransitionWeights) -> tuple[Tensor, ...]:

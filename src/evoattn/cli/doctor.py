@@ -16,7 +16,7 @@ import evoattn
 from evoattn import testing
 from evoattn.bench import machine
 from evoattn.cli.terminal import add_command
-from evoattn.dispatch.checks import dtype_name
+from evoattn.core.problem import dtype_name
 from evoattn.testing.judging import refusals
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from evoattn.api import evoformer_attention
 from evoattn.core.devices import uncast
+from evoattn.core.problem import dtype_name
 from evoattn.dispatch.axes import fits, with_axes
-from evoattn.dispatch.checks import check_keys, check_tensors, dtype_name
+from evoattn.dispatch.checks import check_keys, check_tensors
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means_for_replaced_scores
 from evoattn.pair import triangle_multiplication
 

@@ -97,3 +97,8 @@ def describe(
         needs=needs,
         deterministic=deterministic,
     )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")

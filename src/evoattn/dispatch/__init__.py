@@ -75,7 +75,10 @@ tuned_tiles.listeners.append(forget)
 
 
 def find(inputs: Inputs, options: Options) -> Straight | _ByOperator | None:
-    """The way of calls that look like this one, if it is known, and torch need not see an operator."""
+    """The kept plan of an earlier call with equal shapes, dtypes, strides and settings, else None.
+
+    It is None, too, if torch must see the operator, as in a trace, and if autocast would cast an input.
+    """
     if guards.is_seen():
         return None
     try:

@@ -34,7 +34,7 @@ class Straight:
 
     Args:
         options: of the call, settled.
-        casts: whether autocast was on, which then would cast nothing.
+        casts: True if it was planned under autocast. Its inputs then had autocast's dtype already.
         records: whether autograd has to know of the call.
         plan: of the forward.
         saves_p: whether the plan may save the probabilities in place of the statistic.
@@ -85,9 +85,9 @@ def same_memory(x: Tensor | None, canonical: Tensor | None) -> bool:
     return has_all and canonical.numel() > 0 and x.data_ptr() == canonical.data_ptr()
 
 
-def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, way: Straight | Options) -> None:
-    """Keep what the backward needs. `way` is a call whose tensors have the user's axes, or the options of an operator."""
-    ctx.way = way
+def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, call: Straight | Options) -> None:
+    """Keep what the backward needs. `call` has tensors in the user's axes; the operator's Options stand for canonical ones."""
+    ctx.call = call
     ctx.set_materialize_grads(False)
     if isinstance(outputs, Outputs):  # the others are no outputs of the function
         ctx.mark_non_differentiable(outputs.reference)
@@ -111,26 +111,35 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
     seen = guards.is_seen()
     if seen:  # perhaps by forward mode
         check_no_tangent(do, dlse)
-    saved, way, count = ctx.saved_tensors, ctx.way, len(Inputs._fields)
+    saved, call, count = ctx.saved_tensors, ctx.call, len(Inputs._fields)
     from_p = len(saved) == count + len(SavedProbabilities._fields)
     outputs = SavedProbabilities._make(saved[count:]) if from_p else Outputs._make(saved[count:])
-    options = way if way.__class__ is Options else way.options
-    work = Backward(Inputs._make(saved[:count]), options, Cotangents(do, dlse), outputs, asked[:3] + asked[4:])
-    run = None if seen or torch.is_grad_enabled() else _find(way, work, from_p)
-    return _by_operator(way, work) if run is None else run(work)
+    options = call if call.__class__ is Options else call.options
+    need_q, need_k, need_v, _, need_mask_bias, need_pair_bias, need_gate = asked  # a mask has no gradient
+    needs = (need_q, need_k, need_v, need_mask_bias, need_pair_bias, need_gate)
+    work = Backward(Inputs._make(saved[:count]), options, Cotangents(do, dlse), outputs, needs)
+    run = None if seen or torch.is_grad_enabled() else _straight_backward(call, work, from_p)
+    return _by_operator(call, work) if run is None else run(work)
 
 
-def _find(way: Straight | Options, work: Backward, from_p: bool) -> Callable[[Backward], Gradients] | None:
-    """What makes the gradients of backwards that look like this one, or None where the operator has to."""
+def _straight_backward(call: Straight | Options, work: Backward, from_p: bool) -> Callable[[Backward], Gradients] | None:
+    """Return a function that runs the plan of this backward and of later equal ones; None if the operator must run it.
+
+    Args:
+        call: of the forward, as `_save` takes it.
+        work: the backward.
+        from_p: whether it starts from saved probabilities.
+    """
     inputs, (do, dlse), needs = work.inputs, work.cotangents, work.needs
-    settings: Any = way
-    if way.__class__ is Options:
+    *needs_qkv, _, _, needs_gate = needs
+    settings: Any = call
+    if call.__class__ is Options:
         if guards.autocasts() is None:  # in a trace, sizes may be symbols
             return None
-        settings = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), way)
+        settings = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), call)
     # One product may have made q, k and v, and the gate if it has a gradient.
-    joined = [*inputs.qkv, inputs.gate] if needs[5] and inputs.gate is not None else [*inputs.qkv]
-    columns = columns_of(joined) if all(needs[:3]) and work.options.layout == "bnlhd" else None
+    joined = [*inputs.qkv, inputs.gate] if needs_gate and inputs.gate is not None else [*inputs.qkv]
+    columns = columns_of(joined) if all(needs_qkv) and work.options.layout == "bnlhd" else None
     key = (settings, from_p, do is None, dlse is None, needs, lookup.settings(inputs.q.dtype), columns)
     tensors = [x for x in work.tensors if x is not None]
     known: Callable[[Backward], Gradients] | None = guards.recall(key, tensors)
@@ -138,11 +147,11 @@ def _find(way: Straight | Options, work: Backward, from_p: bool) -> Callable[[Ba
         return known
     if guards.autocasts() is None or not guards.ordinary(tensors):
         return None
-    folded, axes = _canonical(way, work)
+    folded, axes = _canonical(call, work)
     if not all(same_memory(x, y) for x, y in zip(work.tensors, folded.tensors, strict=True)):
         return None
     if from_p:  # only its own backend reads it
-        folded = folded._replace(options=work.options._replace(backend=way.plan.backend))  # type: ignore[union-attr]
+        folded = folded._replace(options=work.options._replace(backend=call.plan.backend))  # type: ignore[union-attr]
     if columns is not None:
         folded = folded._replace(into=axes.fold_written(_four(columns.make(joined, "meta"))))
     plan = lookup.plan(folded)
@@ -169,12 +178,12 @@ def _four(gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
     return (*gradients, None) if len(gradients) == 3 else tuple(gradients)
 
 
-def _by_operator(way: Straight | Options, work: Backward) -> Gradients:
+def _by_operator(call: Straight | Options, work: Backward) -> Gradients:
     """By the operator, which torch can trace and transform, and which refuses a second derivative.
 
     It starts from the statistic. A forward that saved the probabilities instead is done again.
     """
-    folded, axes = _canonical(way, work)
+    folded, axes = _canonical(call, work)
     if isinstance(work.outputs, SavedProbabilities):
         with torch.no_grad():
             folded = folded._replace(outputs=Outputs(*operators.forward(*operators.arguments_of(folded.inputs, work.options))))
@@ -186,11 +195,12 @@ def _by_operator(way: Straight | Options, work: Backward) -> Gradients:
     return tuple([_like(*pair) for pair in zip(gradients, (q, k, v, mask_bias, pair_bias, gate), strict=True)])
 
 
-def _canonical(way: Straight | Options, work: Backward) -> tuple[Backward, Axes]:
+def _canonical(call: Straight | Options, work: Backward) -> tuple[Backward, Axes]:
     """The pass in the canonical axes that its forward gave it, and the way back."""
-    if isinstance(way, Options):
+    if isinstance(call, Options):
         return work, CANONICAL
-    folded, axes = canonicalise(work.inputs, work.options.layout, narrow=not work.needs[4])
+    *_, needs_pair_bias, _ = work.needs
+    folded, axes = canonicalise(work.inputs, work.options.layout, narrow=not needs_pair_bias)
     (do, dlse), saved = work.cotangents, work.outputs
     do, o = (None if x is None else axes.fold_queries(x) for x in (do, saved.o))
     cotangents = Cotangents(do, None if dlse is None else axes.fold_statistic(dlse))
@@ -201,7 +211,7 @@ def _canonical(way: Straight | Options, work: Backward) -> tuple[Backward, Axes]
 
 
 def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """A gradient in the shape of what it is of."""
+    """Reshape a gradient to its input's shape."""
     return gradient if gradient is None or x is None or gradient.shape == x.shape else gradient.reshape(x.shape)
 
 

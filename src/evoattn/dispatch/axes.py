@@ -115,7 +115,7 @@ class Axes:
 
 
 CANONICAL = Axes((), (0,), (1,))
-"""No way at all: of tensors that have canonical axes."""
+"""The identity, for tensors that already have canonical axes."""
 
 
 class Canonical(NamedTuple):

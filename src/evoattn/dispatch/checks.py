@@ -17,6 +17,7 @@ from evoattn.backends import BACKENDS
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs
 from evoattn.core.layouts import LAYOUTS
+from evoattn.core.problem import dtype_name
 from evoattn.dispatch.axes import fits, has_unit_axes
 from evoattn.dispatch.lookup import Options
 
@@ -216,8 +217,3 @@ def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> N
 def _check_broadcast(name: str, x: Tensor, expected: tuple[int, ...], axes: str) -> None:
     if not fits(tuple(x.shape), expected):
         raise ValueError(f"{name} must broadcast to {axes} = {list(expected)}, got shape {list(x.shape)}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without its module."""
-    return str(dtype).removeprefix("torch.")

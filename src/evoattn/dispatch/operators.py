@@ -64,7 +64,7 @@ def _texts(options: Options) -> tuple[Any, ...]:
 
 
 def split(arguments: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The arguments of `forward`, or something that there is for each of them: as Inputs, and those of the options."""
+    """Split a flat list (values, vmap dims or needs_input_grad) into inputs and options."""
     return Inputs(*arguments[:_COUNT], *arguments[_GATE_AT:]), tuple(arguments[_COUNT:_GATE_AT])
 
 

@@ -79,7 +79,7 @@ def test_takes(changes: dict) -> None:
         ({"dtype": torch.float32, "pair_bias": torch.float32}, "takes float16 and bfloat16"),
         ({"c": 16}, "as many value as query channels"),
         ({"d": 40, "c": 40}, "as many value as query channels"),
-        ({"pair_bias": torch.float16}, "a pair_bias of q's dtype or float32, got torch.float16"),
+        ({"pair_bias": torch.float16}, "a pair_bias of q's dtype or float32, got float16"),
         ({"mask_bias": torch.float64}, "a mask_bias in"),
         ({"dtype": torch.float16, "pair_bias": None, "scale": 1e4}, "a scale from 0.03125 to 4096 in float16"),
         ({"dtype": torch.float16, "pair_bias": None, "scale": -1e-5}, "got -1e-05"),

@@ -18,7 +18,7 @@ from evoattn.compile import first_calls
 from evoattn.core.config import Config
 from evoattn.core.devices import installed, on_device_of, planned
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
-from evoattn.core.problem import Needs, Problem
+from evoattn.core.problem import Needs, Problem, dtype_name
 
 __all__ = [
     "NAME",
@@ -81,15 +81,15 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
     if problem.capability is not None and problem.capability != _CAPABILITY:
         reasons.append("needs compute capability 9.0 (Hopper), this card has {}.{}".format(*problem.capability))
     if problem.dtype not in _DTYPES:
-        reasons.append(f"takes float16 and bfloat16, got {problem.dtype}")
+        reasons.append(f"takes float16 and bfloat16, got {dtype_name(problem.dtype)}")
     if problem.d != problem.c or problem.d not in _CHANNELS:
         reasons.append(
             f"takes as many value as query channels, {', '.join(map(str, _CHANNELS))}; got {problem.d} and {problem.c}"
         )
     if problem.pair_bias not in (None, problem.dtype, torch.float32):
-        reasons.append(f"takes a pair_bias of q's dtype or float32, got {problem.pair_bias}")
+        reasons.append(f"takes a pair_bias of q's dtype or float32, got {dtype_name(problem.pair_bias)}")
     if problem.mask_bias not in (None, *_BIASES):
-        reasons.append(f"takes a mask_bias in float16, bfloat16 or float32, got {problem.mask_bias}")
+        reasons.append(f"takes a mask_bias in float16, bfloat16 or float32, got {dtype_name(problem.mask_bias)}")
     if problem.dtype == torch.float16 and problem.scale and not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
         reasons.append(
             f"takes a scale from {_LEAST_SCALE:g} to {_MOST_SCALE:g} in float16, which may not hold q times another,"

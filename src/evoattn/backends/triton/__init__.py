@@ -19,7 +19,7 @@ from evoattn.backends.triton.tiles.limits import most_warps
 from evoattn.core.config import Config
 from evoattn.core.devices import installed, on_device_of, planned
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
-from evoattn.core.problem import Needs, Problem
+from evoattn.core.problem import Needs, Problem, dtype_name
 
 __all__ = ["NAME", "availability", "faster", "plan_backward", "plan_forward", "unsupported"]
 
@@ -59,9 +59,11 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
         reasons.append(f"needs compute capability 8.0 or newer (Ampere), this card has {major}.{minor}")
     if problem.device == "cpu" and _interprets():
         dtypes = {x for x in (problem.dtype, problem.mask_bias, problem.pair_bias) if x in _DTYPES}
-        reasons += [f"Triton's interpreter computes {dtype} wrongly" for dtype in dtypes if dtype not in _INTERPRETED]
+        reasons += [
+            f"Triton's interpreter computes {dtype_name(dtype)} wrongly" for dtype in dtypes if dtype not in _INTERPRETED
+        ]
     if problem.dtype not in _DTYPES:
-        reasons.append(f"takes float16, bfloat16 and float32, got {problem.dtype}")
+        reasons.append(f"takes float16, bfloat16 and float32, got {dtype_name(problem.dtype)}")
     reasons += [
         f"takes 1 to {_MAX_CHANNELS} {name} channels, got {channels}"
         for name, channels in (("query/key", problem.d), ("value", problem.c))
@@ -126,8 +128,8 @@ def _on_device(tensor: Tensor, plan: Callable[[], Plan]) -> Plan:
     from evoattn.backends.triton.ahead import compile_ahead
 
     with torch.cuda.device(tensor.device if tensor.is_cuda else -1):  # -1 changes nothing
-        planned = plan()
-    return dataclasses.replace(planned, run=on_device_of(tensor, planned.run, first=compile_ahead))
+        result = plan()
+    return dataclasses.replace(result, run=on_device_of(tensor, result.run, first=compile_ahead))
 
 
 @functools.cache

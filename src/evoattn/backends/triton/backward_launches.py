@@ -21,7 +21,7 @@ from evoattn.backends.triton.strides import Strided, contiguous, empty, grain
 from evoattn.core.problem import Problem
 
 _WARPGROUP = 4
-"""Warps from which Hopper multiplies by wgmma, whose accumulators have to be written first: a start value is free below."""
+"""Hopper multiplies by wgmma if a program has this many warps. A start value of the accumulators costs time then, else none."""
 
 
 def writes_statistics(call: Call, pair: Pair) -> bool:
@@ -64,7 +64,7 @@ def plan_dq(call: Call, pair: Pair, *, distant_only: bool = False) -> Launch | N
             MASK_PAIR=pair.masked(bias, tiles),
             MAKE_STATS=writes_statistics(call, pair) and not distant_only,
             HAS_DLSE=call.dlse is not None,
-            LOADS_DO_LATE=call.gate is not None,
+            WAITS_FOR_DO=call.gate is not None,
             NEED_DQ=problem.needs[0],
             PAIR_MODE=pair.mode,
             FULL_Q=pair.full_q,

@@ -30,13 +30,14 @@ past the end. FOLD: see `scores`. HEADS_INSIDE: gradients are [b,n,l,h,c] in mem
 class Stats(NamedTuple):
     """The statistics of each query (`store_statistics`), and a number that says if one is distant.
 
-    `padded_q` is the queries of a row, and `half` lies between an lse and its delta, both in units of PAD.
+    They lie in planes: lse, delta and, with a pair bias, two more. `padded_q` is the queries of a row, and `plane_stride` the
+    distance from one plane to the next, both in units of PAD.
     """
 
     p: Pointer
     distant: Pointer
     padded_q: Number
-    half: Number
+    plane_stride: Number
 
 
 @triton.jit

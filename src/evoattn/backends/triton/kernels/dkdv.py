@@ -67,6 +67,8 @@ def dkdv_kernel(
 
     It loops over all query tiles, and over none when the mask switches every key of it off.
     It writes dK and dV once, and its part of the row-bias gradient (the sum over its head's queries) once.
+
+    More than 60 lines: its parts share the tiles that stay in registers over the loop, and their offsets.
     """
     if V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
@@ -104,7 +106,7 @@ def dkdv_kernel(
     b_v = load_view(v.p, v, o_k, o_c, left_k, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,c]
     if not V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
-    plane = offsets(stats.half, T.LONG) * PADDED
+    plane = offsets(stats.plane_stride, T.LONG) * PADDED
     b_row = 0.0
     tiles = tl.cdiv(sizes.lq, T.BLOCK_Q)
     if T.HAS_ROW:

@@ -16,13 +16,14 @@ from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
 Variant = namedtuple(
     "Variant",
-    "ROWS GRAIN_PAIR GRAIN_DPAIR HAS_PAIR MASK_PAIR MAKE_STATS HAS_DLSE LOADS_DO_LATE NEED_DQ PAIR_MODE FULL_Q FULL_K "
+    "ROWS GRAIN_PAIR GRAIN_DPAIR HAS_PAIR MASK_PAIR MAKE_STATS HAS_DLSE WAITS_FOR_DO NEED_DQ PAIR_MODE FULL_Q FULL_K "
     "DISTANT_ONLY WAIT",
     defaults=[0],
 )
 """What the kernel is compiled for, besides `Tile`.
 
-MAKE_STATS: it writes the statistics of its queries, which it otherwise reads. LOADS_DO_LATE: the kernel before writes dO.
+MAKE_STATS: it writes the statistics of its queries, which it otherwise reads.
+WAITS_FOR_DO: the kernel before writes dO, so this one waits for it before it loads dO.
 PAIR_MODE: dS is summed in memory ("add"), stored ("store") or dropped ("none"). FULL_Q, FULL_K: the pair bias has the axis.
 DISTANT_ONLY: a launch of its own writes what belongs to distant queries
 (`backward.store_statistics`), and adds their dS, if there are any.
@@ -36,7 +37,8 @@ def _add_pair_gradient(
 ):  # fmt: skip
     """One tile of the pair-bias gradient, summed over the axes that the bias broadcasts; MODE says add or store.
 
-    If not `live`, nothing is, but for full tiles that are added: p_dpair then points to lines that nobody reads.
+    If not `live`, nothing is written, except by "add" with FULL_Q: p_dpair then points to the BLOCK_Q spare lines that the
+    buffer has after the last query (`pair_plan.plan_pair`), which nobody reads.
     """
     if FULL_Q:
         p_tile = p_dpair + o_q[:, None] * stride_q + o_k[None, :]
@@ -66,6 +68,8 @@ def dq_kernel(
     nothing), and sums dQ in registers.
     It writes dQ once, each tile of dS summed over its rows once (one addition in memory for ROWS rows), and, with MAKE_STATS,
     the statistics of its queries, which it otherwise reads (their own kernel takes .035 ms at tri384 on an H200).
+
+    More than 60 lines: its parts share the tiles that stay in registers over the loop, and their offsets.
     """
     if V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
@@ -91,7 +95,7 @@ def dq_kernel(
     o_in_k = tl.arange(0, T.BLOCK_K)
     o_k = offsets(o_in_k, T.LONG)
     unit = sizes.scale * LOG2E
-    plane = offsets(stats.half, T.LONG) * PADDED
+    plane = offsets(stats.plane_stride, T.LONG) * PADDED
     start = start_q.to(tl.int64)
     q = at(q, b, h, T.GRAIN, first=start)
     dO = at(dO, b, h, T.GRAIN, first=start)
@@ -104,7 +108,7 @@ def dq_kernel(
     o = at(o, b, h, T.GRAIN, first=start)
     p_dlse = dlse.p + (b * dlse.b + h * dlse.h + start * dlse.l)
 
-    if V.LOADS_DO_LATE and not V.DISTANT_ONLY:
+    if V.WAITS_FOR_DO and not V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
         wait_to_store(V.WAIT)
     # All loads first, so that they are in flight at the same time.
@@ -123,7 +127,7 @@ def dq_kernel(
         if V.MAKE_STATS:
             b_o = load_view(o.p + n * o.n * T.GRAIN, o, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
             b_os = b_os + (b_o,)
-    if not V.LOADS_DO_LATE and not V.DISTANT_ONLY:
+    if not V.WAITS_FOR_DO and not V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
         wait_to_store(V.WAIT)  # the statistics are stored soon, and then each tile of the pair-bias gradient
     b_lses = ()

@@ -132,6 +132,8 @@ def forward_kernel(
     It loops over the live key tiles of its row, run by run, with the online softmax; a ragged last tile comes after the loop.
     It writes o, gated if there is a gate, lse and reference once. Queries whose pair bias rounds their scores away are computed
     and written again.
+
+    More than 60 lines: its parts share the tiles that stay in registers over the loops, and their offsets.
     """
     block, n, h, b = decode(tl.program_id(0), blocks, sizes.n, sizes.h)
     lk = sizes.lk

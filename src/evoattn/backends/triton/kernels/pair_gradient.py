@@ -49,6 +49,8 @@ def pair_gradient_kernel(
     the rows are shared from the first to the last one in which the key tile is live.
     It writes its float32 sum once, with GOES_ON to what the turn before wrote: the tile, or its sum along an axis of size 1,
     which then counts tiles instead.
+
+    More than 60 lines: its parts share the tiles that stay in registers over the loop, and their offsets.
     """
     if V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
@@ -57,7 +59,7 @@ def pair_gradient_kernel(
             return
     else:
         wait_to_load(V.WAIT)
-    plane = offsets(stats.half, T.LONG) * PADDED
+    plane = offsets(stats.plane_stride, T.LONG) * PADDED
     block_k, block_q, h, outer = decode(tl.program_id(0), grid.blocks_k, grid.blocks_q, sizes.h)
     split = outer % grid.splits
     b = (outer // grid.splits).to(tl.int64)

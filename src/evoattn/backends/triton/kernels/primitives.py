@@ -15,7 +15,10 @@ from evoattn.backends.triton.arguments import PairView, RowView, View
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 DISTANT = tl.constexpr(3e38)
-"""In place of an lse in the backward's statistics: a query with a reference, whose P is then 0, comes in a loop of its own."""
+"""Marks a query whose reference is not 0, in place of its lse in the backward's statistics.
+
+Its P becomes 0 in the first launch. A second launch, with DISTANT_ONLY, computes it.
+"""
 NEAR = tl.constexpr(64.0)
 """Biases up to this size cost a float32 score no digit that counts: float32 numbers are 4e-6 apart there."""
 FLOOR = tl.constexpr(-1e38)
@@ -158,7 +161,7 @@ def online_softmax(b_s, b_acc, b_max, b_sum, factor):
     """Fold one tile of scores (b_s * factor in log2 units) into the running max and sum, and rescale the accumulator.
 
     Returns the tile's unnormalised probabilities [q,k] and the new accumulator, max and sum. b_max starts from a finite floor,
-    so a row that has seen only -inf gives exp2(-inf - floor) = 0 and never -inf minus -inf.
+    so a query that has seen only -inf gives exp2(-inf - floor) = 0 and never -inf minus -inf.
 
     The compiler makes one FMA of `b_s * factor - b_new`. It does not round the product, and b_new is rounded: if a tile holds
     nothing but -1e10, their difference may be 512 and its exp2 infinite. So b_new is one step above the largest product.
@@ -174,7 +177,7 @@ def online_softmax(b_s, b_acc, b_max, b_sum, factor):
 def finish(b_acc, b_max, b_sum):
     """Normalised output [q,c] and LSE [q] in log2 units; a query that attends to nothing gets 0 and -inf."""
     b_empty = b_sum == 0.0
-    # One division a row and a multiplication an element: a division an element was 5% of the forward at 384 keys.
+    # One division a query and a multiplication an element: a division an element was 5% of the forward at 384 keys.
     b_o = b_acc * (1.0 / tl.where(b_empty, 1.0, b_sum))[:, None]
     b_lse = tl.where(b_empty, float("-inf"), b_max + tl.math.log2(b_sum))
     return b_o, b_lse

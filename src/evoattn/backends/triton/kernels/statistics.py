@@ -59,7 +59,7 @@ def statistics_kernel(
     wait_to_store(V.WAIT)
     store_statistics(
         p_stats, stats.distant, lse + first, ref + first, p_dlse, b_o, b_do, o_in, left, dlse.l,
-        offsets(stats.half, V.LONG) * PADDED, HAS_DLSE=V.HAS_DLSE, HAS_PAIR=V.HAS_PAIR, inside=inside,
+        offsets(stats.plane_stride, V.LONG) * PADDED, HAS_DLSE=V.HAS_DLSE, HAS_PAIR=V.HAS_PAIR, inside=inside,
     )  # fmt: skip
     if V.GATED_DO:
         gated = at(gated, b, h, V.GRAIN, n=n, first=start)

@@ -50,7 +50,7 @@ def test_what_is_refused(layer: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"in_place=True overwrites z, which a gradient needs"):
         layer(z, in_place=True)
     with torch.no_grad():
-        wanted = r"needs z in torch.float32, the result's, got torch.float16"
+        wanted = r"z must have the result's dtype float32 for in_place=True, got float16"
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=wanted):
             layer(z.half(), in_place=True)
         layer.residual = False

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evoattn.api import evoformer_attention
 from evoattn.core.devices import uncast
 from evoattn.core.numerics import accumulate_dtype
+from evoattn.core.problem import dtype_name
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.axes import fits
 from evoattn.dispatch.distributed import Split, is_distributed
@@ -76,7 +77,7 @@ class Attention(nn.Module):
         qkv = (self.linear_q, self.linear_k, self.linear_v)
         return qkv if self.linear_g is None else (*qkv, self.linear_g)
 
-    def end(self, o: Tensor, g: Tensor | None) -> Tensor:
+    def output(self, o: Tensor, g: Tensor | None) -> Tensor:
         """The output product of o `[*, H C]`. g is the gate, or None if there is none or if the attention has applied it."""
         return linear(o, self.linear_o) if g is None else gated_linear(o, g, self.linear_o)
 
@@ -104,7 +105,7 @@ def attend(
         mask: `[*, N, K]` with as many axes, each of that size or 1: 1 or True for a key that is attended.
         pair_bias: broadcasts to `[*, N, H, Q, K]`.
         gate: `[*, N, Q, H, C]`, before the sigmoid, or None. A layer that transposes O before its output product passes None
-            and gives the gate to `Attention.end`: there one pass gates and transposes.
+            and gives the gate to `Attention.output`: there one pass gates and transposes.
         inf: is subtracted from the scores of a masked key.
         empty_rows: as in `TriangleAttention`.
 
@@ -167,8 +168,11 @@ def check_in_place(layer: nn.Module, name: str, x: Tensor, dtype: torch.dtype) -
         raise ValueError("in_place=True needs residual=True: the result is written over the input that it is added to")
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
         raise ValueError(f"in_place=True overwrites {name}, which a gradient needs: call the layer under torch.no_grad()")
-    if torch.promote_types(x.dtype, dtype) != x.dtype:
-        raise ValueError(f"in_place=True needs {name} in {torch.promote_types(x.dtype, dtype)}, the result's, got {x.dtype}")
+    result = torch.promote_types(x.dtype, dtype)
+    if result != x.dtype:
+        raise ValueError(
+            f"{name} must have the result's dtype {dtype_name(result)} for in_place=True, got {dtype_name(x.dtype)}"
+        )
 
 
 def check_settings(dropout: float, empty_rows: str) -> None:

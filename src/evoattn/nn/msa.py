@@ -64,7 +64,7 @@ class MSAAttention(nn.Module):
         q, k, v = (heads(x, self.no_heads) for x in (q, k, v))
         gate = None if columns else heads(g, self.no_heads)
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        update = mha.end(o.transpose(-2, -3), g) if columns else mha.end(o, None)
+        update = mha.output(o.transpose(-2, -3), g) if columns else mha.output(o, None)
         dropout_factor = dropout_mask(update, self.dropout, -3) if self.dropout and self.training else None
         return add_residual(m, update, dropout_factor, residual=self.residual)
 
@@ -253,7 +253,7 @@ class MSAColumnGlobalAttention(nn.Module):
         k, v = (x.transpose(-2, -3).unsqueeze(-2) for x in (k, v))  # [*,l,s,1,d]
         columns = None if mask is None else mask.transpose(-1, -2)
         o = attend(q, k, v, columns, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
-        update = mha.end(o.unsqueeze(-3), g)  # one for all sequences
+        update = mha.output(o.unsqueeze(-3), g)  # one for all sequences
         return add_residual(m, update, residual=self.residual)
 
     def _mean(self, normed: Tensor, mask: Tensor | None) -> Tensor:

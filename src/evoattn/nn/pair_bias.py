@@ -179,7 +179,7 @@ class AttentionPairBias(nn.Module):
         q, k, v, g = self._projections(a, s, keys, split)
         q, k, v, gate = (heads(x, self.no_heads) for x in (q, k, v, g))
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        update = self.mha.end(o, None)
+        update = self.mha.output(o, None)
         if self.linear_ada_out is not None and s is not None:
             update = torch.sigmoid(linear(s.to(update.dtype), self.linear_ada_out)) * update
         return add_residual(a, update, residual=self.residual)

@@ -76,4 +76,4 @@ class TemplatePointwiseAttention(nn.Module):
         q, k, v = (heads(x, self.no_heads) for x in (q.unsqueeze(-2), k, v))
         mask = None if mask is None else mask[..., None, None, :]
         o = attend(q, k, v, mask, None, None, inf=self.inf, empty_rows=self.empty_rows).flatten(-3)
-        return add_residual(z, mha.end(o, None), residual=self.residual)
+        return add_residual(z, mha.output(o, None), residual=self.residual)

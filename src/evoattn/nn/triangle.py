@@ -137,7 +137,13 @@ class TriangleAttention(PairLayer):
         mha = self.mha
         check_container("mha", mha, Attention)
         q, k, v, g, bias = project(x, None if normed else self.layer_norm, (*mha.inputs, self.linear))
-        across = transposed == self.starting  # the attention's rows are columns of x
+        # across: the attention's rows are columns of x.
+        #   z in memory   starting   across
+        #   as it is      True       False
+        #   as it is      False      True
+        #   transposed    True       True
+        #   transposed    False      False
+        across = transposed == self.starting
         if across:
             q, k, v, bias = (y.transpose(-2, -3) for y in (q, k, v, bias))
         if mask is not None and not self.starting:
@@ -150,5 +156,5 @@ class TriangleAttention(PairLayer):
         q, k, v = (heads(y, self.no_heads) for y in (q, k, v))
         gate = None if across else heads(g, self.no_heads)
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
-        update = mha.end(o.transpose(-2, -3), g) if across else mha.end(o, None)
+        update = mha.output(o.transpose(-2, -3), g) if across else mha.output(o, None)
         return update.transpose(-2, -3) if transposed else update

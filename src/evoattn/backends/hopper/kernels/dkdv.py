@@ -3,7 +3,8 @@
 A persistent block owns a panel, 64 keys of one (b, h), and loops over rows n in two or three streams, a warpgroup each. It
 works on transposed scores, [k,q], so that dk and dv of a row stay in registers. The pair bias of a panel stays in shared memory
 in float32, as the accumulators hold it, or streams, a tile for all streams; q, do and the statistics of each query stream. What
-a query brings, -lse and -delta, comes by products too: eight channels of it meet the key-wise bias, or constants.
+a query brings, -lse and -delta, comes by products too: eight channels of it meet the key-wise bias, or constants (table
+in `dkdv_consumer.load_keys`).
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class KeyGradients(Kernel):
         # a pair bias that streams comes from `PairBiasTiles`, whatever it was
         object.__setattr__(self, "bias", self.dtype if self.streamed else self.bias or self.dtype)
         object.__setattr__(self, "timed", self.timed and self.resident)
-        if self.rounds and self.streams + self.streamed == 4:
-            raise ValueError("each warp has something to bring in, none is left to round")
+        if self.rounds and self.streams + self.streamed == 4:  # each producer warp loads, so none is free to round
+            raise ValueError(f"rounds=True needs streams + streamed < 4, got {self.streams} + {int(self.streamed)}")
 
     @property
     def resident(self) -> bool:
@@ -149,10 +150,10 @@ class KeyGradients(Kernel):
         sP = smem.allocate_array(self.tile, RG * ROWS * QUERIES if self.streamed else 8, byte_alignment=128)
         tiles = cute.make_tensor(sP, cute.make_layout((4, 128, 8, max(RG, 1)), stride=(1, 4, 512, ROWS * QUERIES)))
         queries, keys = (Ring.allocate(smem, stages, sleeps=True) for stages in (buffers, NS))
-        box = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # rows n, see `produce`
+        row_numbers = cute.make_tensor(smem.allocate_array(Int32, 4 * NS), cute.make_layout((4, NS)))  # rows n, see `produce`
         rings = consumer.KeyRings(queries, keys, Ring.allocate(smem, RG, sleeps=True))
         shared = consumer.KeyShared(sQ, sdO, sQt, sdOt, sS, sK, sX, panel, tiles)
-        return shared, sS, sP, rings, box
+        return shared, sS, sP, rings, row_numbers
 
     @cute.kernel
     def kernel(self, tma_K, tma_V, tma_Q, tma_dO, tma_dK, tma_dV, tma_dQ, args):
@@ -166,7 +167,7 @@ class KeyGradients(Kernel):
         blocks, _, _ = arch.grid_dim()
         wid = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
-        shared, sS, sP, rings, box = self.allocate()
+        shared, sS, sP, rings, row_numbers = self.allocate()
         if tid == 0:
             rings.queries.initialize(consumers=4)
             rings.keys.initialize(consumers=4)
@@ -180,7 +181,7 @@ class KeyGradients(Kernel):
         NK = (LK + ROWS - 1) // ROWS
         NT = (LQ + QUERIES - 1) // QUERIES
         sizes, live = (B, N, H, NK), (args.order, args.starts)
-        total, change, some = line_time(self, live, sizes, blocks)
+        total, change, skips_rows = line_time(self, live, sizes, blocks)
         each = cutlass.max(Int32(share(total, blocks)), 1)
         begin = Int32(cutlass.min(Int64(bid) * each, total))
         end = Int32(cutlass.min(Int64(bid + 1) * each, total))
@@ -196,12 +197,12 @@ class KeyGradients(Kernel):
             span = (begin, end, bid, each, change)
             if s < NS:
                 copies = (copy_K, copy_V, copy_Q, copy_dO)
-                produce(self, s, args, span, sizes, some, sS, rings, copies, NT, lane, box[None, s])
+                produce(self, s, args, span, sizes, skips_rows, sS, rings, copies, NT, lane, row_numbers[None, s])
             elif const_expr(self.streamed):
                 if s == NS:
                     produce_bias(self, args, span, sizes, sP, rings.bias, NT, lane)
             if const_expr(self.skips):
-                if s >= busy and some:
+                if s >= busy and skips_rows:
                     clears = ((copy_dK, copy_dV), copy_dQ if const_expr(self.clears) else None, (LQ + 15) // 16)
                     warps = 4 - busy
                     clear_skipped(
@@ -214,7 +215,9 @@ class KeyGradients(Kernel):
             # ================= consumers
             arch.setmaxregister_increase(registers[0])
             stretch, stores = (begin, end, change), (copy_dK, copy_dV)
-            consumer.consume(self, args, stretch, sizes, (LQ, LK), shared, rings, box, stores, inverse, NT, tid, wid, lane)
+            consumer.consume(
+                self, args, stretch, sizes, (LQ, LK), shared, rings, row_numbers, stores, inverse, NT, tid, wid, lane
+            )
 
     def arguments(self) -> tuple[Any, ...]:
         B, N, H, LQ, LK, words, fours = sizes(7)

@@ -111,8 +111,16 @@ def load_key_bias(variant, own, row, r, k0):
 def load_keys(variant, operands, row, tiles, t4, inverse):
     """Load k and v of 64 keys, in two `tiles` of shared memory, into registers, and what meets a query's channels.
 
-    That is 1 1 1 t0 veto t2 0 0 and 0 0 0 t1 veto 0 0 0, where t are terms of the key's bias / scale. float16 counts both
-    in STEP, which stands for 1 too.
+    The product with a query's eight words (`write_statistics`), which it reads twice, adds the key-wise bias and -LSE to S.
+    Another product subtracts delta from dP.
+
+    channel           0   1   2   3   4     5   6   7
+    query             l0  l1  l2  u   w     u   d0  d1    w is d2 in bfloat16, and VETO in float16
+    key for S         1   1   1   t0  veto  t2  0   0
+    key for S again   0   0   0   t1  veto  0   0   0
+    key for dP        0   0   0   0   u2    0   u0  u1    `fill_delta_units`; the second time all are 0
+
+    t are terms of the key's bias / scale; veto is 0 in bfloat16. float16 counts l and t in STEP, which also stands for 1.
     """
     own, tSrA = row.terms, operands.tSrA
     for tile, to in zip(tiles, (operands.tSrK, operands.tdPrV), strict=True):
@@ -139,7 +147,7 @@ def load_keys(variant, operands, row, tiles, t4, inverse):
 
 
 def fill_delta_units(variant, tdPrA, t4, lane):
-    """Fill in what meets a query's channels in V dO^T, which then has delta subtracted: 0 0 0 0 u2 0 u0 u1, and zeros."""
+    """Fill in what meets a query's channels in V dO^T, so that delta is subtracted; see the table in `load_keys`."""
     u0, u1, u2 = (variant.dtype(x) for x in delta_units(variant.dtype))
     zero = variant.dtype(0.0)
     tdPrA.fill(zero)
@@ -148,7 +156,7 @@ def fill_delta_units(variant, tdPrA, t4, lane):
     pin_registers(tdPrA, lane)
 
 
-def load_pair_bias(variant, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
+def load_pair_bias(variant, thread_bias, pair, u, b, h, k0, t4, LQ, LK, inverse):
     """Load this thread's part of slice u of the pair bias, as the accumulators of the scores hold it."""
     for x in range(4):
         values = cute.make_rmem_tensor(4, Float32)
@@ -156,7 +164,7 @@ def load_pair_bias(variant, mine, pair, u, b, h, k0, t4, LQ, LK, inverse):
             key, q = k0 + y // 2 * 8, u * SLICE + 8 * x + 2 * t4 + y % 2
             bias = pair[b, h, cutlass.min(q, LQ - 1), cutlass.min(key, LK - 1)].to(Float32)
             values[y] = finite(bias) * inverse
-        cute.autovec_copy(values, mine[None, 4 * u + x])
+        cute.autovec_copy(values, thread_bias[None, 4 * u + x])
 
 
 def load_bias(variant, S, bias, u, inverse):
@@ -233,7 +241,7 @@ def store_mask_gradient(variant, sums: cute.Tensor, to: cute.Tensor, key: Int32,
 @cute.jit
 def row_tiles(
     variant, operands, row, bias: Any, sums: cute.Tensor, rings, scale: Float32, inverse: Float32, more: Boolean, s: Int32,
-    turn: Int32, slot, bias_slot, NT: Int32, t4: Int32, lane: Int32,
+    row_count: Int32, slot, bias_slot, NT: Int32, t4: Int32, lane: Int32,
 ):  # fmt: skip
     """Do all tiles of a row's queries, of which the first scores are there; then start those of the next row, if `more`.
 
@@ -243,25 +251,25 @@ def row_tiles(
     sums.fill(0.0)
     unreleased = slot.stage
     for j in cutlass.range(NT, unroll=1):
-        here = rings.at(arch.make_warp_uniform(s * variant.stages), variant.stages)
+        stream = rings.at(arch.make_warp_uniform(s * variant.stages), variant.stages)
         slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
         old = slot.stage
         for u in range_constexpr(2):
             P, dS = gradient(variant, operands, scale, sums)
             nu = 2 * j + u + 1
             if const_expr(u == 1):
-                slot = here.queries.advance(slot)
+                slot = stream.queries.advance(slot)
                 last = j + 1 == NT
                 if last:
                     nu = Int32(0)
                     if more:
-                        rings.keys.consumer_wait(Slot(s, (turn + 1) & 1))
+                        rings.keys.consumer_wait(Slot(s, (row_count + 1) & 1))
                         load_keys(variant, operands, row, (2 * s, 2 * s + 1), t4, inverse)
                 if const_expr(variant.streamed):
                     rings.bias.consumer_release(bias_slot.stage, lane)
                     bias_slot = rings.bias.advance(bias_slot)
                 if not last or more:
-                    here.queries.consumer_wait(slot)
+                    stream.queries.consumer_wait(slot)
                     if const_expr(variant.streamed):
                         rings.bias.consumer_wait(bias_slot)
             if const_expr(u == 1 and variant.run_on > 0):
@@ -269,7 +277,7 @@ def row_tiles(
             elif const_expr(u == 0 and variant.run_on == 2):
                 if j > 0:
                     warpgroup.wait_group(0)
-                    here.queries.consumer_release(unreleased, lane)
+                    stream.queries.consumer_release(unreleased, lane)
             # After the last row both start from what is there, perhaps in the middle of a copy, and nobody reads the
             # outcome: a branch around this would make each product wait for the one before.
             if const_expr(variant.streamed):
@@ -278,15 +286,15 @@ def row_tiles(
             else:
                 load_bias(variant, operands.acc_S, bias, nu, inverse)
             warpgroup.fence()
-            scores(variant, operands, 1 - u, here.queries.index(slot.stage))
+            scores(variant, operands, 1 - u, stream.queries.index(slot.stage))
             warpgroup.commit_group()
-            dkdv_products(variant, operands, P, dS, u, here.queries.index(old), j > 0)
+            dkdv_products(variant, operands, P, dS, u, stream.queries.index(old), j > 0)
             warpgroup.commit_group()
             warpgroup.wait_group(1 if u < variant.run_on else 0)
         if const_expr(variant.run_on == 2):
             unreleased = old
         else:
-            here.queries.consumer_release(old, lane)
+            stream.queries.consumer_release(old, lane)
     if const_expr(variant.run_on == 2):
         warpgroup.wait_group(0)
         rings.at(s * variant.stages, variant.stages).queries.consumer_release(unreleased, lane)
@@ -299,10 +307,13 @@ class KeyShared(namedtuple("KeyShared", "sQ sdO sQt sdOt sS sK sX panel tiles"))
 
 @cute.jit
 def consume(
-    variant, args, span, sizes, lengths, shared, rings, box: cute.Tensor, copies, inverse: Float32, NT: Int32, tid: Int32,
-    wid: Int32, lane: Int32,
+    variant, args, span, sizes, lengths, shared, rings, row_numbers: cute.Tensor, copies, inverse: Float32, NT: Int32,
+    tid: Int32, wid: Int32, lane: Int32,
 ):  # fmt: skip
     """Do the rows of this warpgroup's stream, panel after panel.
+
+    `time` counts as in `schedule`, and `row_count` the rows of the stream. `row_numbers` [4, streams] is written by `produce`.
+    `panel_in_use`: a warpgroup may still read the pair bias of the last panel. `stream`: the rings of the stream.
 
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
@@ -312,39 +323,39 @@ def consume(
     s, w, wt = wid // 4, wid % 4, tid % 128
     g, t4 = lane // 4, lane % 4
     operands, row = fragments(variant, shared[:6], NS * ST, wt, t4, lane)
-    slot, turn, at, again = rings.queries.start(), Int32(0), begin, Boolean(False)
-    numbers = box[None, s]
-    mine = shared.panel[None, wt, None] if const_expr(variant.resident) else None
+    slot, row_count, time, panel_in_use = rings.queries.start(), Int32(0), begin, Boolean(False)
+    numbers = row_numbers[None, s]
+    thread_bias = shared.panel[None, wt, None] if const_expr(variant.resident) else None
     sums = cute.make_rmem_tensor(2, Float32)
-    bias = (shared.tiles, wt) if const_expr(variant.streamed) else mine
+    bias = (shared.tiles, wt) if const_expr(variant.streamed) else thread_bias
     bias_slot = rings.bias.start()
-    while at < end:
-        i, h, b, n0, n1, start, length = next_panel(variant, at, end, change, live, sizes, lane)
-        at = cutlass.min(start + length, end)
+    while time < end:
+        i, h, b, n0, n1, start, length = next_panel(variant, time, end, change, live, sizes, lane)
+        time = cutlass.min(start + length, end)
         k0 = i * ROWS + w * 16 + g
         if const_expr(variant.resident):
-            if again:
+            if panel_in_use:
                 arch.barrier(barrier_id=1, number_of_threads=NS * 128)
             for u in cutlass.range(s, 2 * NT, NS, unroll=2):
-                load_pair_bias(variant, mine, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
+                load_pair_bias(variant, thread_bias, pair, u, b % pair.shape[0], h % pair.shape[1], k0, t4, LQ, LK, inverse)
             arch.barrier(barrier_id=1, number_of_threads=NS * 128)
-            again = Boolean(True)
+            panel_in_use = Boolean(True)
         m, count = s, n1 - n0
         if m < count:
             if const_expr(variant.row):
                 arch.griddepcontrol_wait()
-                rings.keys.consumer_wait(Slot(s, turn & 1))
-                load_key_bias(variant, row.terms, args.row, b * row_b + numbers[turn & 3] * row_n, k0)
-            rings.keys.consumer_wait(Slot(s, turn & 1))
+                rings.keys.consumer_wait(Slot(s, row_count & 1))
+                load_key_bias(variant, row.terms, args.row, b * row_b + numbers[row_count & 3] * row_n, k0)
+            rings.keys.consumer_wait(Slot(s, row_count & 1))
             load_keys(variant, operands, row, (2 * s, 2 * s + 1), t4, inverse)
-            here = rings.at(s * ST, ST)
-            here.queries.consumer_wait(slot)
+            stream = rings.at(s * ST, ST)
+            stream.queries.consumer_wait(slot)
             if const_expr(variant.streamed):
                 rings.bias.consumer_wait(bias_slot)
-            first = shared.tiles[None, wt, None, bias_slot.stage] if const_expr(variant.streamed) else mine
+            first = shared.tiles[None, wt, None, bias_slot.stage] if const_expr(variant.streamed) else thread_bias
             load_bias(variant, operands.acc_S, first, 0, inverse)
             warpgroup.fence()
-            scores(variant, operands, 0, here.queries.index(slot.stage))
+            scores(variant, operands, 0, stream.queries.index(slot.stage))
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             rings.keys.consumer_release(s, lane)  # a product has used k and v: only then have they left shared memory
@@ -352,13 +363,13 @@ def consume(
             more = m + NS < count
             if const_expr(variant.row):
                 if more:
-                    load_key_bias(variant, row.terms, args.row, b * row_b + numbers[(turn + 1) & 3] * row_n, k0)
+                    load_key_bias(variant, row.terms, args.row, b * row_b + numbers[(row_count + 1) & 3] * row_n, k0)
             slot, bias_slot = row_tiles(
-                variant, operands, row, bias, sums, rings, scale, inverse, more, s, turn, slot, bias_slot, NT, t4, lane
+                variant, operands, row, bias, sums, rings, scale, inverse, more, s, row_count, slot, bias_slot, NT, t4, lane
             )
             if more:
                 rings.keys.consumer_release(s, lane)
-            n = numbers[turn & 3]
+            n = numbers[row_count & 3]
             if const_expr(variant.mask_gradient):
                 store_mask_gradient(variant, sums, dmask[b, n, h, None], k0, t4)
             arch.cp_async_bulk_wait_group(0, read=True)
@@ -371,9 +382,11 @@ def consume(
                 arch.sync_warp()
             store_rows(operands.acc_dV, Float32(1.0), shared.sX[None, None, place], lane, variant.dtype)
             store_tile(variant, copy_dV, place, (i * 4 + w, h, n, b))
-            m, turn = m + NS, turn + 1
+            m, row_count = m + NS, row_count + 1
         if const_expr(variant.streamed):
-            if m < count + s:  # the last round has no row for this stream
+            # True if the last round has no row for this stream. It still gives the tiles of the bias back.
+            # Example of 4 rows and 3 streams: stream 0 does rows 0 and 3, so m = 6 >= 4 + 0. Stream 1 does row 1, so m = 4 < 5.
+            if m < count + s:
                 for _ in cutlass.range(NT, unroll=1):
                     sleep_until(rings.bias.barrier(bias_slot.stage), bias_slot.phase)
                     rings.bias.consumer_release(bias_slot.stage, lane)

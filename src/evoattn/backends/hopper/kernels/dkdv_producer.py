@@ -16,38 +16,40 @@ from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
 
 @cute.jit
 def produce(
-    variant, s: Int32, args, span, sizes, some: Boolean, sS: cute.Pointer, rings, copies, NT: Int32, lane: Int32,
-    box: cute.Tensor,
+    variant, s: Int32, args, span, sizes, skips_rows: Boolean, sS: cute.Pointer, rings, copies, NT: Int32, lane: Int32,
+    row_numbers: cute.Tensor,
 ):  # fmt: skip
     """Bring in what stream s needs: k and v of a row, then its q, do and statistics, a block of queries after the other.
 
-    In `box` consumers find the number n of each row in turn, and of the one that follows. Four are enough: a warp that
-    reads the number of turn t has given k and v back up to turn t + 1 at most, so by then t + 2 and t + 3 are written, and
-    t + 1 is written again with the same number.
+    `row_count` is how many rows the stream has begun. `row_numbers` [4] tells consumers the number n of row t of a stream, at
+    t % 4, and that of the next. Four entries are enough: a warp that reads entry t has given k and v back up to row t + 1 at
+    most. By then t + 2 and t + 3 are written, and t + 1 is written again with the same number.
+
+    skips_rows: whether any row is left out of any panel. `time` counts as in `schedule`.
     """
     begin, end, bid, each, change = span
     copy_K, copy_V, copy_Q, copy_dO = copies
     NS, live, stats = variant.streams, (args.order, args.starts), args.stats
     ring = rings.queries.of(s, variant.stages)
-    slot, turn, at = ring.start(), Int32(0), begin
-    while at < end:
-        i, h, b, n0, n1, start, rows = next_panel(variant, at, end, change, live, sizes, lane)
-        known = opening(start, rows, each, bid, start + n0)
-        at = cutlass.min(start + rows, end)
+    slot, row_count, time = ring.start(), Int32(0), begin
+    while time < end:
+        i, h, b, n0, n1, start, rows = next_panel(variant, time, end, change, live, sizes, lane)
+        panel_times = opening(start, rows, each, bid, start + n0)
+        time = cutlass.min(start + rows, end)
         m, count, n = s, n1 - n0, Int32(0)
         if m < count:
-            n = row_at_rank(variant, uniform_row(m, rows, known), b, live, some)
+            n = row_at_rank(variant, uniform_row(m, rows, panel_times), b, live, skips_rows)
         while m < count:
             following = n
             if m + NS < count:
-                following = row_at_rank(variant, uniform_row(m + NS, rows, known), b, live, some)
-            rings.keys.producer_acquire(Slot(s, turn & 1))
+                following = row_at_rank(variant, uniform_row(m + NS, rows, panel_times), b, live, skips_rows)
+            rings.keys.producer_acquire(Slot(s, row_count & 1))
             with arch.elect_one():
-                box[turn & 3], box[(turn + 1) & 3] = n, following
+                row_numbers[row_count & 3], row_numbers[(row_count + 1) & 3] = n, following
                 rings.keys.expect(s, 2 * ROWS * padded(variant.channels) * 2)
             copy_K.load((i, h, n, b), 2 * s, rings.keys, s)
             copy_V.load((i, h, n, b), 2 * s + 1, rings.keys, s)
-            turn += 1
+            row_count += 1
             arch.griddepcontrol_wait()
             for j in cutlass.range(NT, unroll=1):
                 x = ring.index(slot.stage)
@@ -67,10 +69,10 @@ def produce_bias(variant, args, span, sizes, sP: cute.Pointer, ring, NT: Int32, 
     """Bring in the tiles of the pair bias, each once for all streams."""
     begin, end, _, _, change = span
     NS, pair, live = variant.streams, args.pair, (args.order, args.starts)
-    slot, at = ring.start(), begin
-    while at < end:
-        i, h, b, n0, n1, start, rows = next_panel(variant, at, end, change, live, sizes, lane)
-        at = cutlass.min(start + rows, end)
+    slot, time = ring.start(), begin
+    while time < end:
+        i, h, b, n0, n1, start, rows = next_panel(variant, time, end, change, live, sizes, lane)
+        time = cutlass.min(start + rows, end)
         tiles = pair[b % pair.shape[0], h % pair.shape[1], i, None, None]
         for _ in cutlass.range((n1 - n0 + NS - 1) // NS, unroll=1):
             for j in cutlass.range(NT, unroll=1):

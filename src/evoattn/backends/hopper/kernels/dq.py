@@ -174,7 +174,10 @@ class QueryGradients(Kernel):
 
     @cute.kernel
     def kernel(self, tma_Q, tma_dO, tma_O, tma_K, tma_V, tma_dQ, args):
-        """The roles of a block's warps, after its shared memory and its share of the work."""
+        """The roles of a block's warps, after its shared memory and its share of the work.
+
+        More than 60 lines: the roles share the memory, the rings, the copies and the sizes.
+        """
         if const_expr(not self.skips):
             arch.griddepcontrol_launch_dependents()  # `KeyGradients` comes to each processor that is through
         D, WG, CL = padded(self.channels), self.groups, self.cluster

@@ -62,7 +62,7 @@ class Forward(Kernel):
     # channels it need not be: one term is taken, and q makes up for it.
     exact: bool
     resident: bool  # whether the pair bias of a panel stays in shared memory
-    # whether the pair bias is float32: it streams, over scale, as the accumulators hold it (`pair_bias.ForwardTiles`).
+    # whether the pair bias is float32: it streams, over scale, as the accumulators hold it (`PairBiasTiles`).
     wide: bool = False
 
     @property
@@ -109,7 +109,7 @@ class Forward(Kernel):
 
     @property
     def pair_tiles(self) -> int:
-        """ForwardTiles of the pair bias that lie in shared memory."""
+        """Tiles of the pair bias that lie in shared memory."""
         return HALVES * (CHAIN if self.resident else self.stages) if self.pair else 1
 
     @property
@@ -167,7 +167,7 @@ class Forward(Kernel):
         )
 
     def allocate(self):
-        """The shared memory of a block: tiles, terms of the key-wise bias, rings, and notes: turns, books and origins."""
+        """The shared memory of a block: tiles, terms of the key-wise bias, rings, turns, notes of warps, origins."""
         ST = self.stages
         smem = SmemAllocator()
         lq, lk, lv, lp, li, lo = self.layouts()
@@ -184,7 +184,7 @@ class Forward(Kernel):
         rings = ForwardRings(
             Ring.allocate(smem, STREAMS * ST), Ring.allocate(smem, ST), Ring.allocate(smem, STREAMS * self.slots)
         )
-        books = cute.make_tensor(
+        all_notes = cute.make_tensor(
             smem.allocate_array(Int32, CONSUMERS * 4 * 8), cute.make_layout((CONSUMERS * 4, 8), stride=(8, 1))
         )
         # What the pair bias of a warp's queries is measured from.
@@ -195,7 +195,7 @@ class Forward(Kernel):
         turns = cute.make_tensor(
             smem.allocate_array(Int32, STREAMS * 4 * 2), cute.make_layout((STREAMS, 4, 2), stride=(8, 2, 1))
         )
-        return ForwardTiles(sQ, sK, sV, sP, sI, sB, sO), sB, rings, (turns, books, origins)
+        return ForwardTiles(sQ, sK, sV, sP, sI, sB, sO), sB, rings, (turns, all_notes, origins)
 
     @cute.kernel
     def kernel(self, tma_Q, tma_K, tma_V, tma_P, tma_O, args):

@@ -37,9 +37,13 @@ class ForwardTiles(namedtuple("ForwardTiles", "sQ sK sV sP sI sB sO")):
 @cute.jit
 def consume(
     variant, thread, bid: Int32, args, span, sizes, blocks: Int32, tiles, copy_O, rings, turns: cute.Tensor,
-    books: cute.Tensor, origins: cute.Tensor,
+    all_notes: cute.Tensor, origins: cute.Tensor,
 ):  # fmt: skip
     """Do the rows of this warpgroup's stream, panel after panel.
+
+    `turn` is the number of a row in its stream, modulo 4: `turns` [stream, turn] has its n and its slices of keys. `notes`
+    are numbers of a warp in shared memory: the next unit, the end, the tile, h, b and whether the last row is repeated.
+    `repairs`: whether a query of this thread needs `repair_rows`.
 
     More than 60 lines: a part of a loop in a function of its own changes what the compiler carries through the loop.
     """
@@ -54,13 +58,13 @@ def consume(
     floor = Float32(DEAD) if const_expr(variant.dtype is BFloat16) else c * (-VETO * VETO)
     operands, row, copy = fragments(variant, tiles, thread, inverse, excess)
     # What the loop over rows does not need at every step lives in shared memory: registers decide its speed.
-    slot, query_phase, again, turn = rings.keys.start(), Int32(0), Boolean(False), Int32(0)
-    book = books[wid, None]
+    slot, query_phase, repairs, turn = rings.keys.start(), Int32(0), Boolean(False), Int32(0)
+    notes = all_notes[wid, None]
     if lane == 0:
-        book[0], book[1] = span
+        notes[0], notes[1] = span
     arch.sync_warp()
-    while book[0] < book[1]:
-        unit, stop = book[0], book[1]
+    while notes[0] < notes[1]:
+        unit, stop = notes[0], notes[1]
         panel, p0, p1 = stretch(unit, stop, N)
         ib, h, b = place(panel, panels, args.q.shape[2])
         count = p1 - p0 + STREAMS - 1
@@ -69,12 +73,12 @@ def consume(
         count = count // STREAMS
         arch.sync_warp()
         if lane == 0:
-            book[0] = unit + p1 - p0
-            book[2] = (ib * HALVES + half) * (ROWS // 16) + w  # tiles of 16 queries
-            book[3] = h
-            book[4] = b
+            notes[0] = unit + p1 - p0
+            notes[2] = (ib * HALVES + half) * (ROWS // 16) + w  # tiles of 16 queries
+            notes[3] = h
+            notes[4] = b
             if const_expr(variant.streamed):
-                book[5] = (p1 - p0) % STREAMS * s
+                notes[5] = (p1 - p0) % STREAMS * s
         if const_expr(variant.pair):
             if const_expr(variant.streamed):
                 arch.griddepcontrol_wait()
@@ -109,19 +113,19 @@ def consume(
                 slot, query_phase, count = row_keys(
                     variant, operands, row, copy, turns, rings, c, thread, turn, slot, query_phase, count, blocks
                 )
-                tile, h, b, n = book[2], book[3], book[4], turns[s, turn, 0]
+                tile, h, b, n = notes[2], notes[3], notes[4], turns[s, turn, 0]
                 output = wg * 4 + w
                 if const_expr(variant.slots == 2):
                     output = (mma.query_slot(variant, s, turn, query_phase).stage * HALVES + half) * 4 + w
                 turn = (turn + 1) & 3
-                at = (tile, h, n, b, output)
-                again = store_row(
-                    variant, row, args, at, tiles.sO, copy_O, floor, again, count, book, origins[None, wid], thread
+                target = (tile, h, n, b, output)
+                repairs = store_row(
+                    variant, row, args, target, tiles.sO, copy_O, floor, repairs, count, notes, origins[None, wid], thread
                 )
         else:
             turn, slot, query_phase = skip_rows(variant, turns, rings, thread, turn, slot, query_phase, count)
     arch.cp_async_bulk_wait_group(0)
-    if arch.vote_any_sync(again):
+    if arch.vote_any_sync(repairs):
         if const_expr(variant.prepared):
             arch.griddepcontrol_wait()
         repair_rows(variant, args, arch.make_warp_uniform(bid), sizes, thread)
@@ -202,26 +206,27 @@ def row_keys(
     queries = mma.query_operand(variant, operands, s, half, turn)
     count -= 1
     if const_expr(variant.resident):
-        here = rings.at(first)
-        slot, before = mma.chain_steps(variant, 0, left, full, queries, operands, row, c, hf, slot, before, output, here, lane)
+        stream = rings.at(first)
+        slot, before = mma.chain_steps(
+            variant, 0, left, full, queries, operands, row, c, hf, slot, before, output, stream, lane
+        )
     else:
         while left > 0:
             hf, first = arch.make_warp_uniform(hf), arch.make_warp_uniform(first)
             slot = Slot(arch.make_warp_uniform(slot.stage), slot.phase)
-            here = rings.at(first)
+            stream = rings.at(first)
             slot, before = mma.chain_steps(
-                variant, 0, left, full, queries, operands, row, c, hf, slot, before, output, here, lane
+                variant, 0, left, full, queries, operands, row, c, hf, slot, before, output, stream, lane
             )
             left -= CHAIN
             if left > 0:
-                mma.wait_keys(variant, here, slot)
+                mma.wait_keys(variant, stream, slot)
                 warpgroup.fence()
-                mma.scores(
-                    variant, queries, operands, row.acc_S0, 0, mma.pair_tile(variant, 0, slot, hf), here.keys.index(slot.stage)
-                )
-                mma.softmax(variant, row, operands, c, row.acc_S1, 1, here.keys.index(before))
+                tile, stage = mma.pair_tile(variant, 0, slot, hf), stream.keys.index(slot.stage)
+                mma.scores(variant, queries, operands, row.acc_S0, 0, tile, stage)
+                mma.softmax(variant, row, operands, c, row.acc_S1, 1, stream.keys.index(before))
                 warpgroup.wait_group(0)
-                mma.release_keys(variant, here, before, lane)
+                mma.release_keys(variant, stream, before, lane)
     rings = rings.at(first)
     tail = Int32(1) if const_expr(variant.odd) else 1
     if const_expr(variant.odd):
@@ -290,28 +295,30 @@ def skip_rows(variant, turns: cute.Tensor, rings, thread, turn: Int32, slot, que
 
 @cute.jit
 def store_row(
-    variant, row, args, at, sO: cute.Tensor, copy, floor: Float32, again: Boolean, count: Int32, book: Any,
+    variant, row, args, target, sO: cute.Tensor, copy, floor: Float32, repairs: Boolean, count: Int32, notes: Any,
     origins: cute.Tensor, thread,
 ):  # fmt: skip
     """Write a row's o, LSE and reference, but for queries that `repair` does again.
+
+    More than 60 lines: 20 of them are this docstring.
 
     Their LSE is NaN if what scores were measured from was wrong, and +inf if biases may have swallowed them.
 
     Args:
         row: acc_O, m and l.
         args: arguments of the kernel.
-        at: the tile of 16 queries, h, n, b, and the tile of shared memory from which o leaves.
+        target: the tile of 16 queries, h, n, b, and the tile of shared memory from which o leaves.
         sO, copy: those tiles, and the copy of o to global memory.
         floor: queries with a lower reference attend to nothing.
-        again: whether a row before has to be done again.
+        repairs: whether a row before has to be done again.
         count: how many rows come after.
-        book: what the warp keeps in shared memory.
+        notes: see `consume`.
         origins: what the pair bias of the warp's queries is measured from.
 
     Returns:
         Whether this row, or one before, has to be done again.
     """
-    (_, _, acc_O, m, l), (tile, h, n, b, output), (_, _, _, _, lane, g, t4, *_) = row, at, thread
+    (_, _, acc_O, m, l), (tile, h, n, b, output), (_, _, _, _, lane, g, t4, *_) = row, target, thread
     lse, reference = args.lse, args.reference
     for x in range_constexpr(2):
         l[x] = arch.warp_reduction_sum(l[2 * x] + l[2 * x + 1], threads_in_group=4)
@@ -333,7 +340,7 @@ def store_row(
     # The second stream repeats the last of an odd number of rows, to stay in step, and writes nothing.
     limit = args.q.shape[3]
     if const_expr(variant.streamed):
-        if count == 0 and book[5] == 1:
+        if count == 0 and notes[5] == 1:
             limit = Int32(0)
         if limit > 0:
             copy.store(output, (tile, h, n, b))
@@ -346,7 +353,7 @@ def store_row(
         far = Boolean(False)
         if const_expr(variant.pair):
             far = (m[x] < LOWEST) & (m[x] >= floor)
-        again = again | (not good) | far
+        repairs = repairs | (not good) | far
         if t4 == 0 and i < limit:
             value = m[x] + cute.math.log2(l[x], fastmath=True)
             value = cutlass.select_(dead[x], -Float32.inf, value)
@@ -356,7 +363,7 @@ def store_row(
                 value = cutlass.select_(far, Float32.inf, value)
             lse[b, n, h, i] = cutlass.select_(good, value, Float32.nan)
             reference[b, n, h, i] = origin
-    return again
+    return repairs
 
 
 @cute.jit

@@ -31,6 +31,8 @@ def repair_queries(variant, args, b: Int32, n: Int32, h: Int32, first: Int32):
 
     Biases far below 0 are raised here, so that scores keep their digits. What that adds to the largest score goes from the
     reference.
+
+    More than 60 lines: its parts share the sums that stay in registers over the loop.
     """
     q, k, v, o, lse, reference = args.q, args.k, args.v, args.o, args.lse, args.reference
     shifts, r = args.shifts, b * args.row_b + n * args.row_n

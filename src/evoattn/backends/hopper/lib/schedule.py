@@ -8,9 +8,14 @@ find them in the L2 cache if they do so at the same time.
 2S, ..., then 1, S + 1, ..., and each block begins where the panel's first full stretch begins. Rows in order took 36% longer
 at 8 heads.
 
-**Backward.** The line counts time. A unit is a row long, and the time that a block takes to change to a panel lies before it.
-The rows of a panel are done in the order of time: a position that its block reaches sooner is a lower row, whichever block that
-is. All panels then go through the rows together.
+**Backward.** The line counts time in rows. A change to a panel takes time too, which lies before the panel's first row. Each
+block starts its stretch at time 0. The blocks of a panel take its rows in the order of their own times: rows 0 and 1 are those
+that two blocks reach first. So blocks of all panels read about the same rows at a time. Two panels of 6 rows for 3 blocks:
+
+    time        0     1     2     3
+    block 0     A0    A2    A4    A5      A, B: panels, with the row n
+    block 1     A1    A3    B2    B4
+    block 2     B0    B1    B3    B5
 """
 
 from __future__ import annotations

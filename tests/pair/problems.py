@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from evoattn.pair import triangle_multiplication
 from evoattn.pair.checking import by_name
+from evoattn.pair.operators import Operator
 from evoattn.pair.values import MultiplicationOptions as Options
 from evoattn.pair.values import MultiplicationWeights as Weights
 from evoattn.testing import relative_error
 
-__all__ = ["call", "differentiated", "inputs", "truth", "weights", "worst"]
 
-
-def weights(channels: int, hidden: int, *, bias: bool, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Weights:
-    """Weights of norms near 1, and products that keep the size of their input. Without biases the norms are plain, too."""
+def drawer(dtype: torch.dtype, device: str) -> Callable[..., Tensor]:
+    """A function that draws a weight of a shape: a product that keeps the size of its input, or a vector near 0."""
     rng = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
         drawn = torch.randn(shape, generator=rng, dtype=torch.float64)
         return (drawn / shape[-1] ** 0.5 if len(shape) == 2 else 0.3 * drawn).to(device, dtype)
 
+    return draw
+
+
+def weights(channels: int, hidden: int, *, bias: bool, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Weights:
+    """Weights of norms near 1, and products that keep the size of their input. Without biases the norms are plain, too."""
+    draw = drawer(dtype, device)
     made: Any = {
         "norm_in_weight": 1 + draw(channels),
         "norm_in_bias": draw(channels),
@@ -61,7 +69,7 @@ def call(z: Tensor, mask: Tensor | None, given: Weights, options: Options) -> Te
     return triangle_multiplication(z, mask, direction=direction, residual=options.residual, eps=options.eps, **named)
 
 
-def differentiated(out: Tensor, z: Tensor, given: Weights, do: Tensor) -> list[Tensor]:
+def differentiated(out: Tensor, z: Tensor, given: Any, do: Tensor) -> list[Tensor]:
     """The output, and the gradients of z and of all weights."""
     leaves = [z, *[x for x in given if x is not None]]
     return [out, *torch.autograd.grad(out, leaves, do.to(out.dtype))]
@@ -94,9 +102,29 @@ def worst(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(relative_error(x, y) for x, y in zip(found, exact, strict=True))
 
 
-def truth(z: Tensor, mask: Tensor | None, given: Weights, options: Options, do: Tensor) -> list[Tensor]:
+def truth(
+    x: Tensor, mask: Tensor | None, given: Any, options: Any, do: Tensor, dense: Callable[..., Tensor] = dense
+) -> list[Tensor]:
     """The same by dense torch in float64, from the very numbers that are given."""
-    z = z.detach().double().requires_grad_()
-    wide: Any = [None if x is None else x.detach().double().requires_grad_() for x in given]
-    out = dense(z, None if mask is None else mask.double(), Weights(*wide), options)
-    return differentiated(out, z, Weights(*wide), do)
+    x = x.detach().double().requires_grad_()
+    exact = type(given)(*[None if y is None else y.detach().double().requires_grad_() for y in given])
+    return differentiated(dense(x, None if mask is None else mask.double(), exact, options), x, exact, do)
+
+
+def watch_steps(monkeypatch: pytest.MonkeyPatch, steps: ModuleType, *names: str) -> list[str]:
+    """Let kernels take tensors of the CPU, and return the list of those steps that run."""
+    ran: list[str] = []
+
+    def watched(name: str) -> Callable[..., Any]:
+        step = getattr(steps, name)
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            ran.append(name)
+            return step(*arguments, **named)
+
+        return run
+
+    for name in names:
+        monkeypatch.setattr(steps, name, watched(name))
+    monkeypatch.setattr(Operator, "has_kernels", lambda *_: True)
+    return ran

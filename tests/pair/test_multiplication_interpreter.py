@@ -23,10 +23,9 @@ else:
 
     from evoattn.pair import Split, triangle_multiplication
     from evoattn.pair.multiplication import steps
-    from evoattn.pair.operators import Operator
     from evoattn.pair.values import MultiplicationOptions as Options
     from evoattn.pair.values import MultiplicationWeights as Weights
-    from tests.pair.problems import call, differentiated, inputs, truth, weights, worst
+    from tests.pair.problems import call, differentiated, inputs, truth, watch_steps, weights, worst
 
     pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -37,21 +36,7 @@ else:
     @pytest.fixture(autouse=True)
     def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """Kernels take tensors of the CPU here. The steps that ran."""
-        taken: list[str] = []
-
-        def counted(name: str) -> Any:
-            step = getattr(steps, name)
-
-            def run(*arguments: Any, **named: Any) -> Any:
-                taken.append(name)
-                return step(*arguments, **named)
-
-            return run
-
-        for name in ("gate_in", "gate_out", "gate_out_backward", "gate_in_backward"):
-            monkeypatch.setattr(steps, name, counted(name))
-        monkeypatch.setattr(Operator, "has_kernels", lambda *_: True)
-        return taken
+        return watch_steps(monkeypatch, steps, "gate_in", "gate_out", "gate_out_backward", "gate_in_backward")
 
     CASES = [(dtype, SIZES[0]) for dtype in TOLERANCE] + [(torch.float32, sizes) for sizes in SIZES[1:]]
 

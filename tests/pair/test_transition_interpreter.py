@@ -20,11 +20,10 @@ else:
     interpreter.patch()
 
     import evoattn.pair
-    from evoattn.pair.operators import Operator
     from evoattn.pair.transitions import steps
     from evoattn.pair.values import TransitionOptions as Options
     from evoattn.pair.values import TransitionWeights as Weights
-    from tests.pair.problems import differentiated, worst
+    from tests.pair.problems import differentiated, watch_steps, worst
     from tests.pair.transitions import call, inputs, is_close, truth, weights
 
     pytestmark = pytest.mark.usefixtures("poisoned")
@@ -36,21 +35,7 @@ else:
     @pytest.fixture(autouse=True)
     def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """Kernels take tensors of the CPU here. The steps that ran."""
-        taken: list[str] = []
-
-        def counted(name: str) -> Any:
-            step = getattr(steps, name)
-
-            def run(*arguments: Any, **named: Any) -> Any:
-                taken.append(name)
-                return step(*arguments, **named)
-
-            return run
-
-        for name in ("forward", "launch_backward"):
-            monkeypatch.setattr(steps, name, counted(name))
-        monkeypatch.setattr(Operator, "has_kernels", lambda *_: True)
-        return taken
+        return watch_steps(monkeypatch, steps, "forward", "launch_backward")
 
     CASES = [(dtype, SIZES[0]) for dtype in DTYPES] + [(torch.float32, sizes) for sizes in SIZES[1:]]
 

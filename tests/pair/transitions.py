@@ -13,9 +13,8 @@ from evoattn.pair.transitions.call import reference
 from evoattn.pair.values import TransitionOptions as Options
 from evoattn.pair.values import TransitionWeights as Weights
 from evoattn.testing import relative_error
-from tests.pair.problems import differentiated
-
-__all__ = ["call", "inputs", "is_close", "truth", "weights"]
+from tests.pair import problems
+from tests.pair.problems import differentiated, drawer
 
 _FLOOR = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
@@ -24,12 +23,7 @@ def weights(
     channels: int, hidden: int, *, gated: bool, bias: bool, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> Weights:
     """Weights of a norm near 1, and products that keep the size of their input. Without biases the norm is plain, too."""
-    rng = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        drawn = torch.randn(shape, generator=rng, dtype=torch.float64)
-        return (drawn / shape[-1] ** 0.5 if len(shape) == 2 else 0.3 * drawn).to(device, dtype)
-
+    draw = drawer(dtype, device)
     made: Any = {
         "norm_weight": 1 + draw(channels),
         "norm_bias": draw(channels),
@@ -80,10 +74,7 @@ def dense(x: Tensor, mask: Tensor | None, w: Weights, options: Options) -> Tenso
 
 def truth(x: Tensor, mask: Tensor | None, given: Weights, options: Options, do: Tensor) -> list[Tensor]:
     """The same by dense torch in float64, from the very numbers that are given."""
-    x = x.detach().double().requires_grad_()
-    wide: Any = [None if y is None else y.detach().double().requires_grad_() for y in given]
-    out = dense(x, None if mask is None else mask.double(), Weights(*wide), options)
-    return differentiated(out, x, Weights(*wide), do)
+    return problems.truth(x, mask, given, options, do, dense)
 
 
 def is_close(found: list[Tensor], x: Tensor, mask: Tensor | None, given: Weights, options: Options, do: Tensor) -> bool:

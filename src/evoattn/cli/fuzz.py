@@ -31,12 +31,13 @@ from evoattn.cli.terminal import (
     try_to_write,
     whole_number,
 )
+from evoattn.core.problem import dtype_name
 from evoattn.testing.fuzz import JUDGE, LAYERS, Findings, Problem, Trial, Workers, shrunk
 from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import random_layer
 from evoattn.testing.random_problems import DTYPES, random_problem
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 _CASES = 200
 _LARGEST = {JUDGE: {"cpu": 1 << 20, "cuda": 1 << 22}, LAYERS: {"cpu": 1 << 15, "cuda": 1 << 21}}
 """Scores of a problem, by judge. A layer is computed by dense torch twice, forward and backward."""

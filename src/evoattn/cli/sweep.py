@@ -17,6 +17,7 @@ from evoattn.bench.plan import Plan
 from evoattn.bench.record import PASSES, Problem, Result, Timing
 from evoattn.cli.evoformer import CHANNELS, TRIANGLE_HEADS, embed, triangle_start
 from evoattn.cli.terminal import Step
+from evoattn.core.problem import dtype_name
 from evoattn.testing import Inputs
 from evoattn.testing.oracle import budgets, excess
 from evoattn.workloads import Workload, workload
@@ -81,7 +82,7 @@ def four_attentions(attentions_of_block: list[Inputs], size: Size, step: Step) -
         case = inputs.case
         sizes = (1, case.n, case.h, case.lq, case.lk, case.d)
         shape = Workload(case.name, *sizes, True, inputs.pair_bias is not None, "")
-        problem = Problem(shape, str(case.dtype).removeprefix("torch."), attentions.io_bytes(inputs))
+        problem = Problem(shape, dtype_name(case.dtype), attentions.io_bytes(inputs))
         for contender, result in attentions.contenders(PLAN, inputs):
             step(f"{case.name}, {contender.name}")
             measure(contender, result, inputs, ("forward", "backward"), size, clock_for(inputs.q.device))
@@ -123,7 +124,7 @@ def growth(query: str, size: Size, seed: int, device: torch.device, dtype: torch
     end = math.inf if size.patience is None else clock.now() + size.patience
     problems: list[Problem] = []
     for length in size.lengths:
-        problem = Problem(workload(f"tri{length}"), str(dtype).removeprefix("torch."), None)
+        problem = Problem(workload(f"tri{length}"), dtype_name(dtype), None)
         for contender in (backend_peer("auto", "evoattn"), PEERS["dense"]):
             if contender.name in stops(problems):
                 continue

@@ -147,9 +147,8 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
             )
 
 
-def _check_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+def _check_tensor(name: str, x: Any) -> None:
+    check_tensors(**{name: x})
     if x.layout != torch.strided or x.is_nested:
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{name} must be a dense tensor with strides, got one of layout {layout}")

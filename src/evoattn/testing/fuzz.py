@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from evoattn.compile import workers as processes
+from evoattn.core.problem import dtype_name
 from evoattn.testing.cases import Case
 from evoattn.testing.judging import Outcome
 from evoattn.testing.random_layers import RandomLayer
@@ -111,7 +112,7 @@ class Findings:
 
     def add(self, trial: Trial, outcome: Outcome) -> None:
         """Count one more outcome."""
-        place = (trial.backend, str(trial.problem.dtype).removeprefix("torch."))
+        place = (trial.backend, dtype_name(trial.problem.dtype))
         counts = self.counts.setdefault(place, {"held": 0, "refused": 0, "failed": 0})
         counts[outcome.status] += 1
         if outcome.status == "failed":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evoattn import nn as ours
+from evoattn.core.problem import dtype_name
 from evoattn.testing import dense_layers as dense
 from evoattn.testing.changes import HOOKS, IN_PLACE, INSTEAD, change
 from evoattn.testing.drawing import bell, with_strides
@@ -182,7 +183,7 @@ class RandomLayer:
 
     def command(self, backend: str, device: str) -> str:
         """A command that judges the layer again."""
-        dtypes = "" if self.dtypes == DTYPES else " --dtypes " + " ".join(str(x).removeprefix("torch.") for x in self.dtypes)
+        dtypes = "" if self.dtypes == DTYPES else " --dtypes " + " ".join(dtype_name(x) for x in self.dtypes)
         drawn = f"--seed {self.seed} --cases 1 --largest {self.largest}{dtypes}"
         return f"evoattn fuzz --layers {drawn} --backends {backend} --device {device}"
 

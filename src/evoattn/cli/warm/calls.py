@@ -17,6 +17,7 @@ from evoattn.cli.warm.families import Attention
 from evoattn.core.devices import Card, planned_for
 from evoattn.core.inputs import Cotangents, Inputs
 from evoattn.core.layouts import empty_gradients, empty_outputs
+from evoattn.core.problem import dtype_name
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
 from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError, backend_module
@@ -44,7 +45,7 @@ class Call:
     mask_dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"{self.attention.name}, {self.length}, {dtype}, {'backward' if self.training else 'forward'}"
 
     def inputs(self) -> Inputs:

@@ -16,7 +16,6 @@ from evoattn.backends.hopper.kernels.statistics import TILE, delta_units, step_o
 from evoattn.backends.hopper.lib.copies import store_rows
 from evoattn.backends.hopper.lib.live_rows import next_panel
 from evoattn.backends.hopper.lib.primitives import (
-    LOG2E,
     exp2,
     finite,
     multiply,
@@ -28,6 +27,7 @@ from evoattn.backends.hopper.lib.primitives import (
 )
 from evoattn.backends.hopper.lib.ring import Ring, Slot, sleep_until
 from evoattn.backends.hopper.tiles import ROWS, SLICE, padded
+from evoattn.core.numerics import LOG2E
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -126,7 +126,7 @@ def load_keys(variant, operands, row, tiles, t4, inverse):
     for tile, to in zip(tiles, (operands.tSrK, operands.tdPrV), strict=True):
         cute.copy(row.copy, row.source[None, None, None, tile], row.copy.retile(to))
     step, zero = step_of(variant.dtype), variant.dtype(0.0)
-    # The compiler would take apart what was loaded a row ahead as soon as it is asked for, and so wait for memory there.
+    # The next row is loaded early. The compiler would unpack it right after the load, and so wait for memory there.
     words = cute.make_rmem_tensor(6, Int32)
     for x in range(6):
         words[x] = unseen(own[x])

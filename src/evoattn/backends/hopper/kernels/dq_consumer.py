@@ -15,7 +15,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from evoattn.backends.hopper.kernels.dq_sum import add_part, leave_dq, release_queries, slice_key, store_part, sum_in_turn
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.lib.primitives import (
-    LOG2E,
     MASKED,
     coefficients,
     exp2,
@@ -30,6 +29,7 @@ from evoattn.backends.hopper.lib.primitives import (
 from evoattn.backends.hopper.lib.ring import Ring, Slot, release
 from evoattn.backends.hopper.lib.schedule import place, stretch
 from evoattn.backends.hopper.tiles import ROWS, SLICE, padded
+from evoattn.core.numerics import LOG2E
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 

@@ -10,10 +10,10 @@ from evoattn.backends.hopper.kernels.dq_consumer import live_tiles
 from evoattn.backends.hopper.kernels.key_bias import TERMS
 from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
 from evoattn.backends.hopper.lib.copies import bulk_load
-from evoattn.backends.hopper.lib.primitives import LN2, LOG2E
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import first_row, opening, place, row, stretch, uniform_row
 from evoattn.backends.hopper.tiles import KEYS, ROWS, padded
+from evoattn.core.numerics import LN2, LOG2E
 
 
 @cute.jit

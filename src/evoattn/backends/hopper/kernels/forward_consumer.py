@@ -13,10 +13,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from evoattn.backends.hopper.kernels import forward_mma as mma
 from evoattn.backends.hopper.kernels.repair import WARP_QUERIES, repair_queries
 from evoattn.backends.hopper.lib.copies import load_panel
-from evoattn.backends.hopper.lib.primitives import DEAD, LOG2E, LOWEST, VETO, coefficients, fma, multiply, pin_registers
+from evoattn.backends.hopper.lib.primitives import DEAD, LOWEST, VETO, coefficients, fma, multiply, pin_registers
 from evoattn.backends.hopper.lib.ring import Slot
 from evoattn.backends.hopper.lib.schedule import interleaved_row, panel_phase, panel_start, place, stretch
 from evoattn.backends.hopper.tiles import CHAIN, CONSUMERS, HALVES, KEYS, ROWS, SLICE, STREAMS, padded
+from evoattn.core.numerics import LOG2E
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 

@@ -8,10 +8,10 @@ from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.statistics import NEVER, TILE, write_statistics
 from evoattn.backends.hopper.lib.copies import clear_numbers, clear_rows
-from evoattn.backends.hopper.lib.primitives import LN2, LOG2E
 from evoattn.backends.hopper.lib.ring import Slot, sleep_until
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import QUERIES, ROWS, padded
+from evoattn.core.numerics import LN2, LOG2E
 
 GROUPS = 3
 """Warpgroups that compute."""

@@ -13,8 +13,9 @@ from cutlass import Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes, strided
-from evoattn.backends.hopper.lib.primitives import LN2, sigmoid
+from evoattn.backends.hopper.lib.primitives import sigmoid
 from evoattn.backends.hopper.lib.schedule import place
+from evoattn.core.numerics import LN2
 
 _THREADS = 128
 _VECTOR = 8  # channels of a thread: 16 bytes

@@ -16,7 +16,8 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.kernels.key_bias import TERMS
-from evoattn.backends.hopper.lib.primitives import LOG2E, LOWEST, LOWEST_KEY, MASKED, mma_m16n8k16, packed
+from evoattn.backends.hopper.lib.primitives import LOWEST, LOWEST_KEY, MASKED, mma_m16n8k16, packed
+from evoattn.core.numerics import LOG2E
 
 WARP_QUERIES = 16
 """Queries of a warp."""

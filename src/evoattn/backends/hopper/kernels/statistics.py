@@ -10,9 +10,10 @@ from cutlass import BFloat16, Float32, const_expr, cute, range_constexpr
 from cutlass.cute import arch
 
 from evoattn.backends.hopper.launch import Kernel, floats, lines, sizes
-from evoattn.backends.hopper.lib.primitives import LN2, LOG2E, VETO, three_terms
+from evoattn.backends.hopper.lib.primitives import VETO, three_terms
 from evoattn.backends.hopper.lib.schedule import place
 from evoattn.backends.hopper.tiles import ROWS
+from evoattn.core.numerics import LN2, LOG2E
 
 TILE = 4 * ROWS
 """Words of statistics of 64 queries (`write_statistics`)."""

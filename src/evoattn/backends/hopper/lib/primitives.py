@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from cutlass import BFloat16, Float32, Int32, cute, select_
 from cutlass.cute import arch, make_tiled_mma, tile_to_shape
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-LN2 = math.log(2.0)
-LOG2E = math.log2(math.e)
+from evoattn.core.numerics import LOG2E
 
 MASKED = -(2.0**100)
 """The value of -inf in a bias: finite, because the tensor cores would turn 0 * -inf into NaN, and out of reach of any score."""

@@ -2,7 +2,7 @@
 
 A tensor-core product has 16 queries and 16 keys at least, so one query with four keys would compute 64 scores for each that it
 needs, in a program for each (b, n, h). Here a program loads all keys and values of many (b, n, h) into registers, once, and
-multiplies on the ALUs in float32: what is left is the time to read and write. No program adds to what another one writes, so
+multiplies on the ALUs in float32, so the time is that of reading and writing. No program adds to what another one writes, so
 the order of sums is fixed.
 """
 

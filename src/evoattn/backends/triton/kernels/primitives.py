@@ -11,16 +11,14 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.arguments import PairView, RowView, View
+from evoattn.core import numerics
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+LOG2E, LN2, NEAR = tl.constexpr(numerics.LOG2E), tl.constexpr(numerics.LN2), tl.constexpr(numerics.NEAR)
 DISTANT = tl.constexpr(3e38)
 """Marks a query whose reference is not 0, in place of its lse in the backward's statistics.
 
 Its P becomes 0 in the first launch. A second launch, with DISTANT_ONLY, computes it.
 """
-NEAR = tl.constexpr(64.0)
-"""Biases up to this size cost a float32 score no digit that counts: float32 numbers are 4e-6 apart there."""
 FLOOR = tl.constexpr(-1e38)
 """Where a running max starts: below every finite score, yet finite (see online_softmax)."""
 ULP = tl.constexpr(2.0**-23)

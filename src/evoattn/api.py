@@ -7,11 +7,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from evoattn import dispatch
 from evoattn.backends import BACKENDS
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs
-from evoattn.dispatch import Explanation
+from evoattn.dispatch.calls import attend
+from evoattn.dispatch.explain import Explanation, explain_call
 from evoattn.dispatch.lookup import Options, backend_module
 
 __all__ = ["BackendStatus", "Explanation", "backends", "evoformer_attention", "explain"]
@@ -118,7 +118,7 @@ def evoformer_attention(
     Source: Jumper et al. 2021 (supplementary algorithms 7, 13, 14, gates included); DeepSpeed4Science's evoformer attention.
     """
     inputs = Inputs(q, k, v, mask, mask_bias, pair_bias, gate)
-    made = dispatch.attend(inputs, Options(scale, layout, deterministic, backend, config, return_lse))
+    made = attend(inputs, Options(scale, layout, deterministic, backend, config, return_lse))
     return (made[0], made[1]) if return_lse else made[0]
 
 
@@ -154,7 +154,7 @@ def explain(
         'tiled'
     """
     inputs = Inputs(q, k, v, mask, mask_bias, pair_bias, gate)
-    return dispatch.explain(inputs, Options(scale, layout, deterministic, backend, config, return_lse))
+    return explain_call(inputs, Options(scale, layout, deterministic, backend, config, return_lse))
 
 
 @dataclasses.dataclass(frozen=True)

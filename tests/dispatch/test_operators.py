@@ -24,14 +24,14 @@ OPTIONS: Options = (None, "bnlhd", False, "tiled", "")
 
 def forward(inputs: Inputs, options: Options = OPTIONS) -> Outputs:
     """The operator of values."""
-    return Outputs(*FORWARD(*inputs[:6], *options, inputs.gate))
+    return Outputs(*FORWARD(*inputs, *options))
 
 
 def differentiate(
     cotangents: Cotangents, inputs: Inputs, outputs: Outputs, needs: list[bool], options: Options = OPTIONS
 ) -> tuple[Tensor, ...]:
     """The operator of values."""
-    gradients: tuple[Tensor, ...] = BACKWARD(*cotangents, *inputs[:6], *outputs, needs, *options, inputs.gate)
+    gradients: tuple[Tensor, ...] = BACKWARD(*cotangents, *inputs, *outputs, needs, *options)
     return gradients
 
 
@@ -58,7 +58,7 @@ def canonical(requires_grad: bool = True, **changes: object) -> Inputs:
 )
 def test_opcheck_forward(biases: dict, layout: str) -> None:
     inputs = canonical(**biases)
-    torch.library.opcheck(FORWARD, (*inputs[:6], None, layout, False, "tiled", "", inputs.gate))
+    torch.library.opcheck(FORWARD, (*inputs, None, layout, False, "tiled", ""))
 
 
 def test_opcheck_backward() -> None:
@@ -66,7 +66,7 @@ def test_opcheck_backward() -> None:
     outputs = forward(inputs)
     for needs in ([True] * 6, [False, True, False, False, True, False], [False] * 5 + [True]):
         cotangents = (torch.randn_like(outputs.o), torch.randn_like(outputs.lse))
-        torch.library.opcheck(BACKWARD, (*cotangents, *inputs[:6], *outputs, needs, *OPTIONS, inputs.gate))
+        torch.library.opcheck(BACKWARD, (*cotangents, *inputs, *outputs, needs, *OPTIONS))
 
 
 def test_fake_strides_are_real_strides() -> None:
@@ -86,22 +86,6 @@ def both_passes(inputs: Inputs, options: Options, of_o: Callable[[Tensor], Tenso
     outputs = forward(inputs, options)
     needs = [x is not None for x in inputs.differentiable]
     return *outputs, *differentiate(Cotangents(of_o(outputs.o), torch.sin(outputs.lse)), inputs, outputs, needs, options)
-
-
-@pytest.mark.parametrize("gate", [None, "random"])
-def test_arguments_of_older_graphs(gate: str | None) -> None:
-    """Graphs that were stored before there was a gate give neither it nor a sixth of `needs`, and read five gradients."""
-    inputs = canonical(requires_grad=False, gate=gate)
-    older = inputs._replace(gate=None)
-    outputs = FORWARD(*older[:6], *OPTIONS)
-    for found, expected in zip(outputs, forward(older), strict=True):
-        assert torch.equal(found, expected)
-    cotangents = Cotangents(torch.cos(outputs[0]), torch.sin(outputs[1]))
-    found = BACKWARD(*cotangents, *older[:6], *outputs, [True] * 5, *OPTIONS)
-    expected = differentiate(cotangents, older, Outputs(*outputs), [True] * 5 + [False])
-    assert found[5].numel() == 0
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor, gate: Tensor | None = None) -> Tensor:

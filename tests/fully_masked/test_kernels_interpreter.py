@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.interpreted import INTERPRETED, PARTS, run
+from tests.helpers.operators import Operators
 
 pytest.importorskip("triton")
 if not INTERPRETED:
@@ -286,19 +287,10 @@ else:
         compare(calls, recomputed, q, k, v, biases)
 
     @pytest.mark.slow
-    def test_the_attention_goes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_attention_runs_its_plan_directly(operators: Operators) -> None:
         """What stands before it leaves tensors as plain as they were."""
-        found = []
-        find = api.dispatch.find
-
-        def seen(*arguments: object) -> object:
-            found.append(find(*arguments))
-            return found[-1]
-
-        monkeypatch.setattr(api.dispatch, "find", seen)
-        for _ in range(2):  # the first call of a look is worked out
-            step(attention, *make())
-        assert isinstance(found[-1], api.dispatch.Straight)
+        step(attention, *make())
+        assert operators.called() == []
 
     @pytest.mark.parametrize(
         "change",

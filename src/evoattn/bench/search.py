@@ -20,7 +20,7 @@ from evoattn.bench.record import Result, Timing
 from evoattn.bench.timing import time_in_turn
 from evoattn.core import tuned_tiles
 from evoattn.core.config import Config
-from evoattn.core.problem import Problem
+from evoattn.core.problem import NO_GRADIENTS, Problem
 from evoattn.dispatch.lookup import refusals
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload
@@ -148,7 +148,7 @@ class _Climb:
         best: Config | None = None
         seen = {start}
         # A search of the forward alone needs no gradient, so it may try what the backward refuses.
-        asked = dataclasses.replace(problem, needs=(False,) * 6) if self.direction == "forward" else problem
+        asked = dataclasses.replace(problem, needs=NO_GRADIENTS) if self.direction == "forward" else problem
 
         def taken(configs: Iterable[Config]) -> list[Config]:
             return [config for config in configs if not refusals(self.backend, asked, config)]

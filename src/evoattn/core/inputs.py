@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. The operators take them in this order, except for the gate, which is their last argument.
+    """The tensors of a call, in the order in which the operators take them.
 
     In a user's axes or in canonical ones (`evoattn.backends`), as the function says that takes them.
     """

@@ -6,17 +6,30 @@ Backends look at nothing else to say whether, and with which tiles, they can run
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
 from evoattn.core import devices
 from evoattn.core.inputs import Inputs
 
-GRADIENTS = ("q", "k", "v", "mask_bias", "pair_bias", "gate")
-"""The inputs that can have a gradient, in the order of every `needs` tuple."""
 
-Needs = tuple[bool, bool, bool, bool, bool, bool]
-"""Which of `GRADIENTS` are wanted."""
+class Needs(NamedTuple):
+    """Whether the gradient of each input is wanted."""
+
+    q: bool = False
+    k: bool = False
+    v: bool = False
+    mask_bias: bool = False
+    pair_bias: bool = False
+    gate: bool = False
+
+
+NO_GRADIENTS = Needs()
+"""A forward alone."""
+
+GRADIENTS = Needs._fields
+"""The inputs that can have a gradient, in the order of all gradients and of `Inputs.differentiable`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +48,7 @@ class Problem:
         pair_bias: dtype of the pair bias, or None.
         gate: whether O is multiplied by the sigmoid of a gate, which has q's dtype.
         scale: factor on q k; None is d ** -0.5.
-        needs: which of `GRADIENTS` the call must be able to deliver.
+        needs: the gradients that the call must be able to deliver.
         deterministic: whether results must be bit-equal from run to run.
     """
 
@@ -54,7 +67,7 @@ class Problem:
     pair_bias: torch.dtype | None = None
     gate: bool = False
     scale: float | None = None
-    needs: Needs = (False,) * 6
+    needs: Needs = NO_GRADIENTS
     deterministic: bool = False
 
     @property
@@ -72,7 +85,7 @@ class Problem:
 
 
 def describe(
-    inputs: Inputs, *, scale: float | None = None, needs: Needs = (False,) * 6, deterministic: bool = False
+    inputs: Inputs, *, scale: float | None = None, needs: Needs = NO_GRADIENTS, deterministic: bool = False
 ) -> Problem:
     """The Problem of canonical tensors: q [b,n,h,q,d], k [b,n,h,k,d], v [b,n,h,k,c]."""
     q, mask_bias, pair_bias = inputs.q, inputs.mask_bias, inputs.pair_bias

@@ -1,80 +1,71 @@
-"""Autograd, for both ways of a call: one function saves what a backward needs, and one makes the gradients.
+"""Autograd, for both kinds of calls: one function saves what a backward needs, and one computes the gradients.
 
-`EvoformerAttention` is a call that goes straight to a plan; its tensors have the user's axes. The operator `evoattn::forward`
-is differentiated by the same two functions; its tensors have canonical axes.
+`EvoformerAttention` is a direct call; its tensors have the user's axes. The operator `evoattn::forward` is differentiated by
+the same two functions; its tensors have canonical axes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from evoattn.backends import Plan
 from evoattn.core import guards
 from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
-from evoattn.core.layouts import columns_of, empty_gradients
-from evoattn.core.problem import GRADIENTS
+from evoattn.core.layouts import Columns, columns_of, empty_gradients
+from evoattn.core.problem import GRADIENTS, Needs
 from evoattn.dispatch import lookup, operators
-from evoattn.dispatch.axes import CANONICAL, Axes, canonicalise
+from evoattn.dispatch.axes import CANONICAL, Axes
 from evoattn.dispatch.checks import check_no_tangent
-from evoattn.dispatch.lookup import Backward, Options
+from evoattn.dispatch.lookup import BackwardPass, Options
 
 Gradients = tuple[Tensor | None, ...]
 """In the order of `problem.GRADIENTS`; None for one that is not wanted."""
 
 
-@dataclasses.dataclass(eq=False)
-class Straight:
-    """A call that goes straight to a plan.
+class Call(Protocol):
+    """What a backward needs to know of the call that was its forward."""
 
-    Args:
-        options: of the call, settled.
-        casts: True if it was planned under autocast. Its inputs then had autocast's dtype already.
-        records: whether autograd has to know of the call.
-        plan: of the forward.
-        saves_p: whether the plan may save the probabilities in place of the statistic.
-        make_o, make_lse: make them, uninitialised, of a tensor like q; the reference is like lse.
-    """
+    @property
+    def options(self) -> Options:
+        """Settled."""
+
+    @property
+    def backend(self) -> str:
+        """The backend that saved the outputs."""
+
+    def key(self, inputs: Inputs) -> Hashable:
+        """Tell the backward of this call from others; None if it cannot be told, because sizes may be symbols of a trace."""
+
+    def canonicalise(self, work: BackwardPass) -> tuple[BackwardPass, Axes]:
+        """Return the backward in the canonical axes of its forward, and the way back."""
+
+
+class _Operator(NamedTuple):
+    """A call of the operator; its tensors have canonical axes."""
 
     options: Options
-    casts: bool
-    records: bool
-    plan: Plan
-    saves_p: bool
-    make_o: Callable[[Tensor], Tensor]
-    make_lse: Callable[[Tensor], Tensor]
 
-    def __call__(self, inputs: Inputs) -> Any:
-        """o, lse and reference, in the user's axes, of tensors in the user's axes; o alone if the LSE is not wished for."""
-        return _record(self, *inputs) if self.records else self.compute(inputs)
+    @property
+    def backend(self) -> str:
+        return self.options.backend
 
-    def compute(self, inputs: Inputs) -> Outputs | SavedProbabilities:
-        """The outputs, of which autograd knows nothing."""
-        o = self.make_o(inputs.q)
-        if self.saves_p:
-            saved: SavedProbabilities | None = self.plan.save_probabilities(inputs, o)  # type: ignore[misc]
-            if saved is not None:
-                return saved
-        lse = self.make_lse(inputs.q)
-        outputs = Outputs(o, lse, torch.empty_like(lse))
-        self.plan.run(inputs, outputs)
-        return outputs
+    def key(self, inputs: Inputs) -> Hashable:
+        if guards.autocasts() is None:
+            return None
+        return inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), self.options
+
+    def canonicalise(self, work: BackwardPass) -> tuple[BackwardPass, Axes]:
+        return work, CANONICAL
 
 
-def maker(x: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes an uninitialised tensor that looks like x of a tensor that looks like `like`, on its device.
-
-    torch.empty_like takes 0.7 us of the host, torch.empty_strided 0.9.
-    """
+def allocator(x: Tensor) -> Callable[[torch.device], Tensor]:
+    """Return a function that allocates a tensor with the shape, strides and dtype of x on a device."""
     shape, stride, dtype = tuple(x.shape), x.stride(), x.dtype
-    if (shape, stride, dtype) == (tuple(like.shape), like.stride(), like.dtype):
-        return torch.empty_like
-    return lambda like: torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
+    return lambda device: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def same_memory(x: Tensor | None, canonical: Tensor | None) -> bool:
@@ -85,8 +76,8 @@ def same_memory(x: Tensor | None, canonical: Tensor | None) -> bool:
     return has_all and canonical.numel() > 0 and x.data_ptr() == canonical.data_ptr()
 
 
-def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, call: Straight | Options) -> None:
-    """Keep what the backward needs. `call` has tensors in the user's axes; the operator's Options stand for canonical ones."""
+def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, call: Call) -> None:
+    """Keep what the backward needs."""
     ctx.call = call
     ctx.set_materialize_grads(False)
     if isinstance(outputs, Outputs):  # the others are no outputs of the function
@@ -96,15 +87,15 @@ def _save(ctx: Any, inputs: Inputs, outputs: Outputs | SavedProbabilities, call:
     ctx.save_for_backward(*inputs, *outputs)
 
 
-def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bool, ...]) -> Gradients:
-    """The gradients: straight by a plan, unless this pass is itself recorded, traced or transformed.
+def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Needs) -> Gradients:
+    """Return the gradients: directly by a plan, unless this pass is itself recorded, traced or transformed.
 
-    Hooks may have put other tensors in the place of those that were saved, so all are looked at again.
+    Hooks may have replaced the saved tensors, so all are compared again.
 
     Args:
         ctx: what `_save` has filled.
         do, dlse: the cotangents.
-        asked: for each of the inputs, whether its gradient is wanted.
+        needs: the gradients that are wanted.
     """
     if do is None and dlse is None:
         return (None,) * len(GRADIENTS)
@@ -114,76 +105,83 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, asked: tuple[bo
     saved, call, count = ctx.saved_tensors, ctx.call, len(Inputs._fields)
     from_p = len(saved) == count + len(SavedProbabilities._fields)
     outputs = SavedProbabilities._make(saved[count:]) if from_p else Outputs._make(saved[count:])
-    options = call if call.__class__ is Options else call.options
-    need_q, need_k, need_v, _, need_mask_bias, need_pair_bias, need_gate = asked  # a mask has no gradient
-    needs = (need_q, need_k, need_v, need_mask_bias, need_pair_bias, need_gate)
-    work = Backward(Inputs._make(saved[:count]), options, Cotangents(do, dlse), outputs, needs)
-    run = None if seen or torch.is_grad_enabled() else _straight_backward(call, work, from_p)
+    work = BackwardPass(Inputs._make(saved[:count]), call.options, Cotangents(do, dlse), outputs, needs)
+    run = None if seen or torch.is_grad_enabled() else _recall(call, work)
     return _by_operator(call, work) if run is None else run(work)
 
 
-def _straight_backward(call: Straight | Options, work: Backward, from_p: bool) -> Callable[[Backward], Gradients] | None:
-    """Return a function that runs the plan of this backward and of later equal ones; None if the operator must run it.
+def _recall(call: Call, work: BackwardPass) -> Callable[[BackwardPass], Gradients] | None:
+    """Return a function that runs the plan of this backward and of later equal ones; None if the operator must run it."""
+    identity = call.key(work.inputs)
+    if identity is None:
+        return None
+    joined, columns = _columns(work)
+    inputs, (do, dlse), from_p = work.inputs, work.cotangents, work.outputs.__class__ is SavedProbabilities
+    key = (identity, from_p, do is None, dlse is None, work.needs, lookup.settings(inputs.q.dtype), columns)
+    tensors = [x for x in work.tensors if x is not None]
+    run: Callable[[BackwardPass], Gradients] | None = guards.recall(key, tensors)
+    if run is None and guards.autocasts() is not None and guards.ordinary(tensors):
+        run = _prepare(call, work, joined, columns)
+        if run is not None:
+            guards.remember(key, tensors, run)
+    return run
+
+
+def _columns(work: BackwardPass) -> tuple[list[Tensor], Columns | None]:
+    """Return the tensors that one product may have made, q, k, v and a gate with a gradient; and their columns in it."""
+    inputs, needs = work.inputs, work.needs
+    joined = [*inputs.qkv, inputs.gate] if needs.gate and inputs.gate is not None else [*inputs.qkv]
+    all_needed = needs.q and needs.k and needs.v
+    return joined, columns_of(joined) if all_needed and work.options.layout == "bnlhd" else None
+
+
+def _prepare(
+    call: Call, work: BackwardPass, joined: list[Tensor], columns: Columns | None
+) -> Callable[[BackwardPass], Gradients] | None:
+    """Plan a backward; None if its canonical tensors are no views of the same elements.
 
     Args:
-        call: of the forward, as `_save` takes it.
-        work: the backward.
-        from_p: whether it starts from saved probabilities.
+        call: its forward.
+        work: the backward, in the axes of the call.
+        joined, columns: see `_columns`.
     """
-    inputs, (do, dlse), needs = work.inputs, work.cotangents, work.needs
-    *needs_qkv, _, _, needs_gate = needs
-    settings: Any = call
-    if call.__class__ is Options:
-        if guards.autocasts() is None:  # in a trace, sizes may be symbols
-            return None
-        settings = (inputs.q.shape, inputs.k.shape, tuple([x is None for x in inputs]), call)
-    # One product may have made q, k and v, and the gate if it has a gradient.
-    joined = [*inputs.qkv, inputs.gate] if needs_gate and inputs.gate is not None else [*inputs.qkv]
-    columns = columns_of(joined) if all(needs_qkv) and work.options.layout == "bnlhd" else None
-    key = (settings, from_p, do is None, dlse is None, needs, lookup.settings(inputs.q.dtype), columns)
-    tensors = [x for x in work.tensors if x is not None]
-    known: Callable[[Backward], Gradients] | None = guards.recall(key, tensors)
-    if known is not None:
-        return known
-    if guards.autocasts() is None or not guards.ordinary(tensors):
-        return None
-    folded, axes = _canonical(call, work)
+    folded, axes = call.canonicalise(work)
     if not all(same_memory(x, y) for x, y in zip(work.tensors, folded.tensors, strict=True)):
         return None
-    if from_p:  # only its own backend reads it
-        folded = folded._replace(options=work.options._replace(backend=call.plan.backend))  # type: ignore[union-attr]
+    if isinstance(work.outputs, SavedProbabilities):  # only its own backend reads it
+        folded = folded._replace(options=work.options._replace(backend=call.backend))
     if columns is not None:
         folded = folded._replace(into=axes.fold_written(_four(columns.make(joined, "meta"))))
-    plan = lookup.plan(folded)
-    written = axes.restore_written(empty_gradients(folded.inputs, work.options.layout, needs, "meta"))
-    likes, count = (*inputs.qkv, inputs.gate), len(joined)
-    makers = [None if x is None else maker(x, like) for x, like in zip(written, likes, strict=True)]  # type: ignore[arg-type]
+    plan = lookup.find_plan(folded)
+    written = axes.restore_written(empty_gradients(folded.inputs, work.options.layout, work.needs, "meta"))
+    allocators = [None if x is None else allocator(x) for x in written]
+    count = len(joined)
 
-    def run(work: Backward) -> Gradients:
+    def run(work: BackwardPass) -> Gradients:
         inputs = work.inputs
-        likes = (*inputs.qkv, inputs.gate)
+        device = inputs.q.device
         if columns is not None and plan.writes_into:
-            written = _four(columns.make(likes[:count]))  # type: ignore[arg-type]
+            written = _four(columns.make((*inputs.qkv, inputs.gate)[:count]))  # type: ignore[arg-type]
         else:
-            written = tuple([None if make is None else make(x) for make, x in zip(makers, likes, strict=True)])  # type: ignore[arg-type]
+            written = tuple([None if allocate is None else allocate(device) for allocate in allocators])
+        dq, dk, dv, dgate = written
         dmask_bias, dpair_bias = plan.run(work.cotangents, inputs, work.outputs, written)
-        return *written[:3], _like(dmask_bias, inputs.mask_bias), _like(dpair_bias, inputs.pair_bias), written[3]
+        return dq, dk, dv, _like(dmask_bias, inputs.mask_bias), _like(dpair_bias, inputs.pair_bias), dgate
 
-    guards.remember(key, tensors, run)
     return run
 
 
 def _four(gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and dgate, None for a gate that has none."""
+    """Return dq, dk, dv and dgate, None for a gate that has none."""
     return (*gradients, None) if len(gradients) == 3 else tuple(gradients)
 
 
-def _by_operator(call: Straight | Options, work: Backward) -> Gradients:
-    """By the operator, which torch can trace and transform, and which refuses a second derivative.
+def _by_operator(call: Call, work: BackwardPass) -> Gradients:
+    """Return the gradients by the operator, which torch can trace and transform, and which refuses a second derivative.
 
-    It starts from the statistic. A forward that saved the probabilities instead is done again.
+    It starts from the statistic. If the forward saved the probabilities, it runs again.
     """
-    folded, axes = _canonical(call, work)
+    folded, axes = call.canonicalise(work)
     if isinstance(work.outputs, SavedProbabilities):
         with torch.no_grad():
             folded = folded._replace(outputs=Outputs(*operators.forward(*operators.arguments_of(folded.inputs, work.options))))
@@ -195,32 +193,23 @@ def _by_operator(call: Straight | Options, work: Backward) -> Gradients:
     return tuple([_like(*pair) for pair in zip(gradients, (q, k, v, mask_bias, pair_bias, gate), strict=True)])
 
 
-def _canonical(call: Straight | Options, work: Backward) -> tuple[Backward, Axes]:
-    """The pass in the canonical axes that its forward gave it, and the way back."""
-    if isinstance(call, Options):
-        return work, CANONICAL
-    *_, needs_pair_bias, _ = work.needs
-    folded, axes = canonicalise(work.inputs, work.options.layout, narrow=not needs_pair_bias)
-    (do, dlse), saved = work.cotangents, work.outputs
-    do, o = (None if x is None else axes.fold_queries(x) for x in (do, saved.o))
-    cotangents = Cotangents(do, None if dlse is None else axes.fold_statistic(dlse))
-    outputs: Any = SavedProbabilities(o, saved[1])
-    if isinstance(saved, Outputs):
-        outputs = Outputs(o, axes.fold_statistic(saved.lse), axes.fold_statistic(saved.reference))  # type: ignore[arg-type]
-    return work._replace(inputs=folded, cotangents=cotangents, outputs=outputs), axes
+def _needs_of(asked: tuple[bool, ...]) -> Needs:
+    """Return which gradients are wanted, from torch's answer for each of the inputs; a mask has no gradient."""
+    q, k, v, _, mask_bias, pair_bias, gate = asked
+    return Needs(q, k, v, mask_bias, pair_bias, gate)
 
 
 def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """Reshape a gradient to its input's shape."""
+    """Return a gradient in its input's shape."""
     return gradient if gradient is None or x is None or gradient.shape == x.shape else gradient.reshape(x.shape)
 
 
 class EvoformerAttention(torch.autograd.Function):
-    """A call that goes straight to a plan, as autograd sees it; profilers show it by this name."""
+    """A direct call, as autograd sees it; profilers show it by this name."""
 
     @staticmethod
-    def forward(ctx: Any, call: Straight, *tensors: Any) -> tuple[Tensor | None, ...]:
-        """o, lse and reference in the user's axes; o alone if the probabilities are saved."""
+    def forward(ctx: Any, call: Any, *tensors: Any) -> tuple[Tensor | None, ...]:
+        """Return o, lse and reference in the user's axes; o alone if the probabilities are saved."""
         inputs = Inputs._make(tensors)
         outputs = call.compute(inputs)
         _save(ctx, inputs, outputs, call)
@@ -228,25 +217,30 @@ class EvoformerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
-        """A gradient, or None, for each argument of `forward`."""
-        dq, dk, dv, dmask_bias, dpair_bias, dgate = _gradients(ctx, do, dlse, ctx.needs_input_grad[1:])
-        return None, dq, dk, dv, None, dmask_bias, dpair_bias, dgate
+        """Return a gradient, or None, for each argument of `forward`."""
+        gradients = _gradients(ctx, do, dlse, _needs_of(ctx.needs_input_grad[1:]))
+        return None, *_with_mask(gradients)
 
 
-_record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention).apply
+def _with_mask(gradients: Gradients) -> Gradients:
+    """Return a gradient for each of `Inputs`: None for the mask."""
+    dq, dk, dv, *others = gradients
+    return dq, dk, dv, None, *others
+
+
+record: Callable[..., Any] = super(torch.autograd.Function, EvoformerAttention).apply
 """`EvoformerAttention.apply` without its questions about transforms, which `guards` has asked."""
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     tensors, options = operators.values_of(inputs)
-    _save(ctx, tensors, Outputs(*output), options)
+    _save(ctx, tensors, Outputs(*output), _Operator(options))
 
 
 def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Gradients:
-    asked, options = operators.split(ctx.needs_input_grad)
-    dq, dk, dv, dmask_bias, dpair_bias, dgate = _gradients(ctx, do, dlse, tuple([bool(need) for need in asked]))
-    gradients: Gradients = (dq, dk, dv, None, dmask_bias, dpair_bias, *[None] * len(options), dgate)
-    return gradients[: len(ctx.needs_input_grad)]  # torch leaves out a gate that is None
+    asked = tuple([bool(need) for need in ctx.needs_input_grad])
+    inputs, options = asked[: operators.INPUTS], asked[operators.INPUTS :]
+    return *_with_mask(_gradients(ctx, do, dlse, _needs_of(inputs))), *[None] * len(options)
 
 
 def _no_second_derivative(ctx: Any, *cotangents: Tensor) -> Gradients:

@@ -16,8 +16,9 @@ from evoattn.backends import AUTO_ORDER, Backend, Plan
 from evoattn.core.config import Config
 from evoattn.core.devices import planned
 from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
+from evoattn.core.layouts import empty_outputs
 from evoattn.core.numerics import float32_products
-from evoattn.core.problem import Problem, describe
+from evoattn.core.problem import NO_GRADIENTS, Needs, Problem, describe
 
 listeners: list[Callable[[str], None]] = []
 """Told the name of a plan's backend when a pass takes the plan for the first time; `explain` runs none and tells nothing."""
@@ -40,20 +41,25 @@ class Options(NamedTuple):
         return Options(None if scale is None else float(scale), self.layout, deterministic, self.backend, self.config)
 
 
-class Forward(NamedTuple):
+class ForwardPass(NamedTuple):
     """A forward of canonical tensors, with settled options."""
 
     inputs: Inputs
     options: Options
 
+    def backward(self, needs: Needs, *, dlse: bool) -> BackwardPass:
+        """Return the backward of this forward, for a cotangent with the strides of O, and for one of the LSE or none."""
+        outputs = empty_outputs(self.inputs, self.options.layout, "meta")
+        return BackwardPass(*self, Cotangents(outputs.o, outputs.lse if dlse else None), outputs, needs)
 
-class Backward(NamedTuple):
+
+class BackwardPass(NamedTuple):
     """A backward of canonical tensors.
 
     Args:
         inputs, options: of its forward.
         cotangents, outputs: what it starts from.
-        needs: for each of `problem.GRADIENTS`, whether it is wanted.
+        needs: the gradients that are wanted.
         into: how dq, dk, dv and dgate lie in memory if the backend can write them so (`Plan.writes_into`). It can if they are
             contiguous in the user's layout, which they are for `()`.
     """
@@ -62,7 +68,7 @@ class Backward(NamedTuple):
     options: Options
     cotangents: Cotangents
     outputs: Outputs | SavedProbabilities
-    needs: tuple[bool, ...]
+    needs: Needs
     into: tuple[Tensor | None, ...] = ()
 
     @property
@@ -72,21 +78,21 @@ class Backward(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class _Place:
-    """The plan of passes with the same signature; None until there is one. `told`: the listeners have heard of it."""
+class _Entry:
+    """The plan of passes with one signature, None until it is made, and whether the listeners have been told of it."""
 
     plan: Plan | None = None
-    told: bool = False
+    reported: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(*signature: Any) -> _Place:
-    return _Place()
+def _entry(*signature: Any) -> _Entry:
+    return _Entry()
 
 
 def forget() -> None:
     """Choose and plan anew from the next call on, because something other than a call's arguments has changed."""
-    _place.cache_clear()
+    _entry.cache_clear()
 
 
 def settings(dtype: torch.dtype) -> str:
@@ -94,49 +100,48 @@ def settings(dtype: torch.dtype) -> str:
     return float32_products() if dtype == torch.float32 else ""
 
 
-def plan(work: Forward | Backward, *, runs: bool = True) -> Plan:
-    """The plan of a pass, made if there is none; raises ValueError if no backend takes it.
+def find_plan(work: ForwardPass | BackwardPass, *, will_run: bool = True) -> Plan:
+    """Return the plan of a pass, and make it if there is none; raises ValueError if no backend takes the pass.
 
     Args:
         work: the pass.
-        runs: whether the caller runs the plan.
+        will_run: whether the caller runs the plan, so that `listeners` are told.
     """
-    # A plan for a card that need not be there has a place of its own: nobody runs it twice.
-    place = _place(*_signature(work)) if planned() is None else _Place()
-    if place.plan is None:
-        new = _make(work)
-        if place.plan is None:  # else another thread was faster
-            place.plan = new
-    if runs and not place.told:
-        place.told = True
+    # A plan for a card that need not be there has an entry of its own: nobody runs it twice.
+    entry = _entry(*_signature(work)) if planned() is None else _Entry()
+    if entry.plan is None:
+        plan = _make(work)
+        if entry.plan is None:  # else another thread was faster
+            entry.plan = plan
+    if will_run and not entry.reported:
+        entry.reported = True
         for listener in listeners:
-            listener(place.plan.backend)
-    return place.plan
+            listener(entry.plan.backend)
+    return entry.plan
 
 
-def _signature(work: Forward | Backward) -> tuple[Any, ...]:
+def _signature(work: ForwardPass | BackwardPass) -> tuple[Any, ...]:
     """All that a backend may look at when it plans. The device of q is that of all tensors."""
     q = work.inputs.q
-    tensors, needs = ((*work.tensors, *work.into), work.needs) if isinstance(work, Backward) else (work.inputs, None)
+    tensors, needs = ((*work.tensors, *work.into), work.needs) if isinstance(work, BackwardPass) else (work.inputs, None)
     tensor_keys = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
     return q.device, settings(q.dtype), needs, *work.options, *tensor_keys
 
 
-def _make(work: Forward | Backward) -> Plan:
+def _make(work: ForwardPass | BackwardPass) -> Plan:
     inputs, options = work.inputs, work.options
-    scale, config = options.scale, options.config or Config()
-    settings: Any = {"deterministic": bool(options.deterministic)} | (
-        {"needs": work.needs} if isinstance(work, Backward) else {}
-    )
-    problem = describe(inputs, scale=scale, **settings)
+    scale, config, deterministic = options.scale, options.config or Config(), bool(options.deterministic)
+    needs = work.needs if isinstance(work, BackwardPass) else NO_GRADIENTS
+    problem = describe(inputs, scale=scale, needs=needs, deterministic=deterministic)
     if scale is not None and not math.isfinite(scale):  # a number that torch.compile traced as a symbol
         raise ValueError(f"scale must be finite, got {scale}")
     backend, refused = select(problem, options.backend, config)
-    asked: Any = {"scale": float(problem.d) ** -0.5 if scale is None else scale, "layout": options.layout, "config": config}
-    if isinstance(work, Backward):
-        plan = backend.plan_backward(work.cotangents, inputs, work.outputs, into=work.into or None, **asked, **settings)
+    arguments: Any = {"scale": float(problem.d) ** -0.5 if scale is None else scale, "layout": options.layout, "config": config}
+    if isinstance(work, BackwardPass):
+        arguments |= {"needs": needs, "deterministic": deterministic, "into": work.into or None}
+        plan = backend.plan_backward(work.cotangents, inputs, work.outputs, **arguments)
     else:
-        plan = backend.plan_forward(inputs, **asked)
+        plan = backend.plan_forward(inputs, **arguments)
     return dataclasses.replace(plan, backend=backend.NAME, refused=refused)
 
 
@@ -169,19 +174,20 @@ class RefusalError(ValueError):
 
 
 def select(problem: Problem, backend: str, config: Config) -> tuple[Backend, dict[str, list[str]]]:
-    """The first backend without a reason to refuse a problem, or the one that it knows to be faster; and the others' reasons.
+    """Return the first backend that takes a problem, or the one that it knows to be faster; and the others' reasons.
 
     Raises:
         RefusalError: the named backend (or, for "auto", every backend) refuses; the message lists all reasons.
     """
     names: Sequence[str] = AUTO_ORDER if backend == "auto" else (backend,)
-    objections = {name: refusals(name, problem, config) for name in names}
-    able = [name for name in names if not objections[name]]
+    reasons = {name: refusals(name, problem, config) for name in names}
+    able = [name for name in names if not reasons[name]]
     if not able:
-        refused = [f"{name}: {reason}" for name, reasons in objections.items() for reason in reasons]
-        raise RefusalError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused), objections)
+        refused = [f"{name}: {reason}" for name, each in reasons.items() for reason in each]
+        raise RefusalError(f"backend={backend!r} cannot run this problem ({problem}):\n  " + "\n  ".join(refused), reasons)
     faster = backend_module(able[0]).faster(problem) if len(able) > 1 else None
+    chosen = able[0]
     if faster is not None and faster[0] in able:
-        while able[0] != faster[0]:
-            objections[able.pop(0)] = ["leaves it to {}: {}".format(*faster)]
-    return backend_module(able[0]), {name: reasons for name, reasons in objections.items() if reasons}
+        chosen = faster[0]
+        reasons |= {name: ["leaves it to {}: {}".format(*faster)] for name in able[: able.index(chosen)]}
+    return backend_module(chosen), {name: each for name, each in reasons.items() if each}

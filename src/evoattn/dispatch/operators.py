@@ -16,19 +16,18 @@ from torch import Tensor
 from evoattn.core.config import Config
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.layouts import empty_gradients, empty_outputs
-from evoattn.core.problem import GRADIENTS
+from evoattn.core.problem import GRADIENTS, Needs
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
-from evoattn.dispatch.lookup import Backward, Forward, Options
+from evoattn.dispatch.lookup import BackwardPass, ForwardPass, Options
 
 LIBRARY = torch.library.Library("evoattn", "DEF")
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_bias, Tensor? pair_bias"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_bias, Tensor? pair_bias, Tensor? gate"
 _OPTIONS = "float? scale, str layout, bool deterministic, str backend, str config"
-_GATE = "Tensor? gate=None"
-LIBRARY.define(f"forward({_INPUTS}, {_OPTIONS}, {_GATE}) -> (Tensor o, Tensor lse, Tensor reference)")
+LIBRARY.define(f"forward({_INPUTS}, {_OPTIONS}) -> (Tensor o, Tensor lse, Tensor reference)")
 LIBRARY.define(
-    f"backward(Tensor? do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, Tensor reference, bool[] needs, {_OPTIONS}, {_GATE})"
+    f"backward(Tensor? do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, Tensor reference, bool[] needs, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask_bias, Tensor dpair_bias, Tensor dgate)"
 )
 
@@ -39,65 +38,50 @@ No gradient flows through `reference`.
 """
 
 backward = torch.ops.evoattn.backward.default
-"""The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements.
+"""The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements."""
 
-`needs` has an entry for each of `problem.GRADIENTS`. Those that are missing at its end are not wanted: a graph that was stored
-before there was a gate has five.
-"""
+INPUTS = len(Inputs._fields)
+"""How many inputs `forward` takes before its options."""
 
-
-_COUNT = len(Inputs._fields) - 1
-"""How many inputs the operators take in a row; the gate is their last argument, and torch may leave it out if it is None."""
-
-_GATE_AT = _COUNT + 5
-"""Where `forward` takes the gate, after the options."""
+_TENSORS = len(Cotangents._fields) + INPUTS + len(Outputs._fields)
+"""How many tensors `backward` takes before `needs`, in the order of `BackwardPass.tensors`."""
 
 
 def arguments_of(inputs: Inputs, options: Options) -> tuple[Any, ...]:
-    """Values as the arguments of `forward`."""
-    return (*tuple(inputs)[:_COUNT], *_texts(options), inputs.gate)
+    """Return the arguments of `forward`."""
+    return *inputs, *_texts(options)
 
 
 def _texts(options: Options) -> tuple[Any, ...]:
-    """Options as plain values that an operator takes; a config as text, and "" for none."""
+    """Return options as plain values that an operator takes: a config as text, "" for none."""
     return *tuple(options)[:4], "" if options.config is None else options.config.to_text()
 
 
-def split(arguments: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Split a flat list (values, vmap dims or needs_input_grad) into inputs and options."""
-    return Inputs(*arguments[:_COUNT], *arguments[_GATE_AT:]), tuple(arguments[_COUNT:_GATE_AT])
-
-
 def values_of(arguments: Sequence[Any]) -> tuple[Inputs, Options]:
-    """The arguments of `forward` as values."""
-    inputs, (scale, layout, deterministic, backend, config) = split(arguments)
-    return inputs, Options(scale, layout, deterministic, backend, Config.from_text(config) if config else None)
+    """Return the arguments of `forward` as values."""
+    return Inputs(*arguments[:INPUTS]), _options(*arguments[INPUTS:])
 
 
-def differentiate(work: Backward) -> tuple[Tensor, ...]:
-    """`backward` of a pass."""
-    tensors = (*work.cotangents, *tuple(work.inputs)[:_COUNT], *work.outputs)
-    gradients: tuple[Tensor, ...] = backward(*tensors, list(work.needs), *_texts(work.options), work.inputs.gate)
+def _options(scale: float | None, layout: str, deterministic: bool, backend: str, config: str) -> Options:
+    return Options(scale, layout, deterministic, backend, Config.from_text(config) if config else None)
+
+
+def differentiate(work: BackwardPass) -> tuple[Tensor, ...]:
+    """Run `backward`."""
+    gradients: tuple[Tensor, ...] = backward(*work.tensors, list(work.needs), *_texts(work.options))
     return gradients
 
 
-def _split_backward(arguments: Sequence[Any]) -> tuple[Cotangents, tuple[Any, ...], Outputs, Any]:
-    """The arguments of `backward`, or something that there is for each: cotangents, those of `forward`, outputs, needs."""
-    start = 2 + _COUNT
-    outputs, needs = Outputs(*arguments[start : start + 3]), arguments[start + 3]
-    return Cotangents(*arguments[:2]), (*arguments[2:start], *arguments[start + 4 :]), outputs, needs
-
-
-def _pass_of(arguments: Sequence[Any]) -> Backward:
-    """The arguments of `backward` as a value."""
-    cotangents, forward_arguments, outputs, needs = _split_backward(arguments)
-    inputs, options = values_of(forward_arguments)
-    return Backward(inputs, options, cotangents, outputs, (*needs, *(False,) * (len(GRADIENTS) - len(needs))))
+def _pass_of(arguments: Sequence[Any]) -> BackwardPass:
+    """Return the arguments of `backward` as a value."""
+    do, dlse, *inputs, o, lse, reference = arguments[:_TENSORS]
+    needs, *texts = arguments[_TENSORS:]
+    return BackwardPass(Inputs(*inputs), _options(*texts), Cotangents(do, dlse), Outputs(o, lse, reference), Needs(*needs))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     inputs, options = values_of(arguments)
-    plan = lookup.plan(Forward(inputs, options))
+    plan = lookup.find_plan(ForwardPass(inputs, options))
     outputs = empty_outputs(inputs, options.layout)
     plan.run(inputs, outputs)
     return tuple(outputs)
@@ -105,7 +89,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     work = _pass_of(arguments)
-    plan = lookup.plan(work)
+    plan = lookup.find_plan(work)
     written = empty_gradients(work.inputs, work.options.layout, work.needs)
     return _in_order(written, plan.run(work.cotangents, work.inputs, work.outputs, written), work.inputs)
 
@@ -123,7 +107,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     work = _pass_of(arguments)
-    wanted = zip(work.inputs.differentiable[3:5], work.needs[3:5], strict=True)
+    wanted = (work.inputs.mask_bias, work.needs.mask_bias), (work.inputs.pair_bias, work.needs.pair_bias)
     biases = [x.new_empty(x.shape) if need and x is not None else None for x, need in wanted]
     return _in_order(empty_gradients(work.inputs, work.options.layout, work.needs), biases, work.inputs)
 
@@ -132,7 +116,7 @@ def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -
     """The mapped axis becomes one more leading axis; a bias that is not mapped is broadcast along it."""
     inputs, options = values_of(arguments)
     expand = tuple([name in ("q", "k", "v", "gate") for name in Inputs._fields])
-    mapped = Inputs(*_mapped(info.batch_size, split(in_dims)[0], inputs, expand))
+    mapped = Inputs(*_mapped(info.batch_size, in_dims[:INPUTS], inputs, expand))
     folded, axes = canonicalise(_with_rows(mapped))
     return tuple(axes.restore(x) for x in forward(*arguments_of(folded, options))), (0, 0, 0)
 
@@ -140,22 +124,21 @@ def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -
 def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """As forward, but with every bias expanded along the mapped axis: each sample has gradients of its own."""
     work = _pass_of(arguments)
-    cotangent_dims, forward_dims, output_dims, _ = _split_backward(in_dims)
-    dims = (*cotangent_dims, *split(forward_dims)[0], *output_dims)
-    do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, dims, work.tensors, (True,) * len(dims))  # type: ignore[arg-type]
+    dims = in_dims[:_TENSORS]
+    do, dlse, *mapped, o, lse, reference = _mapped(info.batch_size, dims, work.tensors, (True,) * _TENSORS)
     inputs = _with_rows(Inputs(*mapped))
     folded, axes = canonicalise(inputs, narrow=False)
     do, dlse, o, lse, reference = (None if x is None else axes.fold(x) for x in (do, dlse, o, lse, reference))
     work = work._replace(inputs=folded, cotangents=Cotangents(do, dlse), outputs=Outputs(o, lse, reference))  # type: ignore[arg-type]
-    gradients, needs = list(differentiate(work)), work.needs
-    for i, x in enumerate(inputs.differentiable):
-        if not needs[i]:
-            gradients[i] = gradients[i].expand(info.batch_size, 0)
-            continue
-        gradient = gradients[i].unsqueeze(1) if i == 4 else gradients[i]
-        gradients[i] = axes.restore(gradient).sum_to_size(x.shape)  # type: ignore[union-attr]
-    if needs[4]:
-        gradients[4] = gradients[4].squeeze(2)
+
+    def unmapped(name: str, gradient: Tensor) -> Tensor:
+        if not getattr(work.needs, name):
+            return gradient.expand(info.batch_size, 0)
+        pair = name == "pair_bias"
+        gradient = axes.restore(gradient.unsqueeze(1) if pair else gradient).sum_to_size(getattr(inputs, name).shape)
+        return gradient.squeeze(2) if pair else gradient
+
+    gradients = [unmapped(*each) for each in zip(GRADIENTS, differentiate(work), strict=True)]
     return tuple(gradients), (0,) * len(GRADIENTS)
 
 

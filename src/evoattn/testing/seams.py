@@ -8,15 +8,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from evoattn import dispatch
 from evoattn.backends import Inputs as Canonical
 from evoattn.core import guards, tuned_tiles
 from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs as Arguments
 from evoattn.core.problem import Problem
 from evoattn.dispatch import lookup
-from evoattn.dispatch.autograd import Straight
 from evoattn.dispatch.axes import canonicalise
+from evoattn.dispatch.calls import DirectCall, recall
 from evoattn.dispatch.lookup import Options
 from evoattn.testing.cases import Inputs
 
@@ -69,10 +68,10 @@ def way(
 
     None: no call like this one is known. The next one is checked and planned, or torch has to see an operator now.
     """
-    known = dispatch.find(Arguments(q, k, v, mask, mask_bias, pair_bias, gate), Options(**options))
+    known = recall(Arguments(q, k, v, mask, mask_bias, pair_bias, gate), Options(**options))
     if known is None:
         return None
-    return "plan" if isinstance(known, Straight) else "operator"
+    return "plan" if isinstance(known, DirectCall) else "operator"
 
 
 @contextlib.contextmanager

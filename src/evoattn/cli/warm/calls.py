@@ -17,10 +17,10 @@ from evoattn.cli.warm.families import Attention
 from evoattn.core.devices import Card, planned_for
 from evoattn.core.inputs import Cotangents, Inputs
 from evoattn.core.layouts import empty_gradients, empty_outputs
-from evoattn.core.problem import dtype_name
+from evoattn.core.problem import Needs, dtype_name
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
-from evoattn.dispatch.lookup import Backward, Forward, Options, RefusalError, backend_module
+from evoattn.dispatch.lookup import BackwardPass, ForwardPass, Options, RefusalError, backend_module
 
 _LAYOUT = "bnhld"
 """The layout of the calls of `evoattn.compat.openfold`."""
@@ -70,10 +70,10 @@ class Call:
         inputs = canonicalise(self.inputs(), _LAYOUT).inputs
         outputs = empty_outputs(inputs, _LAYOUT)
         if not self.training:
-            return lookup.plan(Forward(inputs, options)), (inputs, outputs)
-        needs = (True, True, True, False, inputs.pair_bias is not None, False)
+            return lookup.find_plan(ForwardPass(inputs, options)), (inputs, outputs)
+        needs = Needs(q=True, k=True, v=True, pair_bias=inputs.pair_bias is not None)
         cotangents = Cotangents(torch.empty_like(inputs.q))
-        plan = lookup.plan(Backward(inputs, options, cotangents, outputs, needs))
+        plan = lookup.find_plan(BackwardPass(inputs, options, cotangents, outputs, needs))
         return plan, (cotangents, inputs, outputs, empty_gradients(inputs, _LAYOUT, needs))
 
     def _empty(self, dtype: torch.dtype | None, *shape: int) -> Tensor:

@@ -1,12 +1,20 @@
-"""A memory of earlier calls: what a call with tensors of the same properties led to.
+"""Remember earlier calls by the properties of their tensors, and ask torch whether an operator would only compute.
 
-The module asks torch two questions:
-- Would an operator do nothing but compute? Then torch neither compiles, traces nor transforms, and the tensors are ordinary.
-- Do the tensors have the properties of an earlier call's? These are class, dispatch keys in this thread, dtype, device, shape,
-  strides and `requires_grad`. `TensorGuards`, with which torch.compile guards compiled code, compares all of them at once. To
-  compare them one by one from Python took half of a call's time.
+| function | what it tells |
+|---|---|
+| `recall`, `remember` | the value of an earlier call whose tensors had the same properties |
+| `is_seen` | torch compiles, or a function mode or forward mode is on: torch must see the operator |
+| `autocasts` | autocast is on; None if this thread traces, transforms or has a dispatch mode |
+| `ordinary` | these tensors are no subclasses or wrappers and have no lazy negation |
+| `only_computes` | an operator would only compute, by `is_seen` and `autocasts` |
+| `is_plain` | `only_computes`, and these tensors are ordinary |
 
-`dispatch.lookup` makes and keeps the plans. A call that is forgotten here finds its plan there.
+torch has no public function for `autocasts` and `ordinary`. So the dispatcher's state of this thread is compared with that of a
+new thread, and the dispatch keys of a tensor with those of a new tensor.
+
+The properties are class, dispatch keys in this thread, dtype, device, shape, strides, `requires_grad` and alignment.
+`TensorGuards`, with which torch.compile guards compiled code, compares all but the last at once. To compare them one by one
+from Python took half of a call's time. `dispatch.lookup` keeps the plans: a call that is forgotten here finds its plan there.
 """
 
 from __future__ import annotations
@@ -38,10 +46,9 @@ _MOST = 16
 
 
 class _Signature:
-    """What a call may depend on in its tensors. It holds none of them.
+    """The properties of a call's tensors. It holds none of the tensors.
 
-    Args:
-        first: for each tensor the place where it is first given, if one is given twice, which the guards do not allow.
+    `first` is None, or, if a tensor is given twice, the index of each tensor's first place: guards take distinct tensors.
     """
 
     __slots__ = ("first", "guards", "misaligned")
@@ -58,7 +65,7 @@ class _Signature:
         self.guards = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def fits(self, tensors: list[Any]) -> bool:
-        """Whether as many arguments have the same properties."""
+        """Return whether other tensors, as many, have the same properties."""
         distinct = tensors
         if self.first is not None:
             if any(x is not tensors[i] for x, i in zip(tensors, self.first, strict=True)):
@@ -68,7 +75,7 @@ class _Signature:
 
 
 def _misaligned(tensors: list[Tensor]) -> list[int]:
-    """The places of tensors that do not start on a multiple of 16 bytes."""
+    """Return the indices of tensors that do not start on a multiple of 16 bytes."""
     addresses = 0
     for x in tensors:
         addresses |= x.data_ptr()
@@ -77,17 +84,17 @@ def _misaligned(tensors: list[Tensor]) -> list[int]:
 
 @functools.lru_cache(maxsize=8192, typed=True)
 def _known(*key: Any) -> list[tuple[_Signature, Any]]:
-    """The values of one key, the newest first; `typed`, because 1 is not True to validation."""
+    """Return the values of one key, the newest first; `typed`, because 1 is not True to validation."""
     return []
 
 
 def forget() -> None:
-    """Keep no value any longer."""
+    """Drop all values."""
     _known.cache_clear()
 
 
 def recall(key: tuple[Any, ...], tensors: list[Any]) -> Any:
-    """The value that was kept for arguments with these properties, or None."""
+    """Return the value that was kept for tensors with these properties, or None."""
     for signature, value in _known(*key):
         if signature.fits(tensors):
             return value
@@ -95,21 +102,21 @@ def recall(key: tuple[Any, ...], tensors: list[Any]) -> Any:
 
 
 def remember(key: tuple[Any, ...], tensors: list[Tensor], value: Any) -> None:
-    """Keep a value. It is the first that is asked from now on. The oldest is forgotten."""
+    """Keep a value in front of the others of its key, and drop the oldest beyond `_MOST`."""
     known = _known(*key)
     known.insert(0, (_Signature(tensors), value))
     del known[_MOST:]
 
 
 def is_seen() -> bool:
-    """Whether torch has to see an operator, or cannot be asked: it compiles, a function mode or forward mode is on."""
+    """Return whether torch must see an operator: it compiles, a function mode or forward mode is on, or it cannot tell."""
     if torch.compiler.is_compiling() or not _states():
         return True
     return torch._C._len_torch_function_stack() > 0 or getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def autocasts() -> bool | None:
-    """Whether autocast is on; None in a state in which an operator would do more than compute."""
+    """Return whether autocast is on; None in a state in which an operator would do more than compute."""
     state = _state()
     casts = _states().get(state)
     if casts is None and torch._C._current_graph_task_id() != -1:  # a backward runs in this thread
@@ -118,13 +125,13 @@ def autocasts() -> bool | None:
 
 
 def _state() -> tuple[int, int]:
-    """What this thread has told the dispatcher to do besides computing: tracing, transforms, modes, autocast, all of it."""
+    """Return the dispatcher's state of this thread: tracing, transforms, modes and autocast."""
     return torch._C._dispatch_tls_local_include_set().raw_repr(), torch._C._dispatch_tls_local_exclude_set().raw_repr()
 
 
 @functools.cache
 def _states() -> dict[tuple[int, int], bool]:
-    """States in which an operator would only compute, and whether autocast is on: those of a thread that was just started."""
+    """Return the states of a new thread, in which an operator only computes, and whether autocast is on in each."""
     try:
         operator.attrgetter(*_PRIVATE)(torch._C)
     except AttributeError:
@@ -141,7 +148,7 @@ def _states() -> dict[tuple[int, int], bool]:
 
 
 def _note_states(states: dict[tuple[int, int], bool]) -> None:
-    """Note the state of a thread without autocast, and what it would be with autocast for the CPU, for GPUs, or for both."""
+    """Note the state of this thread without autocast, and with autocast for the CPU, for GPUs and for both."""
     for devices in ((), ("cpu",), ("cuda",), ("cpu", "cuda")):
         for device in devices:
             torch.set_autocast_enabled(device, True)
@@ -152,11 +159,11 @@ def _note_states(states: dict[tuple[int, int], bool]) -> None:
 
 @functools.cache
 def _states_in_backward() -> dict[tuple[int, int], bool]:
-    """States in which an operator would only compute while a backward runs, and whether autocast is on.
+    """Return the states in which an operator only computes while a backward runs, and whether autocast is on in each.
 
-    It is on where a checkpoint runs its forward again.
+    A checkpoint runs its forward again under autocast.
 
-    Found when the caller runs a backward, never before. On a machine with a GPU the first backward of a process, even one on
+    Call this inside a backward only. On a machine with a GPU the first backward of a process, even one on
     the CPU, counts the GPUs and starts a thread for each. Neither survives a fork, and a forward on the CPU must.
     """
     states: dict[tuple[int, int], bool] = {}
@@ -169,14 +176,14 @@ def _states_in_backward() -> dict[tuple[int, int], bool]:
 
 
 def _in_a_new_thread(ask: Callable[[], None]) -> None:
-    """Ask the dispatcher in a thread that has told it nothing yet."""
+    """Call a function in a new thread."""
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
 
 
 class _InBackward(torch.autograd.Function):
-    """torch 2.11 tells the dispatcher more while it runs a backward: to leave out what serves named tensors."""
+    """A backward that notes its state: torch 2.11 excludes the dispatch key of named tensors in one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, states: dict[tuple[int, int], bool]) -> Tensor:
@@ -190,7 +197,7 @@ class _InBackward(torch.autograd.Function):
 
 
 def ordinary(tensors: list[Tensor]) -> bool:
-    """Whether the dispatcher sees in each what it sees in a new tensor: no lazy negation, no wrapper, no symbolic zero."""
+    """Return whether each tensor has the dispatch keys of a new one: no lazy negation, wrapper or symbolic zero."""
     if any(x.__class__ not in _ORDINARY for x in tensors):
         return False
     device = tensors[0].device
@@ -202,7 +209,7 @@ def ordinary(tensors: list[Tensor]) -> bool:
 
 @functools.cache
 def _keys_of_new(device: torch.device) -> list[int]:
-    """What the dispatcher sees in a new tensor, in and out of inference mode."""
+    """Return the dispatch keys of a new tensor, in and out of inference mode."""
     keys = []
     for inference in (False, True):
         with torch.inference_mode(inference):
@@ -211,16 +218,16 @@ def _keys_of_new(device: torch.device) -> list[int]:
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether an operation on these tensors would do nothing but compute."""
+    """Return whether an operation on these tensors would only compute."""
     return only_computes() and ordinary([x for x in tensors if x is not None])
 
 
 def only_computes() -> bool:
-    """Whether torch neither compiles nor traces nor transforms, so that nobody has to see what is done."""
+    """Return whether torch neither compiles nor traces nor transforms, so that it need not see an operator."""
     return not is_seen() and autocasts() is not None
 
 
 def forget_torch() -> None:
-    """Ask torch's internals anew, and for the states of a thread that has told the dispatcher nothing."""
+    """Drop what torch's internals have told."""
     for answers in (_states, _states_in_backward, _keys_of_new):
         answers.cache_clear()

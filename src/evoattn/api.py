@@ -138,7 +138,7 @@ def explain(
     deterministic: bool | None = None,
     config: Config | None = None,
 ) -> Explanation:
-    """Which backend and tile config `evoformer_attention` would run with these arguments, and why each other one refused.
+    """Return the backend and tiles that `evoformer_attention` would use, and why each other backend refuses.
 
     Runs nothing. Takes the arguments of `evoformer_attention` and raises what it raises for bad ones, except that a named
     backend which refuses is reported and not raised.

@@ -57,11 +57,11 @@ class Workload:
 
     @property
     def scores(self) -> int:
-        """How many exponentials the softmax takes."""
+        """The number of exponentials in one softmax of all scores."""
         return self.b * self.n * self.h * self.lq * self.lk
 
     def at(self, length: int) -> Workload:
-        """The same attention of the same model on another number of residues or tokens.
+        """Return the same attention of the same model on another number of residues or tokens.
 
         Raises:
             ValueError: the length is not positive.
@@ -79,11 +79,11 @@ class Workload:
         return dataclasses.replace(self, name=f"{self.family}{length}", **sizes)  # type: ignore[arg-type]
 
     def with_rows(self, n: int) -> Workload:
-        """The same attention with at most n rows, named after them."""
+        """Return the same attention with at most n rows, named after them."""
         return self if n >= self.n else dataclasses.replace(self, name=f"{self.name}n{n}", n=n, most_rows=n)
 
     def shrunk(self, n: int = 3, length: int = 24) -> Workload:
-        """The same problem at a size for tests: at most n rows, lengths at most `length`, all else as it was."""
+        """Return the same problem at a size for tests: at most n rows, lengths at most `length`."""
         return dataclasses.replace(
             self, b=min(self.b, 2), n=min(self.n, n), lq=min(self.lq, length), lk=min(self.lk, length), h=min(self.h, 4)
         )

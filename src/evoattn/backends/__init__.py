@@ -39,7 +39,7 @@ __all__ = [
 GATED_FORWARD = "multiplied in the forward's epilogue"
 GATED_AFTER = "multiplied by a kernel of its own after the forward's: there two steps are faster"
 GATED_BACKWARD = "in the backward with delta, in one pass"
-"""What a plan says of a gate that its kernels multiply."""
+"""A plan's words for where its kernels multiply the gate."""
 
 AUTO_ORDER = ("hopper", "triton", "tiled")
 """`auto` takes the first of these that has no objection."""
@@ -58,7 +58,7 @@ workers of `compile.first_calls` import the module before they have a task.
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a plan runs, in words and numbers.
+    """A plan in words and numbers.
 
     Args:
         config: the tiles as a `Config`, where one describes all of the pass.
@@ -132,7 +132,7 @@ class Backend(Protocol):
     """The names of every backend module. One that compiles kernels has a second module, see `COMPILERS`."""
 
     NAME: str
-    """What users pass as `backend=`."""
+    """The name that users pass as `backend=`."""
 
     def availability(self) -> str | None:
         """None when it can run on this machine, else one line that says why not and what to do."""

@@ -54,7 +54,7 @@ class Config:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def tiles(self) -> dict[str, int]:
-        """Of the fields that were set, those that say how a kernel on a GPU is cut."""
+        """Return the fields that were set and that are tile sizes of a GPU kernel."""
         return {name: value for name, value in self.given().items() if name != "score_bytes"}
 
     def to_text(self) -> str:

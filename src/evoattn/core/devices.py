@@ -1,4 +1,4 @@
-"""What backends and layers ask of the machine: kernel languages, its GPU, to run on a device, or without autocast."""
+"""The machine: its kernel languages and its GPU. Also run code on a device, or without autocast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_AN_H200 = 132
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What plans ask of an NVIDIA GPU.
+    """The properties of an NVIDIA GPU that plans depend on.
 
     Args:
         name: as the driver tells it.
@@ -41,7 +41,7 @@ class Card:
     clusters: tuple[int, ...] = ()
 
     def clusters_of(self, size: int) -> int:
-        """How many clusters of `size` blocks run at a time, at most if that is unknown."""
+        """Return how many clusters of `size` blocks run at a time; the most that can, if that is unknown."""
         return self.clusters[size - 1] if size <= len(self.clusters) else self.processors // size
 
 
@@ -83,7 +83,7 @@ def _found(device: torch.device) -> Card:
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported; it is not."""
+    """Return whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # an import hook that blocks it

@@ -39,7 +39,7 @@ _PRIVATE = (
     "_len_torch_function_stack",
     "_dynamo.guards.TensorGuards",
 )
-"""What this module needs of torch's internals. With a torch that lacks them every call goes through the operators."""
+"""The private names of torch that this module needs. With a torch that lacks one, every call is an `OperatorCall`."""
 
 _MOST = 16
 """Values that are kept for one key, each for tensors with other properties."""

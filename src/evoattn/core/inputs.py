@@ -26,17 +26,17 @@ class Inputs(NamedTuple):
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those that are never missing."""
+        """q, k and v, which are never missing."""
         return self.q, self.k, self.v
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """Those that can have a gradient, in the order of every `needs` (`problem.GRADIENTS`)."""
+        """The tensors that can have a gradient, in the order of `problem.GRADIENTS`."""
         return self.q, self.k, self.v, self.mask_bias, self.pair_bias, self.gate
 
 
 class Outputs(NamedTuple):
-    """What a forward makes: O, gated if there is a gate, and the two numbers of each query that it saves.
+    """The results of a forward: O, gated if there is a gate, and two numbers of each query for the backward.
 
     The two numbers (`evoattn.core.numerics`) do not depend on the gate.
     """
@@ -47,7 +47,7 @@ class Outputs(NamedTuple):
 
 
 class SavedProbabilities(NamedTuple):
-    """What a forward saves in place of `Outputs`, if its plan has `evoattn.backends.Plan.save_probabilities`.
+    """The tensors that a forward saves in place of `Outputs`, if its plan has `evoattn.backends.Plan.save_probabilities`.
 
     Args:
         o: O, gated. None in a backward without a gate.
@@ -59,7 +59,7 @@ class SavedProbabilities(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What a backward starts from: the gradients of O and of lse, None for one that is not used."""
+    """The gradients of O and of lse, with which a backward starts; None for one that is not used."""
 
     do: Tensor | None = None
     dlse: Tensor | None = None

@@ -55,7 +55,7 @@ def empty_gradients(
 
 
 def as_planned(planned: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor | None]], list[Any]]:
-    """What views tensors in the shapes and strides of others: both start alike in memory and have the same elements."""
+    """Return a function that views tensors in the planned shapes and strides; both have the same start and elements."""
     looks = [None if x is None else (x.shape, x.stride()) for x in planned]
 
     def view(given: Sequence[Tensor | None]) -> list[Any]:
@@ -73,7 +73,7 @@ _MADE: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 class Columns(NamedTuple):
-    """Where tensors lie in one matrix whose rows have no gap.
+    """The columns that tensors have in one contiguous matrix.
 
     Args:
         rows, width: of the matrix.
@@ -94,7 +94,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(tensors: Sequence[Tensor]) -> Columns | None:
-    """How tensors `[*, H, C]` are columns of one matrix, heads side by side; None if they are not.
+    """Return how tensors `[*, H, C]` are columns of one matrix, heads side by side; None if they are not.
 
     The rows may have any number of axes, in any order. All tensors have the same rows, and each its own columns.
     """
@@ -159,5 +159,5 @@ def _matrix_of(parts: Sequence[Tensor | None], starts: Sequence[int], width: int
 
 
 def _lies_in(matrix: Tensor, x: Tensor, start: int) -> bool:
-    """Whether x is the columns of a matrix from `start` on."""
+    """Return whether x is columns of a matrix, from `start` on."""
     return x.stride() == matrix.stride() and x.data_ptr() == matrix.data_ptr() + start * x.element_size()

@@ -15,7 +15,7 @@ from evoattn.core.inputs import Inputs
 
 
 class Needs(NamedTuple):
-    """Whether the gradient of each input is wanted."""
+    """The gradients that are wanted: True or False for each input."""
 
     q: bool = False
     k: bool = False
@@ -72,7 +72,7 @@ class Problem:
 
     @property
     def scores(self) -> int:
-        """How many scores the softmax is taken over: b * n * h * lq * lk."""
+        """The number of scores: b * n * h * lq * lk."""
         return self.b * self.n * self.h * self.lq * self.lk
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ _ROWS_TOLD_APART = 4
 
 
 def tuned(backend: str, direction: str, problem: Problem) -> Config | None:
-    """What was found for problems like this one, if anything was.
+    """Return the config that `evoattn tune` found for problems like this one, or None.
 
     Args:
         backend: the backend's name.
@@ -46,12 +46,12 @@ def tuned(backend: str, direction: str, problem: Problem) -> Config | None:
 
 
 def preferred(backend: str, direction: str, problem: Problem, config: Config) -> Config:
-    """What the user set for a call, else what was tuned for problems like it, else nothing."""
+    """Return the user's config of a call, else the one tuned for problems like it, else an empty one."""
     return config if config != _NOTHING_SET else tuned(backend, direction, problem) or config
 
 
 def is_tuned(backend: str, direction: str, problem: Problem, config: Config) -> bool:
-    """Whether `preferred` takes what was found on this machine."""
+    """Return whether `preferred` uses the tiles that were found on this machine."""
     return config == _NOTHING_SET and tuned(backend, direction, problem) is not None
 
 
@@ -87,7 +87,7 @@ def path(on_cpu: bool) -> Path | None:
 
 
 def machine(on_cpu: bool) -> dict[str, str | None]:
-    """What a table is good for."""
+    """The machine and the versions for which a table holds."""
     return {
         "device": _device(on_cpu),
         "driver": None if on_cpu else driver_version(),
@@ -132,7 +132,7 @@ def _table(folder: str | None, on_cpu: bool, device: str | None) -> dict[str, Co
 
 
 def entries(on_cpu: bool) -> dict[str, dict[str, Any]]:
-    """All that the file says, by key; empty with one warning where it is damaged, or made by another machine or version."""
+    """Return the file's entries by key; none, with one warning, if it is damaged or of another machine or version."""
     file = path(on_cpu)
     if file is None or not os.path.exists(file):  # Path.exists raises where a folder may not be entered
         return {}

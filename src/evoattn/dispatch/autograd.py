@@ -27,7 +27,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Call(Protocol):
-    """What a backward needs to know of the call that was its forward."""
+    """The forward of a backward."""
 
     @property
     def options(self) -> Options:
@@ -69,7 +69,7 @@ def allocator(x: Tensor) -> Callable[[torch.device], Tensor]:
 
 
 def same_memory(x: Tensor | None, canonical: Tensor | None) -> bool:
-    """Whether a canonical tensor is a view from the same start, and has all elements of one that gets a gradient."""
+    """Return whether a canonical tensor is a view from the same start, with all elements if x gets a gradient."""
     if x is None or canonical is None:
         return True
     has_all = not x.requires_grad or x.numel() == canonical.numel()

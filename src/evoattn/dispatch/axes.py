@@ -1,4 +1,4 @@
-"""Any number of leading axes -> the canonical axes `[b,n,h,l,d]`, and back, as views wherever strides allow.
+"""Bring tensors with any leading axes to the canonical axes `[b,n,h,l,d]`, and back, as views if strides allow it.
 
 The pair bias decides which leading axes are batch and which are rows: an axis along which it varies goes to b, one along
 which it is broadcast goes to n. So no broadcast axis of a pair bias is ever expanded, whatever the user's shapes. If it
@@ -42,7 +42,7 @@ class Axes:
 
     @property
     def in_order(self) -> bool:
-        """Whether a contiguous tensor in the user's leading axes is contiguous in the canonical ones."""
+        """True if a contiguous tensor in the user's leading axes is contiguous in the canonical ones."""
         axes = [axis for axis in self.batch + self.rows if self.lead[axis] != 1]
         return axes == sorted(axes)
 
@@ -142,7 +142,7 @@ def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) 
     if pair_bias is not None:
         pair_bias = with_axes(pair_bias.transpose(-2, -3) if swapped and pair_bias.ndim > 2 else pair_bias, q.ndim)
         # Where a gradient must come back in the expanded shape, the axis stays.
-        if narrow and _strides_are_told_apart() and not (pair_bias.requires_grad and torch.is_grad_enabled()):
+        if narrow and _strides_are_guarded() and not (pair_bias.requires_grad and torch.is_grad_enabled()):
             pair_bias = narrow_expanded(pair_bias)
         batch = tuple(axis for axis in range(len(lead)) if pair_bias.shape[axis] != 1) or batch
     rows = tuple(axis for axis in range(len(lead)) if axis not in batch)
@@ -157,7 +157,7 @@ def canonicalise(inputs: Inputs, layout: str = "bnhld", *, narrow: bool = True) 
 
 
 def _is_one_query_of_shared_keys(inputs: Inputs, layout: str) -> bool:
-    """Whether a single query has several heads and all of them the same keys and values."""
+    """Return whether there is one query with several heads, and all heads share their keys and values."""
     q, k, v, *_ = inputs
     heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
     if q.shape[length] == 1 and q.shape[heads] > 1 and k.shape[heads] == v.shape[heads] == 1:  # noqa: SIM103
@@ -172,8 +172,8 @@ def _all_but_the_rows(lead: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in range(len(lead)) if axis != rows)
 
 
-def _strides_are_told_apart() -> bool:
-    """Whether these axes are looked at again when other strides come.
+def _strides_are_guarded() -> bool:
+    """Return whether later tensors with other strides get axes of their own.
 
     torch.compile guards strides. A graph that is exported or traced does not: it would take the first entry of an axis as the
     whole of it, because the example was expanded.
@@ -202,7 +202,7 @@ def key_axes(x: Tensor, q: Tensor) -> Tensor:
 
 
 def has_unit_axes(x: Tensor, q: Tensor) -> bool:
-    """Whether a mask is `[*, N, 1, 1, Lk]` and not `[*, N, Lk]`: it has more axes than that, or does not fit as that."""
+    """Return whether a mask is `[*, N, 1, 1, Lk]`: it has too many axes for `[*, N, Lk]`, or does not fit as that."""
     lead = tuple(q.shape[:-3])
     if x.ndim > max(2, len(lead) + 1):
         return True
@@ -211,7 +211,7 @@ def has_unit_axes(x: Tensor, q: Tensor) -> bool:
 
 
 def fits(sizes: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether sizes broadcast to what is expected."""
+    """Return whether sizes broadcast to the expected ones."""
     pairs = zip(reversed(sizes), reversed(expected), strict=False)
     return len(sizes) <= len(expected) and all(size == 1 or size == wanted for size, wanted in pairs)
 

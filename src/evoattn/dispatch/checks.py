@@ -1,4 +1,4 @@
-"""What `evoformer_attention` and its drop-ins accept.
+"""Check the arguments of `evoformer_attention` and its drop-ins.
 
 Every check runs before any work and names the argument, what came and what was expected.
 """

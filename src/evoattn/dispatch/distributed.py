@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def is_distributed(x: Any) -> bool:
-    """Whether a value is a DTensor. Their import takes a second, so nothing is one before somebody has imported them."""
+    """Return whether a value is a DTensor, without importing DTensor, which takes a second: before that nothing is one."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
@@ -148,7 +148,7 @@ def _own_axis(name: str, x: Tensor, axis: int, q: Tensor, layout: str) -> int | 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How rows or columns of a pair representation lie on the processes of a group.
+    """The split of rows or columns of a pair representation among the processes of a group.
 
     Each process holds as much as DTensors of a split axis do: the first ones hold ceil(length / processes), the last ones less
     or nothing.
@@ -265,7 +265,7 @@ class _Step(torch.autograd.Function):
 
 
 def _is_first(shape: Sequence[int], axis: int) -> bool:
-    """Whether no other axis lies before this one in memory, so that parts along it follow one another."""
+    """Return whether this axis is the outermost in memory, so that parts along it follow one another."""
     return math.prod(shape[:axis]) == 1
 
 

@@ -19,7 +19,7 @@ from evoattn.dispatch.lookup import BackwardPass, ForwardPass, Options, RefusalE
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a call would run and why; `print` it.
+    """The backend and tiles that a call would use, and why; `print` it.
 
     Args:
         problem: the call in canonical axes.

@@ -25,7 +25,7 @@ listeners: list[Callable[[str], None]] = []
 
 
 class Options(NamedTuple):
-    """What a caller asks for besides the tensors; `evoattn.api.evoformer_attention` says what each is."""
+    """The options of a call, as `evoattn.api.evoformer_attention` describes them."""
 
     scale: float | None = None
     layout: str = "bnlhd"
@@ -35,7 +35,7 @@ class Options(NamedTuple):
     return_lse: bool = False
 
     def settled(self) -> Options:
-        """The same of both passes, once it has been checked: torch's settings are in it, and the LSE is not."""
+        """Return the options of both passes: `deterministic` filled in from torch's setting, and `return_lse` left out."""
         scale, deterministic = self.scale, self.deterministic
         deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         return Options(None if scale is None else float(scale), self.layout, deterministic, self.backend, self.config)
@@ -73,7 +73,7 @@ class BackwardPass(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that it reads."""
+        """All tensors that it reads."""
         return (*self.cotangents, *self.inputs, *self.outputs)
 
 
@@ -96,7 +96,7 @@ def forget() -> None:
 
 
 def settings(dtype: torch.dtype) -> str:
-    """All that a backend may look at in torch's settings when it plans, besides determinism, which is an argument."""
+    """Return the torch settings that a plan may depend on, besides determinism, which is an option."""
     return float32_products() if dtype == torch.float32 else ""
 
 
@@ -121,7 +121,7 @@ def find_plan(work: ForwardPass | BackwardPass, *, will_run: bool = True) -> Pla
 
 
 def _signature(work: ForwardPass | BackwardPass) -> tuple[Any, ...]:
-    """All that a backend may look at when it plans. The device of q is that of all tensors."""
+    """Return all that a plan may depend on. All tensors are on the device of q."""
     q = work.inputs.q
     tensors, needs = ((*work.tensors, *work.into), work.needs) if isinstance(work, BackwardPass) else (work.inputs, None)
     tensor_keys = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors]

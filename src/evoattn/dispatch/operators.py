@@ -41,10 +41,10 @@ backward = torch.ops.evoattn.backward.default
 """The gradients of `forward`; one that `needs` does not ask for is a tensor of no elements."""
 
 INPUTS = len(Inputs._fields)
-"""How many inputs `forward` takes before its options."""
+"""The number of inputs that `forward` takes before its options."""
 
 _TENSORS = len(Cotangents._fields) + INPUTS + len(Outputs._fields)
-"""How many tensors `backward` takes before `needs`, in the order of `BackwardPass.tensors`."""
+"""The number of tensors that `backward` takes before `needs`, in the order of `BackwardPass.tensors`."""
 
 
 def arguments_of(inputs: Inputs, options: Options) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@
 
 Beyond the original: any length, any number of channels, a bias of any shape that broadcasts and of any of these dtypes (it is
 read as it is, never converted), float32 and float64 forward and backward, CPU as well as GPU. `triangle_multiplicative_update`
-is `evoattn.pair.triangle_multiplication` with its arguments.
+has cuEquivariance's arguments too. On a GPU its kernels are those of `evoattn.pair.triangle_multiplication`.
 """
 
 from __future__ import annotations

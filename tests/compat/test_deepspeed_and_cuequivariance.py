@@ -106,7 +106,7 @@ def test_deepspeed_refuses_clearly() -> None:
     for biases in (torch.zeros(2, 1, 1), None):
         with pytest.raises(TypeError, match="biases must be a list"):
             DS4Sci_EvoformerAttention(q, k, v, biases)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mask_bias must be"):
+    with pytest.raises(ValueError, match="biases\\[0\\] must broadcast to .* is biases\\[1\\]"):
         DS4Sci_EvoformerAttention(q, k, v, [torch.zeros(1, 1, 2, 9, 9)])
     assert list(inspect.signature(DS4Sci_EvoformerAttention).parameters) == ["Q", "K", "V", "biases", "empty_rows"]
 
@@ -191,11 +191,11 @@ FOUR_AXES = r"\[B, N, H, {0}\], or \[N, H, {0}\] for B = 1"
     ("q", (1, 1, 3, 4, 7, 8), f"q must be {FOUR_AXES.format('Q, D')}, got shape \\[1, 1, 3, 4, 7, 8\\]"),
     ("k", (4, 9, 8), f"k must be {FOUR_AXES.format('K, D')}, got shape \\[4, 9, 8\\]"),
     ("v", (9, 5), f"v must be {FOUR_AXES.format('K, C')}, got shape \\[9, 5\\]"),
-    ("k", (2, 4, 9, 8), r"k must have the leading axes of q, \[3, 4, 7, 8\], got shape \[2, 4, 9, 8\]"),
-    ("v", (2, 3, 4, 9, 5), r"v must have the leading axes of q, \[3, 4, 7, 8\], got shape \[2, 3, 4, 9, 5\]"),
-    ("k", (3, 2, 9, 8), r"k must have the 4 heads of q, or 1, got shape \[3, 2, 9, 8\]"),
-    ("k", (3, 4, 9, 6), r"k must have the 8 channels of q, got shape \[3, 4, 9, 6\]"),
-    ("v", (3, 4, 7, 5), r"v must have the 9 keys of k, got shape \[3, 4, 7, 5\]"),
+    ("k", (2, 4, 9, 8), r"k must be \[B, N, H, K, D\] with the leading axes of q, \[3, 4, 7, 8\], got shape \[2, 4, 9, 8\]"),
+    ("v", (2, 3, 4, 9, 5), r"v must be \[B, N, H, K, C\] with the leading axes of q, \[3, 4, 7, 8\], got shape \[2, 3,"),
+    ("k", (3, 2, 9, 8), r"k must be \[B, N, H, K, D\] with the 4 heads of q, or 1, got shape \[3, 2, 9, 8\]"),
+    ("k", (3, 4, 9, 6), r"k must have the 8 channels of q, \[B, N, H, K, D\], got shape \[3, 4, 9, 6\]"),
+    ("v", (3, 4, 7, 5), r"v must have the 9 keys of k, \[B, N, H, K, C\], got shape \[3, 4, 7, 5\]"),
     ("bias", (1, 4, 9, 7), r"bias must broadcast to \[N, H, Q, K\] = \[3, 4, 7, 9\], got shape \[1, 4, 9, 7\]"),
     ("bias", (2, 1, 4, 7, 9), r"bias must broadcast to \[B, N, H, Q, K\] = \[1, 3, 4, 7, 9\], got shape \[2, 1, 4, 7, 9\]"),
     ("mask", (3, 1, 9), r"mask must be \[B, N, 1, 1, K\], or \[N, 1, 1, K\] for B = 1, got shape \[3, 1, 9\]"),

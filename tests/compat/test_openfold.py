@@ -224,10 +224,10 @@ def test_refusals_name_the_bias() -> None:
 
 
 @pytest.mark.parametrize(("name", "shape", "told"), [
-    ("k", (2, 9, 8), r"k must have the 4 heads of q, or 1, got shape \[2, 9, 8\]"),
-    ("k", (4, 9, 6), r"k must have the 8 channels of q, got shape \[4, 9, 6\]"),
-    ("k", (1, 4, 9, 8), r"k must have the leading axes of q, \[4, 7, 8\], got shape \[1, 4, 9, 8\]"),
-    ("v", (4, 7, 5), r"v must have the 9 keys of k, got shape \[4, 7, 5\]"),
+    ("k", (2, 9, 8), r"k must be \[\*, H, K, D\] with the 4 heads of q, or 1, got shape \[2, 9, 8\]"),
+    ("k", (4, 9, 6), r"k must have the 8 channels of q, \[\*, H, K, D\], got shape \[4, 9, 6\]"),
+    ("k", (1, 4, 9, 8), r"k must be \[\*, H, K, D\] with the leading axes of q, \[4, 7, 8\], got shape \[1, 4, 9, 8\]"),
+    ("v", (4, 7, 5), r"v must have the 9 keys of k, \[\*, H, K, C\], got shape \[4, 7, 5\]"),
     ("biases", (7,), r"biases\[0\] must broadcast to the scores, \[4, 7, 9\], got shape \[7\]"),
     ("biases", (1, 4, 7, 9), r"biases\[0\] must broadcast to the scores, \[4, 7, 9\], got shape \[1, 4, 7, 9\]"),
 ])  # fmt: skip

@@ -35,30 +35,14 @@ _BLOCK_SCORES = 1 << 24
 
 @overload
 def triangle_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None = ...,
-    scale: float | None = ...,
-    return_aux: Literal[False] = ...,
-    kv_lengths: Tensor | None = ...,
-    *,
-    empty_rows: EmptyRows = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = ..., scale: float | None = ...,
+    return_aux: Literal[False] = ..., kv_lengths: Tensor | None = ..., *, empty_rows: EmptyRows = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
 def triangle_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None = ...,
-    scale: float | None = ...,
-    *,
-    return_aux: Literal[True],
-    kv_lengths: Tensor | None = ...,
-    empty_rows: EmptyRows = ...,
-) -> tuple[Tensor, Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = ..., scale: float | None = ...,
+    *, return_aux: Literal[True], kv_lengths: Tensor | None = ..., empty_rows: EmptyRows = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 def triangle_attention(
     q: Tensor,
     k: Tensor,
@@ -186,8 +170,6 @@ def triangle_multiplicative_update(
 
     Source: Jumper et al. 2021, supplementary algorithms 11 and 12.
     """
-    if direction not in ("outgoing", "incoming"):
-        raise ValueError(f"direction must be 'outgoing' or 'incoming', got {direction!r}")
     if precision is not None:
         raise ValueError(f"precision must be None here (torch.set_float32_matmul_precision sets it), got {precision!r}")
     if x.ndim < 3 or x.shape[-2] != x.shape[-3]:
@@ -200,7 +182,7 @@ def triangle_multiplicative_update(
     }
     for name, weight in weights.items():
         if weight is None:
-            raise ValueError(f"{name} must be given")
+            raise ValueError(f"{name} must be given, got None: only norms and biases may be left out")
     if mask is not None:
         if not fits(tuple(mask.shape), tuple(x.shape[:-1])):
             raise ValueError(f"mask must broadcast to {list(x.shape[:-1])}, got shape {list(mask.shape)}")
@@ -232,7 +214,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
         if x.ndim not in (4, 5):
             raise ValueError(f"{name} must be [B, N, {axes}], or [N, {axes}] for B = 1, got shape {list(x.shape)}")
-    check_keys(q, k, v, axes=5)
+    check_keys(q, k, v, ("[B, N, H, K, D]", "[B, N, H, K, C]"), least=5)
     if not bias.is_floating_point():
         hint = "; a bool mask goes to mask" if bias.dtype == torch.bool else ""
         raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {dtype_name(bias.dtype)}{hint}")
@@ -244,9 +226,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -
 
 def _check_fits(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     if not fits(tuple(x.shape), sizes):
-        left_out = 1 if x.ndim <= 4 == q.ndim else 0
-        wanted = f"[{', '.join(axes[left_out:])}] = {list(sizes[left_out:])}"
-        raise ValueError(f"{name} must broadcast to {wanted}, got shape {list(x.shape)}")
+        first = 1 if x.ndim <= 4 == q.ndim else 0
+        wanted = ", ".join(axes[first:])
+        raise ValueError(f"{name} must broadcast to [{wanted}] = {list(sizes[first:])}, got shape {list(x.shape)}")
 
 
 def _prefix_mask(kv_lengths: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from evoattn.api import evoformer_attention
+from evoattn.dispatch.checks import check_tensors
 from evoattn.fully_masked.means import EmptyRows, check_empty_rows, with_means
 
 __all__ = ["DS4Sci_EvoformerAttention"]
@@ -58,6 +59,12 @@ def DS4Sci_EvoformerAttention(  # noqa: N802
         raise ValueError(f"biases must have at most two entries, [mask_bias, pair_bias], got {len(biases)}")
     check_empty_rows(empty_rows)
     mask_bias, pair_bias = (*biases, None, None)[:2]
+    check_tensors(Q=Q, K=K, V=V)
+    if isinstance(mask_bias, Tensor) and mask_bias.ndim == Q.ndim and mask_bias.shape[-3:-1] != (1, 1):
+        raise ValueError(
+            f"biases[0] must broadcast to [B, N, 1, 1, Lk], got shape {list(mask_bias.shape)}; "
+            "a bias that varies over heads or queries is biases[1]"
+        )
     if empty_rows == "native":
         return evoformer_attention(Q, K, V, mask_bias=mask_bias, pair_bias=pair_bias)
     return with_means(evoformer_attention, Q, K, V, mask_bias, pair_bias, None, layout="bnlhd")

@@ -64,7 +64,7 @@ def attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3:
             raise ValueError(f"{name} must be [*, H, L, C], got shape {list(x.shape)}")
-    check_keys(q, k, v, axes=3)
+    check_keys(q, k, v, ("[*, H, K, D]", "[*, H, K, C]"))
     added = _checked(q, k, biases)
     if q.ndim == 3:
         return attention(q[None], k[None], v[None], added, scaled=scaled, empty_rows=empty_rows)[0]
@@ -103,7 +103,4 @@ def _sum(biases: list[Tensor], dtype: torch.dtype) -> Tensor | None:
     if len(biases) < 2:
         return biases[0] if biases else None
     first, *others = sorted(biases, key=Tensor.numel)
-    total = first.to(accumulate_dtype(dtype))
-    for other in others:
-        total = total + other
-    return total
+    return sum(others, first.to(accumulate_dtype(dtype)))

@@ -59,21 +59,31 @@ def check_tensors(**tensors: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
-def check_keys(q: Tensor, k: Tensor, v: Tensor, axes: int) -> None:
-    """Raise ValueError unless k `[*, H|1, K, D]` and v `[*, H|1, K, C]` go with q `[*, H, Q, D]`.
+def check_keys(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, str], *, layout: str = "bnhld", least: int = 0) -> None:
+    """Raise ValueError unless keys and values go with the queries: leading axes, heads, devices, channels and lengths.
 
-    axes: how many a tensor has at the least. One of fewer axes has ones in front.
+    Args:
+        q, k, v: `[*, H, L, C]`, or `[*, L, H, C]` in the layout "bnlhd". k and v may have one head.
+        axes: those of k and of v, for the messages.
+        layout: tells which axis holds heads.
+        least: a tensor of fewer axes has ones in front.
     """
-    q_shape, k_shape, v_shape = ((1,) * (axes - x.ndim) + tuple(x.shape) for x in (q, k, v))
-    for name, x, sizes in (("k", k, k_shape), ("v", v, v_shape)):
-        if sizes[:-3] != q_shape[:-3]:
-            raise ValueError(f"{name} must have the leading axes of q, {list(q.shape)}, got shape {list(x.shape)}")
-        if sizes[-3] != q_shape[-3] and sizes[-3] != 1:
-            raise ValueError(f"{name} must have the {q_shape[-3]} heads of q, or 1, got shape {list(x.shape)}")
+    heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
+    q_shape, k_shape, v_shape = ((1,) * (least - x.ndim) + tuple(x.shape) for x in (q, k, v))
+    for name, x, shape, wanted in (("k", k, k_shape, axes[0]), ("v", v, v_shape, axes[1])):
+        if shape[:-3] != q_shape[:-3]:
+            raise ValueError(f"{name} must be {wanted} with the leading axes of q, {list(q.shape)}, got shape {list(x.shape)}")
+        if shape[heads] != q_shape[heads] and shape[heads] != 1:
+            raise ValueError(f"{name} must be {wanted} with the {q_shape[heads]} heads of q, or 1, got shape {list(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
     if k_shape[-1] != q_shape[-1]:
-        raise ValueError(f"k must have the {q_shape[-1]} channels of q, got shape {list(k.shape)}")
-    if v_shape[-2] != k_shape[-2]:
-        raise ValueError(f"v must have the {k_shape[-2]} keys of k, got shape {list(v.shape)}")
+        raise ValueError(f"k must have the {q_shape[-1]} channels of q, {axes[0]}, got shape {list(k.shape)}")
+    if v_shape[length] != k_shape[length]:
+        raise ValueError(f"v must have the {k_shape[length]} keys of k, {axes[1]}, got shape {list(v.shape)}")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name} must have at least one channel, got shape {list(x.shape)}")
 
 
 def check_arguments(inputs: Inputs, options: Options) -> None:
@@ -90,7 +100,10 @@ def check_arguments(inputs: Inputs, options: Options) -> None:
     for name, x in (("k", k), ("v", v)):
         if compute_dtype(x) != compute_dtype(q):
             raise TypeError(f"{name} must have the dtype of q, {dtype_name(q.dtype)}, got {dtype_name(x.dtype)}")
-    _check_qkv(q, k, v, layout)
+    q_axes, *axes = _AXES[layout]
+    if q.ndim < 4:
+        raise ValueError(f"q must have at least 4 axes, {q_axes} in layout {layout!r}, got shape {list(q.shape)}")
+    check_keys(q, k, v, (axes[0], axes[1]), layout=layout)
     if inputs.gate is not None:
         _check_tensor("gate", inputs.gate)
         _check_gate(inputs.gate, q, v, layout)
@@ -108,7 +121,7 @@ def check_arguments(inputs: Inputs, options: Options) -> None:
         if name == "pair_bias":
             _check_broadcast(name, bias, (*lead, q.shape[head_axis], q.shape[length_axis], lk), "[*, N, H, Lq, Lk]")
         else:
-            _check_keys(name, bias, q, (*lead, lk))
+            _check_key_bias(name, bias, q, (*lead, lk))
 
 
 def _check_options(options: Options) -> None:
@@ -163,27 +176,6 @@ def _check_bias_dtype(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype_name(x.dtype)}{hint}")
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-    q_axes, k_axes, v_axes = _AXES[layout]
-    if q.ndim < 4:
-        raise ValueError(f"q must have at least 4 axes, {q_axes} in layout {layout!r}, got shape {list(q.shape)}")
-    heads, length = (-2, -3) if layout == "bnlhd" else (-3, -2)
-    for name, x, axes in (("k", k, k_axes), ("v", v, v_axes)):
-        if x.ndim != q.ndim or x.shape[:-3] != q.shape[:-3]:
-            raise ValueError(f"{name} must be {axes} with the leading axes of q, {list(q.shape)}, got shape {list(x.shape)}")
-        if x.shape[heads] != q.shape[heads] and x.shape[heads] != 1:
-            raise ValueError(f"{name} must be {axes} with the {q.shape[heads]} heads of q, or 1, got shape {list(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have the {q.shape[-1]} channels of q, {k_axes}, got shape {list(k.shape)}")
-    if v.shape[length] != k.shape[length]:
-        raise ValueError(f"v must have the {k.shape[length]} keys of k, {v_axes}, got shape {list(v.shape)}")
-    for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] == 0:
-            raise ValueError(f"{name} must have at least one channel, got shape {list(x.shape)}")
-
-
 def _check_gate(gate: Tensor, q: Tensor, v: Tensor, layout: str) -> None:
     if compute_dtype(gate) != compute_dtype(q):
         raise TypeError(f"gate must have the dtype of q, {dtype_name(q.dtype)}, got {dtype_name(gate.dtype)}")
@@ -195,7 +187,7 @@ def _check_gate(gate: Tensor, q: Tensor, v: Tensor, layout: str) -> None:
         raise ValueError(f"gate must be on the device of q, {q.device}, got {gate.device}")
 
 
-def _check_keys(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> None:
+def _check_key_bias(name: str, x: Tensor, q: Tensor, expected: tuple[int, ...]) -> None:
     if x.ndim == 0:
         raise ValueError(f"{name} must be [*, N, Lk] or [*, N, 1, 1, Lk], got a scalar")
     if has_unit_axes(x, q):

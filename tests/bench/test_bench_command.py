@@ -227,7 +227,7 @@ def test_refused_in_one_line(
 def test_png_needs_its_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["bench", "--png", str(tmp_path / "a.png")]) == 2
-    assert "needs matplotlib, which is not installed: pip install 'evoattn[cli]'" in capsys.readouterr().err
+    assert "needs matplotlib, which is not installed: run pip install '.[cli]' in a clone of evoattn" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written(

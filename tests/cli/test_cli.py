@@ -176,7 +176,7 @@ def test_demo_without_a_gpu(family: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_demo_without_the_extra(family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["demo", str(family)]) == 2
-    expected = "evoattn demo: error: needs matplotlib, which is not installed: pip install 'evoattn[cli]'\n"
+    expected = "evoattn demo: error: needs matplotlib, which is not installed: run pip install '.[cli]' in a clone of evoattn\n"
     assert capsys.readouterr().err == expected
 
 

@@ -63,7 +63,7 @@ def test_what_fails_is_told_and_the_rest_is_kept(
 ) -> None:
     """A folder that can no longer be made once it was checked: that stops root too."""
     monkeypatch.setattr(warm, "_check_folders", lambda cards: None)
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     (cache / "file").write_text("")
     monkeypatch.setenv("EVOATTN_CACHE_DIR", str(cache / "file" / "evoattn"))
     assert cli.main(["warm", *SMALL, "--arch", "sm_90a"]) == 1
@@ -187,7 +187,7 @@ def test_a_missing_backend_is_told(
 ) -> None:
     from evoattn.backends import hopper, triton
 
-    monkeypatch.setattr(hopper, "availability", lambda: "CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    monkeypatch.setattr(hopper, "availability", lambda: "CuTe DSL is not installed: pip install '.[hopper]'")
     warm._tell_missing(cards.cards_of("sm_90a")[0])
     assert "evoattn warm: without hopper: CuTe DSL is not installed" in capsys.readouterr().err
     warm._tell_missing(cards.cards_of("sm_80")[0])

@@ -65,7 +65,7 @@ def planned(call: Call, backend: Any) -> tuple[Any, tuple[Any, ...]]:
 
 @PASSES
 def test_a_launch_reads_what_was_kept_for_hopper(training: bool, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     from evoattn.backends import hopper
     from evoattn.backends.hopper import ahead, launch
 
@@ -167,7 +167,7 @@ def test_the_default_lengths_stand_for_others() -> None:
 
 def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind once, since workers compile for a kind."""
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     pytest.importorskip("triton")
     from evoattn.backends.hopper import clusters
     from evoattn.backends.triton import cards as of_triton

@@ -19,7 +19,7 @@ MISSING = [name for name in ("build", "hatchling", "twine") if importlib.util.fi
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; pip install 'evoattn[release]'"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; pip install '.[release]'"),
 ]
 
 CHECKOUT = (

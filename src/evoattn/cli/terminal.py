@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import torch
 
+from evoattn.core.devices import install_extra
+
 _Number = TypeVar("_Number", int, float)
 
 
@@ -42,7 +44,7 @@ def add_command(
 def need_extra(package: str) -> None:
     """Refuse, naming what to install, unless this package is there."""
     if importlib.util.find_spec(package) is None:
-        raise RefusedError(f"needs {package}, which is not installed: pip install 'evoattn[cli]'")
+        raise RefusedError(f"needs {package}, which is not installed: {install_extra('cli')}")
 
 
 def number(kind: Callable[[str], _Number], holds: Callable[[_Number], bool], expected: str) -> Callable[[str], _Number]:

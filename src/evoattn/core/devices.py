@@ -92,6 +92,11 @@ def installed(package: str) -> bool:
         return True
 
 
+def install_extra(extra: str) -> str:
+    """Return the instruction that installs an extra of evoattn, in the words of the README."""
+    return f"run pip install '.[{extra}]' in a clone of evoattn"
+
+
 def installed_version(distribution: str) -> str | None:
     """The version of a distribution that is installed, or None."""
     try:

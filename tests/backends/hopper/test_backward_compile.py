@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 pytest.importorskip("triton", reason="Triton brings the disassembler")
 
 from evoattn.backends.hopper import tiles as planned  # noqa: E402

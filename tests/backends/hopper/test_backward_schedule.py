@@ -8,7 +8,7 @@ import random
 import pytest
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
 import cutlass
 

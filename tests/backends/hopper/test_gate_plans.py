@@ -8,7 +8,7 @@ import pytest
 import torch
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
 from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Cotangents, hopper
 from evoattn.backends.hopper import head_groups

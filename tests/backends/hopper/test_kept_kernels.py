@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
 from evoattn.backends.hopper import ahead, launch  # noqa: E402
 from evoattn.backends.hopper.kernels.statistics import Statistics  # noqa: E402

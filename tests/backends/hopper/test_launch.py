@@ -10,7 +10,7 @@ import pytest
 import torch
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
 from evoattn.backends.hopper import (  # noqa: E402
     ahead,

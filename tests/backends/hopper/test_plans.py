@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
 
 from evoattn import testing
 from evoattn.backends import Cotangents, Description, Inputs, hopper

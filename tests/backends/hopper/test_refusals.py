@@ -105,7 +105,7 @@ def test_refuses_every_config_its_own_too() -> None:
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 1.0, 32**-0.5, 3e-5, -3e-5, 9e4, 1e-30])
 def test_a_scale_is_taken_apart_exactly(scale: float) -> None:
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     from evoattn.backends.hopper.forward_plan import fold
 
     factor, unit = fold(scale)
@@ -117,7 +117,7 @@ def test_a_scale_is_taken_apart_exactly(scale: float) -> None:
 @pytest.mark.parametrize("scale", [8**-0.5, 64**-0.5, 1.0, 0.1, 3e-5, -3e-5])
 def test_a_scale_that_a_log_sum_exp_is_divided_by_in_float16(scale: float) -> None:
     """A sum of scores that a float16 bias can make fits into float16, divided by the scale and by STEP; usual scales stay."""
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     from evoattn.backends.hopper.forward_plan import fold
     from evoattn.backends.hopper.kernels.statistics import STEP
 
@@ -195,7 +195,7 @@ def test_no_forward_of_triton_meets_a_backward_of_hopper(n: int, lq: int, lk: in
 
 
 def test_a_scale_of_zero() -> None:
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install 'evoattn[hopper]'")
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed: pip install '.[hopper]'")
     from evoattn.backends.hopper.forward_plan import fold
 
     assert fold(0.0) == (0.0, 1.0)

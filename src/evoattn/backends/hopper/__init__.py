@@ -16,7 +16,7 @@ from torch import Tensor
 from evoattn.backends import GATED_AFTER, GATED_BACKWARD, Description, Plan
 from evoattn.compile import first_calls
 from evoattn.core.config import Config
-from evoattn.core.devices import installed, on_device_of, planned
+from evoattn.core.devices import install_extra, installed, on_device_of, planned
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.problem import Needs, Problem, dtype_name
 
@@ -69,7 +69,7 @@ def _missing() -> str | None:
     """Return what to install, or None."""
     if not installed("nvidia_cutlass_dsl"):
         extra = "hopper-cu12" if (torch.version.cuda or "").startswith("12.") else "hopper"
-        return f"CuTe DSL is not installed: pip install 'evoattn[{extra}]'"
+        return f"CuTe DSL is not installed: {install_extra(extra)}"
     return None
 
 

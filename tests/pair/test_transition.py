@@ -131,7 +131,7 @@ def test_torch_compile() -> None:
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation": "gelu"}, ValueError, "activation must be 'swiglu' or 'relu', got 'gelu'"),
     ({"activation": "relu"}, ValueError, "b_weight and b_bias must be None with activation='relu'"),
-    ({"b_weight": None}, TypeError, "b_weight must be a torch.Tensor, got NoneType"),
+    ({"b_weight": None}, ValueError, "b_weight must be given with activation='swiglu', got None"),
     ({"x": torch.tensor(1.0)}, ValueError, "x must be \\[\\*, C\\], got a scalar"),
     ({"x": torch.ones(5, 6, dtype=torch.int32)}, TypeError, "x must be of a floating-point dtype, got torch.int32"),
     ({"x": None}, TypeError, "x must be a torch.Tensor, got NoneType"),

@@ -71,8 +71,8 @@ def project(x: Tensor, norm: nn.Module | None, linears: Sequence[nn.Linear]) -> 
     if norm is None:
         joined = F.linear(x.to(dtype), weight, bias)
     else:
-        scale, shift, eps = _settings(norm)
-        joined = _NormLinear.apply(x, scale, shift, eps, dtype, weight, bias, biased)  # type: ignore[no-untyped-call]
+        norm_weight, norm_bias, eps = _settings(norm)
+        joined = _NormLinear.apply(x, norm_weight, norm_bias, eps, dtype, weight, bias, biased)  # type: ignore[no-untyped-call]
         joined = joined.view(*x.shape[:-1], joined.shape[-1])
     if len(linears) == 1:  # an ordinary view, which the caller may change in place
         return [joined[..., : linears[0].out_features]]
@@ -151,16 +151,16 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        scale: Tensor | None,
-        shift: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
         eps: float,
         dtype: torch.dtype,
         weight: Tensor | None,
         bias: Tensor | None,
         biased: tuple[int, int],
     ) -> Tensor:
-        normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), scale, shift, eps, dtype)
-        ctx.save_for_backward(x, scale, shift, weight, mean, rstd)
+        normed, mean, rstd = normalise(x.reshape(-1, x.shape[-1]), norm_weight, norm_bias, eps, dtype)
+        ctx.save_for_backward(x, norm_weight, norm_bias, weight, mean, rstd)
         ctx.eps, ctx.biased = eps, biased
         if weight is None:
             return normed.view(x.shape)  # compiled by torch 2.11, x has no gradient if this is the norm's own output
@@ -169,13 +169,13 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, shift, weight, mean, rstd = ctx.saved_tensors
+        x, norm_weight, norm_bias, weight, mean, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1])
-        dx = dscale = dshift = dweight = dbias = None
+        dx = dnorm_weight = dnorm_bias = dweight = dbias = None
         with uncast(x.device):
             if needs[5]:
-                normed, _, _ = normalise(rows, scale, shift, ctx.eps, weight.dtype)
+                normed, _, _ = normalise(rows, norm_weight, norm_bias, ctx.eps, weight.dtype)
                 dweight = dy.t() @ normed
                 del normed
             if needs[6]:
@@ -183,8 +183,8 @@ class _NormLinear(torch.autograd.Function):
                 dbias = F.pad(dy[:, first:last].sum(0), (first, dy.shape[-1] - last))
             if any(needs[:3]):
                 d_normed = dy.reshape(rows.shape) if weight is None else dy @ weight
-                dx, dscale, dshift = normalise_backward(d_normed, rows, mean, rstd, scale, shift, needs[:3])
-        return None if dx is None else dx.view(x.shape), dscale, dshift, None, None, dweight, dbias, None
+                dx, dnorm_weight, dnorm_bias = normalise_backward(d_normed, rows, mean, rstd, norm_weight, norm_bias, needs[:3])
+        return None if dx is None else dx.view(x.shape), dnorm_weight, dnorm_bias, None, None, dweight, dbias, None
 
 
 _MOST_CHANNELS = 4096
@@ -192,13 +192,13 @@ _MOST_CHANNELS = 4096
 
 
 def normalise(
-    rows: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise rows over their last axis.
 
     Args:
         rows: `[R, C]`.
-        scale, shift: `[C]`, or None for 1 and 0.
+        weight, bias: `[C]`, or None for 1 and 0.
         eps: is added to the variance.
         dtype: of the result. Statistics are float32, or float64 for float64 rows.
 
@@ -208,10 +208,10 @@ def normalise(
     if _has_kernel(rows):
         from evoattn.nn import norm_kernels
 
-        return norm_kernels.normalise(rows, scale, shift, eps, dtype)
+        return norm_kernels.normalise(rows, weight, bias, eps, dtype)
     sum_dtype = accumulate_dtype(rows.dtype)
-    scale, shift = (None if x is None else x.to(sum_dtype) for x in (scale, shift))
-    normed, mean, rstd = torch.native_layer_norm(rows.to(sum_dtype), rows.shape[-1:], scale, shift, eps)
+    weight, bias = (None if x is None else x.to(sum_dtype) for x in (weight, bias))
+    normed, mean, rstd = torch.native_layer_norm(rows.to(sum_dtype), rows.shape[-1:], weight, bias, eps)
     return normed.to(dtype), mean, rstd
 
 
@@ -220,26 +220,26 @@ def normalise_backward(
     rows: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of rows, scale and shift, each in the dtype of its tensor, or None if `needs` says so.
+    """Compute the gradients of rows, weight and bias, each in the dtype of its tensor, or None if `needs` says so.
 
     `d_normed` is the cotangent of the normalised rows `[R, C]`. Other tensors are those that `normalise` took and returned.
     """
     if _has_kernel(rows):
         from evoattn.nn import norm_kernels
 
-        return norm_kernels.normalise_backward(d_normed, rows, mean, rstd, scale, shift, needs)
+        return norm_kernels.normalise_backward(d_normed, rows, mean, rstd, weight, bias, needs)
     sum_dtype = accumulate_dtype(rows.dtype)
-    affine = [None if x is None else x.to(sum_dtype) for x in (scale, shift)]
+    affine = [None if x is None else x.to(sum_dtype) for x in (weight, bias)]
     gradients = torch.ops.aten.native_layer_norm_backward(
         d_normed.to(sum_dtype), rows.to(sum_dtype), rows.shape[-1:], mean, rstd, *affine, needs
     )
-    dtypes = [rows.dtype if x is None else x.dtype for x in (rows, scale, shift)]
-    dx, dscale, dshift = (x.to(dtype) if need else None for x, dtype, need in zip(gradients, dtypes, needs, strict=True))
-    return dx, dscale, dshift
+    dtypes = [rows.dtype if x is None else x.dtype for x in (rows, weight, bias)]
+    dx, dweight, dbias = (x.to(dtype) if need else None for x, dtype, need in zip(gradients, dtypes, needs, strict=True))
+    return dx, dweight, dbias
 
 
 def _has_kernel(rows: Tensor) -> bool:

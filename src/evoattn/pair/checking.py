@@ -96,8 +96,8 @@ def check_mask_of(name: str, x: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"mask must be on {x.device}, as {name} is, got {mask.device}")
 
 
-def direct(out: Tensor | None, x: Tensor, *others: Tensor | None) -> Tensor | None:
-    """`out`, if kernels may write it: it is contiguous, and is x itself or shares no memory with what they read. Else None."""
+def writable_out(out: Tensor | None, x: Tensor, *others: Tensor | None) -> Tensor | None:
+    """Return `out` if kernels may write it, else None: it is contiguous, and is x or shares no memory with what they read."""
     if out is None or not out.is_contiguous() or not guards.only_computes():
         return None
     if out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
@@ -106,7 +106,7 @@ def direct(out: Tensor | None, x: Tensor, *others: Tensor | None) -> Tensor | No
     return None if any(y is not None and y.untyped_storage().data_ptr() == memory for y in (x, *others)) else out
 
 
-def records(*tensors: Tensor | None) -> bool:
+def is_recorded(*tensors: Tensor | None) -> bool:
     """Return whether autograd would record a call with these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 

@@ -11,8 +11,8 @@ _UNIT = tl.constexpr(-LOG2E)
 
 
 @triton.jit
-def standard(x, m, eps, C: tl.constexpr, axis: tl.constexpr):
-    """x with mean 0 and deviation 1 along an axis of C channels, and 1 / the deviation. Other entries, where m is 0, are 0."""
+def normalise(x, m, eps, C: tl.constexpr, axis: tl.constexpr):
+    """Return x with mean 0 and deviation 1 along an axis of C channels, and 1 / deviation. Entries outside the mask m are 0."""
     x = tl.where(m, x - tl.expand_dims(tl.sum(x, axis) / C, axis), 0.0)
     rstd = 1 / tl.sqrt(tl.sum(x * x, axis) / C + eps)
     return x * tl.expand_dims(rstd, axis), rstd
@@ -20,19 +20,19 @@ def standard(x, m, eps, C: tl.constexpr, axis: tl.constexpr):
 
 @triton.jit
 def load_rows(p, o_r, m_rc, o_c, C: tl.constexpr):
-    """Rows `[r, c]` of a tensor `[*, C]`."""
+    """Load rows `[r, c]` of a tensor `[*, C]` in float32."""
     return tl.load(p + o_r[:, None] * C + o_c[None, :], mask=m_rc, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_columns(p, o_d, m_dr, o_r, rows):
-    """Columns `[d, r]` of a tensor `[D, rows]`."""
+    """Load columns `[d, r]` of a tensor `[D, rows]` in float32."""
     return tl.load(p + o_d[:, None].to(tl.int64) * rows + o_r[None, :], mask=m_dr, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def scaled(x, w, b, axis: tl.constexpr):
-    """x w + b, with w and b along an axis."""
+def affine(x, w, b, axis: tl.constexpr):
+    """Return x w + b, with vectors w and b along an axis: the weight and the bias of a norm."""
     return x * tl.expand_dims(w, 1 - axis) + tl.expand_dims(b, 1 - axis)
 
 
@@ -62,11 +62,12 @@ def product(a, b, PRECISION: tl.constexpr, acc=None):
 
 
 @triton.jit
-def matrix(p, o_m, o_n, M: tl.constexpr, N: tl.constexpr):
-    """A weight `[M, N]`, or a part of it, with zeros around it."""
+def load_weight(p, o_m, o_n, M: tl.constexpr, N: tl.constexpr):
+    """Load a weight `[M, N]`, or a part of it, with zeros around it."""
     return tl.load(p + o_m[:, None] * N + o_n[None, :], mask=(o_m < M)[:, None] & (o_n < N)[None, :], other=0.0)
 
 
 @triton.jit
-def vector(p, o_c, C: tl.constexpr):
+def load_vector(p, o_c, C: tl.constexpr):
+    """Load a bias, or the weight of a norm, `[C]` in float32, with zeros behind it."""
     return tl.load(p + o_c, mask=o_c < C, other=0.0).to(tl.float32)

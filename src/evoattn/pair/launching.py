@@ -15,7 +15,13 @@ from evoattn.core.sizes import power_of_two
 
 
 class Tile(NamedTuple):
-    """Rows of a program, channels of a step of its loop, and what the kernel is compiled with."""
+    """The tile of a kernel.
+
+    Args:
+        rows: of x or z that one program owns.
+        channels: of a weight that a step of the program's loop takes; 0 if it has no loop.
+        warps, stages: `num_warps` and `num_stages` of Triton.
+    """
 
     rows: int
     channels: int
@@ -39,12 +45,12 @@ def start(
     launch_kernel(kernel, -(-int(numbers[0]) // tile.rows), tensors, *numbers, **constants)
 
 
-def affine(weight: Tensor | None, bias: Tensor | None, z: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a norm: 1 and 0 for those that are None."""
+def norm_parameters(weight: Tensor | None, bias: Tensor | None, z: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """The weight and the bias of a norm: ones and zeros for those that are None."""
     ones = constant(1.0, (channels,), torch.float32, z.device) if weight is None else weight
-    return ones, shift(bias, z, channels)
+    return ones, or_zeros(bias, z, channels)
 
 
-def shift(bias: Tensor | None, z: Tensor, channels: int) -> Tensor:
-    """A bias: 0 for None."""
+def or_zeros(bias: Tensor | None, z: Tensor, channels: int) -> Tensor:
+    """The bias, or zeros if it is None."""
     return constant(0.0, (channels,), torch.float32, z.device) if bias is None else bias

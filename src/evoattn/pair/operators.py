@@ -19,7 +19,7 @@ from evoattn.core.devices import installed, uncast
 from evoattn.dispatch.autograd import once_differentiable
 from evoattn.dispatch.distributed import Split
 from evoattn.dispatch.operators import LIBRARY
-from evoattn.pair.checking import check_out, direct, records, result_dtype
+from evoattn.pair.checking import check_out, is_recorded, result_dtype, writable_out
 
 
 class Operator:
@@ -31,7 +31,7 @@ class Operator:
         weights, options: the named tuples of its parameters and settings.
         steps: returns the module of its kernels, which has `takes`, `forward` and `backward`. It needs Triton.
         outline: returns empty tensors like the results of `forward`, from x, weights and options.
-        reference: the same in plain torch. It takes x, the mask, weights and options.
+        reference: the same in plain torch. It takes x, the mask, weights, options and a split, which may be None.
         axes: how many axes of x the kernels take, besides one for all leading axes.
         saved: names of the tensors that the backward reads besides.
         required: weights that are never None.
@@ -83,26 +83,25 @@ class Operator:
             out: the tensor that the result is written into, or None.
             split: how x lies on several processes, or None.
         """
-        more = {} if split is None else {"split": split}
         if mask is not None and not mask.is_floating_point():
             mask = mask.to(weights.product_dtype())
-        recorded = records(x, mask, *weights)
+        recorded = is_recorded(x, mask, *weights)
         if out is not None:
             check_out(out, x, result_dtype(x, weights, options), records=recorded)
         mask_requires_grad = mask is not None and mask.requires_grad
-        if mask_requires_grad or not self.has_kernels(x, weights) or (more and not guards.only_computes()):
-            result = self.reference(x, mask, weights, options, **more)
+        if mask_requires_grad or not self.has_kernels(x, weights) or (split is not None and not guards.only_computes()):
+            result = self.reference(x, mask, weights, options, split)
             return result if out is None else out.copy_(result)
         folded = x.reshape(-1, *x.shape[-self.axes :]).contiguous()
         factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(folded.shape[:-1]).contiguous()
-        into = direct(out, x, mask, *weights)
+        into = writable_out(out, x, mask, *weights)
         if not guards.only_computes():  # torch has to see an operator
             results = self.forward(folded, factors, *weights, *options)
             result = results[0] if self.saved else results
         elif recorded:
-            result = _Recorded.apply(self, folded, factors, options, more, *weights)  # type: ignore[no-untyped-call]
+            result = _Recorded.apply(self, folded, factors, options, split, *weights)  # type: ignore[no-untyped-call]
         else:
-            (result, *_) = self.run(folded, factors, weights, options, save=False, out=into, **more)
+            (result, *_) = self.run(folded, factors, weights, options, split, save=False, out=into)
             if into is not None:
                 if not into.is_inference():
                     torch.autograd.graph.increment_version(into)  # autograd learns that what it may have saved has changed
@@ -117,34 +116,39 @@ class Operator:
             return False
         return self.steps().takes(x, weights) and not torch._C._are_functorch_transforms_active()
 
-    def run(self, x: Tensor, mask: Tensor | None, weights: Any, options: Any, **more: Any) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, *arguments: Any, **settings: Any) -> tuple[Tensor, ...]:
         """Launch the kernels of the forward: the result, then what the backward reads besides."""
         with uncast(x.device):
-            return self.steps().forward(x, mask, weights, options, **more)  # type: ignore[no-any-return]
+            return self.steps().forward(x, *arguments, **settings)  # type: ignore[no-any-return]
 
-    def run_backward(self, do: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Any]:
+    def run_backward(self, do: Tensor, *arguments: Any) -> tuple[Tensor, Any]:
         """Launch the kernels of the backward: the gradient of x, and those of the weights, all of them or None."""
         with uncast(do.device):
-            dx, grads = self.steps().backward(do.contiguous(), *arguments, **more)
+            dx, grads = self.steps().backward(do.contiguous(), *arguments)
         return dx, grads or (None,) * self.count
 
-    def _forward(self, x: Tensor, mask: Tensor | None, *rest: Any) -> Any:
-        results = self.run(x, mask, self.weights(*rest[: self.count]), self.options(*rest[self.count :]))
+    def _values(self, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The weights and the options among the arguments of torch's operator."""
+        return self.weights(*arguments[: self.count]), self.options(*arguments[self.count :])
+
+    def _forward(self, x: Tensor, mask: Tensor | None, *arguments: Any) -> Any:
+        results = self.run(x, mask, *self._values(arguments))
         return results if self.saved else results[0]
 
-    def _fake_forward(self, x: Tensor, mask: Tensor | None, *rest: Any) -> Any:
-        results = self.outline(x, self.weights(*rest[: self.count]), self.options(*rest[self.count :]))
+    def _fake_forward(self, x: Tensor, mask: Tensor | None, *arguments: Any) -> Any:
+        results = self.outline(x, *self._values(arguments))
         return results if self.saved else results[0]
 
-    def _backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        saved, weights = rest[: self.saved], self.weights(*rest[self.saved : self.saved + self.count])
-        options = self.options(*rest[self.saved + self.count : -1])
-        dx, grads = self.run_backward(do, x, mask, saved, weights, options, rest[-1])
+    def _backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        saved, arguments, needs_weights = arguments[: self.saved], arguments[self.saved : -1], arguments[-1]
+        dx, grads = self.run_backward(do, x, mask, saved, *self._values(arguments), needs_weights)
         return dx, *[x.new_empty(0) if y is None else y.clone() for y in grads]  # the results of an operator share no memory
 
-    def _fake_backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        weights, needs = rest[self.saved : self.saved + self.count], rest[-1]
-        return torch.empty_like(x), *[torch.empty_like(y) if needs and y is not None else x.new_empty(0) for y in weights]
+    def _fake_backward(self, do: Tensor, x: Tensor, mask: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        weights, _ = self._values(arguments[self.saved : -1])
+        return torch.empty_like(x), *[
+            torch.empty_like(y) if arguments[-1] and y is not None else x.new_empty(0) for y in weights
+        ]
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, mask, *rest = inputs
@@ -160,7 +164,7 @@ class Operator:
 
 
 class _Recorded(torch.autograd.Function):
-    """An operator without the dispatcher. `more` holds what the operator of torch does not take: the split, if there is one."""
+    """An operator without the dispatcher, and with a split, which the operator of torch does not take."""
 
     @staticmethod
     def forward(
@@ -169,12 +173,12 @@ class _Recorded(torch.autograd.Function):
         x: Tensor,
         mask: Tensor | None,
         options: Any,
-        more: dict[str, Any],
+        split: Split | None,
         *weights: Tensor | None,
     ) -> Tensor:
-        result, *saved = operator.run(x, mask, operator.weights(*weights), options, **more)
+        result, *saved = operator.run(x, mask, operator.weights(*weights), options, split)
         ctx.save_for_backward(x, mask, *saved, *weights)
-        ctx.operator, ctx.options, ctx.more = operator, options, more
+        ctx.operator, ctx.options, ctx.split = operator, options, split
         return result
 
     @staticmethod
@@ -183,8 +187,8 @@ class _Recorded(torch.autograd.Function):
         operator, needs = ctx.operator, ctx.needs_input_grad[5:]
         x, mask, *saved = ctx.saved_tensors
         saved, weights = saved[: -operator.count], operator.weights(*saved[-operator.count :])
-        if ctx.more or guards.is_plain([do]):
-            dx, grads = operator.run_backward(do, x, mask, saved, weights, ctx.options, any(needs), **ctx.more)
+        if ctx.split is not None or guards.is_plain([do]):
+            dx, grads = operator.run_backward(do, x, mask, saved, weights, ctx.options, any(needs), ctx.split)
         else:  # many cotangents at once, for instance
             dx, *grads = operator.backward(do, x, mask, *saved, *weights, *ctx.options, any(needs))
         return None, dx, None, None, None, *[x if need else None for x, need in zip(grads, needs, strict=True)]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
-from evoattn.pair.lang import load_columns, load_rows, matrix, product, scaled, sigmoid, standard, vector
+from evoattn.pair.lang import affine, load_columns, load_rows, load_vector, load_weight, normalise, product, sigmoid
 
 _OUTSIDE = tl.constexpr(-(2**31))
 
@@ -64,18 +64,18 @@ def gate_in_kernel(
     o_r = tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
     m_rc = m_r[:, None] & (o_c < C)[None, :]
-    b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = tl.trans(scaled(b_x, vector(norm_w, o_c, C), vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty))  # [c,r]
+    b_x, _ = normalise(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = tl.trans(affine(b_x, load_vector(norm_w, o_c, C), load_vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty))  # [c,r]
     b_m = m_r.to(tl.float32)
     if HAS_MASK:
         b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
     m_inside = start + o_r < rows
     for first in range(0, N, BLOCK_N):
         o_n = first + tl.arange(0, BLOCK_N)
-        b_p = product(matrix(p_w, o_n, o_c, N, C), b_y, PRECISION)  # [n,r]
-        b_g = product(matrix(g_w, o_n, o_c, N, C), b_y, PRECISION)
-        b_p = b_p + vector(p_b, o_n, N)[:, None]
-        b_g = b_g + vector(g_b, o_n, N)[:, None]
+        b_p = product(load_weight(p_w, o_n, o_c, N, C), b_y, PRECISION)  # [n,r]
+        b_g = product(load_weight(g_w, o_n, o_c, N, C), b_y, PRECISION)
+        b_p = b_p + load_vector(p_b, o_n, N)[:, None]
+        b_g = b_g + load_vector(g_b, o_n, N)[:, None]
         b_ab = (b_p * sigmoid(b_g, FAST) * b_m[None, :]).to(ab.dtype.element_ty)
         tl.store(ab + o_n[:, None].to(tl.int64) * rows + o_r[None, :], b_ab, mask=(o_n < N)[:, None] & m_inside[None, :])
 
@@ -94,13 +94,13 @@ def gate_out_kernel(
     o_r = tl.arange(0, BLOCK_R)
     o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
     m_rc, m_dr = m_r[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & (start + o_r < rows)[None, :]
-    b_x, _ = standard(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
-    b_n = scaled(b_x, vector(out_w, o_d, D), vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
-    b_u = product(tl.trans(b_n), tl.trans(matrix(p_w, o_c, o_d, C, D)), PRECISION)  # [r,c]
-    b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = scaled(b_x, vector(in_w, o_c, C), vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
-    b_g = product(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), PRECISION)
-    b_u = (b_u + vector(p_b, o_c, C)[None, :]) * sigmoid(b_g + vector(g_b, o_c, C)[None, :], FAST)
+    b_x, _ = normalise(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
+    b_n = affine(b_x, load_vector(out_w, o_d, D), load_vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
+    b_u = product(tl.trans(b_n), tl.trans(load_weight(p_w, o_c, o_d, C, D)), PRECISION)  # [r,c]
+    b_x, _ = normalise(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = affine(b_x, load_vector(in_w, o_c, C), load_vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    b_g = product(b_y, tl.trans(load_weight(g_w, o_c, o_c, C, C)), PRECISION)
+    b_u = (b_u + load_vector(p_b, o_c, C)[None, :]) * sigmoid(b_g + load_vector(g_b, o_c, C)[None, :], FAST)
     if RESIDUAL:  # read again: held in registers since the norm, it would halve the programs of a multiprocessor
         b_u += load_rows(z, o_z, m_rc, o_c, C)
     tl.store(out + o_z[:, None] * C + o_c[None, :], b_u.to(out.dtype.element_ty), mask=m_rc)
@@ -125,14 +125,14 @@ def gate_out_backward_kernel(
     m_rc, m_inside = m_r[:, None] & (o_c < C)[None, :], start + o_r < rows
     m_rows, m_dr = m_inside[:, None] & (o_c < C)[None, :], (o_d < D)[:, None] & m_inside[None, :]
     o_rc, o_dr = o_r[:, None] * C + o_c[None, :], o_d[:, None].to(tl.int64) * rows + o_r[None, :]
-    b_x, _ = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = scaled(b_x, vector(in_w, o_c, C), vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
-    b_g = product(b_y, tl.trans(matrix(g_w, o_c, o_c, C, C)), PRECISION)
-    b_s = sigmoid(b_g + vector(g_b, o_c, C)[None, :], FAST)
-    b_p, b_w = matrix(p_w, o_c, o_d, C, D), vector(out_w, o_d, D)
-    b_x, b_rstd = standard(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
-    b_n = scaled(b_x, b_w, vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
-    b_u = product(tl.trans(b_n), tl.trans(b_p), PRECISION) + vector(p_b, o_c, C)[None, :]  # [r,c]
+    b_x, _ = normalise(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = affine(b_x, load_vector(in_w, o_c, C), load_vector(in_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    b_g = product(b_y, tl.trans(load_weight(g_w, o_c, o_c, C, C)), PRECISION)
+    b_s = sigmoid(b_g + load_vector(g_b, o_c, C)[None, :], FAST)
+    b_p, b_w = load_weight(p_w, o_c, o_d, C, D), load_vector(out_w, o_d, D)
+    b_x, b_rstd = normalise(load_columns(t, o_d, m_dr, o_r, rows), m_dr, eps, D, 0)  # [d,r]
+    b_n = affine(b_x, b_w, load_vector(out_b, o_d, D), 0).to(p_w.dtype.element_ty)
+    b_u = product(tl.trans(b_n), tl.trans(b_p), PRECISION) + load_vector(p_b, o_c, C)[None, :]  # [r,c]
     b_du = load_rows(do, o_z, m_rc, o_c, C) * b_s
     tl.store(dg + o_rc, (b_du * b_u * (1 - b_s)).to(dg.dtype.element_ty), mask=m_rows)
     b_du = b_du.to(p_w.dtype.element_ty)
@@ -168,14 +168,14 @@ def gate_in_backward_kernel(
     m_c, m_inside = o_c < C, start + o_r < rows
     m_rc, m_rows = m_r[:, None] & m_c[None, :], m_inside[:, None] & m_c[None, :]
     o_rc = o_r[:, None] * C + o_c[None, :]
-    b_w = vector(norm_w, o_c, C)
-    b_x, b_rstd = standard(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = scaled(b_x, b_w, vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty)
+    b_w = load_vector(norm_w, o_c, C)
+    b_x, b_rstd = normalise(load_rows(z, o_z, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = affine(b_x, b_w, load_vector(norm_b, o_c, C), 1).to(p_w.dtype.element_ty)
     if NEEDS_WEIGHTS:
         tl.store(y + o_rc, b_y, mask=m_rows)
     b_y = tl.trans(b_y)  # [c,r]
     b_dg_out = tl.load(dg_out + o_rc, mask=m_rows, other=0.0)
-    b_dy = product(b_dg_out, matrix(g_out_w, o_c, o_c, C, C), PRECISION)  # [r,c]
+    b_dy = product(b_dg_out, load_weight(g_out_w, o_c, o_c, C, C), PRECISION)  # [r,c]
     b_m = m_r.to(tl.float32)
     if HAS_MASK:
         b_m = tl.load(mask + o_z, mask=m_r, other=0.0).to(tl.float32)
@@ -183,9 +183,9 @@ def gate_in_backward_kernel(
         o_n = first + tl.arange(0, BLOCK_N)
         m_nr = (o_n < N)[:, None] & m_inside[None, :]
         o_nr = o_n[:, None].to(tl.int64) * rows + o_r[None, :]
-        b_p_w, b_g_w = matrix(p_w, o_n, o_c, N, C), matrix(g_w, o_n, o_c, N, C)  # [n,c]
-        b_p = product(b_p_w, b_y, PRECISION) + vector(p_b, o_n, N)[:, None]  # [n,r]
-        b_s = sigmoid(product(b_g_w, b_y, PRECISION) + vector(g_b, o_n, N)[:, None], FAST)
+        b_p_w, b_g_w = load_weight(p_w, o_n, o_c, N, C), load_weight(g_w, o_n, o_c, N, C)  # [n,c]
+        b_p = product(b_p_w, b_y, PRECISION) + load_vector(p_b, o_n, N)[:, None]  # [n,r]
+        b_s = sigmoid(product(b_g_w, b_y, PRECISION) + load_vector(g_b, o_n, N)[:, None], FAST)
         b_dp = tl.load(dab + o_nr, mask=m_nr, other=0.0).to(tl.float32) * b_m[None, :] * b_s  # [n,r]
         b_dg = (b_dp * b_p * (1 - b_s)).to(p_w.dtype.element_ty)
         b_dp = b_dp.to(p_w.dtype.element_ty)

@@ -21,7 +21,7 @@ from evoattn.backends.triton.cards import shared_memory_limit
 from evoattn.core.sizes import power_of_two
 from evoattn.dispatch.distributed import Split
 from evoattn.pair.checking import cast_gradients, result_dtype
-from evoattn.pair.launching import Tile, affine, shift, start
+from evoattn.pair.launching import Tile, norm_parameters, or_zeros, start
 from evoattn.pair.multiplication import kernels, products
 from evoattn.pair.values import MultiplicationOptions, MultiplicationWeights
 
@@ -221,7 +221,6 @@ def gate_in_backward(
 
 
 def _tile(step: str, z: Tensor, weights: MultiplicationWeights) -> Tile:
-    """The tile of a step's kernel."""
     return _narrowed(_TILES[step], max(z.shape[-1], weights.p_out_weight.shape[1]), weights.product_dtype())
 
 
@@ -256,12 +255,14 @@ def _start(
 def _input_weights(z: Tensor, w: MultiplicationWeights) -> tuple[Tensor, ...]:
     """Tensors that both kernels of the input read: norm and products."""
     count, channels = w.p_in_weight.shape
-    norms = affine(w.norm_in_weight, w.norm_in_bias, z, channels)
-    return (*norms, w.p_in_weight, shift(w.p_in_bias, z, count), w.g_in_weight, shift(w.g_in_bias, z, count))
+    norms = norm_parameters(w.norm_in_weight, w.norm_in_bias, z, channels)
+    return (*norms, w.p_in_weight, or_zeros(w.p_in_bias, z, count), w.g_in_weight, or_zeros(w.g_in_bias, z, count))
 
 
 def _output_weights(z: Tensor, w: MultiplicationWeights) -> tuple[Tensor, ...]:
     """Tensors that both kernels of the output read: norms, output product, gate."""
     channels, hidden = w.p_out_weight.shape
-    norms = affine(w.norm_in_weight, w.norm_in_bias, z, channels) + affine(w.norm_out_weight, w.norm_out_bias, z, hidden)
-    return (*norms, w.p_out_weight, shift(w.p_out_bias, z, channels), w.g_out_weight, shift(w.g_out_bias, z, channels))
+    norms = norm_parameters(w.norm_in_weight, w.norm_in_bias, z, channels) + norm_parameters(
+        w.norm_out_weight, w.norm_out_bias, z, hidden
+    )
+    return (*norms, w.p_out_weight, or_zeros(w.p_out_bias, z, channels), w.g_out_weight, or_zeros(w.g_out_bias, z, channels))

@@ -16,7 +16,7 @@ from evoattn.pair.values import TransitionOptions, TransitionWeights
 _CHUNK = 1 << 17
 """Rows that plain torch takes at a time in inference."""
 
-_OPTIONAL = frozenset(("norm_weight", "norm_bias", "a_bias", "b_bias", "out_bias"))
+_OPTIONAL = frozenset(("norm_weight", "norm_bias", "a_bias", "b_weight", "b_bias", "out_bias"))
 
 
 def transition(
@@ -85,10 +85,12 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: TransitionW
     """Raise TypeError or ValueError for what does not fit together."""
     if activation not in ("swiglu", "relu"):
         raise ValueError(f"activation must be 'swiglu' or 'relu', got {activation!r}")
+    if activation == "swiglu" and weights.b_weight is None:
+        raise ValueError("b_weight must be given with activation='swiglu', got None; 'relu' takes none")
     if activation == "relu" and (weights.b_weight is not None or weights.b_bias is not None):
         raise ValueError("b_weight and b_bias must be None with activation='relu'")
     named = checking.by_name(weights)
-    checking.check_tensors("x", x, named, _OPTIONAL | {"b_weight"} if activation == "relu" else _OPTIONAL)
+    checking.check_tensors("x", x, named, _OPTIONAL)
     if x.ndim < 1:
         raise ValueError("x must be [*, C], got a scalar")
     if weights.out_weight.ndim != 2:
@@ -100,12 +102,14 @@ def _check(x: Tensor, mask: Tensor | None, activation: str, weights: TransitionW
     checking.check_mask_of("x", x, mask)
 
 
-def reference(x: Tensor, mask: Tensor | None, weights: TransitionWeights, options: TransitionOptions) -> Tensor:
-    """The transition in plain torch, which differentiates it.
+def reference(
+    x: Tensor, mask: Tensor | None, weights: TransitionWeights, options: TransitionOptions, split: None = None
+) -> Tensor:
+    """The transition in plain torch, which differentiates it. It needs no split: it looks at one row at a time.
 
     If nothing records it, it takes some rows at a time: its hidden tensors would take several times the memory of x.
     """
-    if x.numel() <= _CHUNK * x.shape[-1] or not guards.only_computes() or checking.records(x, mask, *weights):
+    if x.numel() <= _CHUNK * x.shape[-1] or not guards.only_computes() or checking.is_recorded(x, mask, *weights):
         return _dense(x, mask, weights, options)
     rows = x.reshape(-1, x.shape[-1])
     factors = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1)

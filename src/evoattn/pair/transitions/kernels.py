@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from evoattn.backends.triton.launch import Kernel
-from evoattn.pair.lang import load_rows, matrix, product, scaled, sigmoid, standard, vector
+from evoattn.pair.lang import affine, load_rows, load_vector, load_weight, normalise, product, sigmoid
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _projection(b_y, b_w, bias, o_h, H: tl.constexpr, HAS_BIAS: tl.constexpr, PR
     """y W^T + bias `[r, h]` for rows y `[r, c]` and a block of a weight `[h, c]`."""
     b_a = product(b_y, tl.trans(b_w), PRECISION)
     if HAS_BIAS:
-        b_a += vector(bias, o_h, H)[None, :]
+        b_a += load_vector(bias, o_h, H)[None, :]
     return b_a
 
 
@@ -47,19 +47,19 @@ def forward_kernel(
     m_r = start + o_r < rows
     m_rc = m_r[:, None] & (o_c < C)[None, :]
     p_x = x + start * C
-    b_x, _ = standard(load_rows(p_x, o_r, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = scaled(b_x, vector(norm_w, o_c, C), vector(norm_b, o_c, C), 1).to(a_weight.dtype.element_ty)
+    b_x, _ = normalise(load_rows(p_x, o_r, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = affine(b_x, load_vector(norm_w, o_c, C), load_vector(norm_b, o_c, C), 1).to(a_weight.dtype.element_ty)
     b_o = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for first in range(0, H, BLOCK_H):
         o_h = first + tl.arange(0, BLOCK_H)
-        b_a = _projection(b_y, matrix(a_weight, o_h, o_c, H, C), a_bias, o_h, H, HAS_BIAS, PRECISION)  # [r,h]
+        b_a = _projection(b_y, load_weight(a_weight, o_h, o_c, H, C), a_bias, o_h, H, HAS_BIAS, PRECISION)  # [r,h]
         if GATED:
-            b_b = _projection(b_y, matrix(b_weight, o_h, o_c, H, C), b_bias, o_h, H, HAS_BIAS, PRECISION)
+            b_b = _projection(b_y, load_weight(b_weight, o_h, o_c, H, C), b_bias, o_h, H, HAS_BIAS, PRECISION)
             b_a = b_a * sigmoid(b_a, FAST) * b_b
         else:
             b_a = tl.where(b_a <= 0, 0.0, b_a)
-        b_o = product(b_a.to(o_weight.dtype.element_ty), tl.trans(matrix(o_weight, o_c, o_h, C, H)), PRECISION, b_o)
-    b_o += vector(o_bias, o_c, C)[None, :]
+        b_o = product(b_a.to(o_weight.dtype.element_ty), tl.trans(load_weight(o_weight, o_c, o_h, C, H)), PRECISION, b_o)
+    b_o += load_vector(o_bias, o_c, C)[None, :]
     if HAS_MASK:
         b_o *= _row_mask(mask, start, o_r, m_r, HAS_MASK)[:, None]
     if RESIDUAL:  # read again: held in registers since the norm, it would spill
@@ -86,8 +86,8 @@ def backward_kernel(
     m_r, m_c = start + o_r < rows, o_c < C
     m_rc, o_rc = m_r[:, None] & m_c[None, :], o_r[:, None] * C + o_c[None, :]
     p_x, p_do, p_sums = x + start * C, do + start * C, sums + tl.program_id(0).to(tl.int64) * 3 * C + o_c
-    b_x, _ = standard(load_rows(p_x, o_r, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
-    b_y = scaled(b_x, vector(norm_w, o_c, C), vector(norm_b, o_c, C), 1).to(a_weight.dtype.element_ty)
+    b_x, _ = normalise(load_rows(p_x, o_r, m_rc, o_c, C), m_rc, eps, C, 1)  # [r,c]
+    b_y = affine(b_x, load_vector(norm_w, o_c, C), load_vector(norm_b, o_c, C), 1).to(a_weight.dtype.element_ty)
     b_d = load_rows(p_do, o_r, m_rc, o_c, C)
     if HAS_MASK:
         b_d *= _row_mask(mask, start, o_r, m_r, HAS_MASK)[:, None]
@@ -101,11 +101,11 @@ def backward_kernel(
     for first in range(0, H, BLOCK_H):
         o_h = first + tl.arange(0, BLOCK_H)
         m_rh, o_rh = m_r[:, None] & (o_h < H)[None, :], o_r[:, None] * H + o_h[None, :]
-        b_a_w = matrix(a_weight, o_h, o_c, H, C)  # [h,c]
+        b_a_w = load_weight(a_weight, o_h, o_c, H, C)  # [h,c]
         b_a = _projection(b_y, b_a_w, a_bias, o_h, H, HAS_BIAS, PRECISION)  # [r,h]
-        b_du = product(b_d, matrix(o_weight, o_c, o_h, C, H), PRECISION)
+        b_du = product(b_d, load_weight(o_weight, o_c, o_h, C, H), PRECISION)
         if GATED:
-            b_b_w = matrix(b_weight, o_h, o_c, H, C)
+            b_b_w = load_weight(b_weight, o_h, o_c, H, C)
             b_b = _projection(b_y, b_b_w, b_bias, o_h, H, HAS_BIAS, PRECISION)
             b_s = sigmoid(b_a, FAST)
             b_a *= b_s  # silu
@@ -126,11 +126,11 @@ def backward_kernel(
             b_dy = product(b_db, b_b_w, PRECISION, b_dy)
     # read and normalised again: held in registers since the norm, it would spill
     b_x = tl.load(p_x + o_rc, mask=m_rc, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    b_x, b_rstd = standard(b_x, m_rc, eps, C, 1)
+    b_x, b_rstd = normalise(b_x, m_rc, eps, C, 1)
     if NEEDS_WEIGHTS:
         tl.store(p_sums, tl.sum(b_dy * b_x, 0), mask=m_c)
         tl.store(p_sums + C, tl.sum(b_dy, 0), mask=m_c)
-    b_dy *= vector(norm_w, o_c, C)[None, :]
+    b_dy *= load_vector(norm_w, o_c, C)[None, :]
     b_dx = b_dy - (tl.sum(b_dy, 1) / C)[:, None] - b_x * (tl.sum(b_dy * b_x, 1) / C)[:, None]
     b_dx *= b_rstd[:, None]
     if RESIDUAL:

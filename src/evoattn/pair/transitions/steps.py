@@ -14,7 +14,7 @@ from torch import Tensor
 from evoattn.backends.triton import cards
 from evoattn.core.sizes import power_of_two
 from evoattn.pair.checking import cast_gradients, result_dtype
-from evoattn.pair.launching import Tile, affine, shift, start
+from evoattn.pair.launching import Tile, norm_parameters, or_zeros, start
 from evoattn.pair.transitions import kernels
 from evoattn.pair.values import TransitionOptions, TransitionWeights
 
@@ -81,16 +81,17 @@ def forward(
     mask: Tensor | None,
     weights: TransitionWeights,
     options: TransitionOptions,
+    split: None = None,
     save: bool = True,
     out: Tensor | None = None,
 ) -> tuple[Tensor]:
     """Compute the update, or x + update. It is written into `out`, which may be x itself, or into a new tensor.
 
-    `save` changes nothing: the backward reads no other tensors than the arguments.
+    `save` changes nothing: the backward reads no other tensors than the arguments. A transition needs no split.
     """
     out = torch.empty_like(x, dtype=result_dtype(x, weights, options)) if out is None else out
     w = weights
-    tensors = (x, x if mask is None else mask, *_input_weights(x, w), w.out_weight, shift(w.out_bias, x, x.shape[1]), out)
+    tensors = (x, x if mask is None else mask, *_input_weights(x, w), w.out_weight, or_zeros(w.out_bias, x, x.shape[1]), out)
     _launch("forward", kernels.forward_kernel, tensors, x, mask, weights, options)
     return (out,)
 
@@ -103,6 +104,7 @@ def backward(
     weights: TransitionWeights,
     options: TransitionOptions,
     needs_weights: bool,
+    split: None = None,
 ) -> tuple[Tensor, TransitionWeights | None]:
     """The gradient of x, and those of the weights, all of them or none. `saved` is empty."""
     dx = torch.empty_like(x)
@@ -183,7 +185,6 @@ def _launch(
     options: TransitionOptions,
     **more: Any,
 ) -> None:
-    """Launch a step's kernel over all rows of x."""
     tile = _tile(step, x, w)
     constants = {
         "H": w.hidden,
@@ -212,5 +213,5 @@ def _row_bytes(weights: TransitionWeights) -> int:
 def _input_weights(x: Tensor, w: TransitionWeights) -> tuple[Tensor, ...]:
     """Tensors that both kernels read: norm, and the products of the hidden channels."""
     b_weight = w.a_weight if w.b_weight is None else w.b_weight
-    biases = [shift(bias, x, w.hidden) for bias in (w.a_bias, w.b_bias)]
-    return (*affine(w.norm_weight, w.norm_bias, x, x.shape[1]), w.a_weight, biases[0], b_weight, biases[1])
+    biases = [or_zeros(bias, x, w.hidden) for bias in (w.a_bias, w.b_bias)]
+    return (*norm_parameters(w.norm_weight, w.norm_bias, x, x.shape[1]), w.a_weight, biases[0], b_weight, biases[1])

@@ -36,7 +36,7 @@ class Denoiser(nn.Module):
         self.eval()
 
     def original(self, x: Tensor, z: Tensor, *given: Any, **named: Any) -> Any:
-        OF_ATTENTION.one()
+        OF_ATTENTION.count_replaced()
         return self.body(self, self.second(self.first(x) * self.scale + z), *given, **named)
 
     forward = original
@@ -225,7 +225,7 @@ def test_a_number_that_code_writes_into_a_tensor_is_recorded() -> None:
         (lambda self, x: x if x.sum() > 0 else -x, "its operations depend on values (aten._local_scalar_dense"),
         (lambda self, x: x[x > 0], "its operations depend on values (aten.index"),
         (lambda self, x: x + x.to("meta").shape[0], "it computes on another device (aten._to_copy"),
-        (lambda self, x: [x, object()], "it returns a object"),
+        (lambda self, x: [x, object()], "a replay cannot return a object"),
     ],
     ids=["random", "item", "branch", "mask", "device", "result"],
 )
@@ -1089,7 +1089,7 @@ def test_the_first_call_of_a_twin_is_not_counted() -> None:
     trunk, counted, original = Trunk(), Count(), Block.original
 
     def counting(self: Block, x: Tensor, mask: Tensor) -> Tensor:
-        counted.one()
+        counted.count_replaced()
         return original(self, x, mask)
 
     trunk.steps._original = counting

@@ -76,9 +76,9 @@ def times(original: Any, count: Count) -> Any:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.shape[-2] > 8:
-            count.other("more than 8 keys")
+            count.count_passed_on("more than 8 keys")
             return original(self, x)
-        count.one()
+        count.count_replaced()
         return original(self, x)
 
     return forward
@@ -517,7 +517,7 @@ def test_boltz_keeps_attentions_for_which_the_host_sets_the_pace(whole: bool, mo
     def layer_of(original: Any, count: Count) -> Any:
         return lambda *given: "ours"
 
-    wrap = boltz._unless_host_bound(layer_of if whole else boltz._second, counted=not whole)
+    wrap = boltz._unless_host_bound(layer_of if whole else boltz._boltz2_attention, counted=not whole)
     forward = wrap(lambda *given: "theirs", count)
 
     def found(length: int) -> Any:

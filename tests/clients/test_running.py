@@ -38,7 +38,7 @@ from evoattn.clients.site import Client, Site
 
 def times(original, count):
     def forward(x):
-        count.other("too long")
+        count.count_passed_on("too long")
         return original(x)
 
     return forward

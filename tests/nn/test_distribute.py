@@ -276,10 +276,10 @@ def test_blocks_of_a_stack_pass_on_parts(found: list[Any]) -> None:
 
 def test_what_is_refused(found: list[Any]) -> None:
     assert found[0]["refused"] == {
-        "twice": "blocks.0 is distributed already",
+        "twice": "blocks.0 is distributed already: call distribute once for a model",
         "copied": "a distributed block cannot be copied: copy the model before evoattn.nn.distribute",
         "unknown": "no pair block of Linear is known: distribute takes models of openfold3, boltz, tests",
-        "a layer": "evoattn.nn has no Linear",
+        "a layer": "evoattn.nn has no Linear: call distribute before you exchange layers",
     }
 
 

@@ -158,10 +158,10 @@ def test_in_place_is_refused_before_any_work() -> None:
     z = z.detach()
     before = z.clone()
     made.tri_att_end = Half()
-    with torch.no_grad(), pytest.raises(ValueError, match="needs layers of evoattn.nn, but tri_att_end is a Half"):
+    with torch.no_grad(), pytest.raises(ValueError, match="but tri_att_end is a Half with residual=None"):
         made(z, mask, in_place=True)
     made = block().eval()
     made.pair_transition.residual = False
-    with torch.no_grad(), pytest.raises(ValueError, match="needs residual=True in pair_transition"):
+    with torch.no_grad(), pytest.raises(ValueError, match="but pair_transition is a Transition with residual=False"):
         made(z, mask, in_place=True)
     assert torch.equal(z, before)

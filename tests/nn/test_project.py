@@ -263,7 +263,7 @@ NOT_SQUARE = r"z must be \[\*, L, L, 8\], the same L twice, got shape \{}"
     (
         lambda: AttentionPairBias(8, 6, 4, 2)(torch.ones(3, 5, 8), torch.ones(3, 5, 7, 6), keys=torch.ones(2, 7, 8)),
         ValueError,
-        r"keys must have \[3\] as leading axes, as a has, got shape \[2, 7, 8\]",
+        r"keys must have the leading axes of a, \[3, 5, 8\], got shape \[2, 7, 8\]",
     ),
     (
         lambda: AttentionPairBias(8, 6, 4, 2)(torch.ones(5, 8), None, pair_bias=torch.ones(2, 5, 6)),

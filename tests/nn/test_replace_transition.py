@@ -202,7 +202,7 @@ def test_a_wide_transition_is_no_call_that_was_passed_on(monkeypatch: pytest.Mon
     wide, count = filled(Pair(257)), Count()
     z, forward = normal(2, 3, 257), patched_layer(Pair.forward, count)
     torch.testing.assert_close(forward(wide, z), wide(z))
-    monkeypatch.setattr(layers, "_holds", None)
+    monkeypatch.setattr(layers.Snapshot, "holds", None)
     torch.testing.assert_close(forward(wide, z), wide(z))
     assert (count.replaced, dict(count.passed_on)) == (0, {})
 
@@ -213,9 +213,7 @@ def test_float32_on_a_gpu_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch)
     z = normal(2, 3, C)
     forward = patched_layer(Pair.forward, count)
     torch.testing.assert_close(forward(theirs, z), theirs(z))
-    monkeypatch.setattr(
-        layers, "_holds", None
-    )  # from the second call on nobody looks at the modules, which takes the host long
+    monkeypatch.setattr(layers.Snapshot, "holds", None)  # a look at the modules takes the host long; no second call has one
     torch.testing.assert_close(forward(theirs, z=z), theirs(z))
     assert (count.replaced, dict(count.passed_on)) == (0, {layers._WIDE: 2})
 

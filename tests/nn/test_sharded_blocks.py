@@ -329,7 +329,7 @@ def test_what_is_sent(found: Any) -> None:
         ("a plain a", "TypeError: a must be a DTensor, as z is, got a plain tensor"),
         ("a plain z of a", "TypeError: z must be a DTensor, as a is, got a plain tensor"),
         ("a plain mask of a", "TypeError: mask must be a DTensor, as z is, got a plain tensor"),
-        ("keys", "TypeError: keys must be a plain tensor: this layer takes no DTensors"),
+        ("keys", "TypeError: keys must be a plain tensor, got a DTensor: gather it first"),
         ("in place", "ValueError: in_place=True takes no DTensors"),
     ],
 )

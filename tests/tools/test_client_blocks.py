@@ -75,7 +75,7 @@ def test_what_is_passed_on_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def patch(name: str, **options: Any) -> evoattn.Patch:
         made = real(name, **options)
-        next(iter(made._counts.values())).other("too long")
+        next(iter(made._counts.values())).count_passed_on("too long")
         return made
 
     monkeypatch.setattr(evoattn, "patch", patch)

@@ -29,13 +29,13 @@ def _attend(original: Any, count: Count) -> Any:
 
         The original replaces scores where the mask is False, as cuEquivariance does: a query without a key has the mean of v.
         """
-        reason = None if self.is_local_attn else _not_ours(self, memory_kv)
+        reason = None if self.is_local_attn else _option_of_the_original(self, memory_kv)
         if self.is_local_attn or reason:
             if reason:
-                count.other(reason)
+                count.count_passed_on(reason)
             mask, attn_bias = _repeat(mask, q.shape[0], 2), _repeat(attn_bias, q.shape[0], 4)
             return original(self, q, k, v, mask, windowed_mask, attn_bias, memory_kv)  # type: ignore[no-any-return]
-        count.one()
+        count.count_replaced()
         groups, bias = q.shape[0], q.new_zeros(1) if attn_bias is None else attn_bias
         if bias.ndim == 4:
             groups, bias = bias.shape[0], bias.unsqueeze(1)
@@ -60,11 +60,11 @@ def _windows(original: Any, count: Count) -> Any:
         memory_kv: Tensor | None = None,
     ) -> Tensor:
         """`[b, h, n, d]` in windows of w; each attends itself and the one before. Windows take the place of rows."""
-        reason = _not_ours(self, memory_kv, dropout=False)
+        reason = _option_of_the_original(self, memory_kv, dropout=False)
         if reason:
-            count.other(reason)
+            count.count_passed_on(reason)
             return original(self, q, k, v, mask, windowed_mask, attn_bias, memory_kv)  # type: ignore[no-any-return]
-        count.one()
+        count.count_replaced()
         length, size = q.shape[-2], self.window_size
         padding = -length % size
         if mask is None:
@@ -97,7 +97,7 @@ def _window_bias(bias: Tensor, size: int) -> Tensor:
     return bias.unsqueeze(2) if bias.ndim == 4 else bias.transpose(1, 2)
 
 
-def _not_ours(self: Any, memory_kv: Tensor | None, dropout: bool = True) -> str | None:
+def _option_of_the_original(self: Any, memory_kv: Tensor | None, dropout: bool = True) -> str | None:
     """An option that only the original has."""
     if self.enable_attn_softclamp:
         return "softclamp"

@@ -26,7 +26,7 @@ def _unless_host_bound(replace: Replace, *, counted: bool = True) -> Replace:
             if not host_sets_pace(s, queries, keys, s.shape[0] * self.num_heads * queries * keys):
                 return replacement(self, s, z, *rest, **named)
             if counted:
-                count.other(HOST_BOUND)
+                count.count_passed_on(HOST_BOUND)
             return original(self, s, z, *rest, **named)
 
         return forward
@@ -50,11 +50,11 @@ def _attend(self: Any, s: Tensor, qkv: tuple[Tensor, ...], bias: Tensor, mask: T
     return self.proj_o(self.proj_g(s).sigmoid() * o.reshape(s.shape[0], -1, self.c_s))  # type: ignore[no-any-return]
 
 
-def _second(original: Any, count: Count) -> Any:
-    """Boltz-2's and BoltzGen's."""
+def _boltz2_attention(original: Any, count: Count) -> Any:
+    """The attention with pair bias of Boltz-2 and BoltzGen."""
 
     def forward(self: Any, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
-        count.one()
+        count.count_replaced()
         q, k, v = _projected(self, s, k_in)
         if getattr(self, "use_qk_norm", False):
             q, k = self.q_norm(q), self.k_norm(k)
@@ -63,8 +63,8 @@ def _second(original: Any, count: Count) -> Any:
     return forward
 
 
-def _first(original: Any, count: Count) -> Any:
-    """Boltz-1's, whose keys may be of windows, and whose bias is kept for the steps of a diffusion."""
+def _boltz1_attention(original: Any, count: Count) -> Any:
+    """The attention with pair bias of Boltz-1. Its keys may be of windows, and all steps of a diffusion share its bias."""
 
     def forward(
         self: Any,
@@ -75,7 +75,7 @@ def _first(original: Any, count: Count) -> Any:
         to_keys: Any = None,
         model_cache: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        count.one()
+        count.count_replaced()
         if self.initial_norm:
             s = self.norm_s(s)
         k_in = s
@@ -151,7 +151,7 @@ CLIENTS = {
     "boltz": _client(
         "boltz",
         "triangular_mult",
-        {"attentionv2": _second, "attention": _first},
+        {"attentionv2": _boltz2_attention, "attention": _boltz1_attention},
         ("diffusion", "diffusionv2"),
         (
             *named(
@@ -170,5 +170,5 @@ CLIENTS = {
             *_uncounted(sampling.sampled, f"{_MODULES}.diffusionv2:AtomDiffusion.sample"),
         ),
     ),
-    "boltzgen": _client("boltzgen", "triangular", {"attention": _second}, ("diffusion",)),
+    "boltzgen": _client("boltzgen", "triangular", {"attention": _boltz2_attention}, ("diffusion",)),
 }

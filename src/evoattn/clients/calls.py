@@ -53,9 +53,9 @@ def additive(original: Function, count: Count) -> Function:
     def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
         may_be_small = query.is_cuda and not is_repeated() and max(query.shape[-2], key.shape[-2]) < _SHORT
         if may_be_small and query.shape[:-1].numel() * key.shape[-2] < _FEW_SCORES:
-            count.other(f"fewer than {_SHORT} residues, where the client's own attention takes less of the host")
+            count.count_passed_on(f"fewer than {_SHORT} residues, where the client's own attention takes less of the host")
             return original(query, key, value, biases)  # type: ignore[no-any-return]
-        count.one()
+        count.count_replaced()
         return attention(query, key, value, biases)
 
     return _attention
@@ -72,7 +72,7 @@ def low_memory(original: Function, count: Count) -> Function:
 
     def _lma(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int) -> Tensor:
         """No scores are held, whatever the chunks. The caller has expanded the biases, which is undone here."""
-        count.one()
+        count.count_replaced()
         return attention(q, k, v, [narrow_expanded(x) for x in biases])
 
     return _lma
@@ -84,7 +84,7 @@ def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:
     def replace(original: Function, count: Count) -> Function:
         def attend(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], scale: float | None = None) -> Tensor:
             """`scale`, where it is given, is that of the channels."""
-            count.one()
+            count.count_replaced()
             added = [_additive_mask(x) for x in biases]
             return attention(q, k, v, added, scaled=scaled).transpose(-2, -3)
 
@@ -118,7 +118,7 @@ def kernel(original: Function, count: Count) -> Function:
         tri_bias: Tensor | None = None,
     ) -> Tensor:
         """`scale` is that of the channels. Boltz calls the bias `tri_bias`. The result has five axes, as cuEquivariance's."""
-        count.one()
+        count.count_replaced()
         o = attention(q, k, v, [None if mask is None else _additive_mask(mask), bias, tri_bias], scaled=False)
         return o if o.ndim > 4 else o[None]
 
@@ -126,7 +126,7 @@ def kernel(original: Function, count: Count) -> Function:
 
 
 def multiplication(original: Function, count: Count) -> Function:
-    """cuEquivariance's triangle multiplication in plain torch, for clients that want it with the attention."""
+    """cuEquivariance's triangle multiplication by `evoattn.pair`, for clients that want it with the attention."""
     return functools.partial(cuequivariance.triangle_multiplicative_update)  # an object of its own, which is given a name
 
 

@@ -19,9 +19,9 @@ _MODULE = "transformers.models.esm.modeling_esmfold"
 def _triangle(original: Any, count: Count) -> Any:
     def forward(self: Any, q_x: Tensor, kv_x: Tensor, biases: list[Tensor] | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs.get("use_flash"):
-            count.other("use_flash, or options by position")
+            count.count_passed_on("use_flash, or options by position")
             return original(self, q_x, kv_x, biases, *args, **kwargs)  # type: ignore[no-any-return]
-        count.one()
+        count.count_replaced()
         return projected(self, q_x, kv_x, biases)
 
     return forward
@@ -32,7 +32,7 @@ def _sequence(original: Any, count: Count) -> Any:
         self: Any, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, indices: Any = None
     ) -> tuple[Tensor, None]:
         """The maps of the attention, which the original returns second, are None: nobody in the model reads them."""
-        count.one()
+        count.count_replaced()
         q, k, v = self.proj(x).view(*x.shape[:2], self.num_heads, -1).permute(0, 2, 1, 3).chunk(3, dim=-1)
         biases = [None if bias is None else bias.permute(0, 3, 1, 2)]
         if mask is not None:

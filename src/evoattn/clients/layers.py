@@ -14,21 +14,13 @@ from evoattn.clients.calls import is_float32_on_gpu, residues
 from evoattn.clients.site import Count, Site, is_repeated, named
 from evoattn.nn import AttentionPairBias, Transition, TriangleMultiplication
 from evoattn.nn.known_calls import ClientsOwn, UnknownArgument
-from evoattn.nn.replace import Replacement, Settings, by_name, has_settings, overridden, positions, settings
+from evoattn.nn.replace import Replacement, Snapshot, by_name, overridden, positions
 
 FEW = 288
 """Residues below which blocks are left to clients: launching kernels takes longer there than running them.
 
-A guess. At 256 residues those of `evoattn.nn` are slower in some cases, at 1,024 in none. Nothing between was measured.
-
-Blocks of 256 residues on hosts with an H100, in ms, the client's own and those of `evoattn.nn`:
-
-| client | inference | training step |
-|---|---|---|
-| Boltz-2 | 5.7, 7.0 | 14.2, 15.5 |
-| OpenFold-3 | 6.9, 4.8 | 18.1, 15.9 |
-| Protenix | 5.2, 4.6 | 13.1, 16.9 |
-| ESMFold, four blocks | 17.2, 17.7 | 54.0, 63.0 |
+A guess. At 256 residues those of `evoattn.nn` are slower in some cases, at 1,024 in none (docs/clients/speed.md). Nothing
+between was measured.
 """
 
 _FEW_IN_SINGLE_TRACK = 1024
@@ -46,8 +38,7 @@ class _Counterpart(NamedTuple):
 
     layer: Replacement | None
     reason: str
-    modules: tuple[nn.Module, ...] = ()
-    settings: tuple[Settings, ...] = ()
+    snapshot: Snapshot
 
 
 _counterparts: weakref.WeakKeyDictionary[nn.Module, _Counterpart] = weakref.WeakKeyDictionary()
@@ -92,17 +83,17 @@ def layer(original: Callable[..., Any], count: Count, least: int = 0, least_trai
         if not reason:
             counterpart, reason = _counterpart(self, values)
         if counterpart is not None:
-            reason = counterpart.observed()
+            reason = counterpart.obstacle()
             if not reason:
                 try:
                     result = counterpart(by_name(names, args, kwargs), self)
                 except UnknownArgument as error:
                     reason = "" if isinstance(error, ClientsOwn) else str(error)
                 else:
-                    count.one()
+                    count.count_replaced()
                     return result
         if reason:
-            count.other(reason)
+            count.count_passed_on(reason)
         return original(self, *args, **kwargs)
 
     return forward
@@ -142,23 +133,14 @@ def _counterpart(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Replace
     method = overridden(module, entries=False)
     if method:
         return None, f"a {type(module).__name__} overrides {method}"
-    modules = tuple(module.modules())[1:]  # not the layer itself, which must not keep itself alive
-    if known is None or not _holds(module, modules, known.modules, known.settings):
+    if known is None or not known.snapshot.holds(module):
         layer, reason = None, ""
         try:
             layer = Replacement.of(module, entries=False)
         except ValueError as error:
             reason = str(error)
-        known = _counterparts[module] = _Counterpart(layer, reason, modules, tuple(map(settings, (module, *modules))))
+        snapshot = Snapshot(module) if layer is None else layer.snapshot
+        known = _counterparts[module] = _Counterpart(layer, reason, snapshot)
         if reason := _slower_in_float32(layer, arguments):
             return None, reason
     return known.layer, known.reason
-
-
-def _holds(
-    module: nn.Module, now: tuple[nn.Module, ...], before: tuple[nn.Module, ...], made_with: tuple[Settings, ...]
-) -> bool:
-    """Return whether a layer has the modules and the settings that it had before."""
-    if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
-        return False
-    return all(map(has_settings, (module, *now), made_with))

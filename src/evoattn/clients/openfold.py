@@ -31,7 +31,7 @@ def _kernel(original: Any, count: Count) -> Any:
         other_switch = any(x is True for x in (*args, *kwargs.values()))  # which with this one is an error
         if not use_memory_efficient_kernel or other_switch:
             return original(self, q_x, kv_x, biases, use_memory_efficient_kernel, *args, **kwargs)  # type: ignore[no-any-return]
-        count.one()
+        count.count_replaced()
         return projected(self, q_x, kv_x, biases)
 
     return forward
@@ -40,7 +40,7 @@ def _kernel(original: Any, count: Count) -> Any:
 def _global(original: Any, count: Count) -> Any:
     def forward(self: Any, m: Tensor, mask: Tensor, use_lma: bool = False) -> Tensor:
         """Each row `[*, N, L, C]` has one query a head, made of the mean of its entries, and one head of keys and values."""
-        count.one()
+        count.count_replaced()
         mean = (m * mask.unsqueeze(-1)).sum(-2) / (mask.sum(-1, keepdim=True) + self.eps)
         q = self.linear_q(mean).unflatten(-1, (self.no_heads, -1)).unsqueeze(-2)  # [*,n,h,1,c]
         k, v = (linear(m).unsqueeze(-3) for linear in (self.linear_k, self.linear_v))  # [*,n,1,l,c]
@@ -55,7 +55,7 @@ def _global(original: Any, count: Count) -> Any:
 def _flash(original: Any, count: Count) -> Any:
     def _flash_attn(q: Tensor, k: Tensor, v: Tensor, kv_mask: Tensor) -> Tensor:
         """In q's dtype, not in float16. Keys that are masked are left out: a query without a key has output 0."""
-        count.one()
+        count.count_replaced()
         off = torch.zeros_like(kv_mask, dtype=torch.float32).masked_fill(kv_mask == 0, -torch.inf)[..., None, None, :]
         return attention(q, k, v, [off], empty_rows="native").transpose(-2, -3)
 
@@ -70,7 +70,7 @@ def _block(original: Any, count: Count) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("_offload_inference"):
             return recorded(self, *args, **kwargs)
-        count.other("MSA and pairs take turns on the GPU")
+        count.count_passed_on("MSA and pairs take turns on the GPU")
         return original(self, *args, **kwargs)
 
     return forward

@@ -26,9 +26,9 @@ def _additive(original: Any, count: Count) -> Any:
     def _attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor], use_high_precision: bool = False) -> Tensor:
         """In the dtype of the query, which the original sets as that of autocast. Sums are float32 with either precision."""
         if host_sets_pace(query, query.shape[-2], key.shape[-2], query.shape[:-1].numel() * key.shape[-2]):
-            count.other(HOST_BOUND)
+            count.count_passed_on(HOST_BOUND)
             return original(query, key, value, biases, use_high_precision)  # type: ignore[no-any-return]
-        count.one()
+        count.count_replaced()
         with torch.autocast(query.device.type, enabled=False):
             return attention(query, key.to(query.dtype), value.to(query.dtype), biases)
 

@@ -8,11 +8,12 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from evoattn.clients import graphs as recorded
 from evoattn.clients.releases import UnknownRelease, check_files, check_function
@@ -58,17 +59,10 @@ class Patch:
         versions: the client's version, by its name.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str] = (),
-        tell: Callable[[str, str], None] | None = None,
-        *,
-        layers: bool = True,
-        graphs: bool = False,
-    ) -> None:
+    def __init__(self, tell: Callable[[str, str], None] | None = None) -> None:
         self.versions: dict[str, str] = {}
         self.sites: tuple[str, ...] = ()
-        self._more: set[tuple[str, str]] = set()
+        self._applied: set[tuple[str, str]] = set()  # clients and kinds of sites
         self._counts: dict[str, Count] = {}
         self._steps: dict[str, Count] = {}
         self._changes: list[_Change] = []
@@ -77,8 +71,6 @@ class Patch:
         self._fresh = True
         self._undone = False
         self._tell = tell
-        for name in names:
-            self._apply(client(name), layers, graphs)
 
     @property
     def calls(self) -> int:
@@ -136,21 +128,18 @@ class Patch:
         lines += [f"  not by evoattn any more: {site} was reloaded, or replaced by others" for site in self._lost()]
         return "\n".join(lines)
 
-    def _apply(self, of: Client, layers: bool = True, graphs: bool = False) -> None:
+    def _apply(self, of: Client, layers: bool, graphs: bool) -> None:
         """Check all sites of a client, then replace them: nothing is half patched."""
         version = of.installed
         if version is None:
-            raise ImportError(f"{of.name} is not installed: no distribution {of.distribution}")
-        wanted = [(kind, sites) for kind, sites in _besides(of, layers, graphs) if (of.name, kind) not in self._more]
-        for _, sites in wanted:
-            for site in sites:
-                _find(of, site)
-        if of.name not in self.versions:
-            self._replace(of, of.sites, of.values)
-            self.versions[of.name] = version
-        for kind, sites in wanted:  # over the other replacements, to which they pass on what they do not know
-            self._replace(of, sites, ())
-            self._more.add((of.name, kind))
+            raise ImportError(f"{of.name} is not installed: no distribution {of.distribution} in this environment")
+        wanted = [part for part in _parts(of, layers, graphs) if (of.name, part.kind) not in self._applied]
+        for site in itertools.chain.from_iterable(part.sites for part in wanted):
+            _find(of, site)
+        for part in wanted:
+            self._replace(of, part.sites, part.values)
+            self._applied.add((of.name, part.kind))
+        self.versions[of.name] = version
 
     def _redo(self) -> None:
         """Replace again what `undo` put back."""
@@ -161,10 +150,9 @@ class Patch:
         try:
             for name in self.versions:
                 of = client(name)
-                self._replace(of, of.sites, of.values)
-                for kind, sites in _besides(of):
-                    if (name, kind) in self._more:
-                        self._replace(of, sites, ())
+                for part in _parts(of):
+                    if (name, part.kind) in self._applied:
+                        self._replace(of, part.sites, part.values)
                 _active[name] = self
         except BaseException:
             self.undo()
@@ -177,16 +165,16 @@ class Patch:
     def _mend(self, of: Client) -> None:
         """Replace what is the client's own again, because its module was reloaded. What others put there stays."""
         lost = set(self._lost())
-        for sites, values in ((of.sites, of.values), (of.layers, ()), (of.steps, ())):
+        for part in _parts(of):
             again = []
-            for site in filter(lost.__contains__, sites):
+            for site in filter(lost.__contains__, part.sites):
                 with contextlib.suppress(UnknownRelease):
                     _find(of, site)
                     again.append(site)
             owners = [sys.modules[site.module] for site in again]
             self._changes = [x for x in self._changes if x.owner not in owners or vars(x.owner).get(x.name) is x.now]
             if again:
-                self._replace(of, again, values)
+                self._replace(of, again, part.values)
 
     def _replace(self, of: Client, sites: Iterable[Site], values: Iterable[tuple[str, str, Any]]) -> None:
         """Check these sites, then replace them."""
@@ -266,7 +254,8 @@ def patch(name: str | None = None, *, layers: bool = True, graphs: bool = False)
         _active[name]._mend(client(name))
         _active[name]._apply(client(name), layers, graphs)
         return _active[name]
-    patched = Patch([name], layers=layers, graphs=graphs)
+    patched = Patch()
+    patched._apply(client(name), layers, graphs)
     _active[name] = patched
     return patched
 
@@ -308,11 +297,11 @@ def patch_as_imported(
         check_files(of)
         patched = Patch(tell=tell)
         patched.versions[name] = str(of.installed)
+        patched._applied = {(name, part.kind) for part in _parts(of, layers, graphs)}
         _active[name] = patched
-    sites = [site for site in of.sites if site.module == module]
-    _active[name]._replace(of, sites, [value for value in of.values if value[0] == module])
-    for _, more in _besides(of, layers, graphs):  # over the other replacements, to which they pass on what they do not know
-        _active[name]._replace(of, [site for site in more if site.module == module], ())
+    for part in _parts(of, layers, graphs):
+        sites = [site for site in part.sites if site.module == module]
+        _active[name]._replace(of, sites, [value for value in part.values if value[0] == module])
     return _active[name]
 
 
@@ -322,9 +311,18 @@ def client(name: str) -> Client:
     return module.CLIENTS[name]  # type: ignore[no-any-return]
 
 
-def _besides(of: Client, layers: bool = True, graphs: bool = True) -> list[tuple[str, tuple[Site, ...]]]:
-    """List what may be replaced beside the attention: the name and the sites of each kind that is wanted."""
-    return [("layers", of.layers)] * layers + [("steps", of.steps)] * graphs
+class _Part(NamedTuple):
+    """A kind of sites of a client that are replaced together, and values that are set with them."""
+
+    kind: str
+    sites: tuple[Site, ...]
+    values: tuple[tuple[str, str, Any], ...] = ()
+
+
+def _parts(of: Client, layers: bool = True, graphs: bool = True) -> list[_Part]:
+    """What is replaced, in order: layers over the attention, steps over both. Each passes on what it does not know."""
+    parts = [_Part("attention", of.sites, of.values)]
+    return parts + [_Part("layers", of.layers)] * layers + [_Part("steps", of.steps)] * graphs
 
 
 def _find(of: Client, site: Site) -> tuple[Any, str, Callable[..., Any]]:

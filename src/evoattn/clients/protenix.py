@@ -24,12 +24,12 @@ def _single(original: Any, count: Count) -> Any:
     ) -> Tensor:
         """`[..., H, L, D]`, or windows `[..., H, blocks, L, D]`, whose blocks take the place of heads."""
         if q.ndim < 3:
-            count.other("an attention without heads")
+            count.count_passed_on("an attention without heads")
             return original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)  # type: ignore[no-any-return]
         if attn_bias is not None and host_sets_pace(q, q.shape[-2], k.shape[-2], q.shape[:-1].numel() * k.shape[-2]):
-            count.other(HOST_BOUND)
+            count.count_passed_on(HOST_BOUND)
             return original(q, k, v, attn_bias, use_efficient_implementation, inplace_safe)  # type: ignore[no-any-return]
-        count.one()
+        count.count_replaced()
         return attention(q, k.to(q.dtype), v.to(q.dtype), [attn_bias])
 
     return _attention

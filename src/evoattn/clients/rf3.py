@@ -25,7 +25,7 @@ def _triangle(original: Any, count: Count) -> Any:
     """Either branch, with the dtypes of torch's: cuEquivariance's insists on bfloat16."""
 
     def forward(self: Any, pair: Tensor, bias: Tensor) -> Tensor:
-        count.one()
+        count.count_replaced()
         gate = self.to_g(pair).sigmoid()
         q, k, v = (to(pair).unflatten(-1, (self.h, -1)).transpose(-2, -3) for to in (self.to_q, self.to_k, self.to_v))
         o = attention(q, k, v, [bias.movedim(-1, 1).unsqueeze(1)], scaled=False, empty_rows="native")
@@ -37,7 +37,7 @@ def _triangle(original: Any, count: Count) -> Any:
 def _pairformer(original: Any, count: Count) -> Any:
     def forward(self: Any, A_I: Tensor, S_I: None, Z_II: Tensor, Beta_II: Tensor) -> Tensor:  # noqa: N803
         """A_I `[I, C]`, Z_II `[I, I, C]`; Beta_II is added for all heads. `use_deepspeed_evo` chooses nothing here."""
-        count.one()
+        count.count_replaced()
         a = _low_precision(self, self.ln_1(A_I))
         bias = self.to_b(self.ln_0(Z_II)) + Beta_II[..., None]
         return self.to_a(_attend(self, a, bias, self.to_q(a), self.to_k(a)))  # type: ignore[no-any-return]
@@ -51,7 +51,7 @@ def _diffusion(original: Any, count: Count) -> Any:
         a = self.ada_ln_1(A_I, S_I)
         if Beta_II is not None:
             return self.atom_attention(a, S_I, Z_II)  # type: ignore[no-any-return]
-        count.one()
+        count.count_replaced()
         a = _low_precision(self, a)
         bias = self.to_b(self.ln_0(Z_II))
         o = self.to_a(_attend(self, a, bias, *_normed(self, self.to_q(a), self.to_k(a))))
@@ -71,7 +71,7 @@ def _atoms(original: Any, count: Count) -> Any:
         kbatch: int = 128,
     ) -> Tensor:
         """A_I `[D, L, C]` or `[L, C]`, Z_II `[L, L, C]`; each window of queries attends the keys around its middle."""
-        count.one()
+        count.count_replaced()
         a = A_I[None] if A_I.ndim == 2 else A_I
         samples, length = a.shape[:2]
         q, k = _normed(self, self.to_q(a), self.to_k(a))  # [s,l,h,c]
@@ -99,7 +99,7 @@ def _tokens(original: Any, count: Count) -> Any:
     def forward(self: Any, A_I: Tensor, S_I: Tensor, Z_II: Tensor, Beta_II: Any) -> Any:  # noqa: N803
         if Beta_II is None:
             return recorded(self, A_I, S_I, Z_II, Beta_II)
-        count.other("a transformer of atoms, whose pairs take too much memory")
+        count.count_passed_on("a transformer of atoms, whose pairs take too much memory")
         return original(self, A_I, S_I, Z_II, Beta_II)
 
     return forward

@@ -34,9 +34,9 @@ def schedule(original: Callable[..., Tensor], count: Count) -> Callable[..., Ten
 
 
 def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
-    """Boltz-2's `sample` for a prediction that nothing steers: the same steps from the same random numbers, and no waits.
+    """Boltz-2's sampling loop without synchronisation of host and GPU. It draws the same random numbers.
 
-    The original computes with potentials, contacts or forced templates, in training and where gradients are recorded.
+    The original computes with potentials, contact guidance or forced templates, in training, and if gradients are recorded.
     """
 
     def sample(
@@ -59,24 +59,19 @@ def sampled(original: Callable[..., Any], count: Count) -> Callable[..., Any]:
         x = levels[0].item() * _drawn((*atom_mask.shape, 3), self.device)
         for before, after, gamma in zip(levels[:-1].tolist(), levels[1:].tolist(), gammas[1:].tolist(), strict=True):
             x, level = _noisy(self, x, before, gamma)
-            denoised = torch.cat([_denoised(self, part, level, conditions) for part in x.chunk(chunks)])
+            parts = []
+            for part in x.chunk(chunks):
+                shared = {"multiplicity": len(part), **conditions}
+                parts.append(self.preconditioned_network_forward(part, level, network_condition_kwargs=shared))
+            denoised = torch.cat(parts)
             if self.alignment_reverse_diff:
-                x = _moved_onto(denoised, x, atom_mask)
+                with torch.autocast(x.device.type, enabled=False):
+                    align = _client("loss.diffusionv2").weighted_rigid_align  # Boltz' function or its replacement
+                    x = align(x.float(), denoised.float(), atom_mask.float(), atom_mask.float()).to(denoised)
             x = x + self.step_scale * (after - level) * ((x - denoised) / level)
         return {"sample_atom_coords": x, "diff_token_repr": None}
 
     return sample
-
-
-def _denoised(self: Any, x: Tensor, level: float, conditions: dict[str, Any]) -> Any:
-    return self.preconditioned_network_forward(x, level, network_condition_kwargs={"multiplicity": len(x), **conditions})
-
-
-def _moved_onto(y: Tensor, x: Tensor, atom_mask: Tensor) -> Any:
-    """Coordinates x turned and moved onto y, by Boltz' function or its replacement."""
-    mask = atom_mask.float()
-    with torch.autocast(x.device.type, enabled=False):
-        return _client("loss.diffusionv2").weighted_rigid_align(x.float(), y.float(), mask, mask).to(y)
 
 
 def _noisy(self: Any, x: Tensor, level: float, gamma: float) -> tuple[Tensor, float]:

@@ -29,12 +29,16 @@ class Count:
         self.passed_on: collections.Counter[str] = collections.Counter()
         self._tell = tell
 
-    def one(self) -> None:
+    def count_replaced(self) -> None:
         """Count a call that the replacement computes."""
-        self.other("")
+        self._note("")
 
-    def other(self, reason: str) -> None:
-        """Count a call that the original computes."""
+    def count_passed_on(self, reason: str) -> None:
+        """Count a call that the original computes, and why."""
+        self._note(reason)
+
+    def _note(self, reason: str) -> None:
+        """Count a call now, or put it on the tape of a recording."""
         if torch.compiler.is_compiling():
             return
         tape = _tape.get()

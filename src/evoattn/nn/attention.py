@@ -162,17 +162,22 @@ def check_in_place(layer: nn.Module, name: str, x: Tensor, dtype: torch.dtype) -
 
     dtype: of the products. With x's dtype it gives that of the result.
     """
-    if is_distributed(x):
-        raise ValueError("in_place=True takes no DTensors")
     if not layer.residual:
         raise ValueError("in_place=True needs residual=True: the result is written over the input that it is added to")
-    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
-        raise ValueError(f"in_place=True overwrites {name}, which a gradient needs: call the layer under torch.no_grad()")
+    check_overwritten(layer, name, x)
     result = torch.promote_types(x.dtype, dtype)
     if result != x.dtype:
         raise ValueError(
             f"{name} must have the result's dtype {dtype_name(result)} for in_place=True, got {dtype_name(x.dtype)}"
         )
+
+
+def check_overwritten(module: nn.Module, name: str, x: Tensor) -> None:
+    """Raise ValueError if a module must not overwrite its input x: it is a DTensor, or a gradient is recorded."""
+    if is_distributed(x):
+        raise ValueError(f"in_place=True takes no DTensors, got one as {name}: leave in_place out")
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
+        raise ValueError(f"in_place=True overwrites {name}, which a gradient needs: call the layer under torch.no_grad()")
 
 
 def check_settings(dropout: float, empty_rows: str) -> None:
@@ -190,9 +195,9 @@ def check_input(name: str, x: Tensor, axes: int, channels: int, *, distributed: 
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not distributed and is_distributed(x):
-        raise TypeError(f"{name} must be a plain tensor: this layer takes no DTensors")
+        raise TypeError(f"{name} must be a plain tensor, got a DTensor: gather it first, with full_tensor()")
     if not x.is_floating_point():
-        raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
+        raise TypeError(f"{name} must be of a floating-point dtype, got {dtype_name(x.dtype)}")
     if x.ndim < axes or x.shape[-1] != channels:
         raise ValueError(f"{name} must have at least {axes} axes and {channels} channels, got shape {list(x.shape)}")
 
@@ -206,8 +211,10 @@ def check_square(name: str, z: Tensor) -> None:
 def check_shares(name: str, z: Tensor, lead: tuple[int, ...], queries: int, keys: int) -> None:
     """Raise ValueError unless a pair representation is `[*, queries, keys, C]`, and * is `lead` or has size 1 for its axes."""
     if z.ndim != len(lead) + 3 or z.shape[-3:-1] != (queries, keys) or not fits(tuple(z.shape[:-3]), lead):
-        wanted = f"[*, {queries}, {keys}, {z.shape[-1]}] where * broadcasts to {list(lead)} and has as many axes"
-        raise ValueError(f"{name} must be {wanted}, got shape {list(z.shape)}")
+        raise ValueError(
+            f"{name} must be [*, {queries}, {keys}, {z.shape[-1]}] where * broadcasts to {list(lead)} and has as many axes, "
+            f"got shape {list(z.shape)}"
+        )
 
 
 def gated_linear(o: Tensor, g: Tensor, module: nn.Linear) -> Tensor:

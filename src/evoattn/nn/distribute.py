@@ -80,7 +80,6 @@ def _passing(model: nn.Module, known: set[int]) -> set[int]:
 
 
 def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, _BlockKind]]:
-    """The outermost known blocks."""
     blocks: list[tuple[str, nn.Module, _BlockKind]] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
@@ -88,7 +87,7 @@ def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, _BlockKind]]:
         if kind is None or id(module) in inside:
             continue
         if _ATTRIBUTE in module.__dict__:
-            raise ValueError(f"{name} is distributed already")
+            raise ValueError(f"{name} is distributed already: call distribute once for a model")
         inside |= {id(x) for x in module.modules()}
         blocks.append((name, module, kind))
     return blocks
@@ -114,10 +113,10 @@ class _BlockRunner:
     def of(self, client: nn.Module) -> Any:
         """The layer of `evoattn.nn` for a client's, made again if its modules were exchanged."""
         replacement = self._replacements.get(id(client))
-        if replacement is None or not replacement.holds(client):
+        if replacement is None or not replacement.snapshot.holds(client):
             replacement = Replacement.of(client, entries=False)
             if replacement is None:
-                raise ValueError(f"evoattn.nn has no {type(client).__name__}")
+                raise ValueError(f"evoattn.nn has no {type(client).__name__}: call distribute before you exchange layers")
             self._replacements[id(client)] = replacement
         return replacement.layer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ _WIDEST = 256
 _ACTIVATIONS = {"swiglu": nn.SiLU, "relu": nn.ReLU}
 
 
-class KnownLayer:
+class KnownLayer(NamedTuple):
     """A class of a client, and the layer of `evoattn.nn` that computes it.
 
     Args:
@@ -36,19 +36,20 @@ class KnownLayer:
         call: calls the layer with the client's arguments by name.
     """
 
-    def __init__(self, kind: Callable[..., nn.Module | None], sizes: str, modules: str, call: Callable[..., Tensor]) -> None:
-        self.kind, self.sizes, self.modules, self.call = kind, sizes.split(" "), modules, call
+    kind: Callable[..., nn.Module | None]
+    sizes: str
+    modules: str
+    call: Callable[..., Tensor]
 
     def layer(self, client: nn.Module) -> nn.Module | None:
         """Make the layer of `evoattn.nn` for a client's."""
-        layer = self.kind(*[_attribute(client, names) for names in self.sizes])
+        layer = self.kind(*[_attribute(client, names) for names in self.sizes.split(" ")])
         if layer is not None:
             _share(layer, client, self.modules)
         return layer
 
 
 def _attribute(client: Any, names: str) -> Any:
-    """An attribute of a client's layer, as in `KnownLayer.sizes`."""
     if not names:
         return client
     first, _, second = names.partition("|")
@@ -79,13 +80,13 @@ class _ResidueMlp(Transition):
 
 
 def _normed(norm: nn.Module) -> int:
-    """The channels of a norm, which may have a wrapper."""
+    """The channels of a norm, also inside a wrapper."""
     shapes: list[tuple[int, ...]] = [x.normalized_shape for x in norm.modules() if isinstance(x, nn.LayerNorm)]
     return shapes[0][0]
 
 
 def _features(module: nn.Module, name: str) -> int:
-    """The sizes that a projection knows by name, which may have a wrapper."""
+    """`in_features` or `out_features` of a projection, also inside a wrapper."""
     sizes: list[int] = [getattr(x, name) for x in module.modules() if hasattr(x, name)]
     return sizes[0]
 

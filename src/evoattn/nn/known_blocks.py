@@ -70,13 +70,15 @@ class _PairLayers(nn.Module):
         lead = tuple(z.shape[:-1])
         if mask is not None and (mask.ndim != len(lead) or not fits(tuple(mask.shape), lead)):
             raise UnknownArgument(f"a mask {list(mask.shape)} of a pair representation {list(z.shape)}")
-        seen = any(has_hooks(x) or "forward" in x.__dict__ for x in self._inner)  # somebody may keep what a module gets
-        free = not torch.is_grad_enabled() and not seen and guards.only_computes()  # then a z of our own may be overwritten
-        in_place = in_place and free and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
+        # A layer may overwrite z if nobody else holds it. The first z is the caller's, who says so. Later ones are made here:
+        # only a hook, a user's forward or autograd may keep them.
+        is_observed = any(has_hooks(x) or "forward" in x.__dict__ for x in self._inner)
+        may_overwrite = not torch.is_grad_enabled() and not is_observed and guards.only_computes()
+        in_place = in_place and may_overwrite and torch.promote_types(z.dtype, self.compute_dtype(z)) == z.dtype
         for which, layer in enumerate(self.layers):
             options = end_options if end_options and which == _END else {}
             z = layer.add_to(z, mask, self._drawn(z, which, draw), in_place=in_place, **options)
-            in_place = free
+            in_place = may_overwrite
         return self.transition.add_to(z, transition_mask, in_place=in_place)  # type: ignore[no-any-return]
 
     def compute_dtype(self, z: Tensor) -> torch.dtype:

@@ -42,7 +42,7 @@ class MSAAttention(nn.Module):
         super().__init__()
         check_settings(dropout, empty_rows)
         if pair_bias != (c_z is not None):
-            raise ValueError(f"c_z must be given if there is a pair bias, and only then; got {c_z} and pair_bias={pair_bias}")
+            raise ValueError(f"c_z must be given with pair_bias=True, and be None without; got {c_z} and pair_bias={pair_bias}")
         self.c_in, self.c_z, self.no_heads, self.inf = c_in, c_z, no_heads, inf
         self.dropout, self.residual, self.empty_rows = dropout, residual, empty_rows
         self.layer_norm_m = nn.LayerNorm(c_in)
@@ -72,10 +72,10 @@ class MSAAttention(nn.Module):
         """The pair bias `[*, 1, H, L, L]`, a view of the projection of z."""
         if self.linear_z is None or self.c_z is None:
             if z is not None:
-                raise ValueError("z is given, and this attention has no pair bias")
+                raise ValueError(f"z must be None, got shape {list(z.shape)}: this attention was made without a pair bias")
             return None
         if z is None:
-            raise ValueError("z must be given: this attention has a pair bias")
+            raise ValueError("z must be given, got None: this attention was made with a pair bias")
         check_input("z", z, 3, self.c_z)
         check_shares("z", z, tuple(m.shape[:-3]), m.shape[-2], m.shape[-2])
         (bias,) = project(z, self.layer_norm_z, (self.linear_z,))
@@ -131,6 +131,9 @@ class MSARowAttentionWithPairBias(MSAAttention):
             z: the pair representation, `[*, L, L, c_z]`.
             mask: `[*, S, L]`, 1 or True for a residue that is attended. None: all are.
 
+        Returns:
+            `[*, S, L, c_m]` in the compute dtype, or with the residual in the dtype to which torch promotes m and the update.
+
         Raises:
             TypeError, ValueError: m, z or mask has a wrong type or shape.
         """
@@ -182,6 +185,9 @@ class MSAColumnAttention(nn.Module):
         Args:
             m: the alignment, `[*, S, L, c_m]`.
             mask: `[*, S, L]`, 1 or True for a residue that is attended. None: all are.
+
+        Returns:
+            `[*, S, L, c_m]` in the compute dtype, or with the residual in the dtype to which torch promotes m and the update.
 
         Raises:
             TypeError, ValueError: m or mask has a wrong type or shape.
@@ -239,6 +245,9 @@ class MSAColumnGlobalAttention(nn.Module):
         Args:
             m: the alignment, `[*, S, L, c_in]`.
             mask: `[*, S, L]`, 1 or True for a residue that is attended. None: all are.
+
+        Returns:
+            `[*, S, L, c_in]` in the compute dtype, or with the residual in the dtype to which torch promotes m and the update.
 
         Raises:
             TypeError, ValueError: m or mask has a wrong type or shape.

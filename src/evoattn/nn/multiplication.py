@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from evoattn.dispatch.distributed import Split
 from evoattn.nn.attention import check_settings
-from evoattn.nn.pair_layer import Ending, PairLayer
+from evoattn.nn.pair_layer import Epilogue, PairLayer
 from evoattn.nn.project import compute_dtype_of, concatenate, layer_norm, linear
 from evoattn.nn.submodules import is_linear, is_norm
 from evoattn.pair import product, triangle_multiplication
@@ -82,20 +82,20 @@ class TriangleMultiplication(PairLayer):
             TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
         self._check(z, mask, self.c_z, in_place)
-        return self._compute(z, mask, Ending(None, self.residual, in_place))
+        return self._compute(z, mask, Epilogue(None, self.residual, in_place))
 
     @property
     def _inputs(self) -> tuple[nn.Linear, ...]:
         return self._projections[0]
 
-    def _run(self, z: Tensor, mask: Tensor | None, split: Split | None, ending: Ending) -> Tensor:
+    def _run(self, z: Tensor, mask: Tensor | None, split: Split | None, epilogue: Epilogue) -> Tensor:
         if not self._is_plain():
             update = self._by_calls(z, mask, split)
-        elif ending.residual and ending.factor is None and not (self.dropout > 0 and self.training):
-            return self._by_operator(z, mask, residual=True, out=z if ending.in_place else None, split=split)
+        elif epilogue.residual and epilogue.dropout_mask is None and not (self.dropout > 0 and self.training):
+            return self._by_operator(z, mask, residual=True, out=z if epilogue.in_place else None, split=split)
         else:
             update = self._by_operator(z, mask, residual=False, split=split)
-        return self._add(z, update, split, ending)
+        return self._add(z, update, split, epilogue)
 
     def _is_plain(self) -> bool:
         """Return whether the operator computes what the sub-modules define, and nobody has to see that one is called."""

@@ -52,6 +52,9 @@ def from_openfold3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Args:
         state: tensors by OpenFold-3's names, with any prefixes. Names of other layers are kept.
 
+    Returns:
+        The same tensors by the names of `evoattn.nn`.
+
     Example:
         >>> import torch
         >>> state = {"layer_norm.weight": torch.ones(8), "linear_z.weight": torch.ones(4, 8)}

@@ -96,7 +96,7 @@ class AttentionPairBias(nn.Module):
         super().__init__()
         check_settings(0.0, empty_rows)
         if c_s is not None and not norm:
-            raise ValueError("a condition c_s acts on the norm: norm must be True")
+            raise ValueError(f"norm must be True with a condition c_s={c_s}, which acts on the norm")
         self.c_a, self.c_z, self.c_s, self.no_heads, self.inf = c_a, c_z, c_s, no_heads, inf
         self.residual, self.empty_rows = residual, empty_rows
         self.layer_norm_a: nn.Module | None = None
@@ -140,9 +140,6 @@ class AttentionPairBias(nn.Module):
         self._check(a, z, s, mask, keys, pair_bias)
         if any(is_distributed(x) for x in (a, z, s, mask)):
             return self._distributed(a, z, s, mask)
-        if a.ndim == 2:
-            one = [None if x is None else x[None] for x in (a, z, s, mask, keys, pair_bias)]
-            return self(*one[:4], keys=one[4], pair_bias=one[5])[0]  # type: ignore[no-any-return]
         return self._attend(a, self.pair_bias(z) if z is not None else pair_bias, s, mask, keys)
 
     def _distributed(self, a: Tensor, z: Tensor | None, s: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -150,21 +147,18 @@ class AttentionPairBias(nn.Module):
         for name, x in (("a", a), ("s", s), ("mask", mask)):
             check_alike(name, x, "z", z)
         if z is None:
-            raise ValueError("z must be given with DTensors")
+            raise ValueError("z must be given with DTensors, got None: pair_bias takes plain tensors alone")
         check_alike("z", z, "a", a)
         split, full = split_of(z), full_parameters(self, z)
         if full:
             return functional_call(self, full, (a, z, s, mask))  # type: ignore[no-any-return]
         placements = queries_of(z)
-        part, condition = (None if x is None else part_of(x, placements) for x in (a, s))
+        part, condition = part_of(a, placements), None if s is None else part_of(s, placements)
         mask_part = None if mask is None else part_of(mask, queries_of(z, split=False))
         bias = self.pair_bias(local(z))
         if split is not None and split.axis == -2:
             bias = split.turned(bias.movedim(-3, -1)).movedim(-1, -3)
-        if a.ndim == 2:
-            part, bias, condition, mask_part = (None if x is None else x[None] for x in (part, bias, condition, mask_part))  # type: ignore[assignment]
-        update = self._attend(part, bias, condition, mask_part, split=split)  # type: ignore[arg-type]
-        return like(update[0] if a.ndim == 2 else update, a, placements)
+        return like(self._attend(part, bias, condition, mask_part, split=split), a, placements)
 
     def _attend(
         self,
@@ -176,6 +170,9 @@ class AttentionPairBias(nn.Module):
         split: Split | None = None,
     ) -> Tensor:
         """The output. If a process holds only the queries of a `split`, it gathers all others as keys."""
+        if a.ndim == 2:  # an attention has rows
+            pair_bias, s, mask, keys = (None if x is None else x[None] for x in (pair_bias, s, mask, keys))
+            return self._attend(a[None], pair_bias, s, mask, keys, split)[0]
         q, k, v, g = self._projections(a, s, keys, split)
         q, k, v, gate = (heads(x, self.no_heads) for x in (q, k, v, g))
         o = attend(q, k, v, mask, pair_bias, gate, inf=self.inf, empty_rows=self.empty_rows).flatten(-2)
@@ -211,24 +208,25 @@ class AttentionPairBias(nn.Module):
         if keys is not None:
             check_input("keys", keys, 2, self.c_a)
             if self.c_s is not None:
-                raise ValueError("keys cannot be given beside a condition")
+                raise ValueError(f"keys must be None in a layer with a condition, c_s={self.c_s}, got shape {list(keys.shape)}")
             if keys.shape[:-2] != a.shape[:-2]:
-                wanted = f"{list(a.shape[:-2])} as leading axes, as a has"
-                raise ValueError(f"keys must have {wanted}, got shape {list(keys.shape)}")
+                raise ValueError(f"keys must have the leading axes of a, {list(a.shape)}, got shape {list(keys.shape)}")
         length = (a if keys is None else keys).shape[-2]
         if (z is None) == (pair_bias is None):
-            raise ValueError("one of z and pair_bias must be given")
+            raise ValueError(f"give z or pair_bias, got {'neither' if z is None else 'both'}")
         if z is not None:
             check_input("z", z, 3, self.c_z, distributed=True)
             check_shares("z", z, tuple(a.shape[:-2]), a.shape[-2], length)
         if pair_bias is not None:
             shape = (*a.shape[:-2], self.no_heads, a.shape[-2], length)
             if pair_bias.ndim != len(shape) or not fits(tuple(pair_bias.shape), shape):
-                wanted = f"broadcast to {list(shape)} and have as many axes"
-                raise ValueError(f"pair_bias must {wanted}, got shape {list(pair_bias.shape)}")
+                raise ValueError(
+                    f"pair_bias must broadcast to {list(shape)} and have as many axes, got shape {list(pair_bias.shape)}"
+                )
         check_mask("mask", mask, (*a.shape[:-2], length))
         if (s is None) != (self.c_s is None):
-            raise ValueError(f"s must be {'None' if self.c_s is None else 'given'}: the layer was made with c_s={self.c_s}")
+            wanted = "None" if self.c_s is None else "given"
+            raise ValueError(f"s must be {wanted}: the layer was made with c_s={self.c_s}")
         if s is not None and self.c_s is not None:
             check_input("s", s, 2, self.c_s, distributed=True)
             if not fits(tuple(s.shape[:-1]), tuple(a.shape[:-1])):

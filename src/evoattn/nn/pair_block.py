@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+import functools
+
 from torch import Tensor, nn
 
-from evoattn.dispatch.distributed import is_distributed
 from evoattn.fully_masked.means import EmptyRows
+from evoattn.nn.attention import check_overwritten
 from evoattn.nn.multiplication import TriangleMultiplication
 from evoattn.nn.pair_bias import AttentionPairBias
 from evoattn.nn.transition import Transition
@@ -60,18 +61,13 @@ class PairBlock(nn.Module):
         empty_rows: EmptyRows = "mean",
     ) -> None:
         super().__init__()
-
-        def multiplication(outgoing: bool) -> TriangleMultiplication:
-            return TriangleMultiplication(c_z, c_hidden_mul, outgoing, dropout=dropout, residual=True, bias=bias)
-
-        def attention(starting: bool) -> TriangleAttention:
-            return TriangleAttention(
-                c_z, c_hidden_att, no_heads, starting, inf,
-                dropout=dropout, residual=True, gate_bias=bias, out_bias=bias, empty_rows=empty_rows,
-            )  # fmt: skip
-
-        self.tri_mul_out, self.tri_mul_in = multiplication(True), multiplication(False)
-        self.tri_att_start, self.tri_att_end = attention(True), attention(False)
+        multiplication = functools.partial(TriangleMultiplication, c_z, c_hidden_mul, dropout=dropout, residual=True, bias=bias)
+        attention = functools.partial(
+            TriangleAttention, c_z, c_hidden_att, no_heads, inf=inf,
+            dropout=dropout, residual=True, gate_bias=bias, out_bias=bias, empty_rows=empty_rows,
+        )  # fmt: skip
+        self.tri_mul_out, self.tri_mul_in = multiplication(outgoing=True), multiplication(outgoing=False)
+        self.tri_att_start, self.tri_att_end = attention(starting=True), attention(starting=False)
         self.pair_transition = Transition(c_z, transition_n, activation=activation, bias=bias, residual=True)
 
     def forward(self, z: Tensor, mask: Tensor | None = None, *, in_place: bool = False) -> Tensor:
@@ -100,14 +96,11 @@ class PairBlock(nn.Module):
     def _check_in_place(self, z: Tensor) -> None:
         """Raise ValueError before any work if a layer could not write into z."""
         for name, layer in self.named_children():
-            if not isinstance(layer, (TriangleMultiplication, TriangleAttention, Transition)):
-                raise ValueError(f"in_place=True needs layers of evoattn.nn, but {name} is a {type(layer).__name__}")
-            if not layer.residual:
-                raise ValueError(f"in_place=True needs residual=True in {name}")
-        if is_distributed(z):
-            raise ValueError("in_place=True takes no DTensors")
-        if torch.is_grad_enabled() and (z.requires_grad or any(x.requires_grad for x in self.parameters())):
-            raise ValueError("in_place=True overwrites z, which a gradient needs: call the block under torch.no_grad()")
+            if not isinstance(layer, (TriangleMultiplication, TriangleAttention, Transition)) or not layer.residual:
+                kind, residual = type(layer).__name__, getattr(layer, "residual", None)
+                found = f"a {kind} with residual={residual}"
+                raise ValueError(f"in_place=True needs layers of evoattn.nn with residual=True, but {name} is {found}")
+        check_overwritten(self, "z", z)
 
 
 class PairformerBlock(nn.Module):

@@ -15,16 +15,16 @@ from evoattn.nn.project import compute_dtype_of
 from evoattn.nn.sharded import run_split
 
 
-class Ending(NamedTuple):
+class Epilogue(NamedTuple):
     """Dropout and residual of one call.
 
     Args:
-        factor: a dropout mask that a client has drawn, for all processes if z is a DTensor. None: the layer draws its own.
+        dropout_mask: one that a client has drawn, for all processes if z is a DTensor. None: the layer draws its own.
         residual: whether the update is added to z.
         in_place: whether z is overwritten.
     """
 
-    factor: Tensor | None
+    dropout_mask: Tensor | None
     residual: bool
     in_place: bool
 
@@ -32,7 +32,7 @@ class Ending(NamedTuple):
 class PairLayer(nn.Module):
     """A layer with `dropout` and `residual`. A subclass has `_run` and `_inputs`.
 
-    `_run` takes z, its mask, a split, an `Ending` and options. It returns the output of a process that holds all of z (the
+    `_run` takes z, its mask, a split, an `Epilogue` and options. It returns the output of a process that holds all of z (the
     split is None), or the rows or columns of a split. `_inputs` are the first projections, which decide the products' dtype.
     """
 
@@ -43,9 +43,9 @@ class PairLayer(nn.Module):
         super().__init__()
         self.dropout, self.residual = dropout, residual
 
-    def add_to(self, z: Tensor, mask: Tensor | None, factor: Tensor | None, *, in_place: bool, **options: Any) -> Tensor:
-        """z + update, whatever `residual` says, for a block of a client. The arguments are not checked; see `Ending`."""
-        return self._compute(z, mask, Ending(factor, True, in_place), **options)
+    def add_to(self, z: Tensor, mask: Tensor | None, drawn: Tensor | None, *, in_place: bool, **options: Any) -> Tensor:
+        """z + update, whatever `residual` says, for a block of a client. The arguments are not checked; see `Epilogue`."""
+        return self._compute(z, mask, Epilogue(drawn, True, in_place), **options)
 
     @property
     def _shared(self) -> int:
@@ -60,15 +60,17 @@ class PairLayer(nn.Module):
         if in_place:
             check_in_place(self, "z", z, compute_dtype_of(z, *self._inputs))
 
-    def _compute(self, z: Tensor, mask: Tensor | None, ending: Ending, **options: Any) -> Tensor:
+    def _compute(self, z: Tensor, mask: Tensor | None, epilogue: Epilogue, **options: Any) -> Tensor:
         if is_distributed(z) or is_distributed(mask):
-            ending = Ending(ending.factor, ending.residual, in_place=False)  # torch.compile of torch 2.7 traces no `_replace`
-            run = functools.partial(self._run, ending=ending, **options)
+            epilogue = Epilogue(
+                epilogue.dropout_mask, epilogue.residual, in_place=False
+            )  # torch.compile of torch 2.7 traces no `_replace`
+            run = functools.partial(self._run, epilogue=epilogue, **options)
             return run_split(self, z, mask, run, **options)
-        return self._run(z, mask, None, ending, **options)
+        return self._run(z, mask, None, epilogue, **options)
 
-    def _add(self, z: Tensor, update: Tensor, split: Split | None, ending: Ending) -> Tensor:
-        factor = part_of_mask(ending.factor, split)
+    def _add(self, z: Tensor, update: Tensor, split: Split | None, epilogue: Epilogue) -> Tensor:
+        factor = part_of_mask(epilogue.dropout_mask, split)
         if factor is None and self.dropout and self.training:
             factor = dropout_mask(update, self.dropout, self._shared, split)
-        return add_residual(z, update, factor, residual=ending.residual, in_place=ending.in_place)
+        return add_residual(z, update, factor, residual=epilogue.residual, in_place=epilogue.in_place)

@@ -22,7 +22,7 @@ from evoattn.nn.submodules import has_global_hooks, has_hooks
 _ENTRIES = {"forward", "__call__", "_call_impl"}
 """Methods that run when a module is called."""
 
-_ATTRIBUTE = "_evoattn_ours"
+_ATTRIBUTE = "_evoattn_replacement"
 """The attribute of a replaced layer that holds its `Replacement`."""
 
 
@@ -74,7 +74,7 @@ def replace(model: nn.Module) -> list[str]:
         ...
         ValueError: no layer of Linear is known: replace takes models of openfold, openfold3, boltz, ...
     """
-    candidates = [(name, module, _find(module)) for name, module in model.named_modules()]
+    candidates = [(name, module, _replacement_of(module, entries=True)) for name, module in model.named_modules()]
     replacements = [(name, module, replacement) for name, module, replacement in candidates if replacement is not None]
     if not replacements:
         clients = ", ".join(dict.fromkeys(name.partition(".")[0] for name in LAYERS))
@@ -85,10 +85,10 @@ def replace(model: nn.Module) -> list[str]:
     return [name for name, _, _ in replacements]
 
 
-def _find(client: nn.Module) -> Replacement | None:
-    """The replacement of a layer or a block, or None. A block that has none keeps its forward: its layers may be known."""
+def _replacement_of(client: nn.Module, *, entries: bool) -> Replacement | None:
+    """Make a replacement, or return None. A block that evoattn.nn cannot compute has none: it keeps its forward."""
     try:
-        return Replacement.of(client, entries=True)
+        return Replacement.of(client, entries=entries)
     except ValueError:
         if is_block(client):
             return None
@@ -112,9 +112,9 @@ def _replaced(original: Any) -> Any:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         replacement: Replacement | None = self.__dict__.get(_ATTRIBUTE)
-        if replacement is None or not replacement.holds(self):
+        if replacement is None or not replacement.snapshot.holds(self):
             replacement = _renew(self)
-        if replacement.computes and not (replacement.is_block and replacement.observed()):
+        if replacement.computes and not (replacement.is_block and replacement.obstacle()):
             try:
                 return replacement(by_name(names, args, kwargs), self)
             except UnknownArgument as error:
@@ -139,13 +139,7 @@ def _renew(client: nn.Module) -> Replacement:
     """Make and store the replacement of a layer again. A block whose layers are not known any more, and a layer that is faster
     as it is, run their own forward until they are changed again.
     """
-    try:
-        replacement = Replacement.of(client, entries=False)
-    except ValueError:
-        if not is_block(client):
-            raise
-        replacement = None
-    renewed = replacement or Replacement(nn.Identity(), None, client)
+    renewed = _replacement_of(client, entries=False) or Replacement(nn.Identity(), None, client)
     client.__dict__[_ATTRIBUTE] = renewed
     return renewed
 
@@ -175,6 +169,18 @@ def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any
     return {**dict(zip(first, args, strict=True)), **kwargs}
 
 
+class Snapshot:
+    """The modules inside a client's layer and the settings of all of them, as they were. It does not hold the layer itself."""
+
+    def __init__(self, client: nn.Module) -> None:
+        self._layer = (tuple(client._modules.items()), _settings(client))
+        self._inner = tuple((x, tuple(x._modules.items()), _settings(x)) for x in client.modules() if x is not client)
+
+    def holds(self, client: nn.Module) -> bool:
+        """Return whether the layer still has the same modules with the same settings."""
+        return all(_is_same(*part) for part in ((client, *self._layer), *self._inner))
+
+
 class Replacement:
     """The layer of `evoattn.nn` for a client's layer, and the modules that it was made of.
 
@@ -182,16 +188,10 @@ class Replacement:
     """
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any] | None, client: nn.Module) -> None:
-        self.layer, self._forward, self.is_block = layer, forward, is_block(client)
-        self._children, self._settings = tuple(client._modules.items()), settings(client)
-        self._inner = tuple((x, tuple(x._modules.items()), settings(x)) for x in client.modules() if x is not client)
+        self.layer, self._forward, self.is_block, self.snapshot = layer, forward, is_block(client), Snapshot(client)
+        self.computes = forward is not None  # else the client's own forward runs
         adopted = {id(x) for x in layer.modules()}
         self._bypassed = tuple((name, x) for name, x in client.named_modules() if x is not client and id(x) not in adopted)
-
-    @property
-    def computes(self) -> bool:
-        """Return whether there is a layer of `evoattn.nn`. Else the client's own forward runs."""
-        return self._forward is not None
 
     @classmethod
     def of(cls, client: nn.Module, *, entries: bool) -> Replacement | None:
@@ -222,11 +222,6 @@ class Replacement:
         replacement.check_classes(kind)
         return replacement
 
-    def holds(self, client: nn.Module) -> bool:
-        """Return whether the modules in the client's layer are those that this was made of, with the same settings."""
-        parts = ((client, self._children, self._settings), *self._inner)
-        return all(_same(x, children) and has_settings(x, values) for x, children, values in parts)
-
     def check_classes(self, kind: type) -> None:
         """Raise ValueError if a module that the layer does not call is of a class that the client does not define."""
         for name, module in self._bypassed:
@@ -235,7 +230,7 @@ class Replacement:
             if package not in (own, "einops", "evoattn") and not plain:
                 raise ValueError(f"{name} is a {type(module).__qualname__}, which evoattn.nn would not call")
 
-    def observed(self) -> str:
+    def obstacle(self) -> str:
         """The reason not to use the layer: a module that it does not call has hooks or a forward of its own. Else ""."""
         for name, module in self._bypassed:
             if has_hooks(module):
@@ -249,7 +244,7 @@ class Replacement:
 
         A block also gets the client's block, for its dropout.
         """
-        missed = self.observed()
+        missed = self.obstacle()
         if missed:
             raise ValueError(f"{missed}: put hooks and adapters on the layer, or on its projections and norms")
         forward: Any = self._forward
@@ -266,31 +261,27 @@ def _layer_of(client: nn.Module) -> nn.Module:
     """The layer of `evoattn.nn` for a layer in a block."""
     replacement = Replacement.of(client, entries=True)
     if replacement is None:
-        raise ValueError(f"evoattn.nn has no {type(client).__name__}")
+        raise ValueError(f"evoattn.nn has no {type(client).__name__}: keep the client's layers in the block, or leave it out")
     return replacement.layer
 
 
-def _same(module: nn.Module, children: tuple[tuple[str, nn.Module | None], ...]) -> bool:
-    now = module._modules
-    return len(now) == len(children) and all(now.get(name) is child for name, child in children)
-
-
-Settings = tuple[tuple[str, Any], ...]
+_Named = tuple[tuple[str, Any], ...]
 """Names and values."""
 
 
-def settings(module: nn.Module) -> Settings:
+def _is_same(module: nn.Module, children: _Named, settings: _Named) -> bool:
+    """Return whether a module has these children and settings."""
+    now, own = module._modules, module.__dict__
+    same = len(now) == len(children) and all(now.get(name) is child for name, child in children)
+    return same and all(name in own and own[name] == x for name, x in settings)
+
+
+def _settings(module: nn.Module) -> _Named:
     """The numbers, strings and bools that a client's module was made with. torch's own modules are called as they are."""
     if type(module).__module__.startswith("torch.nn.modules."):
         return ()
     kinds = (bool, int, float, str, type(None))
     return tuple((name, x) for name, x in module.__dict__.items() if type(x) in kinds and name not in ("training", _ATTRIBUTE))
-
-
-def has_settings(module: nn.Module, expected: Settings) -> bool:
-    """Return whether a module still has these settings."""
-    own = module.__dict__
-    return all(name in own and own[name] == x for name, x in expected)
 
 
 def _name(kind: type) -> str:
@@ -339,4 +330,4 @@ def _check(layer: nn.Module, client: nn.Module) -> None:
         raise ValueError(f"a {type(client).__name__} has other parameters than the layer that evoattn.nn knows")
     for name, module in layer.named_modules():
         if getattr(module, "precision", None) is not None:
-            raise ValueError(f"{name} is computed in a precision of its own, {module.precision}, which ours is not")
+            raise ValueError(f"{name} is computed in a precision of its own, {module.precision}: set it to None")

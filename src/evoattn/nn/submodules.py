@@ -103,21 +103,18 @@ def check_container(name: str, module: nn.Module, kind: type[nn.Module]) -> None
 
 def _is_plain(module: nn.Module, kind: Any, known: dict[str, str]) -> bool:
     """Return whether a call runs the forward of `kind`, or one that is known to compute the same, and nothing else."""
-    if type(module) is not kind and not _computes(type(module), kind, known):
-        return False
+    own = type(module)
+    if own is not kind:
+        forward = own.forward
+        same = forward is kind.forward or known.get(forward.__module__) == forward.__qualname__
+        if not same or own.__call__ is not nn.Module.__call__:
+            return False
     if "forward" in module.__dict__ or has_hooks(module) or has_global_hooks():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
         return False  # torch.func and torch.jit take no autograd function of Python
     weight = type(module.__dict__["_parameters"].get("weight"))
     return weight in _TENSORS or not hasattr(weight, "__tensor_flatten__")  # DTensors have it, and quantised weights
-
-
-def _computes(mine: Any, kind: Any, known: dict[str, str]) -> bool:
-    """Return whether modules of a class run the forward of `kind`, or one that is known to compute the same."""
-    forward = mine.forward
-    same = forward is kind.forward or known.get(forward.__module__) == forward.__qualname__
-    return same and mine.__call__ is nn.Module.__call__
 
 
 def has_hooks(module: nn.Module) -> bool:

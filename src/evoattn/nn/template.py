@@ -61,13 +61,16 @@ class TemplatePointwiseAttention(nn.Module):
             z: the pair representation, `[*, I, J, c_z]`.
             mask: `[*, T]`, 1 or True for a template that is attended. None: all are.
 
+        Returns:
+            `[*, I, J, c_z]` in the compute dtype, or with the residual in the dtype to which torch promotes z and the update.
+
         Raises:
             TypeError, ValueError: t, z or mask has a wrong type or shape.
         """
         check_input("t", t, 4, self.c_t)
         check_input("z", z, 3, self.c_z)
         if (*t.shape[:-4], *t.shape[-3:-1]) != tuple(z.shape[:-1]):
-            raise ValueError(f"t must be z with an axis of templates, got shapes {list(t.shape)} and {list(z.shape)}")
+            raise ValueError(f"t must have the axes of z and one of templates, got shapes {list(t.shape)} and {list(z.shape)}")
         check_mask("mask", mask, tuple(t.shape[:-3]))
         mha = self.mha
         check_container("mha", mha, Attention)

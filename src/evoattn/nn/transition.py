@@ -75,7 +75,6 @@ class Transition(nn.Module):
 
     @property
     def _last(self) -> nn.Linear:
-        """The output product."""
         return self.linear_2 if self.activation == "relu" else self.linear_out
 
     @property

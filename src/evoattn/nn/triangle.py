@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from evoattn.dispatch.distributed import Split
 from evoattn.fully_masked.means import EmptyRows
 from evoattn.nn.attention import Attention, attend, check_settings, heads
-from evoattn.nn.pair_layer import Ending, PairLayer
+from evoattn.nn.pair_layer import Epilogue, PairLayer
 from evoattn.nn.project import compute_dtype_of, layer_norm, project
 from evoattn.nn.submodules import check_container
 
@@ -87,7 +87,7 @@ class TriangleAttention(PairLayer):
             TypeError, ValueError: z or mask has a wrong type or shape, or z cannot be overwritten.
         """
         self._check(z, mask, self.c_in, in_place)
-        return self._compute(z, mask, Ending(None, self.residual, in_place), transpose_bias=transpose_bias)
+        return self._compute(z, mask, Epilogue(None, self.residual, in_place), transpose_bias=transpose_bias)
 
     @property
     def _inputs(self) -> tuple[nn.Linear, ...]:
@@ -99,7 +99,7 @@ class TriangleAttention(PairLayer):
         return -3 if self.starting else -2
 
     def _run(
-        self, z: Tensor, mask: Tensor | None, split: Split | None, ending: Ending, *, transpose_bias: bool = False
+        self, z: Tensor, mask: Tensor | None, split: Split | None, epilogue: Epilogue, *, transpose_bias: bool = False
     ) -> Tensor:
         """The output of a process that holds all of z, or the rows or columns of a `split`.
 
@@ -116,7 +116,7 @@ class TriangleAttention(PairLayer):
             normed = layer_norm(z, self.layer_norm, compute_dtype_of(z, *self.mha.inputs, self.linear))
             update = self._update(split.turned(normed), mask, other.gather, normed=True, transpose_bias=transpose_bias)
             update = other.turned(update)
-        return self._add(z, update, split, ending)
+        return self._add(z, update, split, epilogue)
 
     def _update(
         self,

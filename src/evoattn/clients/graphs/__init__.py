@@ -1,9 +1,16 @@
 """Steps that a client repeats, such as a denoiser's, as CUDA graphs: for small inputs the host sets the pace.
 
-`step` stands for the `forward` of a module. The first two calls of a signature run as they were, and the second is recorded
-after it ran. The third runs as it was and is replayed too: only if both returned the same bits, the recording is used from then
-on. Blocks of a trunk share a recording: it is made of a copy of one of them, into which a replay writes the weights of the
-block that is called. `trees` tells calls apart by their arguments and `modules` by their modules; `recorder` records, and
+`step` stands for the `forward` of a module. For each kind of call, which has one signature of arguments and one state of torch:
+
+| call | what returns the result | what happens besides |
+|---|---|---|
+| 1 | the original | |
+| 2 | the original | the call is recorded after it ran |
+| 3 | the original | the recording is replayed; it is dropped unless the bits are the same and the replay is faster |
+| from 4 on | a replay | |
+
+Blocks of a trunk share a recording: it is made of a copy of one of them, into which a replay writes the weights of the block
+that is called. `trees` tells calls apart by their arguments and `modules` by their modules; `recorder` records, and
 `call_kinds` has the recording of each kind of call.
 """
 
@@ -77,7 +84,7 @@ def step(
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         if most is not None and (residues((*args, *kwargs.values()), 3) or 0) > most:
-            count.other(f"more than {most} residues, which keep a GPU busy")
+            count.count_passed_on(f"more than {most} residues, which keep a GPU busy")
             return original(self, *args, **kwargs)
         return steps.call(self, args, kwargs)
 
@@ -85,9 +92,8 @@ def step(
     return forward
 
 
-def block(original: Callable[..., Any], count: Count, *, instead: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """A block's `forward`, recorded once for all of one structure, up to a number of residues. Arguments as for `step`."""
-    return step(original, count, shared=True, most=_MOST, instead=instead)
+block = functools.partial(step, shared=True, most=_MOST)
+"""The same for a block's `forward`, recorded once for all blocks of one structure, up to a number of residues."""
 
 
 def loop(original: Callable[..., Any], count: Count, *, of: str | None = None) -> Callable[..., Any]:
@@ -165,7 +171,7 @@ class Steps:
         """The module's `forward` of these arguments."""
         why = self._obstacle(module)
         if why:
-            self._count.other(why)
+            self._count.count_passed_on(why)
             return self._original(module, *args, **kwargs)
         recorded = kwargs | {name: value for name, value in self._instead.items() if name in kwargs}
         # Autocast's cache belongs to all threads: none may find casts there that are being recorded and not computed yet.
@@ -177,12 +183,12 @@ class Steps:
                 if stands and kind.checked:
                     result = kind.replay(call.tensors, known.seen.weights)
                     kind.count()
-                    self._count.one()
+                    self._count.count_replaced()
                     return result
-                self._count.other(FIRST)
+                self._count.count_passed_on(FIRST)
                 with repeated():
                     return self._compare(module, known, kind, call) if stands else self._learn(module, kind, call)
-            self._count.other(why or FIRST)
+            self._count.count_passed_on(why or FIRST)
         with repeated() if kind is not None else contextlib.nullcontext():  # as its like, whatever came of their recording
             return self._original(module, *args, **kwargs)
 

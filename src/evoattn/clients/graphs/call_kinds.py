@@ -225,6 +225,6 @@ def _copy(inputs: list[_Place | Tensor], tensors: list[Tensor]) -> None:
 def _check_result(spec: Spec) -> None:
     """Raise NotCaptured if something in a result is neither a tensor of its device nor a plain value."""
     if spec[0] == "unread":
-        raise NotCaptured(f"it returns {spec[1]}")
+        raise NotCaptured(f"a replay cannot return {spec[1]}")
     for part in spec[2:] if spec[0] in ("dict", "items", "partial") else ():
         _check_result(part)

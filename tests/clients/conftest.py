@@ -1,0 +1,63 @@
+"""Clients that tests of several files patch."""
+
+import importlib
+import pathlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from evoattn.clients import patching
+from evoattn.clients.layers import sites
+from evoattn.clients.releases import digest, sources
+from evoattn.clients.site import Client
+from evoattn.nn.known import LAYERS
+from tests.clients.program import Program
+from tests.clients.recording import Watched
+from tests.clients.toy import SITES, TOY, function_at
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+@pytest.fixture
+def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """An installed client, toy 1.0, that `patch` knows."""
+    (tmp_path / "toy_client").mkdir()
+    for name, text in (("__init__.py", ""), *TOY.items()):
+        (tmp_path / "toy_client" / name).write_text(text)
+    (tmp_path / "toy-1.0.dist-info").mkdir()
+    (tmp_path / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    whole = sites("toy_client.triangle:Triangle")
+    known = Client("toy", "toy", SITES, values=(("toy_client.layers", "has_kernel", True),), layers=whole)
+    monkeypatch.setattr(patching, "NAMES", ("toy",))
+    monkeypatch.setattr(patching, "client", {"toy": known}.__getitem__)
+    model = importlib.import_module("toy_client.model")
+    layers: Any = sys.modules["toy_client.layers"]
+    found = {str(site): digest(function_at(site)) for site in (*SITES, *whole)}
+    openfolds = "openfold.model.triangular_attention.TriangleAttention"
+    monkeypatch.setitem(LAYERS, "toy_client.triangle.Triangle", LAYERS[openfolds])
+    monkeypatch.setitem(sources(), "toy", {"0.9": {}, "1.0": found})
+    model.layers = layers
+    yield model
+    for name in ("toy_client", "toy_client.layers", "toy_client.model", "toy_client.triangle"):
+        sys.modules.pop(name, None)
+    patching._active.clear()
+
+
+@pytest.fixture
+def triangle(toy: Any) -> Any:
+    """A layer of toy, which returns zeros."""
+    torch.manual_seed(0)
+    return importlib.import_module("toy_client.triangle").Triangle()
+
+
+@pytest.fixture
+def program(tmp_path: pathlib.Path) -> Program:
+    return Program(tmp_path)

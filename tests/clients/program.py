@@ -1,0 +1,114 @@
+"""A program with a toy client, run by `evoattn run` in a process of its own."""
+
+import fcntl
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import termios
+import textwrap
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+LAYERS = """
+import torch
+
+
+def _attention(query, key, value, biases):
+    scores = query @ key.transpose(-1, -2)
+    for bias in biases:
+        scores = scores + bias
+    return torch.softmax(scores, -1) @ value
+"""
+
+TOY = """
+from evoattn.clients.calls import additive
+from evoattn.clients.site import Client, Site
+
+
+def times(original, count):
+    def forward(x):
+        count.count_passed_on("too long")
+        return original(x)
+
+    return forward
+
+
+SITES = (Site("toy_client.layers", "_attention", additive), Site("toy_client.model", "long", times))
+CLIENTS = {"toy": Client("toy", "toy", SITES)}
+"""
+
+MODEL = """
+from toy_client.layers import _attention as attend
+
+
+def long(x):
+    return attend(x, x, x, [])
+"""
+
+# What makes the toy known in a program, before it is imported.
+PREPARE = """
+import evoattn.clients.patching, evoattn.clients.releases, torch
+from evoattn.clients.releases import sources
+evoattn.clients.__path__.append({folder!r})
+evoattn.clients.patching.NAMES = ("toy",)
+from evoattn.clients.toy import CLIENTS
+sources()["toy"] = {{"1.0": {{str(site): {known} for site in CLIENTS["toy"].sites}}}}
+x = torch.randn(1, 2, 5, 8)
+"""
+KNOWN = "max(evoattn.clients.releases.digests_in_file(site))"
+
+
+class Program:
+    """A script beside the toy client, run by `python -m evoattn run`."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        (folder / "toy_client").mkdir()
+        (folder / "toy-1.0.dist-info").mkdir()
+        (folder / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+        for name, text in (("__init__.py", ""), ("layers.py", LAYERS), ("model.py", MODEL)):
+            (folder / "toy_client" / name).write_text(text)
+        (folder / "toy.py").write_text(TOY)
+
+    def write(self, text: str, known: str = KNOWN) -> None:
+        prepare = PREPARE.format(folder=str(self.folder), known=known)
+        (self.folder / "program.py").write_text(prepare + textwrap.dedent(text))
+
+    def start(self, *command: str, before: str = "", terminal: int | None = None) -> subprocess.Popen[str]:
+        """`evoattn run` in a process of its own, in which the toy is known too.
+
+        Args:
+            command: what to run.
+            before: Python to run first.
+            terminal: a descriptor of one to run at, in its foreground.
+        """
+        prepare = PREPARE.format(folder=str(self.folder), known="''")
+        begin = f"{prepare}\nimport sys, evoattn.cli.run\nevoattn.cli.run.NAMES = ('toy',)\nfrom evoattn.cli import main"
+        line = f"{before}\n{begin}\nsys.exit(main(['run', *sys.argv[1:]]))"
+        return subprocess.Popen(
+            [sys.executable, "-c", line, *command],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder), "TMPDIR": str(self.folder)},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=functools.partial(_begin, terminal),
+        )
+
+    def run(self, *command: str) -> tuple[int, str, str]:
+        """Its status, output and the last line of its errors."""
+        process = self.start(*(command or ("python", "program.py")))
+        out, errors = process.communicate(timeout=120)
+        return process.returncode, out, errors.strip().splitlines()[-1]
+
+
+def _begin(terminal: int | None) -> None:
+    """Heed signals that nohup, or a shell's background, had this process ignore. A terminal becomes the controlling one."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    if terminal is not None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)

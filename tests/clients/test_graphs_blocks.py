@@ -1,0 +1,249 @@
+"""Blocks of one structure that share a recording."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evoattn.clients.graphs import FIRST, call_kinds
+from evoattn.clients.site import Count
+from tests.clients.recording import Block, Trunk, draw
+
+
+def test_blocks_share_a_recording() -> None:
+    trunk = Trunk()
+    before = [[x.clone() for x in (*block.parameters(), *block.buffers())] for block in trunk.blocks]
+    trunk.agrees()
+    assert (trunk.count.replaced, trunk.count.passed_on, trunk.recorder.recorded) == (5, {FIRST: 3}, 1)
+    trunk.agrees(3)
+    assert (trunk.count.replaced, trunk.recorder.recorded) == (13, 1)
+    for block, were in zip(trunk.blocks, before, strict=True):
+        assert all(map(torch.equal, (*block.parameters(), *block.buffers()), were)), "a block was written to"
+
+
+def test_weights_that_change_are_read_by_a_shared_recording() -> None:
+    trunk = Trunk()
+    trunk.agrees()
+    with torch.no_grad():
+        trunk.blocks[6].product.weight.mul_(3)
+    trunk.blocks[7].norm = nn.LayerNorm(4).eval()
+    trunk.blocks[5].load_state_dict(trunk.blocks[4].state_dict())
+    trunk.agrees()
+    assert (trunk.count.replaced, trunk.recorder.recorded) == (13, 1)
+
+
+@pytest.mark.parametrize("what", ["an attribute", "a list", "a width", "a class", "an object", "training"])
+def test_blocks_of_another_structure_have_a_recording_of_their_own(what: str) -> None:
+    trunk = Trunk()
+    other = trunk.blocks[4]
+    if what == "an attribute":
+        other.norm.eps = 0.5
+    elif what == "a list":
+        other.p = [0.5]
+    elif what == "a width":
+        trunk.blocks[4] = trunk.kind(width=5)
+    elif what == "a class":
+        other.drop = nn.Identity()
+    elif what == "an object":
+        other.p = type("Mine", (), {"__getitem__": lambda self, i: 0.75})()
+    else:
+        other.drop.train()
+        other.drop.p = 0.0
+    trunk.agrees()
+    assert trunk.count.replaced == 4 and sum(trunk.count.passed_on.values()) == 4
+
+
+def test_blocks_in_inference_mode_and_blocks_that_want_gradients() -> None:
+    trunk = Trunk()
+    with torch.inference_mode():
+        trunk.agrees()
+    trunk.agrees()
+    assert trunk.count.replaced == 10, "a mode has a recording of its own"
+    x = draw(3)
+    expected = trunk.blocks[0].original(x, trunk.mask)
+    assert trunk.blocks[0](x, trunk.mask).requires_grad and torch.equal(trunk.blocks[0](x, trunk.mask), expected)
+    assert trunk.count.passed_on["a gradient may be wanted"] == 2
+
+
+def test_a_block_that_draws_from_a_generator_of_its_own_is_not_recorded() -> None:
+    trunk = Trunk()
+    generator = torch.Generator()
+    original = Block.original
+
+    def drawing(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        return original(self, x, mask) + torch.rand(1, generator=generator)
+
+    trunk.steps._original = drawing
+    with torch.no_grad():
+        for block in trunk.blocks:
+            block(draw(1), trunk.mask)
+    assert trunk.count.replaced == 0
+    assert any("it draws random numbers" in reason for reason in trunk.count.passed_on)
+
+
+def test_what_a_block_makes_at_its_first_call_is_not_recorded() -> None:
+    """A client's layer makes ours at its first call. That draws random numbers for weights."""
+    trunk = Trunk()
+    made: weakref.WeakKeyDictionary[Block, Tensor] = weakref.WeakKeyDictionary()
+    original, generator = Block.original, torch.Generator()
+
+    def making(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        if self not in made:
+            made[self] = torch.rand(1, generator=generator)
+        return original(self, x, mask)
+
+    trunk.steps._original = making
+    trunk.agrees()
+    assert trunk.count.replaced == 5
+
+
+def test_a_block_that_draws_more_when_it_is_replayed_is_not_replayed() -> None:
+    trunk = Trunk()
+    replay = call_kinds.CallKind.replay
+
+    def more(self: Any, *given: Any) -> Any:
+        torch.rand(1)
+        return replay(self, *given)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(call_kinds.CallKind, "replay", more)
+        trunk.agrees()
+    assert trunk.count.replaced == 0 and trunk.count.passed_on["it draws other random numbers"] == 5
+
+
+def kinds(trunk: Trunk) -> list[call_kinds.CallKind]:
+    """The kinds of calls of all blocks."""
+    return [kind for group in trunk.steps._kinds.values() for kind in group.values()]
+
+
+def test_recordings_of_blocks_are_freed() -> None:
+    trunk = Trunk()
+    trunk.agrees()
+    [kind] = kinds(trunk)
+    assert kind._twin is not None
+    twin = weakref.ref(kind._twin)
+    del kind
+    trunk.steps.release()
+    gc.collect()
+    assert twin() is None
+
+
+def test_recordings_go_with_the_last_block_of_a_structure() -> None:
+    trunk = Trunk()
+    trunk.agrees()
+    twin = weakref.ref(kinds(trunk)[0]._twin)  # type: ignore[arg-type]
+    for block in trunk.blocks:
+        block.p = [0.5]
+    trunk.agrees()
+    assert len(kinds(trunk)) == 1, "nobody is of the first structure any more"
+    del block
+    trunk.blocks.clear()
+    gc.collect()
+    assert not kinds(trunk) and twin() is None
+
+
+def test_streams_share_no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream may read the twin's weights while another one writes them."""
+    trunk = Trunk()
+    for stream in (1, 2):
+        monkeypatch.setattr(trunk.recorder, "state", lambda device, stream=stream: (stream,))
+        trunk.agrees()
+    first, second = kinds(trunk)
+    assert not {id(x) for x in first._weights} & {id(x) for x in second._weights}
+    assert all(x._weights for x in (first, second))
+
+
+class Setting:
+    """What a block may have as an attribute."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __getitem__(self, which: int) -> float:
+        return self.value
+
+
+def test_an_object_at_the_address_of_another_one() -> None:
+    trunk = Trunk(0)
+    for value in (0.1, 0.2, 0.3, 0.4):  # each object dies with its blocks, and the next one gets its address
+        setting = Setting(value)
+        trunk.blocks = [trunk.kind() for _ in range(5)]
+        for block in trunk.blocks:
+            block.p = setting  # type: ignore[assignment]
+        trunk.agrees()
+        del block, setting
+        trunk.blocks.clear()
+    assert trunk.count.replaced == 8
+
+
+class Refusing:
+    """What cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError("there is one of these")
+
+    def __getitem__(self, which: int) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("what", ["copy", "first call"])
+def test_a_twin_that_cannot_be_made(what: str) -> None:
+    trunk, refusing, original = Trunk(), Refusing(), Block.original
+
+    def failing(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        if self not in trunk.blocks:
+            torch.rand(1)
+            raise torch.OutOfMemoryError("no room for a twin")
+        return original(self, x, mask)
+
+    if what == "copy":
+        for block in trunk.blocks:
+            block.p = refusing  # type: ignore[assignment]
+    else:
+        trunk.steps._original = failing
+    trunk.agrees()
+    assert trunk.count.replaced == 0
+    assert any("there is one" in reason or "no room" in reason for reason in trunk.count.passed_on)
+
+
+def test_tensors_that_are_no_buffers_are_not_shared() -> None:
+    trunk = Trunk()
+    for block in trunk.blocks:
+        block.p = [torch.tensor(0.5)]  # type: ignore[list-item]
+    trunk.agrees()
+    assert trunk.count.passed_on == {"a module inside has a tensor that is neither parameter nor buffer": 8}
+
+
+def test_tied_weights_are_another_structure() -> None:
+    trunk = Trunk()
+    for block in trunk.blocks[:4]:
+        block.wide.weight = block.product.weight
+    trunk.agrees()
+    assert trunk.recorder.recorded == 2 and trunk.count.replaced == 2
+
+
+def test_a_recording_that_is_not_valid_any_more_is_made_anew() -> None:
+    trunk = Trunk()
+    trunk.agrees()
+    [kind] = kinds(trunk)
+    assert kind._recording is not None
+    kind._recording.is_valid = lambda: False
+    trunk.agrees()
+    assert trunk.recorder.recorded == 2 and trunk.count.replaced == 5 + 8 - 2
+
+
+def test_the_first_call_of_a_twin_is_not_counted() -> None:
+    trunk, counted, original = Trunk(), Count(), Block.original
+
+    def counting(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+        counted.count_replaced()
+        return original(self, x, mask)
+
+    trunk.steps._original = counting
+    with torch.no_grad():
+        for block in trunk.blocks:
+            block(draw(1), trunk.mask)
+    assert counted.replaced == len(trunk.blocks)

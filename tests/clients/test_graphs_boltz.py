@@ -1,0 +1,156 @@
+"""Boltz's denoiser and trunk, recorded."""
+
+import functools
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import evoattn
+from evoattn.clients import graphs
+from evoattn.clients.graphs import FIRST
+from tests.clients.recording import draw
+from tests.helpers.recorders import Traced
+
+
+def second(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
+    """Coordinates that Boltz-2's diffusion samples, of random features."""
+    from boltz.model.modules.encodersv2 import get_indexing_matrix, single_to_keys
+
+    windows, tokens = 2, length
+    atoms = 32 * windows
+    indexing = get_indexing_matrix(windows, 32, 128, torch.device("cpu"))
+    to_keys = functools.partial(single_to_keys, indexing_matrix=indexing, W=32, H=128)
+    feats = {
+        "ref_pos": draw(1, 1, atoms, 3),
+        "atom_pad_mask": torch.ones(1, atoms),
+        "token_pad_mask": torch.ones(1, tokens),
+        "atom_to_token": nn.functional.one_hot(torch.arange(atoms) % tokens, tokens)[None],
+        "record": [object()],
+    }
+    given = {
+        "q": draw(2, 1, atoms, 16),
+        "c": draw(3, 1, atoms, 16),
+        "to_keys": to_keys,
+        "atom_enc_bias": draw(4, 1, windows, 32, 128, 4),
+        "atom_dec_bias": draw(5, 1, windows, 32, 128, 4),
+        "token_trans_bias": draw(6, 1, tokens, tokens, 4),
+    }
+    torch.manual_seed(1)
+    with torch.no_grad():
+        found = module.sample(
+            atom_mask=feats["atom_pad_mask"],
+            num_sampling_steps=steps,
+            multiplicity=samples,
+            max_parallel_samples=None,
+            steering_args=dict.fromkeys(("fk_steering", "physical_guidance_update", "contact_guidance_update"), False),
+            s_trunk=draw(7, 1, tokens, 8),
+            s_inputs=draw(8, 1, tokens, 8),
+            feats=feats,
+            diffusion_conditioning=given,
+        )
+    coordinates: Tensor = found["sample_atom_coords"]
+    return coordinates
+
+
+def first(module: Any, samples: int, steps: int, length: int = 8) -> Tensor:
+    """The same of Boltz-1, whose first step fills a cache."""
+    atoms, tokens = 64, length
+    feats = {
+        "ref_pos": draw(1, 1, atoms, 3),
+        "ref_charge": draw(2, 1, atoms),
+        "ref_element": draw(3, 1, atoms, 128),
+        "ref_atom_name_chars": draw(4, 1, atoms, 4, 64),
+        "token_index": torch.arange(tokens)[None],
+        "ref_space_uid": torch.arange(atoms)[None] // 8,
+        "atom_pad_mask": torch.ones(1, atoms),
+        "token_pad_mask": torch.ones(1, tokens),
+        "atom_to_token": nn.functional.one_hot(torch.arange(atoms) % tokens, tokens)[None].float(),
+    }
+    torch.manual_seed(1)
+    with torch.no_grad():
+        found = module.sample(
+            atom_mask=feats["atom_pad_mask"],
+            num_sampling_steps=steps,
+            multiplicity=samples,
+            max_parallel_samples=samples,
+            steering_args=None,
+            s_trunk=draw(7, 1, tokens, 8),
+            s_inputs=draw(8, 1, tokens, 79),
+            z_trunk=draw(9, 1, tokens, tokens, 8),
+            relative_position_encoding=draw(10, 1, tokens, tokens, 8),
+            feats=feats,
+        )
+    coordinates: Tensor = found["sample_atom_coords"]
+    return coordinates
+
+
+SMALL = {
+    "token_s": 8,
+    "atom_s": 16,
+    "dim_fourier": 8,
+    "atom_encoder_depth": 1,
+    "atom_decoder_depth": 1,
+    "token_transformer_depth": 1,
+    "token_transformer_heads": 4,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_boltz(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("boltz.model.modules.diffusionv2", reason="Boltz is not installed", exc_type=ImportError)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
+    name = "boltz.model.modules.diffusion" + ("v2" if version == 2 else "")
+    kind = importlib.import_module(name).AtomDiffusion
+    torch.manual_seed(0)
+    if version == 2:
+        module, sample = kind(SMALL), second
+    else:
+        more = {"token_z": 8, "atom_z": 8, "atom_feature_dim": 3 + 1 + 1 + 128 + 256}
+        module, sample = kind({**SMALL, **more}, use_inference_model_cache=True), first
+    module.eval()
+    with torch.no_grad():
+        for x in module.parameters():
+            x.normal_(0, 0.3)
+    calls = ((1, 6, 8), (2, 6, 12), (1, 6, 8))
+    with evoattn.patch("boltz", layers=False):
+        expected = [sample(module, *call) for call in calls]
+    with evoattn.patch("boltz", layers=False, graphs=True) as patched:
+        found = [sample(module, *call) for call in calls]
+    assert all(map(torch.equal, found, expected))
+    steps = patched.steps[f"{name}:DiffusionModule.forward"]
+    eager = 3 if version == 2 else 4
+    assert steps[""] == 3 * (6 - eager)
+    assert patched.calls == 3 * 6 * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [False, True])
+def test_boltz_trunk(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trunk's blocks share a recording, with the random numbers that Boltz' blocks draw."""
+    pytest.importorskip("boltz.model.layers.pairformer", reason="Boltz is not installed", exc_type=ImportError)
+    monkeypatch.setattr(graphs, "Recorder", Traced)
+    trunk = importlib.import_module("boltz.model.layers.pairformer").PairformerModule(16, 8, 6, 2, 0.25, 4, 2, v2=True).eval()
+    with torch.no_grad():
+        for x in trunk.parameters():
+            x.normal_(0, 0.3)
+    s, z, mask = draw(1, 1, 9, 16), draw(2, 1, 9, 9, 8), torch.ones(1, 9)
+
+    def fold() -> tuple[Tensor, ...]:
+        torch.manual_seed(5)
+        made = s, z
+        with torch.no_grad():
+            for _ in range(3):
+                made = trunk(*made, mask, pair_mask)
+        return *made, torch.rand(3)
+
+    pair_mask = mask[:, :, None] * mask[:, None]
+    with evoattn.patch("boltz", layers=layers):
+        expected = fold()
+    with evoattn.patch("boltz", layers=layers, graphs=True) as patched:
+        found = fold()
+    assert all(map(torch.equal, found, expected))
+    assert patched.steps["boltz.model.layers.pairformer:PairformerLayer.forward"] == {"": 15, FIRST: 3}

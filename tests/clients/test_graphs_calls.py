@@ -1,0 +1,236 @@
+"""Recordings of several kinds of calls: what tells calls apart, predictions in turn, tensors that move, threads."""
+
+import contextlib
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evoattn.clients import graphs
+from evoattn.clients.graphs import FIRST, trees
+from evoattn.clients.site import Count
+from tests.clients.recording import OF_ATTENTION, Watched, draw, recordings
+
+
+def test_what_is_read_of_objects(watched: Watched) -> None:
+    record = object()
+    watched.agrees(6, [record])
+    watched.agrees(6, [object()])
+    assert watched.replayed == 3 + 6, "nobody reads it, so another one is as good"
+
+    class Settings:
+        by = 2
+
+    for body in (
+        lambda self, x, settings: x * settings.by,
+        lambda self, x, settings: x * 1 if isinstance(settings, Settings) else x,
+        lambda self, x, settings: x if settings == 3 else x * 2,
+    ):
+        reader = Watched(body)
+        reader.agrees(6, Settings())
+        assert reader.count.passed_on == {FIRST: 2, "it reads an argument that is a Settings": 4}
+
+
+def test_plain_values_tell_calls_apart() -> None:
+    watched = Watched(lambda self, x, by: torch.copysign(x, torch.full_like(x, by)) if isinstance(by, float) else x * by)
+    for by in (1, True, 1.0, 0.0, -0.0, 2):
+        watched.agrees(5, by)
+    assert watched.recorder.recorded == 6 and watched.replayed == 12
+
+
+def test_modes_tell_calls_apart(watched: Watched) -> None:
+    for mode in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.no_grad()):
+        for seed in range(5):
+            with mode:
+                expected = watched.module.original(draw(seed), watched.z)
+                found = watched.module(draw(seed), watched.z) if mode is not None else None
+            if not isinstance(mode, torch.autocast):
+                assert torch.equal(found, expected) and found.is_inference() == isinstance(mode, torch.inference_mode)
+    assert watched.recorder.recorded == 2 and watched.replayed == 4
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                watched.agrees(5)
+                assert watched(draw(1)).dtype == dtype
+    assert watched.recorder.recorded == 4
+
+
+def test_expanded_and_strided_arguments(watched: Watched) -> None:
+    for make in (
+        lambda seed: draw(seed, 1, 4).expand(3, 4),
+        lambda seed: draw(seed, 4, 3).T,
+        lambda seed: draw(seed, 3, 8)[:, ::2],
+    ):
+        for seed in range(5):
+            with torch.no_grad():
+                expected = watched.module.original(make(seed), watched.z)
+            assert torch.equal(watched(make(seed)), expected)
+    assert watched.recorder.recorded == 3 and watched.replayed == 6
+
+
+def test_the_least_recently_used_recording_goes(watched: Watched) -> None:
+    watched.z, lengths = draw(1, 4), [draw(1, length, 4) for length in range(1, 6)]
+    for x in lengths:
+        for _ in range(3):
+            watched(x)
+        watched(lengths[0])
+    assert recordings(watched) == 4
+    before = watched.replayed
+    watched(lengths[0])
+    assert watched.replayed == before + 1, "used in between"
+    watched(lengths[1])
+    assert watched.replayed == before + 1, "the oldest"
+
+
+def test_two_predictions_in_turn(watched: Watched) -> None:
+    """Of one shape, each with a z of its own: at last z is copied, and one recording serves both."""
+    both = draw(1), draw(2)
+    for seed in range(12):
+        watched.z = both[seed % 2]
+        watched.agrees(1)
+    assert watched.replayed >= 4 and watched.recorder.recorded <= 2
+    before = watched.recorder.recorded, watched.replayed
+    for seed in range(12):
+        watched.z = both[seed % 2]
+        watched.agrees(1)
+    assert watched.recorder.recorded == before[0] and watched.replayed == before[1] + 12
+
+
+def test_two_lengths_in_turn(watched: Watched) -> None:
+    both = draw(1, 2, 3, 4), draw(2, 5, 3, 4)
+    for seed in range(12):
+        watched.z = both[seed % 2]
+        watched.agrees(1)
+    assert watched.recorder.recorded == 2 and watched.replayed == 12 - 6
+
+
+def test_one_prediction_after_the_other(watched: Watched) -> None:
+    """Memory is freed when a prediction's tensors are gone, and the next one is recorded anew, without copies of its z."""
+    for seed in range(3):
+        watched.agrees(14)
+        assert recordings(watched) == 1
+        watched.z = draw(seed + 20)
+        gc.collect()  # the tracer leaves cycles
+        assert recordings(watched) == 0
+    assert watched.recorder.recorded == 3 and watched.replayed == 33
+
+
+def test_arguments_that_move_too_often(watched: Watched) -> None:
+    for seed in range(15):
+        watched.z = draw(seed + 20)
+        gc.collect()  # the tracer leaves cycles
+        watched.agrees(4)
+    assert watched.recorder.recorded <= 3
+    assert watched.count.passed_on["its arguments move too often for a recording to pay"] > 20
+
+
+def test_no_tensor_ever_the_same(watched: Watched) -> None:
+    for seed in range(10):
+        watched.z = draw(seed + 20)
+        watched.agrees(1)
+    assert (watched.recorder.recorded, watched.replayed) == (1, 10 - 4)
+
+
+def test_a_tensor_that_is_written_to_is_seen(watched: Watched) -> None:
+    watched.agrees()
+    for _ in range(4):
+        watched.z.add_(1)
+        watched.agrees(3)
+    assert watched.replayed
+
+
+def test_a_tensor_with_other_memory_is_seen(watched: Watched) -> None:
+    watched.agrees()
+    watched.z.data = draw(8)
+    watched.agrees()
+    assert watched.replayed >= 5
+
+
+def test_room_looks_like_the_tensor() -> None:
+    for x in (draw(1, 1, 4).expand(3, 4), draw(1, 4, 3).T, draw(1, 3, 8)[:, ::2], draw(1, 2, 0, 3), draw(1, 1)[0]):
+        room = trees.room_for(x)
+        assert (room.shape, room.stride(), room.dtype) == (x.shape, x.stride(), x.dtype)
+        trees.copied([room], [x])
+        assert torch.equal(room, x) and room.untyped_storage().nbytes() <= x.untyped_storage().nbytes()
+
+
+def test_calls_in_a_replay_are_counted(watched: Watched) -> None:
+    before = OF_ATTENTION.replaced
+    for _ in range(10):
+        watched(draw(1))
+    assert OF_ATTENTION.replaced - before == 10
+
+
+def test_a_module_that_is_gone_takes_its_recordings_along(watched: Watched) -> None:
+    watched.agrees()
+    gone = weakref.ref(watched.module)
+    watched.module = None  # type: ignore[assignment]
+    gc.collect()
+    assert gone() is None and not watched.steps._known
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_recordings_are_dropped_after_the_loop(watched: Watched, fails: bool) -> None:
+    """What comes after a diffusion needs the memory. What is known of the calls stays."""
+
+    def sample(self: nn.Module) -> None:
+        watched.agrees(10)
+        assert recordings(watched) == 1
+        if fails:
+            raise KeyError("fails")
+
+    parent = nn.ModuleList([watched.module, nn.Linear(1, 1)])
+    run = graphs.loop(sample, Count())
+    for predictions in (1, 2):
+        watched.z = draw(predictions)
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            run(parent)
+        assert recordings(watched) == 0 and watched.recorder.recorded == predictions
+        assert watched.replayed == predictions * 7
+    watched.recorder.fails = RuntimeError("no more")
+    for _ in range(2):
+        watched.agrees(4)
+        graphs.loop(lambda self: None, Count())(parent)
+    assert watched.count.passed_on["it cannot be recorded: RuntimeError: no more"] == 8 - 1, "not tried again"
+
+
+def test_threads(watched: Watched) -> None:
+    failures: list[Any] = []
+
+    def work(seed: int) -> None:
+        z = draw(seed)
+        with torch.no_grad():
+            for step in range(40):
+                x = draw(100 * seed + step)
+                if not torch.equal(watched.module(x, z), watched.module.original(x, z)):
+                    failures.append((seed, step))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and watched.replayed > 10
+    assert watched.replayed + sum(watched.count.passed_on.values()) == 80
+
+
+def test_a_compiled_step_is_the_original(watched: Watched) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(watched.module, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for seed in range(5):
+            expected = watched.module.original(draw(seed), watched.z)
+            torch.testing.assert_close(compiled(draw(seed), watched.z), expected)
+    assert not watched.replayed and not watched.count.passed_on
+
+
+def test_a_call_that_others_look_at(watched: Watched) -> None:
+    watched.agrees()
+    with torch.no_grad(), torch.device("cpu"):
+        watched.module(draw(1), watched.z)
+    (reason,) = watched.reasons - {FIRST}
+    assert reason == "torch compiles, traces or transforms them, or a mode is on"

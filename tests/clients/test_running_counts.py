@@ -1,0 +1,209 @@
+"""`evoattn run`: what is counted, the line at the end, and refusals. ESMFold once, for real."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from evoattn.cli import main, run
+from evoattn.clients import running
+from tests.clients.program import TOY, Program
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_a_program_that_never_read_the_startup_file(program: Program, option: str) -> None:
+    status, out, line = program.run("python", option, "-c", "print('ran')")
+    assert (status, out) == (0, "ran\n")
+    assert "no Python process read evoattn's start-up file, so the program may have run unpatched" in line
+
+
+def test_without_a_temporary_folder_nothing_is_counted(program: Program) -> None:
+    program.write(
+        "from toy_client import layers\nlayers._attention(x, x, x, [])\nprint(hasattr(layers._attention, '__wrapped__'))"
+    )
+    before = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc/none']"
+    process = program.start("python", "program.py", before=before)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "True\n")
+    assert "evoattn run: calls were not counted: no temporary folder can be made" in errors
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_program_running(program: Program) -> None:
+    program.write(
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        from toy_client import layers
+        layers._attention(x, x, x, [])
+        print("ran")
+        """
+    )
+    status, out, line = program.run()
+    assert (status, out) == (0, "ran\n")
+    assert "not all calls were counted" in line
+
+
+def test_counts_have_room_on_the_disk(tmp_path: pathlib.Path) -> None:
+    """A store to a hole would end the process if the disk is full."""
+    running.Tally(tmp_path).add("call")
+    (counts,) = tmp_path.glob("*.counts")
+    assert counts.stat().st_blocks * 512 >= counts.stat().st_size == 8192
+
+
+@pytest.mark.slow
+def test_layers_are_watched_too(program: Program, capfd: pytest.CaptureFixture[str]) -> None:
+    toy = TOY.replace("SITES)}", "SITES, (), (Site('toy_client.blocks', 'Block.forward', additive_layer),))}")
+    layer = "def additive_layer(original, count):\n    return lambda self, x: 'ours'\n"
+    (program.folder / "toy.py").write_text(toy.replace("SITES =", f"{layer}\n\nSITES =", 1))
+    (program.folder / "toy_client" / "blocks.py").write_text(
+        "class Block:\n    def forward(self, x):\n        return 'theirs'\n"
+    )
+    program.write("from toy_client.blocks import Block\nprint(Block().forward(x))")
+    path = program.folder / "program.py"
+    sites = 'CLIENTS["toy"].sites'
+    path.write_text(path.read_text().replace(sites, f'{sites} + CLIENTS["toy"].layers'))
+    assert program.run("--no-layers", "python", "program.py")[:2] == (0, "theirs\n")
+    assert program.run("python", "program.py")[:2] == (0, "ours\n")
+
+
+@pytest.mark.parametrize(("options", "graphs"), [((), True), (("--no-graphs",), False)])
+def test_steps_are_recorded_by_default(options: tuple[str, ...], graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    def wait(command: list[str], environment: dict[str, str], signals: object) -> int:
+        told.update(json.loads(environment[running.VARIABLE]))
+        return 0
+
+    monkeypatch.setattr(run, "_wait", wait)
+    assert main(["run", "--no-layers", *options, "python"]) == 0
+    assert told["graphs"] is graphs and ("boltz.model.modules.diffusionv2" in told["modules"]) is graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--no-graphs",)])
+def test_steps_of_the_toy(program: Program, options: tuple[str, ...]) -> None:
+    """It has no GPU, so the line at the end does not speak of steps; the report of the patch does."""
+    toy = TOY.replace("SITES)}", "SITES, steps=(Site('toy_client.denoiser', 'Denoiser.forward', graphs.step),))}")
+    (program.folder / "toy.py").write_text(f"from evoattn.clients import graphs\n{toy}")
+    (program.folder / "toy_client" / "denoiser.py").write_text(
+        "from torch import nn\n\n\nclass Denoiser(nn.Linear):\n    def forward(self, x):\n        return super().forward(x)\n"
+    )
+    program.write(
+        """
+        from toy_client.denoiser import Denoiser
+        Denoiser(8, 8)(x)
+        from evoattn.clients.patching import _active
+        print(_active["toy"].steps if "toy" in _active else None)
+        """
+    )
+    path = program.folder / "program.py"
+    sites = 'CLIENTS["toy"].sites'
+    path.write_text(path.read_text().replace(sites, f'{sites} + CLIENTS["toy"].steps'))
+    status, out, last = program.run(*options, "python", "program.py")
+    counted = "{'toy_client.denoiser:Denoiser.forward': {'': 0, 'not on a GPU': 1}}"
+    assert (status, out.strip()) == (0, "None" if options else counted), last
+    assert "graph" not in last
+
+
+def test_the_line_about_steps(tmp_path: pathlib.Path) -> None:
+    tally = running.Tally(tmp_path)
+    tally.add("patched", "boltz", "2.2.1")
+    for _ in range(1500):
+        tally.add("step", "boltz", "")
+    for reason in ("among the first calls of their kind", "among the first calls of their kind", "not on a GPU"):
+        tally.add("step", "boltz", reason)
+    line = run._summary(tmp_path, ("boltz",))
+    expected = "; 1,500 steps and blocks replayed as CUDA graphs and 2 not (2 among the first calls of their kind)"
+    assert line.endswith(expected)
+
+
+def test_an_environment_behind_a_symbolic_link(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(pathlib.Path(sys.executable).parent)
+    script = tmp_path / "tool"
+    script.write_text(f"#!{tmp_path}/link/{pathlib.Path(sys.executable).name}\nprint('ran')\n")
+    script.chmod(0o755)
+    assert main(["run", str(script)]) == 0
+    assert capfd.readouterr().out == "ran\n"
+
+
+def test_a_script_that_is_no_command(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fold.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "fold.py"]) == 2
+    assert "'fold.py' is a script, not a command: evoattn run python fold.py" in capsys.readouterr().err
+
+
+def test_commands_that_cannot_be_started(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("#!/somewhere/else/bin/python3\n")
+    other.chmod(0o755)
+    for command, words in (
+        ([], "PROGRAM is missing"),
+        (["no_such_command"], "no command 'no_such_command'"),
+        ([str(other)], "runs with /somewhere/else/bin/python3"),
+        (["--patch", "boltz", "python"], "boltz is not installed here"),
+        (["--patch", "nothing", "python"], "invalid choice: 'nothing'"),
+    ):
+        assert main(["run", *command]) == 2, command
+        assert words in capfd.readouterr().err
+
+
+def test_an_environment_without_evoattn_is_named(tmp_path: pathlib.Path) -> None:
+    for name, text in (("watched", ""), ("evoattn", "raise ImportError('not here')")):
+        (tmp_path / f"{name}.py").write_text(text)
+    for folder in (tmp_path, tmp_path / "gone", None):  # a child may outlive the run, and its folder
+        told = running.instructions(folder, {"watched": ["boltz"]})
+        environment = {"EVOATTN_RUN": told, "PYTHONPATH": f"{running.STARTUP}{os.pathsep}{tmp_path}"}
+        subprocess.run([sys.executable, "-c", "import watched"], env=environment, check=True, cwd=tmp_path)
+    (lost,) = tmp_path.glob("*.lost")
+    assert "cannot import evoattn" in lost.read_text()
+
+
+def test_counts_of_a_folder_that_is_gone_are_dropped(tmp_path: pathlib.Path) -> None:
+    tally = running.Tally(tmp_path / "gone")
+    tally.add("call", "toy", "")
+    assert not list(tmp_path.iterdir())
+    kept = running.Tally(tmp_path)
+    for x in range(1100):  # more names than there is room for
+        kept.add("call", str(x))
+        kept.add("call", "0")
+    found = running.totals(tmp_path)
+    assert found["call", "0"] == 1101 and len(found) == 1024
+
+
+def test_a_fork_counts_for_itself(tmp_path: pathlib.Path) -> None:
+    tally = running.Tally(tmp_path)
+    tally.add("before")
+    child = os.fork()
+    for _ in range(5 if child == 0 else 7):
+        tally.add("of the child" if child == 0 else "of the parent")
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert running.totals(tmp_path) == {("before",): 1, ("of the child",): 5, ("of the parent",): 7}
+
+
+@pytest.mark.slow
+def test_esmfold(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from transformers.models.esm.modeling_esmfold import EsmFoldAttention
+        torch.manual_seed(0)
+        EsmFoldAttention(16, 16, 16, 4, 2)(torch.randn(1, 3, 5, 16), torch.randn(1, 3, 5, 16), [torch.randn(1, 3, 1, 1, 5)])
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "evoattn", "run", "--patch", "esmfold", "python", "program.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr.strip().splitlines()[-1].startswith("evoattn run: 1 attention call of esmfold 5.")

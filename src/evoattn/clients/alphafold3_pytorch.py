@@ -98,7 +98,7 @@ def _window_bias(bias: Tensor, size: int) -> Tensor:
 
 
 def _option_of_the_original(self: Any, memory_kv: Tensor | None, dropout: bool = True) -> str | None:
-    """An option that only the original has."""
+    """The name of an option in use that only the original has, or None."""
     if self.enable_attn_softclamp:
         return "softclamp"
     if memory_kv is not None:
@@ -109,7 +109,7 @@ def _option_of_the_original(self: Any, memory_kv: Tensor | None, dropout: bool =
 
 
 def _repeat(x: Tensor | None, batch: int, axes: int) -> Tensor | None:
-    """A mask or a bias with a batch axis, of so many axes in all, for each entry of q."""
+    """Repeat a mask or a bias of `axes` axes along its batch, so that it has one entry for each of q."""
     if x is None or x.ndim != axes or x.shape[0] in (1, batch):
         return x
     return x.repeat_interleave(batch // x.shape[0], 0)

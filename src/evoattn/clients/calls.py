@@ -94,7 +94,7 @@ def queries_first(*, scaled: bool) -> Callable[[Function, Count], Function]:
 
 
 def _additive_mask(bias: Tensor) -> Tensor:
-    """A bool mask, True is attended, as the others are."""
+    """The additive form of a bool mask, whose True is attended. Other masks stay as they are."""
     if bias.dtype != torch.bool:
         return bias
     return torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -1e9)

@@ -121,7 +121,7 @@ def _normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _low_precision(self: Any, a: Tensor) -> Tensor:
-    """a in bfloat16, where the original has it so."""
+    """a in bfloat16 if the original casts it, else as it is."""
     low = (self.use_deepspeed_evo or self.force_bfloat16) and a.device.type != "mps"
     return a.to(torch.bfloat16) if low else a
 

@@ -122,7 +122,7 @@ _refused: set[str] = set()
 
 @functools.cache
 def _tally(folder: str | None) -> Tally:
-    """The counts of this process, which hear of the backend of each plan that runs."""
+    """The counts of this process, which also count the backend of each plan that runs."""
     tally = Tally(folder)
     lookup.listeners.append(functools.partial(tally.add, "backend"))
     return tally

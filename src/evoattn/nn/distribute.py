@@ -73,7 +73,7 @@ def distribute(model: nn.Module, mesh: Any) -> list[str]:
 
 
 def _passing(model: nn.Module, known: set[int]) -> set[int]:
-    """The blocks of stacks that another one follows, by identity."""
+    """The ids of blocks that another block of the same stack follows."""
     stacks = [list(x) for x in model.modules() if isinstance(x, nn.ModuleList)]
     pairs = [pair for stack in stacks for pair in itertools.pairwise(stack)]
     return {id(x) for x, after in pairs if {id(x), id(after)} <= known and type(x) is type(after)}
@@ -168,7 +168,7 @@ class _BlockRunner:
         return left(self.kind.update_s(self, client, arguments), -2), left(z, -3)
 
     def _entered(self, x: Tensor, split: Split, axis: int) -> Tensor:
-        """The rows of this process of what all processes have."""
+        """The rows of this process, as a DTensor, of a tensor that is whole on all processes."""
         from torch.distributed.tensor import Shard
 
         return from_parts(split.enter(x, axis), self.mesh, [Shard(x.ndim + axis)], x.shape)

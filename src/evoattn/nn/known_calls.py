@@ -62,6 +62,7 @@ def _forward(inputs: tuple[str, ...], layer: Layer, **arguments: Any) -> Tensor:
 
 
 def triangle(layer: Layer, x: Tensor, mask: Tensor | None = None, *, transpose_bias: bool = False, **switches: Any) -> Tensor:
+    """Call the layer with OpenFold's arguments, and with an option of `evoattn.nn`."""
     ignore(switches)
     return layer(x, None if mask is None else with_axes(mask, x.ndim - 1), transpose_bias=transpose_bias)
 
@@ -73,6 +74,7 @@ def protenix_triangle(layer: Layer, x: Tensor, mask: Tensor | None = None, **swi
 
 
 def templates(layer: Layer, t: Tensor, z: Tensor, template_mask: Tensor | None = None, **switches: Any) -> Tensor:
+    """Call the layer with OpenFold's arguments."""
     ignore(switches)
     return layer(t, z, template_mask)
 

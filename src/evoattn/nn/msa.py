@@ -19,8 +19,7 @@ class MSAAttention(nn.Module):
         c_in: channels of the alignment.
         c_hidden: channels of a head.
         no_heads: heads H.
-        pair_bias: whether there is a pair bias.
-        c_z: channels of the pair representation, if there is one.
+        c_z: channels of the pair representation that a pair bias is made of. None: there is no pair bias.
         inf, dropout, residual, gate_bias, out_bias, empty_rows: as in `TriangleAttention`; dropout is shared by all sequences.
     """
 
@@ -29,7 +28,6 @@ class MSAAttention(nn.Module):
         c_in: int,
         c_hidden: int,
         no_heads: int,
-        pair_bias: bool = False,
         c_z: int | None = None,
         inf: float = 1e9,
         *,
@@ -41,8 +39,6 @@ class MSAAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_settings(dropout, empty_rows)
-        if pair_bias != (c_z is not None):
-            raise ValueError(f"c_z must be given with pair_bias=True, and be None without; got {c_z} and pair_bias={pair_bias}")
         self.c_in, self.c_z, self.no_heads, self.inf = c_in, c_z, no_heads, inf
         self.dropout, self.residual, self.empty_rows = dropout, residual, empty_rows
         self.layer_norm_m = nn.LayerNorm(c_in)
@@ -119,7 +115,7 @@ class MSARowAttentionWithPairBias(MSAAttention):
         empty_rows: EmptyRows = "mean",
     ) -> None:
         super().__init__(
-            c_m, c_hidden, no_heads, True, c_z, inf,
+            c_m, c_hidden, no_heads, c_z, inf,
             dropout=dropout, residual=residual, gate_bias=gate_bias, out_bias=out_bias, empty_rows=empty_rows,
         )  # fmt: skip
 

@@ -17,12 +17,11 @@ _MULTIPLICATION = {
 }
 _TRANSITION = {"norm": "layer_norm", "fc1": "swiglu.linear_a", "fc2": "swiglu.linear_b", "fc3": "linear_out"}
 
-_BOLTZ: tuple[tuple[dict[str, str], dict[str, str]], ...] = (
-    ({"norm_s": "layer_norm_a", "proj_z.0": "layer_norm_z", "proj_z.1": "linear_z", **_PROJECTIONS}, _PROJECTIONS),
-    (_MULTIPLICATION, _MULTIPLICATION),
-    (_TRANSITION, _TRANSITION),
-)
-"""For each layer of Boltz our names by Boltz's, and those of its modules that together no other layer has.
+_OPTIONAL = {"norm_s": "layer_norm_a", "proj_z.0": "layer_norm_z", "proj_z.1": "linear_z"}
+"""Of an attention with pair bias: modules that it may lack."""
+
+_BOLTZ = ({**_OPTIONAL, **_PROJECTIONS}, _MULTIPLICATION, _TRANSITION)
+"""For each layer of Boltz the names of `evoattn.nn` by Boltz's. No other layer has all that are not optional.
 
 Of two names each gets half of the rows. Triangle attention has OpenFold's names.
 """
@@ -31,14 +30,14 @@ Of two names each gets half of the rows. Triangle attention has OpenFold's names
 def _rename_boltz(name: str, x: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters of `evoattn.nn` that one of Boltz becomes, by name."""
     module, _, kind = name.rpartition(".")
-    for names, required in _BOLTZ:
-        there = next((y for y in names if f".{module}".endswith(f".{y}")), None)
-        if there is None or kind not in ("weight", "bias"):
+    for names in _BOLTZ:
+        boltz_name = next((y for y in names if f".{module}".endswith(f".{y}")), None)
+        if boltz_name is None or kind not in ("weight", "bias"):
             continue
-        prefix, here = module.removesuffix(there), names[there].split()
-        if all(f"{prefix}{y}.weight" in state for y in required):
-            parts = (x,) if len(here) == 1 else x.chunk(len(here))
-            return {f"{prefix}{y}.{kind}": part for y, part in zip(here, parts, strict=True)}
+        prefix, own = module.removesuffix(boltz_name), names[boltz_name].split()
+        if all(f"{prefix}{y}.weight" in state for y in names.keys() - _OPTIONAL.keys()):
+            parts = (x,) if len(own) == 1 else x.chunk(len(own))
+            return {f"{prefix}{y}.{kind}": part for y, part in zip(own, parts, strict=True)}
     return {name: x}
 
 

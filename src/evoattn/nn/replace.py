@@ -242,7 +242,7 @@ class Replacement:
     def __call__(self, arguments: dict[str, Any], client: nn.Module) -> Any:
         """Compute the client's layer or block from its arguments by name.
 
-        A block also gets the client's block, for its dropout.
+        The function of a block also takes the client's module, whose dropout it applies.
         """
         missed = self.obstacle()
         if missed:

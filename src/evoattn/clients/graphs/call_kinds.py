@@ -107,7 +107,7 @@ class CallKind:
         return all(x.holds(y) for x, y in zip(self._inputs, tensors, strict=True) if isinstance(x, _Place))
 
     def is_ready(self, tensors: list[Tensor]) -> bool:
-        """Note the tensors of a call that ran as it was; whether it may be recorded now."""
+        """Note the tensors of a call that ran as it was. Return whether it may be recorded now."""
         same = {i for i, (x, y) in enumerate(zip(self._last, tensors, strict=False)) if x.holds(y)}
         # If another tensor came while the recorded one is in use, two computations take turns.
         for i, x in enumerate(self._inputs):
@@ -198,7 +198,7 @@ class CallKind:
         return nested(self._result_spec, iter(results))
 
     def count(self) -> None:
-        """Count what the replayed call would have counted."""
+        """Count the calls that were taped while the recording was made: a replay stands for all of them."""
         self._replays += 1
         for count, reason in self._calls:
             count.add(reason)

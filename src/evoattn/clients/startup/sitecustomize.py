@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Watched(importlib.abc.Loader):
-    """A module's own loader, and what happens after it."""
+    """The loader of a watched module, which then lets evoattn replace what is in it."""
 
     def __init__(self, loader: Any, clients: list, told: dict) -> None:
         self._loader, self._clients, self._told = loader, clients, told
@@ -66,7 +66,7 @@ def _leave(folder: Any, name: str, text: str = "") -> None:
 
 
 def _leave_the_stage() -> None:
-    """Out of sys.path, and the file of this name that would have run without this one, if there is one."""
+    """Remove this folder from sys.path, and run the sitecustomize that it hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     own = sys.modules.pop("sitecustomize")

@@ -23,7 +23,11 @@ if os.environ.get("CI"):
 
 
 def pytest_configure() -> None:
-    """Give each of several test processes its share of the cores: threads of torch that wait for one keep it busy."""
+    """Give each of several test processes its share of the cores.
+
+    Processes that start from here on have passive threads: OpenMP's spin while they wait, and take the cores from the others.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         os.environ.setdefault("EVOATTN_COMPILERS", "0")  # there are many processes already

@@ -1,14 +1,17 @@
 """A program with a toy client, run by `evoattn run` in a process of its own."""
 
 import fcntl
-import functools
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import textwrap
+
+from evoattn.cli import main, run
+from tests.helpers.processes import forked
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -77,27 +80,29 @@ class Program:
         prepare = PREPARE.format(folder=str(self.folder), known=known)
         (self.folder / "program.py").write_text(prepare + textwrap.dedent(text))
 
-    def start(self, *command: str, before: str = "", terminal: int | None = None) -> subprocess.Popen[str]:
+    def start(self, *command: str, before: str = "", terminal: str | None = None) -> subprocess.Popen[str]:
         """`evoattn run` in a process of its own, in which the toy is known too.
 
         Args:
             command: what to run.
             before: Python to run first.
-            terminal: a descriptor of one to run at, in its foreground.
+            terminal: the path of one to run at, in its foreground.
         """
-        prepare = PREPARE.format(folder=str(self.folder), known="''")
-        begin = f"{prepare}\nimport sys, evoattn.cli.run\nevoattn.cli.run.NAMES = ('toy',)\nfrom evoattn.cli import main"
-        line = f"{before}\n{begin}\nsys.exit(main(['run', *sys.argv[1:]]))"
-        return subprocess.Popen(
-            [sys.executable, "-c", line, *command],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(self.folder), "TMPDIR": str(self.folder)},
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=functools.partial(_begin, terminal),
-        )
+        prepare = f"{before}\n{PREPARE.format(folder=str(self.folder), known=repr(''))}"
+
+        def work() -> None:
+            _heed_signals()
+            if terminal is not None:
+                fcntl.ioctl(os.open(terminal, os.O_RDWR), termios.TIOCSCTTY, 0)
+            os.environ.update(PYTHONPATH=str(self.folder), TMPDIR=str(self.folder))
+            tempfile.tempdir = None  # as it is before a process asks for it
+            sys.path.insert(0, str(self.folder))
+            exec(prepare, {})
+            run.NAMES = ("toy",)
+            sys.exit(main(["run", *command]))
+
+        pipe = subprocess.PIPE
+        return forked(work, cwd=self.folder, start_new_session=True, stdout=pipe, stderr=pipe)
 
     def run(self, *command: str) -> tuple[int, str, str]:
         """Its status, output and the last line of its errors."""
@@ -106,9 +111,7 @@ class Program:
         return process.returncode, out, errors.strip().splitlines()[-1]
 
 
-def _begin(terminal: int | None) -> None:
-    """Heed signals that nohup, or a shell's background, had this process ignore. A terminal becomes the controlling one."""
+def _heed_signals() -> None:
+    """Heed signals that nohup, or a shell's background, had this process ignore."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    if terminal is not None:
-        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -118,7 +118,7 @@ def test_a_terminal_tells_the_program_itself(program: Program) -> None:
     handle = "signal.signal(2, lambda *_: print('got', flush=True)); print('ready', flush=True)"
     wait = "[time.sleep(0.1) for _ in range(15)]"
     master, slave = os.openpty()
-    process = program.start("python", "-c", f"import signal, time; {handle}; {wait}", terminal=slave)
+    process = program.start("python", "-c", f"import signal, time; {handle}; {wait}", terminal=os.ttyname(slave))
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     os.write(master, b"\x03")
     out, _ = process.communicate(timeout=20)

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from evoattn.compile import cache
+from tests.helpers.processes import forked
 
 
 def names(folder: pathlib.Path) -> list[str]:
@@ -58,24 +59,21 @@ def test_a_folder_that_is_deleted_during_a_write_is_an_error_of_the_system(
     assert path.read_bytes() == b"two"
 
 
-WRITE = """
-import os, signal, sys
-from evoattn.compile import cache
-path, kill = sys.argv[1:]
-if kill:
+def write_often(path: pathlib.Path) -> None:
+    sys.stdin.readline()
+    for i in range(30):
+        cache.write(path, bytes([i]) * 100_000)
+
+
+def die_while_writing(path: pathlib.Path) -> None:
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    cache.write(cache.Path(path), b"half")
-sys.stdin.readline()
-for i in range(30):
-    cache.write(cache.Path(path), bytes([i]) * 100_000)
-"""
+    cache.write(path, b"half")
 
 
 def test_a_killed_writer_leaves_nothing_that_is_read_or_that_stays(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "file"
     cache.write(path, b"older")
-    killed = subprocess.run([sys.executable, "-c", WRITE, str(path), "kill"], check=False, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    assert forked(lambda: die_while_writing(path)).wait(60) == -signal.SIGKILL
     assert path.read_bytes() == b"older"
     (left,) = set(names(tmp_path)) - {"file"}
     cache.write(path, b"newer")
@@ -88,10 +86,9 @@ def test_a_killed_writer_leaves_nothing_that_is_read_or_that_stays(tmp_path: pat
 
 def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "file"
-    command = [sys.executable, "-c", WRITE, str(path), ""]
-    writers = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(2)]
+    writers = [forked(lambda: write_often(path), stdin=subprocess.PIPE) for _ in range(2)]
     for writer in writers:
-        writer.stdin.write(b"go\n")  # type: ignore[union-attr]
+        writer.stdin.write("go\n")  # type: ignore[union-attr]
         writer.stdin.flush()  # type: ignore[union-attr]
     while any(writer.poll() is None for writer in writers):
         if path.exists():

@@ -1,7 +1,6 @@
 """DTensors in, DTensors out: four processes on a mesh of two by two find what one does, and gather no more than they need."""
 
 import dataclasses
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +21,10 @@ if torch.__version__.startswith("2.7"):
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import distributed
 
 PROCESSES = 4
 
@@ -226,27 +226,20 @@ def compiled(mesh: Any) -> float:
     return max((x.full_tensor() - y.full_tensor()).abs().max().item() for x, y in zip(*found, strict=True))
 
 
-def process(rank: int, folder: str) -> None:
-    """What each process does; the first writes down what was found."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
-    mesh = init_device_mesh("cpu", (2, 2))
+def measure() -> dict[str, Any]:
+    """Values and messages, in one of the processes."""
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
     found: dict[str, Any] = {split.case.name: differentiate(split, mesh) for split in SPLITS}
     found["refused"] = refused(mesh)
     found["compiled"] = compiled(mesh)
     found["ddp"] = train(DistributedDataParallel, rank, PROCESSES)
     found["fsdp"] = train(lambda block: fully_shard(block, mesh=init_device_mesh("cpu", (PROCESSES,))), rank, PROCESSES)
-    if rank == 0:
-        torch.save(found, pathlib.Path(folder) / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("processes")
-    spawn(process, (str(folder),), nprocs=PROCESSES)
-    return torch.load(folder / "found.pt", weights_only=False)  # type: ignore[no-any-return]
+    return distributed.results(measure, tmp_path_factory.mktemp("processes"), processes=PROCESSES)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.case.name)

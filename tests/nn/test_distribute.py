@@ -20,6 +20,7 @@ from evoattn.nn import AttentionPairBias, distribute, replace
 from evoattn.nn.distribute import _KINDS
 from evoattn.nn.known import LAYERS, KnownLayer
 from evoattn.nn.known_blocks import BLOCKS
+from tests.helpers import distributed
 from tests.nn import test_replace_blocks
 from tests.nn.standins import CHANNELS
 from tests.nn.test_replace_blocks import Attention, Pairs, Wide, get_dropout_mask
@@ -29,7 +30,6 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
 
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 
 PROCESSES, LENGTH, SINGLE = 3, 7, 6
 """The processes have 3, 3 and 1 rows."""
@@ -232,28 +232,18 @@ def refused(mesh: Any) -> dict[str, str]:
     return said
 
 
-def process(rank: int, folder: str, which: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+def measure(which: str) -> dict[str, Any]:
+    """Errors and messages, in one of the processes."""
     stand_in()
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    found: Any = (
-        all_errors(mesh) if which == "many" else {"error": a_forward(mesh), "gathers": gathers(mesh), "refused": refused(mesh)}
-    )
-    torch.save(found, pathlib.Path(folder) / f"found-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_processes(folder: pathlib.Path, which: str) -> list[Any]:
-    """What each process found."""
-    spawn(process, (str(folder), which), nprocs=PROCESSES)
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(PROCESSES)]
+    if which == "many":
+        return all_errors(mesh)
+    return {"error": a_forward(mesh), "gathers": gathers(mesh), "refused": refused(mesh)}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_processes(tmp_path_factory.mktemp("few"), "few")
+    return distributed.results(measure, tmp_path_factory.mktemp("few"), "few", processes=PROCESSES)
 
 
 def test_outputs_and_all_gradients(found: list[Any]) -> None:
@@ -264,7 +254,7 @@ def test_outputs_and_all_gradients(found: list[Any]) -> None:
 @pytest.mark.slow
 def test_all_blocks(tmp_path: pathlib.Path) -> None:
     """In evaluation and training, checkpointed, and replaced before."""
-    for each in run_processes(tmp_path, "many"):
+    for each in distributed.results(measure, tmp_path, "many", processes=PROCESSES):
         assert len(each) == 13
         for name, error in each.items():
             assert error < 1e-10, name

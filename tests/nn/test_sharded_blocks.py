@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from evoattn.nn import AttentionPairBias, PairBlock, PairformerBlock, Transition, TriangleMultiplication
 from evoattn.nn.multiplication import JoinedTriangleMultiplication
 from evoattn.pair.multiplication import products
+from tests.helpers import distributed
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
@@ -27,7 +28,6 @@ if not (dist.is_available() and dist.is_gloo_available()):
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PROCESSES = 4
@@ -264,21 +264,14 @@ def many(mesh: Any, two: Any) -> dict[str, Any]:
     return {"layers": of_layers(mesh), "blocks": of_blocks(mesh, two), "compiled": compiled(mesh)}
 
 
-def process(rank: int, folder: str, which: str) -> None:
-    torch.set_num_threads(1)
+def measure(which: str) -> dict[str, Any]:
+    """Errors and messages, in one of the processes."""
     products._SLICE_BYTES = 1
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
-    look = {"few": few, "many": many}[which]
-    found = look(init_device_mesh("cpu", (PROCESSES,)), init_device_mesh("cpu", (2, 2)))
-    if rank == 0:
-        torch.save(found, pathlib.Path(folder) / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"few": few, "many": many}[which](init_device_mesh("cpu", (PROCESSES,)), init_device_mesh("cpu", (2, 2)))
 
 
 def run_processes(folder: pathlib.Path, which: str) -> Any:
-    spawn(process, (str(folder), which), nprocs=PROCESSES)
-    return torch.load(folder / "found.pt", weights_only=False)
+    return distributed.results(measure, folder, which, processes=PROCESSES)[0]
 
 
 @pytest.fixture(scope="module")
@@ -337,11 +330,9 @@ def test_what_does_not_fit(name: str, words: str, found: Any) -> None:
     assert re.match(words, found["refused"][name])
 
 
-def one_dies(rank: int, folder: str) -> None:
+def one_dies(folder: str) -> None:
     """The last process ends without a word. The others wait for it in a collective, and write down what they are told."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
-    layer, mesh = layer_of("outgoing"), init_device_mesh("cpu", (PROCESSES,))
+    layer, mesh, rank = layer_of("outgoing"), init_device_mesh("cpu", (PROCESSES,)), dist.get_rank()
     z = distribute_tensor(example(8)["z"], mesh, SPLITS["rows"])
     layer(z)
     if rank == PROCESSES - 1:
@@ -355,7 +346,7 @@ def one_dies(rank: int, folder: str) -> None:
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path: pathlib.Path) -> None:
-    started = spawn(one_dies, (str(tmp_path),), nprocs=PROCESSES, join=False)
+    started = distributed.start(one_dies, tmp_path, str(tmp_path), processes=PROCESSES)
     for each in started.processes:
         each.join(120)
     assert [each.exitcode for each in started.processes] == [0, 0, 0, 3]

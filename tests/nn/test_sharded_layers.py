@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from evoattn.nn import MSAColumnAttention, TriangleAttention
 from evoattn.testing import relative_error
+from tests.helpers import distributed
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.multiprocessing.spawn import spawn
 
 PROCESSES = 4
 NODES = {"start": True, "end": False}
@@ -182,11 +181,10 @@ def refused(mesh: Any, two: Any) -> dict[str, str]:
     return said
 
 
-def process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+def measure() -> dict[str, Any]:
+    """Errors and messages, in one of the processes."""
     mesh, two = init_device_mesh("cpu", (PROCESSES,)), init_device_mesh("cpu", (2, 2))
-    found = {
+    return {
         "errors": all_errors(mesh),
         "two": on_two_dimensions(two),
         "fsdp": fsdp(mesh),
@@ -194,17 +192,11 @@ def process(rank: int, folder: str) -> None:
         "sent": sent(mesh),
         "refused": refused(mesh, two),
     }
-    if rank == 0:
-        torch.save(found, pathlib.Path(folder) / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("processes")
-    spawn(process, (str(folder),), nprocs=PROCESSES)
-    return torch.load(folder / "found.pt", weights_only=False)
+    return distributed.results(measure, tmp_path_factory.mktemp("processes"), processes=PROCESSES)[0]
 
 
 def test_outputs_and_all_gradients(found: Any) -> None:

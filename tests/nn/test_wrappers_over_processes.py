@@ -154,34 +154,26 @@ def refused() -> dict[str, str]:
     return said
 
 
-def process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+def measure() -> dict[str, Any]:
+    """Errors and messages, in one of the processes."""
     errors = all_errors(dist.device_mesh.init_device_mesh("cpu", (PROCESSES,)))
     largest = torch.tensor(list(errors.values()), dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    if rank == 0:
-        found = {"errors": dict(zip(errors, largest.tolist(), strict=True)), "refused": refused()}
-        torch.save(found, pathlib.Path(folder) / "found.pt")
-    else:
-        refused()
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"errors": dict(zip(errors, largest.tolist(), strict=True)), "refused": refused()}
 
 
-def started(process: Callable[[int, str], None], folder: pathlib.Path) -> Any:
-    """What the processes have found."""
+def in_processes(work: Callable[[], object], folder: pathlib.Path) -> Any:
+    """Return what `work` returns in the first of the processes."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("torch was built without gloo, which these processes talk through")
-    from torch.multiprocessing.spawn import spawn
+    from tests.helpers import distributed
 
-    spawn(process, (str(folder),), nprocs=PROCESSES)
-    return torch.load(folder / "found.pt", weights_only=False)
+    return distributed.results(work, folder, processes=PROCESSES)[0]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return started(process, tmp_path_factory.mktemp("processes"))
+    return in_processes(measure, tmp_path_factory.mktemp("processes"))
 
 
 def test_over_processes(found: Any) -> None:
@@ -198,11 +190,10 @@ def test_a_sharded_container_is_refused(name: str, found: Any) -> None:
     )
 
 
-def process_of_zero3(rank: int, folder: str) -> None:
+def measure_zero3() -> dict[str, Any]:
     """DeepSpeed has no float64. It puts hooks on every module, except within a leaf."""
+    rank = dist.get_rank()
     os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
     import deepspeed
 
     stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -228,16 +219,13 @@ def process_of_zero3(rank: int, folder: str) -> None:
             gradients: Gradients = [x.grad for x in given[:-1]]
             gradients += [deepspeed.utils.safe_get_full_grad(x) for x in layer.parameters()]
             found[name] = worst([o.detach(), *gradients], expected)
-    if rank == 0:
-        torch.save(found, pathlib.Path(folder) / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def test_zero3(tmp_path: pathlib.Path) -> None:
     """A layer is right as a leaf, and else refused: it never calls its container, which has hooks."""
     pytest.importorskip("deepspeed")
-    found = started(process_of_zero3, tmp_path)
+    found = in_processes(measure_zero3, tmp_path)
     for name in LAYERS:
         assert found[name] < 1e-5, name
         assert re.search("has hooks .* give deepspeed.utils.set_z3_leaf_modules the layer's class", found[f"{name}, refused"])

@@ -22,7 +22,6 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -30,12 +29,10 @@ from triton.runtime.jit import JITFunction
 
 from evoattn.backends.triton import cards
 
-__all__ = ["SHARED_LIMITS", "TARGETS", "TWINS", "Report", "counted", "ptxas", "report", "target"]
+__all__ = ["COUNTS", "SHARED_LIMITS", "TARGETS", "TWINS", "Report", "ptxas", "report", "target"]
 
-COUNTED = "3.7.1"
-
-counted = pytest.mark.skipif(triton.__version__ != COUNTED, reason=f"spilled registers were counted with Triton {COUNTED}")
-"""Marks tests whose numbers belong to one ptxas."""
+COUNTS = triton.__version__ == "3.7.1"
+"""Whether this is the Triton with whose ptxas the spilled registers in tests were counted."""
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from evoattn.backends import Cotangents, Inputs, Outputs
 from evoattn.backends import triton as backend
 from evoattn.core.config import Config
-from tests.helpers.ahead_of_time import SHARED_LIMITS, Report, counted, report, target
+from tests.helpers.ahead_of_time import COUNTS, SHARED_LIMITS, Report, report, target
 
 FEW_SPILLS = 28
 """Instructions of the main loop that may move spilled registers, where a limit of registers makes a kernel faster: dQ by 13% at
@@ -126,22 +126,17 @@ PAIRS = [
 
 @functools.cache
 def compiled(case: str, arch: str) -> list[Report]:
-    """Two tests read each report."""
+    """Read by two tests each: with and without a gate."""
     return next(each for each in CASES if each.name == case).compile(arch)
 
 
 @pytest.mark.parametrize(("case", "arch"), PAIRS)
 def test_fits(case: Compiled, arch: str) -> None:
-    """Within the card's shared memory, and no product that ptxas serialises."""
+    """Within the card's shared memory, no product that ptxas serialises, and next to nothing is spilled."""
     reports = compiled(case.name, arch)
     assert {"dq_kernel", "dkdv_kernel"} <= {r.name for r in reports}
     assert [r for r in reports if r.shared > SHARED_LIMITS[arch] or r.serialised] == []
-
-
-@counted
-@pytest.mark.parametrize(("case", "arch"), PAIRS)
-def test_next_to_nothing_is_spilled(case: Compiled, arch: str) -> None:
-    assert [r for r in compiled(case.name, arch) if r.spills > case.spills] == []
+    assert not COUNTS or [r for r in reports if r.spills > case.spills] == []
 
 
 @pytest.mark.parametrize(("name", "arch"), [

@@ -41,6 +41,7 @@ else:
 
     SMALL = Tiles(block_q=16, block_k=16, num_warps=4, num_stages=2)
     PAIRED = dataclasses.replace(SMALL, rows=2)
+    LARGE = dataclasses.replace(SMALL, block_q=64, block_k=64)
     ALL_TILES = {
         "small": BackwardTiles(dq=SMALL, dkdv=SMALL, pair=SMALL),
         "two_rows_together": BackwardTiles(dq=PAIRED, dkdv=SMALL, pair=SMALL),
@@ -52,7 +53,7 @@ else:
             pair=dataclasses.replace(SMALL, block_q=32, block_k=64),
         ),
         # So large that what is left over has tiles of its own.
-        "left_over": BackwardTiles(dq=PAIRED, dkdv=SMALL, pair=dataclasses.replace(SMALL, block_q=64, block_k=64)),
+        "left_over": BackwardTiles(dq=dataclasses.replace(LARGE, rows=2), dkdv=LARGE, pair=LARGE),
     }
 
     def use(monkeypatch: pytest.MonkeyPatch, tiles: BackwardTiles) -> None:
@@ -130,7 +131,7 @@ else:
         """As many heads as the cache has room for; each of two b and six heads has its programs."""
         use(monkeypatch, ALL_TILES["two_rows_together"])
         monkeypatch.setattr(backward_launches, "_heads_at_once", lambda *_: together)
-        case = testing.Case("turns", lead=(2,), n=3, h=6, lq=20, lk=33, d=8, mask="random", pair_bias="b1hqk")
+        case = testing.Case("turns", lead=(2,), n=3, h=6, lq=20, lk=18, d=8, mask="random", pair_bias="b1hqk")
         check(case.make(seed=4))
 
     LOW = [case for case in AWKWARD if case.lq <= 50 and case.d <= 32 and not case.name.startswith("only_")]
@@ -166,7 +167,7 @@ else:
         use(monkeypatch, ALL_TILES["two_rows_together"])
         if way == "added_up_by_torch":
             monkeypatch.setattr(pair_gradient, "_MOST_IN_SERIES", 0)
-        case = testing.Case("shape", lead=(2,), n=3, lq=37, lk=35, mask="random", pair_bias=pair_bias, lse_gradient=True)
+        case = testing.Case("shape", lead=(2,), n=3, lq=20, lk=19, mask="random", pair_bias=pair_bias, lse_gradient=True)
         check(case.make(seed=4), deterministic=way != "default")
 
     @pytest.mark.parametrize("pair_bias", [None, "b1hqk"])
@@ -280,7 +281,7 @@ else:
             check(dataclasses.replace(inputs, **views), deterministic=deterministic)
 
     def test_two_runs_are_equal() -> None:
-        case = testing.Case("twice", lead=(2,), n=3, lq=40, lk=40, mask="random", mask_bias="finite", pair_bias="11hqk")
+        case = testing.Case("twice", lead=(2,), n=3, lq=20, lk=20, mask="random", mask_bias="finite", pair_bias="11hqk")
         inputs = case.make(seed=9)
         first, second = (testing.run(inputs, "triton", deterministic=True).values for _ in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)

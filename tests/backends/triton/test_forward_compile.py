@@ -18,7 +18,7 @@ from evoattn.backends.triton import cards
 from evoattn.backends.triton.tiles.forward import forward_shared_bytes, forward_tiles
 from evoattn.core.config import Config
 from evoattn.core.problem import Problem
-from tests.helpers.ahead_of_time import SHARED_LIMITS, TARGETS, TWINS, Report, counted, report, target
+from tests.helpers.ahead_of_time import COUNTS, SHARED_LIMITS, TARGETS, TWINS, Report, report, target
 
 ROOM = 1.03
 """A gate may lengthen the loop by this much: ptxas schedules a few instructions differently."""
@@ -137,7 +137,7 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 
 @functools.cache
 def compiled(case: str, arch: str) -> Report:
-    """Two tests read each report."""
+    """Read by two tests each: with and without a gate."""
     return next(each for each in CASES if each.name == case).compile(arch)
 
 
@@ -154,17 +154,11 @@ def test_twins_have_the_same_plans(arch: str, twin: str) -> None:
 @compiles
 @pytest.mark.parametrize(("case", "arch"), PAIRS)
 def test_fits(case: Compiled, arch: str) -> None:
-    """Within the card's shared memory, and no product that ptxas serialises."""
+    """Within the card's shared memory, no product that ptxas serialises, and no more spills than known."""
     made = compiled(case.name, arch)
     assert made.shared <= SHARED_LIMITS[arch]
     assert not made.serialised
-
-
-@counted
-@compiles
-@pytest.mark.parametrize(("case", "arch"), PAIRS)
-def test_no_more_spills_than_known(case: Compiled, arch: str) -> None:
-    assert compiled(case.name, arch).spills <= case.spills.get(arch, 0)
+    assert not COUNTS or made.spills <= case.spills.get(arch, 0)
 
 
 @compiles

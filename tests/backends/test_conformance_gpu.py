@@ -210,9 +210,9 @@ def test_compile_on_the_gpu() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor) -> Tensor:
         return evoattn.evoformer_attention(q, k, v, mask=inputs.mask, pair_bias=pair_bias)
 
-    ours = torch.compile(attend, fullgraph=True)(*leaves)
-    torch.testing.assert_close(ours, attend(*leaves), rtol=0, atol=0)
-    gradients = torch.autograd.grad(ours, leaves, inputs.do)
+    actual = torch.compile(attend, fullgraph=True)(*leaves)
+    torch.testing.assert_close(actual, attend(*leaves), rtol=0, atol=0)
+    gradients = torch.autograd.grad(actual, leaves, inputs.do)
     for value, expected in zip(gradients, torch.autograd.grad(attend(*leaves), leaves, inputs.do), strict=True):
         assert testing.relative_error(value, expected) < 5e-3
 

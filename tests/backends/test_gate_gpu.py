@@ -118,8 +118,8 @@ def test_a_gated_call_is_the_same_in_a_graph(name: str) -> None:
     pair = x.pair_bias[:, None]  # type: ignore[index]
 
     def step() -> list[torch.Tensor]:
-        wishes: dict[str, Any] = {"backend": name, "deterministic": True}
-        o = evoattn.evoformer_attention(q, k, v, mask=x.mask, pair_bias=pair, gate=gate, **wishes)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"backend": name, "deterministic": True}
+        o = evoattn.evoformer_attention(q, k, v, mask=x.mask, pair_bias=pair, gate=gate, **options)  # type: ignore[arg-type]
         return [o, *torch.autograd.grad(o, (q, k, v, gate), do)]  # type: ignore[arg-type]
 
     side = torch.cuda.Stream()

@@ -34,11 +34,11 @@ def both_huge() -> Biases:
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor, dtype: torch.dtype, **wishes: Any
+    q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor, dtype: torch.dtype, **options: Any
 ) -> list[Tensor]:
     """The output and all gradients, in a dtype."""
     leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, mask_bias, pair_bias)]
-    o = evoformer_attention(*leaves[:3], mask_bias=leaves[3], pair_bias=leaves[4], **wishes)
+    o = evoformer_attention(*leaves[:3], mask_bias=leaves[3], pair_bias=leaves[4], **options)
     return [o, *torch.autograd.grad(o.square().sum(), leaves)]
 
 
@@ -52,6 +52,6 @@ def test_scores_survive(backend: str, make: Any, config: Config | None) -> None:
     q, k, v = (torch.randn(2, 1, 8, 2, 16) for _ in range(3))
     biases = make()
     expected = step(q, k, v, *biases, torch.float64, backend="reference")
-    wishes: dict[str, Any] = {"backend": backend, "config": config}
-    for found, right in zip(step(q, k, v, *biases, torch.float32, **wishes), expected, strict=True):
-        assert testing.relative_error(found, right) < 2e-6
+    options: dict[str, Any] = {"backend": backend, "config": config}
+    for actual, reference in zip(step(q, k, v, *biases, torch.float32, **options), expected, strict=True):
+        assert testing.relative_error(actual, reference) < 2e-6

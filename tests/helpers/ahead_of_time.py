@@ -163,8 +163,8 @@ def ptxas() -> tuple[str, str]:
     """The path and the version of the ptxas for sm_90."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    found = get_ptxas(90)
-    return found if isinstance(found, tuple) else (found.path, found.version)  # a pair in Triton 3.3
+    tool = get_ptxas(90)
+    return tool if isinstance(tool, tuple) else (tool.path, tool.version)  # a pair in Triton 3.3
 
 
 def _serialised(kernel: Any) -> str:
@@ -192,8 +192,8 @@ def _read_cubin(cubin: bytes) -> dict[str, Any]:
             subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
             for option in ("-res-usage", "-sass")
         )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
+    numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert numbers, usage
     code = [
         (int(address, 16), text) for address, text in re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, flags=re.MULTILINE)
     ]
@@ -206,14 +206,14 @@ def _read_cubin(cubin: bytes) -> dict[str, Any]:
     ]
     names = [re.sub(r"^@!?\S+\s+", "", text).split()[0].split(".")[0] for _, text in code]
     loop = _main_loop(names, backward)
-    return {"registers": int(found[1]), "spills": sum(loop["mix"].get(name, 0) for name in ("LDL", "STL")), **loop}
+    return {"registers": int(numbers[1]), "spills": sum(loop["mix"].get(name, 0) for name in ("LDL", "STL")), **loop}
 
 
 def _read_amdgcn(text: str) -> dict[str, Any]:
     def number(key: str) -> int:
-        found = re.search(rf"\.{key}:\s+(\d+)", text)
-        assert found, key
-        return int(found[1])
+        field = re.search(rf"\.{key}:\s+(\d+)", text)
+        assert field, key
+        return int(field[1])
 
     names: list[str] = []
     labels: dict[str, int] = {}

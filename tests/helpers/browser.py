@@ -50,8 +50,8 @@ class Page:
                 raise TimeoutError("the browser does not answer")
             self.buffer += piece
         message, _, self.buffer = self.buffer.partition(b"\0")
-        found: dict[str, Any] = json.loads(message)
-        return found
+        answer: dict[str, Any] = json.loads(message)
+        return answer
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command and its answer; events that come before it are kept."""
@@ -125,10 +125,10 @@ def open_page(path: Path, profile: Path) -> Iterator[Page]:
     assert browser is not None
     browser_reads, we_write = os.pipe()
     we_read, browser_writes = os.pipe()
-    ours, theirs = (we_write, we_read), (browser_reads, browser_writes)
+    page_pipes, browser_pipes = (we_write, we_read), (browser_reads, browser_writes)
 
     def connect() -> None:  # the browser reads commands from 3 and writes answers to 4
-        kept = [os.dup(descriptor) for descriptor in theirs]
+        kept = [os.dup(descriptor) for descriptor in browser_pipes]
         for place, descriptor in enumerate(kept, start=3):
             os.dup2(descriptor, place)
 
@@ -141,10 +141,10 @@ def open_page(path: Path, profile: Path) -> Iterator[Page]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    for descriptor in theirs:
+    for descriptor in browser_pipes:
         os.close(descriptor)
     try:
-        page = Page(*ours)
+        page = Page(*page_pipes)
         page.open(path)
         yield page
     finally:
@@ -156,5 +156,5 @@ def open_page(path: Path, profile: Path) -> Iterator[Page]:
             process.wait(10)
         process.kill()
         shutil.rmtree(short, ignore_errors=True)
-        for descriptor in ours:
+        for descriptor in page_pipes:
             os.close(descriptor)

@@ -32,15 +32,15 @@ def wrong_descriptors(kernel: Any) -> list[str]:
     if "wgmma" not in kernel.asm["ptx"]:
         return []
     code = _along_products(_disassembled(kernel.asm["cubin"]))
-    found: dict[str, None] = {}
+    faults: dict[str, None] = {}
     for warp in range(0, kernel.metadata.num_warps, 4):
-        said, made = _of_ptx(kernel.asm["ptx"], 32 * warp), _Sass(32 * warp).run(code)
-        if len(said) != len(made):
-            return [f"{len(said)} products in PTX, {len(made)} in machine code"]
-        for (place, expected), (text, value) in zip(said, made, strict=True):
+        from_ptx, from_sass = _of_ptx(kernel.asm["ptx"], 32 * warp), _Sass(32 * warp).run(code)
+        if len(from_ptx) != len(from_sass):
+            return [f"{len(from_ptx)} products in PTX, {len(from_sass)} in machine code"]
+        for (place, expected), (text, value) in zip(from_ptx, from_sass, strict=True):
             if expected is not None and value != expected + (RESERVED >> 4):
-                found[f"{place}: {text}: {'unknown' if value is None else hex(value)}, PTX says {hex(expected)}"] = None
-    return list(found)
+                faults[f"{place}: {text}: {'unknown' if value is None else hex(value)}, PTX says {hex(expected)}"] = None
+    return list(faults)
 
 
 def _disassembled(cubin: bytes) -> list[tuple[int, str]]:
@@ -50,12 +50,15 @@ def _disassembled(cubin: bytes) -> list[tuple[int, str]]:
         path = pathlib.Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         sass = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
-    return [(int(at, 16), text) for at, text in re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, flags=re.MULTILINE)]
+    return [
+        (int(address, 16), text)
+        for address, text in re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, flags=re.MULTILINE)
+    ]
 
 
 def _along_products(code: list[tuple[int, str]]) -> list[tuple[int, str]]:
     """The instructions of a way through the kernel that meets each product once; no loop is gone round again."""
-    place = {at: index for index, (at, _) in enumerate(code)}
+    place = {address: index for index, (address, _) in enumerate(code)}
     taken, index = [], 0
     while index < len(code):
         text = code[index][1]
@@ -77,7 +80,7 @@ def _along_products(code: list[tuple[int, str]]) -> list[tuple[int, str]]:
 def _of_ptx(ptx: str, thread: int) -> list[tuple[str, Value]]:
     """For each product its line in Python and the descriptor that ends its operands in shared memory."""
     known: dict[str, Value] = {"%tid.x": thread, "global_smem": 0}
-    place, found = "", []
+    place, products = "", []
 
     def value(name: str) -> Value:
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", name):
@@ -92,12 +95,12 @@ def _of_ptx(ptx: str, thread: int) -> list[tuple[str, Value]]:
             continue
         op, operands = statement[1], re.sub(r"\{[^}]*\}", "{}", statement[2])
         if op.startswith("wgmma.mma_async"):
-            found.append((place, value(re.findall(r"%rd\d+", operands)[-1])))
+            products.append((place, value(re.findall(r"%rd\d+", operands)[-1])))
             continue
         target, *names = (name.strip() for name in operands.split(","))
         if target.startswith("%"):
             known[target] = _ptx_result(op, [value(name) for name in names])
-    return found
+    return products
 
 
 def _ptx_result(op: str, x: list[Value]) -> Value:
@@ -132,20 +135,20 @@ class _Sass:
 
     def run(self, code: list[tuple[int, str]]) -> list[tuple[str, Value]]:
         """For each product its text and its descriptor."""
-        found = []
+        products = []
         for _, text in code:
             guarded = re.match(r"@(!?U?P\w+)\s+(.*)", text)
             condition = self.predicate(guarded[1]) if guarded else 1
-            op, _, rest = (guarded[2] if guarded else text).partition(" ")
-            operands = [operand.strip().replace(".reuse", "") for operand in rest.split(",")]
+            op, _, arguments = (guarded[2] if guarded else text).partition(" ")
+            operands = [operand.strip().replace(".reuse", "") for operand in arguments.split(",")]
             if op.startswith("HGMMA"):
-                first = int(re.findall(r"gdesc\[UR(\d+)\]", rest)[-1])
-                found.append((text, self.pair(f"UR{first + 2}")))
+                first = int(re.findall(r"gdesc\[UR(\d+)\]", arguments)[-1])
+                products.append((text, self.pair(f"UR{first + 2}")))
             if condition == 0:
                 continue
             for register, value in self.results(op, operands).items():
                 self.known[register] = value if condition else None
-        return found
+        return products
 
     def results(self, op: str, x: list[str]) -> dict[str, Value]:
         """What an instruction writes: None for what is not followed."""
@@ -172,14 +175,14 @@ class _Sass:
             return written
         size = {"64": 2, "128": 4, "4": 4}.get(op.split(".")[-1], 1) if name in ("LDG", "LDS", "LDSM", "LDC", "ULDC") else 1
         written |= dict.fromkeys(_following(targets[0], 2 if ".WIDE" in op or op.endswith(".64") else size))
-        whole = self.whole(op, [operand for operand in x if operand not in ("PT", "UPT")], targets[0])
-        if whole is None:
+        value = self.whole(op, [operand for operand in x if operand not in ("PT", "UPT")], targets[0])
+        if value is None:
             return written
         if op.endswith(".64") or ".WIDE" in op:
             low, high = _following(targets[0], 2)
-            return written | {low: whole & M32, high: whole >> 32 & M32}
-        carries = dict.fromkeys(predicates[:1], whole >> 32) if name in ("IADD3", "UIADD3", "LEA") else {}
-        return written | {targets[0]: whole & M32} | carries
+            return written | {low: value & M32, high: value >> 32 & M32}
+        carries = dict.fromkeys(predicates[:1], value >> 32) if name in ("IADD3", "UIADD3", "LEA") else {}
+        return written | {targets[0]: value & M32} | carries
 
     def whole(self, op: str, x: list[str], target: str) -> Value:
         """The result of an instruction on whole numbers, with what it carries above 32 bits."""
@@ -248,10 +251,10 @@ class _Sass:
         """Registers on their way to the stack and back."""
         memory, register = (x[0], x[1]) if op.startswith("STL") else (x[1], x[0])
         registers = _following(register, {"64": 2, "128": 4}.get(op.split(".")[-1], 1)) if register != "RZ" else []
-        at = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", memory)
-        if at is None:
+        address = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", memory)
+        if address is None:
             return {} if op.startswith("STL") else dict.fromkeys(registers)
-        first = int(at[1] or "0", 16)
+        first = int(address[1] or "0", 16)
         if op.startswith("LDL"):
             return {each: self.stack.get(first + 4 * i) for i, each in enumerate(registers)}
         for i, each in enumerate(registers or ["RZ"]):
@@ -274,8 +277,8 @@ def _following(register: str, count: int) -> list[str]:
 
 def _lop3(a: int, b: int, c: int, table: int) -> int:
     """Any function of three bits, for 32 of them."""
-    found = 0
+    bits = 0
     for row in range(8):
         if table >> row & 1:
-            found |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
-    return found & M32
+            bits |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+    return bits & M32

@@ -26,8 +26,8 @@ def start(work: Callable[..., object], folder: pathlib.Path, *arguments: object,
         processes: their number.
     """
     multiprocessing.set_forkserver_preload(IMPORTED)
-    given = (work, str(folder), processes, arguments)
-    return start_processes(_join, given, nprocs=processes, join=False, start_method=METHOD)  # type: ignore[no-any-return]
+    to_join = (work, str(folder), processes, arguments)
+    return start_processes(_join, to_join, nprocs=processes, join=False, start_method=METHOD)  # type: ignore[no-any-return]
 
 
 def results(work: Callable[..., object], folder: pathlib.Path, *arguments: object, processes: int = 4) -> list[Any]:

@@ -75,8 +75,8 @@ class Gated:
         c = self.c
         if self.gate in ("sliced", "odd"):
             first = 8 if self.gate == "sliced" else 3
-            wide = normal(b, n, lq, 8 + first + h * c + (-h * c - first) % 8)
-            gate = wide[..., first : first + h * c].unflatten(-1, (h, c)).transpose(2, 3)
+            buffer = normal(b, n, lq, 8 + first + h * c + (-h * c - first) % 8)
+            gate = buffer[..., first : first + h * c].unflatten(-1, (h, c)).transpose(2, 3)
         elif self.gate == "transposed":
             gate = normal(b, n, h, c, lq).transpose(3, 4)
         elif self.gate == "expanded":
@@ -95,8 +95,8 @@ class Gated:
 
     def wrong(self, backend: Any, device: str = "cpu", seed: int = 1) -> list[str]:
         """What is wrong of a backend's results, with the errors; empty when all is right."""
-        inputs, given = self.inputs(device, seed), self.needs
-        needs = tuple([need and x is not None for need, x in zip(given, inputs.differentiable, strict=True)])
+        inputs, wanted = self.inputs(device, seed), self.needs
+        needs = tuple([need and x is not None for need, x in zip(wanted, inputs.differentiable, strict=True)])
         random = torch.Generator().manual_seed(seed + 1)
         shape = (*inputs.q.shape[:-1], self.c)
         do = torch.randn(shape, generator=random).to(device, self.dtype) if self.do else None
@@ -108,9 +108,9 @@ class Gated:
         if pair is not None and self.swallowed:
             pair = pair.clone()
             pair[..., ::3, :] = -1e9
-        found = self._run(backend, inputs._replace(pair_bias=pair), cotangents, needs)
+        actual = self._run(backend, inputs._replace(pair_bias=pair), cotangents, needs)
         wrong = []
-        for name, value in found.items():
+        for name, value in actual.items():
             size = exact[name].abs().max().item()
             budget = _TIMES_DENSE * (rough[name].double() - exact[name]).abs().max().item()
             budget += _ROUNDINGS * torch.finfo(value.dtype).eps * size
@@ -125,15 +125,15 @@ class Gated:
         for x in outputs:
             x.fill_(math.nan)
         backend.plan_forward(inputs, **common).run(inputs, outputs)
-        wishes = {"needs": needs, "deterministic": self.deterministic}
-        plan = backend.plan_backward(cotangents, inputs, Outputs(*outputs), **common, **wishes)
+        options = {"needs": needs, "deterministic": self.deterministic}
+        plan = backend.plan_backward(cotangents, inputs, Outputs(*outputs), **common, **options)
         gradients = layouts.empty_gradients(inputs, self.layout, needs)
         for x in gradients:
             if x is not None:
                 x.fill_(math.nan)
         biases = plan.run(cotangents, inputs, outputs, gradients)
-        made = zip(GRADIENTS, (*gradients[:3], *biases, gradients[3]), needs, strict=True)
-        return {"o": outputs.o} | {f"d{name}": x for name, x, need in made if need}
+        gradients_wanted = zip(GRADIENTS, (*gradients[:3], *biases, gradients[3]), needs, strict=True)
+        return {"o": outputs.o} | {f"d{name}": x for name, x, need in gradients_wanted if need}
 
 
 def _dense(inputs: Inputs, cotangents: Cotangents, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -157,9 +157,9 @@ def _dense(inputs: Inputs, cotangents: Cotangents, dtype: torch.dtype) -> dict[s
         loss = loss + (o * do.to(dtype)).sum()
     if dlse is not None:
         loss = loss + (lse * dlse.to(dtype)).sum() * _LOG2E
-    given = [x for x in leaves if x is not None]
-    found = iter(torch.autograd.grad(loss, given, allow_unused=True))
-    gradients = [None if x is None else _or_zero(next(found), x) for x in leaves]
+    present = [x for x in leaves if x is not None]
+    computed = iter(torch.autograd.grad(loss, present, allow_unused=True))
+    gradients = [None if x is None else _or_zero(next(computed), x) for x in leaves]
     return {"o": o.detach()} | {f"d{name}": x for name, x in zip(GRADIENTS, gradients, strict=True) if x is not None}
 
 

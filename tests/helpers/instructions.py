@@ -35,11 +35,11 @@ def hopper_lines() -> Iterator[str]:
     from tests.helpers.machine_code import count, instructions_a_score, make
 
     for name in VARIANTS:
-        made = make(variant(name, "bfloat16"))
-        counts = (f"{count(made.instructions, start):5} {start}" for start in ("HGMMA", "WARPGROUP.DEPBAR", "LDL", "STL"))
+        kernel = make(variant(name, "bfloat16"))
+        counts = (f"{count(kernel.instructions, start):5} {start}" for start in ("HGMMA", "WARPGROUP.DEPBAR", "LDL", "STL"))
         yield (
-            f"hopper  {name:26} {instructions_a_score(made.instructions):7.3f} instructions a score "
-            f"{made.shared:7} shared {' '.join(counts)}"
+            f"hopper  {name:26} {instructions_a_score(kernel.instructions):7.3f} instructions a score "
+            f"{kernel.shared:7} shared {' '.join(counts)}"
         )
 
 

@@ -47,9 +47,9 @@ class Made:
     @property
     def spilled(self) -> int:
         """Bytes of the spilled registers that instructions store, and of those that they load, wherever they stand."""
-        found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
-        assert found, self.log
-        return int(found[1]) + int(found[2])
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
+        assert spills, self.log
+        return int(spills[1]) + int(spills[2])
 
     @functools.cached_property
     def instructions(self) -> list[str]:
@@ -85,9 +85,9 @@ def instructions_a_score(names: list[str]) -> float:
 
     The rare choice of a reference is among them; what runs at every step is about two thirds.
     """
-    at = [i for i, name in enumerate(names) if name == "MUFU.EX2"]
-    at = at[: 16 * (2 * CHAIN - 1)]
-    return (at[-1] - at[0]) / (len(at) - 1)
+    exponentials = [i for i, name in enumerate(names) if name == "MUFU.EX2"]
+    exponentials = exponentials[: 16 * (2 * CHAIN - 1)]
+    return (exponentials[-1] - exponentials[0]) / (len(exponentials) - 1)
 
 
 @contextlib.contextmanager
@@ -96,14 +96,14 @@ def _asking_ptxas() -> Iterator[list[str]]:
     said: list[str] = []
     collect = diagnostics.collect_compiler_diagnostics
 
-    def keep(*arguments: Any, **options: Any) -> list[Any]:
-        found = collect(*arguments, **options)
-        said.extend(text for each in found for text in (each.message, each.reason) if "ptxas info" in text)
+    def record(*arguments: Any, **options: Any) -> list[Any]:
+        remarks = collect(*arguments, **options)
+        said.extend(text for each in remarks for text in (each.message, each.reason) if "ptxas info" in text)
         return []
 
     with (
         unittest.mock.patch.object(launch, "_OPTIONS", launch._OPTIONS + " --remark-filter=ptxas"),
-        unittest.mock.patch.object(diagnostics, "collect_compiler_diagnostics", keep),
+        unittest.mock.patch.object(diagnostics, "collect_compiler_diagnostics", record),
     ):
         yield said
 

@@ -20,10 +20,10 @@ class Operators:
     def called(self) -> list[str]:
         """Return the operators that were called since the last look, in order, but for those that others call."""
         self.stop()
-        found = [event for event in self._profile.function_events if event.name.startswith(NAMESPACE)]
+        events = [event for event in self._profile.function_events if event.name.startswith(NAMESPACE)]
         self._profile = profile().__enter__()
-        found.sort(key=lambda event: event.time_range.start)
-        return [event.name.removeprefix(NAMESPACE) for event in found if not _is_inside(event)]
+        events.sort(key=lambda event: event.time_range.start)
+        return [event.name.removeprefix(NAMESPACE) for event in events if not _is_inside(event)]
 
     def stop(self) -> None:
         """End the recording."""

@@ -23,8 +23,8 @@ class Planner:
         self._forward, self._backward = reference.plan_forward, reference.plan_backward
 
     @staticmethod
-    def check(given: Iterable[Tensor | None]) -> None:
-        tensors = [x for x in given if x is not None]
+    def check(tensors_or_none: Iterable[Tensor | None]) -> None:
+        tensors = [x for x in tensors_or_none if x is not None]
         assert not any(x.is_neg() for x in tensors), "memory holds the opposite sign"
         assert not any(x.numel() and x.data_ptr() == 0 for x in tensors), "there is no memory"
 
@@ -33,20 +33,20 @@ class Planner:
         self.shapes.add(tuple(inputs.q.shape))
         plan = self._forward(inputs, **options)
 
-        def run(*given: tuple[Tensor | None, ...]) -> None:
+        def run(*groups: tuple[Tensor | None, ...]) -> None:
             self.forwards += 1
-            self.check(x for tensors in given for x in tensors)
-            plan.run(*given)
+            self.check(x for tensors in groups for x in tensors)
+            plan.run(*groups)
 
         return dataclasses.replace(plan, run=run)
 
-    def plan_backward(self, *given: Any, **options: Any) -> Plan:
+    def plan_backward(self, *values: Any, **options: Any) -> Plan:
         self.planned_backwards += 1
-        plan = self._backward(*given, **options)
+        plan = self._backward(*values, **options)
 
-        def run(*given: tuple[Tensor | None, ...]) -> Any:
+        def run(*groups: tuple[Tensor | None, ...]) -> Any:
             self.backwards += 1
-            self.check(x for tensors in given for x in tensors)
-            return plan.run(*given)
+            self.check(x for tensors in groups for x in tensors)
+            return plan.run(*groups)
 
         return dataclasses.replace(plan, run=run)

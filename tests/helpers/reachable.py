@@ -81,23 +81,23 @@ def launches(problem: Problem, shared_limit: int, config: Config | None = None) 
     """The launches of both passes of a problem, without those of few queries and keys."""
     config = config or Config()
     common = (problem.dtype, power_of_two(problem.d), power_of_two(problem.c))
-    found = set()
+    launched = set()
     if few_tiles("forward", problem, config) is None:
         tiles = forward_tiles(problem, config, shared_limit)
         for _, _, block_q in split(problem.lq, tiles.block_q):
             tail = tail_of(problem.lk, tiles) if block_q == tiles.block_q else tiles.block_k
             warps = tiles.warps(block_q, LEFT_OVER_WARPS)
-            found.add(Launched("forward", block_q, tiles.block_k, warps, tiles.num_stages, 1, *common, tail))
+            launched.add(Launched("forward", block_q, tiles.block_k, warps, tiles.num_stages, 1, *common, tail))
     if few_tiles("backward", problem, config) is None:
         backward = backward_tiles(problem, config, shared_limit)
         for kernel, tile in (("dq", backward.dq), ("dkdv", backward.dkdv)):
-            found.add(Launched(kernel, tile.block_q, tile.block_k, tile.num_warps, tile.num_stages, tile.rows, *common))
+            launched.add(Launched(kernel, tile.block_q, tile.block_k, tile.num_warps, tile.num_stages, tile.rows, *common))
         if problem.pair_bias is not None and problem.deterministic:
             tile = backward.pair
             for q, k in strips(problem.lq, problem.lk, tile):
                 warps = strip_warps(problem, tile, q, k)
-                found.add(Launched("pair", q.block, k.block, warps, tile.num_stages, 1, *common))
-    return found
+                launched.add(Launched("pair", q.block, k.block, warps, tile.num_stages, 1, *common))
+    return launched
 
 
 def _problems(capability: tuple[int, int] | None) -> list[Problem]:
@@ -119,11 +119,11 @@ def _problems(capability: tuple[int, int] | None) -> list[Problem]:
 def reachable(capability: tuple[int, int] | None, shared_limit: int) -> tuple[tuple[Problem, frozenset[Launched]], ...]:
     """Problems with the launches that no smaller problem has, by the built-in tables."""
     seen: set[Launched] = set()
-    found = []
+    problems = []
     with tuned_tiles.ignored():
         for problem in _problems(capability):
             new = launches(problem, shared_limit) - seen
             if new:
                 seen |= new
-                found.append((problem, frozenset(new)))
-    return tuple(found)
+                problems.append((problem, frozenset(new)))
+    return tuple(problems)

@@ -68,21 +68,21 @@ class Traced:
             return [x for x in leaves if isinstance(x, torch.Tensor)]
 
         traced = make_fx(tensors)()
-        made = traced()
+        outputs = traced()
         read = _weakly(traced)
-        at = {name: x().data_ptr() for name, x in read.items()}  # type: ignore[union-attr]
+        addresses = {name: x().data_ptr() for name, x in read.items()}  # type: ignore[union-attr]
 
         def replay() -> None:
             for name, x in read.items():
                 setattr(traced, name, x())
-                assert getattr(traced, name).data_ptr() == at[name], "a graph would read where the tensor was"
-            for x, y in zip(made, traced(), strict=True):
+                assert getattr(traced, name).data_ptr() == addresses[name], "a graph would read where the tensor was"
+            for x, y in zip(outputs, traced(), strict=True):
                 x.copy_(y)
             for name in read:
                 setattr(traced, name, None)
 
-        found, (leaves, spec) = iter(made), shape
-        return Recording(replay, _pytree.tree_unflatten([next(found) if x is TENSOR else x for x in leaves], spec))
+        values, (leaves, spec) = iter(outputs), shape
+        return Recording(replay, _pytree.tree_unflatten([next(values) if x is TENSOR else x for x in leaves], spec))
 
 
 def _weakly(traced: Any) -> dict[str, weakref.ref[torch.Tensor]]:

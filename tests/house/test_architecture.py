@@ -71,14 +71,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_follow_the_arrows(path: pathlib.Path) -> None:
-    here = room(path)
-    assert here in ARROWS, f"the room {here} is not in the picture: say what it may import"
+    importer = room(path)
+    assert importer in ARROWS, f"the room {importer} is not in the picture: say what it may import"
     for name in imported(path):
         target = name.split(".")[1] if "." in name else "__init__"
         public = target not in ARROWS  # `from evoattn import evoformer_attention` is the package's face
-        there = "__init__" if public else target
-        assert there == here or there in ARROWS[here] or (name == "evoattn" and here != "__init__"), (
-            f"{here} may not import {name}"
+        target_room = "__init__" if public else target
+        assert target_room == importer or target_room in ARROWS[importer] or (name == "evoattn" and importer != "__init__"), (
+            f"{importer} may not import {name}"
         )
 
 
@@ -101,9 +101,9 @@ def test_a_backend_has_the_names_of_its_protocol(backend: str) -> None:
     """And its functions take the same arguments, since they are called by name."""
     module = importlib.import_module(f"evoattn.backends.{backend}")
     for name in NAMES:
-        asked, given = getattr(Backend, name, None), getattr(module, name)
-        if asked is not None:
-            assert [*inspect.signature(given).parameters] == [*inspect.signature(asked).parameters][1:], name
+        expected, actual = getattr(Backend, name, None), getattr(module, name)
+        if expected is not None:
+            assert [*inspect.signature(actual).parameters] == [*inspect.signature(expected).parameters][1:], name
 
 
 def fresh(code: str) -> str:

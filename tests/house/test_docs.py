@@ -42,17 +42,17 @@ def anchors(path: Path) -> set[str]:
 
 def tables(path: Path) -> list[list[str]]:
     """The rows of each table, without its header."""
-    found = re.findall(r"(?:^\|.*\n)+", prose(path) + "\n", re.MULTILINE)
-    return [table.splitlines()[2:] for table in found]
+    tables = re.findall(r"(?:^\|.*\n)+", prose(path) + "\n", re.MULTILINE)
+    return [table.splitlines()[2:] for table in tables]
 
 
 def documented() -> dict[str, object]:
     """What api.md has a directive for, by full name."""
-    found = {}
+    objects = {}
     for name in DIRECTIVE.findall((ROOT / "docs" / "api.md").read_text()):
         module, _, attribute = name.rpartition(".")
-        found[name] = getattr(importlib.import_module(module), attribute)
-    return found
+        objects[name] = getattr(importlib.import_module(module), attribute)
+    return objects
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -76,10 +76,10 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_the_api_page_has_every_public_name(module: str) -> None:
-    found = importlib.import_module(module)
+    package = importlib.import_module(module)
     known = {id(value) for value in documented().values()}
-    names = set(found.__all__) - {"__version__"}
-    assert {name for name in names if id(getattr(found, name)) not in known} == set()
+    names = set(package.__all__) - {"__version__"}
+    assert {name for name in names if id(getattr(package, name)) not in known} == set()
 
 
 def test_the_api_page_has_no_other_name() -> None:

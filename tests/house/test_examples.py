@@ -25,8 +25,8 @@ BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n*```text\n(?P<printed>.
 
 def promised(source: str) -> list[str]:
     """The lines under "Prints:" in a module's docstring."""
-    _, found, lines = (ast.get_docstring(ast.parse(source)) or "").partition("Prints:\n")
-    assert found, "the docstring of an example ends with what it prints, under 'Prints:'"
+    _, separator, lines = (ast.get_docstring(ast.parse(source)) or "").partition("Prints:\n")
+    assert separator, "the docstring of an example ends with what it prints, under 'Prints:'"
     return words(textwrap.dedent(lines))
 
 

@@ -232,7 +232,7 @@ def test_what_is_sent(found: Any) -> None:
         ("a plain z", "TypeError: z must be a DTensor, as mask is, got a plain tensor"),
         ("a mask elsewhere", "ValueError: mask must be on the device mesh of z"),
         ("parameters elsewhere", r"ValueError: layer_norm.weight must be on the device mesh of z"),
-        ("another layer", "TypeError: m must be a plain tensor: this layer takes no DTensors"),
+        ("another layer", "TypeError: m must be a plain tensor, got a DTensor: gather it first"),
     ],
 )
 def test_what_does_not_fit(name: str, words: str, found: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether machine code reads the shared memory that its PTX says: the operands of Hopper's wgmma, without a GPU.
+"""Finds operands of Hopper's wgmma whose machine code reads other shared memory than its PTX says, without a GPU.
 
     wrong_descriptors(kernel)  # [] for a kernel without faults
 

@@ -1,4 +1,4 @@
-"""The operators of evoattn that calls go through, as torch's profiler tells them."""
+"""Records the operators of evoattn that calls go through, by torch's profiler: for tests of which way a call takes."""
 
 from __future__ import annotations
 

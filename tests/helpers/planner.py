@@ -1,4 +1,4 @@
-"""A backend that counts what it plans and runs."""
+"""A backend that counts what it plans and runs: for tests of which way a call takes."""
 
 from __future__ import annotations
 

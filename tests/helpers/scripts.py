@@ -1,4 +1,4 @@
-"""Scripts of the checkout as modules."""
+"""Imports scripts of the checkout: for tests of `tools`, `benchmarks` and `dev.py`, which are no packages."""
 
 import importlib.util
 import sys

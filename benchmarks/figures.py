@@ -195,7 +195,7 @@ def sharded_block(results: Path) -> str:
     """The part of docs/sharded.md: a table for each record of several GPUs."""
     lines = []
     for path in sorted((results / "sharded").glob("*.json")):
-        lines += [f"`{path.name}`:", "", sharded_table.as_markdown(sharded_table.read(path)), ""]
+        lines += [f"`{path.name}`:", "", sharded_table.as_markdown(read(path)), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 

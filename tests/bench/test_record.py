@@ -71,7 +71,7 @@ def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", 'has no "schema"; expected a file that evoattn bench --json wrote without --gpus'),
+        ("[]", 'has no "schema"; expected a file that evoattn bench --json wrote'),
         ('{"schema": 99}', "has schema 99; this version of evoattn reads 1"),
         ('{"schema": 1}', "is damaged: KeyError: 'machine'"),
         (
@@ -132,6 +132,15 @@ def test_committed_results_are_records(path: Path) -> None:
             assert result.times or result.reason, (
                 f"{path.name}: {problem.workload.name}: {result.name} has neither time nor reason"
             )
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("sharded/*.json")), ids=lambda path: path.name)
+def test_committed_results_of_several_gpus_are_records(path: Path) -> None:
+    record = records.read(path)
+    assert record.machine["device"] and record.settings["processes"] > 1 and record.finished == "complete"
+    for problem in record.problems:
+        for result in problem.results:
+            assert result.is_evoattn and (result.times or result.errors or result.reason == "does not fit")
 
 
 def test_timing() -> None:

@@ -18,7 +18,7 @@ from evoattn.bench.clock import Clock, TookTooLong, WallClock
 from evoattn.bench.contender import Contender, Prepared, Runner, copies_for
 from evoattn.bench.memory import peak_bytes
 from evoattn.bench.peers import PEERS
-from evoattn.bench.plan import Plan, chosen, default_plan, left
+from evoattn.bench.plan import Plan, default_plan, remaining, select_workloads
 from evoattn.bench.record import PASSES, Record, Result
 from evoattn.dispatch import lookup
 from evoattn.testing import Inputs
@@ -167,7 +167,7 @@ def test_memory_that_ends_on_a_cpu_is_a_reason(
 @pytest.mark.parametrize("name", ["tri48", "msa_row32", "msa_global32", "single64"])
 def test_what_is_foreseen_to_be_held_is_what_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = workload(name).with_rows(48)
-    monkeypatch.setitem(attentions._SCORES, "cpu", 1 << 16)
+    monkeypatch.setitem(attentions.SCORES, "cpu", 1 << 16)
     held: list[object] = []
 
     def make() -> None:
@@ -180,7 +180,7 @@ def test_what_is_foreseen_to_be_held_is_what_is_held(name: str, monkeypatch: pyt
 
 def test_the_budget_bounds_the_float64_truth(fakes: dict[str, Contender], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen parts of ten seconds: after the first it is known to take more than half of the budget."""
-    monkeypatch.setitem(attentions._SCORES, "cpu", 4 * 16 * 16)
+    monkeypatch.setitem(attentions.SCORES, "cpu", 4 * 16 * 16)
     oracle, parts, clock = testing.oracle, [], FakeClock()
 
     def slow(inputs: Inputs) -> testing.Results:
@@ -237,10 +237,10 @@ def test_what_is_cut_short_again_takes_no_times_away(fakes: dict[str, Contender]
 
 def test_a_workload_is_known_by_its_name(fakes: dict[str, Contender], clock: FakeClock) -> None:
     """Another length of a workload is told in other words than the one of that length."""
-    plan = a_plan(workloads=chosen(None, [100], ()))
+    plan = a_plan(workloads=select_workloads(None, [100], ()))
     record = Record({}, {}, problems=[dataclasses.replace(a_record(evoattn=[1.0]).problems[0], workload=workload("tri100"))])
     assert record.problems[0].workload != plan.workloads[0]
-    assert left(plan, record) == []
+    assert remaining(plan, record) == []
 
 
 def test_a_call_too_long_for_any_budget_is_not_tried_again(
@@ -405,7 +405,7 @@ def test_a_bound_without_a_mask_keeps_the_pair_bias(
     right = fakes["right"].prepare
     every_key = Contender("every_key", "every key", lambda inputs: right(attentions.without(inputs, "mask")))
     fakes["every_key"], fakes["bound"] = every_key, dataclasses.replace(every_key, name="bound", leaves_out="mask")
-    monkeypatch.setitem(attentions._SCORES, "cpu", 4 * 16 * 16 * 4)  # four parts
+    monkeypatch.setitem(attentions.SCORES, "cpu", 4 * 16 * 16 * 4)  # four parts
     found = results(measured(a_plan(peers=("every_key", "bound")), clock))
     assert found["every_key"].status == "wrong", "of the problem with a mask"
     assert found["bound"].status == "ok", found["bound"].reason
@@ -427,7 +427,7 @@ def test_every_peer_of_plain_torch_takes_every_workload(name: str, case: object)
 def test_the_truth_in_parts_is_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = attentions.inputs_of(workload("template8"), torch.float32, CPU)
     expected = testing.oracle(inputs).values
-    monkeypatch.setitem(attentions._SCORES, "cpu", 3 * 4 * 4 * 8 * 8)
+    monkeypatch.setitem(attentions.SCORES, "cpu", 3 * 4 * 4 * 8 * 8)
     found = attentions.truth(inputs)
     assert set(found) == {"o", "dq", "dk", "dv", "dpair_bias"}
     for name, value in found.items():
@@ -469,12 +469,12 @@ def test_problems_come_with_the_most_telling_first() -> None:
 
 def test_choosing_workloads() -> None:
     default = default_plan("cpu", quick=False)
-    assert chosen(None, None, default.workloads) == default.workloads
-    assert [w.name for w in chosen(None, [100, 397], default.workloads)] == ["tri100", "tri397"]
-    picked = chosen(["msa_row", "tri384", "tri500"], [64], default.workloads)
+    assert select_workloads(None, None, default.workloads) == default.workloads
+    assert [w.name for w in select_workloads(None, [100, 397], default.workloads)] == ["tri100", "tri397"]
+    picked = select_workloads(["msa_row", "tri384", "tri500"], [64], default.workloads)
     assert [(w.name, w.n, w.lq) for w in picked] == [("msa_row64", 512, 64), ("tri64", 64, 64)]
     with pytest.raises(ValueError, match="no workload 'nonsense'; expected one of tri384, "):
-        chosen(["nonsense"], None, default.workloads)
+        select_workloads(["nonsense"], None, default.workloads)
     for device in ("cpu", "cuda"):
         for quick in (False, True):
             found = default_plan(device, quick)

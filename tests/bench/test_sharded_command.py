@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import copy
+import dataclasses
 import os
 import re
 import signal
@@ -23,15 +24,32 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo, which these processes talk through", allow_module_level=True)
 
 from evoattn.bench import sharded, sharded_table
+from evoattn.bench.record import Problem, Result, Timing
 from evoattn.bench.sharded import LAYERS, Job, Plan
+from evoattn.bench.sharded_table import ON_ONE, VERIFIED, WAYS
 
-ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "sharded"
 TWO = ["bench", "--gpus", "2", "--device", "cpu", "--lengths", "5", "--rounds", "2"]
 MACHINE = {"device": "a machine", "kind": "gpu", "torch": "2"}
-ERRORS = {"residues": 24, "one": 0.2, "all": 0.25, "largest ratio": 1.25}
-NUMBERS = {"ms": 8.0, "host_ms": 2.0, "gib": 1.5}
-FASTER = {"ms": 5.0, "host_ms": 3.0, "gib": 0.9}
-TIMES = {"length": 1024, "way": "inference", "one": NUMBERS, "all": FASTER}
+MISSING = Result("", "left out", "does not fit")
+
+
+def errors(largest: float, ratio: float) -> Problem:
+    """The verified block, whose errors are 0.2 on one process."""
+    of_all = Result(VERIFIED, errors={"largest": largest, "largest ratio": ratio})
+    return sharded.problem(24, "", Result(VERIFIED + ON_ONE, errors={"largest": 0.2}), of_all)
+
+
+def times(length: int, way: str, one: Result = MISSING) -> Problem:
+    """The result of one process, and one of 5 ms of both."""
+    measured = WAYS[way].measured
+    both = Result("", host_us={measured: 3e3}, peak_bytes=int(0.9 * 2**30), times={measured: Timing(5.0)})
+    one, both = (dataclasses.replace(x, name=f"evoattn/{way}{end}") for x, end in ((one, ON_ONE), (both, "")))
+    return sharded.problem(length, "", one, both)
+
+
+ERRORS = errors(0.25, 1.25)
+TIMES = times(1024, "inference", Result("", host_us={"forward": 2e3}, peak_bytes=3 << 29, times={"forward": Timing(8.0)}))
 
 
 @pytest.mark.slow
@@ -44,19 +62,27 @@ def test_two_processes_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert re.search(r"^5 +inference +[\d.]+ +[\d.]+ +- +[\d.]+ +[\d.]+ +- +\d+%  -$", printed.out, re.MULTILINE)
     assert re.search(r"^5 +tri_mul_out, training step +[\d.]+ ", printed.out, re.MULTILINE)
     assert "[2/13] 5 residues, inference\n[3/13] 5 residues, training\n[4/13] 5 residues, tri_mul_out, " in printed.err
-    record = sharded_table.read(path)
-    assert record["finished"] == "complete" and record["machine"]["kind"] == "cpu" and record["settings"]["note"] == "a test"
-    jobs = [Job(found["length"], found.get("layer", ""), found["way"]) for found in record["times"]]
+    record = records.read(path)
+    assert record.finished == "complete" and record.machine["kind"] == "cpu" and record.settings["note"] == "a test"
+    timed = [(problem, result) for problem in record.problems for result in problem.results if result.times]
+    jobs = [
+        Job(problem.workload.length, problem.workload.layer.replace("block", ""), result.name.removeprefix("evoattn/"))
+        for problem, result in timed
+        if not result.name.endswith(ON_ONE)
+    ]
     assert jobs == Plan(2, "cpu", (5,), 2, parts=True).jobs and {job.layer for job in jobs} == {"", *LAYERS}
-    for found in record["times"]:
-        for numbers in (found["one"], found["all"]):
-            assert 0 < numbers["host_ms"] <= numbers["ms"] < 1e5
+    assert len(timed) == 2 * len(jobs)
+    for _, result in timed:
+        ((measured, time),) = result.times.items()
+        assert 0 < result.host_us[measured] / 1e3 <= time.median_ms < 1e5
+    assert cli.main(["bench", "--from", str(path)]) == 0
+    assert capsys.readouterr().out == printed.out
 
 
 def killed(rank: int, plan: Plan, commit: str | None, port: int, sender: Connection) -> None:
     """A process that sends something and then waits, and one that is killed."""
     if rank == 0:
-        sender.send(("machine", {"device": commit}))
+        sender.send({"device": commit})
     else:
         dist.TCPStore("127.0.0.1", port)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -86,11 +112,11 @@ def test_a_process_that_dies_ends_the_others(work: Any, message: str, monkeypatc
     assert time.monotonic() - start < 60
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, dict[str, Any]], end: BaseException | None = None) -> None:
-    """Let no process start, and these things be found."""
+def pretend(monkeypatch: pytest.MonkeyPatch, *parts: dict[str, str] | Problem, end: BaseException | None = None) -> None:
+    """Let no process start, and these parts of a record come."""
 
-    def run(plan: Plan, commit: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield from found
+    def run(plan: Plan, commit: str | None) -> Iterator[dict[str, str] | Problem]:
+        yield from copy.deepcopy(parts)
         if end is not None:
             raise end
 
@@ -98,8 +124,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, dict[str, Any]],
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = {"length": 2048, "way": "training", "one": None, "all": FASTER}
-    pretend(monkeypatch, ("machine", MACHINE), ("errors", ERRORS), ("times", TIMES), ("times", missing))
+    pretend(monkeypatch, MACHINE, ERRORS, TIMES, times(2048, "training"))
     assert cli.main(TWO) == 0
     lines = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "a machine, torch 2; 2 GPUs"
@@ -109,7 +134,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert lines[6] == "2,048 training step does not fit - - 5.0 3.0 0.9 - -"
 
 
-ENDS: dict[str, tuple[dict[str, Any], BaseException | None, int, str, str]] = {
+ENDS: dict[str, tuple[Problem, BaseException | None, int, str, str]] = {
     "died": (
         ERRORS,
         sharded.ProcessDiedError("process 2 of 2 ended by signal SIGKILL"),
@@ -119,7 +144,7 @@ ENDS: dict[str, tuple[dict[str, Any], BaseException | None, int, str, str]] = {
     ),
     "interrupted": (ERRORS, KeyboardInterrupt(), 130, "interrupted: the results so far are above", "interrupted"),
     "wrong": (
-        {**ERRORS, "all": float("inf"), "largest ratio": float("inf")},
+        errors(float("inf"), float("inf")),
         None,
         1,
         "WRONG: the processes together are less exact than one of them, so nothing was timed",
@@ -128,9 +153,9 @@ ENDS: dict[str, tuple[dict[str, Any], BaseException | None, int, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("errors", "end", "status", "message", "finished"), ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(("verified", "end", "status", "message", "finished"), ENDS.values(), ids=ENDS)
 def test_how_it_ends(
-    errors: dict[str, Any],
+    verified: Problem,
     end: BaseException | None,
     status: int,
     message: str,
@@ -140,15 +165,14 @@ def test_how_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The results so far are shown and written."""
-    pretend(monkeypatch, ("machine", MACHINE), ("errors", errors), ("times", TIMES), end=end)
+    pretend(monkeypatch, MACHINE, verified, TIMES, end=end)
     assert cli.main([*TWO, "--json", str(tmp_path / "a.json")]) == status
     printed = capsys.readouterr()
     assert printed.err.endswith(f"\nevoattn bench: {message}\n")
     timed = finished != "wrong"
     assert ("1,024" in printed.out, "no time was measured" in printed.out) == (timed, not timed)
-    record = sharded_table.read(tmp_path / "a.json")
-    assert (record["finished"], len(record["times"])) == (finished, int(timed))
-    assert json.dumps(record, allow_nan=False) and float(record["errors"][0]["all"]) == errors["all"]
+    record = records.read(tmp_path / "a.json")
+    assert (record.finished, record.problems) == (finished, [verified, TIMES][: 1 + timed])
 
 
 def test_a_record_that_cannot_be_written(
@@ -157,7 +181,7 @@ def test_a_record_that_cannot_be_written(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    pretend(monkeypatch, ("machine", MACHINE), ("errors", ERRORS), ("times", TIMES))
+    pretend(monkeypatch, MACHINE, ERRORS, TIMES)
     monkeypatch.setattr(records, "write_text", full)
     assert cli.main([*TWO, "--json", str(tmp_path / "a.json")]) == 2
     printed = capsys.readouterr()
@@ -208,11 +232,8 @@ def test_refused_without_gpus_or_a_backend(capsys: pytest.CaptureFixture[str], m
     assert capsys.readouterr().err == "evoattn bench: error: --parts is for --gpus: leave out --parts\n"
 
 
-def test_records(tmp_path: Path) -> None:
-    """One from before the command is still read and shown; another file is refused."""
-    old = sharded_table.as_markdown(sharded_table.read(ROOT / "benchmarks" / "results" / "sharded" / "h100-x2.json"))
-    assert "at 256 residues: 0.226 of one GPU" in old
-    assert "| 3,072 | training step | does not fit | - | - | 618.0 | 54.4 | 43.1 | - | - |" in old
-    (tmp_path / "a.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no record of several GPUs; expected a file that evoattn bench --gpus N"):
-        sharded_table.read(tmp_path / "a.json")
+def test_records() -> None:
+    """A committed record is shown as the command shows one."""
+    table = sharded_table.as_markdown(records.read(RESULTS / "h100-x2.json"))
+    assert "at 256 residues: 0.226 of one GPU" in table
+    assert "| 3,072 | training step | does not fit | - | - | 618.0 | 54.4 | 43.1 | - | - |" in table

@@ -29,11 +29,8 @@ ROUNDINGS = 1
 GRAPHS = False
 """If true, each pass is timed as a CUDA graph too."""
 
-_SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
+SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
 """Scores of the truth at a time: it holds about eight float64 tensors of them."""
-
-_KEPT = 0.7
-"""Share of the keys that the random mask keeps."""
 
 
 def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:
@@ -46,7 +43,7 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
 
     mask = None
     if w.key_mask:
-        mask = torch.rand((w.b, w.n, w.lk), generator=rng, dtype=torch.float32, device=device) < _KEPT
+        mask = random_keys((w.b, w.n, w.lk), rng)
         mask[..., 0] = True
     kv_heads = w.kv_heads or w.h
     return Inputs(
@@ -60,6 +57,11 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
         do=normal(w.b, w.n, w.lq, w.h, w.d),
         dlse=None,
     )
+
+
+def random_keys(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    """A random mask that keeps seven keys of ten."""
+    return torch.rand(shape, generator=rng, dtype=torch.float32, device=rng.device) < 0.7
 
 
 def held_bytes(workload: Workload, dtype: torch.dtype, device: torch.device) -> int:
@@ -103,7 +105,7 @@ def first_rows(inputs: Inputs, rows: slice) -> Inputs:
 
 def _rows_at_a_time(scores: int, device: torch.device) -> int:
     """The number of rows whose truth is computed at once, if one row has so many scores."""
-    return max(1, _SCORES[device.type] // max(1, scores))
+    return max(1, SCORES[device.type] // max(1, scores))
 
 
 def _parts(inputs: Inputs) -> Iterator[slice]:
@@ -139,6 +141,14 @@ def truth(inputs: Inputs, between: Callable[[float], None] = lambda done: None) 
     return values if dpair_bias is None else {**values, "dpair_bias": dpair_bias}
 
 
+def explanation(inputs: Inputs, backend: str = "auto") -> evoattn.Explanation:
+    """What a training step on these inputs runs, by `explain`."""
+    q, k, v, pair_bias = (
+        None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
+    )
+    return evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias, backend=backend)  # type: ignore[arg-type]
+
+
 def names(plan: Plan) -> list[str]:
     """Names of all contenders that a plan asks for."""
     return [*("evoattn" if name == "auto" else f"evoattn/{name}" for name in plan.backends), *plan.peers]
@@ -146,10 +156,7 @@ def names(plan: Plan) -> list[str]:
 
 def contenders(plan: Plan, inputs: Inputs) -> list[tuple[Contender, Result]]:
     """The contenders that run on a problem, each with an empty result. A backend that `auto` chooses is not measured twice."""
-    q, k, v, pair_bias = (
-        None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
-    )
-    chosen = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias)  # type: ignore[arg-type]
+    chosen = explanation(inputs)
     backward = chosen.backward_backend if set(plan.passes) != {"forward"} else None
     contestants: list[tuple[Contender, Result]] = []
     for backend in plan.backends:

@@ -1,4 +1,7 @@
-"""Contenders prepare the inputs of a problem, and runners call their passes; statuses say why one has no time."""
+"""Contenders, runners and statuses.
+
+A contender prepares the inputs of a problem. A runner calls its passes. A status says why a contender has no time.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +108,8 @@ class Runner:
             tensors = self.prepared.tensors
             copies = 1 if self.contender.score_copies or not tensors else copies_for(tensors, self.do.device)
         for number in range(len(self.sets), copies):
-            held = (None if x is None else x.detach() for x in self.prepared.tensors)
-            cloned = (x if x is None or not number else x.clone(memory_format=torch.preserve_format) for x in held)
+            detached = (None if x is None else x.detach() for x in self.prepared.tensors)
+            cloned = (x if x is None or not number else x.clone(memory_format=torch.preserve_format) for x in detached)
             self.sets.append(tuple(None if x is None else x.requires_grad_() for x in cloned))
 
     def _leaves(self, number: int) -> list[Tensor]:
@@ -129,11 +132,6 @@ class Runner:
     def both(self, number: int = 0) -> tuple[Tensor, ...]:
         """A training step's share: forward and backward."""
         return self._gradients(self.forward(number), number)
-
-    def call(self, name: str) -> Callable[[int], object]:
-        """A pass by its name."""
-        call: Callable[[int], object] = getattr(self, name)
-        return call
 
     def most_calls(self, name: str, scores: int) -> int:
         """The most calls of a pass in a round. A compiled graph frees its memory in its backward, so each call needs one."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import evoattn
+from evoattn.bench.attentions import SCORES, random_keys
 from evoattn.bench.contender import Contender, Prepared
 from evoattn.bench.layer_peers import Compute, cuequivariance, openfold3
 from evoattn.bench.peers import dense
@@ -41,12 +42,6 @@ _PAIR_CHANNELS = 128
 _CONDITION_CHANNELS = 384
 _ALIGNED = 8
 """Elements of 16 bits in 16 bytes."""
-
-_KEPT = 0.7
-"""Share of the keys that the random mask keeps."""
-
-_SCORES = {"cpu": 6 << 20, "cuda": 48 << 20}
-"""Scores of the float64 truth that are in memory at a time."""
 
 Module = TriangleAttention | MSAAttention | AttentionPairBias
 """The layers of `evoattn.nn` that are measured."""
@@ -128,7 +123,7 @@ def inputs_of(workload: Workload, dtype: torch.dtype, device: torch.device, seed
     fill(module, rng)
     inputs = {name: normal(*shape).requires_grad_() for name, shape in shapes.items()}
     first = next(iter(inputs.values()))
-    mask = torch.rand(first.shape[:-1], generator=rng, dtype=torch.float32, device=device) < _KEPT
+    mask = random_keys(first.shape[:-1], rng)
     mask[(slice(None), 0) if workload.layer == "msa_column" else (..., 0)] = True
     return Layer(workload.layer, module, inputs, mask, normal(*first.shape), dtype)
 
@@ -219,7 +214,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | Non
 
 def _in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair_bias: Tensor | None) -> Tensor:
     """`_dense` for some rows n at a time. The backward computes their scores again."""
-    rows = max(1, _SCORES[q.device.type] // (q.shape[2] * q.shape[3] * k.shape[2]))
+    rows = max(1, SCORES[q.device.type] // (q.shape[2] * q.shape[3] * k.shape[2]))
     parts = zip(*(x.split(rows, 1) for x in (q, k, v, mask)), strict=True)
     return torch.cat([checkpoint(_dense, *part, pair_bias, use_reentrant=False) for part in parts], 1)
 

@@ -66,7 +66,7 @@ def default_plan(device_type: str, quick: bool) -> Plan:
     return Plan(workloads, dtypes, PASSES, ("auto", *BACKENDS), peers, rounds, budget_s)
 
 
-def chosen(names: list[str] | None, lengths: list[int] | None, default: tuple[Workload, ...]) -> tuple[Workload, ...]:
+def select_workloads(names: list[str] | None, lengths: list[int] | None, default: tuple[Workload, ...]) -> tuple[Workload, ...]:
     """The workloads of these names, or the default ones, each at these lengths if there are any, without duplicates.
 
     Raises:
@@ -98,7 +98,7 @@ def plan_of(settings: Mapping[str, Any], budget_s: float | None) -> Plan:
     )
 
 
-def left(plan: Plan, record: Record) -> list[tuple[Workload, str]]:
+def remaining(plan: Plan, record: Record) -> list[tuple[Workload, str]]:
     """The problems of a plan that a record does not have, or that were cut short."""
     done = {_name(problem) for problem in record.problems if not problem.cut}
     return [(workload, dtype) for workload, dtype in plan.problems if (workload.name, dtype) not in done]
@@ -108,7 +108,7 @@ def _name(problem: Problem) -> tuple[str, str]:
     return problem.workload.name, problem.dtype
 
 
-def put(problem: Problem, record: Record, plan: Plan) -> None:
+def store(problem: Problem, record: Record, plan: Plan) -> None:
     """Put a problem into a record. It replaces one that was cut short, unless it was cut short too and has no more times."""
     by_name = {_name(old): old for old in record.problems}
     old = by_name.get(_name(problem))

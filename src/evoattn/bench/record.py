@@ -22,7 +22,7 @@ PASSES = ("forward", "backward", "both")
 TIMED = (*PASSES, "graph_forward", "graph_both")
 """All passes that a record may have. Passes of a layer are timed in a CUDA graph too."""
 
-_KEPT_DIGITS = 5
+_DIGITS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Timing:
     @classmethod
     def of(cls, samples_ms: list[float]) -> Timing:
         """The timing of these rounds, at least one."""
-        kept = tuple(float(f"{sample:.{_KEPT_DIGITS}g}") for sample in samples_ms)
-        return cls(statistics.median(kept), float(f"{max(kept) - min(kept):.{_KEPT_DIGITS}g}"), kept)
+        samples = tuple(float(f"{sample:.{_DIGITS}g}") for sample in samples_ms)
+        return cls(statistics.median(samples), float(f"{max(samples) - min(samples):.{_DIGITS}g}"), samples)
 
     @property
     def range_ms(self) -> tuple[float, float]:
@@ -223,7 +223,7 @@ def read(path: Path) -> Record:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(data, dict) or "schema" not in data:
-        raise ValueError('has no "schema"; expected a file that evoattn bench --json wrote without --gpus')
+        raise ValueError('has no "schema"; expected a file that evoattn bench --json wrote')
     if data["schema"] != SCHEMA:
         raise ValueError(f"has schema {data['schema']!r}; this version of evoattn reads {SCHEMA}")
     try:

@@ -13,7 +13,7 @@ from evoattn.bench.budget import Budget
 from evoattn.bench.clock import Clock, TookTooLong
 from evoattn.bench.contender import Contender, Runner, one_line, out_of_memory, status, worst
 from evoattn.bench.memory import peak_bytes, release, too_much
-from evoattn.bench.plan import Plan, left, put
+from evoattn.bench.plan import Plan, remaining, store
 from evoattn.bench.record import Problem, Record, Result
 from evoattn.bench.timing import time_graphs, time_in_turn
 from evoattn.workloads import Workload
@@ -55,7 +55,7 @@ def run(
     Ctrl-C ends the run and keeps what is done: `record.finished` is then "interrupted". If the budget ends, every problem that
     was not begun is in the record with the reason.
     """
-    problems = left(plan, record)
+    problems = remaining(plan, record)
     budget = Budget(plan.budget_s, len(problems), clock)
     record.finished = "interrupted"  # until it is not: what is written after a problem may be all there will be
     start, before = clock.now(), record.seconds or 0.0
@@ -68,13 +68,13 @@ def run(
 
             course = _Course(plan, Problem(workload, dtype, None), device, clock, budget, say)
             course.run()
-            put(course.problem, record, plan)
+            store(course.problem, record, plan)
             record.seconds = round(before + clock.now() - start, 1)
             after_problem(record)
         record.finished = "out of time" if any(problem.cut for problem in record.problems) else "complete"
     except KeyboardInterrupt:
         if course is not None and course.problem.seconds is None:
-            put(_as_far_as_it_came(course.problem), record, plan)
+            store(_mark_interrupted(course.problem), record, plan)
     record.seconds = round(before + clock.now() - start, 1)
     return record
 
@@ -241,7 +241,7 @@ class _Course:
         return reason
 
 
-def _as_far_as_it_came(problem: Problem) -> Problem:
+def _mark_interrupted(problem: Problem) -> Problem:
     """Complete an interrupted problem: contenders without a time get the reason."""
     problem.cut = True
     for result in problem.results:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-import evoattn
 from evoattn.backends import AUTO_ORDER
 from evoattn.backends.triton.tiles.few import few_tiles
 from evoattn.bench import attentions
@@ -27,7 +26,7 @@ from evoattn.workloads import Workload
 
 _WORTH_A_STEP = 0.01
 _WORTH_KEEPING = 0.03
-"""A smaller gain is not kept, even beyond the noise: the built-in choice was made for all lengths, a finding for a few."""
+"""Keep a result only if it gains 3%: the built-in tiles serve all lengths, a tuned one a few."""
 
 _ROUNDS = 3
 _LAST_ROUNDS = 9
@@ -101,12 +100,9 @@ def tune(
     with tuned_tiles.ignored():
         inputs = attentions.inputs_of(workload, getattr(torch, dtype), device)
         expected = attentions.truth(inputs)
-        q, k, v, pair_bias = (
-            None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
-        )
         # The first of auto's that takes the problem and has tiles to choose: one with fixed tiles refuses even its own.
         for name in AUTO_ORDER:
-            chosen = evoattn.explain(q, k, v, mask=inputs.mask, pair_bias=pair_bias, backend=name)  # type: ignore[arg-type]
+            chosen = attentions.explanation(inputs, name)
             if name == "triton" and chosen.config is not None and few_tiles("forward", chosen.problem, Config()) is not None:
                 return  # few queries and few keys: kernels that ask no table
             if chosen.config is not None and not refusals(name, chosen.problem, chosen.config):
@@ -150,11 +146,11 @@ class _Climb:
         # A search of the forward alone needs no gradient, so it may try what the backward refuses.
         asked = dataclasses.replace(problem, needs=NO_GRADIENTS) if self.direction == "forward" else problem
 
-        def taken(configs: Iterable[Config]) -> list[Config]:
+        def accepted(configs: Iterable[Config]) -> list[Config]:
             return [config for config in configs if not refusals(self.backend, asked, config)]
 
         candidates = [start] if self.direction == "backward" else []  # its three kernels have tiles of their own: one for all?
-        candidates = taken([*candidates, *neighbours(start)])
+        candidates = accepted([*candidates, *neighbours(start)])
         while candidates:
             timed = [
                 (ms, config) for config in candidates if config not in seen or config == start if (ms := self._try(config))
@@ -164,7 +160,7 @@ class _Climb:
             if ms >= best_ms * (1 - _WORTH_A_STEP):
                 break
             best, best_ms = config, ms
-            candidates = [config for config in taken(neighbours(best)) if config not in seen]
+            candidates = [config for config in accepted(neighbours(best)) if config not in seen]
         if best is not None:
             before, after = self._times(_LAST_ROUNDS, builtin, self._runner(best))
             if after.range_ms[1] >= before.range_ms[0] or before.median_ms / after.median_ms < 1 + _WORTH_KEEPING:

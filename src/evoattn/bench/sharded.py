@@ -1,6 +1,6 @@
 """A PairformerBlock of Boltz-2's size over several processes, beside the same block on one: error, time, host time, memory.
 
-`run` starts the processes on this machine, and yields the measurements of the first.
+`run` starts the processes on this machine, and yields the results of the first as parts of a `Record`.
 
 z is float32 under autocast to bfloat16 and split by rows. The first process runs the block alone, while the others wait. Then
 all run it together. Inference is a forward without gradients. A training step is a forward with dropout, a backward for s, z
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -33,11 +34,14 @@ from evoattn.bench import machine
 from evoattn.bench.clock import clock_for
 from evoattn.bench.layers import fill
 from evoattn.bench.memory import release
+from evoattn.bench.record import Problem, Result, Timing
+from evoattn.bench.sharded_table import BLOCK, ON_ONE, VERIFIED, WAYS
 from evoattn.bench.timing import captured
 from evoattn.nn import PairformerBlock
+from evoattn.workloads import workload
 
 C_S, C_Z = 384, 128
-VERIFIED = {"cuda": 256, "cpu": 24}
+VERIFIED_AT = {"cuda": 256, "cpu": 24}
 """Residues at which outputs and gradients are compared with float64."""
 
 ALLOWED, FLOOR = 1.5, 1e-4
@@ -51,7 +55,6 @@ LAYERS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end", "pair_tra
 _HOST = "127.0.0.1"
 
 Example = dict[str, Tensor]
-Numbers = dict[str, float]
 
 
 class Job(NamedTuple):
@@ -146,10 +149,17 @@ def run_layer(layer: nn.Module, masked: bool, grad: bool, inputs: Example) -> ob
     return torch.autograd.grad(output, [z, *layer.parameters()], inputs["dz"]) if grad else output
 
 
-def errors(block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Numbers:
+def problem(length: int, layer: str, *results: Result) -> Problem:
+    """A block of the size of Boltz-2's, or a layer of it, at a length, with what was measured."""
+    named = {"name": f"{layer or 'block'}{length}", "where": "Boltz-2 PairformerBlock", "layer": layer or BLOCK}
+    sizes = dataclasses.replace(workload(f"tri{length}"), **named, channels=C_Z)  # type: ignore[arg-type]
+    return Problem(sizes, "bfloat16", None, [*results])
+
+
+def errors(block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Problem:
     """The largest relative error of outputs and gradients, of one process and of all, and the largest ratio of both."""
     block.eval()
-    inputs = example(VERIFIED[device.type], device)
+    inputs = example(VERIFIED_AT[device.type], device)
     right = train(copy.deepcopy(block).double(), {name: x.double() for name, x in inputs.items()})
 
     def relative(values: list[Tensor]) -> list[float]:
@@ -160,13 +170,14 @@ def errors(block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Nu
     gathered = [x.full_tensor() if isinstance(x, DTensor) else x for x in train(block, split(inputs, mesh))]
     one, several = relative(train(block, inputs)), relative(gathered)
     ratio = max(x / (y + FLOOR) for x, y in zip(several, one, strict=True))
-    return {"residues": VERIFIED[device.type], "one": max(one), "all": max(several), "largest ratio": ratio}
+    several_result = Result(VERIFIED, errors={"largest": max(several), "largest ratio": ratio})
+    return problem(VERIFIED_AT[device.type], "", Result(VERIFIED + ON_ONE, errors={"largest": max(one)}), several_result)
 
 
 def _time(
     call: Callable[[int], object], device: torch.device, rounds: int, meet: Callable[[], object], *, graph: bool = False
-) -> Numbers:
-    """Milliseconds of a call, those of its host, and the peak memory in GiB with inputs and parameters.
+) -> tuple[float, float, float]:
+    """Milliseconds of a call, microseconds of its host, and the peak memory in bytes with inputs and parameters.
 
     The time is the median of the rounds. The host's is the least: until a call into an empty queue returns, without a wait for
     the device.
@@ -188,55 +199,47 @@ def _time(
     if graph:
         meet()
         clock.synchronize()
-        call, _kept = captured(call, warm_up=0, mode="thread_local")  # NCCL's thread may use the device meanwhile
+        call, _output = captured(call, warm_up=0, mode="thread_local")  # NCCL's thread may use the device meanwhile
     hosts, times = zip(*clock.latencies(call, rounds, meet), strict=True)
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    return {"ms": 1e3 * sorted(times)[rounds // 2], "host_ms": 1e3 * min(hosts), "gib": peak}
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0.0
+    return 1e3 * sorted(times)[rounds // 2], 1e6 * min(hosts), peak
 
 
-def _of(call: Callable[[Example], object], inputs: Example) -> Callable[[int], object]:
-    return lambda number: call(inputs)
-
-
-def _largest(numbers: Numbers, device: torch.device) -> Numbers:
-    """The largest numbers of all processes."""
-    values = torch.tensor(list(numbers.values()), dtype=torch.float64, device=device)
+def _result(name: str, measured: str, numbers: Sequence[float], device: torch.device) -> Result:
+    """The result of a pass from the largest numbers of all processes; without a time if it does not fit into memory."""
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(values, dist.ReduceOp.MAX)
-    return {name: round(x, 3) for name, x in zip(numbers, values.tolist(), strict=True)}
+    ms, host_us, peak = (round(x, 3) for x in values.tolist())
+    if not ms:
+        return Result(name, "left out", "does not fit")
+    return Result(name, peak_bytes=int(peak) or None, host_us={measured: host_us}, times={measured: Timing(ms)})
 
 
-def _on_one(call: Callable[[int], object], device: torch.device, rounds: int, *, graph: bool) -> Numbers | None:
-    """Measure on the first process while the others wait; None if its memory does not suffice."""
-    numbers = {"ms": 0.0, "host_ms": 0.0, "gib": 0.0}
-    if dist.get_rank() == 0:
+def measure(plan: Plan, job: Job, block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Problem:
+    """Measure a job by one process, then by all. All processes call this."""
+    grad, graph = job.way == "training", job.way == "graph"
+    block.train(grad and not job.layer)
+    call: Callable[[Example], object] = functools.partial(train if grad else infer, block)
+    if job.layer:
+        call = functools.partial(run_layer, getattr(block.pair_stack, job.layer), job.layer != "pair_transition", grad)
+    release(device)
+    inputs, numbers = example(job.length, device), (0.0, 0.0, 0.0)
+    if dist.get_rank() == 0:  # the others wait
         with contextlib.suppress(torch.OutOfMemoryError):
-            numbers = _time(call, device, rounds, lambda: None, graph=graph)
-    numbers = _largest(numbers, device)
-    return numbers if numbers["ms"] else None
-
-
-def measure(plan: Plan, block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Give the numbers of each job of a plan, by one process and by all. All processes call this."""
-    for length, layer, way in plan.jobs:
-        grad, graph = way == "training", way == "graph"
-        block.train(grad and not layer)
-        call: Callable[[Example], object] = functools.partial(train if grad else infer, block)
-        if layer:
-            call = functools.partial(run_layer, getattr(block.pair_stack, layer), layer != "pair_transition", grad)
-        release(device)
-        inputs = example(length, device)
-        one = _on_one(_of(call, inputs), device, plan.rounds, graph=graph)
-        inputs = split(inputs, mesh)
-        several = _largest(_time(_of(call, inputs), device, plan.rounds, dist.barrier, graph=graph), device)
-        yield {"length": length, "way": way, "one": one, "all": several, **({"layer": layer} if layer else {})}
+            numbers = _time(lambda _: call(inputs), device, plan.rounds, lambda: None, graph=graph)
+    name, measured = f"evoattn/{job.way}", WAYS[job.way].measured
+    one = _result(name + ON_ONE, measured, numbers, device)
+    inputs = split(inputs, mesh)
+    numbers = _time(lambda _: call(inputs), device, plan.rounds, dist.barrier, graph=graph)
+    return problem(job.length, job.layer, one, _result(name, measured, numbers, device))
 
 
 class ProcessDiedError(RuntimeError):
     """A process of the benchmark ended before its work was done; the message is one line."""
 
 
-def run(plan: Plan, commit: str | None = None) -> Generator[tuple[str, dict[str, Any]], None, None]:
-    """Start the processes, and give keys and entries of a record: "machine", "errors", and "times" for each job.
+def run(plan: Plan, commit: str | None = None) -> Generator[dict[str, Any] | Problem, None, None]:
+    """Start the processes, and give the parts of a record: the machine's facts, the errors, and the results of each job.
 
     They end with the iterator. Close it to end them earlier.
 
@@ -284,7 +287,7 @@ def _without_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _received(context: ProcessContext, receiver: Connection) -> Iterator[tuple[str, dict[str, Any]]]:
+def _received(context: ProcessContext, receiver: Connection) -> Iterator[Any]:
     """Yield what arrives until all processes have ended."""
     ended = False
     while not ended:
@@ -296,7 +299,7 @@ def _received(context: ProcessContext, receiver: Connection) -> Iterator[tuple[s
 
 
 def work(rank: int, plan: Plan, commit: str | None, port: int, sender: Connection) -> None:
-    """The life of a process. The first one sends the entries of the record."""
+    """The life of a process. The first one sends the parts of the record."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, or the parent is gone: end without a traceback
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -315,14 +318,14 @@ def work(rank: int, plan: Plan, commit: str | None, port: int, sender: Connectio
     )
     mesh = init_device_mesh(device.type, (plan.processes,))
 
-    def send(key: str, entry: dict[str, Any]) -> None:
+    def send(part: dict[str, Any] | Problem) -> None:
         if rank == 0:
-            sender.send((key, entry))
+            sender.send(part)
 
-    send("machine", machine.facts(device, commit))
+    send(machine.facts(device, commit))
     block = PairformerBlock(C_S, C_Z).to(device)
     fill(block, torch.Generator(device).manual_seed(0))  # the same parameters on all processes
-    send("errors", errors(block, mesh, device))
-    for times in measure(plan, block, mesh, device):
-        send("times", times)
+    send(errors(block, mesh, device))
+    for job in plan.jobs:
+        send(measure(plan, job, block, mesh, device))
     dist.destroy_process_group()

@@ -1,96 +1,100 @@
-"""Records of a block over several processes: read, written, and shown as a table."""
+"""A record of a block over several processes: the names of its results, and its table."""
 
 from __future__ import annotations
 
-import json
-import math
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from evoattn.bench import record as records
+from evoattn.bench.record import Record, Result
 from evoattn.bench.table import aligned, headline, markdown
 
-Data = dict[str, Any]
-"""A record: "machine", "processes", "settings", "finished", and lists: "errors" of one entry, and "times" of one for each job.
-Records from before the command have no settings and do not say whether they are finished."""
 
-_WAYS = {"inference": "inference", "graph": "inference, CUDA graph", "training": "training step"}
+class Way(NamedTuple):
+    """A way to run a block: the pass of a record that it is, and what the table calls it."""
 
-
-def write(record: Data, path: Path) -> None:
-    """Write a record, whole or not at all. An infinite error is the text "inf".
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    errors = [{key: x if math.isfinite(x) else str(x) for key, x in entry.items()} for entry in record.get("errors", [])]
-    records.write_text(json.dumps({**record, "errors": errors}, indent=1, allow_nan=False) + "\n", path)
+    measured: str
+    title: str
 
 
-def read(path: Path) -> Data:
-    """Read what `write` wrote.
+WAYS = {
+    "inference": Way("forward", "inference"),
+    "graph": Way("graph_forward", "inference, CUDA graph"),
+    "training": Way("both", "training step"),
+}
+"""A result is called "evoattn/" and its way."""
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no such record.
-    """
-    record: Data = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(record, dict) or not {"machine", "processes", "times"} <= record.keys():
-        raise ValueError("is no record of several GPUs; expected a file that evoattn bench --gpus N --json wrote")
-    return record
+VERIFIED = "evoattn/verified"
+"""The name of the result with the errors: the "largest" of all, and the "largest ratio" of one to that of one process."""
+
+ON_ONE = " on one"
+"""The end of the name of a result of one process."""
+
+BLOCK = "block"
+"""`Workload.layer` of a whole block."""
 
 
-def _unit(record: Data, count: str) -> str:
-    one, several = ("GPU", "GPUs") if record["machine"].get("kind") == "gpu" else ("process", "processes")
+def _unit(record: Record, count: str) -> str:
+    one, several = ("GPU", "GPUs") if record.machine.get("kind") == "gpu" else ("process", "processes")
     return f"{count} {one if count == 'one' else several}"
 
 
-def _about(record: Data) -> list[str]:
+def _about(record: Record) -> list[str]:
     """Machine, what is measured, and the errors, a line each."""
+    one, several = _unit(record, "one"), _unit(record, str(record.settings["processes"]))
     lines = [
-        f"{headline(records.Record(record['machine'], {}))}; {_unit(record, str(record['processes']))}",
+        f"{headline(record)}; {several}",
         "a PairformerBlock of Boltz-2's size, bfloat16 autocast around a float32 z that is split by rows",
     ]
-    for errors in record.get("errors", []):
-        one, several = (f"{float(errors[key]):.3f}" for key in ("one", "all"))
-        lines.append(
-            f"largest error of outputs and gradients against float64 at {errors.get('residues', 256)} residues: {one} of "
-            f"{_unit(record, 'one')}, {several} of {_unit(record, str(record['processes']))}; each at most "
-            f"{float(errors['largest ratio']):.2f} times that of {_unit(record, 'one')}"
-        )
+    for problem in record.problems:
+        on_all, on_one = problem.result(VERIFIED), problem.result(VERIFIED + ON_ONE)
+        if on_all and on_one:
+            lines.append(
+                f"largest error of outputs and gradients against float64 at {problem.workload.length} residues: "
+                f"{on_one.errors['largest']:.3f} of {one}, {on_all.errors['largest']:.3f} of {several}; "
+                f"each at most {on_all.errors['largest ratio']:.2f} times that of {one}"
+            )
     return lines
 
 
-def _rows(record: Data) -> list[list[str]]:
+def _cells(result: Result, measured: str) -> list[str]:
+    if measured not in result.times:
+        return ["does not fit", "-", "-"]
+    peak = f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else "-"
+    return [f"{result.times[measured].median_ms:.1f}", f"{result.host_us[measured] / 1e3:.1f}", peak]
+
+
+def _rows(record: Record) -> list[list[str]]:
     """The head, and a row for each job: times and memory of one process and of all, and how both scale."""
-    processes = record["processes"]
-    sides = (_unit(record, "one"), _unit(record, str(processes)))
-    rows = [["residues", "pass", *(cell for x in sides for cell in (f"{x}, ms", "host ms", "GiB")), "of linear", "memory"]]
-    for entry in record["times"]:
-        one, several = entry["one"], entry["all"]
-        cells = [f"{entry['length']:,}", ", ".join(filter(None, (entry.get("layer"), _WAYS[entry["way"]])))]
-        for side in (one, several):
-            peak = f"{side['gib']:.1f}" if side and side["gib"] else "-"
-            cells += [f"{side['ms']:.1f}", f"{side['host_ms']:.1f}", peak] if side else ["does not fit", "-", "-"]
-        cells.append(f"{100 * one['ms'] / (processes * several['ms']):.0f}%" if one else "-")
-        cells.append(f"{processes * several['gib'] / one['gib']:.2f}" if one and one["gib"] else "-")
-        rows.append(cells)
+    count = record.settings["processes"]
+    units = (_unit(record, "one"), _unit(record, str(count)))
+    rows = [["residues", "pass", *(cell for x in units for cell in (f"{x}, ms", "host ms", "GiB")), "of linear", "memory"]]
+    for problem in record.problems:
+        for way, (measured, title) in WAYS.items():
+            one, several = problem.result(f"evoattn/{way}{ON_ONE}"), problem.result(f"evoattn/{way}")
+            if one is None or several is None:
+                continue
+            layer = "" if problem.workload.layer == BLOCK else f"{problem.workload.layer}, "
+            linear = memory = "-"
+            if measured in one.times:
+                linear = f"{100 * one.times[measured].median_ms / (count * several.times[measured].median_ms):.0f}%"
+            if one.peak_bytes and several.peak_bytes:
+                memory = f"{count * several.peak_bytes / one.peak_bytes:.2f}"
+            sides = [*_cells(one, measured), *_cells(several, measured)]
+            rows.append([f"{problem.workload.length:,}", layer + title, *sides, linear, memory])
     return rows
 
 
-def as_text(record: Data) -> str:
+def as_text(record: Record) -> str:
     """The table for a terminal."""
-    if not record["times"]:
+    rows, one, count = _rows(record), _unit(record, "one"), record.settings["processes"]
+    if len(rows) == 1:
         return "\n".join([*_about(record), "", "no time was measured"])
-    of = _unit(record, "one")
-    lines = [*_about(record), "", aligned(_rows(record)), ""]
-    lines += [
+    lines = [
         "ms: median, the host's part included; host ms: until a call returns, the least; GiB: peak of the largest process",
-        f"of linear: time of {of} / (time x {record['processes']}); memory: peak x {record['processes']} / peak of {of}",
+        f"of linear: time of {one} / (time x {count}); memory: peak x {count} / peak of {one}",
     ]
-    return "\n".join(lines)
+    return "\n".join([*_about(record), "", aligned(rows), "", *lines])
 
 
-def as_markdown(record: Data) -> str:
+def as_markdown(record: Record) -> str:
     """The same for a page, without the words on its columns."""
     return "\n".join([*(f"- {line}" for line in _about(record)), "", markdown(_rows(record))])

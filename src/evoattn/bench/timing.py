@@ -41,7 +41,7 @@ class _Timed:
     def seconds(self, clock: Clock) -> float:
         """Mean seconds of one call."""
         self.runner.prepare(self.name, clock.lead + self.count)
-        return clock.calls(self.runner.call(self.name), self.count) / self.count
+        return clock.calls(getattr(self.runner, self.name), self.count) / self.count
 
     def warm_up(self, clock: Clock, longest_s: float) -> float | None:
         """Choose the calls of a round by two calls, and measure the host's time. Return the seconds if they are too many."""
@@ -50,7 +50,7 @@ class _Timed:
             return seconds
         calls = min(_HOST_CALLS if _HOST_CALLS * seconds < _HOST_S else 3, self.most)
         self.runner.prepare(self.name, calls)
-        host = clock.host_s(self.runner.call(self.name), calls)
+        host = clock.host_s(getattr(self.runner, self.name), calls)
         if host is not None:
             self.result.host_us[self.name] = round(1e6 * host, 1)
         self.count = calls_in_a_round(clock, seconds, self.most - clock.lead)
@@ -132,7 +132,7 @@ def time_graphs(result: Result, runner: Runner, passes: tuple[str, ...], rounds:
     """Time passes as CUDA graphs. A capture that fails is noted in the result, and the eager times stay."""
     for name in passes:
         try:
-            replay, output = captured(runner.call(name))
+            replay, output = captured(getattr(runner, name))
             result.times[f"graph_{name}"] = Timing.of(milliseconds(replay, clock, rounds))
             del replay, output
         except Exception as error:

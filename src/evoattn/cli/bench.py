@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from evoattn.backends import BACKENDS
-from evoattn.bench import ceilings, compare, machine, plots, report, table
+from evoattn.bench import ceilings, compare, machine, plots, report, sharded_table, table
 from evoattn.bench.clock import clock_for
 from evoattn.bench.peers import PEERS
-from evoattn.bench.plan import Plan, chosen, default_plan, left, plan_of, plan_settings
+from evoattn.bench.plan import Plan, default_plan, plan_of, plan_settings, remaining, select_workloads
 from evoattn.bench.record import PASSES, Record, read, write, write_text
 from evoattn.bench.run import run
 from evoattn.cli.terminal import (
@@ -34,10 +34,10 @@ from evoattn.cli.terminal import (
 from evoattn.workloads import LAYERS, WORKLOADS, Workload
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_ASKED = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "device", "quick", "rounds", "note")
-_MEASURING = ("budget", "commit")
-_FILES = ("json", "csv", "html", "png")
-_OF_ONE = ("list", "workloads", "dtypes", "passes", "backends", "peers", "budget", "csv", "html", "png", "resume", "from")
+_PLAN_OPTIONS = ("workloads", "lengths", "dtypes", "passes", "backends", "peers", "device", "quick", "rounds", "note")
+_RUN_OPTIONS = ("budget", "commit")
+_FILE_OPTIONS = ("json", "csv", "html", "png")
+_OF_KERNELS = ("list", "workloads", "dtypes", "passes", "backends", "peers", "budget", "csv", "html", "png", "resume", "from")
 """Options that say nothing of a block over several GPUs."""
 
 _THRESHOLD = 5.0
@@ -115,7 +115,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the command; everything that can be refused is, before any work."""
     if arguments.gpus is not None:
-        _refuse_with(arguments, "--gpus measures a pair block", *_OF_ONE, "compare", "threshold")
+        _refuse_with(arguments, "--gpus measures a pair block", *_OF_KERNELS, "compare", "threshold")
         if not torch.distributed.is_available():
             raise RefusedError("--gpus: this torch was built without torch.distributed; expected one with it")
         from evoattn.cli import gpus  # DTensors take a while to import, and other commands need none
@@ -128,7 +128,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 0
     begun = None if arguments.resume is None else _begun(arguments)
     if arguments.compare:
-        _refuse_with(arguments, "--compare measures and writes nothing", *_ASKED, *_MEASURING, *_FILES, "from")
+        _refuse_with(arguments, "--compare measures and writes nothing", *_PLAN_OPTIONS, *_RUN_OPTIONS, *_FILE_OPTIONS, "from")
         before, after = (_read(path, "--compare") for path in arguments.compare)
         threshold = _THRESHOLD if arguments.threshold is None else arguments.threshold
         comparison = compare.compare(before, after, threshold / 100)
@@ -138,7 +138,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 1 if comparison.regressions else 0
     _refuse_with(arguments, "--threshold is for --compare", "threshold")
     if arguments.source is not None:
-        _refuse_with(arguments, "--from measures nothing", *_ASKED, *_MEASURING)
+        _refuse_with(arguments, "--from measures nothing", *_PLAN_OPTIONS, *_RUN_OPTIONS)
     outputs = _outputs(arguments)
 
     def after_problem(record: Record) -> None:
@@ -152,7 +152,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     else:
         record = _measure(arguments, after_problem)
     unwritten = [refused for output in outputs.values() if (refused := output(record))]  # a reader of the table may stop early
-    print(table.as_text(record))
+    print((sharded_table if "processes" in record.settings else table).as_text(record))
     status = _status(record)
     for refused in unwritten:
         print(f"evoattn bench: error: {refused}", file=sys.stderr)
@@ -200,7 +200,7 @@ def _outputs(arguments: argparse.Namespace) -> dict[str, Callable[[Record], Refu
 
 def _read(path: Path, option: str) -> Record:
     try:
-        with refusing(option, path, "read"):
+        with refusing(f"{option} {str(path)!r}: cannot be read"):
             return read(path)
     except ValueError as error:
         raise RefusedError(f"{option} {str(path)!r}: {error}") from None
@@ -224,7 +224,7 @@ def _resume(arguments: argparse.Namespace, record: Record, after_problem: Callab
         plan = plan_of(record.settings, arguments.budget)
     except (KeyError, TypeError, ValueError) as error:
         raise RefusedError(f"--resume: the record does not say what was asked for: {error}") from None
-    if not left(plan, record):
+    if not remaining(plan, record):
         return record
     record.settings |= {"budget_s": plan.budget_s, "resumed": (record.settings.get("resumed") or 0) + 1}
     with problem_progress(plan.budget_s) as progress:
@@ -241,7 +241,7 @@ def _refuse_with(arguments: argparse.Namespace, why: str, *options: str) -> None
 
 def _begun(arguments: argparse.Namespace) -> Record:
     """The record to continue. The result goes into it too, unless --json names another file."""
-    _refuse_with(arguments, "--resume goes on with what the record was begun with", *_ASKED, "from", "compare")
+    _refuse_with(arguments, "--resume goes on with what the record was begun with", *_PLAN_OPTIONS, "from", "compare")
     record = _read(arguments.resume, "--resume")
     if record.finished != "complete" and any(problem.cut is None for problem in record.problems):
         raise RefusedError(f"--resume {str(arguments.resume)!r}: does not say what was cut short; an older version wrote it")
@@ -287,7 +287,7 @@ def workloads_of(arguments: argparse.Namespace, default: tuple[Workload, ...]) -
     """
     lengths = names_in(arguments.lengths)
     try:
-        return chosen(names_in(arguments.workloads), None if lengths is None else _lengths(lengths), default)
+        return select_workloads(names_in(arguments.workloads), None if lengths is None else _lengths(lengths), default)
     except ValueError as error:
         raise RefusedError(f"--workloads: {error}") from None
 

@@ -6,13 +6,14 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from evoattn.bench import sharded, sharded_table
+from evoattn.bench.record import Problem, Record, write
 from evoattn.bench.sharded import Plan
+from evoattn.bench.sharded_table import VERIFIED
 from evoattn.cli.terminal import RefusedError, check_output, progress, try_to_write
 
 _LENGTHS = {"cuda": (512, 1024, 2048, 3072), "cpu": (32, 64)}
@@ -47,11 +48,11 @@ def run_command(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) 
     """Measure, print the table, and say how it ended."""
     plan = _plan(arguments, lengths)
     path = None if arguments.json is None else check_output(arguments.json, "--json", ".json")
-    settings = {"lengths": plan.lengths, "rounds": plan.rounds, "parts": plan.parts, "note": arguments.note}
-    record: dict[str, Any] = {"processes": plan.processes, "settings": settings, "finished": "interrupted"}
-    record |= {"machine": {"kind": "gpu" if plan.device == "cuda" else "cpu"}, "errors": [], "times": []}
+    settings = {name: getattr(plan, name) for name in ("processes", "lengths", "rounds", "parts")}
+    record = Record({"kind": "gpu" if plan.device == "cuda" else "cpu"}, {**settings, "note": arguments.note})
+    record.finished = "interrupted"  # until it is not
     problem = _measure(plan, arguments.commit, record, path)
-    status = {"complete": 0, "interrupted": 130}.get(record["finished"], 1)
+    status = {"complete": 0, "interrupted": 130}.get(record.finished, 1)
     unwritten = None if path is None else _write(record, path)
     print(sharded_table.as_text(record))
     for line in filter(None, (problem, unwritten and f"error: {unwritten}")):
@@ -59,32 +60,42 @@ def run_command(arguments: argparse.Namespace, lengths: tuple[int, ...] | None) 
     return 2 if unwritten else status
 
 
-def _measure(plan: Plan, commit: str | None, record: dict[str, Any], path: Path | None) -> str | None:
+def _measure(plan: Plan, commit: str | None, record: Record, path: Path | None) -> str | None:
     """Fill the record, and write it after each measurement. Return the problem in words, if there was one."""
     steps = iter([f"{job.length} residues, {', '.join(filter(None, (job.layer, job.way)))}" for job in plan.jobs])
     try:
-        with progress(1 + len(plan.jobs)) as step, contextlib.closing(sharded.run(plan, commit)) as entries:
+        with progress(1 + len(plan.jobs)) as step, contextlib.closing(sharded.run(plan, commit)) as parts:
             step(f"starts {plan.processes} processes, then compares with float64")
-            for key, entry in entries:
-                if key == "machine":
-                    record["machine"] = entry
+            for part in parts:
+                if not isinstance(part, Problem):
+                    record.machine = part
                     continue
-                record[key].append(entry)
+                _add(part, record)
                 if path is not None:
                     _write(record, path)  # what cannot be written now is tried again at the end
-                if key == "errors" and not float(entry["largest ratio"]) <= sharded.ALLOWED:
-                    record["finished"] = "wrong"
+                verified = part.result(VERIFIED)
+                if verified and not verified.errors["largest ratio"] <= sharded.ALLOWED:
+                    record.finished = "wrong"
                     return "WRONG: the processes together are less exact than one of them, so nothing was timed"
                 if what := next(steps, None):
                     step(what)
     except sharded.ProcessDiedError as died:
-        record["finished"] = "a process died"
+        record.finished = "a process died"
         return f"error: {died}; the results so far are above"
     except KeyboardInterrupt:
         return "interrupted: the results so far are above"
-    record["finished"] = "complete"
+    record.finished = "complete"
     return None
 
 
-def _write(record: dict[str, Any], path: Path) -> RefusedError | None:
-    return try_to_write("--json", path, lambda: sharded_table.write(record, path))
+def _add(part: Problem, record: Record) -> None:
+    """Add results to a record: one problem has those of all ways."""
+    for problem in record.problems:
+        if problem.workload == part.workload:
+            problem.results += part.results
+            return
+    record.problems.append(part)
+
+
+def _write(record: Record, path: Path) -> RefusedError | None:
+    return try_to_write("--json", path, lambda: write(record, path))

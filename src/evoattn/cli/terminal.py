@@ -65,28 +65,23 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 @contextlib.contextmanager
-def refusing(option: str, path: Path, what: str = "written") -> Iterator[None]:
-    """Refuse if this block cannot read or write the file of an option. The message names both."""
+def refusing(cannot: str, remedy: str = "") -> Iterator[None]:
+    """Refuse if this block cannot read or write a file. The message is "`cannot`: the reason" and then the remedy."""
     try:
         yield
     except OSError as error:
-        raise RefusedError(f"{option} {str(path)!r}: cannot be {what}: {error.strerror or error}") from None
+        raise RefusedError(f"{cannot}: {error.strerror or error}{remedy}") from None
 
 
-@contextlib.contextmanager
-def refusing_place(place: Path, variable: str) -> Iterator[None]:
+def refusing_place(place: Path, variable: str) -> contextlib.AbstractContextManager[None]:
     """Refuse if this block cannot write a file or folder that an environment variable may move."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        raise RefusedError(f"{place}: cannot be written: {why}; {variable} names another folder") from None
+    return refusing(f"{place}: cannot be written", f"; {variable} names another folder")
 
 
 def try_to_write(option: str, path: Path, write: Callable[[], None]) -> RefusedError | None:
     """Write a file of an option. Return the refusal if that fails, so that results are shown first."""
     try:
-        with refusing(option, path):
+        with refusing(f"{option} {str(path)!r}: cannot be written"):
             write()
     except RefusedError as refused:
         return refused
@@ -224,7 +219,7 @@ def problem_progress(budget_s: float | None) -> Iterator[Callable[[int, int, str
     """
     start, shown = time.perf_counter(), 0
 
-    def left(problem: int, problems: int) -> str:
+    def time_left(problem: int, problems: int) -> str:
         passed = time.perf_counter() - start
         expected = passed / (problem - 1) * (problems - problem + 1) if problem > 1 else math.inf
         seconds = min(expected, math.inf if budget_s is None else budget_s - passed)
@@ -235,10 +230,10 @@ def problem_progress(budget_s: float | None) -> Iterator[Callable[[int, int, str
         def step(problem: int, problems: int, what: str) -> None:
             nonlocal shown
             if bar is not None:
-                bar(problem - 1, problems, f"{left(problem, problems):>10}  {what}")
+                bar(problem - 1, problems, f"{time_left(problem, problems):>10}  {what}")
             elif problem != shown:
                 shown = problem
-                line = f"[{problem}/{problems}] {what.partition(':')[0]}  {left(problem, problems)}"
+                line = f"[{problem}/{problems}] {what.partition(':')[0]}  {time_left(problem, problems)}"
                 print(line, file=sys.stderr, flush=True)
 
         yield step

@@ -288,7 +288,7 @@ def test_the_picture_of_the_rates() -> None:
     assert [text.get_text() for text in axes.texts] == ["0%"]
     (labels,) = ([text.get_text() for text in legend.get_texts()] for legend in figure.legends)
     others = ["dense torch", "torch flash kernel, no bias"]
-    assert labels == ["evoattn, and its share of the ceiling", *others, "lowest ceiling: exp2 units"]
+    assert labels == ["evoattn (% of the lowest ceiling)", *others, "lowest ceiling: exponentials"]
     marks = {line.get_label(): line for line in axes.lines}
     assert [marks[label].get_xdata()[0] for label in others] == pytest.approx([0.008192, 0.16384])
     for passes in ({}, {"both": Timing.of([1.0])}):

@@ -13,7 +13,7 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 from evoattn.cli.terminal import RefusedError
 from evoattn.cli.warm import calls
 from evoattn.cli.warm.calls import Call
-from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
+from evoattn.cli.warm.cards import ARCHITECTURES, cards_of, local_cards
 from evoattn.cli.warm.families import DTYPES, FAMILIES, LENGTHS, Attention
 from evoattn.compile import workers
 from evoattn.core import devices
@@ -179,11 +179,11 @@ def test_the_cards_of_a_machine_know_what_their_plans_ask(monkeypatch: pytest.Mo
     monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000 + device.index)
     monkeypatch.setattr(of_triton, "_cache", lambda device: 2000)
     monkeypatch.setattr(clusters, "_of_this_machine", lambda size, shared, device: 132 // size - 1)
-    here = cards_here()
+    here = local_cards()
     assert [(card.shared_memory, card.cache_bytes) for card in here] == [(1000, 2000), (1001, 2000), (1002, 2000)]
     assert here[0].clusters == () and here[1].clusters == (131, 65, 43, 32, 25, 21, 17, 15)
     monkeypatch.setattr(of_triton, "_shared_memory", lambda device: 1000)
-    assert len(cards_here()) == 2
+    assert len(local_cards()) == 2
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "hopper", ""])

@@ -26,12 +26,12 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def too_much(needed: int, device: torch.device, of: str = "") -> str | None:
+def too_much(needed: int, device: torch.device, suffix: str = "") -> str | None:
     """Say so if so many bytes are more than a call may hold of the free memory."""
     free = machine.free_bytes(device)
     if needed <= _SHARE * free:
         return None
-    return f"about {needed / 2**30:.1f} GiB{of}; {free / 2**30:.1f} GiB are free"
+    return f"about {needed / 2**30:.1f} GiB{suffix}; {free / 2**30:.1f} GiB are free"
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
@@ -61,10 +61,10 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    held = most = 0
+    current = most = 0
     for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: float(event["ts"])):
-        held += event["args"]["Bytes"]
-        most = max(most, held)
+        current += event["args"]["Bytes"]
+        most = max(most, current)
     return most
 
 
@@ -76,7 +76,7 @@ def _no_native_chatter() -> Iterator[None]:
     """
     sys.stderr.flush()
     try:
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except OSError:  # the program was started without a stderr
         yield
         return
@@ -85,6 +85,6 @@ def _no_native_chatter() -> Iterator[None]:
         os.dup2(nowhere, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)

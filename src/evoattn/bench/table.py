@@ -151,12 +151,12 @@ def as_text(record: Record) -> str:
         parts[0] += f"\nnote: {record.settings['note']}"
     everywhere = _said_once(record)
     for problem in record.problems:
-        kept = [result for result in problem.results if (result.name, result.reason) not in everywhere]
-        reasons = {f"{result.status}: {result.reason}" for result in kept}
-        if kept and len(reasons) == 1 and not any(result.times or result.errors for result in kept):
+        shown = [result for result in problem.results if (result.name, result.reason) not in everywhere]
+        reasons = {f"{result.status}: {result.reason}" for result in shown}
+        if shown and len(reasons) == 1 and not any(result.times or result.errors for result in shown):
             parts.append(f"{describe(problem)}\n{reasons.pop()}")
         else:
-            parts.append(f"{describe(problem)}\n{aligned(problem_table(dataclasses.replace(problem, results=kept)))}")
+            parts.append(f"{describe(problem)}\n{aligned(problem_table(dataclasses.replace(problem, results=shown)))}")
     if everywhere:
         parts.append("\n".join(f"{title(name)}: {status}: {why}" for (name, why), status in everywhere.items()))
     return "\n\n".join(parts)
@@ -170,7 +170,7 @@ def _said_once(record: Record) -> dict[tuple[str, str], str]:
             timed = bool(result.times or result.errors)
             if result.status != "left out":
                 seen.setdefault(result.name, set()).add(("", "") if timed else (result.status, result.reason))
-    same = {name: found.pop() for name, found in seen.items() if len(found) == 1}
+    same = {name: outcomes.pop() for name, outcomes in seen.items() if len(outcomes) == 1}
     return {(name, why): status for name, (status, why) in same.items() if why and status in ("absent", "refused", "failed")}
 
 

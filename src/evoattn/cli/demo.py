@@ -197,8 +197,8 @@ def _print_report(about: list[str], attentions: list[tuple[Problem, int, list[st
     print(f"\nThe four attentions of an Evoformer block, {attentions[0][0].dtype}\n")
     print(_cost_table([problem for problem, _, _ in attentions]))
     parts = [f"{problem.workload.name}: the first {rows} of {problem.workload.n} rows" for problem, rows, _ in attentions]
-    whole = all(rows == problem.workload.n for problem, rows, _ in attentions)
-    print("\nErrors: |value - float64| / |float64| over " + ("all rows." if whole else "; ".join(parts) + "."))
+    all_rows = all(rows == problem.workload.n for problem, rows, _ in attentions)
+    print("\nErrors: |value - float64| / |float64| over " + ("all rows." if all_rows else "; ".join(parts) + "."))
     for failure in (failure for _, _, beyond in attentions for failure in beyond):
         print(f"BEYOND ITS BUDGET  {failure}")
     print("\nTriangle attention of L x L pairs, forward + backward, against length L\n")
@@ -233,9 +233,9 @@ def _growth_table(growth: list[Problem]) -> str:
     names = ("evoattn", "dense")
     rows = [["length", "evoattn ms", "dense ms", "speed-up", "evoattn peak MiB", "dense peak MiB", "memory of dense", ""]]
     for problem in growth:
-        (ours, our_peak), (dense, dense_peak) = (_numbers(problem.result(name), "both") for name in names)
-        faster = f"{dense / ours:.1f} x" if ours and dense else ""
-        share = f"{100 * our_peak / dense_peak:.0f} %" if our_peak and dense_peak else ""
-        peaks = (_cell(our_peak), _cell(dense_peak), share)
-        rows.append([str(problem.workload.length), _cell(ours), _cell(dense), faster, *peaks, ""])
+        (own, own_peak), (dense, dense_peak) = (_numbers(problem.result(name), "both") for name in names)
+        faster = f"{dense / own:.1f} x" if own and dense else ""
+        share = f"{100 * own_peak / dense_peak:.0f} %" if own_peak and dense_peak else ""
+        peaks = (_cell(own_peak), _cell(dense_peak), share)
+        rows.append([str(problem.workload.length), _cell(own), _cell(dense), faster, *peaks, ""])
     return aligned(rows, rule=True)

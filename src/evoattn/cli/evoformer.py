@@ -57,13 +57,13 @@ def embed(rows: tuple[str, ...], seed: int, device: torch.device) -> Embedding:
     def normalise(x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:])
 
-    of_msa, of_query = table(len(RESIDUES), _MSA_WIDTH), table(len(RESIDUES), _MSA_WIDTH)
+    msa_table, query_table = table(len(RESIDUES), _MSA_WIDTH), table(len(RESIDUES), _MSA_WIDTH)
     left, right = table(len(RESIDUES), _PAIR_WIDTH), table(len(RESIDUES), _PAIR_WIDTH)
     relative = table(2 * _FURTHEST + 1, _PAIR_WIDTH)
     place = torch.arange(len(query), device=device)
     apart = (place - place[:, None]).clamp(-_FURTHEST, _FURTHEST) + _FURTHEST  # [i,j]
     return Embedding(
-        m=normalise(of_msa[tokens] + of_query[query]),
+        m=normalise(msa_table[tokens] + query_table[query]),
         z=normalise(left[query][:, None] + right[query] + relative[apart]),
         residue=tokens != index["-"],
         known=query != index["X"],

@@ -40,10 +40,10 @@ are ours too, but are not counted. Python's options -E, -I and -S leave a progra
 exit status: the program's own; 2 if it cannot be started
 """
 
-_KEPT = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTTIN", "SIGTTOU")
+_NOT_FORWARDED = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTTIN", "SIGTTOU")
 """Signals that are not passed on: they cannot be caught, or they tell of this process itself."""
 
-_OF_A_TERMINAL = ("SIGINT", "SIGQUIT", "SIGTSTP", "SIGWINCH")
+_TERMINAL_SIGNALS = ("SIGINT", "SIGQUIT", "SIGTSTP", "SIGWINCH")
 """Signals that a terminal sends to every process of its foreground group."""
 
 _NEVER_BEGAN = """\
@@ -83,11 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program, tell which calls evoattn computed, and end as it ended."""
     command = _command(arguments)
     names = tuple(arguments.patch or NAMES)
-    for of in map(client, arguments.patch or ()):
-        if of.installed is None:
-            raise RefusedError(f"{of.name} is not installed here: no distribution {of.distribution}")
+    for program_client in map(client, arguments.patch or ()):
+        if program_client.installed is None:
+            raise RefusedError(f"{program_client.name} is not installed here: no distribution {program_client.distribution}")
         try:
-            check_files(of)
+            check_files(program_client)
         except UnknownRelease as error:
             raise RefusedError(str(error)) from error
     with _Signals() as signals, contextlib.ExitStack() as at_end:
@@ -156,8 +156,8 @@ class _Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
-        kept = {getattr(signal, name, None) for name in _KEPT}
-        for number in signal.valid_signals() - kept:
+        excluded = {getattr(signal, name, None) for name in _NOT_FORWARDED}
+        for number in signal.valid_signals() - excluded:
             before = signal.getsignal(number)
             if before not in (signal.SIG_IGN, None):
                 self._before[number] = before
@@ -178,7 +178,7 @@ class _Signals:
         if self._process is None:
             self._early.append(number)
             return
-        known = {getattr(signal, name, None) for name in _OF_A_TERMINAL}
+        known = {getattr(signal, name, None) for name in _TERMINAL_SIGNALS}
         if number not in known or not _in_foreground(self._process.pid):
             self._process.send_signal(number)
         if number == getattr(signal, "SIGTSTP", None):  # stop too, and go on when continued

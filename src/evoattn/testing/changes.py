@@ -48,8 +48,8 @@ def _hook_backward(module: nn.Module) -> None:
 
 
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
-    "forward hook": lambda module: module.register_forward_hook(lambda *given: given[-1] * 2),
-    "forward pre-hook": lambda module: module.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
+    "forward hook": lambda module: module.register_forward_hook(lambda *inputs: inputs[-1] * 2),
+    "forward pre-hook": lambda module: module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,)),
     "backward hook": _hook_backward,
     "a forward of its own": _own_forward,
 }

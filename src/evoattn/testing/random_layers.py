@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evoattn import nn as ours
+from evoattn import nn as modules
 from evoattn.core.problem import dtype_name
 from evoattn.testing import dense_layers as dense
 from evoattn.testing.changes import HOOKS, IN_PLACE, INSTEAD, change
@@ -53,7 +53,7 @@ _SINGLE = {**_GATED, "q_bias": _BOTH}
 
 LAYERS: dict[str, LayerKind] = {
     "triangle": LayerKind(
-        ours.TriangleAttention,
+        modules.TriangleAttention,
         "cdh",
         {"z": "*llc"},
         "*ll",
@@ -62,7 +62,7 @@ LAYERS: dict[str, LayerKind] = {
         {"transpose_bias": _BOTH},
     ),
     "multiplication": LayerKind(
-        ours.TriangleMultiplication,
+        modules.TriangleMultiplication,
         "cd",
         {"z": "*llc"},
         "*ll",
@@ -70,7 +70,7 @@ LAYERS: dict[str, LayerKind] = {
         {"outgoing": _BOTH, "dropout": (0.0, 0.25), "residual": _BOTH, "bias": _BOTH},
     ),
     "transition": LayerKind(
-        ours.Transition,
+        modules.Transition,
         "c",
         {"x": "*nlc"},
         "*nl",
@@ -78,24 +78,26 @@ LAYERS: dict[str, LayerKind] = {
         {"n": (1, 2, 4), "activation": ("swiglu", "relu"), "residual": _BOTH, "bias": _BOTH},
     ),
     "rows": LayerKind(
-        ours.MSARowAttentionWithPairBias,
+        modules.MSARowAttentionWithPairBias,
         "cpdh",
         {"m": "*nlc", "z": "*llp"},
         "*nl",
         dense.rows,
         {"dropout": (0.0, 0.25), **_GATED},
     ),
-    "columns": LayerKind(ours.MSAColumnAttention, "cdh", {"m": "*nlc"}, "*nl", dense.columns, _GATED),
-    "global columns": LayerKind(ours.MSAColumnGlobalAttention, "cdh", {"m": "*nlc"}, "*nl", dense.global_columns, _GATED),
-    "templates": LayerKind(ours.TemplatePointwiseAttention, "pcdh", {"z": "*llc", "t": "*nllp"}, "*n", dense.templates, _USUAL),
+    "columns": LayerKind(modules.MSAColumnAttention, "cdh", {"m": "*nlc"}, "*nl", dense.columns, _GATED),
+    "global columns": LayerKind(modules.MSAColumnGlobalAttention, "cdh", {"m": "*nlc"}, "*nl", dense.global_columns, _GATED),
+    "templates": LayerKind(
+        modules.TemplatePointwiseAttention, "pcdh", {"z": "*llc", "t": "*nllp"}, "*n", dense.templates, _USUAL
+    ),
     "single": LayerKind(
-        ours.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*llp"}, "*l", dense.pair_biased, {"norm": _BOTH, **_SINGLE}
+        modules.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*llp"}, "*l", dense.pair_biased, {"norm": _BOTH, **_SINGLE}
     ),
     "cross": LayerKind(
-        ours.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*lkp", "keys": "*kc"}, "*k", dense.pair_biased, _SINGLE
+        modules.AttentionPairBias, "cpdh", {"a": "*lc", "z": "*lkp", "keys": "*kc"}, "*k", dense.pair_biased, _SINGLE
     ),
     "diffusion": LayerKind(
-        ours.AttentionPairBias, "cpdhs", {"a": "*nlc", "z": "*1llp", "s": "*nls"}, "*nl", dense.pair_biased, _SINGLE
+        modules.AttentionPairBias, "cpdhs", {"a": "*nlc", "z": "*1llp", "s": "*nls"}, "*nl", dense.pair_biased, _SINGLE
     ),
 }
 """A new layer is one entry here, and its function in `dense_layers`."""

@@ -262,9 +262,9 @@ def _any_scale(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
 
 def _gradients(draw: Draw, words: dict[str, Any]) -> dict[str, Any]:
     kind = draw.weighted({"all": 45, "qkv": 15, "some": 37, "none": 3})
-    some = tuple(name for name in _ALL if draw.chance(0.5))
+    random_names = tuple(name for name in _ALL if draw.chance(0.5))
     return {
-        "gradients": {"all": _ALL, "qkv": _ALL[:3], "some": some, "none": ()}[kind],
+        "gradients": {"all": _ALL, "qkv": _ALL[:3], "some": random_names, "none": ()}[kind],
         "lse_gradient": draw.chance(0.35),
         "cotangent": draw.weighted({"random": 65, "expanded": 10, "expanded_channels": 8, "expanded_rows": 8, "transposed": 9}),
     }

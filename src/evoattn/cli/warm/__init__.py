@@ -16,7 +16,7 @@ import torch
 from evoattn.backends import COMPILERS, Needed
 from evoattn.cli.terminal import RefusedError, add_command, among, count_progress, refusing_place, try_to_write_in, whole_number
 from evoattn.cli.warm.calls import Call, Launched, calls_of, why_not
-from evoattn.cli.warm.cards import ARCHITECTURES, cards_here, cards_of
+from evoattn.cli.warm.cards import ARCHITECTURES, cards_of, local_cards
 from evoattn.cli.warm.families import COARSE, DTYPES, FAMILIES, LENGTHS
 from evoattn.compile.cache import VARIABLE, folder
 from evoattn.compile.workers import Pool, Task, cores
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         lengths=tuple(dict.fromkeys(arguments.lengths or LENGTHS)),
         dtypes=tuple(_DTYPES[name] for name in named) or DTYPES,
         training=arguments.training,
-        cards=cards_here() if arguments.arch is None else cards_of(arguments.arch),
+        cards=local_cards() if arguments.arch is None else cards_of(arguments.arch),
         jobs=arguments.jobs or cores(),
     )
     _check_folders(settings.cards)
@@ -167,7 +167,7 @@ def warm(settings: Settings) -> int:
     interrupted, begun = False, time.monotonic()
     with Pool(settings.jobs) as pool:
         try:
-            _keep_all(_find_all(settings, pool, unknown), pool, counts)
+            _compile_missing(_find_all(settings, pool, unknown), pool, counts)
         except KeyboardInterrupt:
             interrupted = True
     print(f"{'backend':<8} {'compiled':>8} {'there':>6} {'failed':>7} {'CPU s':>7} {'MB':>7}  folder")
@@ -222,7 +222,7 @@ def _chunks(settings: Settings) -> Iterator[tuple[list[Call], Card]]:
             yield chunk, card
 
 
-def _keep_all(kernels: list[Launched], pool: Pool, counts: dict[str, Counts]) -> None:
+def _compile_missing(kernels: list[Launched], pool: Pool, counts: dict[str, Counts]) -> None:
     """Compile the kernels that are not kept, and count all of them."""
     missing: dict[Task, Launched] = {}
     for one in kernels:

@@ -50,18 +50,19 @@ class Call:
 
     def inputs(self) -> Inputs:
         """Make its tensors in the user's axes, `[*,h,l,d]`, as projections leave them: heads lie inside lengths."""
-        of = self.attention
-        n, lq, lk = (self.length if size is None else size for size in (of.n, of.q, of.k))
-        windows = () if of.windows is None else (of.windows,)
+        attention = self.attention
+        n, lq, lk = (self.length if size is None else size for size in (attention.n, attention.q, attention.k))
+        windows = () if attention.windows is None else (attention.windows,)
         lead = (1, n, *windows)
-        q = self._empty(None, *lead, lq, of.h, of.d).transpose(-2, -3)
-        k, v = (self._empty(None, *lead, lk, 1 if of.shared else of.h, of.d).transpose(-2, -3) for _ in range(2))
-        mask = self._empty(self.mask_dtype, *lead, 1, 1, lk) if of.mask else None
+        q = self._empty(None, *lead, lq, attention.h, attention.d).transpose(-2, -3)
+        kv_heads = 1 if attention.shared else attention.h
+        k, v = (self._empty(None, *lead, lk, kv_heads, attention.d).transpose(-2, -3) for _ in range(2))
+        mask = self._empty(self.mask_dtype, *lead, 1, 1, lk) if attention.mask else None
         pair = None
-        if of.pair:
-            lengths = (lk, lq) if of.turned else (lq, lk)
-            pair = self._empty(torch.float32 if of.float32_biases else None, 1, 1, *windows, *lengths, of.h)
-            pair = (pair.transpose(-2, -3) if of.turned else pair).movedim(-1, -3)
+        if attention.pair:
+            lengths = (lk, lq) if attention.turned else (lq, lk)
+            pair = self._empty(torch.float32 if attention.float32_biases else None, 1, 1, *windows, *lengths, attention.h)
+            pair = (pair.transpose(-2, -3) if attention.turned else pair).movedim(-1, -3)
         return Inputs(q, k, v, None, mask, pair)
 
     def make(self) -> tuple[Plan, tuple[Any, ...]]:
@@ -84,12 +85,12 @@ def calls_of(
     attentions: Iterable[Attention], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], training: bool
 ) -> Iterator[Call]:
     """Yield all calls of attentions: masks in q's dtype and in float32, as autocast and masks of whole numbers leave them."""
-    for of, dtype in itertools.product(attentions, dtypes):
-        if of.float32_biases and dtype == torch.float32:
+    for attention, dtype in itertools.product(attentions, dtypes):
+        if attention.float32_biases and dtype == torch.float32:
             continue  # the same attention without this has these biases
-        masks = dict.fromkeys((torch.float32,) if of.float32_biases or not of.mask else (dtype, torch.float32))
+        masks = dict.fromkeys((torch.float32,) if attention.float32_biases or not attention.mask else (dtype, torch.float32))
         for length, mask, backward in itertools.product(lengths, masks, (False, True)[: 1 + training]):
-            yield Call(of, length, dtype, backward, mask)
+            yield Call(attention, length, dtype, backward, mask)
 
 
 class Launched(NamedTuple):

@@ -62,7 +62,7 @@ def cards_of(arch: str) -> tuple[Card, ...]:
     return cards
 
 
-def cards_here() -> tuple[Card, ...]:
+def local_cards() -> tuple[Card, ...]:
     """The NVIDIA GPUs of this machine, each kind once. It starts CUDA.
 
     Raises:

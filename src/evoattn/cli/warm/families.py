@@ -93,10 +93,10 @@ FAMILIES: dict[str, tuple[Attention, ...]] = {
 """By the name that `evoattn.patch` takes."""
 
 _LONGEST, _BLOCK = 2048, 64
-_LEFT_OVER = (0, 1, 8, 14, 16, 24, 30, 32, 33, 48, 52, 55)
+_REMAINDERS = (0, 1, 8, 14, 16, 24, 30, 32, 33, 48, 52, 55)
 
-LENGTHS = (*(block + left for block in range(0, _LONGEST, _BLOCK) for left in _LEFT_OVER if block + left), _LONGEST)
+LENGTHS = (*(start + more for start in range(0, _LONGEST, _BLOCK) for more in _REMAINDERS if start + more), _LONGEST)
 """Residues or tokens that stand for all up to 2,048. A kernel depends on the number of blocks and on the remainder."""
 
-COARSE = tuple(block + left for block in range(0, _LONGEST, _BLOCK) for left in (0, 33) if block + left)
+COARSE = tuple(start + more for start in range(0, _LONGEST, _BLOCK) for more in (0, 33) if start + more)
 """The same for the further cards of an architecture, whose kernels differ only by how large a problem is."""

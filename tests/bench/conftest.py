@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from evoattn.bench import peers
+from evoattn.bench import peers, run
 from evoattn.bench.clock import TookTooLong
 from evoattn.bench.contender import Contender, Prepared, RefusesError
 from evoattn.bench.peers import PEERS
@@ -130,3 +130,21 @@ def a_record(**times: list[float]) -> Record:
     ]
     problem = Problem(workload("tri16"), "float32", 1000, results)
     return Record({"device": "a machine", "torch": "2"}, {"rounds": 3}, Ceilings(4e9, 2e10, "by hand"), [problem], seconds=1.5)
+
+
+CPU = torch.device("cpu")
+
+
+def silent(problem: int, problems: int, what: str) -> None:
+    """Progress that nobody looks at."""
+
+
+def measured(plan: Plan, clock: object, progress: object = silent) -> Record:
+    """The record of a plan on the CPU."""
+    return run.run(plan, Record({}, {}), CPU, clock, progress)  # type: ignore[arg-type]
+
+
+def results(record: Record) -> dict[str, Result]:
+    """The results of a record's one problem, by contender."""
+    (problem,) = record.problems
+    return {result.name: result for result in problem.results}

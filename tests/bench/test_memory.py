@@ -1,0 +1,37 @@
+"""Peak memory on a CPU: all that a call held at once."""
+
+import dataclasses
+
+import torch
+
+from evoattn.bench.clock import WallClock
+from evoattn.bench.memory import peak_bytes
+from evoattn.bench.peers import PEERS
+from evoattn.bench.record import Result
+from evoattn.cli import demo, sweep
+from evoattn.cli.evoformer import attentions, embed
+
+
+def test_peak_memory_is_what_was_held() -> None:
+    """On the CPU: two tensors live at a time out of three, 3 MiB at the most; what lived before does not count."""
+    before = torch.empty(10 << 20, dtype=torch.uint8)
+
+    def call() -> None:
+        a = torch.empty(1 << 20, dtype=torch.uint8)
+        b = torch.empty(2 << 20, dtype=torch.uint8)
+        del a
+        c = torch.empty(512 << 10, dtype=torch.uint8)
+        del b, c
+
+    assert peak_bytes(call, torch.device("cpu")) == 3 << 20
+    assert peak_bytes(lambda: before.zero_(), torch.device("cpu")) == 0
+
+
+def test_peak_memory_of_dense_is_its_scores() -> None:
+    inputs = attentions(embed(("MQIFVKTLTGKTITLEVEPS" * 3,), 0, torch.device("cpu")), torch.float32)[2]
+    size = dataclasses.replace(demo._QUICK, repeats=1, seconds=0.0)
+    result = Result("dense")
+    sweep.measure(PEERS["dense"], result, inputs, ("forward",), size, WallClock())
+    peak = result.peak_bytes
+    scores = 4 * 60 * 4 * 60 * 60
+    assert peak is not None and 2 * scores < peak < PEERS["dense"].score_copies * scores + 8 * inputs.q.nbytes

@@ -96,7 +96,7 @@ def set_up(environment: pathlib.Path, requirements: pathlib.Path | None = None) 
 
 
 def has_pip(python: str) -> bool:
-    """Whether an environment has pip."""
+    """True if an environment has pip."""
     return subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
 
 

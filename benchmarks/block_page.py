@@ -1,4 +1,4 @@
-"""What docs/layer-time.md shows of the records that `block_parts.py` wrote: a block, layer by layer, beside its floor."""
+"""The part of docs/layer-time.md on the records of `block_parts.py`: a block, layer by layer, beside its floor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import case_records
-from block_parts import OURS, PLAIN, WHOLE
+from block_parts import BLOCK, EVOATTN, PLAIN
+from record_tables import markdown
 
 from evoattn.bench.record import Record
-from evoattn.bench.table import headline, markdown
+from evoattn.bench.table import headline
 
 __all__ = ["block", "floor", "records"]
 
@@ -33,7 +34,7 @@ def floor(part: str, length: int) -> float:
 
     Steps are those of `evoattn.nn`. What has no L^2 entries is left out, and so are exponentials.
     """
-    steps = [step for name, of in _steps(length).items() if part in (name, WHOLE) for step in of]
+    steps = [step for name, of in _steps(length).items() if part in (name, BLOCK) for step in of]
     return 1e3 * sum(max(size / BANDWIDTH, operations / RATE) for size, operations in steps) * length**2
 
 
@@ -67,10 +68,10 @@ def _steps(length: int) -> dict[str, list[tuple[int, int]]]:
     }
 
 
-def block(found: dict[Path, dict[str, Any]]) -> str:
+def block(records: dict[Path, dict[str, Any]]) -> str:
     """A table for each record and length that plain torch was measured at: every layer in bfloat16. Then the whole block."""
     lines: list[str] = []
-    for path, record in found.items():
+    for path, record in records.items():
         lines += [f"{headline(Record(record['machine'], {}))}. `{path.name}`.", ""]
         times = {tuple(x[key] for key in ("length", "dtype", "way", "part", "pass")): x for x in record["cases"]}
         for length in sorted({length for length, dtype, way, *_ in times if dtype == "bfloat16" and way == PLAIN}):
@@ -83,12 +84,12 @@ def block(found: dict[Path, dict[str, Any]]) -> str:
 def _rows(times: dict[tuple[Any, ...], dict[str, Any]], length: int) -> list[list[str]]:
     rows = [["part", "inference, ms", "floor, ms", f"{PLAIN}, ms", "training step, ms", f"{PLAIN}, ms", "host, ms"]]
     for part in dict.fromkeys(
-        part for of, dtype, way, part, _ in times if of == length and dtype == "bfloat16" and way == OURS
+        part for of, dtype, way, part, _ in times if of == length and dtype == "bfloat16" and way == EVOATTN
     ):
         at = (length, "bfloat16")
-        cells = [_cell(times.get((*at, way, part, of))) for of in ("inference", "training") for way in (OURS, PLAIN)]
-        host = [times.get((*at, OURS, part, of), {}).get("host_ms") for of in ("inference", "training")]
-        name = part if part == WHOLE else f"`{part}`"
+        cells = [_cell(times.get((*at, way, part, of))) for of in ("inference", "training") for way in (EVOATTN, PLAIN)]
+        host = [times.get((*at, EVOATTN, part, of), {}).get("host_ms") for of in ("inference", "training")]
+        name = part if part == BLOCK else f"`{part}`"
         rows.append(
             [name, cells[0], f"{floor(part, length):.2f}", *cells[1:], " / ".join(f"{x:.1f}" if x else "-" for x in host)]
         )
@@ -97,9 +98,9 @@ def _rows(times: dict[tuple[Any, ...], dict[str, Any]], length: int) -> list[lis
 
 def _others(times: dict[tuple[Any, ...], dict[str, Any]]) -> list[list[str]]:
     rows = [["residues", "computed by", "products", "inference, ms / GiB", "training step, ms / GiB"]]
-    for length, dtype, way in dict.fromkeys((length, dtype, way) for length, dtype, way, part, _ in times if part == WHOLE):
-        found = [times.get((length, dtype, way, WHOLE, of)) for of in ("inference", "training")]
-        cells = [_cell(x) + (f" / {x['peak_gib']:.1f}" if x and "peak_gib" in x else "") for x in found]
+    for length, dtype, way in dict.fromkeys((length, dtype, way) for length, dtype, way, part, _ in times if part == BLOCK):
+        both = [times.get((length, dtype, way, BLOCK, of)) for of in ("inference", "training")]
+        cells = [_cell(x) + (f" / {x['peak_gib']:.1f}" if x and "peak_gib" in x else "") for x in both]
         rows.append([f"{length:,}", way, _NAMES.get(dtype, dtype), *cells])
     return rows if len(rows) > 1 else []
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where the time of a PairformerBlock goes: each layer alone and the whole block, in evoattn.nn and in plain torch.
+"""Time the layers of a PairformerBlock, each alone, and the whole block, in evoattn.nn and in plain torch.
 
     python benchmarks/block_parts.py --lengths 256 1024 --json benchmarks/results/blocks/NAME.json
 
@@ -41,10 +41,10 @@ KINDS = ("bfloat16", "float32", "tf32")
 ALLOWED, FLOOR = 1.5, 1e-5
 """So many times the error of plain torch plus a floor may the block's be: both round at other places."""
 
-OURS, PLAIN, COMPILED = "evoattn.nn", "plain torch", "torch.compile"
+EVOATTN, PLAIN, COMPILED = "evoattn.nn", "plain torch", "torch.compile"
 PAIR = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end", "pair_transition")
 SINGLE = ("attn_pair_bias", "single_transition")
-WHOLE = "whole block"
+BLOCK = "whole block"
 HOST_CALLS = 20
 
 
@@ -113,21 +113,21 @@ class Example:
         block, m, pm = self.block, self.mask, self.pair_mask
         pair, plain = block.pair_stack, Plain(block)
         layers: dict[str, Any] = {name: getattr(pair, name) for name in PAIR} | {name: getattr(block, name) for name in SINGLE}
-        made: dict[str, Callable[..., Any]] = dict(layers)  # the transitions take no mask
-        if way == OURS:
-            made |= {name: functools.partial(layers[name], mask=pm) for name in PAIR[:4]}
-            made["attn_pair_bias"] = functools.partial(layers["attn_pair_bias"], mask=m)
-            made[WHOLE] = functools.partial(block, mask=m, pair_mask=pm)
+        calls: dict[str, Callable[..., Any]] = dict(layers)  # the transitions take no mask
+        if way == EVOATTN:
+            calls |= {name: functools.partial(layers[name], mask=pm) for name in PAIR[:4]}
+            calls["attn_pair_bias"] = functools.partial(layers["attn_pair_bias"], mask=m)
+            calls[BLOCK] = functools.partial(block, mask=m, pair_mask=pm)
         else:
-            made |= {name: functools.partial(plain.multiplication, layers[name], mask=pm) for name in PAIR[:2]}
-            made |= {name: functools.partial(plain.attention, layers[name], mask=pm) for name in PAIR[2:4]}
-            made |= {name: functools.partial(plain.transition, layers[name]) for name in (PAIR[4], SINGLE[1])}
-            made["attn_pair_bias"] = functools.partial(plain.single_attention, layers["attn_pair_bias"], mask=m)
-            made[WHOLE] = functools.partial(plain.whole, mask=m, pair_mask=pm)
+            calls |= {name: functools.partial(plain.multiplication, layers[name], mask=pm) for name in PAIR[:2]}
+            calls |= {name: functools.partial(plain.attention, layers[name], mask=pm) for name in PAIR[2:4]}
+            calls |= {name: functools.partial(plain.transition, layers[name]) for name in (PAIR[4], SINGLE[1])}
+            calls["attn_pair_bias"] = functools.partial(plain.single_attention, layers["attn_pair_bias"], mask=m)
+            calls[BLOCK] = functools.partial(plain.whole, mask=m, pair_mask=pm)
         if way == COMPILED:
-            made = {WHOLE: torch.compile(made[WHOLE])}
+            calls = {BLOCK: torch.compile(calls[BLOCK])}
         reads = dict.fromkeys(PAIR, ("z",)) | {"single_transition": ("s",)}
-        return {name: (call, reads.get(name, ("s", "z")), layers.get(name, block)) for name, call in made.items()}
+        return {name: (call, reads.get(name, ("s", "z")), layers.get(name, block)) for name, call in calls.items()}
 
     def passes(self, way: str, part: str, kind: str) -> dict[str, Callable[[int], Any]]:
         """A part's inference, and its training step without an optimizer."""
@@ -136,7 +136,7 @@ class Example:
         leaves = [x.detach().requires_grad_() for x in inputs]
         wanted = [*leaves, *module.parameters()]
         made_of = {"s": self.ds, "z": self.dz}
-        outputs = ("s", "z") if part == WHOLE else names[:1]
+        outputs = ("s", "z") if part == BLOCK else names[:1]
 
         def inference(number: int = 0) -> Any:
             with torch.no_grad(), computing(kind, self.z.device):
@@ -166,17 +166,17 @@ def computing(kind: str, device: torch.device) -> Iterator[None]:
 
 def errors(kind: str, device: torch.device) -> dict[str, dict[str, float]]:
     """By way and tensor, relative to plain torch in float64: the outputs, and the gradients of s and z."""
-    length, found = VERIFIED[device.type], {}
+    length, errors_by_way = VERIFIED[device.type], {}
     example = Example(length, device)
     true = outcome(Example(length, device, torch.float64), PLAIN, "float64")
-    for way in (OURS, PLAIN):
-        made = outcome(example, way, kind)
-        found[way] = {name: float(f"{testing.relative_error(made[name], true[name]):.2e}") for name in true}
-    return found
+    for way in (EVOATTN, PLAIN):
+        values = outcome(example, way, kind)
+        errors_by_way[way] = {name: float(f"{testing.relative_error(values[name], true[name]):.2e}") for name in true}
+    return errors_by_way
 
 
 def outcome(example: Example, way: str, kind: str) -> dict[str, Tensor]:
-    passes = example.passes(way, WHOLE, kind)
+    passes = example.passes(way, BLOCK, kind)
     (s, z), (ds, dz, *_) = passes["inference"](0), passes["training"](0)
     return {"s": s, "z": z, "ds": ds, "dz": dz}
 
@@ -184,10 +184,10 @@ def outcome(example: Example, way: str, kind: str) -> dict[str, Tensor]:
 def measured(call: Callable[[int], Any], clock: Clock, device: torch.device, rounds: int, *, host: bool) -> dict[str, float]:
     """Milliseconds of a call and of its host, and the peak of its memory in GiB beyond what was held before."""
     call(0)
-    found = {"peak_gib": round(peak_bytes(lambda: call(0), device) / 2**30, 3)} if device.type == "cuda" else {}
+    numbers = {"peak_gib": round(peak_bytes(lambda: call(0), device) / 2**30, 3)} if device.type == "cuda" else {}
     if host and (seconds := clock.host_s(call, HOST_CALLS)) is not None:
-        found["host_ms"] = round(1e3 * seconds, 3)
-    return found | {"ms": round(milliseconds(call, clock, device, rounds), 4)}
+        numbers["host_ms"] = round(1e3 * seconds, 3)
+    return numbers | {"ms": round(milliseconds(call, clock, device, rounds), 4)}
 
 
 def measure(length: int, kind: str, ways: list[str], device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
@@ -198,7 +198,7 @@ def measure(length: int, kind: str, ways: list[str], device: torch.device, round
             for name, call in example.passes(way, part, kind).items():
                 case: dict[str, Any] = {"length": length, "dtype": kind, "way": way, "part": part, "pass": name}
                 try:
-                    case |= measured(call, clock, device, rounds, host=way == OURS and kind == "bfloat16")
+                    case |= measured(call, clock, device, rounds, host=way == EVOATTN and kind == "bfloat16")
                 except torch.OutOfMemoryError:
                     case["failed"] = "out of memory"
                 release(device)
@@ -209,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 1024], metavar="N")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=KINDS)
-    parser.add_argument("--ways", nargs="+", default=[OURS, PLAIN], choices=[OURS, PLAIN, COMPILED])
+    parser.add_argument("--ways", nargs="+", default=[EVOATTN, PLAIN], choices=[EVOATTN, PLAIN, COMPILED])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="what to record if git cannot tell")
@@ -224,8 +224,8 @@ def main() -> int:
     for kind in options.dtypes:
         record["errors"][kind] = errors(kind, device)
         print(kind, record["errors"][kind], flush=True)
-        ours, plain = record["errors"][kind][OURS], record["errors"][kind][PLAIN]
-        if not all(ours[name] <= ALLOWED * plain[name] + FLOOR for name in plain):
+        own, plain = record["errors"][kind][EVOATTN], record["errors"][kind][PLAIN]
+        if not all(own[name] <= ALLOWED * plain[name] + FLOOR for name in plain):
             print(f"{kind}: the block is further from float64 than plain torch; nothing was timed", file=sys.stderr)
             return 1
         for length in options.lengths:

@@ -56,7 +56,7 @@ class Job:
 
 
 class Run:
-    """What is asked for, and what has been found.
+    """The cases that are asked for, and their results so far.
 
     Args:
         options: of the command line.
@@ -145,7 +145,7 @@ class Run:
 
 
 def _key(case: dict[str, Any]) -> tuple[Any, ...]:
-    """Which way of which problem."""
+    """The key of a problem and a way."""
     return case["residues"], case["dtype"], case["switch"], case["patched"]
 
 

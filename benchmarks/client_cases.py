@@ -34,7 +34,7 @@ Run = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a block is called.
+    """A way to call a block.
 
     Args:
         switch: the setting of the client, in words.

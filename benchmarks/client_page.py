@@ -1,4 +1,4 @@
-"""What pages show of the records that `client_blocks.py` wrote: tables, and pictures against the number of residues."""
+"""The pages' part on the records of `client_blocks.py`: tables, and pictures against the number of residues."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from client_cases import CLIENTS, PASSES, Client
+from record_tables import markdown
 
 from evoattn.bench import plots
 from evoattn.bench.record import Record
-from evoattn.bench.table import headline, markdown
+from evoattn.bench.table import headline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,9 +39,9 @@ class Part(NamedTuple):
     def cases(self) -> list[Case]:
         """In the order of the clients' ways."""
         order = [(name, way.switch, way.patched) for name, client in CLIENTS.items() for way in client.ways]
-        found = [case for case in self.record["cases"] if case["dtype"] == self.dtype]
+        cases = [case for case in self.record["cases"] if case["dtype"] == self.dtype]
         return sorted(
-            found, key=lambda case: (order.index((case["client"], case["switch"], case["patched"])), case["residues"])
+            cases, key=lambda case: (order.index((case["client"], case["switch"], case["patched"])), case["residues"])
         )
 
     def of(self, client: str, name: str) -> list[Case]:
@@ -55,11 +56,11 @@ class Part(NamedTuple):
 
 def parts(results: Path) -> list[Part]:
     """Every dtype of every record of clients' blocks."""
-    found = []
+    parts_of_all = []
     for path in sorted((results / "clients").glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        found += [Part(path, record, dtype) for dtype in dict.fromkeys(case["dtype"] for case in record["cases"])]
-    return found
+        parts_of_all += [Part(path, record, dtype) for dtype in dict.fromkeys(case["dtype"] for case in record["cases"])]
+    return parts_of_all
 
 
 def digest(part: Part) -> str:
@@ -70,16 +71,16 @@ def digest(part: Part) -> str:
 
 def pictures(part: Part, folder: Path) -> dict[Path, Callable[[], Figure]]:
     """Files and what draws them: one for each pass that has times at two lengths."""
-    found: dict[Path, Callable[[], Figure]] = {}
+    pictures_by_path: dict[Path, Callable[[], Figure]] = {}
     for name in PASSES:
         if len({case["residues"] for case in part.cases if case["pass"] == name and "median_ms" in case}) > 1:
             path = folder / f"clients-{part.source.stem}-{part.dtype}-{name}.png"
-            found[path] = lambda name=name: draw(part, name)  # type: ignore[misc]
-    return found
+            pictures_by_path[path] = lambda name=name: draw(part, name)  # type: ignore[misc]
+    return pictures_by_path
 
 
 def title(case: Case) -> str:
-    """What a way is called: the setting, whether it is the default, and whether the patch is on."""
+    """Title a way: the setting, whether it is the default, and whether the patch is on."""
     client = CLIENTS[case["client"]]
     words = case["switch"] + (
         ", default" if client.default[case["pass"]] == case["switch"] and len(_switches(client)) > 1 else ""
@@ -126,15 +127,15 @@ def _headline(part: Part) -> str:
     return headline(Record(part.record["machine"], {}))
 
 
-def block(found: Iterable[Part], figures: str) -> str:
+def block(records: Iterable[Part], figures: str) -> str:
     """The marked part of the page: for each dtype of each record a summary, pictures, and a table a client and pass.
 
     Args:
-        found: what to show.
+        records: what to show.
         figures: the way from the page to the folder of the pictures.
     """
     lines: list[str] = []
-    for part in found:
+    for part in records:
         versions = ", ".join(f"{client.title} {part.record['clients'].get(client.name, '?')}" for client in part.clients)
         lines += [f"## {part.record['machine']['device']}, {part.dtype}", ""]
         lines += [

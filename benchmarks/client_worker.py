@@ -32,7 +32,7 @@ from evoattn.bench.memory import peak_bytes, release
 from evoattn.dispatch import lookup
 
 Values = dict[str, Tensor]
-"""What is compared, by its name in `_COMPARED`."""
+"""The compared tensors, by their names in `_COMPARED`."""
 
 _COMPARED = ("s", "z", "dz")
 """The outputs, and after a training step the gradient of the pair features."""
@@ -108,35 +108,35 @@ class Blocks:
 
 
 def reference(client: Client, module: nn.Module, inputs: Inputs) -> tuple[Values, str]:
-    """What the original computes in float64, and in float32 what needs too much memory there.
+    """Compute the original in float64, and in float32 what needs too much memory there.
 
     Returns:
         The values on the CPU in float32, and in words how each was computed, or that it was not.
     """
     plain = Way("torch", client.frugal)
-    found: Values = {}
+    known: Values = {}
     how: dict[str, str] = {}
     for dtype in (torch.float64, torch.float32):
         for name, keys in (("training", _COMPARED), ("inference", _COMPARED[:2])):
-            if found.keys() >= set(keys):
+            if known.keys() >= set(keys):
                 continue
             with contextlib.suppress(torch.OutOfMemoryError), Watch(dtype):
                 values = getattr(Blocks(client, module, inputs, dtype), name)(plain)
-                new = {key: x.float().cpu() for key, x in values.items() if key not in found}
-                found |= new
+                new = {key: x.float().cpu() for key, x in values.items() if key not in known}
+                known |= new
                 how |= dict.fromkeys(new, str(dtype).removeprefix("torch."))
             release(inputs.z.device)
-    return found, ", ".join(f"{key} {how.get(key, 'out of memory')}" for key in _COMPARED)
+    return known, ", ".join(f"{key} {how.get(key, 'out of memory')}" for key in _COMPARED)
 
 
 def errors(values: Values, expected: Values) -> dict[str, float]:
     """Relative errors in the L2 norm, for what there is a truth; infinite where something is not finite."""
-    found = {}
+    errors_by_key = {}
     for key in expected.keys() & values.keys():
         truth = expected[key].to(values[key].device)
         error = float((values[key].float() - truth).norm() / truth.norm())
-        found[key] = float(f"{error:.3g}") if math.isfinite(error) else math.inf
-    return dict(sorted(found.items()))
+        errors_by_key[key] = float(f"{error:.3g}") if math.isfinite(error) else math.inf
+    return dict(sorted(errors_by_key.items()))
 
 
 def timed(call: Callable[[], object], device: torch.device) -> list[float]:
@@ -259,9 +259,9 @@ class Worker:
             raise RuntimeError(f"{patched.calls} calls were ours; passed on: {patched.passed_on}")
 
 
-def _wrong(found: dict[str, float], bounds: dict[str, float], dtype: str) -> str:
-    """What is beyond its bound, in words; empty if all is right."""
-    for key, error in found.items():
+def _wrong(errors_by_key: dict[str, float], bounds: dict[str, float], dtype: str) -> str:
+    """Name what is beyond its bound; empty if all is right."""
+    for key, error in errors_by_key.items():
         bound = WORSE * bounds[key] + ROUNDING[dtype] if key in bounds else BOUND[dtype]
         if key == "dz":
             bound = max(bound, FLIPS)

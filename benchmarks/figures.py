@@ -23,7 +23,8 @@ import block_page
 import client_page
 import layer_page
 import prediction_page
-from record_tables import layer_table, own_table, passes_of, reasons, short_layer_table, times_table
+import speedups
+from record_tables import layer_table, markdown, own_table, passes_of, reasons, short_layer_table, times_table
 
 from evoattn.bench import plots, sharded_table, table
 from evoattn.bench.record import Problem, Record, read
@@ -66,19 +67,20 @@ class Part(NamedTuple):
 
 def parts(results: Path) -> list[Part]:
     """Every dtype of every record, GPUs first, the dtype that models train in first."""
-    found = []
+    all_parts = []
     for path in sorted(results.glob("*.json"), key=lambda path: (path.name.startswith("cpu"), path.name)):
         record = read(path)
         for dtype in dict.fromkeys(problem.dtype for problem in record.problems):
-            found.append(Part(path, record, dtype, [p for p in record.problems if p.dtype == dtype]))
-    return found
+            all_parts.append(Part(path, record, dtype, [p for p in record.problems if p.dtype == dtype]))
+    return all_parts
 
 
 def digest(part: Part) -> str:
     """Of a part's results, of the code that draws them, and of the words that it takes from elsewhere."""
     names = dict.fromkeys(result.name for problem in part.problems for result in problem.results)
     words = [part.dtype, table.headline(part.record), *map(table.title, names)]
-    pieces = [part.source.read_bytes(), Path(plots.__file__).read_bytes(), *(word.encode() for word in words)]
+    code = (Path(plots.__file__).read_bytes(), Path(speedups.__file__).read_bytes())
+    pieces = [part.source.read_bytes(), *code, *(word.encode() for word in words)]
     return hashlib.sha256(b"\0".join(pieces)).hexdigest()
 
 
@@ -89,13 +91,13 @@ def pictures(part: Part) -> dict[Path, Callable[[], object]]:
     """
     attentions = [problem for problem in part.problems if not problem.workload.layer]
     timed = [problem for problem in attentions if any(result.times for result in problem.results)]
-    found: dict[Path, Callable[[], object]] = {}
+    makers: dict[Path, Callable[[], object]] = {}
     if len(timed) > 1:
-        found[FIGURES / f"bench-{part.name}-speedups.png"] = lambda: plots.speedups(part.record, timed)
-        found[FIGURES / f"bench-{part.name}-speed.png"] = lambda: plots.rates(part.record, timed)
+        makers[FIGURES / f"bench-{part.name}-speedups.png"] = lambda: speedups.speedups(part.record, timed)
+        makers[FIGURES / f"bench-{part.name}-speed.png"] = lambda: plots.rates(part.record, timed)
     if len({problem.workload.length for problem in timed if problem.workload.family == "tri"}) > 2:
-        found[FIGURES / f"bench-{part.name}-length.png"] = lambda: plots.against_length(part.record, timed)
-    return found
+        makers[FIGURES / f"bench-{part.name}-length.png"] = lambda: plots.against_length(part.record, timed)
+    return makers
 
 
 def _alt(path: Path) -> str:
@@ -128,7 +130,7 @@ def section(part: Part) -> list[str]:
     return [*lines, *(["Contenders without a time, and the reason:", "", *why, ""] if why else [])]
 
 
-def page(found: Iterable[Part]) -> str:
+def page(all_parts: Iterable[Part]) -> str:
     """docs/benchmarks.md."""
     lines = [
         "# Benchmarks",
@@ -137,16 +139,16 @@ def page(found: Iterable[Part]) -> str:
         "[The command](cli.md#evoattn-bench) explains how it measures, and [performance](performance.md) sums up the results.",
         "",
     ]
-    for part in found:
+    for part in all_parts:
         lines += section(part)
     return wrapped("\n".join(lines).rstrip()) + "\n"
 
 
-def readme_blocks(found: list[Part]) -> dict[str, str]:
+def readme_blocks(all_parts: list[Part]) -> dict[str, str]:
     """The parts of README.md, by name."""
     blocks = {}
     for name, of_cpu in (("gpu", False), ("cpu", True)):
-        kernels = [part for part in found if not all(problem.workload.layer for problem in part.problems)]
+        kernels = [part for part in all_parts if not all(problem.workload.layer for problem in part.problems)]
         part = next((part for part in kernels if (part.record.machine.get("kind") == "cpu") == of_cpu), None)
         if part is None:
             continue
@@ -161,28 +163,28 @@ def readme_blocks(found: list[Part]) -> dict[str, str]:
         lines += [f"![{_alt(path)}]({path.as_posix()})\n" for path in shown_there]
         blocks[name] = "\n".join([*lines, times_table(shown, CONTENDERS_IN_README)])
     blocks["layers"] = ""  # or the last card's, in the order of their names
-    for part in with_problems(layer_records(found), lambda problem: problem.workload.name in LAYERS_IN_README)[-1:]:
+    for part in with_problems(layer_records(all_parts), lambda problem: problem.workload.name in LAYERS_IN_README)[-1:]:
         about = f"{part.record.machine['device']}, a whole triangle layer from norm to output product, "
         blocks["layers"] = "\n".join([f"{about}forward / forward + backward in ms:", "", short_layer_table(part.problems)])
     return blocks
 
 
-def layer_records(found: list[Part]) -> list[Part]:
+def layer_records(all_parts: list[Part]) -> list[Part]:
     """The layers that GPUs were measured on."""
-    gpus = [part for part in found if part.record.machine.get("kind") != "cpu"]
+    gpus = [part for part in all_parts if part.record.machine.get("kind") != "cpu"]
     return with_problems(gpus, lambda problem: bool(problem.workload.layer))
 
 
-def with_problems(found: list[Part], wanted: Callable[[Problem], bool]) -> list[Part]:
+def with_problems(all_parts: list[Part], wanted: Callable[[Problem], bool]) -> list[Part]:
     """The parts that have such problems, and no others in them."""
-    parts = [part._replace(problems=[problem for problem in part.problems if wanted(problem)]) for part in found]
+    parts = [part._replace(problems=[problem for problem in part.problems if wanted(problem)]) for part in all_parts]
     return [part for part in parts if part.problems]
 
 
-def layer_blocks(found: list[Part], results: Path) -> dict[str, str]:
+def layer_blocks(all_parts: list[Part], results: Path) -> dict[str, str]:
     """The parts of docs/layer-time.md, by name."""
     lines = []
-    for part in layer_records(found):
+    for part in layer_records(all_parts):
         lines += [*heading(part, "###"), "", layer_table(part.problems), ""]
     return {
         "layer-parts": layer_page.block(layer_page.records(results).items(), Path("figures")),
@@ -195,7 +197,9 @@ def sharded_block(results: Path) -> str:
     """The part of docs/sharded.md: a table for each record of several GPUs."""
     lines = []
     for path in sorted((results / "sharded").glob("*.json")):
-        lines += [f"`{path.name}`:", "", sharded_table.as_markdown(read(path)), ""]
+        record = read(path)
+        about = (f"- {line}" for line in sharded_table.about(record))
+        lines += [f"`{path.name}`:", "", *about, "", markdown(sharded_table.rows(record)), ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 
@@ -227,31 +231,31 @@ def with_blocks(text: str, blocks: dict[str, str]) -> str:
 
 def texts(root: Path, results: Path) -> dict[Path, str]:
     """Every page, as the results make it."""
-    found = parts(results)
+    all_parts = parts(results)
     predictions = prediction_page.records(results)
     blocks = {"clients": client_page.block(client_page.parts(results), "../figures")}
     blocks |= prediction_page.blocks(results)
-    readme = {**readme_blocks(found), "predictions": prediction_page.summary(predictions)}
-    marked = {README: readme, CLIENTS: blocks, LAYERS: layer_blocks(found, results)}
+    readme = {**readme_blocks(all_parts), "predictions": prediction_page.summary(predictions)}
+    marked = {README: readme, CLIENTS: blocks, LAYERS: layer_blocks(all_parts, results)}
     marked[SHARDED] = {"sharded": sharded_block(results)}
-    pages = {path: with_blocks((root / path).read_text(encoding="utf-8"), of) for path, of in marked.items()}
-    return {PAGE: page(found), **pages}
+    pages = {path: with_blocks((root / path).read_text(encoding="utf-8"), new) for path, new in marked.items()}
+    return {PAGE: page(all_parts), **pages}
 
 
 def drawings(results: Path) -> dict[Path, tuple[str, Callable[[], object]]]:
     """Every picture: its digest, and what draws it."""
-    found = {path: (digest(part), make) for part in parts(results) for path, make in pictures(part).items()}
-    of_clients = {
+    benchmarks = {path: (digest(part), make) for part in parts(results) for path, make in pictures(part).items()}
+    clients = {
         path: (client_page.digest(part), make)
         for part in client_page.parts(results)
         for path, make in client_page.pictures(part, FIGURES).items()
     }
-    of_layers = {
+    layers = {
         path: (layer_page.digest(source), make)
         for source, record in layer_page.records(results).items()
         for path, make in layer_page.pictures(source, record, FIGURES).items()
     }
-    return {**found, **of_clients, **of_layers}
+    return {**benchmarks, **clients, **layers}
 
 
 def present(root: Path) -> list[Path]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long the first calls of a process take, with and without workers that compile.
+"""Time the first calls of a process, with and without workers that compile.
 
     PYTHONPATH=src python benchmarks/first_calls.py --json benchmarks/results/first-calls/NAME.json
 
@@ -30,11 +30,11 @@ SCHEMA = 2
 CHANNELS = (32, 48)
 CROWD_CHANNELS = (8, 16, 24, 32, 40, 48, 56, 64)
 _LEAST_S = 0.01
-"""What is shorter is no wait."""
+"""Shorter waits are noise."""
 
 
 class Caches:
-    """Where processes keep what they compile: kernels in a folder of their own, Python's modules in one for all."""
+    """The folders of compiled code: kernels in one for each process, Python's modules in one for all."""
 
     def __init__(self, folder: Path, modules: Path) -> None:
         self.environment = {"EVOATTN_CACHE_DIR": str(folder / "evoattn"), "TRITON_CACHE_DIR": str(folder / "triton")}
@@ -48,8 +48,8 @@ class Caches:
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def found(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a process measured.
+def measurements(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The measurements of a process.
 
     Raises:
         RuntimeError: it failed.
@@ -57,8 +57,8 @@ def found(process: subprocess.Popen[str]) -> dict[str, Any]:
     said, _ = process.communicate()
     if process.returncode:
         raise RuntimeError(f"a process of first calls ended with status {process.returncode}; see above")
-    made: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return made
+    record: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return record
 
 
 def measured(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -70,12 +70,12 @@ def measured(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, An
         return Caches(folder / str(next(numbers)), modules)
 
     spec = {"length": options.length, "device": options.device, "channels": CHANNELS}
-    found(empty().start(max(options.workers), spec))
+    measurements(empty().start(max(options.workers), spec))
     for _ in range(options.rounds):
         for workers in options.workers:
             caches = empty()
-            yield {"case": "empty folders", "workers": workers, **found(caches.start(workers, spec))}
-        yield {"case": "kept kernels", **found(caches.start(max(options.workers), {**spec, "apart": True}))}
+            yield {"case": "empty folders", "workers": workers, **measurements(caches.start(workers, spec))}
+        yield {"case": "kept kernels", **measurements(caches.start(max(options.workers), {**spec, "apart": True}))}
     for workers in options.workers if options.crowd else ():
         yield {"case": f"{options.crowd} processes at once", "workers": workers, **crowd(empty(), workers, spec, options.crowd)}
 
@@ -86,16 +86,16 @@ def crowd(caches: Caches, workers: int, spec: dict[str, Any], size: int) -> dict
     channels = [CROWD_CHANNELS[i % len(CROWD_CHANNELS)] for i in range(size)]
     started = [caches.start(workers, {**spec, "channels": [c]}) for c in channels]
     try:
-        made = [found(process) for process in started]
+        results = [measurements(process) for process in started]
     finally:
         for process in started:
             process.kill()  # if another one failed; one that has ended stays as it is
-    vain = sum(one["waited_in_vain"] for one in made)
-    return {"done_s": sorted(round(one["ended"] - begun, 2) for one in made), "waited_in_vain": vain}
+    vain = sum(one["waited_in_vain"] for one in results)
+    return {"done_s": sorted(round(one["ended"] - begun, 2) for one in results), "waited_in_vain": vain}
 
 
 class Watch:
-    """What a process compiles itself, what it waits for, and what its workers do, in seconds since it began."""
+    """Log what a process compiles, waits for, and lets its workers do, in seconds since it began."""
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
@@ -105,15 +105,15 @@ class Watch:
     def timed(self, name: str, kind: str, call: Callable[[], Any]) -> Any:
         """Call, and note it with its start and its length."""
         start = time.monotonic()
-        made = call()
+        result = call()
         seconds = time.monotonic() - start
         if seconds >= _LEAST_S:
             self.lists[kind].append((name, round(start - self.begun, 2), round(seconds, 2)))
-        return made
+        return result
 
     @property
     def waited_in_vain(self) -> int:
-        """How often the process took over from a worker that was too slow."""
+        """Count the kernels that the process took over from a worker that was too slow."""
         return sum(seconds >= self._patience_s for _, _, seconds in self.lists["awaited"])
 
     def begin(self) -> None:
@@ -148,7 +148,7 @@ def calls(spec: dict[str, Any]) -> dict[str, Any]:
     begun = time.monotonic()
     import torch
 
-    made: dict[str, Any] = {"import_torch_s": round(time.monotonic() - begun, 3)}
+    record: dict[str, Any] = {"import_torch_s": round(time.monotonic() - begun, 3)}
     device, length = spec["device"], spec["length"]
 
     def lasts(of: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
@@ -159,17 +159,17 @@ def calls(spec: dict[str, Any]) -> dict[str, Any]:
         of[name] = round(time.monotonic() - start, 3)
         return result
 
-    one = lasts(made, "start_device_s", lambda: torch.ones(1, device=device, requires_grad=True))
+    one = lasts(record, "start_device_s", lambda: torch.ones(1, device=device, requires_grad=True))
     from evoattn import evoformer_attention
 
     watch = Watch(begun)
     if device == "cuda":
         watch.begin()
     if spec.get("apart"):
-        lasts(made, "first_backward_of_torch_s", lambda: one.sum().backward())
+        lasts(record, "first_backward_of_torch_s", lambda: one.sum().backward())
         if device == "cuda":
-            lasts(made, "import_cute_dsl_s", lambda: importlib.import_module("evoattn.backends.hopper.launch"))
-    made["calls"] = []
+            lasts(record, "import_cute_dsl_s", lambda: importlib.import_module("evoattn.backends.hopper.launch"))
+    record["calls"] = []
     for channels in spec["channels"]:
         of: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
         q, k, v = (torch.randn(1, length, length, 4, channels, **of) for _ in range(3))
@@ -180,8 +180,8 @@ def calls(spec: dict[str, Any]) -> dict[str, Any]:
         times: dict[str, Any] = {"channels": channels}
         o = lasts(times, "forward_s", forward)
         lasts(times, "backward_s", functools.partial(torch.autograd.grad, o, (q, k, v, pair_bias), do))
-        made["calls"].append(times)
-    return {**made, **watch.lists, "waited_in_vain": watch.waited_in_vain, "ended": time.monotonic()}
+        record["calls"].append(times)
+    return {**record, **watch.lists, "waited_in_vain": watch.waited_in_vain, "ended": time.monotonic()}
 
 
 def show(case: dict[str, Any]) -> str:

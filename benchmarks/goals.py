@@ -37,7 +37,7 @@ from evoattn.workloads import workload
 GOALS = (("forward", "sdpa", 1.3), ("forward", "dense", 3.0), ("both", "sdpa", 1.6), ("both", "dense", 1.8))
 MEMORY = 1 / 0.4
 BESIDE = ((0, 1.3), (1, 1.0), (2, 0.7))
-"""How many processes keep a core busy, and the least ratio of scaled_dot_product_attention's time to ours."""
+"""The number of processes that keep a core busy -> the least ratio of scaled_dot_product_attention's time to evoattn's."""
 
 THREADS = (1, 2, 8)
 SHORT = (
@@ -69,47 +69,47 @@ def busy(processes: int) -> Iterator[None]:
 
 def times(calls: list[Callable[[], object]], rounds: int) -> list[float]:
     """Seconds of each call, the median of rounds in which all take turns: whatever the machine does, all meet it."""
-    taken: list[list[float]] = [[] for _ in calls]
+    seconds_by_call: list[list[float]] = [[] for _ in calls]
     for count in range(rounds + 2):
-        for call, seconds in zip(calls, taken, strict=True):
+        for call, seconds in zip(calls, seconds_by_call, strict=True):
             start = time.perf_counter()
             call()
             if count >= 2:
                 seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds) for seconds in taken]
+    return [statistics.median(seconds) for seconds in seconds_by_call]
 
 
 def ratios_to(peer: str, name: str, rounds: int) -> dict[str, float]:
-    """How many times as long as ours a peer takes on a workload, for each pass."""
+    """The time of a peer over that of evoattn on a workload, for each pass."""
     inputs = inputs_of(workload(name), torch.float32, torch.device("cpu"))
     runners = [Runner(PEERS[peer], inputs), Runner(backend_peer("auto", "evoattn"), inputs)]
-    found = {}
+    ratios = {}
     for which in PASSES:
         with torch.set_grad_enabled(which != "forward"):  # without, scaled_dot_product_attention takes its fastest way
-            theirs, ours = times([functools.partial(getattr(runner, which), 0) for runner in runners], rounds)
-        found[which] = theirs / ours
-    return found
+            peer_s, own_s = times([functools.partial(getattr(runner, which), 0) for runner in runners], rounds)
+        ratios[which] = peer_s / own_s
+    return ratios
 
 
 def beside_others(rounds: int) -> list[tuple[str, float, float]]:
     """The ratios to scaled_dot_product_attention while other processes want the cores too."""
-    found = []
+    ratios = []
     counts = [count for count in THREADS if count <= (os.cpu_count() or 1)]
     for threads, (processes, least) in itertools.product(counts, BESIDE):
         with machine.threads(threads), busy(processes):
             for name, ratio in ratios_to("sdpa", "tri256n128", rounds).items():
-                found.append((f"{name}, {threads} threads, {processes} busy, sdpa / evoattn", ratio, least))
-    return found
+                ratios.append((f"{name}, {threads} threads, {processes} busy, sdpa / evoattn", ratio, least))
+    return ratios
 
 
 def short_rows(rounds: int) -> list[tuple[str, float, float]]:
     """The ratios to dense for rows of few residues."""
-    found = []
+    ratios = []
     for name in SHORT:
         least = 1 / 1.1 if workload(name).length >= 48 else 0.5
         for which, ratio in ratios_to("dense", name, 10 * rounds).items():
-            found.append((f"{which} of {name}, dense / evoattn", ratio, least))
-    return found
+            ratios.append((f"{which} of {name}, dense / evoattn", ratio, least))
+    return ratios
 
 
 def main() -> int:
@@ -120,13 +120,13 @@ def main() -> int:
     plan = Plan((workload("tri256n128"),), ("float32",), ("forward", "both"), ("auto",), ("sdpa", "dense"), options.rounds)
     record = run(plan, Record(machine.facts(cpu), plan_settings(plan)), cpu, WallClock(), lambda *_: None)
     print(table.as_text(record))
-    ours = record.problems[0].result("evoattn")
+    own = record.problems[0].result("evoattn")
     ratios = []
     for name, peer, least in GOALS:
-        theirs = record.problems[0].result(peer)
-        if ours is None or theirs is None or name not in ours.times or name not in theirs.times:
+        peer_result = record.problems[0].result(peer)
+        if own is None or peer_result is None or name not in own.times or name not in peer_result.times:
             raise RuntimeError(f"{name} of {peer} has no time; the table says why")
-        ratios.append((f"{name}, {peer} / evoattn", theirs.times[name].median_ms / ours.times[name].median_ms, least))
+        ratios.append((f"{name}, {peer} / evoattn", peer_result.times[name].median_ms / own.times[name].median_ms, least))
     inputs = inputs_of(workload("tri384"), torch.float32, cpu)
     runners = [Runner(peer, inputs) for peer in (PEERS["dense"], backend_peer("auto", "evoattn"))]
     dense, evoattn = (peak_bytes(lambda runner=runner: runner.both(0), cpu) for runner in runners)  # type: ignore[misc]

@@ -11,6 +11,8 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from record_tables import markdown
+
 from evoattn.bench import table
 from evoattn.bench.record import Record, read
 from evoattn.workloads import LAYERS, Workload
@@ -26,11 +28,11 @@ PRODUCTS = 650e12
 REACHED = 0.9
 """The share of the floor's speed that is the goal, where nothing waits for the host."""
 
-GIVEN = {"layer256": (0.26, 1.30), "layer384": (0.38, 1.60), "layer768": (1.40, 5.40)}
+EAGER_GOALS = {"layer256": (0.26, 1.30), "layer384": (0.38, 1.60), "layer768": (1.40, 5.40)}
 """Goals of eager calls in ms, set in advance: forward, forward + backward. Short ones allow for the host."""
 
 ATTENTION = {"layer256": "tri256", "layer384": "tri384", "layer768": "tri768", "layer1536": "tri2048"}
-"""Whose measured rate a triangle layer's attention has."""
+"""The workload whose measured rate a triangle layer's attention has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +115,11 @@ def attention_ms(w: Workload, record: Record) -> tuple[float, float]:
 
 def floor(w: Workload, record: Record) -> dict[str, tuple[float, float]]:
     """The least time of each part, forward and backward, in ms."""
-    found: dict[str, tuple[float, float]] = {"norm": (0, 0), "projections": (0, 0), "attention": attention_ms(w, record)}
+    times: dict[str, tuple[float, float]] = {"norm": (0, 0), "projections": (0, 0), "attention": attention_ms(w, record)}
     for piece in pieces(w):
-        before = found.get(piece.part, (0.0, 0.0))
-        found[piece.part] = (before[0] + piece.ms(backward=False), before[1] + piece.ms(backward=True))
-    return found
+        before = times.get(piece.part, (0.0, 0.0))
+        times[piece.part] = (before[0] + piece.ms(backward=False), before[1] + piece.ms(backward=True))
+    return times
 
 
 def tables(record: Record) -> str:
@@ -125,14 +127,14 @@ def tables(record: Record) -> str:
     parts = ("norm", "projections", "attention", "gate and output")
     rows = [["layer", *parts, "floor", "goal, in a graph", "goal, eager"]]
     for w in sorted(LAYERS, key=lambda w: (w.layer, w.scores)):
-        found = floor(w, record)
-        sums = [sum(found[part][i] for part in parts) for i in (0, 1)]
+        times = floor(w, record)
+        sums = [sum(times[part][i] for part in parts) for i in (0, 1)]
         both = (sums[0], sums[0] + sums[1])
-        eager = " / ".join(f"{goal:.2f}" for goal in GIVEN[w.name]) if w.name in GIVEN else "the same"
+        eager = " / ".join(f"{goal:.2f}" for goal in EAGER_GOALS[w.name]) if w.name in EAGER_GOALS else "the same"
         goal = " / ".join(f"{ms / REACHED:.2f}" for ms in both)
-        cells = (" / ".join(f"{ms:.2f}" for ms in found[part]) for part in parts)
+        cells = (" / ".join(f"{ms:.2f}" for ms in times[part]) for part in parts)
         rows.append([f"`{w.name}`", *cells, " / ".join(f"{ms:.2f}" for ms in both), goal, eager])
-    return table.markdown(rows)
+    return markdown(rows)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What docs/layer-time.md shows of the records that `layer_parts.py` wrote: a bar of a layer's parts, and their times."""
+"""The part of docs/layer-time.md on the records of `layer_parts.py`: a bar of a layer's parts, and their times."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import case_records
+from record_tables import markdown
 
 from evoattn.bench import plots
 from evoattn.bench.record import Record
-from evoattn.bench.table import headline, markdown
+from evoattn.bench.table import headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +47,7 @@ def pictures(source: Path, record: dict[str, Any], folder: Path) -> dict[Path, C
 
 
 def rest(times: dict[str, list[float]], which: int) -> float:
-    """What the whole takes beyond its parts; below 0 if it takes less."""
+    """The time of the whole beyond its parts; below 0 if it takes less."""
     return times["whole"][which] - sum(times[part][which] for part in PARTS)
 
 
@@ -82,10 +83,10 @@ def _headline(record: dict[str, Any]) -> str:
     return headline(Record(record["machine"], {}))
 
 
-def block(found: Iterable[tuple[Path, dict[str, Any]]], figures: Path) -> str:
+def block(records: Iterable[tuple[Path, dict[str, Any]]], figures: Path) -> str:
     """The marked part of the page: for each record a picture and a table, or that there is none."""
     lines: list[str] = []
-    for source, record in found:
+    for source, record in records:
         how = "each part replayed as a CUDA graph" if record["graphs"] else "eager calls"
         lines += [f"{_headline(record)}; {how}. `{source.name}`.", ""]
         for path in pictures(source, record, figures):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where the time of a triangle layer goes: each part alone, forward and backward, as models write it and in `evoattn.nn`.
+"""Time the parts of a triangle layer, each alone, forward and backward, as models write it and in `evoattn.nn`.
 
     python benchmarks/layer_parts.py --workloads layer384 layer768 --json benchmarks/results/layers/h200-parts.json
 
@@ -34,7 +34,7 @@ from evoattn.workloads import workload
 
 PARTS = ("norm", "projections", "attention", "gate and output")
 SAME = {"bfloat16": 3e-2, "float32": 1e-4}
-"""How far the parts one after the other may be from the layer, relative."""
+"""The largest relative error of the parts, one after the other, against the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Part:
         self.cotangents = _alike(made)
 
     def forward(self, number: int = 0) -> tuple[Tensor, ...]:
-        """What the step makes."""
+        """Run the step."""
         device = self.inputs[0].device.type
         with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
             made = self.step(*self.inputs)
@@ -121,12 +121,13 @@ class Part:
         return torch.autograd.grad(outputs, self.leaves, cotangents, allow_unused=True)
 
 
-def _alike(made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _alike(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Random tensors, laid out in one memory if what was made is: so lie the gradients that an attention gives a product."""
-    if len({x.untyped_storage().data_ptr() for x in made}) == 1 and len(made) > 1:
-        held = torch.randn_like(made[0].as_strided((made[0].untyped_storage().nbytes() // made[0].itemsize,), (1,), 0))
-        return tuple(held.as_strided(x.shape, x.stride(), x.storage_offset()) for x in made)
-    return tuple(torch.randn_like(x) for x in made)
+    if len({x.untyped_storage().data_ptr() for x in outputs}) == 1 and len(outputs) > 1:
+        numbers = outputs[0].untyped_storage().nbytes() // outputs[0].itemsize
+        storage = torch.randn_like(outputs[0].as_strided((numbers,), (1,), 0))
+        return tuple(storage.as_strided(x.shape, x.stride(), x.storage_offset()) for x in outputs)
+    return tuple(torch.randn_like(x) for x in outputs)
 
 
 def parts_of(layer: Layer, steps: Steps, dtype: torch.dtype) -> dict[str, Part]:
@@ -163,20 +164,20 @@ def measure(name: str, dtype_name: str, device: torch.device, rounds: int) -> di
     if w.layer != "triangle":
         raise ValueError(f"{name} is no triangle layer; expected one such as layer384")
     layer = inputs_of(w, dtype, device)
-    found: dict[str, Any] = {"workload": name, "dtype": dtype_name, "ways": {}}
+    record: dict[str, Any] = {"workload": name, "dtype": dtype_name, "ways": {}}
     for way, steps in (("written", as_written(layer)), ("evoattn", as_ours(layer, dtype))):
-        whole = Runner(next(one for one in WAYS if one.name == way), layer)
+        runner = Runner(next(one for one in WAYS if one.name == way), layer)
         parts = parts_of(layer, steps, dtype)
-        error = testing.relative_error(parts[PARTS[-1]].made[0], whole.forward().detach().double())
+        error = testing.relative_error(parts[PARTS[-1]].made[0], runner.forward().detach().double())
         if not error <= SAME[dtype_name]:
             raise ValueError(f"{name}, {way}: the parts differ from the layer by {error:.1e}")
-        calls = {part: (one.forward, one.both) for part, one in parts.items()} | {"whole": (whole.forward, whole.both)}
+        calls = {part: (one.forward, one.both) for part, one in parts.items()} | {"whole": (runner.forward, runner.both)}
         times = {}
         for part, of in calls.items():
             forward, all_of_it = (milliseconds(call, clock, device, rounds) for call in of)
             times[part] = [round(forward, 5), round(all_of_it - forward, 5)]
-        found["ways"][way] = times
-    return found
+        record["ways"][way] = times
+    return record
 
 
 def main() -> int:

@@ -35,8 +35,8 @@ def packed(features: Mapping[str, Tensor]) -> bytes:
 
 def unpacked(program: str, residues: int, device: torch.device) -> dict[str, Any]:
     """The features of a program's folder on a device."""
-    found = lzma.decompress((FEATURES / program / f"{residues}.pt.xz").read_bytes())
-    return _moved(torch.load(io.BytesIO(found)), device)
+    data = lzma.decompress((FEATURES / program / f"{residues}.pt.xz").read_bytes())
+    return _moved(torch.load(io.BytesIO(data)), device)
 
 
 def _small(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the pages show of the records of `predictions.py` and `training_steps.py`: whole models, and their stages."""
+"""The pages' part on the records of `predictions.py` and `training_steps.py`: whole models, and their stages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import case_records
 from prediction_programs import PROGRAMS, RECYCLES
 from prediction_ways import INSTALLED, Case
-
-from evoattn.bench.table import markdown
+from record_tables import markdown
 
 __all__ = ["block", "blocks", "records", "summary", "training_block"]
 
@@ -33,10 +32,10 @@ def blocks(results: Path) -> dict[str, str]:
     return {"predictions": block(records(results)), "training": training_block(records(results, "training"))}
 
 
-def summary(found: dict[Path, dict[str, Any]]) -> str:
+def summary(records: dict[Path, dict[str, Any]]) -> str:
     """README's table: for each program and length what `evoattn run` changes. Empty without records."""
     rows = []
-    for record in found.values():
+    for record in records.values():
         card = record["machine"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
         for installed, typed in _pairs(record["cases"]):
             name = f"{installed['program']} {record['programs'].get(_DISTRIBUTIONS.get(installed['program'], ''), '')}".strip()
@@ -49,25 +48,25 @@ def summary(found: dict[Path, dict[str, Any]]) -> str:
     return "\n".join([_INTRODUCTION, "", markdown([["program", "residues", INSTALLED, TYPED, "times as fast"], *rows])])
 
 
-def block(found: dict[Path, dict[str, Any]]) -> str:
+def block(records: dict[Path, dict[str, Any]]) -> str:
     """All ways of all programs, with the seconds of each stage."""
-    return _tables(found, _prediction, ["residues", "way", "s", "peak GiB"], _row)
+    return _tables(records, _prediction, ["residues", "way", "s", "peak GiB"], _row)
 
 
-def training_block(found: dict[Path, dict[str, Any]]) -> str:
+def training_block(records: dict[Path, dict[str, Any]]) -> str:
     """All ways of training, with the milliseconds of each stage and how many times as fast as installed they are."""
-    return _tables(found, _training, ["tokens", "way", "ms", "times as fast", "peak GiB"], _training_row)
+    return _tables(records, _training, ["tokens", "way", "ms", "times as fast", "peak GiB"], _training_row)
 
 
 def _tables(
-    found: dict[Path, dict[str, Any]],
+    records: dict[Path, dict[str, Any]],
     title: Callable[[Case], str],
     columns: list[str],
     row: Callable[[Case, list[str], list[Case]], list[str]],
 ) -> str:
     """For each record a heading, and a table for each title of its cases, shortest first."""
     lines: list[str] = []
-    for path, record in found.items():
+    for path, record in records.items():
         lines += [f"{_machine(record)}, commit {record['machine'].get('commit', '?')}. `{path.name}`.", ""]
         for name in dict.fromkeys(map(title, record["cases"])):
             cases = sorted((x for x in record["cases"] if title(x) == name), key=lambda case: case[columns[0]])
@@ -83,9 +82,9 @@ def _tables(
 
 
 def _compared(case: Case) -> dict[str, float | None]:
-    """How far a case is from the program as installed. Random coordinates of a prediction say nothing."""
-    found = {} if "failed" in case else case.get("from_installed", {})
-    return {name: x for name, x in found.items() if name != "coordinates"}
+    """The distance of a case from the program as installed. Random coordinates of a prediction say nothing."""
+    differences = {} if "failed" in case else case.get("from_installed", {})
+    return {name: x for name, x in differences.items() if name != "coordinates"}
 
 
 def _prediction(case: Case) -> str:

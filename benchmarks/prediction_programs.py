@@ -33,7 +33,7 @@ from clients.weights import fill
 __all__ = ["PROGRAMS", "RECYCLES", "Program", "boltz2", "tf32"]
 
 RECYCLES = 3
-"""How often every published model runs its trunk again."""
+"""The number of times that every published model runs its trunk again."""
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 LETTERS = "ARNDCQEGHILKMFPSTWYV"
@@ -157,7 +157,7 @@ def _boltz2_inputs(residues: int, device: torch.device) -> dict[str, Tensor]:
 
 def _boltz2_predict(model: nn.Module, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
     # A copy: the model writes into the mapping.
-    made = model(
+    outputs = model(
         dict(inputs),
         recycling_steps=recycles,
         num_sampling_steps=steps,
@@ -165,7 +165,7 @@ def _boltz2_predict(model: nn.Module, inputs: Any, steps: int, recycles: int) ->
         max_parallel_samples=None,
         run_confidence_sequentially=True,
     )
-    return {"distogram": made["pdistogram"], "coordinates": made["sample_atom_coords"]}
+    return {"distogram": outputs["pdistogram"], "coordinates": outputs["sample_atom_coords"]}
 
 
 def _boltz2_kernels(model: nn.Module, on: bool) -> None:
@@ -184,8 +184,8 @@ def _esmfold(device: torch.device) -> nn.Module:
             if not x.any():  # it begins with 0, so that nothing would reach the output
                 x.normal_(0, 0.02)
     model.esm = model.esm.half()
-    made: nn.Module = model.eval()
-    return made
+    outputs: nn.Module = model.eval()
+    return outputs
 
 
 def _esmfold_inputs(residues: int, device: torch.device) -> Tensor:
@@ -194,8 +194,8 @@ def _esmfold_inputs(residues: int, device: torch.device) -> Tensor:
 
 
 def _esmfold_predict(model: nn.Module, inputs: Any, steps: int, recycles: int) -> dict[str, Tensor]:
-    made = model(inputs, num_recycles=recycles)
-    return {"distogram": made["distogram_logits"], "coordinates": made["positions"][-1]}
+    outputs = model(inputs, num_recycles=recycles)
+    return {"distogram": outputs["distogram_logits"], "coordinates": outputs["positions"][-1]}
 
 
 def _openfold3(device: torch.device) -> nn.Module:
@@ -218,8 +218,8 @@ def _openfold3_predict(model: Any, inputs: Any, steps: int, recycles: int) -> di
     """As `run_openfold predict` runs it, with one sample."""
     model.shared.update(num_recycles=recycles)
     model.shared.diffusion.update(no_full_rollout_steps=steps, no_full_rollout_samples=1)
-    _, made = model(dict(inputs))  # a copy: the model takes features out of the mapping
-    return {"distogram": made["distogram_logits"], "coordinates": made["atom_positions_predicted"]}
+    _, outputs = model(dict(inputs))  # a copy: the model takes features out of the mapping
+    return {"distogram": outputs["distogram_logits"], "coordinates": outputs["atom_positions_predicted"]}
 
 
 def _openfold3_kernels(model: Any, on: bool) -> None:
@@ -247,14 +247,14 @@ def _protenix_predict(model: Any, inputs: Any, steps: int, recycles: int) -> dic
     model.configs.sample_diffusion.update(N_step=steps, N_sample=1)
     model.N_cycle = recycles + 1
     numpy.random.seed(1)  # Protenix draws rotations with it
-    kept: list[Tensor] = []
-    hook = model.distogram_head.register_forward_hook(lambda *called: kept.append(called[-1]))
+    logits: list[Tensor] = []
+    hook = model.distogram_head.register_forward_hook(lambda *called: logits.append(called[-1]))
     try:
         # A copy: the model writes into the mapping.
-        made, *_ = model(dict(inputs), label_full_dict=None, label_dict=None, mode="inference", mc_dropout_apply_rate=0.0)
+        outputs, *_ = model(dict(inputs), label_full_dict=None, label_dict=None, mode="inference", mc_dropout_apply_rate=0.0)
     finally:
         hook.remove()
-    return {"distogram": kept[-1], "coordinates": made["coordinate"]}
+    return {"distogram": logits[-1], "coordinates": outputs["coordinate"]}
 
 
 def _protenix_kernels(model: Any, on: bool) -> None:

@@ -33,7 +33,7 @@ Case = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a program is run: the arguments of `evoattn.patch`, None for none, and whether cuEquivariance is used."""
+    """A way to run a program: the arguments of `evoattn.patch`, None for none, and whether cuEquivariance is used."""
 
     patch: Mapping[str, bool] | None
     kernels: bool = False
@@ -81,10 +81,10 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def difference(made: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float | None]:
+def difference(values: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float | None]:
     """The relative difference of each output, by the L2 norm. None: it is no number."""
-    found = {name: ((x - other[name]).norm() / other[name].norm()).item() for name, x in made.items()}
-    return {name: float(f"{x:.2e}") if math.isfinite(x) else None for name, x in found.items()}
+    differences = {name: ((x - other[name]).norm() / other[name].norm()).item() for name, x in values.items()}
+    return {name: float(f"{x:.2e}") if math.isfinite(x) else None for name, x in differences.items()}
 
 
 def each_way(
@@ -112,15 +112,15 @@ def each_way(
         case = facts | {"way": name}
         release(device)
         try:
-            found, made = run(way)
+            numbers, values = run(way)
         except Exception as error:  # memory, most of all: the next way may need less
             case["failed"] = failure(error)
         else:
-            installed = made if name == INSTALLED else installed
-            case |= found
+            installed = values if name == INSTALLED else installed
+            case |= numbers
             for key, other in (("from_installed", installed), ("from_float32", true)):
                 if other is not None:
-                    case[key] = difference(made, other)
+                    case[key] = difference(values, other)
         yield case
 
 
@@ -141,7 +141,7 @@ def begun(path: Path | None, device: torch.device, commit: str | None) -> dict[s
         ValueError: the file holds the record of another machine or commit.
     """
     facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
-    versions = {x.distribution: found for x in PROGRAMS.values() if (found := installed_version(x.distribution))}
+    versions = {x.distribution: numbers for x in PROGRAMS.values() if (numbers := installed_version(x.distribution))}
     return case_records.begun(path, {"schema": SCHEMA, "machine": facts, "programs": versions, "cases": []})
 
 
@@ -178,5 +178,5 @@ def line(case: Case, what: str, taken: str) -> str:
     return "; ".join([f"{words} {taken}", *peak, *away])
 
 
-def _differs(found: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {'nan' if x is None else f'{x:.1e}'}" for name, x in found.items())
+def _differs(differences: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {'nan' if x is None else f'{x:.1e}'}" for name, x in differences.items())

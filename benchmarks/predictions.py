@@ -81,12 +81,12 @@ class Run:
     recycles: int = RECYCLES
 
     def predict(self, inputs: Any, steps: int, exact: bool = False) -> dict[str, Tensor]:
-        """What is compared, in float32 on the CPU."""
+        """The compared tensors, in float32 on the CPU."""
         torch.manual_seed(1)
         low = torch.autocast(self.device.type, torch.bfloat16, enabled=self.program.autocast and not exact)
         with torch.no_grad(), low, tf32(self.program.tf32 and not exact):
-            made = self.program.predict(self.model, inputs, steps, self.recycles)
-        return {name: x.float().cpu() for name, x in made.items()}
+            outputs = self.program.predict(self.model, inputs, steps, self.recycles)
+        return {name: x.float().cpu() for name, x in outputs.items()}
 
     def exact(self, inputs: Any) -> dict[str, Tensor]:
         """A prediction in float32 by the program as it is installed."""
@@ -94,15 +94,15 @@ class Run:
             return self.predict(inputs, self.steps, exact=True)
 
     def measure(self, way: Way, inputs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What one way takes, and what it predicts."""
+        """Measure one way, and return what it predicts."""
         with used(way, self.program, self.model):
             self.predict(inputs, SHORT)
-            found: dict[str, Any] = {}
-            with peak(self.device, found), Clock(self.model, self.program.stages, self.device) as clock:
+            numbers: dict[str, Any] = {}
+            with peak(self.device, numbers), Clock(self.model, self.program.stages, self.device) as clock:
                 start = time.perf_counter()
-                made = self.predict(inputs, self.steps)
-                found["seconds"] = round(time.perf_counter() - start, 3)
-        return found | {"stages": {name: round(x, 3) for name, x in clock.seconds.items()}}, made
+                outputs = self.predict(inputs, self.steps)
+                numbers["seconds"] = round(time.perf_counter() - start, 3)
+        return numbers | {"stages": {name: round(x, 3) for name, x in clock.seconds.items()}}, outputs
 
 
 def measure(run: Run, residues: int, chosen: list[str], exact: bool) -> Iterator[Case]:

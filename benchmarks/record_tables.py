@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from evoattn.bench import table
-from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Problem, Record
 
-__all__ = ["layer_table", "own_table", "passes_of", "reasons", "short_layer_table", "times_table"]
+__all__ = ["layer_table", "markdown", "own_table", "passes_of", "reasons", "short_layer_table", "times_table"]
 
 LAYER_WAYS = ("evoattn", "evoattn/compiled", "openfold3", "written", "written_dense")
 
@@ -16,9 +15,10 @@ def passes_of(problems: list[Problem]) -> tuple[str, ...]:
     return ("forward", "backward") if "backward" in measured else ("forward", "both")
 
 
-def _is_bound(name: str) -> bool:
-    """Whether a contender solves an easier problem."""
-    return name in PEERS and not PEERS[name].biased
+def markdown(rows: list[list[str]]) -> str:
+    """A Markdown table of rows of cells, the head first."""
+    safe = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [safe[0], ["---"] * len(safe[0]), *safe[1:]])
 
 
 def _cell(problem: Problem, name: str, passes: tuple[str, ...]) -> str:
@@ -30,7 +30,7 @@ def _cell(problem: Problem, name: str, passes: tuple[str, ...]) -> str:
     for wanted in passes:
         time = result.times.get(wanted)
         text = "-" if time is None else f"{time.median_ms:.3f}"
-        fair = [r.times[wanted].median_ms for r in problem.results if wanted in r.times and not _is_bound(r.name)]
+        fair = [r.times[wanted].median_ms for r in problem.results if wanted in r.times and not table.is_bound(r.name)]
         fastest = time is not None and len(fair) > 1 and time.median_ms == min(fair)
         words.append(f"**{text}**" if fastest else text)
     return " / ".join(words)
@@ -48,11 +48,11 @@ def times_table(problems: list[Problem], wanted: tuple[str, ...] = ()) -> str:
         names = [name for name in wanted if name in names][:4]
     rows = [["workload", *map(table.title, names)]]
     rows += [[problem.workload.name, *(_cell(problem, name, passes) for name in names)] for problem in problems]
-    return table.markdown(rows)
+    return markdown(rows)
 
 
 def own_table(record: Record, problems: list[Problem]) -> str:
-    """What else is known of evoattn: rates, shares of the ceilings, host time, memory, error."""
+    """The other numbers of evoattn: rates, shares of the ceilings, host time, memory, error."""
     rows = [
         ["workload", "backend", "10⁹ scores/s", "share of exp2", "share of copy", "host µs", "first call s", "MiB", "error"]
     ]
@@ -60,37 +60,37 @@ def own_table(record: Record, problems: list[Problem]) -> str:
         result = problem.result("evoattn")
         if result is None:
             continue
+        bounds = table.roofs(record, problem, "forward")
         rates = [table.rate(problem, result, name) for name in passes_of(problems)]
-        exp2 = table.share(problem, result, record.ceilings.exp2_per_s, problem.workload.scores)
-        copied = table.share(problem, result, record.ceilings.copy_bytes_per_s, problem.bytes)
+        shares = [rates[0] and name in bounds and rates[0] / bounds[name] for name in ("exp2", "memory")]
         error = table.worst_error(result)
         rows.append(
             [
                 problem.workload.name,
                 result.backends(" / ") or "-",
                 " / ".join("-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates),
-                *("-" if value is None else f"{100 * value:.0f}%" for value in (exp2, copied)),
+                *(f"{100 * share:.0f}%" if share else "-" for share in shares),
                 " / ".join(f"{result.host_us[name]:.0f}" for name in ("forward", "backward") if name in result.host_us) or "-",
                 "-" if result.first_call_s is None else f"{result.first_call_s:.2f}",
                 "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:,.1f}",
                 "-" if error is None else f"{error:.1e}",
             ]
         )
-    kept = [0, *(column for column in range(1, len(rows[0])) if any(row[column] != "-" for row in rows[1:]))]
-    return table.markdown([[row[column] for column in kept] for row in rows])
+    shown = [0, *(column for column in range(1, len(rows[0])) if any(row[column] != "-" for row in rows[1:]))]
+    return markdown([[row[column] for column in shown] for row in rows])
 
 
 def reasons(problems: list[Problem]) -> list[str]:
     """One line for each reason why there is no time."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    workloads_by_reason: dict[tuple[str, str, str], list[str]] = {}
     for problem in problems:
         for result in problem.results:
             if result.status != "ok":
-                found.setdefault((result.name, result.status, result.reason), []).append(problem.workload.name)
+                workloads_by_reason.setdefault((result.name, result.status, result.reason), []).append(problem.workload.name)
     every = len(problems)
     return [
         f"- {table.title(name)}, {'all' if len(where) == every else ', '.join(where)}: {status}: `{reason.replace('`', '')}`"
-        for (name, status, reason), where in found.items()
+        for (name, status, reason), where in workloads_by_reason.items()
     ]
 
 
@@ -105,7 +105,7 @@ def layer_table(problems: list[Problem]) -> str:
         peaks = [problem.result(name) for name in names]
         cells = [f"{r.peak_bytes / 2**30:.2f}" if r is not None and r.peak_bytes else "-" for r in peaks]
         rows.append([f"`{problem.workload.name}`", "peak GiB", *cells])
-    return table.markdown(rows)
+    return markdown(rows)
 
 
 def short_layer_table(problems: list[Problem]) -> str:
@@ -117,4 +117,4 @@ def short_layer_table(problems: list[Problem]) -> str:
             peak = problem.result(name).peak_bytes  # type: ignore[union-attr]
             cells = [_cell(problem, name, passes) for passes in (("forward", "both"), ("graph_forward", "graph_both"))]
             rows.append([f"`{problem.workload.name}`", title, *cells, f"{peak / 2**30:.2f}" if peak else "-"])
-    return table.markdown(rows)
+    return markdown(rows)

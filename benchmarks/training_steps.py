@@ -49,23 +49,23 @@ def cropped(features: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:
         raise ValueError(f"a crop of {tokens} tokens: the features have {every}")
     real = int(features["atom_to_token"][..., :tokens].sum())
     kept = {every: tokens, atoms: -(-real // WINDOW) * WINDOW}
-    found = {}
+    numbers = {}
     for name, x in features.items():
         for axis in range(1, x.ndim):
             x = x.narrow(axis, 0, kept.get(x.shape[axis], x.shape[axis]))
-        found[name] = x.contiguous()
-    there = found["atom_to_token"].sum(-1)  # 0: an atom of a token that is cut off
-    return found | {name: found[name] * there.to(found[name].dtype) for name in ("atom_pad_mask", "atom_resolved_mask")}
+        numbers[name] = x.contiguous()
+    there = numbers["atom_to_token"].sum(-1)  # 0: an atom of a token that is cut off
+    return numbers | {name: numbers[name] * there.to(numbers[name].dtype) for name in ("atom_pad_mask", "atom_resolved_mask")}
 
 
 def drawn(features: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
     """Features with random atoms and a random alignment, the same for the same shapes."""
     generator = torch.Generator().manual_seed(0)
-    made = {name: x.expand(-1, rows, -1) if _is_alignment(name) else x for name, x in features.items()}
-    letters = torch.randint(2, 22, made["msa"].shape, generator=generator)  # the 20 amino acids
+    outputs = {name: x.expand(-1, rows, -1) if _is_alignment(name) else x for name, x in features.items()}
+    letters = torch.randint(2, 22, outputs["msa"].shape, generator=generator)  # the 20 amino acids
     coordinates = 10 * torch.randn(features["coords"].shape, generator=generator)
     device = features["msa"].device
-    return made | {"msa": letters.to(device), "coords": coordinates.to(device)}
+    return outputs | {"msa": letters.to(device), "coords": coordinates.to(device)}
 
 
 def _is_alignment(name: str) -> bool:
@@ -94,9 +94,9 @@ def loss_of(model: Any, features: Mapping[str, Tensor]) -> Tensor:
     atoms = {"sample_atom_coords": batch["coords"][:, 0]}
     sample = patch.object(model.structure_module, "sample", return_value=atoms)
     with sample, patch.object(model.confidence_module, "forward", return_value={}):
-        made = model(batch, recycling_steps=1, multiplicity_diffusion_train=COPIES)
-    diffusion = model.structure_module.compute_loss(batch, made, multiplicity=COPIES, **model.diffusion_loss_args)
-    distances, _ = distogram_loss(made, batch, aggregate_distogram=model.aggregate_distogram)
+        outputs = model(batch, recycling_steps=1, multiplicity_diffusion_train=COPIES)
+    diffusion = model.structure_module.compute_loss(batch, outputs, multiplicity=COPIES, **model.diffusion_loss_args)
+    distances, _ = distogram_loss(outputs, batch, aggregate_distogram=model.aggregate_distogram)
     weights = model.training_args
     loss: Tensor = weights.diffusion_loss_weight * diffusion["loss"] + weights.distogram_loss_weight * distances
     return loss
@@ -112,46 +112,46 @@ class Training:
     blocks: int
 
     def measure(self, way: Way, features: Mapping[str, Tensor]) -> tuple[Case, dict[str, Tensor]]:
-        """What one way takes, and what it computes in its first step, which compiles.
+        """Measure one way, and return what it computes in its first step, which compiles.
 
         The weights stay what they are: the first rate of Boltz' schedule is 0.
         """
         [optimizer], _ = self.model.configure_optimizers()
-        found: Case = {}
+        numbers: Case = {}
         with used(way, PROGRAM, self.model):
             try:
-                made, _ = self._step(features, optimizer)
-                with peak(self.device, found):
-                    taken = [self._step(features, optimizer)[1] for _ in range(self.steps)]
+                outputs, _ = self._step(features, optimizer)
+                with peak(self.device, numbers):
+                    times = [self._step(features, optimizer)[1] for _ in range(self.steps)]
             finally:
                 optimizer.zero_grad()
-        found["ms"] = round(statistics.median(sum(x.values()) for x in taken), 2)
-        found["stages"] = {name: round(statistics.median(x[name] for x in taken), 2) for name in STAGES}
-        return found | {"loss": float(f"{made['loss']:.6g}")}, made
+        numbers["ms"] = round(statistics.median(sum(x.values()) for x in times), 2)
+        numbers["stages"] = {name: round(statistics.median(x[name] for x in times), 2) for name in STAGES}
+        return numbers | {"loss": float(f"{outputs['loss']:.6g}")}, outputs
 
     def _step(self, features: Mapping[str, Tensor], optimizer: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Results and milliseconds of a step."""
         torch.manual_seed(1)
         optimizer.zero_grad()
-        taken: dict[str, float] = {}
-        with self._timed("forward", taken), torch.autocast(self.device.type, torch.bfloat16), tf32(False):
+        times: dict[str, float] = {}
+        with self._timed("forward", times), torch.autocast(self.device.type, torch.bfloat16), tf32(False):
             loss = loss_of(self.model, features)
-        with self._timed("backward", taken), tf32(False):
+        with self._timed("backward", times), tf32(False):
             loss.backward()  # type: ignore[no-untyped-call]
         block = torch.cat([x.grad.flatten() for x in self.model.pairformer_module.layers[0].parameters() if x.grad is not None])
-        made = {"loss": loss.detach().cpu(), "first block": block.float().cpu()}
-        with self._timed("optimizer", taken):
-            made["gradient norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP).cpu()
+        outputs = {"loss": loss.detach().cpu(), "first block": block.float().cpu()}
+        with self._timed("optimizer", times):
+            outputs["gradient norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP).cpu()
             optimizer.step()
-        return made, taken
+        return outputs, times
 
     @contextlib.contextmanager
-    def _timed(self, stage: str, taken: dict[str, float]) -> Iterator[None]:
+    def _timed(self, stage: str, times: dict[str, float]) -> Iterator[None]:
         machine.synchronize(self.device)
         start = time.perf_counter()
         yield
         machine.synchronize(self.device)
-        taken[stage] = 1e3 * (time.perf_counter() - start)
+        times[stage] = 1e3 * (time.perf_counter() - start)
 
 
 def measure(training: Training, features: Mapping[str, Tensor], chosen: list[str]) -> Iterator[Case]:

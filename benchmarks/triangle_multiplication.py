@@ -43,7 +43,7 @@ WORST = 3e-2
 Call = Callable[[Tensor, Tensor, Weights], Tensor]
 
 
-def ours(z: Tensor, mask: Tensor, weights: Weights) -> Tensor:
+def evoattn_update(z: Tensor, mask: Tensor, weights: Weights) -> Tensor:
     return triangle_multiplication(z, mask, **weights._asdict())
 
 
@@ -61,11 +61,11 @@ def cuequivariance(z: Tensor, mask: Tensor, weights: Weights) -> Tensor:
 
 
 def ways(device: torch.device) -> dict[str, Call]:
-    """What is measured: cuEquivariance only if it is installed, and on a GPU."""
-    found: dict[str, Call] = {"evoattn": ours, "plain torch": plain, "torch.compile": torch.compile(plain)}
+    """The contenders: cuEquivariance only if it is installed, and on a GPU."""
+    calls: dict[str, Call] = {"evoattn": evoattn_update, "plain torch": plain, "torch.compile": torch.compile(plain)}
     if device.type == "cuda" and importlib.util.find_spec("cuequivariance_ops_torch") is not None:
-        found["cuequivariance"] = cuequivariance
-    return found
+        calls["cuequivariance"] = cuequivariance
+    return calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,8 @@ def worst_error(call: Call, device: torch.device) -> float:
     cast: Any = [None if x is None else x.detach().double().requires_grad_() for x in one.weights]
     z = one.z.detach().double().requires_grad_()
     out = reference(z, one.mask.double(), Weights(*cast), Options(True, 1e-5, False))
-    exact = (out, *torch.autograd.grad(out, [z, *[x for x in cast if x is not None]], one.do.double()))
-    return max(testing.relative_error(x, y) for x, y in zip(one.both(), exact, strict=True))
+    truth = (out, *torch.autograd.grad(out, [z, *[x for x in cast if x is not None]], one.do.double()))
+    return max(testing.relative_error(x, y) for x, y in zip(one.both(), truth, strict=True))
 
 
 def milliseconds(call: Callable[[int], object], clock: Clock, rounds: int) -> float:
@@ -134,16 +134,16 @@ def milliseconds(call: Callable[[int], object], clock: Clock, rounds: int) -> fl
 def measure(name: str, call: Call, length: int, device: torch.device, rounds: int) -> dict[str, Any]:
     """Times of a way in ms, eager and as a graph, and its peak memory."""
     one, clock = problem(call, length, device), clock_for(device)
-    found: dict[str, Any] = {"way": name, "length": length}
+    case: dict[str, Any] = {"way": name, "length": length}
     for kind, run in (("forward", one.forward), ("both", one.both)):
-        found[kind] = milliseconds(run, clock, rounds)
-        found[f"{kind}_gib"] = round(memory.peak_bytes(run, device) / 2**30, 3)
+        case[kind] = milliseconds(run, clock, rounds)
+        case[f"{kind}_gib"] = round(memory.peak_bytes(run, device) / 2**30, 3)
         if device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # it cannot be captured
-                replay, kept = timing.captured(run)
-                found[f"{kind}_graph"] = milliseconds(replay, clock, rounds)
-                del replay, kept
-    return found
+                replay, output = timing.captured(run)
+                case[f"{kind}_graph"] = milliseconds(replay, clock, rounds)
+                del replay, output
+    return case
 
 
 def main() -> int:
@@ -162,9 +162,9 @@ def main() -> int:
         print(f"{name}: largest error against float64 {record['errors'][name]:.1e}", flush=True)
     for length in options.lengths:
         for name, call in chosen.items():
-            found = measure(name, call, length, device, options.rounds)
-            record["times"].append(found)
-            print(", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
+            case = measure(name, call, length, device, options.rounds)
+            record["times"].append(case)
+            print(", ".join(f"{key} {value}" for key, value in case.items()), flush=True)
     if options.json is not None:
         write_text(json.dumps(record, indent=1) + "\n", options.json)
     return int(any(not error <= WORST for error in record["errors"].values()))

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 CASE = {"length": 1024, "dtype": "bfloat16", "way": "evoattn.nn", "part": "whole block", "pass": "inference"}
 
 
-@pytest.mark.parametrize("way", [block_parts.OURS, block_parts.PLAIN])
+@pytest.mark.parametrize("way", [block_parts.EVOATTN, block_parts.PLAIN])
 def test_the_layers_one_after_the_other_are_the_block(way: str) -> None:
     example = block_parts.Example(12, CPU)
     calls = example.calls(way)
@@ -21,7 +21,7 @@ def test_the_layers_one_after_the_other_are_the_block(way: str) -> None:
     for name in block_parts.PAIR:
         z = calls[name][0](z)
     s = calls["single_transition"][0](calls["attn_pair_bias"][0](s, z))
-    torch.testing.assert_close((s, z), calls[block_parts.WHOLE][0](example.s, example.z))
+    torch.testing.assert_close((s, z), calls[block_parts.BLOCK][0](example.s, example.z))
 
 
 def test_both_ways_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

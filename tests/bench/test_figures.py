@@ -177,7 +177,7 @@ def test_a_page_without_its_marks(figures: ModuleType) -> None:
 def test_speed_ups_are_against_the_fastest_peer_that_solves_the_problem(figures: ModuleType) -> None:
     """The record's own times give each label; a kernel that leaves the bias out is no peer."""
     part = next(part for part in figures.parts(ROOT / "benchmarks" / "results") if part.name == "h200-bfloat16")
-    drawn = figures.plots.speedups(part.record, part.problems)
+    drawn = figures.speedups.speedups(part.record, part.problems)
     labels = [{text.xy[1]: text.get_text() for text in axes.texts} for axes in drawn.axes]
     names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
     for name, texts in zip(("forward", "backward"), labels, strict=True):

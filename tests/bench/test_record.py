@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import record_tables
 
 from evoattn.bench import record as records
 from evoattn.bench import table
@@ -193,7 +194,7 @@ def test_csv() -> None:
 
 
 def test_markdown_escapes() -> None:
-    text = table.markdown([["a", "b"], ["x|y", "<script>"]])
+    text = record_tables.markdown([["a", "b"], ["x|y", "<script>"]])
     assert text == "| a | b |\n| --- | --- |\n| x\\|y | &lt;script> |"
 
 
@@ -210,8 +211,9 @@ def test_roofs_of_a_pass() -> None:
 
 
 def test_share_of_a_ceiling() -> None:
-    problem = dataclasses.replace(a_record(evoattn=[1.0]).problems[0])
-    result = problem.results[0]
-    assert table.share(problem, result, 4e9, problem.workload.scores) == pytest.approx(16 * 16 * 16 * 4 / 1e-3 / 4e9)
-    assert table.share(problem, result, None, 1) is None
-    assert table.share(problem, result, 4e9, 1, "backward") is None
+    record = a_record(evoattn=[1e-2])  # 16,384 scores and 1,000 bytes; 4e9 exp2/s, 2e10 bytes/s
+    head, _, line = record_tables.own_table(record, record.problems).splitlines()
+    assert "| share of exp2 | share of copy |" in head
+    assert f"| {100 * 16**3 * 4 / 1e-5 / 4e9:.0f}% | {100 * 1000 / 1e-5 / 2e10:.0f}% |" in line
+    record.ceilings = Ceilings(copy_bytes_per_s=2e10)
+    assert "share of exp2" not in record_tables.own_table(record, record.problems)

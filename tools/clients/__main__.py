@@ -62,7 +62,7 @@ def _line(name: str, block: Block, dtype: str, result: Result) -> None:
 
 
 def _progress(what: str) -> None:
-    """What runs now, on a line that the next one overwrites."""
+    """Show what runs now, on a line that the next one overwrites."""
     if sys.stderr.isatty():
         print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What a client's module says of its blocks, and the random problems that they are called with."""
+"""The facts of a client's blocks that its module states, and the random problems that they are called with."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LIMITS = {torch.float64: (1e-8, 1e-8), torch.float32: (1e-5, 1e-4)}
 
 @dataclasses.dataclass
 class Result:
-    """What the comparisons of a block in one dtype gave.
+    """The results of the comparisons of a block in one dtype.
 
     Attributes:
         outputs: the largest error of an output, as a fraction of its largest element.
@@ -90,7 +90,7 @@ def compare(
 
 
 def _has_layers(client: str) -> bool:
-    """Whether the patch of a client takes whole layers too."""
+    """True if the patch of a client takes whole layers too."""
     return bool(patching.client(client).layers)
 
 
@@ -108,7 +108,7 @@ def _words(name: str, dtype: torch.dtype, length: int, options: Options) -> str:
 
 
 def _not_ours(patched: evoattn.Patch, theirs: collections.Counter[str]) -> Iterator[str]:
-    """What the client computed itself."""
+    """The client's own results."""
     if not patched.calls:
         yield "no call was ours"
     for reason, calls in patched.passed_on.items():

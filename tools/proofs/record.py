@@ -86,7 +86,7 @@ WHOLE = (
 
 @dataclasses.dataclass
 class Found:
-    """What a process has recorded.
+    """The lines that a process has recorded.
 
     Args:
         lines: of each file, of each call.
@@ -139,7 +139,7 @@ def record(task: Task) -> Found:
 
 
 def _lines(run: Any, card: Any, recorder: Recorder) -> list[str]:
-    """What a call launches, or why it launches nothing."""
+    """List what a call launches, or why it launches nothing."""
     try:
         with on_card(card, recorder):
             run()

@@ -1,4 +1,4 @@
-"""What calls launch on GPUs that are not there, as text.
+"""Record as text what calls launch on GPUs that are not there.
 
 Public functions are called with tensors on "meta", which say that they are on a GPU. The operators of the package then plan and
 run as they do there. In place of a launch, a line is written: which code, how many programs, which memory, which numbers.
@@ -145,7 +145,7 @@ _EAGER: dict[str, Any] = {
     "recall": lambda *_: None,
     "remember": lambda *_: None,
 }
-"""What `evoattn.core.guards` says of an eager call that is made for the first time."""
+"""The answer of `evoattn.core.guards` to the first eager call of a kind."""
 
 
 class _Nothing:

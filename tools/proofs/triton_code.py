@@ -86,7 +86,7 @@ def driven(target: GPUTarget, launched: Any) -> Iterator[None]:
 
 
 class _Stand:
-    """What stands for a compiled kernel."""
+    """A stand-in for a compiled kernel."""
 
     module, function, packed_metadata = types.SimpleNamespace(), 0, ()
 

@@ -142,7 +142,7 @@ def truth(inputs: Inputs, between: Callable[[float], None] = lambda done: None) 
 
 
 def explanation(inputs: Inputs, backend: str = "auto") -> evoattn.Explanation:
-    """What a training step on these inputs runs, by `explain`."""
+    """Explain a training step on these inputs."""
     q, k, v, pair_bias = (
         None if x is None else x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.pair_bias)
     )

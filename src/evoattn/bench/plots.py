@@ -1,4 +1,4 @@
-"""Pictures of a record, by matplotlib: speed-ups and speed by workload beside the device's ceilings, growth with length."""
+"""Pictures of a record, by matplotlib: speed by workload beside the device's ceilings, and growth with length."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evoattn.bench import table
-from evoattn.bench.peers import PEERS
 from evoattn.bench.record import Problem, Record, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_EVOATTN = "#0072B2"
+EVOATTN = "#0072B2"
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C6BB1", "#66A61E", "#A6761D")
 _BOUND = "#9AA0A6"
 _MARKERS = "osD^vPX*"
@@ -41,8 +40,8 @@ def _style(names: list[str]) -> dict[str, tuple[str, str]]:
     peers = 0
     for name in names:
         if name == "evoattn":
-            styles[name] = (_EVOATTN, "o")
-        elif name in PEERS and not PEERS[name].biased:
+            styles[name] = (EVOATTN, "o")
+        elif table.is_bound(name):
             styles[name] = (_BOUND, "x")
         else:
             styles[name] = (_COLOURS[peers % len(_COLOURS)], _MARKERS[1 + peers % (len(_MARKERS) - 1)])
@@ -59,7 +58,7 @@ def _measured(problems: list[Problem], passes: tuple[str, ...]) -> list[str]:
     return [name for name in passes if any(name in r.times for problem in problems for r in problem.results)]
 
 
-def _passes_apart(problems: list[Problem]) -> list[str]:
+def passes_apart(problems: list[Problem]) -> list[str]:
     """The forward and the backward, or both together if a record has only that."""
     return _measured(problems, ("forward", "backward")) or _measured(problems, ("both",))
 
@@ -83,7 +82,7 @@ def plain(axes: Axes) -> None:
     axes.tick_params(which="both", color=_FAINT, labelcolor=INK)
 
 
-def _by_workload(
+def by_workload(
     figure: Figure,
     problems: list[Problem],
     passes: list[str],
@@ -105,44 +104,15 @@ def _by_workload(
     return panels
 
 
-def speedups(record: Record, problems: list[Problem]) -> Figure:
-    """Speed of evoattn over that of the fastest peer: a bar a workload and pass, with the number and the peer's name."""
-    passes = _passes_apart(problems)
-    rows = [p for p in problems if any(_speedup(p, name) for name in passes)]
-    title = _title("Speed-up", rows)
-    figure = new_figure(1.6 + 4.3 * len(passes), 1.35 + 0.34 * len(rows), title, table.headline(record))
-    for axes in _by_workload(figure, rows, passes, ": time of the fastest peer / time of evoattn", 1.75, _draw_speedup):
-        axes.axvline(1, color=INK, linewidth=1)
-    return figure
-
-
-def _draw_speedup(axes: Axes, row: int, problem: Problem, name: str) -> None:
-    if speedup := _speedup(problem, name):
-        ratio, peer = speedup
-        axes.barh(row, ratio, 0.66, color=_EVOATTN if ratio >= 1 else _COLOURS[0])
-        place: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
-        axes.annotate(f"{ratio:.2f}x  {peer}", (max(ratio, 1), row), **place)
-
-
-def _speedup(problem: Problem, name: str) -> tuple[float, str] | None:
-    """The time of the fastest peer over that of evoattn, and the peer's title. A bound, which leaves biases out, is no peer."""
-    own = problem.result("evoattn")
-    peers = [r for r in problem.results if r.name in PEERS and PEERS[r.name].biased and name in r.times]
-    if own is None or name not in own.times or not peers:
-        return None
-    fastest = min(peers, key=lambda r: r.times[name].median_ms)
-    return fastest.times[name].median_ms / own.times[name].median_ms, table.title(fastest.name).split(",")[0]
-
-
 def rates(record: Record, problems: list[Problem]) -> Figure:
     """Scores a second of all contenders: a bar a workload up to the device's lowest ceiling, whose colour says which."""
     problems = [problem for problem in problems if any(result.times for result in problem.results)]
-    passes = _passes_apart(problems)
-    title, size = _title("Speed", problems), (4.2 + 4.2 * len(passes), 2.0 + 0.34 * len(problems))
+    passes = passes_apart(problems)
+    title, size = headed("Speed", problems), (4.2 + 4.2 * len(passes), 2.0 + 0.34 * len(problems))
     figure = new_figure(*size, title, table.headline(record))
     draw = functools.partial(_draw_rates, record, _style(_names(problems)))
     legend: dict[str, Any] = {}
-    for axes in _by_workload(figure, problems, passes, ", 10⁹ scores/s", 1.16, draw) if passes else ():
+    for axes in by_workload(figure, problems, passes, ", 10⁹ scores/s", 1.16, draw) if passes else ():
         axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
         legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = sorted(legend, key=lambda label: (label.startswith("lowest"), label != _SHARE))
@@ -165,7 +135,7 @@ def _draw_rates(record: Record, styles: dict[str, tuple[str, str]], axes: Axes, 
             style: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": INK}
             axes.annotate(text, (bounds[lowest], row), (5, 0), **style)
     if rate is not None:
-        axes.barh(row, rate, 0.32, color=_EVOATTN, label=_SHARE)
+        axes.barh(row, rate, 0.32, color=EVOATTN, label=_SHARE)
     for result in problem.results:
         peer_rate = table.rate(problem, result, name)
         if result.name != "evoattn" and peer_rate is not None:
@@ -175,7 +145,8 @@ def _draw_rates(record: Record, styles: dict[str, tuple[str, str]], axes: Axes, 
             axes.plot(peer_rate, row, marker=marker, label=table.title(result.name), **style)
 
 
-def _title(quantity: str, problems: list[Problem]) -> str:
+def headed(quantity: str, problems: list[Problem]) -> str:
+    """A title: a quantity, and the dtypes of problems."""
     dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
     return f"{quantity} of Evoformer attention, {dtypes}"
 
@@ -183,7 +154,7 @@ def _title(quantity: str, problems: list[Problem]) -> str:
 def against_length(record: Record, problems: list[Problem], family: str = "tri") -> Figure:
     """Time and peak memory of one family's attention against its length, both logarithmic."""
     alike = sorted((p for p in problems if p.workload.family == family), key=lambda p: p.workload.length)
-    return growth(alike, _title("Time and memory", alike), table.headline(record))
+    return growth(alike, headed("Time and memory", alike), table.headline(record))
 
 
 def growth(problems: list[Problem], title: str, about: str, notes: str = "", beside: str = "") -> Figure:
@@ -283,6 +254,7 @@ def write_png(record: Record, path: Path) -> None:
         OSError: the file cannot be written.
     """
     import numpy
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.image import imsave
 
     problems = [p for p in record.problems if p.dtype == record.problems[0].dtype]
@@ -293,8 +265,9 @@ def write_png(record: Record, path: Path) -> None:
             figures.append(against_length(record, problems))
         for figure in figures:
             figure.set_dpi(130)
-            figure.canvas.draw()
-            pictures.append(numpy.asarray(figure.canvas.buffer_rgba()))
+            canvas: Any = FigureCanvasAgg(figure)  # type: ignore[no-untyped-call]
+            canvas.draw()
+            pictures.append(numpy.asarray(canvas.buffer_rgba()))
     width = max(picture.shape[1] for picture in pictures)
     padded = [numpy.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0)), constant_values=255) for x in pictures]
     with replacing(path) as unfinished:

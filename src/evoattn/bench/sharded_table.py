@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from evoattn.bench.record import Record, Result
-from evoattn.bench.table import aligned, headline, markdown
+from evoattn.bench.table import aligned, headline
 
 
 class Way(NamedTuple):
@@ -37,7 +37,7 @@ def _unit(record: Record, count: str) -> str:
     return f"{count} {one if count == 'one' else several}"
 
 
-def _about(record: Record) -> list[str]:
+def about(record: Record) -> list[str]:
     """Machine, what is measured, and the errors, a line each."""
     one, several = _unit(record, "one"), _unit(record, str(record.settings["processes"]))
     lines = [
@@ -62,11 +62,11 @@ def _cells(result: Result, measured: str) -> list[str]:
     return [f"{result.times[measured].median_ms:.1f}", f"{result.host_us[measured] / 1e3:.1f}", peak]
 
 
-def _rows(record: Record) -> list[list[str]]:
+def rows(record: Record) -> list[list[str]]:
     """The head, and a row for each job: times and memory of one process and of all, and how both scale."""
     count = record.settings["processes"]
     units = (_unit(record, "one"), _unit(record, str(count)))
-    rows = [["residues", "pass", *(cell for x in units for cell in (f"{x}, ms", "host ms", "GiB")), "of linear", "memory"]]
+    lines = [["residues", "pass", *(cell for x in units for cell in (f"{x}, ms", "host ms", "GiB")), "of linear", "memory"]]
     for problem in record.problems:
         for way, (measured, title) in WAYS.items():
             one, several = problem.result(f"evoattn/{way}{ON_ONE}"), problem.result(f"evoattn/{way}")
@@ -79,22 +79,17 @@ def _rows(record: Record) -> list[list[str]]:
             if one.peak_bytes and several.peak_bytes:
                 memory = f"{count * several.peak_bytes / one.peak_bytes:.2f}"
             sides = [*_cells(one, measured), *_cells(several, measured)]
-            rows.append([f"{problem.workload.length:,}", layer + title, *sides, linear, memory])
-    return rows
+            lines.append([f"{problem.workload.length:,}", layer + title, *sides, linear, memory])
+    return lines
 
 
 def as_text(record: Record) -> str:
     """The table for a terminal."""
-    rows, one, count = _rows(record), _unit(record, "one"), record.settings["processes"]
-    if len(rows) == 1:
-        return "\n".join([*_about(record), "", "no time was measured"])
+    table, one, count = rows(record), _unit(record, "one"), record.settings["processes"]
+    if len(table) == 1:
+        return "\n".join([*about(record), "", "no time was measured"])
     lines = [
         "ms: median, the host's part included; host ms: until a call returns, the least; GiB: peak of the largest process",
         f"of linear: time of {one} / (time x {count}); memory: peak x {count} / peak of {one}",
     ]
-    return "\n".join([*_about(record), "", aligned(rows), "", *lines])
-
-
-def as_markdown(record: Record) -> str:
-    """The same for a page, without the words on its columns."""
-    return "\n".join([*(f"- {line}" for line in _about(record)), "", markdown(_rows(record))])
+    return "\n".join([*about(record), "", aligned(table), "", *lines])

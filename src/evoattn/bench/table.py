@@ -1,4 +1,4 @@
-"""A record as text: aligned columns for a terminal, Markdown for pages, CSV for spreadsheets."""
+"""A record as text: aligned columns for a terminal, CSV for spreadsheets."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def title(name: str) -> str:
     return next(layers, name.replace("evoattn/", "evoattn, "))
 
 
+def is_bound(name: str) -> bool:
+    """True if a contender solves an easier problem: no speed-up over it is claimed."""
+    return name in PEERS and not PEERS[name].biased
+
+
 def headline(record: Record) -> str:
     """Device, versions, commit and date, in one line."""
     m = record.machine
@@ -41,14 +46,6 @@ def rate(problem: Problem, result: Result | None, name: str) -> float | None:
     """Billions of scores a second."""
     time = result.times.get(name) if result else None
     return None if time is None else problem.workload.scores / time.median_ms / 1e6
-
-
-def share(problem: Problem, result: Result, ceiling: float | None, amount: int | None, name: str = "forward") -> float | None:
-    """The share of a ceiling that a pass reaches: amount (scores or bytes) a second over the ceiling."""
-    time = result.times.get(name)
-    if time is None or ceiling is None or amount is None:
-        return None
-    return amount / (time.median_ms / 1e3) / ceiling
 
 
 def roofs(record: Record, problem: Problem, name: str) -> dict[str, float]:
@@ -172,12 +169,6 @@ def _said_once(record: Record) -> dict[tuple[str, str], str]:
                 seen.setdefault(result.name, set()).add(("", "") if timed else (result.status, result.reason))
     same = {name: outcomes.pop() for name, outcomes in seen.items() if len(outcomes) == 1}
     return {(name, why): status for name, (status, why) in same.items() if why and status in ("absent", "refused", "failed")}
-
-
-def markdown(rows: list[list[str]]) -> str:
-    """A Markdown table of rows of cells, the head first."""
-    safe = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [safe[0], ["---"] * len(safe[0]), *safe[1:]])
 
 
 def as_csv(record: Record) -> str:

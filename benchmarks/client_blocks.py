@@ -38,8 +38,10 @@ WORKER = Path(__file__).with_name("client_worker.py")
 SCHEMA = 1
 LENGTHS = (256, 384, 512, 768, 1024)
 DTYPES = ("bfloat16", "float32")
-_LATE = "out of time"
-SETTLED = {
+_OUT_OF_TIME = "out of time"
+"""The end of a process that the time of the run did not suffice for."""
+
+CONDITIONS = {
     "blocks": {client.name: client.blocks for client in CLIENTS.values()},
     "bfloat16": {client.name: "autocast" if client.autocast else "all tensors" for client in CLIENTS.values()},
     "matmul": "float32 products in full precision",
@@ -94,7 +96,7 @@ class Run:
             ended = self._process(job, lines, skip, self.options.dtypes, False)
             begun, cases = _read(lines)
             self._take(cases)
-            if ended in ("", _LATE):
+            if ended in ("", _OUT_OF_TIME):
                 self.record["ended"] += [f"{job.client}, {job.group}: {ended}"] if ended else []
                 return
             if begun is None or begun in skip:  # it died before or between its ways: another try would not help
@@ -136,7 +138,7 @@ class Run:
                     command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log, timeout=max(1, self._left())
                 )
             except subprocess.TimeoutExpired:
-                return _LATE
+                return _OUT_OF_TIME
             if done.returncode:
                 log.seek(0)
                 said = log.read().decode(errors="replace").strip().splitlines()
@@ -169,7 +171,7 @@ def fresh(device: torch.device, commit: str | None) -> dict[str, Any]:
     """A record without cases."""
     facts = {key: value for key, value in machine.facts(device, commit).items() if value is not None}
     versions = {client: found for client, of in _DISTRIBUTIONS.items() if (found := installed_version(of))}
-    return {"schema": SCHEMA, "machine": facts, "clients": versions, "settings": SETTLED, "ended": [], "cases": []}
+    return {"schema": SCHEMA, "machine": facts, "clients": versions, "settings": CONDITIONS, "ended": [], "cases": []}
 
 
 _DISTRIBUTIONS = {name: "transformers" if name == "esmfold" else name for name in CLIENTS}

@@ -38,16 +38,16 @@ _COMPARED = ("s", "z", "dz")
 """The outputs, and after a training step the gradient of the pair features."""
 
 SECONDS, LEAST, MOST = 0.3, 3, 20
-"""A pass is repeated for so long, and at least and at most so often."""
+"""Seconds for which a pass is repeated, and its least and most calls."""
 
 WORSE, ROUNDING = 3.0, {"float32": 1e-6, "bfloat16": 1e-3}
-"""A way is wrong if its error is so many times that of the original, and by more than this."""
+"""A way is wrong if its error exceeds `WORSE` times that of the original plus `ROUNDING`."""
 
 FLIPS = 1e-3
-"""And in float32, by how much more a gradient may be off: a ReLU that flips in the original or here leaves about 4e-4."""
+"""The least bound of a gradient in float32. A ReLU that flips in one of the two leaves an error of about 4e-4."""
 
 BOUND = {"float32": 1e-4, "bfloat16": 0.1}
-"""The same if the original could not run."""
+"""The bound of an error if the original could not run."""
 
 
 @dataclasses.dataclass

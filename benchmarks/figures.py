@@ -76,7 +76,7 @@ def parts(results: Path) -> list[Part]:
 
 
 def digest(part: Part) -> str:
-    """Of a part's results, of the code that draws them, and of the words that it takes from elsewhere."""
+    """Hash a part's results, the code that draws them, and the words that it takes from elsewhere."""
     names = dict.fromkeys(result.name for problem in part.problems for result in problem.results)
     words = [part.dtype, table.headline(part.record), *map(table.title, names)]
     code = (Path(plots.__file__).read_bytes(), Path(speedups.__file__).read_bytes())
@@ -101,7 +101,7 @@ def pictures(part: Part) -> dict[Path, Callable[[], object]]:
 
 
 def _alt(path: Path) -> str:
-    """What a picture shows, for who does not see it; the numbers are in the table below it."""
+    """Describe a picture for a reader who does not see it. The numbers are in the table below it."""
     return _SHOWN[path.stem.rpartition("-")[2]]
 
 

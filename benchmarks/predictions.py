@@ -35,7 +35,7 @@ class Clock:
     """Seconds by stage of a model.
 
     Args:
-        model: whose parts are timed while the clock is entered.
+        model: its parts are timed inside the `with` block.
         stages: by name, the path of a part and its method.
         device: that is waited for around each call.
     """
@@ -55,14 +55,14 @@ class Clock:
             vars(self._model.get_submodule(path)).pop(method, None)
 
     def _timed(self, name: str, part: nn.Module, method: str) -> Any:
-        def call(*given: Any, **named: Any) -> Any:
-            with self._taken(name):  # the method of the class now, which a patch may have replaced
-                return getattr(type(part), method)(part, *given, **named)
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self._stage(name):  # the method of the class now, which a patch may have replaced
+                return getattr(type(part), method)(part, *arguments, **named)
 
         return call
 
     @contextlib.contextmanager
-    def _taken(self, name: str) -> Iterator[None]:
+    def _stage(self, name: str) -> Iterator[None]:
         machine.synchronize(self._device)
         start = time.perf_counter()
         yield

@@ -65,7 +65,7 @@ class Budget:
         """Seconds that a peer's first calls, or the float64 truth, may take."""
         return None if self._end is None else _LIMIT_SHARE * max(self._end - self.clock.now(), 0.0)
 
-    def not_begun(self, peer: Contender, device: str) -> str | None:
+    def reason_to_skip(self, peer: Contender, device: str) -> str | None:
         """Return the reason not to begin with a peer on a type of device, or None if there is time."""
         if self._end is None or self._until is None or self.seconds is None:
             return None

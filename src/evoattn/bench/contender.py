@@ -155,25 +155,19 @@ class Runner:
         parts: dict[str, list[Tensor]] = {}
         for name, gradient in zip(self.prepared.names, self.both(), strict=False):
             parts.setdefault(f"d{name}", []).append(gradient)
-        values = {
-            name: self.prepared.from_library(gradients[0]) if name in ("dq", "dk", "dv") else _like(gradients, expected[name])
-            for name, gradients in parts.items()
-        }
+        values = {}
+        for name, (first, *others) in parts.items():
+            if name in ("dq", "dk", "dv"):
+                values[name] = self.prepared.from_library(first)
+            else:  # one tensor in the shape of the truth, or all of them flattened in a row
+                values[name] = torch.cat([x.flatten() for x in (first, *others)]).reshape(expected[name].shape)
         return _errors(values, expected)
-
-
-def _like(parts: list[Tensor], expected: Tensor) -> Tensor:
-    """Gradients of one name in the shape of the truth: one tensor, or all of them flattened in a row."""
-    return parts[0].reshape(expected.shape) if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
 
 
 def _errors(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Errors over the rows n of the truth. The truth of a bound has only the first rows."""
-    errors = {}
-    for name, value in values.items():
-        right = expected[name]
-        errors[name] = testing.relative_error(value[:, : right.shape[1]] if value.ndim > 1 else value, right)
-    return errors
+    parts = {name: x[:, : expected[name].shape[1]] if x.ndim > 1 else x for name, x in values.items()}
+    return {name: testing.relative_error(x, expected[name]) for name, x in parts.items()}
 
 
 def worst(errors: dict[str, float], dtype: torch.dtype, roundings: int = 1) -> str | None:

@@ -95,7 +95,7 @@ class Result:
         """True if evoattn is the contender."""
         return self.name.split("/")[0] == "evoattn"
 
-    def without_time(self, status: str, reason: str) -> None:
+    def mark_untimed(self, status: str, reason: str) -> None:
         """Note why some or all times are missing."""
         self.status = status
         self.reason = f"{self.reason}; {reason}" if self.reason else reason

@@ -59,31 +59,31 @@ def run(
     budget = Budget(plan.budget_s, len(problems), clock)
     record.finished = "interrupted"  # until it is not: what is written after a problem may be all there will be
     start, before = clock.now(), record.seconds or 0.0
-    course: _Course | None = None
+    current: _ProblemRun | None = None
     try:
         for number, (workload, dtype) in enumerate(problems, start=1):
 
             def say(what: str, number: int = number, name: str = f"{workload.name}, {dtype}") -> None:
                 progress(number, len(problems), f"{name}: {what}")
 
-            course = _Course(plan, Problem(workload, dtype, None), device, clock, budget, say)
-            course.run()
-            store(course.problem, record, plan)
+            current = _ProblemRun(plan, Problem(workload, dtype, None), device, clock, budget, say)
+            current.run()
+            store(current.problem, record, plan)
             record.seconds = round(before + clock.now() - start, 1)
             after_problem(record)
         record.finished = "out of time" if any(problem.cut for problem in record.problems) else "complete"
     except KeyboardInterrupt:
-        if course is not None and course.problem.seconds is None:
-            store(_mark_interrupted(course.problem), record, plan)
+        if current is not None and current.problem.seconds is None:
+            store(_mark_interrupted(current.problem), record, plan)
     record.seconds = round(before + clock.now() - start, 1)
     return record
 
 
-class _LeftOutError(Exception):
+class _SkippedError(Exception):
     """A problem that is not measured; the message is the reason."""
 
 
-class _Course:
+class _ProblemRun:
     """One problem: its contenders are verified, then timed."""
 
     def __init__(
@@ -100,21 +100,21 @@ class _Course:
         try:
             if not self.budget.begin():
                 self.problem.cut = True
-                raise _LeftOutError(self.budget.over)
+                raise _SkippedError(self.budget.over)
             self._measure()
-        except _LeftOutError as left_out:
-            self._leave_out(str(left_out))
+        except _SkippedError as skipped:
+            self._skip(str(skipped))
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            self._leave_out("the inputs and their float64 truth do not fit into memory")
+            self._skip("the inputs and their float64 truth do not fit into memory")
         release(self.device)
         self.problem.seconds = round(self.clock.now() - begun, 1)
 
-    def _leave_out(self, reason: str) -> None:
+    def _skip(self, reason: str) -> None:
         self.problem.results = [Result(name, "left out", reason) for name in self.kind.names(self.plan)]
 
-    def _cut_short(self, seconds: float = 0.0) -> None:
+    def _mark_incomplete(self, seconds: float = 0.0) -> None:
         """Note that a larger budget would have measured more, unless a call of so many seconds is too long for any budget."""
         if self.budget.would_measure(seconds):
             self.problem.cut = True
@@ -123,7 +123,7 @@ class _Course:
         self.say("float64 truth")
         reason = self.kind.too_large(self.problem.workload, self.dtype, self.device)
         if reason:
-            raise _LeftOutError(reason)
+            raise _SkippedError(reason)
         inputs = self.kind.inputs_of(self.problem.workload, self.dtype, self.device)
         self.problem.bytes, self.scores = self.kind.io_bytes(inputs), self.kind.scores_of(inputs)
         contenders = self.kind.contenders(self.plan, inputs)
@@ -160,8 +160,8 @@ class _Course:
                 torch.cuda.synchronize(self.device)
             passed = self.clock.now() - begun
             if passed > _SURE_SHARE * limit and passed / done > limit:
-                self._cut_short()
-                raise _LeftOutError(
+                self._mark_incomplete()
+                raise _SkippedError(
                     f"its float64 truth takes about {passed / done:.0f} s, and the budget of {self.plan.budget_s:g} s had "
                     f"{limit:.0f} s for it: a larger --budget measures it"
                 )
@@ -170,16 +170,16 @@ class _Course:
 
     def _verified(self, contender: Contender, inputs: Any, expected: dict[str, Tensor], result: Result) -> Runner | None:
         """Return a runner if its output is right. The result tells what else is wrong."""
-        reason = self._not_begun(contender)
+        reason = self._reason_to_skip(contender)
         if reason:
-            result.without_time("left out", reason)
+            result.mark_untimed("left out", reason)
             return None
         begun, runner = self.clock.now(), None
         try:
             with self.clock.limit(None if result.is_evoattn else self.budget.first_calls()):
                 runner = self._first_calls(contender, inputs, expected, result)
         except TookTooLong:
-            self._cut_short()
+            self._mark_incomplete()
             seconds = self.clock.now() - begun
             self.budget.ended_s[contender.name] = seconds
             result.status, result.reason = "left out", f"its first calls were ended after {seconds:.0f} s of the budget"
@@ -201,11 +201,11 @@ class _Course:
         result.errors = runner.forward_error(expected)
         wrong = worst(result.errors, self.dtype, self.kind.ROUNDINGS)
         if wrong:
-            result.without_time("wrong", wrong)
+            result.mark_untimed("wrong", wrong)
             return None
         if seconds := self._too_long(runner):
-            self._cut_short(seconds)
-            result.without_time("left out", f"a forward takes {seconds:.1f} s, too long for this problem's share of time")
+            self._mark_incomplete(seconds)
+            result.mark_untimed("left out", f"a forward takes {seconds:.1f} s, too long for this problem's share of time")
             return None
         if self.passes != ("forward",):
             try:
@@ -215,7 +215,7 @@ class _Course:
             except Exception as error:
                 wrong = one_line(error)
         if wrong:
-            result.without_time("partial" if "forward" in self.passes else "wrong", f"backward: {wrong}")
+            result.mark_untimed("partial" if "forward" in self.passes else "wrong", f"backward: {wrong}")
         seconds = self.clock.now() - start
         result.first_call_s = round(seconds, 3)
         if contender.compiles:
@@ -231,13 +231,13 @@ class _Course:
             seconds = min(seconds, self.clock.calls(runner.forward, 1))
         return seconds if seconds > self.budget.longest_s else None
 
-    def _not_begun(self, contender: Contender) -> str | None:
+    def _reason_to_skip(self, contender: Contender) -> str | None:
         reason = too_much(int(contender.score_copies * self.scores * self.dtype.itemsize), self.device, " of scores")
         if reason:
             return f"would hold {reason}"
-        reason = self.budget.not_begun(contender, self.device.type)
+        reason = self.budget.reason_to_skip(contender, self.device.type)
         if reason:
-            self._cut_short()
+            self._mark_incomplete()
         return reason
 
 

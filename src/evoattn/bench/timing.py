@@ -30,6 +30,7 @@ class _Timed:
         name: of the pass.
         most: calls in a row.
         count: calls of a round.
+        samples_ms: of the rounds so far.
     """
 
     result: Result
@@ -37,6 +38,7 @@ class _Timed:
     name: str
     most: int
     count: int = 1
+    samples_ms: list[float] = dataclasses.field(default_factory=list)
 
     def seconds(self, clock: Clock) -> float:
         """Mean seconds of one call."""
@@ -55,6 +57,15 @@ class _Timed:
             self.result.host_us[self.name] = round(1e6 * host, 1)
         self.count = calls_in_a_round(clock, seconds, self.most - clock.lead)
         return None
+
+    def add_round(self, clock: Clock) -> None:
+        """Time one more round."""
+        result = self.result
+        try:
+            self.samples_ms.append(1e3 * self.seconds(clock))
+            result.times[self.name] = Timing.of(self.samples_ms)
+        except Exception as error:  # such as memory that the others have filled since the warm-up
+            result.status, result.reason, result.times = status(error), f"{self.name}: {one_line(error)}", {}
 
 
 def calls_in_a_round(clock: Clock, seconds: float, most: int = 200) -> int:
@@ -103,11 +114,10 @@ def time_in_turn(
                 if (seconds := timed.warm_up(clock, budget.longest_s * times)) is None:
                     all_timed.append(timed)
                 else:
-                    result.without_time("partial", f"{name}: {seconds:.1f} s a call, not repeated")
+                    result.mark_untimed("partial", f"{name}: {seconds:.1f} s a call, not repeated")
                     cut |= budget.would_measure(seconds / times)
         except Exception as error:
             result.status, result.reason = status(error), one_line(error)
-    samples: dict[tuple[str, str], list[float]] = {}
     budget.begin_rounds()
     for number in range(rounds):
         if number >= 2 and budget.enough():
@@ -115,17 +125,8 @@ def time_in_turn(
         say(f"round {number + 1} of {rounds}")
         for timed in all_timed:
             if timed.result.status in ("ok", "partial"):
-                _time(timed, clock, samples.setdefault((timed.result.name, timed.name), []))
+                timed.add_round(clock)
     return cut
-
-
-def _time(timed: _Timed, clock: Clock, samples: list[float]) -> None:
-    try:
-        samples.append(1e3 * timed.seconds(clock))
-    except Exception as error:  # such as memory that the others have filled since the warm-up
-        timed.result.status, timed.result.reason, timed.result.times = status(error), f"{timed.name}: {one_line(error)}", {}
-    else:
-        timed.result.times[timed.name] = Timing.of(samples)
 
 
 def time_graphs(result: Result, runner: Runner, passes: tuple[str, ...], rounds: int, clock: Clock) -> None:
@@ -136,7 +137,7 @@ def time_graphs(result: Result, runner: Runner, passes: tuple[str, ...], rounds:
             result.times[f"graph_{name}"] = Timing.of(milliseconds(replay, clock, rounds))
             del replay, output
         except Exception as error:
-            result.without_time(result.status, f"graph of {name}: {one_line(error)}")
+            result.mark_untimed(result.status, f"graph of {name}: {one_line(error)}")
             torch.cuda.synchronize()
 
 

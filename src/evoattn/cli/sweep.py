@@ -58,7 +58,7 @@ def measure(contender: Contender, result: Result, inputs: Inputs, passes: tuple[
     """Note time and peak memory, or why there are none. The run that measures memory warms up those that measure time."""
     device, needed = inputs.q.device, contender.score_copies * attentions.scores_of(inputs) * inputs.q.element_size()
     if reason := too_much(int(needed), device):
-        return result.without_time("left out", f"needs {reason}")
+        return result.mark_untimed("left out", f"needs {reason}")
     try:
         runner = Runner(contender, inputs)
         result.peak_bytes, seconds = peak_bytes(runner.both, device), size.seconds / len(passes)
@@ -72,7 +72,7 @@ def measure(contender: Contender, result: Result, inputs: Inputs, passes: tuple[
     except Exception as error:
         if not out_of_memory(error):
             raise
-        result.without_time("left out", one_line(error))
+        result.mark_untimed("left out", one_line(error))
 
 
 def four_attentions(attentions_of_block: list[Inputs], size: Size, step: Step) -> list[tuple[Problem, int, list[str]]]:

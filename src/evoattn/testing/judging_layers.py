@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -122,7 +122,9 @@ def _allowed(problem: RandomLayer, value: Tensor, right: Tensor, rough: list[Ten
 def _layer_values(problem: RandomLayer, backend: str, device: torch.device) -> tuple[Values, list[str]]:
     """The results of the layer, and the names of tensors that it changed."""
     attention = functools.partial(layers.__dict__["evoformer_attention"], backend=backend)
-    with _default_dtype(problem.default_dtype), mock.patch.object(layers, "evoformer_attention", attention), poisoned():
+    with contextlib.ExitStack() as at_end, mock.patch.object(layers, "evoformer_attention", attention), poisoned():
+        at_end.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(problem.default_dtype)
         layer, inputs, mask = problem.layer(device), problem.inputs(device), problem.masks(device)
         do, factor = problem.cotangents(device)
         do = do.where(_steady(problem, device), 0) if problem.in_place == "relu_" else do
@@ -191,13 +193,3 @@ def _values(out: Tensor, inputs: dict[str, Tensor], layer: nn.Module) -> Values:
 
 def _cast(problem: RandomLayer, device: torch.device, on: bool) -> contextlib.AbstractContextManager[object]:
     return torch.autocast(device.type, problem.autocast) if on else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from evoattn.backends import Inputs as Canonical
 from evoattn.core import guards, tuned_tiles
 from evoattn.core.config import Config
-from evoattn.core.inputs import Inputs as Arguments
+from evoattn.core.inputs import Inputs as CallTensors
 from evoattn.core.problem import Problem
 from evoattn.dispatch import lookup
 from evoattn.dispatch.axes import canonicalise
@@ -35,10 +34,10 @@ def forget(*, torch_too: bool = False) -> None:
         guards.forget_torch()
 
 
-def canonical(inputs: Inputs) -> Canonical:
+def canonical(inputs: Inputs) -> CallTensors:
     """Return the tensors as a backend gets them (`evoattn.backends`), as views where their strides allow it."""
     q, k, v, mask, mask_bias, pair_bias = inputs.q, inputs.k, inputs.v, inputs.mask, inputs.mask_bias, inputs.pair_bias
-    return canonicalise(Arguments(q, k, v, mask, mask_bias, pair_bias, inputs.gate), inputs.case.layout).inputs
+    return canonicalise(CallTensors(q, k, v, mask, mask_bias, pair_bias, inputs.gate), inputs.case.layout).inputs
 
 
 def chosen(problem: Problem, backend: str = "auto", config: Config | None = None) -> tuple[str, dict[str, list[str]]]:
@@ -68,7 +67,7 @@ def way(
 
     None: no call like this one is known. The next one is checked and planned, or torch has to see an operator now.
     """
-    known = recall(Arguments(q, k, v, mask, mask_bias, pair_bias, gate), Options(**options))
+    known = recall(CallTensors(q, k, v, mask, mask_bias, pair_bias, gate), Options(**options))
     if known is None:
         return None
     return "plan" if isinstance(known, DirectCall) else "operator"

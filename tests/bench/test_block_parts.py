@@ -9,7 +9,8 @@ import block_parts
 import pytest
 import torch
 
-CPU = torch.device("cpu")
+from .conftest import CPU
+
 CASE = {"length": 1024, "dtype": "bfloat16", "way": "evoattn.nn", "part": "whole block", "pass": "inference"}
 
 

@@ -17,7 +17,7 @@ import client_worker
 import pytest
 import torch
 
-CPU = torch.device("cpu")
+from .conftest import CPU
 
 
 def a_case(**changes: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from evoattn.bench.layers import inputs_of
 from evoattn.workloads import workload
 from tests.helpers.scripts import load
 
-CPU = torch.device("cpu")
+from .conftest import CPU
 
 
 @pytest.fixture(scope="module")

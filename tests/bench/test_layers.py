@@ -19,12 +19,11 @@ from evoattn.bench.plan import Plan
 from evoattn.bench.record import Problem, Record, Result, Timing
 from evoattn.workloads import LAYERS, workload
 
-from .conftest import FakeClock, a_record
+from .conftest import CPU, FakeClock, a_record
 
 SMALL = ("layer24", "layer_msa_row24n5", "layer_msa_column12", "layer_diffusion16n3", "layer_single20")
 PEERS = {way.name: way for way in WAYS if way.name in ("openfold3", "cuequivariance")}
 EAGER = tuple(way for way in WAYS if not way.compiles and way.name not in PEERS)
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -37,7 +36,7 @@ def check(layer: Layer, *ways: Contender) -> None:
     expected = truth(layer)
     for way in ways:
         runner = Runner(way, layer)
-        errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
+        errors = runner.errors(expected)
         assert set(errors) == {"o", *(f"d{name}" for name in layer.inputs), "dparameters"}
         assert max(errors.values()) < 1e-5, (way.name, errors)
 

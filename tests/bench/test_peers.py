@@ -15,7 +15,8 @@ from evoattn.bench.peers import PEERS
 from evoattn.testing import Inputs
 from evoattn.workloads import Workload, workload
 
-CPU = torch.device("cpu")
+from .conftest import CPU
+
 TRIANGLE = workload("tri20")
 COLUMN = dataclasses.replace(workload("msa_column3"), n=3, lq=20, lk=20)
 UNMASKED = dataclasses.replace(TRIANGLE, key_mask=False)
@@ -217,7 +218,7 @@ def check(name: str, dtype: torch.dtype, case: Workload) -> None:
     """Output and gradients of an adapter against float64."""
     inputs = inputs_of(case, dtype)
     runner, expected = Runner(PEERS[name], inputs), attentions.truth(inputs)
-    errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
+    errors = runner.errors(expected)
     assert set(errors) == set(expected)
     assert worst(errors, dtype) is None, errors
 
@@ -231,7 +232,7 @@ def test_cudnn_solves_the_problem_without_a_mask(dtype: torch.dtype, cudnn: Any,
     assert inputs.mask is None and inputs.pair_bias is not None
     runner, expected = Runner(peer, inputs), attentions.truth(inputs)
     assert set(expected) == {"o", "dq", "dk", "dv", "dpair_bias"}
-    errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
+    errors = runner.errors(expected)
     assert worst(errors, dtype) is None, errors
 
 

@@ -198,7 +198,7 @@ def test_every_peer_of_plain_torch_takes_every_workload(name: str, case: object)
     if not PEERS[name].biased:
         inputs = attentions.without(inputs, "biases")
     runner, expected = Runner(PEERS[name], inputs), attentions.truth(inputs)
-    errors = {**runner.forward_error(expected), **runner.gradient_errors(expected)}
+    errors = runner.errors(expected)
     assert max(errors.values()) < 2e-6, errors
 
 

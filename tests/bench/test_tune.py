@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import evoattn
 from evoattn import cli
@@ -20,9 +19,7 @@ from evoattn.core.config import Config
 from evoattn.core.inputs import Inputs, Outputs
 from evoattn.workloads import workload
 
-from .conftest import FakeClock
-
-CPU = torch.device("cpu")
+from .conftest import CPU, FakeClock
 
 
 class ClockOfTiles(FakeClock):

@@ -146,6 +146,10 @@ class Runner:
             self.outputs.clear()
             self.outputs += [self.forward(number) for number in range(calls if self.contender.compiles else len(self.sets))]
 
+    def errors(self, expected: dict[str, Tensor]) -> dict[str, float]:
+        """The output and every gradient against the truth."""
+        return self.forward_error(expected) | self.gradient_errors(expected)
+
     def forward_error(self, expected: dict[str, Tensor]) -> dict[str, float]:
         """The output against the truth."""
         return _errors({"o": self.prepared.from_library(self.forward())}, expected)

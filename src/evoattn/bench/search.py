@@ -180,9 +180,7 @@ class _Climb:
         self.tried += 1
         try:
             runner = self._runner(config)
-            errors = runner.forward_error(self.expected)
-            if self.direction != "forward":
-                errors |= runner.gradient_errors(self.expected)
+            errors = (runner.forward_error if self.direction == "forward" else runner.errors)(self.expected)
             if worst(errors, self.inputs.q.dtype):
                 raise ArithmeticError("wrong")
             return self._times(_ROUNDS, runner)[0].median_ms

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -169,9 +170,10 @@ def errors(block: PairformerBlock, mesh: DeviceMesh, device: torch.device) -> Pr
 
     gathered = [x.full_tensor() if isinstance(x, DTensor) else x for x in train(block, split(inputs, mesh))]
     one, several = relative(train(block, inputs)), relative(gathered)
-    ratio = max(x / (y + FLOOR) for x, y in zip(several, one, strict=True))
-    several_result = Result(VERIFIED, errors={"largest": max(several), "largest ratio": ratio})
-    return problem(VERIFIED_AT[device.type], "", Result(VERIFIED + ON_ONE, errors={"largest": max(one)}), several_result)
+    ratios = [x / (y + FLOOR) if x < math.inf else x for x, y in zip(several, one, strict=True)]
+    on_one = Result(VERIFIED + ON_ONE, errors={"largest": max(one)})
+    on_all = Result(VERIFIED, errors={"largest": max(several), "largest ratio": max(ratios)})
+    return problem(VERIFIED_AT[device.type], "", on_one, on_all)
 
 
 def _time(
@@ -199,7 +201,7 @@ def _time(
     if graph:
         meet()
         clock.synchronize()
-        call, _output = captured(call, warm_up=0, mode="thread_local")  # NCCL's thread may use the device meanwhile
+        call, _ = captured(call, warm_up=0, mode="thread_local")  # NCCL's thread may use the device meanwhile
     hosts, times = zip(*clock.latencies(call, rounds, meet), strict=True)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0.0
     return 1e3 * sorted(times)[rounds // 2], 1e6 * min(hosts), peak

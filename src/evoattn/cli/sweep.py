@@ -104,8 +104,7 @@ def _accuracy(inputs: Inputs, problem: Problem) -> tuple[int, list[str]]:
     expected, results = testing.oracle(part), testing.run(part)
     own, dense = problem.results
     own.errors, allowed = testing.errors(results, expected), budgets(part, results, expected)
-    runner = Runner(PEERS[dense.name], part)
-    dense.errors = runner.forward_error(expected.values) | runner.gradient_errors(expected.values)
+    dense.errors = Runner(PEERS[dense.name], part).errors(expected.values)
     beyond = [(name, error, allowed[name]) for name, error in own.errors.items() if not error <= allowed[name]]
     if beyond and length == 1:
         beyond = excess(part, results, expected)

@@ -113,7 +113,7 @@ def rates(record: Record, problems: list[Problem]) -> Figure:
     draw = functools.partial(_draw_rates, record, _style(_names(problems)))
     legend: dict[str, Any] = {}
     for axes in by_workload(figure, problems, passes, ", 10⁹ scores/s", 1.16, draw) if passes else ():
-        axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
+        axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.6g}")
         legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = sorted(legend, key=lambda label: (label.startswith("lowest"), label != _SHARE))
     handles = [legend[label] for label in labels]

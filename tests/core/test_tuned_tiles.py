@@ -88,7 +88,7 @@ def test_few_queries_and_keys_ask_no_table() -> None:
 
 
 def test_the_forward_finds_what_was_saved_for_the_described_call() -> None:
-    """The Triton forward plans from a Problem without device, and with any row bias as a mask."""
+    """The Triton forward plans from a Problem without device, and with any key bias as a mask."""
     save(ON_GPU, "triton", "forward", block_q=16)
     planned = dataclasses.replace(ON_GPU, device="", mask=False, mask_bias=torch.float32)
     assert tuned_tiles.tuned("triton", "forward", planned) == Config(block_q=16)

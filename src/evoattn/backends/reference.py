@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from evoattn.backends import Description, Plan
+from evoattn.core import numerics
 from evoattn.core.config import Config
 from evoattn.core.devices import without_autocast
 from evoattn.core.inputs import Cotangents, Inputs, Outputs
 from evoattn.core.layouts import as_planned, empty_gradients, empty_outputs
-from evoattn.core.numerics import LOG2E, accumulate_dtype, query_shift, row_bias, shifted_biases
+from evoattn.core.numerics import LOG2E, accumulate_dtype, shifted_biases
 from evoattn.core.problem import Problem
 
 NAME = "reference"
@@ -39,18 +40,18 @@ def unsupported(problem: Problem, config: Config) -> list[str]:
 
 
 def _scores(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
-    """Scores [b,n,h,q,k] without what they are measured from; and of that what belongs to a query, [b|1,n|1,h|1,q|1,1]."""
+    """Scores [b,n,h,q,k], measured from the row shift and the query shift, and the latter, [b|1,n|1,h|1,q|1,1]."""
     q, k, _, mask, mask_bias, pair_bias, _ = inputs
     acc = accumulate_dtype(q.dtype)
     s = torch.matmul(q.to(acc) * scale, k.to(acc).transpose(-1, -2))  # [b,n,h,q,k]
-    shift = s.new_zeros((1, 1, 1, 1, 1))
-    bias = row_bias(mask, mask_bias, acc)
+    query_shift = s.new_zeros((1, 1, 1, 1, 1))
+    key_bias = numerics.key_bias(mask, mask_bias, acc)
     if pair_bias is not None:
-        shift = query_shift(pair_bias, bias, acc)
-        s = s + shifted_biases(pair_bias, bias, shift)
-    elif bias is not None:
-        s = s + bias[:, :, None, None, :]
-    return s, shift
+        query_shift = numerics.query_shift(pair_bias, key_bias, acc)
+        s = s + shifted_biases(pair_bias, key_bias, query_shift)
+    elif key_bias is not None:
+        s = s + key_bias[:, :, None, None, :]
+    return s, query_shift
 
 
 def _probabilities(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,11 +67,11 @@ def _probabilities(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def attention(inputs: Inputs, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """O and the saved statistic (`core.numerics`) of canonical tensors, in the compute dtype, differentiable by autograd."""
-    s, shift = _scores(inputs, scale)
+    s, query_shift = _scores(inputs, scale)
     p, m, total = _probabilities(s)
-    reference = (m + shift).detach().clamp_min(torch.finfo(m.dtype).min)
+    reference = (m + query_shift).detach().clamp_min(torch.finfo(m.dtype).min)
     # What rounding the sum takes away goes to the LSE.
-    lse = total.log2() + (m - (reference - shift)) * LOG2E
+    lse = total.log2() + (m - (reference - query_shift)) * LOG2E
     o = torch.matmul(p, inputs.v.to(p.dtype))
     if inputs.gate is not None:
         o = o * torch.sigmoid(inputs.gate.to(o.dtype))
@@ -137,9 +138,9 @@ def _gradients(
     acc = accumulate_dtype(q.dtype)
     q_, k_, v_, o_ = (x.to(acc) for x in (q, k, v, o))
     do_ = torch.zeros_like(o_) if do is None else do.to(acc)
-    s, shift = _scores(inputs, scale)
+    s, query_shift = _scores(inputs, scale)
     empty = (lse == -torch.inf).unsqueeze(-1)  # [b,n,h,q,1]
-    from_reference = s - (reference.unsqueeze(-1) - shift)  # [b,n,h,q,k]
+    from_reference = s - (reference.unsqueeze(-1) - query_shift)  # [b,n,h,q,k]
     p = torch.exp2(from_reference * LOG2E - torch.where(empty, torch.inf, lse.unsqueeze(-1)))  # [b,n,h,q,k]
     delta = (o_ * do_).sum(-1, keepdim=True)  # [b,n,h,q,1]
     if dlse is not None:

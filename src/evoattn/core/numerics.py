@@ -60,14 +60,14 @@ def bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(bias.isinf(), bias, bias.clamp(-largest, largest)).to(dtype)
 
 
-def largest_bias(dtype: torch.dtype) -> float:
+def bias_limit(dtype: torch.dtype) -> float:
     """Shifted biases are kept within this size, so that two of them can be added up and multiplied by log2 e."""
     return torch.finfo(dtype).max / 8
 
 
 def _below(bias: Tensor, shift: Tensor) -> Tensor:
     """bias - shift, which is -inf only if the bias is, and never +inf: a key that a mask switches off may lie far above."""
-    largest = largest_bias(bias.dtype)
+    largest = bias_limit(bias.dtype)
     return torch.where(bias == -torch.inf, bias, (bias - shift).clamp(-largest, largest))
 
 
@@ -81,7 +81,7 @@ def _masked_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dty
     return bias if mask is None else torch.where(mask, bias, -torch.inf)
 
 
-def _shift(bias: Tensor) -> Tensor:
+def _row_shift(bias: Tensor) -> Tensor:
     if bias.shape[-1] == 0:
         return bias.new_zeros(bias.shape[:-1])
     largest = bias.amax(-1)
@@ -91,10 +91,10 @@ def _shift(bias: Tensor) -> Tensor:
 def row_shift(mask: Tensor | None, mask_bias: Tensor, dtype: torch.dtype) -> Tensor:
     """The constant that each row's scores are measured from, `[b|1, n|1]`; no gradient flows through it."""
     bias = _masked_bias(mask, mask_bias.detach(), dtype)
-    return _shift(bias)  # type: ignore[arg-type]
+    return _row_shift(bias)  # type: ignore[arg-type]
 
 
-def row_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def key_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """mask and mask_bias as one additive bias `[b|1, n|1, k]`, shifted, or None if neither is given.
 
     It is -inf if a key is not attended, and only then.
@@ -102,35 +102,35 @@ def row_bias(mask: Tensor | None, mask_bias: Tensor | None, dtype: torch.dtype) 
     bias = _masked_bias(mask, mask_bias, dtype)
     if bias is None or mask_bias is None:
         return bias
-    return _below(bias, _shift(bias).unsqueeze(-1))
+    return _below(bias, _row_shift(bias).unsqueeze(-1))
 
 
-def query_shift(pair_bias: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def query_shift(pair_bias: Tensor, key_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What the pair bias of each query is measured from, `[b|1, n|1, h|1, q|1, 1]`, without a gradient.
 
-    It is the largest sum of pair bias and `bias`, which `row_bias` makes, if that is finite and far from 0, else 0. So a key
-    that a mask switches off does not count. For a query that a pair bias of -1e9 masks this is what the row shift is for a
-    padded row.
+    It is the largest sum of pair bias and key bias (`key_bias`) if that is finite and beyond NEAR, else 0. So a key that a mask
+    switches off does not count. It is an estimate of the largest score, before there are scores. For a query that a pair bias
+    of -1e9 masks it is what the row shift is for a padded row.
     """
     largest = bounded(pair_bias.detach(), dtype).unsqueeze(1)
-    if bias is not None:
-        largest = largest + bias[:, :, None, None, :]
+    if key_bias is not None:
+        largest = largest + key_bias[:, :, None, None, :]
     if largest.shape[-1] == 0:
         return largest.new_zeros((*largest.shape[:-1], 1))
     largest = largest.amax(-1, keepdim=True)
     return torch.where((largest.abs() > NEAR) & largest.isfinite(), largest, 0)
 
 
-def shifted_biases(pair_bias: Tensor, bias: Tensor | None, shift: Tensor) -> Tensor:
-    """The sum of pair bias and `bias`, measured from `query_shift`, `[b,n,h,q,k]` in its dtype; -inf only if one of them is.
+def shifted_biases(pair_bias: Tensor, key_bias: Tensor | None, query_shift: Tensor) -> Tensor:
+    """The sum of pair bias and key bias, measured from `query_shift`, `[b,n,h,q,k]` in its dtype; -inf only if one of them is.
 
     The shift is taken from the larger of the two. If that is near the shift the difference is exact, and the smaller one keeps
     its digits. Scores are added to this sum, not to one part of it: the parts may be 1e9 and -1e9.
     """
-    pair = bounded(pair_bias.unsqueeze(1), shift.dtype)
-    if bias is None:
-        return _below(pair, shift)
-    bias = bias[:, :, None, None, :]
-    pair_is_larger = pair.abs() >= bias.abs()
-    larger, smaller = torch.where(pair_is_larger, pair, bias), torch.where(pair_is_larger, bias, pair)
-    return _below(larger, shift) + smaller
+    pair = bounded(pair_bias.unsqueeze(1), query_shift.dtype)
+    if key_bias is None:
+        return _below(pair, query_shift)
+    key = key_bias[:, :, None, None, :]
+    pair_is_larger = pair.abs() >= key.abs()
+    larger, smaller = torch.where(pair_is_larger, pair, key), torch.where(pair_is_larger, key, pair)
+    return _below(larger, query_shift) + smaller

@@ -44,7 +44,7 @@ class Problem:
         lq, lk: number of queries and of keys.
         d, c: query/key channels and value channels.
         mask: whether a bool mask is given.
-        mask_bias: dtype of the key-wise bias, or None.
+        mask_bias: dtype of the mask bias, or None.
         pair_bias: dtype of the pair bias, or None.
         gate: whether O is multiplied by the sigmoid of a gate, which has q's dtype.
         scale: factor on q k; None is d ** -0.5.

@@ -31,7 +31,7 @@ else:
     from evoattn import evoformer_attention, explain, testing
     from evoattn.backends.triton import cards, forward_plan
     from evoattn.backends.triton import overlap as overlap_module
-    from evoattn.backends.triton.kernels.row_bias import plan_row_bias
+    from evoattn.backends.triton.kernels.key_bias import plan_key_bias
     from evoattn.backends.triton.overlap import overlap
     from evoattn.backends.triton.strides import split
     from evoattn.core.config import Config
@@ -98,7 +98,7 @@ else:
     def test_runs_of_live_tiles(length: int) -> None:
         generator = torch.Generator().manual_seed(length)
         mask = torch.rand(2, 3, length, generator=generator) < 0.04
-        rows = plan_row_bias(mask, None, length, mask.device, 16, scale=0.0)  # which is not folded
+        rows = plan_key_bias(mask, None, length, mask.device, 16, scale=0.0)  # which is not folded
         overlap(mask.device, (rows.launch, ()))
         bias, runs_of = rows(mask, None)
         padded = torch.nn.functional.pad(mask, (0, bias.shape[-1] - length))

@@ -15,15 +15,15 @@ from evoattn.backends.triton.kernels import (
     dq,
     few,
     forward,
+    key_bias,
     pair_copies,
     pair_gradient,
     primitives,
-    row_bias,
     statistics,
 )
 from evoattn.backends.triton.launch import Kernel, settle_key
 
-MODULES = (backward, dkdv, dq, few, forward, overlap, pair_copies, pair_gradient, primitives, row_bias, statistics)
+MODULES = (backward, dkdv, dq, few, forward, overlap, pair_copies, pair_gradient, primitives, key_bias, statistics)
 KERNELS = list(dict.fromkeys(x.jitted for module in MODULES for x in vars(module).values() if isinstance(x, Kernel)))
 
 

@@ -310,9 +310,9 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 
 @pytest.mark.parametrize(("capability", "mask", "lengths", "counts"), [
-    (HOPPER, True, range(1, 301), {"forward": 16, "dq": 24, "dkdv": 16, "row_bias": 3, "pack": 13, "statistics": 1}),
-    (AMPERE, True, range(1, 301), {"forward": 16, "dq": 20, "dkdv": 14, "row_bias": 3, "pack": 13, "statistics": 1}),
-    (HOPPER, False, range(1, 301), {"forward": 16, "dq": 25, "dkdv": 16, "row_bias": 3, "pack": 15, "statistics": 1}),
+    (HOPPER, True, range(1, 301), {"forward": 16, "dq": 24, "dkdv": 16, "key_bias": 3, "pack": 13, "statistics": 1}),
+    (AMPERE, True, range(1, 301), {"forward": 16, "dq": 20, "dkdv": 14, "key_bias": 3, "pack": 13, "statistics": 1}),
+    (HOPPER, False, range(1, 301), {"forward": 16, "dq": 25, "dkdv": 16, "key_bias": 3, "pack": 15, "statistics": 1}),
 ])  # fmt: skip
 def test_three_hundred_lengths(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mask: bool, lengths: range, counts: dict[str, int]
@@ -330,11 +330,11 @@ def test_a_length_past_640_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     for length in range(129, 384):
         plan_training_step(length, 512, True)
     short = counter.counts()
-    assert short == {"forward": 8, "dq": 6, "dkdv": 6, "row_bias": 1, "pack": 11, "statistics": 1}
+    assert short == {"forward": 8, "dq": 6, "dkdv": 6, "key_bias": 1, "pack": 11, "statistics": 1}
     for length in range(384, 641):
         plan_training_step(length, 512, True)
     before = counter.counts()
-    assert before == short | {"forward": 15, "row_bias": 2}
+    assert before == short | {"forward": 15, "key_bias": 2}
     for length in (*range(641, 900, 3), 1024, 1031, 2048):
         plan_training_step(length, 512, True)
     assert counter.counts() == before

@@ -32,7 +32,7 @@ TO_LOAD, TO_STORE = 1, 2
 QUIET = {"empty_strided", "as_strided"}
 """What torch may do between our launches: nothing of it runs in the stream."""
 
-MADE = {"row_p", "runs_p", "spans_p", "stats_p", "stats_distant", "pair_p", "shares"}
+MADE = {"key_bias_p", "runs_p", "spans_p", "stats_p", "stats_distant", "pair_p", "shares"}
 """Arguments that an earlier kernel of the call may have written."""
 
 NEEDS = (
@@ -304,13 +304,13 @@ def test_an_early_load_is_found() -> None:
     address, load = "\tld.param.b64 %rd1, [some_kernel_param_1];", "\tld.global.b32 %r1, [ %rd2 + 0 ];"
     lines = (address, "\tadd.s64 %rd2, %rd1, 16;", load, "\tgriddepcontrol.wait;")
     kernel = types.SimpleNamespace(
-        src=types.SimpleNamespace(fn=types.SimpleNamespace(arg_names=["q_p", "row_p"])),
+        src=types.SimpleNamespace(fn=types.SimpleNamespace(arg_names=["q_p", "key_bias_p"])),
         metadata=types.SimpleNamespace(name="some_kernel"),
         asm={"ptx": "\n".join(lines)},
     )
-    assert loaded_early(kernel, {"row_p"}) == [load] and loaded_early(kernel, {"q_p"}) == []
+    assert loaded_early(kernel, {"key_bias_p"}) == [load] and loaded_early(kernel, {"q_p"}) == []
     kernel.asm["ptx"] = "\n".join((address, lines[1], lines[3], load))
-    assert loaded_early(kernel, {"row_p"}) == []
+    assert loaded_early(kernel, {"key_bias_p"}) == []
 
 
 def test_faults_are_found() -> None:

@@ -38,7 +38,7 @@ from evoattn.core.config import Config
 from evoattn.core.devices import without_autocast
 from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
 from evoattn.core.layouts import as_planned, empty_gradients, empty_outputs
-from evoattn.core.numerics import LOG2E, accumulate_dtype, row_bias
+from evoattn.core.numerics import LOG2E, accumulate_dtype, key_bias
 from evoattn.core.problem import Problem, describe
 
 NAME = "tiled"
@@ -151,7 +151,7 @@ def _forward(inputs: Inputs, outputs: Outputs, scale: float, blocks: _Blocks) ->
     pieces = [(*rows, qs) for rows in blocks.rows(plan) for qs in spans(q.shape[-2], plan.q)]
     several = min(plan.threads, len(pieces))
     with threads.single_threaded(several):
-        scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
+        scores = Scores.of(plan, scale, key_bias(mask, mask_bias, acc), pair_bias, acc)
         threads.share(pieces, lambda own: forward_pieces(own, scores, inputs, outputs), several)
         if scores.plain:
             for saved, value in zip((lse, reference), statistic(reference, lse, None), strict=True):
@@ -184,7 +184,7 @@ def _backward(
         several = min(plan.threads, len(rows))
         parts = shares(rows, 1 if several == 1 else min(_SHARES * several, len(rows)), *sums)
         with threads.single_threaded(several):
-            scores = Scores.of(plan, scale, row_bias(mask, mask_bias, acc), pair_bias, acc)
+            scores = Scores.of(plan, scale, key_bias(mask, mask_bias, acc), pair_bias, acc)
             numbers = subtrahends(lse, reference, None) if scores.plain else (lse, reference)
             work = Work(scores, (q, k, v, do, o), gate, numbers, None if dlse is None else dlse * LOG2E, gradients)
             threads.share(parts, work.run, several)

@@ -110,10 +110,10 @@ class Work:
         """dq, dk, dv and dgate of rows, `[g,l,d]`; those of biases are added to the share."""
         scores = self.scores
         q, k, v, do, o = (stack(x[rows], scores.dtype) for x in self.inputs)
-        shift = scores.shift((*rows, slice(0, q.shape[1])))
+        query_shift = scores.query_shift((*rows, slice(0, q.shape[1])))
         numbers = tuple(x[rows] for x in self.numbers)
-        if shift is not None:
-            numbers = subtrahends(numbers[0], numbers[1], shift)
+        if query_shift is not None:
+            numbers = subtrahends(numbers[0], numbers[1], query_shift)
         numbers = tuple(_column(x) for x in numbers)  # [g,q,1]
         delta = (o * do).sum(-1, keepdim=True)
         if self.dlse is not None:
@@ -129,8 +129,8 @@ class Work:
             )  # 1 - sigmoid(gate), exact where it is small
             do = torch.sigmoid(gate).mul_(do)
         for qs, ks in itertools.product(spans(q.shape[1], scores.plan.q), spans(k.shape[1], scores.plan.k)):
-            query_shift = None if shift is None else shift[..., qs if shift.shape[-2] > 1 else slice(None), :]
-            p = scores.block(buffers[0], (*rows, qs), ks, q[:, qs], k[:, ks], query_shift)
+            part_shift = None if query_shift is None else query_shift[..., qs if query_shift.shape[-2] > 1 else slice(None), :]
+            p = scores.block(buffers[0], (*rows, qs), ks, q[:, qs], k[:, ks], part_shift)
             for number in numbers:
                 p.sub_(number[:, qs])
             p.exp2_()  # [g,q,k]

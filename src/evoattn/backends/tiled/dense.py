@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from evoattn.backends.tiled.scores import is_plain, statistic
+from evoattn.core import numerics
 from evoattn.core.inputs import Cotangents, Inputs, Outputs, SavedProbabilities
-from evoattn.core.numerics import LOG2E, accumulate_dtype, row_bias
+from evoattn.core.numerics import LOG2E, accumulate_dtype
 from evoattn.core.problem import Problem
 
 _MOST_CHANNELS = 1 << 18
@@ -54,18 +55,18 @@ def probabilities(inputs: Inputs, scale: float, outputs: Outputs | None = None) 
     q, _, _, mask, mask_bias, pair_bias, _ = inputs
     if mask is not None and mask.all():
         mask = None
-    row = row_bias(mask, mask_bias, q.dtype)
-    if pair_bias is not None and not is_plain(pair_bias, row, q.dtype):
+    key_bias = numerics.key_bias(mask, mask_bias, q.dtype)
+    if pair_bias is not None and not is_plain(pair_bias, key_bias, q.dtype):
         return None
     q_, k_ = q.flatten(0, 2), inputs.k.flatten(0, 2)  # [g,l,d], g = b*n*h
     s = q.new_empty((q_.shape[0], q_.shape[1], k_.shape[1]))
     s5 = s.view(*q.shape[:-1], -1)  # [b,n,h,q,k]
-    biased = _write_biases(s5, row, pair_bias)
+    biased = _write_biases(s5, key_bias, pair_bias)
     torch.baddbmm(s, q_, k_.transpose(1, 2), beta=int(biased), alpha=scale, out=s)
     m = None if outputs is None else s5.amax(-1)
     torch.softmax(s, -1, out=s)
-    if row is not None:
-        empty = row.amax(-1) == -torch.inf  # [b|1,n|1]
+    if key_bias is not None:
+        empty = key_bias.amax(-1) == -torch.inf  # [b|1,n|1]
         if empty.any():
             s5.masked_fill_(empty[:, :, None, None, None], 0)
     if outputs is not None and m is not None:
@@ -117,10 +118,10 @@ def _times(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(x.new_empty(1), x, y, beta=0, alpha=scale)
 
 
-def _write_biases(s: Tensor, row: Tensor | None, pair_bias: Tensor | None) -> bool:
+def _write_biases(s: Tensor, key_bias: Tensor | None, pair_bias: Tensor | None) -> bool:
     """Fill s `[b,n,h,q,k]` with the sum of the biases; whether there is one."""
     biases = [] if pair_bias is None else [pair_bias.unsqueeze(1)]
-    biases += [] if row is None else [row[:, :, None, None, :]]
+    biases += [] if key_bias is None else [key_bias[:, :, None, None, :]]
     if len(biases) == 2:
         torch.add(biases[0].expand_as(s), biases[1], out=s)
     elif biases:

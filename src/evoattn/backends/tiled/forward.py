@@ -24,10 +24,10 @@ def forward_pieces(pieces: Iterator[Part], scores: Scores, inputs: Inputs, outpu
         if part[:3] != rows:
             rows = part[:3]
             k_, v_ = (stack(x[rows], scores.dtype) for x in (k, v))  # [g,l,d], g = b*n*h of this piece
-        q_, shift = stack(q[part], scores.dtype), scores.shift(part)
+        q_, query_shift = stack(q[part], scores.dtype), scores.query_shift(part)
         running = _OnlineSoftmax()
         for ks in spans(k.shape[-2], plan.k):
-            running.add(scores.block(buffer, part, ks, q_, k_[:, ks], shift), v_[:, ks])
+            running.add(scores.block(buffer, part, ks, q_, k_[:, ks], query_shift), v_[:, ks])
         m, l, o_ = (unflatten(x, part) for x in running.sums)
         total = l.clamp_min(1)  # the largest score adds 1 to l, unless there is no key
         if gate is None:
@@ -35,7 +35,7 @@ def forward_pieces(pieces: Iterator[Part], scores: Scores, inputs: Inputs, outpu
         else:
             torch.mul(o_.div_(total), torch.sigmoid(gate[part].to(scores.dtype)), out=o[part])
         m, l = m.squeeze(-1), l.squeeze(-1)
-        lse[part], reference[part] = (l, m) if shift is None else statistic(m, l, shift)
+        lse[part], reference[part] = (l, m) if query_shift is None else statistic(m, l, query_shift)
 
 
 class _OnlineSoftmax:

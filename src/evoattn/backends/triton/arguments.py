@@ -60,7 +60,7 @@ class PairView(NamedTuple):
 
 
 class RowView(NamedTuple):
-    """A tensor `[b|1,n|1,*]` with its first two strides: the row bias, or the runs of its live tiles (`row_bias.RowBias`)."""
+    """A tensor `[b|1,n|1,*]` with its first two strides: the key bias, or the runs of its live tiles (`key_bias.KeyBias`)."""
 
     p: Pointer
     b: Number

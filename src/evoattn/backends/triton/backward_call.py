@@ -10,7 +10,7 @@ import torch
 from evoattn.backends.triton import cards
 from evoattn.backends.triton.arguments import Sizes, view
 from evoattn.backends.triton.kernels.backward import PAD, Stats, Tile
-from evoattn.backends.triton.kernels.row_bias import RowBias, plan_row_bias, row_views
+from evoattn.backends.triton.kernels.key_bias import KeyBias, key_bias_views, plan_key_bias
 from evoattn.backends.triton.kernels.statistics import GatePass
 from evoattn.backends.triton.strides import Strided, contiguous, grain, is_long, strided
 from evoattn.backends.triton.tiles.backward import BackwardTiles
@@ -28,7 +28,7 @@ class Call:
     Args:
         do: what the kernels multiply: the cotangent of O or, with a gate, do * sigmoid(gate) of the statistics kernel.
         stats: [2, b, n, h, padded_q]: lse and delta; with a pair bias [4, ...], see `backward.store_statistics`.
-        row_bias: mask and mask bias, if there are any, or if a key tile reaches past the end.
+        key_bias: mask and mask bias, if there are any, or if a key tile reaches past the end.
         heads_inside: whether gradients are [b,n,l,h,c] in memory.
         gate: what the statistics kernel does with a gate, if there is one and O has a cotangent.
     """
@@ -41,7 +41,7 @@ class Call:
     do: Strided
     dlse: Strided | None
     stats: Strided
-    row_bias: RowBias | None
+    key_bias: KeyBias | None
     scale: float
     heads_inside: bool
     gate: GatePass | None
@@ -64,7 +64,7 @@ class Call:
             BLOCK_K=tiles.block_k,
             STAGES=tiles.num_stages,
             GRAIN=self.grain,
-            HAS_ROW=self.row_bias is not None,
+            HAS_KEY_BIAS=self.key_bias is not None,
             EVEN_Q=problem.lq % tiles.block_q == 0,
             EVEN_K=problem.lk % tiles.block_k == 0,
             FOLD=cards.folds(self.scale),
@@ -77,7 +77,7 @@ class Call:
         return {
             **{name: view(tensor, self.grain) for name, tensor in tensors},
             "stats": Stats(None, None, self.stats.shape[-1] // PAD, self.stats.stride[0] // PAD),
-            "row": row_views(self.row_bias, PAD)["row"],
+            "key_bias": key_bias_views(self.key_bias, PAD)["key_bias"],
             "sizes": Sizes(problem.n, problem.h, problem.lq, problem.lk, self.scale),
             "T": tile,
             "num_warps": tiles.num_warps,
@@ -102,9 +102,9 @@ def describe_call(
     gate = gate_pass(cotangents, inputs, outputs, layout, problem.needs)
     do_strides = Strided(tuple(o.shape), (0,) * 5, o.dtype) if do is None else strided(do)
     padded_q = round_up(problem.lq, max(tile.block_q for tile in each))
-    row_bias = None
+    key_bias = None
     if mask is not None or mask_bias is not None or any(problem.lk % tile.block_k for tile in each):
-        row_bias = plan_row_bias(mask, mask_bias, problem.lk, q.device, tiles.dq.block_k, scale)
+        key_bias = plan_key_bias(mask, mask_bias, problem.lk, q.device, tiles.dq.block_k, scale)
     return Call(
         problem=problem,
         tiles=tiles,
@@ -114,7 +114,7 @@ def describe_call(
         do=do_strides if gate is None else gate.written,
         dlse=None if dlse is None else strided(dlse),
         stats=contiguous((2 if inputs.pair_bias is None else 4, *lse.shape[:3], padded_q), torch.float32),
-        row_bias=row_bias,
+        key_bias=key_bias,
         scale=scale,
         heads_inside=layout == "bnlhd",
         gate=gate,

@@ -14,7 +14,7 @@ from evoattn.backends.triton.backward_call import Call, round_up
 from evoattn.backends.triton.kernels import dkdv, dq
 from evoattn.backends.triton.kernels.dkdv import dkdv_kernel
 from evoattn.backends.triton.kernels.dq import dq_kernel
-from evoattn.backends.triton.kernels.row_bias import row_views
+from evoattn.backends.triton.kernels.key_bias import key_bias_views
 from evoattn.backends.triton.launch import Launch
 from evoattn.backends.triton.pair_plan import Pair
 from evoattn.backends.triton.strides import Strided, contiguous, empty, grain
@@ -27,12 +27,12 @@ _WARPGROUP = 4
 def writes_statistics(call: Call, pair: Pair) -> bool:
     """Return whether the dQ kernel writes the statistics that later kernels read, so that no other kernel needs to.
 
-    With a gate, all kernels read the gated do of the statistics kernel. With a row bias and additions in memory, ptxas would
+    With a gate, all kernels read the gated do of the statistics kernel. With a key bias and additions in memory, ptxas would
     branch around each small load of the loop: .326 ms at tri384 instead of .275. And past the end the other kernels may read
     further than this one's tiles write.
     """
     launched = call.problem.needs[0] or pair.mode != "none"
-    light = pair.mode != "add" or call.row_bias is None
+    light = pair.mode != "add" or call.key_bias is None
     covered = call.stats.shape[-1] == round_up(call.problem.lq, call.tiles.dq.block_q)
     return launched and light and call.gate is None and covered
 
@@ -50,7 +50,7 @@ def plan_dq(call: Call, pair: Pair, *, distant_only: bool = False) -> Launch | N
         **call.arguments(tiles, bias, sums),
         o=view(call.o, call.grain),
         dlse=lse_view(call.dlse),
-        runs=row_views(call.row_bias)["runs"],
+        runs=key_bias_views(call.key_bias)["runs"],
         pair=pair_view(bias, grain(bias)),
         dpair=pair_view(sums, grain(sums)),
         blocks=blocks,

@@ -2,7 +2,7 @@
 
 statistics              delta, and lse in log2 units; with a gate, dO * sigmoid(gate) and the gradient of the gate
 dq_kernel               dQ, and the pair-bias gradient (by addition in memory, or stored if nothing is to be summed)
-dkdv_kernel             dK, dV, and the row-bias gradient
+dkdv_kernel             dK, dV, and the mask-bias gradient
 pair_gradient_kernel    the pair-bias gradient in a fixed order, if results must be bit-equal from run to run
 total_kernel            its shares added up
 
@@ -98,28 +98,28 @@ class Backward:
             lse, reference = lse.contiguous(), reference.contiguous()
         # Absent tensors get any address, which is never read.
         dlse = lse if dlse is None else dlse
-        row, runs = (stats, stats) if call.row_bias is None else call.row_bias(mask, mask_bias)
+        key_bias, runs = (stats, stats) if call.key_bias is None else call.key_bias(mask, mask_bias)
         self.pair.copy(pair_bias, pair)
         by_query, by_key = (q, q) if pair.by_query is None or pair.by_key is None else (pair.by_query, pair.by_key)
         gated = do if call.gate is None or not call.gate.needs_do else empty(call.gate.written, call.device)
         shared = (q, k, v, gated, stats, stats if pair.distant is None else pair.distant)
-        spans = row if in_order is None else in_order.find_spans(row)
+        spans = key_bias if in_order is None else in_order.find_spans(key_bias)
         if self.statistics is not None:
             gates = (o if gate is None else gate, gated, o if dgate is None else dgate)
             self.statistics(o, do, lse, reference, dlse, *shared[4:], *gates)
         if self.dq is not None:
             out, sums = q if dq is None else dq, stats if pair.sums is None else pair.sums
-            dq_arguments = (*shared, o, lse, reference, dlse, row, runs, by_query, out, sums)
+            dq_arguments = (*shared, o, lse, reference, dlse, key_bias, runs, by_query, out, sums)
             self.dq(*dq_arguments)
         if self.dkdv is not None:
             outs = (k if dk is None else dk, v if dv is None else dv, stats if mask_sums is None else mask_sums)
-            dkdv_arguments = (*shared, row, by_key, *outs)
+            dkdv_arguments = (*shared, key_bias, by_key, *outs)
             self.dkdv(*dkdv_arguments)
         if self.distant_dq is not None:
             self.distant_dq(*dq_arguments)
         if self.distant_dkdv is not None:
             self.distant_dkdv(*dkdv_arguments)
-        dpair_bias = self.pair.finish(pair, pair.sums if in_order is None else in_order(shared, row, spans, by_query))
+        dpair_bias = self.pair.finish(pair, pair.sums if in_order is None else in_order(shared, key_bias, spans, by_query))
         dmask_bias = None if self.mask is None or mask_sums is None else self.mask.finish(mask_sums)
         return dmask_bias, dpair_bias
 
@@ -182,19 +182,19 @@ def _launches(call: Call, inputs: Inputs, outputs: Outputs, tuned: bool) -> Back
 def _overlap(backward: Backward) -> None:
     """Say in which order a call launches and who loads whose results, so that neighbours overlap."""
     pair, in_order = backward.pair, backward.pair.in_order
-    row_bias = None if backward.call.row_bias is None else backward.call.row_bias.launch
+    key_bias = None if backward.call.key_bias is None else backward.call.key_bias.launch
     straight, transposed = (None if copy is None else copy[1] for copy in (pair.straight, pair.transposed))
     spans = None if in_order is None or in_order.spans is None else in_order.spans[1]
     shares, total = ((), None) if in_order is None else (in_order.launches, in_order.total)
-    prepared = (row_bias, straight, transposed, spans, backward.statistics)
+    prepared = (key_bias, straight, transposed, spans, backward.statistics)
     # If no kernel of their own makes the statistics, dq does.
     with_statistics = prepared if backward.statistics is not None else (*prepared, backward.dq)
     overlap(
         backward.call.device,
-        (row_bias, ()),
+        (key_bias, ()),
         (straight, ()),
         (transposed, ()),
-        (spans, (row_bias,)),
+        (spans, (key_bias,)),
         (backward.statistics, ()),
         (backward.dq, prepared),
         (backward.dkdv, with_statistics),

@@ -67,7 +67,7 @@ def _common(
 ) -> tuple[int, dict[str, Any]]:
     """The number of programs, and the arguments that both kernels have, with views of `more` tensors."""
     tensors = {"q": strided(inputs.q), "k": strided(inputs.k), "v": strided(inputs.v), **more}
-    masks = {"mask": inputs.mask, "bias": inputs.mask_bias}
+    masks = {"mask": inputs.mask, "mask_bias": inputs.mask_bias}
     mask_strides = {name: None if x is None else strided(x) for name, x in masks.items()}
     if inputs.gate is not None:
         tensors["gate"] = strided(inputs.gate)

@@ -11,8 +11,8 @@ from evoattn.backends.triton import cards
 from evoattn.backends.triton.arguments import Sizes, pair_view, view
 from evoattn.backends.triton.few_plan import plan_forward_few
 from evoattn.backends.triton.kernels.forward import Variant, forward_kernel
+from evoattn.backends.triton.kernels.key_bias import KeyBias, key_bias_views, plan_key_bias
 from evoattn.backends.triton.kernels.pair_copies import COPIED, aligned_copy, needs_copy
-from evoattn.backends.triton.kernels.row_bias import RowBias, plan_row_bias, row_views
 from evoattn.backends.triton.launch import Launch, tensor_map
 from evoattn.backends.triton.overlap import overlap
 from evoattn.backends.triton.strides import Strided, empty, grain, is_long, loads_vectors, split, strided
@@ -39,7 +39,7 @@ class Forward:
     Args:
         tiles: of the kernel.
         tuned: whether they are a result of `evoattn tune`.
-        row_bias: the mask and the mask bias in one, if there are any.
+        key_bias: the mask and the mask bias in one, if there are any.
         pair: the pair bias of the caller.
         pair_copy: a copy of it that loads 16 bytes at a time, if one pays.
         launches: of the kernel.
@@ -48,7 +48,7 @@ class Forward:
 
     tiles: Tiles
     tuned: bool
-    row_bias: RowBias | None
+    key_bias: KeyBias | None
     pair: Strided | None
     pair_copy: Strided | None
     launches: tuple[Launch, ...]
@@ -66,11 +66,11 @@ class Forward:
         o, lse, reference = outputs
         if pair is not None and self.pair is not None and self.pair_copy is not None:
             pair = empty(self.pair_copy, q.device).copy_(pair.as_strided(self.pair.shape, self.pair.stride))
-        row = runs = lse  # absent tensors get any address, which is never read
-        if self.row_bias is not None:
-            row, runs = self.row_bias(mask, mask_bias)
+        key_bias = runs = lse  # absent tensors get any address, which is never read
+        if self.key_bias is not None:
+            key_bias, runs = self.key_bias(mask, mask_bias)
         for start in self.launches:
-            start(q, k, v, row, runs, q if pair is None else pair, o, lse, reference, o if gate is None else gate)
+            start(q, k, v, key_bias, runs, q if pair is None else pair, o, lse, reference, o if gate is None else gate)
 
 
 def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -> Plan:
@@ -85,21 +85,21 @@ def plan_forward(inputs: Inputs, *, scale: float, layout: str, config: Config) -
         run = plan_forward_few(inputs, few, scale=scale, layout=layout)
         return Plan(run, functools.partial(Description, Config(num_warps=few.num_warps), gate=gated))
     tiles = forward_tiles(problem, config, cards.shared_memory_limit(q.device))
-    row_bias = None
+    key_bias = None
     if mask is not None or mask_bias is not None:
-        row_bias = plan_row_bias(mask, mask_bias, problem.lk, q.device, tiles.block_k, scale)
+        key_bias = plan_key_bias(mask, mask_bias, problem.lk, q.device, tiles.block_k, scale)
     pair = None if pair_bias is None else strided(pair_bias)
     pair_copy = aligned_copy(pair) if pair is not None and needs_copy(pair, problem.n) else None
-    launches = _launches(problem, tiles, inputs, pair_copy or pair, row_bias, scale, layout)
-    prepared = None if row_bias is None else row_bias.launch
+    launches = _launches(problem, tiles, inputs, pair_copy or pair, key_bias, scale, layout)
+    prepared = None if key_bias is None else key_bias.launch
     overlap(q.device, (prepared, ()), *((start, (prepared,)) for start in launches))
     tuned = tuned_tiles.is_tuned("triton", "forward", problem, config)
-    forward = Forward(tiles, tuned, row_bias, pair, pair_copy, launches, gated)
+    forward = Forward(tiles, tuned, key_bias, pair, pair_copy, launches, gated)
     return Plan(forward, forward.describe)
 
 
 def _launches(
-    problem: Problem, tiles: Tiles, inputs: Inputs, pair: Strided | None, row_bias: RowBias | None, scale: float, layout: str
+    problem: Problem, tiles: Tiles, inputs: Inputs, pair: Strided | None, key_bias: KeyBias | None, scale: float, layout: str
 ) -> tuple[Launch, ...]:
     """One launch for all queries, or two if a smaller tile holds those that are left over."""
     b, n, h, lq, lk, d, c = problem.b, problem.n, problem.h, problem.lq, problem.lk, problem.d, problem.c
@@ -122,7 +122,7 @@ def _launches(
         GRAIN_PAIR=grain_pair,
         GRAIN_GATE=grain_gate,
         HAS_PAIR=pair is not None,
-        HAS_ROW=row_bias is not None,
+        HAS_KEY_BIAS=key_bias is not None,
         HAS_GATE=gate is not None,
         EVEN_K=lk % tiles.block_k == 0,
         HEADS_INSIDE=layout == "bnlhd",
@@ -141,7 +141,7 @@ def _launches(
         start = forward_kernel.plan(
             blocks * n * h * b,
             **views,
-            **row_views(row_bias),
+            **key_bias_views(key_bias),
             pair=pair_view(pair, grain_pair),
             gate=view(gate, grain_gate),
             sizes=Sizes(n, h, lq, lk, scale),

@@ -10,7 +10,7 @@ complete and all its stores are visible. The kernels follow these rules:
 - A program waits before it loads what an earlier kernel of the call writes, unless that one was complete when this one started.
   `overlap` derives this from the list of launches, each with those whose results it loads. A kernel that waits so early lets
   the next one start after that: the next one starts when all before its neighbour are complete, and need not wait for those.
-  So queries that are left over load the row bias while the main tiles run, and dK and dV load the statistics while dQ runs. No
+  So queries that are left over load the key bias while the main tiles run, and dK and dV load the statistics while dQ runs. No
   processor has old copies of these values: nobody loads them before they are complete.
 - A program may load the inputs of the call at once.
 

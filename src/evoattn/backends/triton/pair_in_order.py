@@ -13,8 +13,8 @@ from evoattn.backends.triton.arguments import RowView, pair_view
 from evoattn.backends.triton.backward_call import Call, round_up
 from evoattn.backends.triton.cards import cache_bytes, programs_at_once
 from evoattn.backends.triton.kernels.backward import PAD
+from evoattn.backends.triton.kernels.key_bias import plan_row_spans
 from evoattn.backends.triton.kernels.pair_gradient import Grid, Variant, pair_gradient_kernel, plan_total
-from evoattn.backends.triton.kernels.row_bias import plan_row_spans
 from evoattn.backends.triton.launch import Launch
 from evoattn.backends.triton.strides import Strided, contiguous, empty, grain
 from evoattn.backends.triton.tiles.limits import Tiles, most_warps
@@ -51,7 +51,7 @@ class InOrder:
         device: of all memory.
         partial: [b, splits, h, q, k], a share of the sums each; an axis of the bias that is 1 counts tiles instead.
         used: the part of it that holds something.
-        spans: the rows n that are live, and the launch that finds them, if there is a row bias and so many rows that it pays.
+        spans: the rows n that are live, and the launch that finds them, if there is a key bias and so many rows that it pays.
         launches: the kernel, for each turn of rows once a strip of tiles, full ones first; then all again with DISTANT_ONLY.
         total: the launch that adds up the shares; None if torch does.
     """
@@ -63,19 +63,19 @@ class InOrder:
     launches: tuple[Launch, ...]
     total: Launch | None
 
-    def find_spans(self, row: Tensor) -> Tensor:
-        """The spans, from the row bias; without one, that itself stands in for them."""
+    def find_spans(self, key_bias: Tensor) -> Tensor:
+        """The spans, from the key bias; without one, that itself stands in for them."""
         if self.spans is None:
-            return row
+            return key_bias
         spans = empty(self.spans[0], self.device)
-        self.spans[1](row, spans)
+        self.spans[1](key_bias, spans)
         return spans
 
-    def __call__(self, inputs: tuple[Tensor, ...], row: Tensor, spans: Tensor, bias: Tensor) -> Tensor:
-        """The shares, from q, k, v, do and statistics, the row bias, its spans and the pair bias by query."""
+    def __call__(self, inputs: tuple[Tensor, ...], key_bias: Tensor, spans: Tensor, bias: Tensor) -> Tensor:
+        """The shares, from q, k, v, do and statistics, the key bias, its spans and the pair bias by query."""
         partial = empty(self.partial, self.device)
         for launch in self.launches:
-            launch(*inputs, row, spans, bias, partial)
+            launch(*inputs, key_bias, spans, bias, partial)
         return partial
 
     def finish(self, partial: Tensor, result: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ def plan_in_order(call: Call, bias: Strided, by_query: Strided | None, *, masked
     size_k = round_up(blocks_k * tiles.block_k if full_k else blocks_k, PAD)
     partial = contiguous((problem.b, splits, problem.h, size_q, size_k), torch.float32)
     spans = None
-    if call.row_bias is not None and problem.n >= _ROWS_WORTH_SPANS:
-        spans = plan_row_spans(call.row_bias, problem.b, problem.n, tiles.block_k)
+    if call.key_bias is not None and problem.n >= _ROWS_WORTH_SPANS:
+        spans = plan_row_spans(call.key_bias, problem.b, problem.n, tiles.block_k)
     row_bytes = (problem.lq + problem.lk) * (problem.d + problem.c) * problem.dtype.itemsize
     rows = rows_of_a_turn(-(-problem.n // splits), row_bytes, splits, cache_bytes(call.device))
     common = call.arguments(tiles, by_query, partial)

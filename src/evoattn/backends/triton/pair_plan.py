@@ -163,11 +163,11 @@ def plan_pair(call: Call, bias: Strided | None) -> Pair:
         return pair
     if stored:
         # Tiles that a mask switches off are not visited.
-        return dataclasses.replace(pair, mode="store", cleared=call.row_bias is not None)
+        return dataclasses.replace(pair, mode="store", cleared=call.key_bias is not None)
     if problem.deterministic:
         in_order = plan_in_order(call, bias, pair.by_query, masked=pair.masked(pair.by_query, call.tiles.pair))
         return dataclasses.replace(pair, in_order=in_order)
-    unread = tile.block_q if call.row_bias is not None else 0  # rows without a live key add to these lines
+    unread = tile.block_q if call.key_bias is not None else 0  # rows without a live key add to these lines
     size_q = round_up(problem.lq, tile.block_q) + unread if pair.full_q else 1
     size_k = round_up(problem.lk, tile.block_k) if pair.full_k else 1
     same = bias.dtype == torch.float32 and (size_q, size_k) == bias.shape[2:]

@@ -18,7 +18,7 @@ PADDED = tl.constexpr(PAD)
 """The same for kernels."""
 
 Tile = namedtuple(
-    "Tile", "D C BLOCK_D BLOCK_C BLOCK_Q BLOCK_K STAGES GRAIN HAS_ROW EVEN_Q EVEN_K FOLD PRECISION HEADS_INSIDE LONG"
+    "Tile", "D C BLOCK_D BLOCK_C BLOCK_Q BLOCK_K STAGES GRAIN HAS_KEY_BIAS EVEN_Q EVEN_K FOLD PRECISION HEADS_INSIDE LONG"
 )
 """Constants of dQ, of dK with dV, and of the pair-bias gradient.
 
@@ -58,14 +58,14 @@ def store_statistics(
     b_lse, b_delta = without_empty_queries(b_lse, b_delta)
     if HAS_PAIR:
         b_ref = tl.load(p_ref + o_in, mask=o_in < left, other=0.0)  # [q]
-        b_far = tl.where(b_ref == 0.0, float("inf"), b_lse)
+        b_distant_lse = tl.where(b_ref == 0.0, float("inf"), b_lse)
         b_lse = tl.where(b_ref == 0.0, b_lse, DISTANT)
     if inside is None:
         inside = tl.full(o_in.shape, True, tl.int1)
     tl.store(p_stats + o_in, b_lse, mask=inside)
     tl.store(p_stats + plane + o_in, b_delta, mask=inside)
     if HAS_PAIR:
-        tl.store(p_stats + 2 * plane + o_in, b_far, mask=inside)
+        tl.store(p_stats + 2 * plane + o_in, b_distant_lse, mask=inside)
         tl.store(p_stats + 3 * plane + o_in, b_ref, mask=inside)
         tl.store(p_distant + o_in * 0, 1.0, mask=b_ref != 0.0)
 
@@ -84,11 +84,11 @@ def gate_gradient(b_o, b_do, b_gate):
 
 
 @triton.jit
-def score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_pair, b_row, unit, T, HAS_PAIR: tl.constexpr):
+def score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_pair, b_key_bias, unit, T, HAS_PAIR: tl.constexpr):
     """dS [q,k] = P (dP - delta), P recomputed from the saved statistic."""
     b_s = scores(
-        b_q, b_k, b_pair, b_row, unit,
-        FOLD=T.FOLD, HAS_PAIR=HAS_PAIR, HAS_ROW=T.HAS_ROW, PRECISION=T.PRECISION,
+        b_q, b_k, b_pair, b_key_bias, unit,
+        FOLD=T.FOLD, HAS_PAIR=HAS_PAIR, HAS_KEY_BIAS=T.HAS_KEY_BIAS, PRECISION=T.PRECISION,
     )  # [q,k]  # fmt: skip
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=T.PRECISION)  # [q,k]
     b_p = tl.math.exp2(b_s * (unit if T.FOLD else 1.0) - b_lse[:, None])  # [q,k]

@@ -1,4 +1,4 @@
-"""dK, dV and the row-bias gradient: the scores transposed, so that P^T and dS^T go from registers into the next matmul."""
+"""dK, dV and the mask-bias gradient: the scores transposed, so that P^T and dS^T go from registers into the next matmul."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ Variant = namedtuple(
 """What the kernel is compiled for, besides `Tile`.
 
 PAIR_TRANSPOSED: the innermost axis of the pair bias is that of queries.
-MASK_MODE: the row-bias gradient is summed in memory ("add"), stored ("store") or dropped ("none").
+MASK_MODE: the mask-bias gradient is summed in memory ("add"), stored ("store") or dropped ("none").
 SEED: the accumulators of S and dP start from what is added to them.
 DISTANT_ONLY: a launch of its own adds what distant queries give (`backward.store_statistics`), if there are any.
 """
 
 
 @triton.jit
-def transposed_scores(b_k, b_q, b_pair, b_row, unit, T, HAS_PAIR: tl.constexpr, SEED: tl.constexpr):
-    """`scores` as [k,q], from b_k [k,d], b_q [q,d], b_pair [k,q], b_row [k] (divided by unit if FOLD)."""
+def transposed_scores(b_k, b_q, b_pair, b_key_bias, unit, T, HAS_PAIR: tl.constexpr, SEED: tl.constexpr):
+    """`scores` as [k,q], from b_k [k,d], b_q [q,d], b_pair [k,q], b_key_bias [k] (divided by unit if FOLD)."""
     if T.FOLD and HAS_PAIR:
         inverse = 1.0 / unit
         b_start = natural(b_pair) * (inverse * LOG2E)  # [k,q]
-        if T.HAS_ROW:
-            b_start += b_row[:, None]
+        if T.HAS_KEY_BIAS:
+            b_start += b_key_bias[:, None]
         return tl.dot(b_k, tl.trans(b_q), b_start, input_precision=T.PRECISION)
-    if (T.FOLD and T.HAS_ROW) and SEED:
-        b_start = tl.broadcast_to(b_row[:, None], (T.BLOCK_K, T.BLOCK_Q))  # [k,q]
+    if (T.FOLD and T.HAS_KEY_BIAS) and SEED:
+        b_start = tl.broadcast_to(b_key_bias[:, None], (T.BLOCK_K, T.BLOCK_Q))  # [k,q]
         return tl.dot(b_k, tl.trans(b_q), b_start, input_precision=T.PRECISION)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=T.PRECISION)  # [k,q]
     if not T.FOLD:
         b_s *= unit
         if HAS_PAIR:
             b_s += natural(b_pair) * LOG2E
-    if T.HAS_ROW:
-        b_s += b_row[:, None]
+    if T.HAS_KEY_BIAS:
+        b_s += b_key_bias[:, None]
     return b_s
 
 
 @kernel
 def dkdv_kernel(
-    q: View, k: View, v: View, dO: View, stats: Stats, row: RowView, pair: PairView, dk: Pointer, dv: Pointer, dmask: View,
+    q: View, k: View, v: View, dO: View, stats: Stats, key_bias: RowView, pair: PairView, dk: Pointer, dv: Pointer, dmask: View,
     sizes: Sizes, blocks: Number, T: Tile, V: Variant,
 ) -> None:  # fmt: skip
     """One program owns BLOCK_K keys of one (b, n, h).
 
     It loops over all query tiles, and over none when the mask switches every key of it off.
-    It writes dK and dV once, and its part of the row-bias gradient (the sum over its head's queries) once.
+    It writes dK and dV once, and its part of the mask-bias gradient (the sum over its head's queries) once.
 
     More than 60 lines: its parts share the tiles that stay in registers over the loop, and their offsets.
     """
@@ -107,12 +107,12 @@ def dkdv_kernel(
     if not V.DISTANT_ONLY:
         wait_to_load(V.WAIT)
     plane = offsets(stats.plane_stride, T.LONG) * PADDED
-    b_row = 0.0
+    b_key_bias = 0.0
     tiles = tl.cdiv(sizes.lq, T.BLOCK_Q)
-    if T.HAS_ROW:
-        b_row = tl.load(row.p + b * row.b * PADDED + n * row.n * PADDED + start_k + o_in)  # [k]
+    if T.HAS_KEY_BIAS:
+        b_key_bias = tl.load(key_bias.p + b * key_bias.b * PADDED + n * key_bias.n * PADDED + start_k + o_in)  # [k]
         # NaN counts as live: it has to reach the gradients.
-        tiles = tl.where(tl.max((b_row != float("-inf")).to(tl.int32), 0) != 0, tiles, 0)
+        tiles = tl.where(tl.max((b_key_bias != float("-inf")).to(tl.int32), 0) != 0, tiles, 0)
     b_dk = tl.zeros([T.BLOCK_K, T.BLOCK_D], tl.float32)  # [k,d]
     b_dv = tl.zeros([T.BLOCK_K, T.BLOCK_C], tl.float32)  # [k,c]
     b_dmask = tl.zeros([T.BLOCK_K], tl.float32)  # [k]
@@ -134,7 +134,7 @@ def dkdv_kernel(
             if V.DISTANT_ONLY:
                 b_pair = measured(b_pair, tl.load(p_stats + 3 * plane + first + o_in_q)[None, :])
             b_lse = tl.load(p_stats + (2 * plane if V.DISTANT_ONLY else 0) + first + o_in_q)  # [q]
-            b_s = transposed_scores(b_k, b_q, b_pair, b_row, unit, T, HAS_PAIR=V.HAS_PAIR, SEED=V.SEED)  # [k,q]
+            b_s = transposed_scores(b_k, b_q, b_pair, b_key_bias, unit, T, HAS_PAIR=V.HAS_PAIR, SEED=V.SEED)  # [k,q]
             b_p = tl.math.exp2(b_s * (unit if T.FOLD else 1.0) - b_lse[None, :])  # [k,q]
             if V.NEED_DV:
                 b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=T.PRECISION)  # [k,c]

@@ -58,7 +58,7 @@ def _add_pair_gradient(
 
 @kernel
 def dq_kernel(
-    q: View, k: View, v: View, dO: View, stats: Stats, o: View, lse: Pointer, ref: Pointer, dlse: View, row: RowView,
+    q: View, k: View, v: View, dO: View, stats: Stats, o: View, lse: Pointer, ref: Pointer, dlse: View, key_bias: RowView,
     runs: RowView, pair: PairView, dq: Pointer, dpair: PairView, sizes: Sizes, blocks: Number, groups: Number,
     heads_at_once: Number, T: Tile, V: Variant,
 ) -> None:  # fmt: skip
@@ -101,7 +101,7 @@ def dq_kernel(
     dO = at(dO, b, h, T.GRAIN, first=start)
     k = at(k, b, h, T.GRAIN)
     v = at(v, b, h, T.GRAIN)
-    p_row = row.p + b * row.b * PADDED
+    p_key_bias = key_bias.p + b * key_bias.b * PADDED
     pair = pair_at(pair, b, h, V.GRAIN_PAIR, first_q=start)
     p_dpair = dpair.p + (b * dpair.b + h * dpair.h) * V.GRAIN_DPAIR
     p_stats = stats.p + start
@@ -159,7 +159,7 @@ def dq_kernel(
     # One loop over the span of live tiles, holes included: a loop over runs of them around it takes 34 more registers.
     begin = 0
     end = tl.cdiv(sizes.lk, T.BLOCK_K)
-    if T.HAS_ROW:
+    if T.HAS_KEY_BIAS:
         begin = end
         end = 0
         for r in tl.static_range(V.ROWS):
@@ -170,7 +170,7 @@ def dq_kernel(
     # At least one tile, of which nothing is stored if none is live: if a loop can run zero times, its sums also come from the
     # zeros before it, and ptxas then serialises all products (C7515).
     live = True
-    if T.HAS_ROW:
+    if T.HAS_KEY_BIAS:
         live = end > 0
     end = tl.maximum(end, 1)
     begin = tl.minimum(begin, end - 1)
@@ -193,15 +193,15 @@ def dq_kernel(
             p_v = v.p + (ns[r] * v.n + start_k * v.l) * T.GRAIN
             b_k = load_view(p_k, k, o_k, o_d, left_k, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,d]
             b_v = load_view(p_v, v, o_k, o_c, left_k, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,c]
-            b_row = 0.0
-            if T.HAS_ROW:
-                b_row = tl.load(p_row + ns[r] * row.n * PADDED + first + o_in_k)  # [k]
+            b_key_bias = 0.0
+            if T.HAS_KEY_BIAS:
+                b_key_bias = tl.load(p_key_bias + ns[r] * key_bias.n * PADDED + first + o_in_k)  # [k]
             b_measured = b_pair
             if V.DISTANT_ONLY:
-                p_origin = p_stats + 3 * plane + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED)
-                b_measured = measured(b_pair, tl.load(p_origin + o_in)[:, None])
+                p_ref = p_stats + 3 * plane + ((b * sizes.n + ns[r]) * sizes.h + h) * (stats.padded_q * PADDED)
+                b_measured = measured(b_pair, tl.load(p_ref + o_in)[:, None])
             b_ds = score_gradient(
-                b_qs[r], b_dos[r], b_k, b_v, b_lses[r], b_deltas[r], b_measured, b_row, unit, T, HAS_PAIR=V.HAS_PAIR
+                b_qs[r], b_dos[r], b_k, b_v, b_lses[r], b_deltas[r], b_measured, b_key_bias, unit, T, HAS_PAIR=V.HAS_PAIR
             )  # [q,k]
             if V.NEED_DQ:
                 b_new = b_new + (tl.dot(b_ds.to(b_k.dtype), b_k, b_dqs[r], input_precision=T.PRECISION),)  # [q,d]
@@ -230,7 +230,7 @@ def dq_kernel(
         for r in tl.static_range(V.ROWS):
             n = group * V.ROWS + r
             b_dq = b_dqs[r]
-            if T.HAS_ROW:
+            if T.HAS_KEY_BIAS:
                 b_dq = tl.where((b_lses[r] == float("inf"))[:, None], 0.0, b_dq)
             stride_dq = T.D
             p_out = dq + (((b * sizes.n + n) * sizes.h + h) * sizes.lq + start) * T.D

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from evoattn.backends.triton.arguments import Inner, Number, Pointer, View, kernel
 from evoattn.backends.triton.kernels.backward import gate_gradient, without_empty_queries
+from evoattn.backends.triton.kernels.key_bias import key_bias_tile
 from evoattn.backends.triton.kernels.primitives import FLOOR, LOG2E, finish, load_tile, offsets, sigmoid
-from evoattn.backends.triton.kernels.row_bias import row_tile
 
 
 class Sizes(NamedTuple):
@@ -84,27 +84,34 @@ def _load_query(x, o_first, query, T, COLS: tl.constexpr, BLOCK_C: tl.constexpr)
 
 
 @triton.jit
-def _store_query(p_row, o_first, b_row, inside, COLS: tl.constexpr, BLOCK_C: tl.constexpr):
+def _store_query(p_out, o_first, b_query, inside, COLS: tl.constexpr, BLOCK_C: tl.constexpr):
     """Write [r,c] with stride 1, for the rows that are inside."""
     o_c = tl.arange(0, BLOCK_C)[None, :]
-    tl.store(p_row + o_first[:, None] + o_c, b_row.to(p_row.dtype.element_ty), mask=inside[:, None] & (o_c < COLS))
+    tl.store(p_out + o_first[:, None] + o_c, b_query.to(p_out.dtype.element_ty), mask=inside[:, None] & (o_c < COLS))
 
 
 @triton.jit
-def _row_bias(mask, bias, b, n, lk, T):
+def _key_bias(mask, mask_bias, b, n, lk, T):
     """[r,k] mask and mask bias in log2 units, measured from the row shift (`evoattn.core.numerics`), -inf past the end.
 
     [1,k] if there is neither.
     """
-    o_mask, o_bias = b * mask.b + n * mask.n, b * bias.b + n * bias.n
+    o_mask, o_bias = b * mask.b + n * mask.n, b * mask_bias.b + n * mask_bias.n
     o_k = tl.arange(0, T.BLOCK_K)[None, :]
-    b_row = row_tile(
-        mask.p + o_mask[:, None], bias.p + o_bias[:, None], o_k, mask.c, bias.c, lk, HAS_MASK=T.HAS_MASK, HAS_BIAS=T.HAS_BIAS
+    b_key_bias = key_bias_tile(
+        mask.p + o_mask[:, None],
+        mask_bias.p + o_bias[:, None],
+        o_k,
+        mask.c,
+        mask_bias.c,
+        lk,
+        HAS_MASK=T.HAS_MASK,
+        HAS_BIAS=T.HAS_BIAS,
     )
     if T.HAS_BIAS:
-        b_top = tl.max(b_row, 1)
-        b_row -= tl.where(tl.abs(b_top) < float("inf"), b_top, 0.0)[:, None]
-    return b_row * LOG2E
+        b_top = tl.max(b_key_bias, 1)
+        b_key_bias -= tl.where(tl.abs(b_top) < float("inf"), b_top, 0.0)[:, None]
+    return b_key_bias * LOG2E
 
 
 @kernel
@@ -113,7 +120,7 @@ def forward_few_kernel(
     k: View,
     v: View,
     mask: View,
-    bias: View,
+    mask_bias: View,
     out: Pointer,
     lse: Pointer,
     ref: Pointer,
@@ -134,14 +141,14 @@ def forward_few_kernel(
     o_gate = _offset(gate, b, n, h, T)
     b_k = _load_keys(k, o_k, lk, T, COLS=T.D, BLOCK_C=T.BLOCK_D)  # [r,k,d]
     b_v = _load_keys(v, o_v, lk, T, COLS=T.C, BLOCK_C=T.BLOCK_C)  # [r,k,c]
-    b_row = _row_bias(mask, bias, b, n, lk, T)
+    b_key_bias = _key_bias(mask, mask_bias, b, n, lk, T)
     b_k = b_k.to(tl.float32)
     b_v = b_v.to(tl.float32)
     o_past = (tl.arange(0, T.BLOCK_K) >= lk)[None, :]  # an infinite query makes NaN of keys that are not there
     for query in range(sizes.lq):
         at = tl.cast(query, tl.int64) if T.LONG else query
         b_q = _load_query(q, o_q, at, T, COLS=T.D, BLOCK_C=T.BLOCK_D)  # [r,d]
-        b_s = tl.sum(b_q[:, None, :] * b_k, 2) * (sizes.scale * LOG2E) + b_row  # [r,k]
+        b_s = tl.sum(b_q[:, None, :] * b_k, 2) * (sizes.scale * LOG2E) + b_key_bias  # [r,k]
         if not T.EVEN_K:
             b_s = tl.where(o_past, float("-inf"), b_s)
         b_max = tl.maximum(tl.max(b_s, 1), FLOOR)  # [r]
@@ -159,8 +166,8 @@ def forward_few_kernel(
 
 @kernel
 def backward_few_kernel(
-    q: View, k: View, v: View, mask: View, bias: View, dO: View, o: View, lse: Pointer, dlse: View, gate: View, dq: Pointer,
-    dk: Pointer, dv: Pointer, dgate: Pointer, sizes: Sizes, T: Tile, W: Wanted,
+    q: View, k: View, v: View, mask: View, mask_bias: View, dO: View, o: View, lse: Pointer, dlse: View, gate: View,
+    dq: Pointer, dk: Pointer, dv: Pointer, dgate: Pointer, sizes: Sizes, T: Tile, W: Wanted,
 ) -> None:  # fmt: skip
     """One program owns all queries and keys of ROWS rows (b, n, h).
 
@@ -178,7 +185,7 @@ def backward_few_kernel(
     o_dlse = b * dlse.b + n * dlse.n + h * dlse.h
     b_k = _load_keys(k, o_k, lk, T, COLS=T.D, BLOCK_C=T.BLOCK_D)  # [r,k,d]
     b_v = _load_keys(v, o_v, lk, T, COLS=T.C, BLOCK_C=T.BLOCK_C)  # [r,k,c]
-    b_row = _row_bias(mask, bias, b, n, lk, T)
+    b_key_bias = _key_bias(mask, mask_bias, b, n, lk, T)
     o_past = (tl.arange(0, T.BLOCK_K) >= lk)[None, :]  # an infinite query makes NaN of keys that are not there
     b_dk = tl.zeros([T.ROWS, T.BLOCK_K, T.BLOCK_D], tl.float32)  # [r,k,d]
     b_dv = tl.zeros([T.ROWS, T.BLOCK_K, T.BLOCK_C], tl.float32)  # [r,k,c]
@@ -199,7 +206,7 @@ def backward_few_kernel(
             if W.NEED_DGATE:
                 _store_query(dgate, o_out * T.C, gate_gradient(b_o, b_do, b_gate), inside, COLS=T.C, BLOCK_C=T.BLOCK_C)
             b_do *= sigmoid(b_gate)
-        b_s = tl.sum(b_q[:, None, :] * b_k.to(tl.float32), 2) * (sizes.scale * LOG2E) + b_row  # [r,k]
+        b_s = tl.sum(b_q[:, None, :] * b_k.to(tl.float32), 2) * (sizes.scale * LOG2E) + b_key_bias  # [r,k]
         if not T.EVEN_K:
             b_s = tl.where(o_past, float("-inf"), b_s)
         b_p = tl.math.exp2(b_s - b_lse[:, None])  # [r,k]

@@ -30,13 +30,12 @@ from evoattn.backends.triton.kernels.primitives import (
 )
 from evoattn.backends.triton.overlap import wait_to_load, wait_to_store
 
-FAR = tl.constexpr(256.0)
-"""If a query's largest score, in log2 units, is beyond this, a pair bias may have rounded all of them away: so repeat them."""
-
+MOST_TRUSTED = tl.constexpr(256.0)
+"""If a query's largest score is beyond this, in log2 units, its pair bias may have rounded all scores away: repeat them."""
 
 Variant = namedtuple(
     "Variant",
-    "D C BLOCK_D BLOCK_C BLOCK_Q BLOCK_K TAIL_K STAGES GRAIN GRAIN_PAIR GRAIN_GATE HAS_PAIR HAS_ROW HAS_GATE EVEN_K "
+    "D C BLOCK_D BLOCK_C BLOCK_Q BLOCK_K TAIL_K STAGES GRAIN GRAIN_PAIR GRAIN_GATE HAS_PAIR HAS_KEY_BIAS HAS_GATE EVEN_K "
     "HEADS_INSIDE TENSOR_MAP FOLD PRECISION LONG WAIT",
     defaults=[0],
 )
@@ -67,7 +66,7 @@ def _load_pair(pair, place, step_q, first_k, start, left, V, BLOCK_K: tl.constex
 
 @triton.jit
 def _step(
-    b_q, b_acc, b_max, b_sum, k, v, row, pair, place, first_k, unit, lk, V,
+    b_q, b_acc, b_max, b_sum, k, v, key_bias, pair, place, first_k, unit, lk, V,
     BLOCK_K: tl.constexpr, TAIL: tl.constexpr, b_ref=None,
 ):  # fmt: skip
     """Fold the tile of keys that starts at first_k into (b_acc, b_max, b_sum).
@@ -84,18 +83,18 @@ def _step(
     b_k = load_view(k.p + start * step_k, k, o_k, o_d, left, COLS=V.D, GRAIN=V.GRAIN, MASK=TAIL)  # [k,d]
     b_v = load_view(v.p + start * step_v, v, o_k, o_c, left, COLS=V.C, GRAIN=V.GRAIN, MASK=TAIL)  # [k,c]
     b_pair = 0.0
-    b_row = 0.0
+    b_key_bias = 0.0
     if V.HAS_PAIR:
         b_pair = _load_pair(pair, place, step_q, first_k, start, left, V, BLOCK_K=BLOCK_K, TAIL=TAIL)  # [q,k]
         if b_ref is not None:
             b_pair = measured(b_pair, b_ref[:, None])
-    if V.HAS_ROW:
-        b_row = tl.load(row.p + first_k + o_in)  # [k]
+    if V.HAS_KEY_BIAS:
+        b_key_bias = tl.load(key_bias.p + first_k + o_in)  # [k]
     b_s = scores(
-        b_q, b_k, b_pair, b_row, unit,
-        FOLD=V.FOLD, HAS_PAIR=V.HAS_PAIR, HAS_ROW=V.HAS_ROW, PRECISION=V.PRECISION,
+        b_q, b_k, b_pair, b_key_bias, unit,
+        FOLD=V.FOLD, HAS_PAIR=V.HAS_PAIR, HAS_KEY_BIAS=V.HAS_KEY_BIAS, PRECISION=V.PRECISION,
     )  # [q,k]  # fmt: skip
-    if TAIL and not V.HAS_ROW:
+    if TAIL and not V.HAS_KEY_BIAS:
         b_s = tl.where((o_in < left)[None, :], b_s, float("-inf"))
     b_p, b_acc, b_max, b_sum = online_softmax(b_s, b_acc, b_max, b_sum, factor=unit if V.FOLD else 1.0)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=V.PRECISION)  # [q,c]
@@ -111,20 +110,20 @@ def _gated(b_o, gate, o_q, left, V):
 
 
 @triton.jit
-def _largest_bias(b_top, row, pair, place, first_k, unit, lk, V):
-    """b_top [q] and the largest sum of pair bias and row bias of the keys from first_k on, in natural units."""
+def _largest_bias(b_top, key_bias, pair, place, first_k, unit, lk, V):
+    """b_top [q] and the largest sum of pair bias and key bias of the keys from first_k on, in natural units."""
     step_q = pair.q * V.GRAIN_PAIR
     o_in = tl.arange(0, V.BLOCK_K)
     start = tl.cast(first_k, tl.int64) if V.LONG else first_k
     b_bias = natural(_load_pair(pair, place, step_q, first_k, start, lk - first_k, V, BLOCK_K=V.BLOCK_K, TAIL=True))  # [q,k]
-    if V.HAS_ROW:
-        b_bias += (tl.load(row.p + first_k + o_in) * ((unit if V.FOLD else 1.0) * LN2))[None, :]
+    if V.HAS_KEY_BIAS:
+        b_bias += (tl.load(key_bias.p + first_k + o_in) * ((unit if V.FOLD else 1.0) * LN2))[None, :]
     return tl.maximum(b_top, tl.max(tl.where((o_in < lk - first_k)[None, :], b_bias, float("-inf")), 1))
 
 
 @kernel
 def forward_kernel(
-    q: View, k: View, v: View, row: RowView, runs: RowView, pair: PairView, out: Pointer, lse: Pointer, ref: Pointer,
+    q: View, k: View, v: View, key_bias: RowView, runs: RowView, pair: PairView, out: Pointer, lse: Pointer, ref: Pointer,
     gate: View, sizes: Sizes, first_q: Number, blocks: Number, V: Variant,
 ) -> None:  # fmt: skip
     """One program owns BLOCK_Q queries of one (b, n, h): of those from first_q on, in `blocks` blocks.
@@ -152,7 +151,7 @@ def forward_kernel(
     q = at(q, b, h, V.GRAIN, n=n, first=start_q)
     k = at(k, b, h, V.GRAIN, n=n)
     v = at(v, b, h, V.GRAIN, n=n)
-    row = row_at(row, b, n)
+    key_bias = row_at(key_bias, b, n)
     runs = row_at(runs, b, n)
     if not V.TENSOR_MAP:
         pair = pair_at(pair, b, h, V.GRAIN_PAIR, first_q=start_q)
@@ -168,24 +167,52 @@ def forward_kernel(
     full = lk // V.BLOCK_K
     count = 1
     end = tl.cdiv(lk, V.BLOCK_K)
-    if V.HAS_ROW:
+    if V.HAS_KEY_BIAS:
         count = tl.load(runs.p)
         end = 0
     for run in tl.range(0, count, num_stages=1):
         begin = 0
         stop = full
-        if V.HAS_ROW:
+        if V.HAS_KEY_BIAS:
             begin = tl.load(runs.p + 1 + 2 * run)
             end = tl.load(runs.p + 2 + 2 * run)
             stop = tl.minimum(end, full)
         for tile in tl.range(begin, stop, num_stages=V.STAGES):
             b_acc, b_max, b_sum = _step(
-                b_q, b_acc, b_max, b_sum, k, v, row, pair, place, tile * V.BLOCK_K, unit, lk, V, BLOCK_K=V.BLOCK_K, TAIL=False
+                b_q,
+                b_acc,
+                b_max,
+                b_sum,
+                k,
+                v,
+                key_bias,
+                pair,
+                place,
+                tile * V.BLOCK_K,
+                unit,
+                lk,
+                V,
+                BLOCK_K=V.BLOCK_K,
+                TAIL=False,
             )
     if not V.EVEN_K:  # noqa: SIM102 (this one is resolved when the kernel is compiled, the next one when it runs)
         if end > full:
             b_acc, b_max, b_sum = _step(
-                b_q, b_acc, b_max, b_sum, k, v, row, pair, place, full * V.BLOCK_K, unit, lk, V, BLOCK_K=V.TAIL_K, TAIL=True
+                b_q,
+                b_acc,
+                b_max,
+                b_sum,
+                k,
+                v,
+                key_bias,
+                pair,
+                place,
+                full * V.BLOCK_K,
+                unit,
+                lk,
+                V,
+                BLOCK_K=V.TAIL_K,
+                TAIL=True,
             )
 
     wait_to_store(V.WAIT)
@@ -207,11 +234,11 @@ def forward_kernel(
     store_tile(out + first * V.C, b_o, o_in, o_c, stride_o, 1, left_q, V.C, MASK_ROWS=True, MASK_COLS=V.C != V.BLOCK_C)
     if V.HAS_PAIR:
         # A query that attends to nothing so far may have biases that were infinite only in other units.
-        far = tl.max(((tl.abs(b_max) > FAR) & (o_in < left_q)).to(tl.int32), 0)
-        if far * count > 0:
+        repeats = tl.max(((tl.abs(b_max) > MOST_TRUSTED) & (o_in < left_q)).to(tl.int32), 0)
+        if repeats * count > 0:
             b_top = tl.full([V.BLOCK_Q], float("-inf"), tl.float32)  # [q]
             for tile in tl.range(0, tl.cdiv(lk, V.BLOCK_K), num_stages=1):
-                b_top = _largest_bias(b_top, row, pair, place, tile * V.BLOCK_K, unit, lk, V)
+                b_top = _largest_bias(b_top, key_bias, pair, place, tile * V.BLOCK_K, unit, lk, V)
             b_size = tl.abs(b_top)
             b_ref = tl.where((b_size > NEAR) & (b_size < float("inf")), b_top, 0.0)  # [q]
             b_acc = tl.zeros([V.BLOCK_Q, V.BLOCK_C], tl.float32)  # [q,c]
@@ -219,15 +246,15 @@ def forward_kernel(
             b_sum = tl.zeros([V.BLOCK_Q], tl.float32)
             for tile in tl.range(0, tl.cdiv(lk, V.BLOCK_K), num_stages=1):
                 b_acc, b_max, b_sum = _step(
-                    b_q, b_acc, b_max, b_sum, k, v, row, pair, place, tile * V.BLOCK_K, unit, lk, V,
+                    b_q, b_acc, b_max, b_sum, k, v, key_bias, pair, place, tile * V.BLOCK_K, unit, lk, V,
                     BLOCK_K=V.BLOCK_K, TAIL=True, b_ref=b_ref,
                 )  # fmt: skip
             b_o, b_lse = finish(b_acc, b_max, b_sum)
             if V.HAS_GATE:
                 b_o = _gated(b_o, gate, o_q, left_q, V)
-            b_again = (b_ref != 0.0) & (o_in < left_q)
+            b_distant = (b_ref != 0.0) & (o_in < left_q)
             tl.debug_barrier()  # another thread may have stored the same element before
-            tl.store(p_lse + o_in, b_lse, mask=b_again)
-            tl.store(p_ref + o_in, b_ref, mask=b_again)
+            tl.store(p_lse + o_in, b_lse, mask=b_distant)
+            tl.store(p_ref + o_in, b_ref, mask=b_distant)
             p_tile = out + first * V.C + o_in[:, None] * stride_o + o_c[None, :]
-            tl.store(p_tile, b_o.to(out.dtype.element_ty), mask=b_again[:, None] & (o_c < V.C)[None, :])
+            tl.store(p_tile, b_o.to(out.dtype.element_ty), mask=b_distant[:, None] & (o_c < V.C)[None, :])

@@ -39,7 +39,7 @@ DISTANT_ONLY: a launch of its own adds what distant queries give (`backward.stor
 
 @kernel
 def pair_gradient_kernel(
-    q: View, k: View, v: View, dO: View, stats: Stats, row: RowView, spans: RowView, pair: PairView, partial: Pointer,
+    q: View, k: View, v: View, dO: View, stats: Stats, key_bias: RowView, spans: RowView, pair: PairView, partial: Pointer,
     sizes: Sizes, grid: Grid, T: Tile, V: Variant,
 ) -> None:  # fmt: skip
     """One program owns a tile of queries and keys of one (b, h), and one of `splits` shares of the rows n.
@@ -90,7 +90,7 @@ def pair_gradient_kernel(
     dO = at(dO, b, h, T.GRAIN, first=start_q)
     k = at(k, b, h, T.GRAIN, first=start_k)
     v = at(v, b, h, T.GRAIN, first=start_k)
-    p_row = row.p + (b * row.b * PADDED + start_k)
+    p_key_bias = key_bias.p + (b * key_bias.b * PADDED + start_k)
     p_spans = spans.p + (b * spans.b + block_k.to(tl.int64) * spans.n)
     p_stats = stats.p + ((b * sizes.n * sizes.h + h) * (stats.padded_q * PADDED) + start_q)
     begin = 0
@@ -105,9 +105,9 @@ def pair_gradient_kernel(
     begin += before
     for i in tl.range(begin, begin + tl.minimum(grid.rows, share - before), num_stages=T.STAGES):
         n = tl.cast(i, tl.int64)
-        b_row = 0.0
-        if T.HAS_ROW:
-            b_row = tl.load(p_row + n * row.n * PADDED + o_in_k)  # [k]
+        b_key_bias = 0.0
+        if T.HAS_KEY_BIAS:
+            b_key_bias = tl.load(p_key_bias + n * key_bias.n * PADDED + o_in_k)  # [k]
         b_q = load_view(q.p + n * q.n * T.GRAIN, q, o_q, o_d, left_q, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,d]
         b_do = load_view(dO.p + n * dO.n * T.GRAIN, dO, o_q, o_c, left_q, COLS=T.C, GRAIN=T.GRAIN, MASK=not T.EVEN_Q)  # [q,c]
         b_k = load_view(k.p + n * k.n * T.GRAIN, k, o_k, o_d, left_k, COLS=T.D, GRAIN=T.GRAIN, MASK=not T.EVEN_K)  # [k,d]
@@ -118,7 +118,7 @@ def pair_gradient_kernel(
         b_measured = b_pair
         if V.DISTANT_ONLY:
             b_measured = measured(b_pair, tl.load(p_this + 3 * plane + o_in_q)[:, None])
-        b_sum += score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_measured, b_row, unit, T, HAS_PAIR=True)  # [q,k]
+        b_sum += score_gradient(b_q, b_do, b_k, b_v, b_lse, b_delta, b_measured, b_key_bias, unit, T, HAS_PAIR=True)  # [q,k]
 
     if not V.DISTANT_ONLY:
         wait_to_store(V.WAIT)

@@ -122,35 +122,35 @@ def natural(b_pair):
 def measured(b_pair, b_ref):
     """A tile of pair bias in float32, measured from the references of its queries, which broadcast to it.
 
-    A key that is not attended may be far above the reference. It stays finite, since +inf and a row bias of -inf make NaN.
+    A key that is not attended may be far above the reference. It stays finite, since +inf and a key bias of -inf make NaN.
     """
     return tl.minimum(natural(b_pair) - b_ref, 1e30)
 
 
 @triton.jit
 def scores(
-    b_q, b_k, b_pair, b_row, unit,
-    FOLD: tl.constexpr, HAS_PAIR: tl.constexpr, HAS_ROW: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, b_k, b_pair, b_key_bias, unit,
+    FOLD: tl.constexpr, HAS_PAIR: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[q,k] scores of b_q [q,d], b_k [k,d], b_pair [q,k], b_row [k]; unit = scale * log2 e.
+    """[q,k] scores of b_q [q,d], b_k [k,d], b_pair [q,k], b_key_bias [k]; unit = scale * log2 e.
 
     FOLD: result * unit is in log2 units: the matmul's accumulator starts from bias / unit, one instruction a score less.
-    b_row was divided by unit when it was prepared. Otherwise the result itself is in log2 units, since dividing by the scale is
-    not safe (`cards.folds`).
+    b_key_bias was divided by unit when it was prepared. Otherwise the result itself is in log2 units, since dividing by the
+    scale is not safe (`cards.folds`).
     """
     if FOLD and HAS_PAIR:
         inverse = 1.0 / unit
         b_start = natural(b_pair) * (inverse * LOG2E)  # [q,k]
-        if HAS_ROW:
-            b_start += b_row[None, :]
+        if HAS_KEY_BIAS:
+            b_start += b_key_bias[None, :]
         return tl.dot(b_q, tl.trans(b_k), b_start, input_precision=PRECISION)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [q,k]
     if not FOLD:
         b_s *= unit
         if HAS_PAIR:
             b_s += natural(b_pair) * LOG2E
-    if HAS_ROW:
-        b_s += b_row[None, :]
+    if HAS_KEY_BIAS:
+        b_s += b_key_bias[None, :]
     return b_s
 
 

@@ -140,10 +140,10 @@ def forward_tiles(problem: Problem, config: Config, shared_limit: int) -> Tiles:
 
 
 def forward_shared_bytes(problem: Problem, tiles: Tiles) -> int:
-    """Shared memory of one forward program: `num_stages` tiles of keys, values, pair bias and row bias, and the queries."""
+    """Shared memory of one forward program: `num_stages` tiles of keys, values, pair bias and key bias, and the queries."""
     element = problem.dtype.itemsize
     channels = power_of_two(problem.d) + power_of_two(problem.c)
     pair = 0 if problem.pair_bias is None else tiles.block_q * tiles.block_k * problem.pair_bias.itemsize
-    row = 4 * tiles.block_k if problem.mask or problem.mask_bias is not None else 0
-    stage = tiles.block_k * channels * element + pair + row
+    key_bias = 4 * tiles.block_k if problem.mask or problem.mask_bias is not None else 0
+    stage = tiles.block_k * channels * element + pair + key_bias
     return tiles.num_stages * stage + tiles.block_q * power_of_two(problem.d) * element

@@ -1,4 +1,4 @@
-"""The row bias: mask and mask bias as one number a key, with the runs of key tiles and the rows n that are live."""
+"""The key bias: mask and mask bias as one number a key, with the runs of key tiles and the rows n that are live."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evoattn.backends.triton.strides import Strided, contiguous, empty, strided,
 from evoattn.core.numerics import LOG2E
 
 PADDING = 128
-"""The row bias is padded with -inf to a multiple of this, the widest key tile, so that no kernel masks its loads."""
+"""The key bias is padded with -inf to a multiple of this, the widest key tile, so that no kernel masks its loads."""
 
 _CHUNK = 512
 _ROWS_AT_ONCE = 256
@@ -26,7 +26,7 @@ _WARPS_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class RowBias:
+class KeyBias:
     """The launch that joins a mask and a mask bias. Call it with both, or None, for bias and runs.
 
     Args:
@@ -49,42 +49,42 @@ class RowBias:
         return bias, runs
 
 
-def row_views(rows: RowBias | None, grain: int = 1) -> dict[str, RowView]:
+def key_bias_views(key_bias: KeyBias | None, grain: int = 1) -> dict[str, RowView]:
     """Views of the bias, with strides in units of a grain, and of its runs."""
-    bias, runs = (None, None) if rows is None else (rows.bias, rows.runs)
-    return {"row": row_view(bias, grain), "runs": row_view(runs)}
+    bias, runs = (None, None) if key_bias is None else (key_bias.bias, key_bias.runs)
+    return {"key_bias": row_view(bias, grain), "runs": row_view(runs)}
 
 
 @triton.jit
-def row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
+def key_bias_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
     """mask_bias of keys that the mask allows, -inf for the others and outside [0, lk). Natural units, not shifted."""
     inside = (o_k >= 0) & (o_k < lk)
-    b_row = tl.where(inside, 0.0, float("-inf"))
+    b_key_bias = tl.where(inside, 0.0, float("-inf"))
     if HAS_BIAS:
-        b_row += natural(tl.load(p_bias + o_k.to(tl.int64) * stride_bias, mask=inside, other=0.0))
+        b_key_bias += natural(tl.load(p_bias + o_k.to(tl.int64) * stride_bias, mask=inside, other=0.0))
     if HAS_MASK:
         b_mask = tl.load(p_mask + o_k.to(tl.int64) * stride_mask, mask=inside, other=0)
-        b_row = tl.where(b_mask != 0, b_row, float("-inf"))
-    return b_row
+        b_key_bias = tl.where(b_mask != 0, b_key_bias, float("-inf"))
+    return b_key_bias
 
 
 @kernel
-def row_bias_kernel(
-    mask: RowView, bias: RowView, out: Pointer, runs: Pointer, stride_mask: Number, stride_bias: Number, n_rows: Number,
+def key_bias_kernel(
+    mask: RowView, mask_bias: RowView, out: Pointer, runs: Pointer, stride_mask: Number, stride_bias: Number, n_rows: Number,
     lk: Number, padded: Number, runs_width: Number, factor: Number,
     HAS_MASK: Constant, HAS_BIAS: Constant, BLOCK_K: Constant, TILES: Constant, WAIT: Constant,
 ) -> None:  # fmt: skip
     """One program owns one row (b, n) of keys.
 
     It loops over chunks of keys twice: for the largest entry (only with a mask_bias), then to write.
-    It writes the row bias once, padding included, and the runs of live tiles as it meets their two ends.
+    It writes the key bias once, padding included, and the runs of live tiles as it meets their two ends.
     """
     wait_to_load(WAIT)
     pid = tl.program_id(0)
     b = (pid // n_rows).to(tl.int64)
     n = (pid % n_rows).to(tl.int64)
     p_mask = mask.p + (b * mask.b + n * mask.n)
-    p_bias = bias.p + (b * bias.b + n * bias.n)
+    p_bias = mask_bias.p + (b * mask_bias.b + n * mask_bias.n)
     p_out = out + pid.to(tl.int64) * padded
     p_runs = runs + pid.to(tl.int64) * runs_width
     o_tile = tl.arange(0, TILES)
@@ -94,7 +94,9 @@ def row_bias_kernel(
     if HAS_BIAS:
         b_top = tl.full([TILES, BLOCK_K], float("-inf"), tl.float32)  # [tile,k]
         for first in tl.range(0, lk, TILES * BLOCK_K):
-            b_top = tl.maximum(b_top, row_tile(p_mask, p_bias, first + o_in, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS))
+            b_top = tl.maximum(
+                b_top, key_bias_tile(p_mask, p_bias, first + o_in, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)
+            )
         top = tl.max(tl.max(b_top, 1), 0)
         shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)
 
@@ -104,11 +106,11 @@ def row_bias_kernel(
     # One tile past the last, which is dead, closes a run that reaches the end.
     for first in tl.range(0, padded + BLOCK_K, TILES * BLOCK_K):
         o_k = first + o_in
-        b_row = row_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)  # [tile,k]
-        tl.store(p_out + o_k, (b_row - shift) * factor, mask=o_k < padded)
-        b_before = row_tile(p_mask, p_bias, o_k - BLOCK_K, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)
+        b_key_bias = key_bias_tile(p_mask, p_bias, o_k, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)  # [tile,k]
+        tl.store(p_out + o_k, (b_key_bias - shift) * factor, mask=o_k < padded)
+        b_before = key_bias_tile(p_mask, p_bias, o_k - BLOCK_K, stride_mask, stride_bias, lk, HAS_MASK, HAS_BIAS)
         # NaN counts as live: it has to reach the output.
-        b_live = tl.max((b_row != float("-inf")).to(tl.int32), 1)  # [tile]
+        b_live = tl.max((b_key_bias != float("-inf")).to(tl.int32), 1)  # [tile]
         b_lived = tl.max((b_before != float("-inf")).to(tl.int32), 1)
         b_begins = b_live * (1 - b_lived)
         b_ends = b_lived * (1 - b_live)
@@ -122,9 +124,9 @@ def row_bias_kernel(
     tl.store(p_runs, begun)
 
 
-def plan_row_bias(
+def plan_key_bias(
     mask: Tensor | None, mask_bias: Tensor | None, lk: int, device: torch.device, block_k: int, scale: float
-) -> RowBias:
+) -> KeyBias:
     """Join mask and mask_bias, both [b|1,n|1,k] with any strides; without either, what is -inf past the last of lk keys.
 
     Args:
@@ -140,10 +142,10 @@ def plan_row_bias(
     bias = contiguous((b, n, padded), torch.float32)
     runs = contiguous((b, n, 1 + 2 * (padded // block_k // 2 + 1)), torch.int32)
     mask_strides, bias_strides = (None if x is None else strided(x) for x in (mask, mask_bias))
-    launch = row_bias_kernel.plan(
+    launch = key_bias_kernel.plan(
         b * n,
         mask=row_view(mask_strides),
-        bias=row_view(bias_strides),
+        mask_bias=row_view(bias_strides),
         stride_mask=strides(mask_strides, 3)[2],
         stride_bias=strides(bias_strides, 3)[2],
         n_rows=n,
@@ -156,12 +158,12 @@ def plan_row_bias(
         BLOCK_K=block_k,
         TILES=_CHUNK // block_k,
     )
-    return RowBias(bias, runs, device, launch)
+    return KeyBias(bias, runs, device, launch)
 
 
 @kernel
 def row_spans_kernel(
-    row: RowView, spans: Pointer, n_rows: Number, tiles: Number, BLOCK_K: Constant, BLOCK_N: Constant, WAIT: Constant
+    key_bias: RowView, spans: Pointer, n_rows: Number, tiles: Number, BLOCK_K: Constant, BLOCK_N: Constant, WAIT: Constant
 ) -> None:
     """One program owns one key tile of one b.
 
@@ -171,14 +173,14 @@ def row_spans_kernel(
     wait_to_load(WAIT)
     pid = tl.program_id(0)
     o_in = tl.arange(0, BLOCK_N)
-    p_tile = row.p + (pid // tiles).to(tl.int64) * row.b + (pid % tiles) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    p_tile = key_bias.p + (pid // tiles).to(tl.int64) * key_bias.b + (pid % tiles) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     b_first = tl.full([BLOCK_N], 2147483647, tl.int32)
     b_end = tl.zeros([BLOCK_N], tl.int32)
     for first in tl.range(0, n_rows, BLOCK_N):
         o_n = first + o_in
-        p_here = p_tile + o_n.to(tl.int64)[:, None] * row.n
-        b_row = tl.load(p_here, mask=o_n[:, None] < n_rows, other=float("-inf"))  # [n,k]
-        b_live = tl.max((b_row != float("-inf")).to(tl.int32), 1) != 0  # [n]
+        p_rows = p_tile + o_n.to(tl.int64)[:, None] * key_bias.n
+        b_key_bias = tl.load(p_rows, mask=o_n[:, None] < n_rows, other=float("-inf"))  # [n,k]
+        b_live = tl.max((b_key_bias != float("-inf")).to(tl.int32), 1) != 0  # [n]
         b_first = tl.where(b_live, tl.minimum(b_first, o_n), b_first)
         b_end = tl.where(b_live, o_n + 1, b_end)
     # A tile without a live row spans 0 to 0. From 2**31 - 1 to 0 a pipelined loop would count past 2**31 before its test.
@@ -188,12 +190,12 @@ def row_spans_kernel(
     tl.store(spans + 2 * pid + 1, end)
 
 
-def plan_row_spans(rows: RowBias, b: int, n: int, block_k: int) -> tuple[Strided, Launch]:
-    """int32 `[b, tiles, 2]`, and the launch of (row bias, spans) that fills it.
+def plan_row_spans(key_bias: KeyBias, b: int, n: int, block_k: int) -> tuple[Strided, Launch]:
+    """int32 `[b, tiles, 2]`, and the launch of (key bias, spans) that fills it.
 
     For each key tile it has the first row n with a live key in it, and the last plus one.
     """
-    tiles = rows.bias.shape[-1] // block_k
+    tiles = key_bias.bias.shape[-1] // block_k
     sizes = {"n_rows": n, "tiles": tiles, "BLOCK_K": block_k, "BLOCK_N": _ROWS_AT_ONCE}
-    fill = row_spans_kernel.plan(b * tiles, row=row_view(rows.bias), **sizes, num_warps=_WARPS_AT_ONCE)
+    fill = row_spans_kernel.plan(b * tiles, key_bias=row_view(key_bias.bias), **sizes, num_warps=_WARPS_AT_ONCE)
     return contiguous((b, tiles, 2), torch.int32), fill
